@@ -2,8 +2,8 @@
 
     y = to_jax(f)(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 
-The derivative of a bridged function is taken by its own framework, with `gradtools.vjp` and `jvp`;
-both are bridged again, so both modes mix at any order. This package alone imports both frameworks.
+A bridged function is differentiated by its own framework, with `gradtools.vjp` and `jvp`. Both of
+these are bridged again, so that modes mix at any order. Only this package imports both frameworks.
 """
 
 from __future__ import annotations
@@ -32,35 +32,36 @@ _TORCH = TorchGuest()
 
 @user_facing
 def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None) -> Any:
-    """A PyTorch function or module as a differentiable one of JAX.
+    """A PyTorch function or module as a differentiable JAX function.
 
-    Both modes of differentiation in any mix, jit, vmap, scan and checkpoint. Outside of jit f is
-    called at once on the memory of its arguments; in a traced program it is a host callback, and
-    arrays pass through the host's memory. f must be a function of its arguments: it is called once
-    more for each derivative. What it writes in an argument stays its own.
+    The result supports both modes of differentiation in any mix, jit, vmap, scan and checkpoint.
+    Outside of jit, f is called directly on the memory of its arguments; in a traced program it is a
+    host callback, and arrays pass through the host's memory. f must be a pure function of its
+    arguments, because each derivative calls it again. In-place writes to an argument do not change
+    the JAX array.
 
     Args:
-        f: A function of pytrees of tensors (floating, complex, integer, bool; bfloat16 too), to
-            pytrees of tensors; or a `torch.nn.Module`. What is no array in its arguments is static
+        f: A function from pytrees of tensors (floating, complex, integer, bool; also bfloat16) to
+            pytrees of tensors, or a `torch.nn.Module`. Arguments that are not arrays are static
             and must be hashable.
-        out: What f returns, where a traced program cannot tell by fake tensors, as of a shape that
-            depends on values: a pytree of `ArraySpec(shape, dtype)`, or a function of f's
-            arguments, arrays replaced by their ArraySpecs, to one. For a module of the pair
-            `(output, state)`.
-        train: Of a module: whether it trains; None: as it stands.
+        out: The result's specification, if a traced program cannot infer it with fake tensors, as
+            for a shape that depends on values: a pytree of `ArraySpec(shape, dtype)`, or a
+            function from f's arguments, with arrays replaced by ArraySpecs, to one. For a module
+            that of the pair `(output, state)`.
+        train: The mode of a module; None keeps its current mode.
 
     Returns:
-        A function of JAX arrays. Of a module `(apply, params, state)`, with
-        `apply(params, state, *args, key=None, **kwargs) -> (output, new_state)`, as of
-        `gradtools.torch.make_functional`: dicts of JAX arrays by the module's names, copies of its
-        own; `key` is JAX's. Without x64 integers of the state come in 32 bits.
+        A function of JAX arrays. For a module `(apply, params, state)`, with
+        `apply(params, state, *args, key=None, **kwargs) -> (output, new_state)`, as from
+        `gradtools.torch.make_functional`: params and state are dicts of JAX arrays by the module's
+        names, copied from it; `key` is a JAX key. Without x64, integers of the state have 32 bits.
 
     Raises:
-        GradtoolsError: f is no function. (On call) f draws from PyTorch's global stream, gives
-            other numbers at the same arguments, or writes in a buffer that it closes over; it is
-            differentiated and a tensor that it closes over requires grad; it returns 64 bits and
-            x64 is off; in a traced program, its shapes cannot be inferred and `out` is None. Under
-            jit the text is in JAX's own error.
+        GradtoolsError: f is not a function. (On call) f draws from PyTorch's global generator,
+            returns other numbers for the same arguments, or writes to a buffer that it closes
+            over; it is differentiated and a tensor that it closes over requires grad; it returns
+            64 bits and x64 is off; in a traced program, its shapes cannot be inferred and `out` is
+            None. Under jit JAX's error contains the text.
 
     Example:
         >>> import jax, jax.numpy as jnp, torch
@@ -87,31 +88,31 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
 def to_torch(
     f: Callable[..., Any], *, out: Any = None, variables: Any = None, jit: bool = True
 ) -> Any:
-    """A JAX function or model as a differentiable one of PyTorch.
+    """A JAX function or model as a differentiable PyTorch function or module.
 
-    Reverse and forward mode in any mix, `torch.func`, `torch.compile`, checkpoint. Outside of
-    transforms f is called on the memory of its arguments, and a call returns when its results are
-    there. f and each of its derivatives are compiled once for each shape and dtype.
+    The result supports reverse and forward mode in any mix, `torch.func`, `torch.compile` and
+    checkpoint. Outside of transforms f is called on the memory of its arguments, and a call waits
+    for its results. f and each of its derivatives are compiled once for each shape and dtype.
 
     Args:
-        f: A function of pytrees of arrays to pytrees of arrays; or a model: a `flax.nnx` or
-            `equinox` module, a `flax.linen` one or what haiku transforms, with their `variables`.
-            What is no tensor in its arguments is static and must be hashable.
-        out: What f returns, where `jax.eval_shape` cannot tell it (with jit=False): a pytree of
-            `ArraySpec(shape, dtype)`, or a function of the arguments, tensors replaced by their
-            ArraySpecs, to one.
+        f: A function from pytrees of arrays to pytrees of arrays, or a model: a `flax.nnx` or
+            `equinox` module, a `flax.linen` module or a haiku transform, with their `variables`.
+            Arguments that are not tensors are static and must be hashable.
+        out: The result's specification, if `jax.eval_shape` cannot infer it (with jit=False): a
+            pytree of `ArraySpec(shape, dtype)`, or a function from the arguments, with tensors
+            replaced by ArraySpecs, to one.
         variables: As in `gradtools.jax.make_functional`.
         jit: Whether f is compiled; False for an f that reads values (a Python if).
 
     Returns:
-        A function of tensors. Of a model an `nn.Module`: its parameters are the model's floating
-        arrays (copies), by the model's names, its buffers the model's state. `train()` and `eval()`
-        choose the model's mode, where it has two; in training the buffers follow the state, and a
-        model that needs a key and is given none takes one from PyTorch's global stream.
+        A function of tensors. For a model an `nn.Module`: its parameters are copies of the model's
+        floating arrays, by the model's names, its buffers the model's state. `train()` and
+        `eval()` select the model's mode, if it has two. In training the buffers are updated with
+        the state, and a missing key is drawn from PyTorch's global generator.
 
     Raises:
-        GradtoolsError: f is no function. (On call) a tensor has 64 bits and x64 is off; f closes
-            over an array that JAX traces or differentiates; a tensor's layout is sparse.
+        GradtoolsError: f is not a function. (On call) a tensor has 64 bits and x64 is off; f
+            closes over a tracer of JAX; a tensor is sparse.
 
     Example:
         >>> import jax.numpy as jnp, torch

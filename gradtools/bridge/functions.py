@@ -1,16 +1,15 @@
-"""A function of one framework as a rule of the other.
+"""A function of one framework (the guest) as a custom rule of the other (the host).
 
-The guest is the framework of the function f, the host the one whose program calls it. The rule of
-f calls the guest's own `gradtools.vjp` and `jvp`, and each of these is such a function again:
+The rule of f calls the guest's `gradtools.vjp` and `jvp`, which are bridged functions again:
 
     y = f(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 
-so there is no last order. Both wings say J^H y' for the pullback, so nothing is conjugated here.
-Where the host's arrays have values and nothing follows the program, f is called at once, on the
-same memory; in a traced program it is a host kernel. A derivative evaluates f again: no graph of
-the guest outlives a call.
+so derivatives of any order exist. Both backends compute J^H y' as the pullback, so nothing is
+conjugated here. If the host's arrays are concrete, f is called directly on the same memory; in a
+traced program it is a host kernel. A derivative evaluates f again, because no graph of the guest
+outlives a call.
 
-What a framework does as a guest stands in `torch_guest.py` and `jax_guest.py`.
+`torch_guest.py` and `jax_guest.py` implement the two guests.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ class Foreign:
 
     Attributes:
         guest: The framework of the function.
-        name: What messages call it.
-        run: The function, of the guest's arrays.
-        base: The function of which it is a derivative; its arguments lead those of its derivatives.
-        outs: The ArraySpecs of what comes out, of those of what goes in.
-        arity: Of a derivative, how many arguments `base` has.
+        name: The function's name in messages.
+        run: The function of the guest's arrays.
+        base: The function of which it is a derivative, whose arguments come first; or itself.
+        outs: A function from the inputs' ArraySpecs to the outputs'.
+        arity: For a derivative, the number of arguments of `base`.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Foreign:
         return f"<{self.guest.name} function {self.name}>"
 
     def known(self, xs: Sequence[Array]) -> KnownOfShapes:
-        """What is known of calls with the host's arrays like these."""
+        """The specialization to the shapes and dtypes of these host arrays; memoized."""
         key = tuple([(x.shape, x.dtype) for x in xs])
         result = self._known.get(key)
         if result is None:
@@ -83,11 +82,11 @@ class Foreign:
         return result
 
     def known_of(self, ins: tuple[ArraySpec, ...]) -> KnownOfShapes:
-        """The same by what the arrays look like."""
+        """The specialization to these ArraySpecs; memoized."""
         return self._known.get(ins) or _kept(self._known, ins, KnownOfShapes(self, ins))
 
     def at_once(self, xs: Sequence[Array]) -> list[Array] | None:
-        """The outputs where xs have values and nothing follows the program; else None."""
+        """The outputs if xs are concrete and the program is not traced; else None."""
         return self.known(xs).direct(xs) if self.guest.are_plain(xs) else None
 
     def applied(self, *xs: Array) -> list[Array]:
@@ -96,7 +95,7 @@ class Foreign:
         return self.guest.host.apply_rule(self.rule, *xs) if ys is None else ys
 
     def value(self, *xs: Array) -> list[Array]:
-        """The outputs, as the host's arrays."""
+        """The outputs as the host's arrays, without derivatives."""
         if (ys := self.at_once(xs)) is not None:
             return ys
         known, host = self.known(xs), self.guest.host
@@ -105,7 +104,7 @@ class Foreign:
 
     @cached_property
     def rule(self) -> Rule:
-        """The function in the host's program."""
+        """The function as a rule of the host."""
 
         def tangent(xs: Entries, dxs: Entries) -> list[Any]:
             moving = tuple([dx is not None for dx in dxs])
@@ -124,7 +123,7 @@ class Foreign:
         return Rule(self.name, self.value, tangent, cotangent, reaches=reaches)
 
     def jvp(self, moving: Mask) -> Foreign:
-        """Tangents of the floating outputs, of all inputs and the tangents of those that move."""
+        """The function (inputs, tangents of the moving ones) -> tangents of inexact outputs."""
         n, run, guest = len(moving), self.run, self.guest
 
         def pushed(*operands: Array) -> list[Array]:
@@ -143,7 +142,7 @@ class Foreign:
         return self._of("jvp", (moving,), pushed, outs)
 
     def vjp(self, moving: Mask, given: Mask) -> Foreign:
-        """Cotangents of the inputs that move, of all inputs and the cotangents that are given."""
+        """The function (inputs, given cotangents) -> cotangents of the moving inputs."""
         n, run, guest = len(moving), self.run, self.guest
 
         def pulled(*operands: Array) -> list[Array]:
@@ -169,14 +168,14 @@ class Foreign:
         return self._of("vjp", (moving, given), pulled, outs)
 
     def mapped(self, shared: Any, depth: int) -> Run:
-        """The function of batches, `shared` as `_shared` says; kept, for it may be compiled."""
+        """`over`, memoized, as it may be compiled; `shared` as from `_shared`."""
         result = self._mapped.get(shared)
         if result is None:
             result = _kept(self._mapped, shared, self.guest.entry(self.over(shared, depth)))
         return result
 
     def over(self, shared: Any, depth: int) -> Run:
-        """The same, each time anew."""
+        """The function mapped over `depth` batch axes."""
         run = self.run
         for level in reversed(range(depth)):
             run = self.guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
@@ -194,13 +193,13 @@ class Foreign:
 
 @dataclass(frozen=True, eq=False)
 class DerivativeOf:
-    """A function whose derivative is taken, and the operator that messages name."""
+    """A function to be differentiated, with the operator's name for messages."""
 
     f: Callable[..., tuple[list[Array], list[Array]]]
     caller: str
 
     def __call__(self, *xs: Array) -> tuple[list[Array], list[Array]]:
-        """The outputs, and none besides."""
+        """The differentiable outputs, and an empty list of others."""
         return self.f(*xs)
 
 
@@ -315,7 +314,7 @@ class KnownOfShapes:
 
 
 def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
-    """Of each array, over which axes of the batch it is the same; no axis is shared by all."""
+    """For each array a mask of the batch axes over which it is broadcast, but not all arrays."""
     result = [[a.strides[i] == 0 and a.shape[i] > 1 for i in range(depth)] for a in arrays]
     for level in range(depth):
         if all(s[level] for s in result):
@@ -415,13 +414,13 @@ class Bridged(CustomRule):
 
 
 def _of_trees(args: Any, kwargs: Any) -> Any:
-    """What a bridged function is to its rule: a function of two pytrees."""
+    """The signature of a bridged function for its rule: two pytrees."""
     raise AssertionError("its rule is made by `Bridged._rule`")
 
 
 @dataclass(eq=False)
 class FlatBridged:
-    """A bridged function at one structure of its arguments: a function of flat lists."""
+    """A bridged function specialized to one structure of its arguments: of flat lists."""
 
     of: Bridged
     shape: Shaped
@@ -435,7 +434,7 @@ class FlatBridged:
         self.foreign.check = None if self.of.out is None else self._check
 
     def run(self, *arrays: Array) -> list[Array]:
-        """The function; the leaves of its output in the host's order."""
+        """Calls the function; returns the leaves of its output in the host's order."""
         if copies := self.foreign.copies:
             arrays = tuple(
                 [self.guest.copied(x) if i in copies else x for i, x in enumerate(arrays)]
@@ -467,12 +466,12 @@ class FlatBridged:
         return treedef, structure, [places[id(x)] for x in leaves]
 
     def primal(self, *xs: Array) -> list[Array]:
-        """The outputs, whose structure the host is told."""
+        """The outputs as a pytree of the host, flattened by the rule's shape."""
         ys = self.foreign.value(*xs)
         return self.shape.outputs(xs, self.host.unflatten(self.structure(xs), ys), "it")
 
     def structure(self, xs: Sequence[Array]) -> Any:
-        """The structure of what comes out where arrays like these go in."""
+        """The host's treedef of the output for inputs like these."""
         shapes = _shapes(xs)
         if shapes not in self.structures:
             ins = self.foreign.known(xs).ins
@@ -481,7 +480,7 @@ class FlatBridged:
         return self.structures[shapes]
 
     def outs(self, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
-        """What comes out, by the guest's abstract evaluation or as `out` says."""
+        """The ArraySpecs of the outputs, by the guest's abstract evaluation or by `out`."""
         out = self.of.out
         if out is None:
             return self.guest.abstract(self.foreign, specs)
@@ -498,7 +497,7 @@ class FlatBridged:
         return result
 
     def _check(self, ins: Sequence[ArraySpec], found: list[ArraySpec]) -> None:
-        """Raises if what came out of the latest call is not what `out` says."""
+        """Raises if the outputs of the latest call differ from `out`."""
         came, told = self.newest[1], self.outs(ins)
         wanted, wrong = self.structures[_shapes(ins)], ""
         if len(found) != len(told):

@@ -1,8 +1,7 @@
 """JAX as a guest: a JAX function in a PyTorch program.
 
-The function and its derivatives are compiled by `jax.jit`, each once for a kind of arguments, and
-a call waits for the results: the memory of its arguments is PyTorch's, which may write there as
-soon as the call is over.
+The function and its derivatives are compiled by `jax.jit`. A call waits for the results, because
+PyTorch owns the memory of the arguments and may write to it after the call.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _READS_VALUES = (
 
 
 class JaxGuest:
-    """What the bridge asks of JAX as the framework of the function."""
+    """JAX's implementation of a guest."""
 
     name, title, operator, host_title = "jax", "JAX", "to_torch", "PyTorch"
     gt = gradtools.jax
@@ -54,11 +53,11 @@ class JaxGuest:
         self.jit = jit
 
     def entry(self, run: Any) -> Any:
-        """How a function is called."""
+        """The function as it is called: compiled, unless jit=False."""
         return jax.jit(run) if self.jit else run
 
     def as_array(self, name: str, y: Any) -> jax.Array:
-        """A leaf of what a function returned, as an array."""
+        """Converts a leaf of a function's result to an array."""
         try:
             return jnp.asarray(y)
         except (TypeError, ValueError):
@@ -67,13 +66,13 @@ class JaxGuest:
             ) from None
 
     def specs_of(self, name: str, xs: Sequence[Tensor]) -> tuple[ArraySpec, ...]:
-        """What tensors look like. torch.jit.trace has tensors for sizes, which are fixed here."""
+        """The tensors' ArraySpecs. Sizes that are tensors, as in torch.jit.trace, become fixed."""
         shapes = [tuple([int(n) if isinstance(n, Tensor) else n for n in x.shape]) for x in xs]
         dtypes = [str(x.dtype).removeprefix("torch.") for x in xs]
         return tuple(map(ArraySpec, shapes, dtypes))
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
-        """Whether all are tensors with values, of which nothing keeps track."""
+        """Whether all are concrete tensors outside of autograd, transforms and tracing."""
         grad = torch.is_grad_enabled()
         for x in xs:
             if type(x) not in _PLAIN or (grad and x.requires_grad) or is_wrapped(x):
@@ -83,7 +82,7 @@ class JaxGuest:
         return not is_followed()
 
     def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
-        """What comes out, by `jax.eval_shape`."""
+        """The outputs' ArraySpecs, by `jax.eval_shape`."""
         self._hold_wide(of.name, specs)
         try:
             ys = jax.eval_shape(of.run, *map(_struct, specs))
@@ -97,7 +96,7 @@ class JaxGuest:
         return [ArraySpec(y.shape, y.dtype.name) for y in ys]
 
     def reach(self, of: Foreign, specs: Sequence[ArraySpec]) -> Sequence[Sequence[bool]] | None:
-        """Which input reaches which output; None where f cannot be traced."""
+        """For each output a mask of the inputs that reach it; None if f cannot be traced."""
         traced = self._traced(of.run, specs)
         return None if traced is None else reached_matrix(traced)
 
@@ -114,14 +113,14 @@ class JaxGuest:
     # --- calls
 
     def called(self, known: KnownOfShapes, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The function at tensors."""
+        """Calls the function on tensors."""
         who = _argument(known.of.name)
         return tensors_of_own(self._evaluated(known, run, [array_of(x, who) for x in xs]), xs)
 
     def called_on_host(
         self, known: KnownOfShapes, run: Any, arrays: Sequence[np.ndarray], depth: int
     ) -> list[np.ndarray]:
-        """The same of NumPy arrays."""
+        """Calls the function on NumPy arrays, in a host callback."""
         self._hold_wide(known.of.name, known.ins)
         pairs = zip(arrays, known.ins, strict=True)
         ys = self._evaluated(known, run, [array_of_numpy(a, s) for a, s in pairs])
@@ -153,7 +152,7 @@ class JaxGuest:
         return ys
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
-        """The function of a batch."""
+        """The function under vmap."""
         return jax.vmap(run, dims)
 
 

@@ -1,8 +1,8 @@
-"""Arrays of one framework in the other, in the same memory where both can have it.
+"""Conversion of arrays between the frameworks, by DLPack without a copy where that is safe.
 
-DLPack shares memory without asking who will write. JAX's arrays never change, so what PyTorch gets
-may not be written while JAX has it, and what JAX gets may not be written by anyone: a tensor that
-somebody else holds, and an array that does, are copied.
+DLPack does not coordinate writes, and JAX's arrays are immutable. A tensor whose storage is
+referenced elsewhere is copied before JAX gets it, and a JAX array that is referenced elsewhere
+before PyTorch may write to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BFLOAT16 = "bfloat16"
 
 
 def refuse_wide(dtype: str, who: str) -> None:
-    """Raises for a dtype that JAX would narrow in silence."""
+    """Raises for a 64-bit dtype that JAX would silently narrow."""
     if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         raise GradtoolsError(
             f"{who} has dtype {dtype}, which JAX cannot hold without x64. Switch it on: {X64}; or "
@@ -41,13 +41,13 @@ def refuse_wide(dtype: str, who: str) -> None:
 
 
 def tensor_of(x: jax.Array) -> Tensor:
-    """The tensor in the memory of a JAX array, which it must not write."""
-    # A capsule does not ask for a device and its stream, which takes as long as the rest.
+    """A tensor that shares the memory of a JAX array; it must not be written."""
+    # A raw capsule skips the queries for device and stream, which take half of the time.
     return from_dlpack(giving_capsules()(x) if _of_cpu_alone() else x)
 
 
 def array_of(t: Tensor, who: str) -> jax.Array:
-    """The JAX array in the memory of a tensor, which nobody may write while it is there."""
+    """A JAX array that shares the memory of a tensor, which must not be written meanwhile."""
     if t.dtype in _WIDE_DTYPES:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
     if not t.is_cpu and not _seen_by_jax(t.device.type):
@@ -61,18 +61,18 @@ def array_of(t: Tensor, who: str) -> jax.Array:
         t = t.detach()
     if t.is_conj() or t.is_neg():
         t = t.resolve_conj().resolve_neg()
-    if upstream.is_zero(t):  # a zero without memory, as PyTorch's derivatives make
+    if upstream.is_zero(t):  # a zero tensor without storage, from PyTorch's derivatives
         t = t.clone()
-    if 0 in t.stride():  # broadcast, as a cotangent of a sum is: JAX takes it by an error alone
+    if 0 in t.stride():  # JAX refuses broadcast tensors, such as a cotangent of a sum
         t = t.contiguous()
     try:
         return _imported(t)
-    except jax.errors.JaxRuntimeError:  # strides that are no permutation of the axes
+    except jax.errors.JaxRuntimeError:  # strides are not a permutation of the axes
         return _imported(t.contiguous())
 
 
 def _imported(t: Tensor) -> jax.Array:
-    """The JAX array in the memory of a tensor."""
+    """Imports a tensor by DLPack."""
     take = taking_capsules()
     if take is None or not t.is_cpu:
         return jnp.from_dlpack(t)
@@ -81,20 +81,20 @@ def _imported(t: Tensor) -> jax.Array:
 
 @cache
 def _of_cpu_alone() -> bool:
-    """Whether JAX has no device but the CPU: no stream has to be waited for."""
+    """Whether JAX has only CPU devices, so that there are no streams."""
     return all(device.platform == "cpu" for device in jax.devices())
 
 
 @cache
 def of_one_cpu() -> bool:
-    """Whether JAX has one device, the CPU: whatever it holds is where PyTorch's tensors are."""
+    """Whether JAX has a single device, the CPU."""
     return _of_cpu_alone() and jax.device_count() == 1
 
 
 def comes_back(x: jax.Array) -> bool:
-    """Whether by DLPack a result of PyTorch's would be on the device of x.
+    """Whether DLPack would import a result of PyTorch to the device of x.
 
-    What PyTorch has in the CPU's memory becomes an array committed to JAX's first CPU device.
+    A CPU tensor becomes an array committed to JAX's first CPU device.
     """
     device: Any = next(iter(x.sharding.device_set))
     if device.platform == "cpu":
@@ -112,10 +112,10 @@ def _seen_by_jax(kind: str) -> bool:
 
 
 def unshared(ys: list[Tensor]) -> list[Tensor]:
-    """The tensors, or copies where anything else holds their memory: a view, a buffer, a graph.
+    """The tensors, or copies if anything else references their storage: a view, a buffer, a graph.
 
-    PyTorch counts that in the storage; there is no public name for the count. The list is emptied,
-    for it holds them as well, and so does whoever calls with a tensor.
+    This reads the storage's reference count, which has no public API. The list is emptied, because
+    it holds references itself.
     """
     result = []
     while ys:
@@ -125,12 +125,12 @@ def unshared(ys: list[Tensor]) -> list[Tensor]:
 
 
 def is_kept(ts: Sequence[Tensor], i: int) -> bool:
-    """Whether anything but the list holds one of its tensors, or the memory of it."""
+    """Whether anything except the list references its tensor i or the tensor's storage."""
     return sys.getrefcount(ts[i]) > _HELD_ONCE or is_held(ts[i])
 
 
 def is_held(t: Tensor) -> bool:
-    """Whether anything holds the memory of a tensor besides this one."""
+    """Whether anything else references the storage of a tensor."""
     return upstream.owners_of_memory(t) > _owners_of_new()
 
 
@@ -140,7 +140,7 @@ def _owners_of_new() -> int:
 
 
 def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors that may be written: in memory of their own, which JAX has forgotten."""
+    """Tensors that may be written: copies, unless JAX holds no other reference to the array."""
     taken = {x.data_ptr() for x in others}
     result = []
     for i in range(len(ys)):
@@ -166,16 +166,16 @@ _HELD_ONCE = _held_once()
 
 
 def tensor_of_numpy(x: np.ndarray, spec: ArraySpec) -> Tensor:
-    """The tensor in the memory of an array that may be read-only, which it must not write."""
+    """A tensor that shares the memory of an array, maybe read-only; it must not be written."""
     if not x.flags.writeable and _of_writable_alone():
         x = np.asarray(_Writable(x))
-    if spec.dtype == _BFLOAT16:  # which NumPy knows as raw bytes
+    if spec.dtype == _BFLOAT16:  # raw bytes to NumPy
         return from_dlpack(x.view(np.int16)).view(torch.bfloat16)
     return from_dlpack(x)
 
 
 class _Writable:
-    """An array in the memory of one that is read-only."""
+    """Exposes the memory of a read-only array as writable."""
 
     def __init__(self, x: np.ndarray) -> None:
         self.of = x
@@ -185,7 +185,7 @@ class _Writable:
 
 @cache
 def _of_writable_alone() -> bool:
-    """Whether PyTorch refuses DLPack of a read-only array, as 2.8 does."""
+    """Whether PyTorch's DLPack refuses read-only arrays, as 2.8 does."""
     x = np.zeros(1)
     x.flags.writeable = False
     try:
@@ -196,15 +196,15 @@ def _of_writable_alone() -> bool:
 
 
 def numpy_of_tensor(t: Tensor) -> np.ndarray:
-    """The tensor's memory as NumPy has it, bfloat16 as float32."""
+    """The tensor as a NumPy array, sharing memory on the CPU; bfloat16 as float32."""
     return (t.float() if t.dtype is torch.bfloat16 else t).numpy(force=True)
 
 
 def array_of_numpy(x: np.ndarray, spec: ArraySpec) -> jax.Array:
-    """A JAX array of a copy."""
+    """A JAX array with a copy of a NumPy array."""
     return jnp.array(x, spec.dtype, copy=True)
 
 
 def numpy_of_array(x: jax.Array) -> np.ndarray:
-    """A copy of a JAX array, bfloat16 as float32."""
+    """A NumPy copy of a JAX array; bfloat16 as float32."""
     return np.array(x, np.float32 if x.dtype == jnp.bfloat16 else None)

@@ -1,9 +1,9 @@
 """Models of one framework in the other.
 
-A PyTorch module becomes `(apply, params, state)` of JAX arrays, a JAX model an `nn.Module` whose
-parameters and buffers are its arrays. Both are `make_functional` of the model's own framework,
-across the bridge: so batch statistics and keys are those of `gradtools.models`. Parameters and
-state are copies: an optimiser of the one framework may not write in what the other holds.
+A PyTorch module becomes `(apply, params, state)` of JAX arrays, a JAX model an `nn.Module` with its
+arrays as parameters and buffers. Both bridge `make_functional` of the model's own framework, with
+its treatment of batch statistics and keys. Parameters and state are copies, so that an optimiser of
+one framework does not write to arrays of the other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -
 
     def fun(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
         state = {name: t.detach().to(dtypes[name]) for name, t in state.items()}
-        if key is not None:  # what has no values only tells shapes
+        if key is not None:  # fake tensors, which only determine shapes, need no key
             key = None if upstream.is_fake(key) else key.to(torch.int64)[:2]
         out, after = run(params, state, *args, key=key, **kwargs)
         return out, {name: _narrow(t) for name, t in after.items()}
@@ -52,7 +52,7 @@ def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -
     bridged = Bridged(guest, fun, out)
 
     def apply(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
-        """The module at these parameters, buffers and arguments: the output and the new state."""
+        """The output and new state of the module, at these parameters, buffers and arguments."""
         if key is not None:
             check_key("apply", key)
             kwargs["key"] = jax.random.key_data(key)
@@ -62,7 +62,7 @@ def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -
 
 
 def _narrow(t: Tensor) -> Tensor:
-    """An integer tensor in 32 bits, where JAX holds no more; a count of batches is one."""
+    """A 64-bit integer tensor, such as num_batches_tracked, in 32 bits if x64 is off."""
     wide = jax.config.read("jax_enable_x64")
     return t if wide else t.to(_NARROW.get(t.dtype, t.dtype))
 
@@ -79,7 +79,7 @@ def _arrays(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, jax.Arra
 
 
 def is_jax_model(x: Any) -> bool:
-    """Whether x is a model of a JAX library that the program has imported."""
+    """Whether x is a model of an imported JAX library."""
     linen, haiku = sys.modules.get("flax.linen"), sys.modules.get("haiku")
     kinds = module_kinds()
     kinds += (linen.Module,) if linen is not None else ()
@@ -88,11 +88,11 @@ def is_jax_model(x: Any) -> bool:
 
 
 def model_to_torch(guest: Any, model: Any, variables: Any, out: Any) -> nn.Module:
-    """The `nn.Module` of a JAX model."""
+    """Converts a JAX model to an `nn.Module`."""
     run, params, state = gradtools.jax.make_functional(model, variables=variables)
     modes = {True: run, False: run}
     for train in modes:
-        try:  # a model that knows no modes says so
+        try:  # raises for a model without modes
             modes[train] = gradtools.jax.make_functional(model, variables=variables, train=train)[0]
         except GradtoolsError:
             break
@@ -103,8 +103,8 @@ class BridgedModule(nn.Module):
     """A JAX model as a PyTorch module; see `gradtools.bridge.to_torch`.
 
     Its parameters are the model's floating arrays and its buffers the model's state, by the model's
-    own names. `forward` takes the model's arguments, and `key`, by default one that PyTorch's
-    global stream gives while training.
+    names. `forward` takes the model's arguments, and `key`, by default drawn from PyTorch's global
+    generator in training.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class BridgedModule(nn.Module):
         ps, ss = (
             [attrgetter(name)(self) for name in names] for names in (self._params, self._state)
         )
-        now = [x.clone() for x in ss] if self.training else ss  # autograd keeps them
+        now = [x.clone() for x in ss] if self.training else ss  # autograd saves them; they change
         run = partial(self._bridged[self.training], ps, now, args)
         if key is None and self.training and self._draws:
             key = torch.randint(2**31 - 1, (2,))
         try:
             out, after = run(None if key is None else key.to(torch.int32), kwargs)
-        except GradtoolsError:  # as of a model that needs a key
+        except GradtoolsError:  # the model may need a key
             if key is not None or not self.training:
                 raise
             out, after = run(torch.randint(2**31 - 1, (2,)).to(torch.int32), kwargs)
@@ -166,7 +166,7 @@ class BridgedModule(nn.Module):
 
 
 def _impl(x: Any) -> str | None:
-    """The kind of a typed key; None of another array."""
+    """The implementation of a typed key; None for another array."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return str(jax.random.key_impl(x)) if is_key else None
 
@@ -178,12 +178,12 @@ def _data(x: Any) -> Any:
 def _registered(
     module: nn.Module, tree: Any, made: Callable[[Tensor], Any]
 ) -> tuple[list[str], Any]:
-    """The names under which the arrays of a tree stand in a module, and the tree's structure."""
+    """Registers the arrays of a pytree in a module; returns their names and the treedef."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = []
     for path, x in leaves:
         *above, last = [_key(entry) for entry in path] or ["value"]
-        if above and last == "value":  # of a variable of nnx, which needs no name of its own
+        if above and last == "value":  # the attribute of an nnx Variable, left out of the name
             last = above.pop()
         inside = module
         for name in above:
@@ -200,7 +200,7 @@ def _registered(
 
 
 def _key(entry: Any) -> str:
-    """One step of a path, as a name of a module."""
+    """A step of a key path as a module's name."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute)).replace(".", "_")

@@ -1,10 +1,10 @@
 """PyTorch as a guest: a PyTorch function in a JAX program.
 
-PyTorch may write in a tensor, draw from streams that the process shares, and close over parameters;
-a JAX program knows of none of these. So the first call of a function with arrays of its kind is
-made on copies, twice, and looked at: an argument that it writes or keeps is copied from then on,
-and what would be lost (random numbers, written buffers, parameters that are to be trained) is
-refused by name. Later calls share memory, and are held to what the first did by version counters.
+PyTorch functions may write in place, draw from global generators, and close over parameters, none
+of which JAX can represent. So the first call for each signature is run twice, on copies, to detect
+this. Arguments that it writes or keeps are copied in later calls. Random draws, writes to captured
+buffers, and captured parameters that require grad raise an error. Later calls share memory, and
+version counters verify that they write nothing else.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ _REQUIRES = (
 
 
 class TorchGuest:
-    """What the bridge asks of PyTorch as the framework of the function."""
+    """PyTorch's implementation of a guest."""
 
     name, title, operator, host_title = "torch", "PyTorch", "to_jax", "JAX"
     gt = gradtools.torch
     backend, host = backend_of("torch"), backend_of("jax")
 
     def entry(self, run: Any) -> Any:
-        """How a function is called."""
+        """The function as it is called: unchanged."""
         return run
 
     def copied(self, x: Tensor) -> Tensor:
-        """A copy, differentiable."""
+        """A differentiable copy."""
         return x.clone()
 
     def as_array(self, name: str, y: Any) -> Tensor:
-        """A leaf of what a function returned, as a tensor."""
+        """Converts a leaf of a function's result to a tensor."""
         if isinstance(y, Tensor):
             return y
         if isinstance(y, bool | int | float | complex | np.ndarray | np.generic):
@@ -82,7 +82,7 @@ class TorchGuest:
         )
 
     def specs_of(self, name: str, xs: Sequence[Any]) -> tuple[ArraySpec, ...]:
-        """What JAX's arrays look like."""
+        """The JAX arrays' ArraySpecs."""
         for x in xs:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 raise GradtoolsError(
@@ -92,9 +92,9 @@ class TorchGuest:
         return tuple([ArraySpec(x.shape, x.dtype.name) for x in xs])
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
-        """Whether all have values on a device that PyTorch shares, and nothing is traced.
+        """Whether all are concrete, on a device that PyTorch shares, and nothing is traced.
 
-        Other arrays go through the host, to a result on their own device.
+        Other arrays pass through the host, and results return to their device.
         """
         for x in xs:
             if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
@@ -104,7 +104,7 @@ class TorchGuest:
         return not within_a_trace()
 
     def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
-        """What comes out, by fake tensors."""
+        """The outputs' ArraySpecs, by fake tensors."""
         try:
             with self._faked(of, specs) as xs:
                 ys = of.run(*xs)
@@ -121,14 +121,14 @@ class TorchGuest:
         return [_spec(y) for y in ys]
 
     def reach(self, of: Foreign, specs: Sequence[ArraySpec]) -> Sequence[Sequence[bool]] | None:
-        """Which input reaches which output, by fake tensors; None where f does not take them."""
+        """For each output a mask of the inputs that reach it; None if f raises on fake tensors."""
         with self._faked(of, specs) as xs:
             at = [x.requires_grad_() for x in xs if self.backend.is_inexact(x)]
             ys = _taken(of.run, [x.clone() for x in xs])
             return None if ys is None else [self._reaching(y, xs, at) for y in ys]
 
     def _reaching(self, y: Tensor, xs: Sequence[Tensor], at: Sequence[Tensor]) -> list[bool]:
-        """Which of xs a tensor's graph pulls a cotangent back to."""
+        """A mask of the xs that get a cotangent from y."""
         if not y.requires_grad or not at:
             return [False] * len(xs)
         pulled = torch.autograd.grad(
@@ -139,10 +139,10 @@ class TorchGuest:
 
     @contextmanager
     def _faked(self, of: Foreign, specs: Sequence[ArraySpec]) -> Iterator[list[Tensor]]:
-        """Inside, operations give shapes and no numbers; tensors of these shapes.
+        """A context of fake tensors with these shapes, in which operations compute shapes only.
 
-        What the function keeps then, as in a cache, is let go of: it has no numbers. Counters of
-        calls, which are written even so, are put back. No stream moves, but for other threads.
+        State that the function changes meanwhile, such as caches and counters, is restored. Random
+        generators do not advance.
         """
         start = replace(Snapshot.of([of.fun], ()), streams=Randomness({}))
         with (
@@ -158,7 +158,7 @@ class TorchGuest:
     # --- calls
 
     def called(self, known: KnownOfShapes, run: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """The function at JAX's arrays."""
+        """Calls the function on JAX arrays."""
         if torch.is_inference_mode_enabled():  # whose tensors count no versions
             with torch.inference_mode(False):
                 return self.called(known, run, xs)
@@ -169,7 +169,7 @@ class TorchGuest:
     def called_on_host(
         self, known: KnownOfShapes, run: Any, arrays: Sequence[np.ndarray], depth: int
     ) -> list[np.ndarray]:
-        """The same of NumPy arrays, in a thread of JAX's."""
+        """Calls the function on NumPy arrays, in a host callback's thread."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.called_on_host(known, run, arrays, depth)
@@ -207,7 +207,7 @@ class TorchGuest:
         return ys
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
-        """The function of a batch; example by example where PyTorch cannot map it."""
+        """The function under vmap, or in a loop over the examples if PyTorch cannot map it."""
 
         def call(*ts: Tensor) -> list[Tensor]:
             try:
@@ -275,7 +275,7 @@ class TorchGuest:
 
 
 def _refuse_written(base: KnownOfShapes, versions: Sequence[int]) -> None:
-    """Raises if the function wrote in what it closes over."""
+    """Raises if the function wrote to captured tensors."""
     for (key, t), version in zip(base.held.items(), versions, strict=True):
         if upstream.version_of(t) != version:
             raise GradtoolsError(
@@ -307,7 +307,7 @@ def _spec(y: Tensor) -> ArraySpec:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bytes: NaN is NaN."""
+    """Whether two tensors have equal bytes, so that NaN equals NaN."""
     return bool(np.array_equal(_bytes(a), _bytes(b)))
 
 
@@ -316,7 +316,7 @@ def _bytes(t: Tensor) -> np.ndarray:
 
 
 def _one_of(ts: Sequence[Tensor], base: KnownOfShapes) -> list[Tensor]:
-    """The arguments of the function that is derived, of the first example of a batch."""
+    """The arguments of the base function, for the first example of a batch."""
     result = []
     for t, spec in zip(ts, base.ins, strict=False):
         while t.dim() > len(spec.shape):
@@ -334,7 +334,7 @@ def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Te
 
 
 def _captured(f: Any) -> dict[str, Tensor]:
-    """The tensors that a function holds, in words."""
+    """The tensors that a function captures, by descriptive names."""
     read = [x for x in globals_of(f).values() if isinstance(x, torch.nn.Module | Tensor)]
     modules = list(captured_objects((f, *read), lambda x: isinstance(x, torch.nn.Module), Tensor))
     named: dict[int, tuple[str, Tensor]] = {}

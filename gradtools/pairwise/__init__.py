@@ -1,1 +1,1 @@
-"""Reductions over all pairs of two batches, tile by tile, and the losses made of them."""
+"""Tiled reductions over all pairs of two batches, and losses built on them."""

@@ -44,28 +44,28 @@ class ContrastiveLoss(Operators):
     ) -> Any:
         """The contrastive loss of n pairs (x_i, y_i) against all others, without their logits.
 
-        With s_ij = logit_scale <x_i, y_j> + logit_bias it is the cross entropy of the rows of s,
-        and if symmetric its mean with that of the columns, whose label is the diagonal (InfoNCE,
-        as in CLIP); with `sigmoid=True` the sum over all pairs of the logistic loss, over n
-        (SigLIP). One sweep gives rows and columns. A learned temperature is
+        With s_ij = logit_scale <x_i, y_j> + logit_bias it is the cross entropy of the rows of s
+        with the diagonal as labels, and if symmetric its mean with that of the columns (InfoNCE, as
+        in CLIP). With `sigmoid=True` it is the sum over all pairs of the logistic loss, divided by
+        n (SigLIP). One sweep computes rows and columns. For a learned temperature pass
         `logit_scale=exp(w)`.
 
         Args:
             x: Features, [n, d]; normalize them first.
-            y: The same of the other side.
+            y: Features of the other side, [n, d].
             logit_scale: 1 / temperature, a number or an array without axes.
             logit_bias: A number or an array without axes.
             negatives: Further features [k, d] that no x belongs to.
-            ids: n integers; pairs i != j of equal ids are no negatives, and are left out.
-            sigmoid: Whether pairs are classified one by one.
+            ids: n integers; pairs i != j with equal ids are not negatives and are left out.
+            sigmoid: Whether pairs are classified independently.
             symmetric: Whether columns count as well as rows.
-            label_smoothing: The part of the label that is spread over all classes.
+            label_smoothing: The fraction of the label that is spread over all classes.
             gathered: Whether x and y are the local rows of a larger batch, whose other rows are
-                gathered (see `all_gather`); the loss is that of the local rows, to be averaged over
-                processes as gradients are. So too if axis_name or group is given.
+                gathered (see `all_gather`). The loss is that of the local rows, to be averaged over
+                processes like gradients. Implied by axis_name or group.
             axis_name: JAX: the mapped axis of the batch.
             group: PyTorch: the process group; None is the default one.
-            tile_size: As in `pairwise_reduce`, like what follows.
+            tile_size: As in `pairwise_reduce`.
             memory_budget: Bytes for one tile.
             progress: Whether to show a progress bar.
 
@@ -73,8 +73,8 @@ class ContrastiveLoss(Operators):
             An array without axes, in float32 for features of 16 bits.
 
         Raises:
-            GradtoolsError: Shapes that do not fit; a label_smoothing outside of 0 to 1; an option
-                that `sigmoid=True` does not know.
+            GradtoolsError: Shapes do not fit; label_smoothing is outside of 0 to 1, or is combined
+                with `sigmoid=True`.
 
         Example:
             >>> x = gt.asarray(np.eye(3, dtype=np.float32))
@@ -129,9 +129,10 @@ class ContrastiveLoss(Operators):
 
 
 class _Logits:
-    """s_ij = scale <x_i, y_j> + bias, reduced.
+    """Reductions of s_ij = scale <x_i, y_j> + bias.
 
-    With ids a row's own pair is left out of the sweep with all that share its id, and added after.
+    With ids, the sweep leaves out all pairs with equal ids, including the positive pair, which is
+    added afterwards.
     """
 
     def __init__(
@@ -141,11 +142,11 @@ class _Logits:
         self.scale, self.bias, self.smoothing, self.options = scale, bias, smoothing, options
 
     def positive(self, x: Array, y: Array) -> Array:
-        """The logits of the pairs themselves."""
+        """The logits of the positive pairs."""
         return self.scale * wide(self.backend, self.xp.sum(x * y, axis=1)) + self.bias
 
     def with_negatives(self, y: Array, ids: Any, negatives: Any) -> dict[str, Any]:
-        """The columns: features, ids, and which have one."""
+        """The columns' arguments: features, ids, and a mask of those that have an id."""
         if negatives is None:
             return {"y": y, "b": ids}
         more = as_array(self.backend, "contrastive_loss", negatives, "negatives", device_of=y)
@@ -162,7 +163,7 @@ class _Logits:
     def _sweep(
         self, f: Any, reduce: Any, over: Any, x: Array, ids: Any, columns: Any, positive: Any
     ) -> tuple[Any, Array]:
-        """What f gives, reduced, and the logits of the pairs."""
+        """f reduced over the sweep, and the logits of the positive pairs."""
         i = self.backend.tiles.indices(x.shape[0], x) if positive is None else None
         result = {"x": x, "a": ids, "i": i, **columns}
         named = {name: z for name, z in result.items() if z is not None}
@@ -177,7 +178,7 @@ class _Logits:
         return out if positive is None else (out, positive)
 
     def losses(self, x: Array, ids: Any, columns: Any, positive: Any) -> Array:
-        """The sums of log(1 + e^s_ij) along rows, less the logits of the pairs."""
+        """The row sums of log(1 + e^s_ij), minus the logits of the positive pairs."""
         f = partial(_pair_losses, self.backend)
         result, positive = self._sweep(f, "sum", "columns", x, ids, columns, positive)
         result = result if ids is None else result + _softplus(self.backend, positive)
@@ -186,7 +187,7 @@ class _Logits:
     def entropies(
         self, x: Array, ids: Any, columns: Any, positive: Any, both: bool = False
     ) -> list[Array]:
-        """The cross entropy of each row and, if both are asked for, of each column."""
+        """The cross entropy of each row and, if `both`, of each column."""
         sides = ["columns", "rows"] if both else ["columns"]
         scores = partial(_pair_scores, self.backend, bool(self.smoothing), len(sides))
         reduce = ["logsumexp", "sum", "sum"] if self.smoothing else ["logsumexp"]
@@ -237,7 +238,7 @@ def _pair_losses(
 
 
 def _with_own(found: Any, s: Array, i: Any) -> Any:
-    """f's output, and what the logits of the pairs are taken from."""
+    """f's output, with the input of the "take" reduction for the positive pairs if needed."""
     return found if i is None else (found, (s, i))
 
 

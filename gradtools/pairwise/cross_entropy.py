@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: of rows of features and of classes, without the matrix of logits.
+"""`linear_cross_entropy`: the loss of a linear classifier, without the matrix of logits.
 
 log sum_v e^(h_i . w_v) - h_i . w_t(i)
 """
@@ -40,23 +40,23 @@ class LinearCrossEntropy(Operators):
         Args:
             input: Hidden states, [..., d].
             weight: One row for each class, [classes, d].
-            target: The classes, integers of input's shape without its last axis.
+            target: Integer classes, of input's shape without its last axis.
             bias: One number for each class.
-            ignore_index: The target of rows that do not count.
-            label_smoothing: The part of the label that is spread over all classes.
-            reduction: "mean" over the rows that count, "sum", or "none" for one loss a row, 0 for
-                those that do not count.
-            tile_size: As in `pairwise_reduce`, like what follows.
+            ignore_index: The target of rows that are ignored.
+            label_smoothing: The fraction of the label that is spread over all classes.
+            reduction: "mean" over the rows that are not ignored, "sum", or "none" for one loss per
+                row, 0 for ignored ones.
+            tile_size: As in `pairwise_reduce`.
             memory_budget: Bytes for one tile.
             progress: Whether to show a progress bar.
 
         Returns:
             An array without axes, or of target's shape, in float32 for an input of 16 bits. A
-            target that is no class gives NaN.
+            target outside of the classes gives NaN.
 
         Raises:
-            GradtoolsError: Shapes that do not fit; a target of floats; an unknown reduction; a
-                label_smoothing outside of 0 to 1.
+            GradtoolsError: Shapes do not fit; target is floating; reduction is unknown;
+                label_smoothing is outside of 0 to 1.
 
         Example:
             >>> h, t = gt.asarray(np.eye(2, dtype=np.float32)), gt.asarray(np.int32([0, 0]))
@@ -137,5 +137,5 @@ def check_shape(caller: str, name: str, x: Any, shape: tuple[int, ...], meaning:
 
 
 def tiled(backend: Backend, f: Any, reduce: Any, **options: Any) -> Callable[..., Any]:
-    """Of a function that stands here, which is known to be the same again."""
+    """`pairwise_reduce` without verification, for functions that are known to be deterministic."""
     return Tiling(backend).pairwise_reduce(f, reduce, verify=False, **options)

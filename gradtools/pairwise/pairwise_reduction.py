@@ -1,28 +1,27 @@
-"""Functions of all pairs of rows and columns, reduced over one side, without the matrix of pairs.
+"""`pairwise_reduce`: reduces a function of all pairs of rows and columns, without their matrix.
 
-A function f of a tile of rows and a tile of columns gives a tile of scores. Everything here is
-one program, the *sum over tiles* of a function h whose results belong to rows, to columns or to
-neither:
+A function f maps a tile of rows and a tile of columns to a tile of scores. The building block is
+the *sum over tiles* of a function h whose results belong to rows, to columns or to neither:
 
     T[h](R, C, w) = (A, B, D)    A_i = sum_j a(R_i, C_j, w)    B_j = sum_i b    D = sum_ij d
 
-It holds its arguments, its results and one tile. Its derivatives are sums over tiles as well,
+It needs memory for its arguments, its results and one tile. Its derivatives are sums over tiles,
 
     tangent       T[push h](R, C, w; dR, dC, dw)
     cotangent     T[pull h](R, C, w; A', B', D') = (R', C', w')
 
-since the cotangent of a row is a sum over columns, that of a column over rows, that of a shared
-argument over both. So the sum over tiles is a rule whose maps are such rules, which gives every
-order in both modes and all their mixes at the memory of one tile.
+since the cotangent of a row is a sum over columns, that of a column a sum over rows, and that of a
+shared argument a sum over both. So the sum over tiles is a custom rule whose derivatives are such
+rules again: every order, in both modes and all mixes, takes the memory of one tile.
 
-A reduction (`tile_reductions.py`) is a rule on top: its value is one sweep in which the states of
-tiles are merged, and its tangent and cotangent are one T each, with the weights that the results
-say at any tile. With F the work of f on all pairs, a value takes F and a gradient F + 2F more.
-The results, such as a logarithm of a sum, are what the maps read, so their own derivative is
-again the rule. A reduction of the user's own (init, combine, finish) has no such weights: it is a
-T over tiles of rows whose h folds the columns, tile by tile, each a T of one tile.
+A reduction (`tile_reductions.py`) is a rule on top of it. Its value is one sweep that merges the
+states of tiles (as in the online softmax). Its tangent and cotangent are one T each, with weights
+computed from the results. With F the work of f on all pairs, a value takes F and a gradient F + 2F
+more. The derivatives read the results, such as a logsumexp, so second order differentiates the rule
+again. A custom reduction (init, combine, finish) has no such weights: it is a T over tiles of rows
+whose h folds the columns tile by tile, each a T of one tile.
 
-How a sweep runs stands in the wings' `tiling.py`.
+The backends' `tiling.py` run a sweep.
 
 Source: Rabe and Staats, Self-attention does not need O(n^2) memory, 2021; Dao et al.,
 FlashAttention, 2022; Cheng et al., Breaking the memory barrier: near infinite batch size scaling
@@ -67,7 +66,7 @@ _TILE = (512, 512)  # rows and columns, where nothing else is said
 
 
 class Tiling(Operators):
-    """The operator, and the two rules that it is made of."""
+    """The operator `pairwise_reduce`, bound to one backend."""
 
     def pairwise_reduce(
         self,
@@ -163,7 +162,7 @@ class Tiling(Operators):
 
 @dataclass(frozen=True)
 class TileOptions:
-    """What a user of `pairwise_reduce` chose."""
+    """The options of `pairwise_reduce`."""
 
     caller: str
     reduce: Any = "sum"
@@ -175,11 +174,11 @@ class TileOptions:
 
     @property
     def own(self) -> bool:
-        """Whether the reduction is the user's own."""
+        """Whether the reduction is a custom one."""
         return isinstance(self.reduce, tuple | list) and any(callable(g) for g in self.reduce)
 
     def check(self) -> None:
-        """Raises for what no call could mend."""
+        """Raises for invalid combinations of options."""
         check_verify(self.caller, self.verify)
         if self.own and not (len(self.reduce) == 3 and all(callable(g) for g in self.reduce)):
             raise GradtoolsError(
@@ -224,9 +223,9 @@ def _names(what: str, given: Any) -> tuple[int | str, ...]:
 
 
 class TiledCall:
-    """One call as a function of flat arrays, each with the side that it belongs to.
+    """One call as a function of flat arrays, each with its role: rows, columns or shared.
 
-    How f's output is reduced is known once f has seen a tile.
+    The reductions of f's output are determined when f has been evaluated on a tile.
     """
 
     def __init__(self, backend: Backend, options: TileOptions, f: Any) -> None:
@@ -344,11 +343,11 @@ class TiledCall:
         return next(iter(result))
 
     def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: TileGrid) -> Sweep:
-        """A program over the tiles of this call."""
+        """A sweep over the tiles of this call."""
         return Sweep(tile, roles, groups, cut, self, self.options.progress)
 
     def of_tile(self, xs: Sequence[Array]) -> Arrays:
-        """f's flat output at one tile."""
+        """f's flat output at one tile, validated."""
         out, treedef = self.backend.flatten(self.evaluated(xs))
         if self._template is None:
             self._read(out, treedef)
@@ -367,7 +366,7 @@ class TiledCall:
         return out
 
     def _tiles(self) -> list[list[int | None]]:
-        """The lengths of the arrays of each kind of tile."""
+        """The lengths of the arrays, for each size of tile."""
         lengths = ([n for _, n, _ in self.cut.blocks(side)] for side in (ROWS, COLUMNS))
         return [
             [{ROWS: n, COLUMNS: m}.get(role) for role in self.roles] for n, m in product(*lengths)
@@ -378,7 +377,7 @@ class TiledCall:
         return rows, columns
 
     def _read(self, out: Arrays, treedef: Any) -> None:
-        """Which arrays of f's output are reduced how."""
+        """Determines the reduction of each array of f's output."""
         for x in out:
             if not self.backend.is_array(x):
                 came = describe(self.backend, x)
@@ -390,7 +389,7 @@ class TiledCall:
             self.dtypes.append(kind.dtypes(names))
 
     def _pair(self, tree: Any, reduce: Any, over: Any, path: str) -> Any:
-        """A tree like f's output, with the place of its result at each leaf."""
+        """A pytree like f's output, with a `_Result` at each leaf."""
         if isinstance(reduce, str):
             return self._leaf(tree, reduce, over, path)
         if isinstance(reduce, dict | list | tuple):
@@ -458,7 +457,7 @@ class TiledCall:
         )
 
     def reduced(self, xs: Arrays) -> Any:
-        """f's output with results in place of scores."""
+        """f's output with reduced results in place of scores."""
         flat = apply_over_tiles(self.backend, Reduced(self), xs)
         ys = parted(flat, [len(dtypes) for dtypes in self.dtypes])
         at, treedef = self.backend.flatten(self._template)
@@ -468,7 +467,7 @@ class TiledCall:
     # --- the size of a tile
 
     def _within(self, xs: Arrays, budget: int) -> TileGrid:
-        """The largest square tile whose gradient takes so many bytes, by one that is measured."""
+        """The largest square tile whose gradient fits the budget, estimated from a measured one."""
         per_pair = self._bytes_of(xs, _PROBE) / _PROBE**2
         side = isqrt(int(budget / max(per_pair, 1)))
         if side < 1:
@@ -479,7 +478,7 @@ class TiledCall:
         return TileGrid(self.cut.rows, self.cut.columns, side, side)
 
     def _bytes_of(self, xs: Arrays, side: int) -> int:
-        """What the gradient of one tile of so many rows and columns takes at most."""
+        """The peak bytes of the gradient of a square tile with this side."""
         backend = self.backend
         sides = [None if role == SHARED else side for role in self.roles]
         moving = moving_inputs(self, self.caller, xs)
@@ -497,7 +496,7 @@ class TiledCall:
 
 @dataclass(frozen=True)
 class _FlatTile:
-    """f at one tile, of flat arrays. Holds nothing of the call, so that no cycle keeps tensors."""
+    """f as a function of one tile's flat arrays; without a reference cycle through the call."""
 
     backend: Backend
     f: Callable[..., Any]
@@ -518,7 +517,7 @@ _PROBE = 64
 
 
 class _Result:
-    """Where a leaf of the result comes from: which reduction, and which of its results."""
+    """The origin of a leaf of the result: (reduction, index of its result)."""
 
     def __init__(self, *at: int) -> None:
         self.at = at

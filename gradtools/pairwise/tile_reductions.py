@@ -1,7 +1,7 @@
-"""Reductions of a matrix of scores along one axis, as states that tiles are merged into.
+"""Reductions of a matrix of scores along one axis, as mergeable states of tiles.
 
-A tile of scores s[r, c] is lifted to one state for each row, states of two tiles merge, and the
-merged state gives the results y:
+A tile of scores s[r, c] is lifted to one state for each row. States of two tiles are merged, and
+the final state is converted to the results y:
 
     sum           y = sum_j s_j
     max           m = max_j s_j, with n entries at the maximum
@@ -9,17 +9,17 @@ merged state gives the results y:
     softmax       the same with a = sum_j exp(s_j - m) v_j,  y = a / z
     take          s_t, of the row's own column t
 
-The last two are the online softmax (Milakov and Gimelshein, Online normalizer calculation for
-softmax, 2018): the sums of a smaller m are rescaled when a larger one comes. The derivative of
-each is again a sum over tiles, with weights w_j that y alone says at any tile:
+logsumexp and softmax are the online softmax (Milakov and Gimelshein, Online normalizer calculation
+for softmax, 2018): sums relative to a smaller m are rescaled when a larger one appears. The
+derivative of each is a sum over tiles, with weights w_j that are computed from y:
 
     sum, max, logsumexp   dy = sum_j w_j ds_j               w = 1, (s = m) / n, exp(s - y)
     softmax               dy = sum_j w_j ((v_j - y) ds_j + dv_j)      w = exp(s - logsumexp)
     take                  dy = ds_t
 
-`push` gives the terms of these sums, `pull` their adjoint: the cotangents of one tile's scores
-from those of y. Both are written in the framework's operations, so they are differentiated again.
-Each function sees a tile with the reduced axis second.
+`push` computes the terms of these sums, `pull` their adjoint: the cotangents of one tile's scores
+from those of y. Both use the framework's operations, so they can be differentiated again. The
+reduced axis of a tile is the second.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ NARROW = ("float16", "bfloat16")
 
 
 def wide(backend: Backend, x: Array) -> Array:
-    """x as sums are made: of 16 bits in float32."""
+    """x in the dtype of accumulation: float32 for 16-bit dtypes."""
     return backend.cast(x, "float32") if backend.dtype_name(x) in NARROW else x
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """The sum, and what all reductions have.
+    """The sum, and base class of all reductions.
 
     Attributes:
-        backend: Whose operations are used.
+        backend: The backend.
         caller: The operator, for messages.
-        count: How many entries a whole row has.
-        owned: Whether nothing else holds the scores of a tile once they are reduced.
+        count: The number of entries of a whole row.
+        owned: Whether a tile's scores may be overwritten, as nothing else references them.
     """
 
     backend: Backend
@@ -60,7 +60,7 @@ class Reduction:
     empty: ClassVar[tuple[float, ...]] = ()  # the state of no entry; 0 in the leaves behind
 
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
-        """Raises if a tile is not what is reduced."""
+        """Raises if a tile has the wrong shape or dtype."""
         for x in tile:
             self._check_scores(x, shape)
 
@@ -79,11 +79,11 @@ class Reduction:
             )
 
     def dtypes(self, names: list[str]) -> list[str]:
-        """Those of the results, from those of a tile."""
+        """The dtypes of the results, from those of a tile."""
         return [*names, *names[:1] * self.more]
 
     def states(self, count: int) -> list[float]:
-        """The state of no entry, for a state of so many leaves."""
+        """The identity of `merge`, for a state with this many leaves."""
         return [*self.empty, *[0.0] * (count - len(self.empty))]
 
     def lift(self, tile: Arrays) -> Arrays:
@@ -91,7 +91,7 @@ class Reduction:
         return [self.backend.xp.sum(wide(self.backend, x), axis=1) for x in tile]
 
     def merge(self, a: Arrays, b: Arrays) -> Arrays:
-        """The state of both."""
+        """The state of two tiles' union."""
         return [x + y for x, y in zip(a, b, strict=True)]
 
     def finish(self, state: Arrays) -> Arrays:
@@ -99,11 +99,11 @@ class Reduction:
         return state
 
     def stats(self, ys: Arrays) -> Arrays:
-        """Those results that `push` and `pull` read at each tile."""
+        """The results that `push` and `pull` read at each tile."""
         return []
 
     def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:
-        """The sums, along a tile's rows, whose total `pushed` takes."""
+        """A tile's terms of the sums that `pushed` converts to tangents."""
         return self.lift(moved)
 
     def pushed(self, sums: Arrays, ys: Arrays) -> Arrays:
@@ -111,7 +111,7 @@ class Reduction:
         return sums
 
     def pulling(self, ys: Arrays, cts: Arrays) -> Arrays:
-        """What `pull` reads of the cotangents of the results, one array for each."""
+        """Converts the cotangents of the results to those that `pull` reads."""
         return cts
 
     def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
@@ -123,7 +123,7 @@ class Reduction:
         return self.backend.cast(ct, x)
 
     def _behind(self, x: Array) -> Array:
-        """A row's number at each of its entries."""
+        """x with an axis of length 1 second, to broadcast along rows."""
         return self.backend.xp.expand_dims(x, axis=1)
 
 
@@ -158,10 +158,10 @@ class _Weighted(Reduction):
 
 
 class _Max(_Weighted):
-    """The largest entry; of equal ones each has the same part of the derivative.
+    """The maximum; equal entries share the derivative.
 
-    Which entry it is says its index, for a tile that is computed again in another program may be
-    rounded otherwise. Equal ones are those within rounding of it.
+    A single maximum is identified by its index, because a recomputed tile may be rounded
+    differently. Ties are entries within rounding of the maximum.
     """
 
     more = 2
@@ -206,7 +206,7 @@ class _Max(_Weighted):
 
 
 class _LogSumExp(_Weighted):
-    """The logarithm of the sum of exponentials; that of no entry, or of -inf alone, is -inf."""
+    """The logarithm of the sum of exponentials; -inf if all entries are -inf."""
 
     empty = (-float("inf"),)
 
@@ -215,18 +215,18 @@ class _LogSumExp(_Weighted):
         return [m, self.backend.xp.sum(e, axis=1)]
 
     def _shifted(self, scores: Array) -> tuple[Array, Array]:
-        """The largest entries, and the exponentials below them."""
+        """The maxima of the rows, and the exponentials relative to them."""
         xp, x = self.backend.xp, wide(self.backend, scores)
         m = xp.max(x, axis=1)
         return m, self._exponentials(x, self._finite(m))
 
     def _exponentials(self, x: Array, base: Array) -> Array:
-        """e to the scores relative to a base for each row."""
+        """exp(x - base), with one base for each row."""
         own, behind = self.backend.tiles.of_own, self._behind(base)
         return own("exp", own("subtract", x, behind) if self.owned else x - behind)
 
     def _finite(self, m: Array) -> Array:
-        """m, or 0 where exponentials are not to be taken relative to it."""
+        """m, or 0 where it is not finite."""
         return self.backend.xp.where(self.backend.xp.isfinite(m), m, self.backend.zeros_like(m))
 
     def merge(self, a: Arrays, b: Arrays) -> Arrays:
@@ -252,7 +252,7 @@ class _LogSumExp(_Weighted):
 
 
 class _Softmax(_LogSumExp):
-    """The mean of values, weighted by the softmax of the scores; 0 where all scores are -inf.
+    """The softmax-weighted mean of values; 0 where all scores are -inf.
 
     Values have the shape [rows, columns, ...] of a tile, or [1, columns, ...].
     """
@@ -302,21 +302,21 @@ class _Softmax(_LogSumExp):
         return self._xp.reshape(wide(self.backend, v), (*v.shape[:2], -1))
 
     def _alike(self, a: Array, b: Array) -> tuple[Array, Array]:
-        """Both in one dtype: values may be complex, or wider than scores."""
+        """Both in their common dtype: values may be complex, or wider than scores."""
         if a.dtype == b.dtype:
             return a, b
         dtype = self._xp.result_type(a, b)
         return self._xp.astype(a, dtype), self._xp.astype(b, dtype)
 
     def _dual(self, ct: Array) -> Array:
-        """What a cotangent is multiplied by values with: <c, v> is the real part of conj(c) v."""
+        """The conjugate of a cotangent: <c, v> is the real part of conj(c) v."""
         return self._xp.conj(ct) if self.backend.is_complex(ct) else ct
 
     def _real(self, x: Array) -> Array:
         return self._xp.real(x) if self.backend.is_complex(x) else x
 
     def _along(self, ct: Array, v: Array) -> Array:
-        """The products <c_i, v_ij> of a row's cotangent with its values."""
+        """The inner products <c_i, v_ij> of a row's cotangent with its values."""
         g = self._xp.reshape(self._dual(ct), (ct.shape[0], -1))
         flat, g = self._alike(self._flat(v), g)
         if self._shared(g, v):
@@ -324,7 +324,7 @@ class _Softmax(_LogSumExp):
         return self._real(self._xp.squeeze(flat @ self._xp.expand_dims(g, axis=2), axis=2))
 
     def _spread(self, w: Array, ct: Array, v: Array) -> Array:
-        """The cotangent of values, w_ij ct_i."""
+        """The cotangents of the values, w_ij ct_i."""
         w, g = self._alike(w, self._xp.reshape(ct, (ct.shape[0], -1)))
         shared, apart = lambda: w.T @ g, lambda: self._xp.expand_dims(w, axis=2) * self._behind(g)
         result = shared() if self._shared(w, v) else apart()
@@ -350,7 +350,7 @@ class _Softmax(_LogSumExp):
         ]
 
     def pulling(self, ys: Arrays, cts: Arrays) -> Arrays:
-        """The cotangents of the values, and of the scores' normaliser before them."""
+        """The cotangent of the scores' normaliser, followed by those of the values."""
         outs = ys[1:]
         full = [_filled(self.backend, ct, y) for ct, y in zip(cts[1:], outs, strict=True)]
         norm = None if cts[0] is None else cts[0]
@@ -370,7 +370,7 @@ class _Softmax(_LogSumExp):
 
 
 class _Take(Reduction):
-    """The score of one column of each row, by its index; 0 where there is none of that index."""
+    """Each row's score at the column of its index; 0 if the index is out of range."""
 
     indexed = True
 
@@ -411,7 +411,7 @@ KINDS: dict[str, type[Reduction]] = {
 
 
 def _like_rank(x: Array, like: Array) -> Array:
-    """x with axes of one element behind, as many as broadcast it over like."""
+    """x with trailing axes of length 1, to broadcast over `like`."""
     return x.reshape(tuple(x.shape) + (1,) * (len(like.shape) - len(x.shape)))
 
 

@@ -1,8 +1,7 @@
-"""`Sweep`: one pass over the tiles of a matrix of pairs, and rules whose maps are such passes.
+"""`Sweep`, one pass over the tiles of a matrix of pairs, and the rules that are made of sweeps.
 
-A wing runs a `Sweep`. The sum over tiles and a reduction over tiles are rules of such sweeps.
-
-The mathematics stands in `pairwise_reduce`.
+A backend runs a `Sweep`. `SumOverTiles` and `Reduced` are rules whose derivatives are sweeps; see
+`pairwise_reduction.py` for the mathematics.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Arrays = list[Any]
 
 @dataclass(frozen=True)
 class TileGrid:
-    """How the matrix of pairs is cut into tiles, as equal as can be."""
+    """The partition of the matrix of pairs into tiles that are as equal as possible."""
 
     rows: int
     columns: int
@@ -36,18 +35,18 @@ class TileGrid:
     most_columns: int
 
     def blocks(self, side: str) -> list[tuple[int, int, int]]:
-        """Runs of blocks of one length: where each begins, the length, how many there are."""
+        """Runs of blocks of equal length: (start, length, count)."""
         n, most = (self.rows, self.most_rows) if side == ROWS else (self.columns, self.most_columns)
         if _is_symbolic(n):
             return [(0, most, n // most)]
-        least = -(-n // most)  # blocks; some more, if they are then all alike, are one program
+        least = -(-n // most)  # blocks; up to twice as many if they are then of equal length
         count = next((k for k in range(least, 2 * least + 1) if n % k == 0), least)
         whole, rest = divmod(n, size := -(-n // count))
         result = [(0, size, whole), (whole * size, rest, 1)]
         return result if rest else result[:1]
 
     def check(self, caller: str) -> None:
-        """Raises where a symbolic size, as in `jax.export`, cannot be cut into equal tiles."""
+        """Raises if a symbolic size, as in `jax.export`, cannot be cut into equal tiles."""
         sides = (self.rows, self.most_rows, "rows"), (self.columns, self.most_columns, "columns")
         for n, most, side in sides:
             if _is_symbolic(n) and n % most != 0:
@@ -69,7 +68,7 @@ def _is_symbolic(size: Any) -> bool:
 
 @dataclass(frozen=True)
 class MergeGroup:
-    """Arrays of a tile's result that are merged together."""
+    """Arrays of a tile's result that form one state."""
 
     side: str
     merge: Callable[[Arrays, Arrays], Arrays]
@@ -81,12 +80,12 @@ class Sweep:
     """A program over all tiles.
 
     Attributes:
-        tile: A tile's arrays to the states of each group.
-        roles: The side of each array that is cut, or SHARED.
-        groups: How states of tiles are merged, asked once a tile has been seen.
-        cut: Where the tiles are.
-        call: Whose tiles these are.
-        progress: Whether a bar is shown.
+        tile: A function from a tile's arrays to the state of each group.
+        roles: The role of each array: ROWS, COLUMNS or SHARED.
+        groups: Returns the groups, with their merge functions; called after a tile is computed.
+        cut: The partition into tiles.
+        call: The `TiledCall`.
+        progress: Whether to show a progress bar.
     """
 
     tile: Callable[[Arrays], list[Arrays]]
@@ -108,14 +107,14 @@ def parted(flat: Sequence[Any], counts: Sequence[int]) -> list[Arrays]:
 
 
 def reduced_second(backend: Backend, x: Array, side: str) -> Array:
-    """A tile with the reduced axis second: that of results which belong to columns is first."""
+    """A tile with the reduced axis second; for results of columns the first two are exchanged."""
     if side == ROWS or len(getattr(x, "shape", ())) < 2:
         return x
     return backend.xp.permute_dims(x, (1, 0, *range(2, len(x.shape))))
 
 
 def apply_over_tiles(backend: Backend, of: SumOverTiles | Reduced, xs: Sequence[Array]) -> Arrays:
-    """What it gives at xs, differentiated by its own maps."""
+    """The rule's outputs at xs."""
     rule = Rule(
         of.name,
         primal=of.primal,
@@ -132,13 +131,14 @@ class SumOverTiles:
     """T[h], a sum over tiles.
 
     Attributes:
-        call: Whose tiles these are.
-        h: A tile's arrays to arrays.
-        roles: The side of each argument.
+        call: The `TiledCall`.
+        h: A function from a tile's arrays to arrays.
+        roles: The role of each argument.
         sides: The side of each result, or one side for all.
-        cut: Where the tiles are.
-        name: What messages call it.
-        dtypes: Those of h's results, known once h has seen a tile.
+        cut: The partition into tiles.
+        name: The name in messages.
+        dtypes: The dtypes of h's results, set when h is evaluated on a tile.
+        is_call: Whether it is the call itself, not one of its derivatives.
     """
 
     call: TiledCall
@@ -148,7 +148,7 @@ class SumOverTiles:
     cut: TileGrid
     name: str = "pairwise_reduce"
     dtypes: list[str] = field(default_factory=list)
-    is_call: bool = False  # whether it is the call itself, and not one of its derivatives
+    is_call: bool = False
 
     def apply(self, xs: Sequence[Array]) -> Arrays:
         return apply_over_tiles(self.call.backend, self, xs)
@@ -171,7 +171,7 @@ class SumOverTiles:
         return self.sides if isinstance(self.sides, str) else self.sides[i]
 
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
-        """The sums, and both maps, which are sums over tiles again."""
+        """The sums, with their tangent and cotangent maps, which are sums over tiles."""
         moving, ys = moving_inputs(self.call, self.name, xs, perturbed), self.primal(*xs)
         if self.is_call:
             moving = [i for i in moving if i not in self.call.unreached]
@@ -221,7 +221,7 @@ def _given(entries: Sequence[Any]) -> list[int]:
 def moving_inputs(
     call: TiledCall, name: str, xs: Sequence[Array], perturbed: tuple[bool, ...] | None = None
 ) -> list[int]:
-    """The inputs that are differentiated, of which none may be an array that f closes over."""
+    """The differentiated inputs; raises if one is an array that f closes over."""
     if perturbed is not None and any(perturbed[i] for i in call.captured):
         raise closed_over_error(name)
     inexact = [i for i, x in enumerate(xs) if call.backend.is_inexact(x) and i not in call.captured]
@@ -229,13 +229,13 @@ def moving_inputs(
 
 
 def _at(h: Callable[[Arrays], Arrays], xs: Arrays, places: Sequence[int]) -> Any:
-    """h as a function of some of its arguments."""
+    """h as a function of the arguments at `places`."""
     return lambda *changed: h(replaced_at(xs, places, changed))
 
 
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """The reductions of a call, of one sweep."""
+    """The reductions of a call in one sweep."""
 
     call: TiledCall
     name: str = "pairwise_reduce"
@@ -256,7 +256,7 @@ class Reduced:
         return [MergeGroup(side, kind.merge, kind.states) for kind, side in pairs]
 
     def _parts(self, out: Arrays, xs: Sequence[Array]) -> list[tuple[Reduction, Arrays]]:
-        """Each reduction with its part of f's output at a tile."""
+        """Each reduction with its arrays of f's output at a tile."""
         call, index = self.call, {COLUMNS: xs[-2], ROWS: xs[-1]}
         triples = zip(call.kinds, call.places, call.sides, strict=True)
         return [
@@ -269,7 +269,7 @@ class Reduced:
         ]
 
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
-        """The results, and both maps, which are sums over tiles."""
+        """The results, with their tangent and cotangent maps, which are sums over tiles."""
         moving, ys = moving_inputs(self.call, self.name, xs, perturbed), self.primal(*xs)
         if self.is_call:
             moving = [i for i in moving if i not in self.call.unreached]
@@ -277,7 +277,7 @@ class Reduced:
         return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
 
     def _read(self, saved: Sequence[Array]) -> tuple[Arrays, list[Arrays], list[Arrays]]:
-        """Arguments, results, and those results that are read at each tile."""
+        """The saved arguments, results, and the results that are read at each tile."""
         call, n = self.call, len(self.call.roles)
         ys = parted(saved[n:], [len(dtypes) for dtypes in call.dtypes])
         stats = [kind.stats(group) for kind, group in zip(call.kinds, ys, strict=True)]
@@ -306,7 +306,7 @@ class Reduced:
         return [dy for kind, group, of in triples for dy in kind.pushed(group, of)]
 
     def _spread(self, counts: Sequence[int]) -> list[str]:
-        """The side of each reduction, as often as it has arrays."""
+        """The side of each reduction, repeated `counts` times."""
         return [s for s, n in zip(self.call.sides, counts, strict=True) for _ in range(n)]
 
     def _cotangent(self, moving: list[int], saved: Sequence[Array], cts: Sequence[Any]) -> Arrays:
@@ -344,12 +344,12 @@ class Reduced:
 
 
 def _reaching(grads: Arrays, reached: Sequence[bool]) -> Arrays:
-    """The gradients, None for inputs that do not reach the results of a tile."""
+    """The gradients; None for inputs that do not reach a tile's results."""
     return [g if there else None for g, there in zip(grads, reached, strict=True)]
 
 
 def fold_columns(call: TiledCall, xs: Arrays) -> Any:
-    """The result of (init, combine, finish), a sum over tiles of whole rows."""
+    """The result of a custom reduction (init, combine, finish): a sum over tiles of whole rows."""
     backend, cut, out, state_def = call.backend, call.cut, list[Any](), list[Any]()
     init, combine, finish = (backend.tiles.as_now(g, xs) for g in call.options.reduce)
 

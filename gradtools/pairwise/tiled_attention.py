@@ -31,30 +31,31 @@ class Attention(Operators):
         layout: Literal["heads_first", "heads_last"] | None = None,
         tile_size: TileSize = None,
     ) -> Any:
-        """Attention with every derivative at memory linear in the sequence.
+        """Attention whose derivatives of any order take memory linear in the sequence length.
 
         Like `torch.nn.functional.scaled_dot_product_attention` and `jax.nn.dot_product_attention`,
         but with forward mode and derivatives of all orders, and without the matrix of scores.
 
         Args:
-            query: [batch, heads, n, d] or [batch, n, heads, d], as `layout` says; in the first
-                any number of leading axes, also none.
-            key: The same with m in place of n. If it has fewer heads, each is shared by a group of
+            query: [batch, heads, n, d] or [batch, n, heads, d], depending on `layout`; the first
+                may have any number of leading axes, also none.
+            key: Likewise with m in place of n. If it has fewer heads, each is shared by a group of
                 query heads.
-            value: The same as key, with its own last axis.
-            attn_mask: What broadcasts to [..., heads, n, m], in either layout: bool (True takes
-                part) or numbers that are added to the scores and differentiated.
+            value: Like key, with its own last axis.
+            attn_mask: An array that broadcasts to [..., heads, n, m], in either layout: bool (True
+                takes part) or numbers that are added to the scores and differentiated.
             is_causal: Whether row i attends to columns j <= i only.
-            scale: Of the scores; None is 1 / sqrt(d).
-            layout: "heads_first" as in PyTorch or "heads_last" as in JAX; None is the
-                framework's own.
-            tile_size: As in `pairwise_reduce`, for each head; None makes it smaller for many.
+            scale: The factor of the scores; None is 1 / sqrt(d).
+            layout: "heads_first" as in PyTorch or "heads_last" as in JAX; None is that of the
+                framework.
+            tile_size: As in `pairwise_reduce`, for each head; None chooses smaller tiles for many
+                heads.
 
         Returns:
             An array like query with value's last axis. A row without any column is 0.
 
         Raises:
-            GradtoolsError: Shapes that do not fit; an unknown layout.
+            GradtoolsError: Shapes do not fit; layout is unknown.
 
         Example:
             >>> q = gt.asarray(np.zeros((1, 1, 2, 4), np.float32))
@@ -95,7 +96,7 @@ class Attention(Operators):
 
 @dataclass(frozen=True)
 class _Heads:
-    """The shapes of an attention: leading axes, groups of queries to a head of keys, lengths."""
+    """The shapes of an attention: leading axes, query heads per key head, lengths."""
 
     batch: tuple[int, ...]
     groups: int
@@ -119,7 +120,7 @@ class _Heads:
 
 
 class _Attention:
-    """One call, heads first; the queries of a group are rows of one head."""
+    """One call with heads first; the query heads of a group become rows of one head."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class _Attention:
         self.tile_size = tile_size or max(64, min(512, together))
 
     def run(self, q: Array, k: Array, v: Array, mask: Any) -> Array:
-        """The output, of query's shape but for the last axis."""
+        """The output, of query's shape except for the last axis."""
         heads, shape = self.heads, (*q.shape[:-1], v.shape[-1])
         q = self.xp.reshape(q, (*heads.batch, heads.groups * heads.rows, heads.size))
         arrays = {"q": q, "k": k, "v": v}
@@ -182,7 +183,7 @@ class _Attention:
         return self.xp.reshape(x, [n for n in x.shape[:lead] if n != 1] + [*x.shape[lead:]])
 
     def _mask(self, mask: Array) -> tuple[str, Array]:
-        """Whose argument the mask is, and the mask with all leading axes, of length 1 or whole."""
+        """The mask's role, "rows", "columns" or "pairs", and the mask with all leading axes."""
         heads, xp = self.heads, self.xp
         full = (*heads.batch[:-1], heads.batch[-1] * heads.groups) if heads.batch else ()
         wanted = (*full, heads.rows, heads.columns)
@@ -225,5 +226,5 @@ class _Attention:
         return s, v[None]
 
     def _where(self, kept: Any, s: Any) -> Any:
-        """The scores of pairs that take part, -inf elsewhere."""
+        """The scores where `kept`, -inf elsewhere."""
         return self.xp.where(kept, s, self.backend.zeros_like(s[:1, :1]) - float("inf"))

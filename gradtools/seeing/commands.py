@@ -1,4 +1,4 @@
-"""What `gradtools why-zero`, `graph`, `formula` and `measure` do: one function, by its name."""
+"""The commands `gradtools why-zero`, `graph`, `formula` and `measure`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradtools.seeing.measures import Measurement
 
 
 def print_why_zero(options: argparse.Namespace) -> int:
-    """Prints where gradients are lost; 0 if nowhere, 1 if somewhere."""
+    """Prints where gradients are lost; returns the exit status, 1 if any is."""
     given = Given.by(options)
     report = given.gt.why_zero(given.f, *given.args, argnums=tuple(options.argnums))
     print(report.to_json() if options.json else report.text(colour=in_colour()))
@@ -35,7 +35,7 @@ def print_graph(options: argparse.Namespace) -> int:
 
 
 def _put(drawn: Graph | Formula, out: str | None) -> None:
-    """Prints what was drawn, or writes it."""
+    """Prints a graph or formula, or writes it to a file."""
     if out is None:
         print(drawn)
         return
@@ -56,7 +56,7 @@ def print_formula(options: argparse.Namespace) -> int:
 
 
 def _known(out: str, suffixes: tuple[str, ...]) -> None:
-    """A suffix without a form, or a folder that there is not, is told before anything runs."""
+    """Checks the output's suffix and folder before anything runs."""
     suffix = Path(out).suffix.lower()
     if suffix not in suffixes:
         expected = ", ".join(suffixes)
@@ -66,7 +66,7 @@ def _known(out: str, suffixes: tuple[str, ...]) -> None:
 
 
 def print_measure(options: argparse.Namespace) -> int:
-    """Prints what a call costs."""
+    """Prints the cost of a call."""
     try:
         given = Given.by(options)
         result = _measured(options, given)

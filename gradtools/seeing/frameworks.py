@@ -1,4 +1,4 @@
-"""What seeing needs of a framework: the modules of `gradtools.seeing.torch` or `.jax`, by name."""
+"""Lazy access to the modules of `gradtools.seeing.torch` or `gradtools.seeing.jax`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class Framework:
-    """The modules that look at one framework's programs, each imported when it is first read.
+    """The modules of one framework, each imported on first access.
 
     Both frameworks have these: `recorded_run`, `lost_gradients`, `training`, `passes`, `programs`
     and `measures`.
 
     Args:
-        backend: Whose arrays the user's program computes with.
+        backend: The backend of the user's program.
         caller: The operator that the user called, for the error.
 
     Raises:

@@ -1,9 +1,9 @@
-"""What a call costs: floating-point operations, bytes alive, bytes kept for backward, seconds.
+"""`measure`: the floating-point operations, peak bytes, saved bytes and seconds of a call.
 
-The counts are those of the program, not of a machine: an operation is counted by one table of
-rules in both frameworks, so that a function written once costs the same in both. What a rule
-needs that is not a framework's own stands here: products, convolutions, factorisations, and what
-a complex number costs. How the operations of a call are seen is the wings' (`measures.py`).
+Operations of the program are counted, not those of a machine. Both frameworks count by the same
+formulas, so a function written once costs the same in both. The shared formulas (products,
+convolutions, factorisations, complex arithmetic) are here; `torch/measures.py` and
+`jax/measures.py` observe the operations of a call.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _RUNS, _ENOUGH = (3, 25), 1.0  # at least, at most; seconds after which no furth
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one call costs. `str()` shows it, `to_json()` writes it.
+    """The cost of one call; `str()` prints it, `to_json()` serializes it.
 
     Attributes:
         flops: Floating-point operations.
-        peak_bytes: The most bytes alive at once of what the call made.
+        peak_bytes: The most bytes alive at once among the arrays that the call made.
         saved_bytes: The bytes kept for the backward pass; None if f cannot be differentiated,
             which `notes` then explains.
         seconds: The median of `runs` runs.
         fastest: The quickest run.
         slowest: The slowest run.
-        runs: How many runs were timed, after one that was not.
+        runs: The number of timed runs, after one warm-up run.
         backend: "torch" or "jax".
-        device_peak_bytes: What the accelerator's own allocator says the peak is, where it does.
-        notes: What is not in these numbers, in plain words.
+        device_peak_bytes: The peak that the accelerator's allocator reports, if it does.
+        notes: What these numbers do not include.
     """
 
     flops: int
@@ -63,7 +63,7 @@ class Measurement:
         return notebook_html.table(list(self._rows()), self.notes)
 
     def text(self, colour: bool = False) -> str:
-        """The record in a few lines, with a terminal's colours if asked for."""
+        """The record as text; `colour` adds a terminal's escape codes."""
         bold, end = ("\033[1m", "\033[0m") if colour else ("", "")
         lines = [f"{bold}{name:<11}{end}  {value}" for name, value in self._rows()]
         return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])
@@ -79,7 +79,7 @@ class Measurement:
         yield "seconds", f"{_time(self.seconds)} ({spread})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes, as JSON knows them."""
+        """The attributes as JSON data."""
         return {**asdict(self), "notes": list(self.notes)}
 
     def to_json(self) -> str:
@@ -101,7 +101,7 @@ def _time(seconds: float) -> str:
 
 
 class Measures(Operators):
-    """The operator that says what a call costs."""
+    """The operator `measure`, bound to one backend."""
 
     def measure(self, f: Callable[P, Any], *args: Any, **kwargs: Any) -> Measurement:
         """Measures what the call ``f(*args, **kwargs)`` costs.
@@ -171,7 +171,7 @@ class Measures(Operators):
 
 
 def timed(run: Callable[[], Any], between: Callable[[], Any] = lambda: None) -> list[float]:
-    """The seconds of several runs; `between` is called after each, on nobody's clock."""
+    """The seconds of several runs; `between` runs after each and is not timed."""
     times: list[float] = []
     while len(times) < _RUNS[0] or (len(times) < _RUNS[1] and sum(times) < _ENOUGH):
         start = perf_counter()
@@ -183,7 +183,7 @@ def timed(run: Callable[[], Any], between: Callable[[], Any] = lambda: None) -> 
 
 
 def measurement(times: Sequence[float], **others: Any) -> Measurement:
-    """The record of these times and all else."""
+    """The `Measurement` of these times, and of `others`."""
     return Measurement(
         seconds=statistics.median(times),
         fastest=min(times),
@@ -194,29 +194,29 @@ def measurement(times: Sequence[float], **others: Any) -> Measurement:
 
 
 def not_counted(names: Iterable[str]) -> list[str]:
-    """The note about operations that no rule counts."""
+    """The note that lists operations without a counting rule, if any."""
     known = sorted(set(names))
     return [f"not in flops: {', '.join(known)}, which no rule counts"] if known else []
 
 
 # --- what operations cost ----------------------------------------------------------------
 
-# Of a complex number; of others an operation costs one.
+# Real operations per complex operation.
 _COMPLEX = {"add": 2, "sub": 2, "neg": 2, "mul": 6, "square": 6, "sum": 2, "prod": 6, "div": 11}
 
 
 def weight(kind: str, is_complex: bool) -> int:
-    """What one elementary operation costs."""
+    """The real operations of one elementary operation."""
     return _COMPLEX.get(kind, 1) if is_complex else 1
 
 
 def product(elements: int, contracted: int, is_complex: bool) -> int:
-    """A product of matrices: so many elements, each a sum over so many terms."""
+    """The cost of a matrix product with this many elements, each a sum of `contracted` terms."""
     return elements * contracted * (8 if is_complex else 2)
 
 
 def whole_power(exponent: int, is_complex: bool) -> int:
-    """Multiplications of x**n by squaring, and a division where n is negative."""
+    """The cost of x**n by repeated squaring, with a division for negative n."""
     n = abs(exponent)
     times = n.bit_length() - 1 + n.bit_count() - 1 if n > 1 else 0
     divisions = weight("div", is_complex) if exponent < 0 else 0
@@ -226,13 +226,13 @@ def whole_power(exponent: int, is_complex: bool) -> int:
 def meetings(
     outs: int, taps: int, ins: int, stride: int, low: int, in_step: int = 1, tap_step: int = 1
 ) -> int:
-    """Along one axis of a convolution: how often a tap meets an element that is not padding.
+    """The number of (tap, element) pairs along one axis of a convolution, padding not counted.
 
     Args:
-        outs: Positions of the result.
-        taps: Positions of the kernel.
-        ins: Elements of the input.
-        stride: Between the windows of neighbouring results.
+        outs: The length of the result.
+        taps: The length of the kernel.
+        ins: The length of the input.
+        stride: The stride of the windows.
         low: Padding before the first element.
         in_step: Dilation of the input.
         tap_step: Dilation of the kernel.
@@ -248,30 +248,30 @@ def meetings(
 
 
 def convolution(meeting: Sequence[int], batch: int, ins: int, outs: int, is_complex: bool) -> int:
-    """Meetings along each axis, examples, input channels of a group, output channels."""
+    """The cost of a convolution, from `meetings` along each axis and the channels of a group."""
     return product(math.prod(meeting) * batch * outs, ins, is_complex)
 
 
 def fourier_flops(elements: int, length: int, real: bool) -> int:
-    """Fast transforms of this length over so many elements, the usual 5 n log2 n each."""
+    """The cost of FFTs of this length over all elements, 5 n log2 n each."""
     return round(elements * math.log2(max(length, 1)) * (2.5 if real else 5))
 
 
 def cholesky(n: int) -> int:
-    """The factor of an n by n matrix."""
+    """The cost of the Cholesky factor of an n by n matrix."""
     return n**3 // 3
 
 
 def triangular_solve(n: int, columns: int) -> int:
-    """n unknowns, so many right-hand sides."""
+    """The cost of solving for n unknowns with `columns` right-hand sides."""
     return n * n * columns
 
 
 def lu(n: int) -> int:
-    """The factors of an n by n matrix."""
+    """The cost of the LU factors of an n by n matrix."""
     return 2 * n**3 // 3
 
 
 def attention(rows: int, keys: int, width: int, out_width: int) -> int:
-    """So many rows of scores over the keys: scaled products, softmax, products with the values."""
+    """The cost of scaled dot-product attention: scores, softmax, products with the values."""
     return rows * (2 * keys * (width + out_width) + 6 * keys - 2)

@@ -1,7 +1,6 @@
-"""Checks for users' own tests: derivatives against themselves, frameworks against each other.
+"""Checks for users' tests: derivatives against finite differences, PyTorch against JAX.
 
-No framework is imported before a check is asked to use one; importing this package imports
-nothing else of it either: each name is looked up when it is first used.
+Names are imported lazily, and a framework only when a check uses it.
 """
 
 from importlib import import_module

@@ -1,14 +1,14 @@
-"""`gradtools check`: every operator on this machine, against finite differences in NumPy.
+"""`gradtools check`: tests every operator on this machine against finite differences in NumPy.
 
-A `Cell` is one operator on one `Scenario`, in one dtype, under one transform. Scenarios are written
-with an array namespace, and NumPy has one. So the oracle is no framework: with y = f(x) and random
+A `Cell` is one operator on one `Scenario`, in one dtype, under one transform. Scenarios use the
+array API namespace, which NumPy has too. So the oracle needs no framework: with y = f(x) and random
 weights w, the loss
 
     L(x) = sum over outputs of Re<w, y> + |y|^2 / 2
 
-is called in NumPy, in 64 bits. What an operator computes is a known multiple of dL/dx or of H t, so
-its product with a direction is a slope, or a second derivative, of L: a central difference of sixth
-order. The tests run far more cells, by the same idea (tests/conformance).
+is evaluated in NumPy, in 64 bits. An operator's result is a known multiple of dL/dx or of H t, so
+its inner product with a direction is a first or second derivative of L, which central differences
+of sixth order give. The test suite runs more cells in the same way (tests/conformance).
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ _STENCIL = ((1, 3 / 4), (2, -3 / 20), (3, 1 / 60))
 
 @dataclass(frozen=True)
 class Cell:
-    """One operator on one scenario; with the reason if it cannot be.
+    """One operator on one scenario.
 
     Attributes:
-        worst: The error in units of the tolerance, once it ran; NaN where there is no number.
-        failure: What went wrong, in words; empty where it held.
+        left_out: Why it cannot be run, or empty.
+        worst: The error in units of the tolerance; NaN if it raised.
+        failure: The error's text, or empty.
     """
 
     backend: str
@@ -94,7 +95,7 @@ def cells(backend: str) -> tuple[Cell, ...]:
 
 
 def _reason(cell: Cell) -> str:
-    """Why a cell cannot be, or an empty string."""
+    """Why a cell cannot be run, or an empty string."""
     operator, torch = cell.operator, cell.backend == "torch"
     if OPERATORS[operator].real and cell.dtype.startswith("complex"):
         return "a Jacobian of a complex function is not a complex matrix; refused by name"
@@ -114,7 +115,7 @@ def _reason(cell: Cell) -> str:
 
 
 class _Numpy:
-    """What a scenario calls gt, in NumPy."""
+    """The part of `gt` that scenarios use, in NumPy."""
 
     xp = np if hasattr(np, "cumulative_sum") else OlderNumPy()
     asarray = staticmethod(np.asarray)
@@ -157,7 +158,7 @@ class Problem:
         return self.backend.cast(made, dtype) if x.dtype.kind in "fc" else made
 
     def _rounded(self, x: Any) -> Any:
-        """What the framework has of an array in the cell's dtype, in 64 bits."""
+        """An array rounded to the cell's dtype, in 64 bits."""
         kind = "complex128" if np.iscomplexobj(x) else "float64"
         return np.asarray(self.gt.to_numpy(self.array(x))).astype(kind)
 
@@ -182,7 +183,7 @@ class Problem:
         return self._outputs(self.gt, self._constants, xs)
 
     def total(self, outputs: Sequence[Any]) -> Any:
-        """The loss of these outputs."""
+        """The loss as a function of the outputs."""
         xp, cast = self.gt.xp, self.backend.cast
         parts = []
         for y, w in zip(outputs, self._weights_there, strict=True):
@@ -199,7 +200,7 @@ class Problem:
         return self.total(self.outputs(*xs))
 
     def grad(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The gradient to all leaves."""
+        """The gradient function along all leaves."""
         return self.gt.grad(loss, self.positions, disconnected_inputs="zeros")  # type: ignore[no-any-return]
 
     def product(self, loss: Callable[..., Any], xs: Any, mode: str = "reverse_over_reverse") -> Any:
@@ -214,7 +215,7 @@ class Problem:
         return float(sum(np.sum(np.real(np.conj(w) * y) + np.abs(y) ** 2 / 2) for y, w in pairs))
 
     def expected(self, operator: Operator) -> tuple[float, float]:
-        """The slope or the second derivative that an operator is to find, and its scale."""
+        """The first or second derivative that an operator should compute, and its scale."""
         through = cube if operator.cubed else lambda x: x
 
         def at(*steps: tuple[float, Sequence[Any]]) -> float:
@@ -257,7 +258,7 @@ def error_of(cell: Cell) -> float:
 
 
 def _transformed(p: Problem, flat: Callable[..., list[Any]]) -> list[Any]:
-    """The result under the cell's transform; under vmap of two equal rows."""
+    """The results under the cell's transform; vmap maps over two equal rows."""
     xs = [p.array(x) for x in p.xs]
     if p.cell.transform == "eager":
         return [flat(*xs)]
@@ -273,7 +274,7 @@ def _transformed(p: Problem, flat: Callable[..., list[Any]]) -> list[Any]:
 
 
 def judged(cell: Cell) -> Cell:
-    """The cell with what came of it, unless it is left out."""
+    """Runs a cell, unless it is left out, and returns it with its result."""
     if cell.left_out:
         return cell
     try:
@@ -288,12 +289,12 @@ def judged(cell: Cell) -> Cell:
 
 
 def chosen(backend: str, quick: bool = False, containing: str = "") -> list[Cell]:
-    """The cells of a backend, those that are left out among them.
+    """The cells of a backend, including those that are left out.
 
     Args:
         backend: "torch" or "jax".
         quick: Every operator in its first dtype, and a few under vmap.
-        containing: A part of the cell's name, such as "hvp" or "vmap".
+        containing: A substring of the cell's name, such as "hvp" or "vmap".
     """
     result = [cell for cell in cells(backend) if containing in str(cell)]
     if quick:
@@ -306,7 +307,7 @@ def chosen(backend: str, quick: bool = False, containing: str = "") -> list[Cell
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs the cells: 0 if every one held, 1 if one did not, 2 if none could be run."""
+    """Runs the cells. Exit status: 0 if all passed, 1 if one failed, 2 if none could be run."""
     wanted = BACKENDS if options.backend == "both" else (options.backend,)
     here = [name for name in wanted if name in gradtools.available_backends()]
     todo = [cell for name in here for cell in chosen(name, options.quick, options.filter)]
@@ -328,7 +329,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _prepare(here: Sequence[str]) -> None:
-    """One thread in PyTorch, as the arrays are tiny; XLA does not optimise what runs once."""
+    """Sets PyTorch to one thread, as arrays are tiny, and turns XLA's optimizations off."""
     if "torch" in here:
         import torch
 
@@ -347,7 +348,7 @@ def _judged_in_turn(number: int, cell: Cell) -> Cell:
 
 
 def _progress(cells: Sequence[Cell]) -> Iterator[Cell]:
-    """A bar of tqdm on standard error, where tqdm is installed and a terminal shows it."""
+    """Iterates with tqdm's progress bar on standard error, if it is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -375,7 +376,7 @@ def _print(options: argparse.Namespace, devices: list[str], done: Sequence[Cell]
 
 
 def _table(run: Sequence[Cell]) -> Iterator[str]:
-    """Operator and backend by transform and dtype: the worst error in units of the tolerance."""
+    """The worst error, in units of the tolerance, of each operator by transform and dtype."""
     columns = [*TRANSFORMS, *DTYPES]
     yield f"{'operator':<27}{'backend':<8}{'held':>8}" + "".join(f"{c:>11}" for c in columns)
     for operator in OPERATORS:
@@ -389,7 +390,7 @@ def _table(run: Sequence[Cell]) -> Iterator[str]:
 
 
 def _record(cell: Cell) -> dict[str, Any]:
-    """A cell as JSON's types; NaN, which JSON has not, as null."""
+    """A cell as JSON data, with null for NaN."""
     return {
         "backend": cell.backend,
         "operator": cell.operator,

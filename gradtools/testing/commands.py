@@ -1,4 +1,4 @@
-"""What `gradtools cross-check` and `gradtools conventions` do."""
+"""The commands `gradtools cross-check` and `gradtools conventions`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradtools.errors import GradtoolsError
 
 
 def cross_check(options: argparse.Namespace) -> int:
-    """Compares two programs; 0 if they agree, 1 if not."""
+    """Compares two programs; returns the exit status, 1 if they disagree."""
     for name in ("torch", "jax"):
         if name not in gradtools.available_backends():
             raise GradtoolsError(
@@ -39,7 +39,7 @@ def cross_check(options: argparse.Namespace) -> int:
 
 
 def conventions(options: argparse.Namespace) -> int:
-    """Prints the table of conventions, measured here and now."""
+    """Measures and prints the table of conventions."""
     from gradtools.testing.checking.kinks import convention_table
     from gradtools.testing.checking.kinks import conventions as measure
 

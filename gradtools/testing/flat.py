@@ -1,9 +1,8 @@
 """`FlatFunction`: a function of flat arrays in one framework, whose derivatives are NumPy arrays.
 
-A `FlatFunction` takes its floating and complex leaves one by one and gives its floating and complex
-outputs as a list. It answers each question that a check can ask: J u, J^H v, and for the real
-function Re<v, f> the four ways to a product with its Hessian. Points, tangents, cotangents and
-answers are NumPy arrays.
+A `FlatFunction` takes its floating and complex leaves as positional arguments and returns its
+floating and complex outputs as a list. It computes J u, J^H v, and Hessian products of Re<v, f> in
+four mixes of modes. Points, tangents, cotangents and results are NumPy arrays.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ class FlatFunction:
     # --- arrays
 
     def array(self, x: Any) -> Any:
-        """A NumPy array in the framework."""
+        """Converts a NumPy array to the framework's."""
         return self.gt.asarray(np.asarray(x))
 
     def arrays(self, xs: Sequence[Any]) -> tuple[Any, ...]:
-        """NumPy arrays in the framework."""
+        """Converts NumPy arrays to the framework's."""
         return tuple([self.array(x) for x in xs])
 
     def numpy(self, xs: Any) -> Arrays:
-        """The framework's arrays, and numbers, in NumPy."""
+        """Converts the framework's arrays and numbers to NumPy arrays."""
         is_array = self.waist.is_array
         return [self.gt.to_numpy(x) if is_array(x) else np.asarray(x) for x in xs]
 
@@ -74,13 +73,13 @@ class FlatFunction:
         return [self.waist.cast(v, y) for v, y in zip(vs, outs, strict=True)]
 
     def run(self, compute: Callable[..., Any], *groups: Arrays) -> Any:
-        """`compute(*groups)` of the framework's arrays."""
+        """`compute(*groups)` with the groups converted to the framework's arrays."""
         return compute(*map(self.arrays, groups))
 
     # --- second order: H is the Hessian of Re<v, f>
 
     def product(self, mode: str, xs: Arrays, us: Arrays, vs: Arrays) -> Arrays:
-        """H u at xs, in one mix of modes that gives a vector."""
+        """H u at xs, by one mix of modes."""
 
         def multiplied(points: Any, tangents: Any, vs: Any) -> Any:
             if mode == "reverse_over_forward":
@@ -98,7 +97,7 @@ class FlatFunction:
         return self.numpy(self.run(multiplied, xs, us, vs))
 
     def curvature(self, xs: Arrays, us: Arrays, ws: Arrays, vs: Arrays) -> np.ndarray:
-        """Re<w, H u> at xs, forward over forward."""
+        """Re<w, H u> at xs, by forward over forward."""
         curved = lambda xs, us, ws, vs: self.gt.jvp(self._slope(us, vs), xs, ws)[1]
         return np.asarray(self.gt.to_numpy(self.run(curved, xs, us, ws, vs)))
 
@@ -112,7 +111,7 @@ class FlatFunction:
         return along
 
     def _inner(self, v: Any, y: Any) -> Any:
-        """Re<v, y>, in the framework."""
+        """Re<v, y> of the framework's arrays."""
         if self.waist.is_complex(y):
             return (v.real * y.real + v.imag * y.imag).sum()
         return (v * y).sum()

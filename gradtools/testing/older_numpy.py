@@ -1,4 +1,4 @@
-"""The names of the array API that NumPy before 2.1 lacks, for the formulas of `gradtools check`."""
+"""Array API names that NumPy before 2.1 lacks, for the scenarios of `gradtools check`."""
 
 from __future__ import annotations
 

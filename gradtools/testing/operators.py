@@ -1,7 +1,7 @@
-"""What `gradtools check` computes by each operator: a known multiple of one derivative of a loss.
+"""The operators that `gradtools check` tests.
 
-Every entry takes a `Problem` of `gradtools.testing.check_command` and its leaves. It returns the
-gradient times a number, or at order 2 the Hessian's product with the problem's direction times it.
+Each entry takes a `Problem` of `gradtools.testing.check_command` and its leaves. It returns a known
+multiple of the loss's gradient, or at order 2 of the Hessian's product with the direction.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ _WEIGHTS = (1.0, 2.0, 3.0)  # of the rows of a batch: a whole chunk of two, and 
 
 @dataclass(frozen=True)
 class Operator:
-    """How an operator is tried.
+    """A test of an operator.
 
     Attributes:
-        compute: Of a problem and its leaves: arrays shaped like these, or one number.
-        factor: The result is this times the derivative of the loss.
-        order: How many derivatives it takes.
-        number: Whether the result is the product with the direction, rather than an array of each
-            leaf's shape.
-        cubed: Whether the loss is of x + x^3 / 10, which a rule computes.
-        real: Whether the operator refuses complex arguments.
+        compute: A function of a problem and its leaves, to arrays like the leaves or to a number.
+        factor: The factor of the result over the derivative of the loss.
+        order: The order of the derivative.
+        number: Whether the result is the inner product with the direction, not an array per leaf.
+        cubed: Whether the loss is evaluated at x + x^3 / 10, which a custom rule computes.
+        real: Whether the operator accepts only real arguments.
     """
 
     compute: Callable[[Problem, tuple[Any, ...]], Any]
@@ -44,7 +43,7 @@ class Operator:
 
 
 def cube(x: Any) -> Any:
-    """What the rules below compute."""
+    """The function of the custom rules below."""
     return x + x**3 / 10
 
 
@@ -64,7 +63,7 @@ def _matrix_times(p: Problem, rows: Any) -> list[Any]:
 
 
 def _clipped(p: Problem, xs: Any) -> list[Any]:
-    """The gradient clipped to half of its norm or less, and scaled back."""
+    """The gradient clipped to a norm of 0.25, and scaled back."""
     xp, bound = p.gt.xp, 0.25
     plain = p.grad(p.loss)(*xs)
     norm = xp.sqrt(sum(xp.sum(xp.abs(g) ** 2) for g in plain))
@@ -113,7 +112,7 @@ def _chunked(p: Problem) -> Loss:
 
 
 def _over_rows(p: Problem, xs: Any, grad: Callable[[Loss], Loss]) -> Any:
-    """A gradient to a step along the direction, which all of three weighted rows share."""
+    """A gradient with respect to a step along the direction, shared by three weighted rows."""
 
     def loss(step: Any, weight: Any, *row: Any) -> Any:
         pairs = zip(row, p.tangents, strict=True)
@@ -141,7 +140,7 @@ def _mixed(p: Problem, xs: tuple[Any, ...]) -> Any:
 
 
 def _ruled(p: Problem, kind: str, reverse: bool = True) -> Loss:
-    """The loss of cubes by a rule of one's own, or a kernel of NumPy."""
+    """The loss of `cube(x)`, computed by a custom rule or a host function."""
     rule = p.gt.custom_rule(cube) if kind == "custom_rule" else p.gt.host_function(cube)
     if reverse:
         conj = lambda x: p.gt.xp.conj(x) if p.backend.is_complex(x) else x
@@ -174,7 +173,7 @@ def _twice(loss: Callable[[Problem], Loss], factor: float = 1.0, **more: Any) ->
 
 
 def _forward(loss: Callable[[Problem], Loss], factor: float = 1.0, **more: Any) -> Operator:
-    """The slope of an edited loss, in forward mode."""
+    """The directional derivative of an edited loss, in forward mode."""
     return Operator(lambda p, xs: _slope(p, loss(p), xs), factor, number=True, **more)
 
 

@@ -1,8 +1,9 @@
-"""The pytest plugin: a test runs once for each backend, and frameworks are held to each other.
+"""The pytest plugin: runs tests once for each backend, and compares the backends.
 
-It comes with the package. It gives the fixtures `gt`, `gradtools_device` and `cross_check` and the
-options ``--gradtools-backend``, ``--gradtools-device`` and ``--gradtools-x64``; a run that uses
-none of them imports no framework and prints nothing. ``-p no:gradtools`` switches it off.
+It is installed with the package. It provides the fixtures `gt`, `gradtools_device` and
+`cross_check` and the options ``--gradtools-backend``, ``--gradtools-device`` and
+``--gradtools-x64``. A run that uses none of them imports no framework and prints nothing.
+``-p no:gradtools`` switches it off.
 
     def test_a_square_has_the_slope_two_x(gt):              # once for each installed backend
         x = gt.asarray(np.float32(3.0))
@@ -14,8 +15,8 @@ none of them imports no framework and prints nothing. ``-p no:gradtools`` switch
     def test_my_port_is_right(cross_check):                  # as gradtools.testing.cross_check
         cross_check(torch=torch_loss, jax=jax_loss, args=(x, y))
 
-Of a test that fails the traceback is shown without gradtools' own frames, so that it ends at the
-line of the test; ``--full-trace`` shows them.
+The traceback of a failing test hides gradtools' own frames, so that it ends at the line of the
+test; ``--full-trace`` shows them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Switches 64-bit numbers on in JAX by the option; ``--full-trace`` keeps all frames."""
+    """Enables x64 in JAX if the option is given; ``--full-trace`` keeps all frames."""
     if config.getoption("fulltrace", False):
         os.environ["GRADTOOLS_FULL_TRACEBACK"] = "1"
     if config.getoption("--gradtools-x64") and "jax" in wanted_backends(config):
@@ -62,13 +63,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def wanted_backends(config: pytest.Config) -> list[str]:
-    """The backends that are installed and asked for, in the order torch, jax."""
+    """The installed and selected backends, in the order torch, jax."""
     option = config.getoption("--gradtools-backend")
     return [b for b in BACKENDS if option in (b, "both") and b in gradtools.available_backends()]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs what takes `gt` once for each backend."""
+    """Parametrizes tests that use `gt` by backend."""
     if "gradtools_backend" not in metafunc.fixturenames:
         return
     wanted: list[Any] = list(wanted_backends(metafunc.config))
@@ -80,7 +81,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def gradtools_device(request: pytest.FixtureRequest) -> str:
-    """The device that was asked for by ``--gradtools-device``, "auto" by default."""
+    """The value of ``--gradtools-device``, "auto" by default."""
     return str(request.config.getoption("--gradtools-device"))
 
 
@@ -88,7 +89,7 @@ def gradtools_device(request: pytest.FixtureRequest) -> str:
 def gt(gradtools_backend: str, gradtools_device: str) -> Iterator[Any]:
     """The namespace `gradtools.torch` or `gradtools.jax`; the test runs once for each.
 
-    It lasts for the session, so that fixtures of every scope may take it.
+    It has session scope, so that fixtures of every scope may use it.
     """
     from gradtools.testing.cross_checking.devices import placed
 
@@ -98,9 +99,9 @@ def gt(gradtools_backend: str, gradtools_device: str) -> Iterator[Any]:
 
 @pytest.fixture
 def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`gradtools.testing.cross_check`, whose reports are counted at the end of the run.
+    """`gradtools.testing.cross_check`, whose reports are summarized at the end of the run.
 
-    A test that takes it is skipped where one of the frameworks is missing or not asked for.
+    A test that uses it is skipped unless both frameworks are installed and selected.
     """
     missing = [b for b in BACKENDS if b not in wanted_backends(request.config)]
     if missing:
@@ -120,7 +121,7 @@ def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> None:
-    """Hides gradtools' own frames in what is shown of a failure."""
+    """Hides gradtools' own frames in the tracebacks of failures."""
     if call.excinfo is not None:
         from gradtools.boundary import hidden_frames  # a run without failures never needs it
 
@@ -130,7 +131,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What was compared, and how closely."""
+    """Prints the summary of all cross-checks."""
     result = list(_records(terminalreporter.stats))
     if not result:
         return
@@ -140,7 +141,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def summary_lines(recorded: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """The summary of records, each with the test that it comes from."""
+    """The summary's lines, from pairs of a test and the record of a report."""
     records = [record for _, record in recorded]
     arrays = sum(record["arrays"] for record in records)
     test, closest = max(recorded, key=lambda pair: pair[1]["error"])
@@ -161,7 +162,7 @@ def summary_lines(recorded: list[tuple[str, dict[str, Any]]]) -> list[str]:
 
 
 def _record(report: Any) -> dict[str, Any]:
-    """What the summary needs of a report, as plain data that may travel between processes."""
+    """A report's data for the summary, which pytest-xdist can serialize."""
     first = report.first
     return {
         "arrays": len(report),

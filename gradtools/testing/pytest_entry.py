@@ -1,7 +1,7 @@
-"""What pytest loads of an installed gradtools, by the name `gradtools`: the plugin beside it.
+"""The entry point `gradtools` of pytest, which loads `gradtools.testing.plugin`.
 
-Under this name ``-p no:gradtools`` switches the plugin off; where gradtools is not installed,
-``-p gradtools.testing.plugin`` loads it.
+``-p no:gradtools`` switches the plugin off. If gradtools is not installed, load it by
+``-p gradtools.testing.plugin``.
 """
 
 pytest_plugins = ["gradtools.testing.plugin"]

@@ -1,7 +1,7 @@
-"""What a check found: one record for each compared array, and the report that holds them.
+"""Results of checks: `Comparison` for one pair of arrays, `Report`, and `AgreementError`.
 
 `compare_arrays` makes a `Comparison` of two NumPy arrays, a `Report` collects them and prints a
-table, `AgreementError` carries the report to whoever catches it. Nothing here knows a framework.
+table, an `AgreementError` has the report as an attribute. This module is framework-neutral.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Comparison:
     """One array compared with another.
 
     Attributes:
-        quantity: What the arrays are, for example "value", "gradient" or "jvp".
-        path: Which leaf: "output['loss']", "argument 0", "parameter ['w']", a layer's name.
-        order: How many derivatives were taken: 0, 1 or 2.
-        error: The largest error, in units of the tolerance: more than 1 is a disagreement, and
-            inf where it has no size (NaN in one only, another shape, another dtype).
-        tolerance: The relative error that is allowed.
-        place: The index of the worst entry, () for a number, None where there is none.
-        first: The first array's value there, or a word such as "float32" or "not connected".
-        second: The second array's.
+        quantity: The kind of the arrays, for example "value", "gradient" or "jvp".
+        path: The leaf: "output['loss']", "argument 0", "parameter ['w']", a layer's name.
+        order: The order of the derivative: 0, 1 or 2.
+        error: The largest error, in units of the tolerance. More than 1 is a disagreement; inf
+            if it cannot be measured (NaN in only one, another shape, another dtype).
+        tolerance: The allowed relative error.
+        place: The index of the worst entry, () for a scalar, None if there is none.
+        first: The first array's value there, or a text such as "float32" or "not connected".
+        second: The same of the second array.
         shape: The arrays' shape (the first one's if they differ).
-        dtype: The coarser one of their dtypes.
+        dtype: The coarser of their dtypes.
         status: "agrees", "differs", or "convention" (they differ by a known convention).
-        cause: The likely cause in a few words, None where nothing differs or none was found.
-        detail: What speaks for that cause, and what to do.
+        cause: The likely cause in a few words, or None.
+        detail: The evidence for the cause, and advice.
     """
 
     quantity: str
@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def ratio(self) -> Number | None:
-        """first / second at the worst place; None where it has no value."""
+        """first / second at the worst place; None if it is undefined."""
         words = isinstance(self.first, str) or isinstance(self.second, str)
         if words or self.first is None or not self.second:
             return None
@@ -71,15 +71,15 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether this is no disagreement."""
+        """Whether the arrays agree, or differ only by a known convention."""
         return self.status != DIFFERS
 
     def because(self, cause: str, detail: str = "", status: str = DIFFERS) -> Comparison:
-        """The same record with a cause."""
+        """A copy of the record with a cause."""
         return replace(self, cause=cause, detail=detail, status=status)
 
     def describe(self, names: Sequence[str] = ("first", "second")) -> str:
-        """One sentence: what differs, where, by how much, and why."""
+        """One sentence with the values, their place, the error and the cause."""
         where = f" at {list(self.place)}" if self.place else ""
         ratio = "" if self.ratio is None else f", ratio {show(self.ratio)}"
         why = f" Likely cause: {self.cause}." if self.cause else ""
@@ -100,17 +100,17 @@ def compare_arrays(
     tolerance: float | None = None,
     noise: float = 0.0,
 ) -> Comparison:
-    """The record of two arrays.
+    """Compares two arrays.
 
     Args:
-        quantity: What they are, as in `Comparison`.
-        path: Which leaf they are.
-        order: How many derivatives were taken; chooses the tolerance.
+        quantity: As in `Comparison`.
+        path: As in `Comparison`.
+        order: The order of the derivative, which selects the tolerance.
         first: A NumPy array or number.
-        second: The same.
+        second: Another one.
         tolerance: A relative error in place of the table's.
-        noise: An absolute size below which differences count as rounding of larger numbers that
-            cancel. 0 by default: none.
+        noise: Absolute differences up to this size count as rounding of larger numbers that
+            cancel. 0 by default.
 
     Returns:
         A `Comparison`, with status "agrees" or "differs" and no cause yet.
@@ -149,7 +149,7 @@ def compare_arrays(
 def mismatch(
     quantity: str, path: str, order: int, words: tuple[str, str], shape: tuple[int, ...] = ()
 ) -> Comparison:
-    """The record of a disagreement that has no size, in words for each side."""
+    """A disagreement that cannot be measured, described by a text for each side."""
     return Comparison(
         quantity, path, order, math.inf, 0.0, None, *words, shape=shape, status=DIFFERS
     )
@@ -158,7 +158,7 @@ def mismatch(
 def entry_errors(
     first: np.ndarray, second: np.ndarray, tolerance: float, noise: float
 ) -> np.ndarray:
-    """The error of each entry, in units of the tolerance; inf where one alone is not finite."""
+    """The error of each entry, in units of the tolerance; inf if only one side is finite."""
     a, b = widened(first), widened(second)
     with np.errstate(all="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))
@@ -171,7 +171,7 @@ def entry_errors(
 
 
 def widened(x: np.ndarray) -> np.ndarray:
-    """x in float64 or complex128, so that differences are not rounded."""
+    """x in float64 or complex128, so that differences are exact."""
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
@@ -183,14 +183,14 @@ def as_number(x: Any) -> Number:
 
 @dataclass
 class Report:
-    """What was compared, and how closely; true if everything agrees.
+    """The comparisons of a check; true if everything agrees.
 
     Attributes:
-        title: What was checked.
-        names: What the first and the second of each pair are called.
-        comparisons: A `Comparison` for each compared array, in the order of comparison.
-        left_out: What could not be compared, each with its reason.
-        notes: Anything else the reader should know.
+        title: The subject of the check.
+        names: The names of the two sides.
+        comparisons: A `Comparison` for each compared array, in order.
+        left_out: Quantities that could not be compared, with reasons.
+        notes: Further remarks.
 
     Example:
         >>> from gradtools.testing import Report
@@ -216,7 +216,7 @@ class Report:
 
     @property
     def disagreements(self) -> list[Comparison]:
-        """The comparisons that differ and are no known convention."""
+        """The comparisons that differ, without known conventions."""
         return [c for c in self.comparisons if not c.agrees]
 
     @property
@@ -226,12 +226,12 @@ class Report:
 
     @property
     def first(self) -> Comparison | None:
-        """The first disagreement, None if there is none."""
+        """The first disagreement, or None."""
         return next(iter(self.disagreements), None)
 
     @property
     def worst(self) -> Comparison | None:
-        """The comparison with the largest error, None if nothing was compared."""
+        """The comparison with the largest error, or None."""
         return max(self.comparisons, key=lambda c: c.error, default=None)
 
     @property
@@ -240,7 +240,7 @@ class Report:
         return None if self.first is None else self.first.cause
 
     def summary(self) -> str:
-        """One line: how many arrays, how many disagree, and the largest error."""
+        """One line with the number of arrays and disagreements, and the largest error."""
         if not self.comparisons:
             return f"{self.title}: nothing was compared"
         result, known = len(self.disagreements), len(self.conventions)
@@ -255,8 +255,8 @@ class Report:
         """The report as text, one line for each comparison.
 
         Args:
-            colour: Whether to colour it for a terminal.
-            limit: How many lines at most; if there are more, those that agree go first. None: all.
+            colour: Whether to add a terminal's colours.
+            limit: The most comparisons to show, without those that agree; None shows all.
         """
         chosen = self._chosen(limit)
         head = ("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")
@@ -301,7 +301,7 @@ class Report:
         print(self.table(colour=stream.isatty()), file=stream)
 
     def to_json(self) -> str:
-        """The report as JSON: numbers that JSON lacks (NaN, inf, complex) become strings."""
+        """The report as JSON, with NaN, inf and complex numbers as strings."""
         rows = [{**asdict(c), "ratio": c.ratio} for c in self.comparisons]
         whole = {
             "title": self.title,
@@ -315,7 +315,7 @@ class Report:
         return json.dumps(_plain(whole), indent=2, allow_nan=False)
 
     def require(self) -> Report:
-        """The report itself if everything agrees.
+        """Returns the report itself if everything agrees.
 
         Raises:
             AgreementError: Something disagrees; the error carries the report.
@@ -326,7 +326,7 @@ class Report:
 
 
 class AgreementError(GradtoolsError):
-    """Two computations that should agree do not; `report` says where and why.
+    """Two computations that should agree do not; see `report`.
 
     Attributes:
         report: The whole `Report`.
@@ -341,7 +341,7 @@ class AgreementError(GradtoolsError):
 
 
 def show(x: Any) -> str:
-    """A value of a record in a few characters."""
+    """A value of a record as short text."""
     if x is None or isinstance(x, str | bool | int):
         return "" if x is None else str(x)
     if isinstance(x, complex):
@@ -350,7 +350,7 @@ def show(x: Any) -> str:
 
 
 def show_units(error: float) -> str:
-    """An error in units of its tolerance."""
+    """An error in units of its tolerance, as text."""
     return "0" if error == 0 else f"{error:.2g}"
 
 

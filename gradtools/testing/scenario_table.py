@@ -1,8 +1,8 @@
-"""Small programs as data: what to differentiate, where, and what is special about it.
+"""Scenarios: small programs as data, with arguments, order of differentiation and tags.
 
-Each is written once, with `gt.xp`, so that it runs in every backend; the tests turn records into
-tests. Where the form does not matter a vector has four entries, so that JAX, which compiles each
-operation for each shape, has less to compile. The list is a beginning; it grows by adding a line.
+Each is written once, with `gt.xp`, so that it runs in every backend; tests are generated from the
+records. Vectors have four entries where the length does not matter, because JAX compiles each
+operation for each shape.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Scenario:
     """One program at one point.
 
     Attributes:
-        name: Unique; reads as a test's name.
-        function: ``f(gt, *args)``, of a backend's namespace and its arrays.
+        name: A unique name.
+        function: ``f(gt, *args)`` of a backend's namespace and its arrays.
         args: NumPy arrays, or pytrees of them.
-        shape: "number", "vector", "matrix", "pytree" or "empty": the first argument's.
+        shape: The kind of the first argument: "number", "vector", "matrix", "pytree" or "empty".
         dtype: The floating dtype of the arguments.
-        order: How many derivatives both frameworks define there, 0 to 2.
-        tags: What is special: "kink", "large", "tiny", "complex", "integer", "several",
+        order: The greatest order of derivatives that both frameworks define there, 0 to 2.
+        tags: Special properties: "kink", "large", "tiny", "complex", "integer", "several",
             "linear algebra", "network", "cancels".
     """
 
@@ -44,16 +44,16 @@ class Scenario:
     tags: Tags = frozenset()
 
     def bind(self, gt: Any) -> Program:
-        """The program as a function of one backend's arrays alone."""
+        """The program as a function of one backend's arrays."""
         return partial(self.function, gt)
 
 
 def scenarios(**filters: Any) -> Iterator[Scenario]:
-    """The records of the matrix that the project's own tests run.
+    """The scenarios that the project's own tests run.
 
     Args:
-        filters: Any attribute of `Scenario`, with the value that it must have or a collection of
-            allowed ones; ``tags`` names one tag or several that must all be there.
+        filters: Attributes of `Scenario`, with the required value or a collection of allowed ones;
+            ``tags`` is one tag or several that must all be present.
 
     Returns:
         An iterator of `Scenario` records, in the order of the list.
@@ -121,7 +121,7 @@ def _recurrence(gt: Any, h: Any, w: Any) -> Any:
 
 
 def _at(name: str, f: Program, *args: Any, order: int = 2, tags: Tags = frozenset()) -> Scenario:
-    """The record of a program at these arguments."""
+    """The scenario of a program at these arguments."""
     first = args[0]
     if isinstance(first, dict | list | tuple):
         shape = "pytree"
@@ -131,7 +131,7 @@ def _at(name: str, f: Program, *args: Any, order: int = 2, tags: Tags = frozense
 
 
 def _dtype(tree: Any) -> str:
-    """That of a tree's first leaf."""
+    """The dtype of a pytree's first leaf."""
     if isinstance(tree, dict | list | tuple):
         return _dtype(next(iter(tree.values() if isinstance(tree, dict) else tree)))
     return str(tree.dtype)
@@ -163,7 +163,7 @@ def _elementwise() -> Iterator[Scenario]:
 
 
 def _of_shapes() -> Iterator[Scenario]:
-    """Programs that mix entries, of every shape of argument."""
+    """Programs that mix entries, for arguments of every shape."""
     several, network = frozenset({"several"}), frozenset({"several", "network"})
     linalg = frozenset({"several", "linear algebra"})
     x = _draw(3, 4)
@@ -229,7 +229,7 @@ def _of_shapes() -> Iterator[Scenario]:
 
 
 def _rearranged() -> Iterator[Scenario]:
-    """Programs that move entries about, add them up or choose among them."""
+    """Programs that rearrange, sum or select entries."""
     x, v = _draw(3, 4), _draw(4)
     apart = np.array([1.2, -2.1, 0.1, 2.3])  # far from kinks and from each other
     made: dict[str, tuple[Program, Any]] = {
@@ -323,7 +323,7 @@ def _scales() -> Iterator[Scenario]:
 
 
 def _kinks() -> Iterator[Scenario]:
-    """Points at which the derivative is a choice that both frameworks make alike."""
+    """Points at which the derivative is a convention that both frameworks share."""
     kink = frozenset({"kink"})
     relu = lambda gt, x: gt.xp.where(x > 0, x, 0 * x)
     yield _at("relu at 0", relu, np.float64(0.0), tags=kink)

@@ -1,1 +1,1 @@
-"""Where a gradient is lost, why, and how to fix it: `why_zero`, `dependence`, guards."""
+"""Diagnostics of lost gradients: `why_zero`, `dependence` and `guard_gradients`."""

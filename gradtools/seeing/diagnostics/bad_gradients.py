@@ -1,20 +1,20 @@
-"""Gradients that are not zero and of no use: NaN or infinite, vanishing, or rounding noise.
+"""Nonzero gradients that are useless: NaN or infinite, vanishing, or rounding noise.
 
-A gradient vanishes if a step as large as the leaf itself would not show in the output::
+A gradient vanishes if a step as large as the leaf itself would not change the output::
 
     |dy/dx| |x| < least |y|,     least = 1e-6 eps in single precision and below, 1e-21 in double
 
-A wing says how large the cotangents were that each operation was given and handed on. NaN begins
-where what was given is finite and what is handed on is not; a vanishing gradient shrinks most where
-the quotient of the two is least.
+A backend reports the greatest cotangent that enters and leaves each operation's backward. NaN is
+located where a finite cotangent enters and a non-finite one leaves, a vanishing gradient where the
+quotient of the two is least.
 
 A gradient is rounding noise if its terms cancel: mathematically it is zero, as that of a softmax's
-sum. Monte Carlo arithmetic (Parker 1997) tells: the backward pass is repeated with each cotangent
-c shaken by a few units of its last place,
+sum. It is detected by Monte Carlo arithmetic (Parker 1997). The backward pass is repeated with each
+cotangent c perturbed by a few units in the last place,
 
     c (1 + 4 eps u),   u uniform in [-1, 1)
 
-which changes a sound gradient by as little, times its condition number, and noise by its own size.
+which changes a well-conditioned gradient by a few eps, and noise by its own size.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Handed:
 
 
 def extreme(gradient: float, leaf: float, output: float, eps: float) -> str:
-    """The kind of a gradient of this greatest modulus, or nothing if it is an ordinary one.
+    """Classifies a gradient by its greatest modulus: "nan", "vanishing", or "" if ordinary.
 
     Args:
         gradient: The greatest modulus of the gradient; NaN if there is one.
-        leaf: That of the leaf.
-        output: That of the output.
+        leaf: The greatest modulus of the leaf.
+        output: The greatest modulus of the output.
         eps: The precision of the leaf's dtype.
     """
     if not math.isfinite(gradient):
@@ -65,7 +65,7 @@ def extreme(gradient: float, leaf: float, output: float, eps: float) -> str:
 
 
 def places(kind: str, handed: Iterable[Handed]) -> list[Vanished] | None:
-    """Where a gradient of this kind became so, in program order; None if it is no finding."""
+    """Where a gradient became NaN or vanishing, in program order; None if it is no finding."""
     if kind == "nan":
         begins = [h for h in handed if math.isfinite(h.given) and not math.isfinite(h.on)]
         return [Vanished(h.node, kind=kind) for h in begins] or [
@@ -82,12 +82,12 @@ def shaken(cotangent: Any, uniform: Any, eps: float) -> Any:
 
 
 def is_noise(gradient: float, change: float, eps: float) -> bool:
-    """Whether shaken cotangents change a gradient by about its own size.
+    """Whether perturbed cotangents change a gradient by about its own size.
 
     Args:
-        gradient: Its greatest modulus.
-        change: That of the change.
-        eps: The precision of its dtype. In half precision the many roundings of a deep network
-            alone come to a quarter.
+        gradient: The gradient's greatest modulus.
+        change: The change's greatest modulus.
+        eps: The precision of its dtype. In half precision the roundings of a deep network alone
+            change a gradient by a quarter.
     """
     return 0 < gradient < math.inf and change >= gradient * (1.0 if eps > _HALF else 0.125)

@@ -1,10 +1,10 @@
 """`dependence` and `why_zero`: how outputs depend on inputs, where a gradient is lost, the fix.
 
-A gradient that is lost says nothing: the term is ignored, and zeros look like any others. One
-recorded run tells where data flows on and the derivative does not (`lost_terms.py`). When the
-path is whole and the gradient is zero all the same, the values are to blame: the wing then says
-where a cotangent that was not zero became zero. One finite perturbation tells an output that does
-depend on the argument from one that is truly constant.
+A lost gradient raises no error: the term is ignored in training. One recorded run locates the
+operations at which data flows on and the derivative does not (`lost_terms.py`). If the path is
+differentiable and the gradient is still zero, the cause is in the values, and the backend locates
+where a nonzero cotangent became zero. A finite perturbation distinguishes an output that depends on
+the argument from a constant one.
 
 The kinds of loss, with their reasons and fixes, are in `findings.py`.
 """
@@ -63,7 +63,7 @@ _FLAT = frozenset(
 
 
 def diagnosed(backend: Backend, program: LeafProgram, recording: Recording) -> list[Finding]:
-    """The findings for each leaf that is asked about."""
+    """The findings for each leaf in `program.wrt`."""
     if recording.refusal is not None:
         return [refused(program, recording.refusal)]
     graph, matrix = recording.graph, dependence_matrix(recording.graph)
@@ -89,13 +89,13 @@ def diagnosed(backend: Backend, program: LeafProgram, recording: Recording) -> l
 
 
 def trained_values(program: LeafProgram, recording: Recording) -> list[int]:
-    """The values of what is trained: what is asked about, or requires grad."""
+    """The trained values: leaves in argnums, and inputs and parameters that require grad."""
     inputs = [recording.graph.inputs[k] for k in {*program.wrt, *recording.wanted}]
     return inputs + [value for _, value in recording.parameters if value is not None]
 
 
 def refused(program: LeafProgram, refusal: Refusal) -> Finding:
-    """The finding for what the framework refused."""
+    """The finding for an error of the framework that ended the run."""
     names = [program.names[index] for index in program.wrt]
     name = names[0] if len(names) == 1 else ", ".join(f"argument {i}" for i in program.argnums)
     return Finding(
@@ -106,7 +106,7 @@ def refused(program: LeafProgram, refusal: Refusal) -> Finding:
 def from_losses(
     name: str, graph: PlainGraph, losses: Sequence[Loss], kind: str | None = None
 ) -> list[Finding]:
-    """One finding for each line and kind of the losses of one leaf; of this kind, if given."""
+    """One finding for each line and kind of one leaf's losses; `kind` overrides the kind."""
     findings = []
     for loss in losses:
         for node in [loss.node] if kind else _led_to(graph, loss):
@@ -126,7 +126,7 @@ def from_losses(
 
 
 def _is_slope(graph: PlainGraph, node: Node) -> bool:
-    """Whether an operation is the slope of a piecewise linear one, of which JAX made a program."""
+    """Whether a comparison is the derivative of a piecewise linear operation, as JAX traces it."""
     if node.operation not in ("compare", "sign"):
         return False
     inside = next((of for of, other in graph.walk() if other is node), graph)
@@ -164,7 +164,7 @@ def _led_to(graph: PlainGraph, loss: Loss) -> list[Node]:
 
 
 def _without_repeats(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for each kind and line, of which one that is not meant comes first."""
+    """One finding for each kind and line; unintended losses take precedence."""
     kept: dict[Any, Finding] = {}
     for finding in sorted(findings, key=lambda finding: finding.meant):
         place = finding.source or (finding.operation, finding.scope)
@@ -175,7 +175,7 @@ def _without_repeats(findings: Sequence[Finding]) -> list[Finding]:
 def _from_ends(
     program: LeafProgram, recording: Recording, index: int, best: Dependence
 ) -> list[Finding]:
-    """What the ends of the program say: a number that is returned, an argument that is not read."""
+    """Findings at the program's ends: f returns a host number, or does not read the argument."""
     name, line = program.names[index], source_of(program.f)
     if recording.host_outputs:
         out = program.out_names[recording.host_outputs[0]]
@@ -194,10 +194,10 @@ def _from_ends(
 
 
 def in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
-    """The finding for what f takes a derivative of, and what does not appear in that.
+    """The finding for a leaf that f differentiates through but whose derivative is constant.
 
-    PyTorch's recording has the calls that take it; in JAX what came of the forward pass alone is
-    read by nothing.
+    PyTorch's recording contains the calls that take the derivative. In JAX the forward pass of
+    the inner derivative is dead code.
     """
     reached = forward(graph, {value: Dependence.DIFFERENTIABLE})
     steps = [node for node in graph.nodes if any(map(reached.get, node.inputs))]
@@ -218,7 +218,7 @@ _DERIVATIVES = ("grad", "backward", "unpack_dual")
 
 
 def overwriting(name: str, graph: PlainGraph, value: int) -> list[Finding]:
-    """One finding for each line at which all that a leaf gives is overwritten."""
+    """One finding for each line that overwrites everything computed from a leaf."""
     return from_losses(name, graph, overwritten(graph, value), "overwritten")
 
 
@@ -227,13 +227,13 @@ def overwriting(name: str, graph: PlainGraph, value: int) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Factor:
-    """An array that is trained too.
+    """Another trained array, which may be the zero factor of a product.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         numbers: The values that carry its gradient.
-        array: It.
-        vanished: Where its gradient becomes zero; None if it is well.
+        array: The array.
+        vanished: Where its gradient becomes zero; None if it is nonzero.
     """
 
     name: str
@@ -245,10 +245,10 @@ class Factor:
 def starting(
     backend: Backend, graph: PlainGraph, factors: Sequence[Factor], vanished: Vanished
 ) -> str:
-    """The trained factor that is zero where a gradient becomes zero; empty if there is none.
+    """The name of a trained factor, zero at initialization, that explains a zero gradient, or "".
 
-    LoRA's second matrix and ReZero's scale start at zero, have a gradient themselves, and let that
-    of the other factor be zero in the first step alone.
+    LoRA's second matrix and ReZero's scale start at zero and have a nonzero gradient, so the other
+    factor's gradient is zero in the first step only.
     """
     if _numerical_kind(vanished) != "multiplied_by_zero":
         return ""
@@ -256,7 +256,7 @@ def starting(
 
 
 def _multiplies(backend: Backend, graph: PlainGraph, node: Node, factor: Factor) -> bool:
-    """Whether a node reads a trained array that is zero, as it is or in another arrangement."""
+    """Whether a node reads a trained array that is zero, also transposed, reshaped or sliced."""
     carried = set(factor.numbers)
     for _, one in graph.walk():
         if one.operation in _ARRANGING and carried & set(one.inputs):
@@ -272,7 +272,7 @@ _ARRANGING = frozenset({"transpose", "reshape", "broadcast", "cast", "identity",
 def from_values(
     name: str, vanished: Sequence[Vanished], factor: Callable[[Vanished], str]
 ) -> list[Finding]:
-    """One finding for each place at which a cotangent became zero at these values."""
+    """One finding for each operation at which a cotangent became zero at the given values."""
     if not vanished:
         return [Finding(name, "cancelled", "add", detail="where is not known")]
     return _without_repeats(
@@ -296,9 +296,10 @@ def from_values(
 def apart(
     findings: Sequence[Finding], groups: Iterable[Sequence[str]]
 ) -> tuple[list[Finding], list[tuple[str, list[str]]]]:
-    """The findings, and as notes stops that look meant, and leaves without effect among others.
+    """Splits findings into real ones and notes: intentional stops, leaves without any effect.
 
-    A bias before a normalisation, or that of attention's keys, is in many a healthy model.
+    A bias before a normalisation, or the bias of attention's keys, has no effect in many healthy
+    models. It is noted only if other leaves of its group have a gradient.
     """
     result: dict[str, list[Finding]] = {}
     noted: dict[str, list[str]] = {}
@@ -370,7 +371,7 @@ def source_of(f: Any) -> Source | None:
 
 
 def differentiated(program: LeafProgram, recording: Recording) -> list[tuple[str, int | None]]:
-    """The name and the value of everything that is to get a gradient."""
+    """The name and the value of each leaf and parameter that should get a gradient."""
     is_model = hasattr(program.f, "parameters")
     parameters = [*recording.parameters] if is_model else of_modules_in_use(recording.parameters)
     wanted = recording.wanted or (() if parameters else program.wrt)
@@ -378,14 +379,17 @@ def differentiated(program: LeafProgram, recording: Recording) -> list[tuple[str
 
 
 def of_modules_in_use(parameters: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
-    """What is held without any part of it being read is not f's, it is only in its sight."""
+    """The parameters of modules of which f reads at least one parameter.
+
+    A module that is merely reachable from f's closure or globals is not part of f.
+    """
     root = lambda name: name.partition(".")[0]
     used = {root(name) for name, value in parameters if value is not None}
     return [(name, value) for name, value in parameters if root(name) in used]
 
 
 def unreached(program: LeafProgram, recording: Recording) -> list[tuple[str, str]]:
-    """The name of what does not reach the output, and in few words why."""
+    """Each differentiated leaf that does not reach the output, with a short reason."""
     if recording.refusal is not None:
         return [
             (finding.argument, _briefly(finding))

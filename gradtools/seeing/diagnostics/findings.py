@@ -1,4 +1,4 @@
-"""The kinds of lost gradients that `why_zero` knows, each with its reason and its fix."""
+"""The kinds of lost gradients that `why_zero` reports, each with its reason and its fix."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class FindingKind:
     """A kind of loss.
 
     Attributes:
-        reason: What happened, in words that follow "here".
+        reason: What happened, as a clause.
         fix: What to write instead.
-        numerical: Whether it holds at these values alone.
-        headline: What is said of the leaf, if not that it gets no gradient; for one and for many.
-        has_place: Whether it happens at a line of the program.
+        numerical: Whether it depends on the values, so that other values may have a gradient.
+        headline: The title for one leaf and for several, if not "gets no gradient".
+        has_place: Whether it is located at a line of the program.
     """
 
     reason: str
@@ -209,7 +209,7 @@ KINDS: dict[str, FindingKind] = {
     ),
 }
 
-# What to write instead where a gradient is NaN, by the operations at which it becomes so.
+# The fix for a NaN gradient, by the names of the operations at which it becomes NaN.
 _MASKED_FIRST = (
     "where a mask selects it away, put a harmless value in first, for a cotangent of zero times an "
     "infinite slope is NaN: "
@@ -262,7 +262,7 @@ _NAN_FIXES: dict[str, str] = {
 }
 _NAN_FIX = {name: text for names, text in _NAN_FIXES.items() for name in names.split()}
 
-NOISE = "what is left is rounding noise"  # the detail of what cancels but for it
+NOISE = "what is left is rounding noise"  # the detail of a gradient that cancels up to rounding
 
 
 @dataclass(frozen=True)
@@ -270,17 +270,18 @@ class Finding:
     """One place at which a gradient is lost.
 
     Attributes:
-        argument: The leaf whose gradient it is, such as "argument 0['w']".
+        argument: The leaf that loses its gradient, such as "argument 0['w']".
         kind: A key of `KINDS`.
         operation: The operation's name, in the framework's own word.
-        source: The innermost line of the user's own code; None where none is known.
+        source: The innermost line of the user's own code, if known.
         scope: The modules it runs in, outermost first.
-        whole: Whether everything that the leaf gives is lost, not one term.
-        detail: What else there is to say: the framework's own message, a name.
-        factor: What it is multiplied by, where that is trained, zero and has a gradient itself.
-        meant: Whether it is a stop that looks meant, for its term trains something else: a note.
-        primitive: The elementary operation that did it inside of `operation`, by the name that
-            both frameworks share; empty where it is the same.
+        whole: Whether the whole gradient is lost, not only one term.
+        detail: Additional text: the framework's own message, a name.
+        factor: The trained factor, zero at initialization, that it is multiplied by.
+        meant: Whether the stop looks intentional, because its term trains something else; such a
+            finding becomes a note.
+        primitive: The elementary operation inside of `operation` that caused it, by its
+            framework-neutral name; empty if it is the same.
     """
 
     argument: str
@@ -314,10 +315,10 @@ class Finding:
 
     @property
     def numerical(self) -> bool:
-        """Whether the gradient is zero at these values alone."""
+        """Whether it depends on the values: another point may have a gradient."""
         return KINDS[self.kind].numerical
 
     @property
     def noise(self) -> bool:
-        """Whether the gradient is not zero, but a rounding error."""
+        """Whether the gradient is rounding error rather than exactly zero."""
         return self.detail == NOISE

@@ -56,17 +56,17 @@ class DependenceTable:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What `why_zero` found. It is false when nothing is lost.
+    """The findings of `why_zero`; false if there are none.
 
     Attributes:
-        findings: Every place at which a gradient is lost, by argument, in program order; first
-            what concerns the most arguments.
-        arguments: The names of the leaves that were asked about.
-        depends: For each leaf that has a finding, whether the output moved when the leaf was
-            moved: None where that could not be tried.
-        notes: What may be meant so and is worth a look, with the leaves that it concerns.
+        findings: Every place at which a gradient is lost, by argument, in program order; findings
+            shared by the most arguments come first.
+        arguments: The names of the leaves that were examined.
+        depends: For each leaf that has a finding, whether the output changed when the leaf was
+            perturbed; None if that could not be tried.
+        notes: What may be intended and is worth a look, each with its leaves.
 
-    In the text leaves that share all their findings stand together: "these 41 leaves: bert.*".
+    The text groups leaves with equal findings: "these 41 leaves: bert.*".
     """
 
     findings: tuple[Finding, ...]
@@ -90,7 +90,7 @@ class GradientReport:
         return notebook_html.coloured(self.text(colour=True))
 
     def text(self, colour: bool = False) -> str:
-        """The report as text, with a terminal's colours if asked for."""
+        """The report as text; `colour` adds a terminal's escape codes."""
         paint = _painted if colour else _plain
         if not self.findings and not self.arguments:
             said = "Nothing was looked at: argnums names no argument, and f holds no parameter."
@@ -172,7 +172,7 @@ def _headline(findings: Sequence[Finding], several: bool) -> str:
 
 
 def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """The findings of leaves that lose alike, as one leaf's: with all operations, common scopes."""
+    """Merges the findings of several leaves by place: joins operations, intersects scopes."""
     alike: dict[Any, list[Finding]] = {}
     for finding in (f for findings in several for f in findings):
         place = finding.kind, finding.source, finding.whole, finding.detail
@@ -190,7 +190,7 @@ def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
 
 
 def _common(scopes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """What all scopes begin with."""
+    """The longest common prefix of the scopes."""
     common: list[str] = []
     for steps in zip(*scopes, strict=False):
         if len(set(steps)) > 1:
@@ -203,7 +203,7 @@ _OPERATIONS = 3  # of a group's that are listed
 
 
 def by_weight(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Findings, those first that concern the most leaves; what is lost as a whole before a part."""
+    """Sorts findings: whole losses before lost terms, then by the number of leaves sharing them."""
     of_name: dict[str, list[Finding]] = {}
     for finding in findings:
         of_name.setdefault(finding.argument, []).append(finding)
@@ -214,7 +214,7 @@ def by_weight(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def grouped(lost: Sequence[tuple[str, str]], known: Sequence[str]) -> list[str]:
-    """A line for each leaf and why it is lost; one for all that share it, where they are many."""
+    """A line for each leaf with its reason; one line per reason if it has many leaves."""
     why: dict[str, list[str]] = {}
     for name, reason in lost:
         why.setdefault(reason, []).append(name)
@@ -229,7 +229,7 @@ _MOST = 5  # names or modules of a group that are listed
 
 
 def gathered(names: Sequence[str], known: Sequence[str]) -> str:
-    """The names of a group, by the modules that are in it as a whole: "these 41 leaves: bert.*"."""
+    """A group's names, abbreviated by whole modules: "these 41 leaves: bert.*"."""
     if len(names) == 1:
         return names[0]
     result = list(_gathered(set(names), [(name, _steps(name)) for name in known], 0))
@@ -240,7 +240,7 @@ def gathered(names: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _noun(names: Sequence[str]) -> str:
-    """What many are called: parameters of a model, or leaves of arguments."""
+    """The noun for several names: parameters of a model, or leaves of arguments."""
     of_arguments = any(name.startswith(("argument", "keyword")) for name in names)
     return "leaves" if of_arguments else "parameters"
 

@@ -1,9 +1,9 @@
-"""What a rule loses of a second derivative: values computed inside of it that its backward reads.
+"""Second derivatives that a custom rule loses: its backward reads intermediates of its forward.
 
-The classic case is sinh with its two exponentials kept on ctx: no graph leads from them to the
-argument, so its second gradient silently is not there. They are saved as outputs instead. In the
-graph such a value is cut where backward reads it, and a gradient that is nowhere is made by a node
-`missing`, which reads what it would have been made of.
+The classic case is sinh with its two exponentials stored on ctx. No graph connects them to the
+argument, so the second derivative is silently incomplete; they must be saved as outputs. In the
+graph, the links from such values to the backward pass are cut. A gradient that is absent is made by
+a node `missing`, which reads the values that it should have been computed from.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLAT = ("sign", "floor", "ceil", "round", "trunc", "floor_divide", "stop", "com
 def inside_rules(
     nodes: Sequence[Node], leaves: Iterable[int], values: Mapping[int, Value]
 ) -> dict[int, frozenset[int]]:
-    """The values that rules compute inside, each with the leaves that move it smoothly."""
+    """The intermediates inside of rules, each with the leaves on which it depends smoothly."""
     moved: dict[int, frozenset[int]] = {v: frozenset({v}) for v in leaves}
     inside = {}
     for node in nodes:
@@ -39,7 +39,7 @@ def inside_rules(
 
 
 def smoothly_between(nodes: Sequence[Node], leaf: int, ends: Iterable[int]) -> set[int]:
-    """The values that a leaf moves smoothly and that lead to the ends."""
+    """The values that depend smoothly on a leaf and on which the ends depend smoothly."""
     moved, leading = {leaf}, set(ends)
     for node in nodes:
         if node.operation not in _FLAT and moved.intersection(node.inputs):
@@ -53,14 +53,14 @@ def smoothly_between(nodes: Sequence[Node], leaf: int, ends: Iterable[int]) -> s
 def with_cuts(
     node: Node, lost: Mapping[int, object], values: Mapping[int, Value], loss: str = LOSS
 ) -> Node:
-    """A node of a later pass, cut from what has no graph."""
+    """A node of a later pass, with its links from values without a graph cut."""
     if not node.phase or lost.keys().isdisjoint(node.inputs):
         return node
     return replace(node, links=even_links(node, values, cut=lost), loss=loss)
 
 
 def missing(cuts: tuple[int, ...], made: int, nodes: Sequence[Node], loss: str = LOSS) -> Node:
-    """A gradient that should be there: it is drawn, and crossed from what it would be made of."""
+    """A node for a gradient that should exist, with cut links from the values it should read."""
     of_rule = lambda node: node.mark == CUSTOM and cuts[0] in (*node.inputs, *node.outputs)
     maker = next(node for node in nodes if cuts[0] in node.outputs or of_rule(node))
     rule = str(maker.attributes.get("rule", ""))

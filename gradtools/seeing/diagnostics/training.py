@@ -1,8 +1,8 @@
-"""Lost gradients in training: what a model holds, what the loss reaches, what is stepped.
+"""Lost gradients in training: the model's parameters, the loss's gradients, the optimiser's steps.
 
-Three sets of arrays should be one: those that the model means to train, those that the loss's
-gradient reaches, and those that the optimiser changes. The wings say what a model and an optimiser
-hold; one recorded run of the loss says what it reaches and where the others are lost.
+Three sets of arrays should be equal: the parameters of the model, the arrays that the loss's
+gradient reaches, and the arrays that the optimiser changes. The backends list the first and the
+last; one recorded run of the loss gives the second and locates the losses of the others.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class HeldArray:
     Attributes:
         name: Its path in the model.
         array: The array.
-        role: PARAMETER; FROZEN, one that asks for no gradient; TABLE, a floating buffer; LOOSE, a
-            floating tensor that is neither; STATIC, one in a static field; or the kind of finding
-            that it is: one that the model does not list as a parameter.
+        role: PARAMETER; FROZEN, a parameter without requires_grad; TABLE, a floating buffer; LOOSE,
+            a floating tensor that is neither; STATIC, an array in a static field; or, for an array
+            that should be listed as a parameter and is not, the kind of the finding.
     """
 
     name: str
@@ -59,12 +59,12 @@ class HeldArray:
 
 @dataclass(frozen=True)
 class Optimised:
-    """What an optimiser changes.
+    """The arrays that an optimiser changes.
 
     Attributes:
-        holds: Whether it changes an array; None where that is not known.
-        strangers: What it holds besides the arrays that were asked about, each with its name.
-        why: What else is known of an array that it does not change.
+        holds: Whether it changes an array; None if that is unknown.
+        strangers: The name and a detail of each array that it holds and the model does not.
+        why: A detail on an array that it does not change.
     """
 
     holds: Callable[[HeldArray], bool | None]
@@ -74,12 +74,12 @@ class Optimised:
 
 @dataclass
 class TrainingDiagnosis:
-    """What is found of a model in training.
+    """The findings on a model in training.
 
     Attributes:
-        findings: The losses.
-        names: What was asked about.
-        notes: What may be meant so, and is worth a look.
+        findings: The lost gradients.
+        names: The names of the arrays that were examined.
+        notes: What may be intended and is worth a look, each with its arrays.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -89,13 +89,13 @@ class TrainingDiagnosis:
 
 @dataclass(frozen=True)
 class Loop:
-    """What a user has in the midst of training.
+    """The user's training loop: loss, model and optimiser.
 
     Attributes:
-        f: The loss: a function, a module, or in PyTorch a tensor that was computed already.
+        f: The loss: a function, a module, or in PyTorch its tensor.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        model: The model, or a pytree of models and arrays; None where f is one or holds it.
+        model: The model, or a pytree of models and arrays; None if f is the model or holds it.
         optimizer: The optimiser, or several.
         is_named: Whether the user named the model.
     """
@@ -109,7 +109,7 @@ class Loop:
     is_named: bool = True
 
     def with_model(self, backend: Backend) -> Loop:
-        """With the model that f is or holds, where none was named."""
+        """The loop with the model that f is or holds, unless one was passed."""
         if self.model is not None:
             return self
         return replace(self, model=_training(backend, self).model_of(self.f), is_named=False)
@@ -122,12 +122,12 @@ computes the loss, why_zero names the line"
 
 
 def _training(backend: Backend, loop: Loop) -> Any:
-    """What finds the model and the arrays of a training loop in a framework."""
+    """The backend's module that finds the model and arrays of a training loop."""
     return Framework(backend, loop.caller).training
 
 
 def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -> TrainingDiagnosis:
-    """The findings for what a loop trains; also at these values, if asked for."""
+    """The findings on the loop's trained arrays; `values` includes zero gradients at the values."""
     own = _training(backend, loop)
     held = None if loop.model is None else own.held(loop.caller, loop.model)
     run = _LossRun.of(backend, loop, held, record)
@@ -141,7 +141,7 @@ def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -
 
 
 def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiagnosis:
-    """The findings for a loss that was computed already, as far as its graph tells."""
+    """The findings on a loss after its backward pass, from its graph and the parameters' .grad."""
     loss = loop.f
     if loop.model is None:
         raise GradtoolsError(
@@ -170,10 +170,10 @@ def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiag
 
 
 class _LossRun:
-    """One run of the loss, and what of the model it reads.
+    """One recorded run of the loss, with the arrays of the model.
 
     Attributes:
-        held: What the model holds.
+        held: The arrays of the model.
     """
 
     def __init__(self, backend: Backend, program: LeafProgram, recording: Recording) -> None:
@@ -201,7 +201,7 @@ class _LossRun:
         return run
 
     def _numbers(self, k: int) -> Sequence[int]:
-        """The values that carry the gradient of an array."""
+        """The graph's values that carry the gradient of array k."""
         if self._is_lifted:
             return self.recording.graph.inputs[k : k + 1]
         return self.recording.reads.get(id(self.held[k].array), ())
@@ -278,7 +278,7 @@ class _LossRun:
         diagnosis.findings += from_values(self.held[k].name, vanished, factor)
 
     def _vanished(self, k: int) -> list[Vanished] | None:
-        """Where the gradient of one becomes zero; None where it does not."""
+        """The operations at which the gradient of array k becomes zero; None if it is nonzero."""
         run, leaves = self.program.run, self.program.leaves
         if self._is_lifted:
             return self.program.framework.lost_gradients.vanishing(run, leaves, k)
@@ -288,11 +288,11 @@ class _LossRun:
         return vanishing(run, leaves, len(leaves) + before, moving)
 
     def twins(self, stopped: set[str]) -> set[str]:
-        """Those of the stopped parameters whose network is like another one that is trained.
+        """The stopped parameters of networks that have a trained twin, such as target networks.
 
-        Like is what has the same names and shapes under another prefix, and does not read what
-        the stopped network computes, as the next layer of one network does. What is computed of
-        both must train the other one, as in a distance between them.
+        A twin has the same names and shapes under another prefix. It must not read the stopped
+        network's outputs, as the next layer of the same network would. Each term that depends on
+        the stopped network must train the twin, as a distance between their outputs does.
         """
         shapes = {h.name: h.array.shape for h in self.held if h.role == PARAMETER}
         numbers = {h.name: self._numbers(k) for k, h in enumerate(self.held)}
@@ -317,7 +317,7 @@ class _LossRun:
         return result
 
     def _reads(self, weights: Sequence[int], values: Sequence[int]) -> bool:
-        """Whether an operation reads some of these weights and what is computed from the values."""
+        """Whether one operation reads both a weight and a value computed from `values`."""
         graph = self.recording.graph
         reached = forward(graph, dict.fromkeys(values, Dependence.DIFFERENTIABLE))
         return any(
@@ -342,7 +342,7 @@ class _LossRun:
 
 
 def _ends_of_steps(name: str) -> list[int]:
-    """The positions in a path behind each of its steps but the last."""
+    """The positions in a path after each of its steps except the last."""
     return [k + 1 for k, letter in enumerate(name) if letter in ".]" and k + 1 < len(name)]
 
 
@@ -359,7 +359,7 @@ _NOTES = (
 
 
 def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
-    """Each leaf that is lost as a whole, and in few words why; what is frozen may be meant so."""
+    """Each leaf whose whole gradient is lost, with a short reason; frozen leaves are left out."""
     result: dict[str, list[str]] = {}
     for finding in findings:
         if finding.whole and not finding.numerical and finding.kind != "frozen":
@@ -369,7 +369,7 @@ def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
 
 
 def _optimised(backend: Backend, loop: Loop, run: _LossRun, diagnosis: TrainingDiagnosis) -> None:
-    """Adds what the optimiser does not hold, and what it holds besides."""
+    """Adds the parameters that the optimiser lacks, and the frozen ones that it holds."""
     if loop.optimizer is None:
         if run.held and all(
             held.role == FROZEN for held in run.held if held.role not in (TABLE, LOOSE, STATIC)

@@ -1,4 +1,4 @@
-"""The public operators that look at a gradient: `dependence`, `why_zero`, `guard_gradients`."""
+"""The public operators `dependence`, `why_zero` and `guard_gradients`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gradtools.seeing.graphs.recording import Recording
 
 
 class SeeingOperators(Operators):
-    """The operators that say what differentiation does, bound to one backend."""
+    """The operators that diagnose gradients, bound to one backend."""
 
     def dependence(self, f: Callable[P, Any], *args: Any, **kwargs: Any) -> DependenceTable:
         """How each output leaf of f depends on each input leaf.
@@ -38,9 +38,9 @@ class SeeingOperators(Operators):
           of the framework.
         - ``none``: no data flows.
 
-        Along a path the weakest step counts, over several paths the strongest path. In JAX f is
-        traced and no number is computed; in PyTorch f runs, since tensors without numbers would
-        stay behind in whatever f caches, and its effects are undone.
+        A path is as strong as its weakest step; of several paths the strongest counts. In JAX f is
+        traced and no number is computed. In PyTorch f runs, because fake tensors would stay in
+        whatever f caches; its effects are undone.
 
         Args:
             f: Takes and returns pytrees of arrays.
@@ -98,7 +98,7 @@ class SeeingOperators(Operators):
         In training pass the model as `model` (or as f), or a closure without arguments that
         computes the loss. Then the parameters are examined instead of the arguments: those that the
         loss does not read or whose gradient is lost, those that the optimizer does not hold, what
-        it holds of another model, and what is in a plain list or requires grad without being a
+        it holds of another model, and tensors in a plain list or that require grad without being a
         parameter. What may be intended (frozen parameters, buffers that the loss depends on) is in
         the report's notes. In PyTorch f may also be the loss itself, after `loss.backward()`.
 
@@ -183,12 +183,12 @@ class SeeingOperators(Operators):
         which each is lost. The first call runs f once more under observation, with its effects
         undone; later calls cost nothing.
 
-        What is differentiated: in PyTorch every tensor that requires grad, among the arguments
-        and among the parameters of the modules that f holds; where there is none, and in JAX, the
-        leaves of the arguments in argnums. Inside PyTorch's own function transforms and in
-        compiled code nothing can be observed: the check waits for the first plain call. With a
-        model or an optimizer, what `why_zero` says of them is looked at in the place of that,
-        but for gradients that are zero at these values; so it is for an f without arguments.
+        The checked leaves are, in PyTorch, every tensor that requires grad among the arguments and
+        the parameters of the modules that f holds. Without such a tensor, and in JAX, they are the
+        leaves of the arguments in argnums. Inside PyTorch's function transforms and in compiled
+        code nothing can be observed, so the check waits for the first plain call. With a model or
+        an optimizer, or if f takes no arguments, the checks of `why_zero` for training run
+        instead, except for gradients that are zero at the given values.
 
         Args:
             f: A loss; takes and returns pytrees of arrays; a module, or a closure without
@@ -236,7 +236,7 @@ class SeeingOperators(Operators):
     def _guard(
         self, f: Any, args: Any, kwargs: Any, argnums: Any, model: Any, optimizer: Any
     ) -> GradtoolsError | None:
-        """Warns of what is lost. Returns why that is not known, if f raised where it was seen."""
+        """Warns of lost gradients. Returns the error if f raised under observation."""
         backend, said = self._backend, "not reach the output of f"
         try:
             if model is not None or optimizer is not None or not args:

@@ -1,18 +1,18 @@
-"""The formula of a program and of its derivatives, as mathematics that can be read and checked.
+"""`formula`: a program and its derivatives as readable mathematics, checked numerically.
 
-A wing records a run as expressions, of operations that the house knows or by their names::
+A backend records a run as expressions, of operations in the vocabulary or opaque ones::
 
     run --translating--> expressions --recognition--> the same, patterns named
         --reverse--> the adjoint program --reverse--> the adjoint of that
         --statements, writing--> text and LaTeX;  --evaluation--> numbers
 
-Everything is an `Expr` (`expressions.py`), simplified as it is made (`algebra/`). An operation is
-one record (`operation_record.py`): how it is made, its value in NumPy, its cotangents, its notation
-and its axes. The records stand in `operations/`, by family. What is not among them keeps its name,
-and the framework computes and differentiates it (`operations/opaque.py`).
+Everything is an `Expr` (`expressions.py`), hash-consed and simplified on construction (`algebra/`).
+An `Operation` (`operation_record.py`) has a constructor, a value in NumPy, a pullback, a notation
+and axis ties; the records are in `operations/`, by family. Other operations keep their name and are
+computed and differentiated by the framework (`operations/opaque.py`).
 
-`derive` is the entrance; `compared_run.py` compares what it returns, a `Formula`, with a
-framework's numbers before `formulating.py` shows it, and derivations by hand with these.
+`derive` makes a `Formula`. `compared_run.py` compares it with the framework's numbers before
+`formulating.py` returns it, and compares derivations by hand with the framework.
 """
 
 from gradtools.seeing.formulas.comparing import Agreement as Agreement

@@ -1,8 +1,8 @@
-"""Names for axes: axes of different arrays that are the same get the same letter.
+"""Letters for axes, by union-find: axes that correspond get the same letter.
 
-Every operation ties axes of its arguments to axes of its result: those of a sum one by one,
-those of a product by their labels. What is tied is one axis of the problem, such as the batch or
-the classes, and gets one letter, so that ``sum over n`` says what it means.
+Every operation ties axes of its arguments to axes of its result: those of a sum one by one, those
+of a product by their labels. A class of tied axes is one dimension of the problem, such as the
+batch or the classes, and gets one letter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LETTERS = "ijklmnprsuvaeh"  # those that exist as small letters in Unicode
 
 
 class Axes:
-    """Which axes are the same, and how they are called."""
+    """A union-find structure of axes, with letters."""
 
     def __init__(self) -> None:
         self._parent: dict[Axis, Axis] = {}
@@ -34,7 +34,7 @@ class Axes:
         return axis
 
     def tie(self, a: Axis, b: Axis) -> None:
-        """Say that two axes are the same, if they are as long."""
+        """Unites two axes if they have the same length."""
         (x, i), (y, j) = a, b
         if i < x.rank and j < y.rank and x.shape[i] == y.shape[j] != 1:
             first, second = self._root(a), self._root(b)
@@ -42,24 +42,24 @@ class Axes:
                 self._parent[second] = first
 
     def tie_all(self, a: Expr, b: Expr) -> None:
-        """Say that the axes of two arrays are the same one by one."""
+        """Unites the axes of two arrays of equal rank, one by one."""
         if a.rank == b.rank:
             for k in range(a.rank):
                 self.tie((a, k), (b, k))
 
     def learn(self, values: Iterable[Expr]) -> None:
-        """Tie what these operations tie."""
+        """Applies the ties of these values' operations."""
         for y in values:
             operation = OPERATIONS.get(y.op)
             if operation and operation.ties:
                 operation.ties(self, y)
 
     def forbid(self, letters: Iterable[str]) -> None:
-        """Letters that mean something else."""
+        """Reserves letters that have another meaning."""
         self._taken.update(letters)
 
     def fix(self, x: Expr, axis: int, letter: str) -> None:
-        """Say how an axis is called."""
+        """Sets the letter of an axis."""
         self._letters[self._root((x, axis))] = letter
         self._taken.add(letter)
 
@@ -73,11 +73,11 @@ class Axes:
         return self._letters[root]
 
     def letters(self, x: Expr) -> tuple[str, ...]:
-        """The letters of all axes; twice the same letter where it is the same axis twice."""
+        """The letters of all axes; tied axes of one array share a letter."""
         return tuple(self.letter(x, a) for a in range(x.rank))
 
     def unique(self, x: Expr) -> tuple[str, ...]:
-        """The letters of all axes, with primes where one comes again."""
+        """The letters of all axes, with primes for repeated ones."""
         return primed(self.letters(x))
 
 
@@ -90,7 +90,7 @@ def _endless() -> Iterable[str]:
 
 
 def primed(letters: Sequence[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
-    """The letters, made different from each other and from those that are taken."""
+    """The letters, with primes to distinguish them from each other and from those taken."""
     seen, result = set(taken), []
     for letter in letters:
         while letter in seen:

@@ -1,7 +1,7 @@
-"""A recorded run of a program, compared with automatic differentiation at many points.
+"""Compares a formula with the framework's automatic differentiation at several points.
 
-The formula is computed in NumPy, the program and its vjps by the framework: at the given arguments,
-and at random points near them at which the program is the same.
+The formula is evaluated in NumPy, the program and its vjps by the framework, at the given arguments
+and at random points near them, if the program is the same there.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ _NOWHERE = (
 
 
 class _FormulaDiffers(GradtoolsError):
-    """The formula is not what the framework computes."""
+    """The formula differs from the framework's numbers."""
 
 
 def _trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
-    """A block after which all that a run of f changed is put back.
+    """A context in which f may run and whose effects are undone.
 
-    wide: Arrays of 64 bits may be made; f's parameters and captured arrays are read in 64 bits.
+    wide: 64-bit arrays are enabled, and f's captured arrays are read in 64 bits.
     """
     block: AbstractContextManager[Any] = program.framework.programs.trying(program, wide)
     return block
 
 
 def _formula_graph(program: LeafProgram) -> Recorded:
-    """One run, forward only, as expressions."""
+    """Records one forward run as expressions."""
     recorded: Recorded = program.framework.programs.formula_graph(program)
     return recorded
 
 
 def _described(error: BaseException) -> str:
-    """Its type, what it says, and the place in the user's code."""
+    """An error's type, message, and line in the user's code."""
     return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
 
 
 def formulated(program: LeafProgram, order: int) -> Formula:
-    """The formula of one run, compared: in double precision where f runs in it, else in its own.
+    """The compared formula, in double precision if f runs in it, else in f's own precision.
 
     Raises:
         GradtoolsError: f raises, is not differentiated by the framework, or differs from it.
@@ -97,7 +97,7 @@ def formulated(program: LeafProgram, order: int) -> Formula:
 
 
 def _of_one_precision(program: LeafProgram, order: int, wide: bool) -> Formula:
-    """The formula of one run, compared."""
+    """The formula of one run, compared with the framework."""
     backend = program.backend
     given = [_values(backend, x) for x in program.leaves]
     with _trying(program, wide):
@@ -158,7 +158,7 @@ def _missing(program: LeafProgram) -> str:
 
 
 def _runs(program: LeafProgram) -> bool:
-    """Whether f runs when nobody writes it down."""
+    """Whether f runs without being recorded."""
     try:
         program.framework.recorded_run.rerun(program.run, program.leaves)
     except Exception:  # f's own error, reported with its line
@@ -167,7 +167,7 @@ def _runs(program: LeafProgram) -> bool:
 
 
 def _values(backend: Backend, x: Any) -> np.ndarray:
-    """In float64 and complex128, integers as they are."""
+    """An array in float64 or complex128; integers are unchanged."""
     result = np.asarray(backend.to_numpy(x))
     if result.dtype.kind in "biuc":
         return result.astype(np.complex128) if result.dtype.kind == "c" else result
@@ -181,15 +181,15 @@ def _widened(backend: Backend, x: Any) -> Any:
 
 
 class _ComparedRun:
-    """A recorded run, to be compared with automatic differentiation.
+    """Compares the formula of a recorded run with automatic differentiation.
 
     Attributes:
         program: The user's call.
         recorded: Its record.
-        order: Of the formula.
+        order: The order of the formula.
         wide: Whether it is computed in double precision.
-        given: The values of its inputs, and of what is wanted.
-        active: Which of them are differentiated.
+        given: The values of its inputs and of differentiated captured arrays.
+        active: The indices of the differentiated ones.
     """
 
     def __init__(
@@ -209,9 +209,9 @@ class _ComparedRun:
         self._inexact = [y.is_inexact for y in recorded.outputs]
 
     def compared(self, derived: Callable[[bool], Formula]) -> Formula:
-        """The formula with the record of its comparison.
+        """The formula with the result of its comparison.
 
-        derived: Makes it, with the names of what is recognised or as it was recorded.
+        derived: Makes it; the argument says whether patterns are recognized by name.
         """
         formula = derived(True).held_by(self.agreement)
         try:
@@ -237,7 +237,7 @@ class _ComparedRun:
         return result.noted("", given=True)
 
     def _at_random(self, formula: Formula, finite: bool = True) -> Formula:
-        """At points near the given arguments, and as near as f's domain asks for."""
+        """Compares at random points near the given arguments, nearer if f's domain requires it."""
         for step in _STEPS:
             try:
                 return self._checked(formula, self._sample(formula, step, 0, _POINTS), finite)
@@ -259,11 +259,11 @@ class _ComparedRun:
     def _checked(
         self, formula: Formula, points: Sequence[Any], finite: bool, at_given: bool = False
     ) -> Formula:
-        """The formula with the record of its comparison at these points.
+        """The formula with the result of its comparison at these points.
 
         Raises:
-            Differs: They differ; it says where, with both values.
-            Outside: The values are finite at none of the points, and must be.
+            Differs: They differ.
+            Outside: The values are finite at none of the points, although required.
         """
         names = [*formula.outputs, *formula.gradients, *formula.second]
         worst, counted, tolerance = 0.0, 0, self._tolerance()
@@ -291,7 +291,7 @@ class _ComparedRun:
         return result.noted(f"{why}; compared at the given arguments alone, for which it holds")
 
     def _as_recorded(self, derived: Callable[[bool], Formula]) -> Formula | None:
-        """The formula without names, if it gives what the framework computes; NaN is NaN."""
+        """The formula without recognized names, if it agrees with the framework; NaN equals NaN."""
         formula = derived(False).held_by(self.agreement)
         try:
             self._at_given(formula)
@@ -308,7 +308,7 @@ class _ComparedRun:
         seed: int,
         convert: Callable[[np.ndarray], Any] | None,
     ) -> Agreement:
-        """A derivation by hand beside the framework's vjps; see `Formula.agrees_with`."""
+        """Compares a derivation by hand with the framework's vjps; see `Formula.agrees_with`."""
         names = formula.gradients if self.order == 1 else formula.second
         tolerance = self._tolerance() if tolerance is None else tolerance
         call = _counted(formula)
@@ -331,7 +331,7 @@ class _ComparedRun:
         return Agreement(True, worst, message=message)
 
     def _near(self, formula: Formula, seed: int, points: int) -> list[Any]:
-        """Points at which f is defined and runs the same program; none if there are none."""
+        """Random points at which f is defined and runs the same program; may be empty."""
         if self._changes(formula):
             return []
         for step in _STEPS:
@@ -344,7 +344,7 @@ class _ComparedRun:
         return []
 
     def _derived(self, derivation: Callable[..., Any], point: Any, convert: Any) -> Any:
-        """What a derivation returns at a point, as NumPy's arrays."""
+        """The results of a derivation at a point, as NumPy arrays."""
         with _trying(self.program, self.wide):
             values = [x for group in point for x in group]
             arrays = self.arrays(values) if convert is None else [*map(convert, values)]
@@ -386,7 +386,7 @@ class _ComparedRun:
         return arrays, *([_single(x) if single else x for x in xs] for xs in others)
 
     def _changes(self, formula: Formula) -> bool:
-        """Whether f runs another program at one of the points nearby."""
+        """Whether f runs another program at a nearby point, or raises there."""
         before, mark = self.program.leaves, self.recorded.fingerprint()
         try:
             for point in self._sample(formula, _STEPS[0], 0, _POINTS):
@@ -404,21 +404,21 @@ class _ComparedRun:
     # --- the framework's own numbers
 
     def leaves(self, values: Sequence[Any]) -> list[Any]:
-        """The framework's arrays of all inputs; integers and random keys as they were given."""
+        """The framework's arrays of all inputs; integers and random keys are the given ones."""
         own = self.program.leaves
         kept = [k < len(own) and not self.backend.is_inexact(own[k]) for k in range(len(values))]
         rest = iter(self.arrays([x for x, keep in zip(values, kept, strict=True) if not keep]))
         return [own[k] if keep else next(rest) for k, keep in enumerate(kept)]
 
     def arrays(self, values: Sequence[Any]) -> list[Any]:
-        """The framework's arrays."""
+        """Converts values to the framework's arrays."""
         beside = next(iter(self.program.leaves), None)
         return [self.backend.asarray(np.asarray(x), beside) for x in values]
 
     def numbers(self, point: Any, is_near: bool) -> tuple[list[Any], ...]:
-        """Outputs, gradients and, at order 2, their derivatives, as the framework computes them.
+        """The framework's outputs, gradients and, at order 2, their derivatives.
 
-        is_near: Whether the point is another than the given arguments, at which f may raise.
+        is_near: Whether the point differs from the given arguments, so that f may raise.
         """
         for attempt in range(2):  # what failed by chance is no edge of where f is defined
             try:
@@ -455,7 +455,7 @@ class _ComparedRun:
         return tuple(groups)
 
     def _outputs(self, *xs: Any) -> tuple[list[Any], list[Any]]:
-        """f of the leaves that are differentiated: its inexact outputs, and the others."""
+        """f as a function of the differentiated leaves: its inexact outputs, and the others."""
         leaves = list(self._leaves)
         for k, x in zip(self._active, xs, strict=True):
             leaves[k] = x
@@ -468,7 +468,7 @@ class _ComparedRun:
     _outputs.caller = "formula"  # type: ignore[attr-defined]
 
     def _second(self, xs: list[Any], cts: list[Any], us: list[Any]) -> list[Any]:
-        """The derivatives of <u, gradients> by the inputs and by the cotangents."""
+        """The derivatives of <u, gradients> with respect to inputs and cotangents."""
 
         def gradients(*both: Any) -> tuple[list[Any], list[Any]]:
             inner, given = list(both[: len(xs)]), list(both[len(xs) :])
@@ -484,13 +484,13 @@ class _ComparedRun:
         return [zeros(x) if g is None else g for g, x in zip(gradients, xs, strict=True)]
 
     def _spread(self, grads: Sequence[Any]) -> list[Any]:
-        """One entry for each input; None for those that are not differentiated."""
+        """One gradient for each input; None for those that are not differentiated."""
         place = dict(zip(self._active, grads, strict=True))
         return [place.get(k) for k in range(len(self._leaves))]
 
 
 def _undefined(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Whether f has a value that is not finite, the same by both: its derivatives say nothing."""
+    """Whether f is not finite, equally in both, so that derivatives need not be compared."""
     pairs = [(a, np.asarray(b)) for a, b in zip(mine, theirs, strict=True) if b is not None]
     return any(
         not np.isfinite(b).all() and np.array_equal(np.isfinite(a), np.isfinite(b))
@@ -499,7 +499,7 @@ def _undefined(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
 
 
 def _counted(formula: Formula) -> str:
-    """With what a derivation is called."""
+    """The number of arguments of a derivation, as text."""
     counts = {
         "input": len(formula.inputs),
         "cotangent": len(formula.cotangents),

@@ -1,7 +1,7 @@
-"""Compares numbers with a framework's vjps: those of a formula, and those of a derivation by hand.
+"""Compares the numbers of a formula, or of a derivation by hand, with a framework's vjps.
 
-A `Point` is where both are computed: inputs, a cotangent for each inexact output and, at order 2,
-a direction for each cotangent of an input.
+A `Point` consists of inputs, a cotangent for each inexact output and, at order 2, a direction for
+each gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Differs(GradtoolsError):
         )
 
     def values(self) -> str:
-        """The entry and both values, in words."""
+        """A clause with the entry and both values."""
         return (
             f"{self.agreement.where} is {self.agreement.derivation} by the formula and "
             f"{self.agreement.framework} by automatic differentiation"
@@ -40,7 +40,7 @@ class Differs(GradtoolsError):
 
 
 class Outside(GradtoolsError):
-    """Nothing could be compared: the points lie where the function is not defined."""
+    """Nothing could be compared, because the function is not defined at the points."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Agreement:
     """Whether numbers agree with automatic differentiation; truthy if they do.
 
     Attributes:
-        agrees: Yes or no.
-        error: The greatest relative error over all that was compared.
-        where: The first entry that differs, such as "x̄[0, 2]"; empty if none does.
+        agrees: Whether they agree.
+        error: The greatest relative error.
+        where: The first differing entry, such as "x̄[0, 2]"; empty if none differs.
         framework: The framework's value there.
         derivation: The derivation's value there.
-        message: The same in words.
+        message: The result as text.
     """
 
     agrees: bool
@@ -94,10 +94,7 @@ def compared(
 
 
 def relative_error(a: Any, b: Any, least: float = 0.0) -> float:
-    """The greatest distance of two arrays over the greatest modulus of either.
-
-    least: What that modulus is at least: of the rounding errors of larger numbers, that cancel.
-    """
+    """The greatest difference of two arrays, relative to their greatest modulus or `least`."""
     a, b = np.asarray(a), np.asarray(b)
     if a.size == 0:
         return 0.0
@@ -111,14 +108,14 @@ def relative_error(a: Any, b: Any, least: float = 0.0) -> float:
 
 
 def _greatest(x: np.ndarray) -> float:
-    """The greatest modulus of what is finite."""
+    """The greatest finite modulus."""
     return float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
 
 
 def _difference(
     name: str, a: np.ndarray, b: np.ndarray, tolerance: float, least: float, error: float
 ) -> Agreement:
-    """The first entry that differs by more than is allowed."""
+    """The disagreement at the first entry that differs by more than the tolerance."""
     size = max(_greatest(a), _greatest(b), least)
     with np.errstate(invalid="ignore"):
         near = np.abs(a - b) <= tolerance * size
@@ -136,9 +133,9 @@ _CANCELLED = 1e-4  # of the greatest number: smaller arrays are compared with th
 
 
 def least_of(groups: Sequence[Group]) -> float:
-    """The size below which a whole array may be what is left of larger numbers that cancel.
+    """The scale below which an array may be rounding error of larger numbers that cancel.
 
-    The bias before a batch normalisation has the gradient 0, which rounding makes 1e-17.
+    The gradient of a bias before batch normalisation is 0, but is computed as 1e-17.
     """
     arrays = [np.asarray(x) for group in groups for x in group if x is not None]
     sizes = [_greatest(x) for x in arrays if x.dtype.kind in "fc"]
@@ -146,16 +143,16 @@ def least_of(groups: Sequence[Group]) -> float:
 
 
 def all_finite(groups: Sequence[Group]) -> bool:
-    """Whether there is no NaN and no infinity."""
+    """Whether all arrays are finite."""
     return all(np.isfinite(x).all() for group in groups for x in group if x is not None)
 
 
 def near(
     inputs: Sequence[np.ndarray], draw: Callable[[np.random.Generator], Point], step: float
 ) -> Callable[[np.random.Generator], Point]:
-    """Draws points near these inputs: each entry times e**(step n), zeros plus step n.
+    """A sampler of points near these inputs: entries times e**(step n), zeros plus step n.
 
-    A Hermitian matrix stays one.
+    Hermitian matrices stay Hermitian.
     """
 
     def sample(rng: np.random.Generator) -> Point:
@@ -180,7 +177,7 @@ def _is_hermitian(x: np.ndarray) -> bool:
 
 
 def returned(given: Any, names: Sequence[str], expected: Group, call: str) -> list[Any]:
-    """What a derivation returned, one entry for each input, or only for those with a derivative."""
+    """Normalizes a derivation's results to one entry for each input."""
     result = list(given) if isinstance(given, tuple | list) else [given]
     can = [k for k, a in enumerate(expected) if a is not None]
     if len(result) == len(can) < len(expected):

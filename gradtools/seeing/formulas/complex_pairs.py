@@ -1,14 +1,13 @@
-"""Separate real and imaginary parts, seen together as complex numbers.
+"""Combines the adjoints of separate real and imaginary parts to one of complex arrays.
 
-A program that carries X_re and X_im apart has an adjoint of twice as many lines. With
+A program with separate X_re and X_im has an adjoint with twice as many lines. With
 ``X = X_re + i X_im`` the gradient of a real function is ``X_bar = X_bar_re + i X_bar_im``
-(gradtools' convention), and what was apart is one line again::
+(gradtools' convention), and the two lines become one::
 
     I_bar = W^H O_bar
 
-The parts are put in as ``(X + X^*) / 2`` and ``(X - X^*) / 2i``, products are multiplied out,
-and like terms gathered. What comes out is compared with the parts at a random point; it is kept
-only if it agrees.
+The parts are substituted by ``(X + X^*) / 2`` and ``(X - X^*) / 2i``, products are expanded, and
+like terms collected. The result is used only if it agrees with the parts at a random point.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class ComplexPair:
     """Two arrays that are the parts of one complex array.
 
     Attributes:
-        name: Of the complex array.
+        name: The name of the complex array.
         real: The real part.
         imaginary: The imaginary part.
         whole: The complex array.
@@ -47,7 +46,7 @@ class ComplexPair:
 
 
 def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
-    """Inputs whose names differ only in re and im, real and imag, r and i."""
+    """Pairs of inputs whose names differ only by re and im, real and imag, or r and i."""
     by_name = {p["name"]: p for p in leaves if p.kind == "real"}
     result = []
     for name, p in by_name.items():
@@ -68,7 +67,7 @@ def pair(name: str, real: Expr, imaginary: Expr) -> ComplexPair:
 
 
 def together(real: Expr, imaginary: Expr, pairs: Sequence[ComplexPair]) -> Expr | None:
-    """The array with these parts in terms of the pairs' complex arrays; None if it stays apart."""
+    """The complex array with these parts, in terms of the pairs' complex arrays; or None."""
     known: dict[Expr, list[Expr]] = {}
     for p in pairs:
         known[p.real] = [0.5 * p.whole, 0.5 * conj(p.whole)]
@@ -101,14 +100,14 @@ def _multiplied_out(x: Expr, known: dict[Expr, list[Expr]]) -> list[Expr] | None
 
 
 def _distributed(x: Expr, choices: Sequence[Sequence[Expr]]) -> list[Expr]:
-    """A product of sums as a sum of products."""
+    """Distributes a product of sums to a sum of products."""
     c, labels = x["coefficient"], x["labels"]
     chosen = itertools.islice(itertools.product(*choices), _MOST_TERMS + 1)
     return [product(args, labels, range(x.rank), x.shape, c) for args in chosen]
 
 
 def _gathered(terms: Sequence[Expr], shape: Sequence[int]) -> Expr:
-    """The sum, with like terms put together, and what cancels gone."""
+    """The sum with like terms collected."""
     result: dict[Expr, complex] = {}
     for t in terms:
         c = t["coefficient"] if t.op == "einsum" else 1.0
@@ -119,7 +118,7 @@ def _gathered(terms: Sequence[Expr], shape: Sequence[int]) -> Expr:
 
 
 def _agrees(apart: Expr, whole: Expr, pairs: Sequence[ComplexPair]) -> bool:
-    """Whether both have the same value at a random point."""
+    """Whether both have equal values at a random point."""
     rng = np.random.default_rng(0)
     leaves = [p for p in order([apart, whole]) if p.op == "placeholder"]
     known = {p: rng.normal(size=p.shape) for p in leaves if p.kind == "real"}

@@ -1,8 +1,8 @@
-"""The formula of a program: what automatic differentiation computes, to be read and checked.
+"""`Formula`: a program and its adjoint as mathematics, made by `derive`.
 
-`derive` turns a recorded program into its adjoint program and, at order 2, into the adjoint of
-that. The result, a `Formula`, prints as text, as LaTeX and by itself in notebooks; it computes
-its own numbers in NumPy, so that it can be compared with a framework before it is shown.
+`derive` transforms a recorded program to its adjoint program and, at order 2, to the adjoint of
+that. A `Formula` prints as text, as LaTeX and in notebooks. It is evaluated in NumPy, to be
+compared with a framework.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Check:
     """The comparison with a framework's automatic differentiation.
 
     Attributes:
-        points: At how many points: random ones near the arguments, or the arguments' own alone.
+        points: The number of random points near the arguments, or 1 for the arguments only.
         error: The greatest relative error.
-        tolerance: What was allowed.
-        note: What else has to be said of it; often nothing.
-        given: Whether it agrees at the arguments themselves, too.
+        tolerance: The allowed relative error.
+        note: A remark, or empty.
+        given: Whether it also agrees at the arguments themselves.
     """
 
     points: int
@@ -69,13 +69,13 @@ class Formula:
         inputs: The names of the inputs.
         outputs: The names of the outputs.
         cotangents: The names of the outputs' cotangents.
-        directions: At order 2, the names of the cotangents of the inputs' cotangents.
+        directions: At order 2, the names of the gradients' cotangents.
         gradients: The names of the inputs' cotangents.
-        second: At order 2, the names of what the last section lists.
+        second: At order 2, the names of the results of the last section.
         draws: The names of the random draws.
         order: 1, or 2 with the double backward.
-        marked: What is written by its name, of which the formula has no algebra.
-        check: The comparison with automatic differentiation, or None before there was one.
+        marked: The names of opaque operations.
+        check: The comparison with automatic differentiation, or None.
     """
 
     def __init__(self, derived: _FormulaPrograms, check: Check | None = None) -> None:
@@ -95,15 +95,15 @@ class Formula:
         self.second = tuple(w.text for w in derived.second_names)
 
     def held_by(self, agreement: Callable[..., Agreement]) -> Formula:
-        """The same, which compares derivations by this function."""
+        """A copy that compares derivations by this function."""
         return Formula(replace(self._derived, agreement=agreement), self.check)
 
     def checked(self, check: Check) -> Formula:
-        """The same, with the record of its comparison."""
+        """A copy with the result of its comparison."""
         return Formula(self._derived, check)
 
     def noted(self, note: str, given: bool = False) -> Formula:
-        """The same, with something said about its comparison."""
+        """A copy with a note on its comparison."""
         assert self.check is not None
         return Formula(self._derived, replace(self.check, note=note, given=given))
 
@@ -133,7 +133,7 @@ class Formula:
         return [line.strip() for line in _aligned_text(parts[section])]
 
     def latex(self) -> str:
-        """The formula in LaTeX: one ``aligned`` for each part, and one for the names in it."""
+        """The formula in LaTeX: one ``aligned`` for each part, and one for definitions of names."""
         blocks = []
         for section in self._written():
             rows = [rf"&{a.latex} = {b.latex}" for a, b in section.lines]
@@ -149,10 +149,10 @@ class Formula:
         return f"$${files.gathered(self)}$$"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the form that the suffix names: .txt, .tex (LaTeX to include) or .md.
+        """Writes a file in the format of its suffix: .txt, .tex (LaTeX to include) or .md.
 
         Raises:
-            GradtoolsError: The suffix names no form.
+            GradtoolsError: The suffix is unknown.
         """
         saving.save(self, files.FORMS, path)
 
@@ -163,7 +163,7 @@ class Formula:
         return self._sections
 
     def _recognised(self) -> list[Written]:
-        """What the names stand for that the program does not use itself."""
+        """The definitions of recognized names."""
         self._written()
         used = self._statements.writer.recognised
         return [o.definition for name, o in OPERATIONS.items() if name in used and o.definition]
@@ -204,19 +204,18 @@ class Formula:
                 then (at order 2) of the directions. It returns the inputs' cotangents in order
                 (at order 2, what the last section lists); one alone need not be a tuple; None is
                 zero.
-            points: At how many random points near the arguments, besides the arguments.
-            tolerance: The relative error that is allowed; by default that of f's precision.
-            seed: Of the random points and cotangents.
-            convert: Makes what the derivation is given from NumPy's arrays; by default they are
-                made arrays of the framework.
+            points: The number of random points near the arguments, in addition to these.
+            tolerance: The allowed relative error; by default that of f's precision.
+            seed: The seed of random points and cotangents.
+            convert: Converts the derivation's arguments from NumPy arrays; by default to arrays
+                of the framework.
 
         Returns:
-            Yes, or the first entry that differs, with both values.
+            An `Agreement`, truthy if they agree, with the first differing entry.
 
         Raises:
-            GradtoolsError: `derivation` is no function, returns another number of cotangents
-                than there are inputs, or one of an argument that ``argnums`` does not name. What it
-                raises itself comes through.
+            GradtoolsError: `derivation` is not a function, returns a wrong number of cotangents, or
+                one for an argument that is not in ``argnums``. Its own errors are passed on.
         """
         if not callable(derivation):
             came = with_article(type(derivation).__name__)
@@ -249,8 +248,8 @@ class Values:
     Attributes:
         outputs: The program's results.
         gradients: The inputs' cotangents, for inputs that can have one; None for others.
-        second: At order 2: the derivatives of <u, gradients> by each input and by each
-            cotangent; None where there is none.
+        second: At order 2: the derivatives of <u, gradients> with respect to each input and each
+            cotangent; None if there is none.
     """
 
     outputs: tuple[np.ndarray | None, ...]
@@ -260,7 +259,7 @@ class Values:
 
 @dataclass
 class _FormulaPrograms:
-    """All programs of a formula, and the names in them."""
+    """The programs of a formula, and the names in them."""
 
     recorded: Recorded
     order: int
@@ -371,12 +370,11 @@ def derive(
     """The formula of a recorded program.
 
     Args:
-        recorded: The program. Its inputs are followed by what is wanted besides.
-        order: 1, or 2 for the double backward as well.
-        wrt: The positions of the inputs to which it is differentiated; by default all that are
-            floating or complex.
-        named: Whether what is known by a name, such as softplus, is written and differentiated by
-            it; else everything is differentiated as it was recorded.
+        recorded: The program. Its inputs are followed by differentiated captured arrays.
+        order: 1, or 2 to add the double backward.
+        wrt: The positions of the differentiated inputs; by default all floating and complex ones.
+        named: Whether patterns such as softplus are recognized, and written and differentiated by
+            name; else the program is differentiated as recorded.
     """
     if order not in (1, 2):
         raise GradtoolsError(f"formula: order is 1 or 2, not {order!r}")
@@ -421,7 +419,7 @@ def _in_complex_numbers(
     gradients: Sequence[Expr | None],
     names: dict[Expr, Written],
 ) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
-    """The adjoint of separate real and imaginary parts, where it can be said of both together."""
+    """The adjoint of separate real and imaginary parts in complex form, if it has one."""
     pairs = find_pairs(inputs)
     if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
         return [], []

@@ -1,12 +1,11 @@
-"""Expressions: the form in which a program is differentiated, simplified and written.
+"""Hash-consed expressions: the representation in which programs are differentiated and written.
 
-An `Expr` is an operation on other expressions, of known shape and kind. Equal expressions are
-one object, so that a value which occurs twice is found by identity, and so that common parts
-need no search. Inputs are placeholders.
+An `Expr` is an operation on other expressions, with a shape and a kind. Equal expressions are one
+object (hash consing), so common subexpressions are found by identity. Inputs are placeholders.
 
-What products, sums over axes, broadcasts, transposes, traces and diagonals have in common is one
-operation, ``einsum``: a coefficient times factors, each with labels for its axes. Labels that are
-not in the result are summed over; labels of the result that no factor has are broadcast::
+Products, sums over axes, broadcasts, transposes, traces and diagonals are all one operation,
+``einsum``: a coefficient times factors, each with labels for its axes. Labels that are not in the
+result are summed over; labels of the result that no factor has are broadcast::
 
     out[i, j] = c * sum over k of  A[i, k] * B[k, j] * v[i]
 """
@@ -30,17 +29,17 @@ _known: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
 
 
 class Expr:
-    """One value of a program; made by `expr`, never changed.
+    """One value of a program; immutable, made by `expr`.
 
     Attributes:
-        op: What makes it.
-        args: Of which expressions.
-        attributes: Parameters that are no arrays, as sorted pairs.
+        op: The operation's name.
+        args: Its arguments.
+        attributes: Static parameters, as sorted pairs.
         shape: Its shape.
         kind: "real", "complex", "integer" or "boolean".
-        serial: Its place in the order of making.
-        turn: Its place among factors and terms: constants last, since one that another formula
-            has made already is as old as that.
+        serial: A number that increases with each construction.
+        turn: The sort key among factors and terms: constants come last, because their serial may
+            stem from an earlier formula.
     """
 
     __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these are set by `algebra/functions.py`
@@ -86,17 +85,17 @@ class Expr:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether it can have a derivative."""
+        """Whether it is real or complex, so that it can have a derivative."""
         return self.kind in (REAL, COMPLEX)
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The attributes, without those that tell several outputs apart."""
+        """The attributes, without those that identify one of several outputs."""
         return {n: v for n, v in self.attributes if n not in ("signature", "output")}
 
     @property
     def family(self) -> tuple:
-        """What the outputs of one operation with several outputs have in common."""
+        """A key shared by the outputs of one operation with several outputs."""
         rest = tuple(pair for pair in self.attributes if pair[0] != "output")
         return (self.op, self.args, rest)
 
@@ -105,7 +104,7 @@ class Expr:
 
 
 def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attributes: Any) -> Expr:
-    """The expression with these parts; the same object for the same parts."""
+    """The expression with these parts; the same object for equal parts."""
     args, shape = tuple(args), tuple(int(n) for n in shape)
     pairs = tuple(sorted(attributes.items()))
     key = (op, tuple(id(a) for a in args), pairs, shape, kind)
@@ -119,7 +118,7 @@ def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attri
 def several(
     op: str, args: Iterable[Expr], signature: Iterable[tuple], **attributes: Any
 ) -> list[Expr]:
-    """The outputs of one operation, by their shapes and kinds."""
+    """The outputs of one operation with this signature of shapes and kinds."""
     args, signature = tuple(args), tuple((tuple(s), kind) for s, kind in signature)
     return [
         expr(op, args, s, kind, signature=signature, output=k, **attributes)
@@ -128,17 +127,17 @@ def several(
 
 
 def siblings(y: Expr) -> list[Expr]:
-    """All outputs of the operation of which y is one."""
+    """All outputs of y's operation."""
     return several(y.op, y.args, y["signature"], **y.parameters)
 
 
 def signature(values: Iterable[Expr]) -> list[tuple]:
-    """Shapes and kinds."""
+    """The shapes and kinds of values."""
     return [(v.shape, v.kind) for v in values]
 
 
 def widest(*kinds: str) -> str:
-    """The kind that holds all of these."""
+    """The kind to which these are promoted."""
     return max(kinds, key=_RANK.__getitem__, default=REAL)
 
 
@@ -153,7 +152,7 @@ def kind_of(dtype: Any) -> str:
 
 
 class ArrayValue:
-    """An array as an attribute: equal when its bytes are."""
+    """A hashable array for attributes, compared by its bytes."""
 
     def __init__(self, array: Any):
         self.array = np.array(array)
@@ -177,12 +176,12 @@ _fresh = itertools.count()
 def placeholder(
     name: str, shape: Iterable[int], kind: str = REAL, role: str = "input", of: Expr | None = None
 ) -> Expr:
-    """A new input; never the same as another, whatever its name; maybe the cotangent of one."""
+    """A new input, distinct from all others; `of` is the value whose cotangent it is, if any."""
     return expr("placeholder", (), shape, kind, name=name, role=role, number=next(_fresh), of=of)
 
 
 def order(roots: Iterable[Expr]) -> list[Expr]:
-    """Everything that the roots are made of, what is needed before what needs it."""
+    """The roots and everything they depend on, in topological order."""
     seen: set[Expr] = set()
     result: list[Expr] = []
     stack = [(root, False) for root in reversed(list(roots))]
@@ -203,9 +202,9 @@ def substitute(
     rebuild: Callable[[Expr, tuple[Expr, ...]], Expr],
     then: Callable[[Expr], Expr] = lambda x: x,
 ) -> list[Expr]:
-    """The roots with some expressions replaced by others, the rest made anew by ``rebuild``.
+    """The roots with some expressions replaced; the others are rebuilt by ``rebuild``.
 
-    then: What each expression becomes once its arguments are what they become.
+    then: A rewrite that is applied to each expression after its arguments are rewritten.
     """
     roots = list(roots)
     new = dict(known)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def gathered(formula: Formula) -> str:
-    """All parts of it under each other, in LaTeX."""
+    """The formula's parts below each other, as one LaTeX ``gathered`` environment."""
     return "\\begin{gathered}\n" + formula.latex() + "\n\\end{gathered}"
 
 

@@ -1,10 +1,11 @@
 """The public operator that writes derivatives as mathematics: `formula`.
 
-The wing records one run of f as expressions; `derive` makes the adjoint program of it, in which no
-framework takes part but for operations by name. Before it is returned it is computed in NumPy at
-random points near the arguments, and compared with the framework's own automatic differentiation
-of f: reverse mode, and at order 2 reverse mode of reverse mode. All of this is done in float64 and
-complex128 where f runs in them, else in f's own precision.
+A wing (PyTorch's or JAX's half of this package) records one run of f as expressions, and `derive`
+transforms them to the adjoint program. No framework takes part in that; only operations without an
+algebra are left to it. Before the formula is returned it is evaluated in NumPy at random points
+near the arguments and compared with the framework's own automatic differentiation of f: reverse
+mode, and at order 2 reverse mode of reverse mode. All of this runs in float64 and complex128 where
+f supports them, else in f's own precision.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gradtools.seeing.graphs.program import LeafProgram, spoken
 
 
 class Formulating(Operators):
-    """The operator that says what differentiation computes, bound to one backend."""
+    """The operator `formula`, bound to one backend."""
 
     def formula(
         self,

@@ -1,10 +1,10 @@
-"""`Operation`: all that is known of an operation; `OPERATIONS`: these records, by name.
+"""`Operation`, the definition of an operation, and the registry `OPERATIONS`.
 
-A recorded program is written in these operations, and so is its adjoint; `evaluate` computes either
-in NumPy. What is not in the table is an operation by its name (`operations/opaque.py`), which the
-framework computes and differentiates itself.
+A recorded program and its adjoint are expressions in these operations; `evaluate` computes them in
+NumPy. An operation that is not registered is kept by its name (`operations/opaque.py`); the
+framework computes and differentiates it.
 
-Conventions of the functions that make them:
+Conventions of the functions that build expressions:
 
 - Axes are counted from 0 and never negative; ``axes`` is a tuple, ``axis`` one number.
 - ``keep`` (default False) keeps a reduced axis with length 1.
@@ -42,26 +42,28 @@ def _of_the_first(x: Expr, *rest: Expr, **attributes: Any) -> tuple[tuple[int, .
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation.
+    """An operation: how it is built, evaluated, differentiated and written.
 
     Attributes:
-        name: An expression's ``op``, or what both frameworks' records call it.
-        make: The expression, of the operands and the attributes; None where no program names it.
-        evaluate: The value in NumPy, of the expression and the arguments' values; a tuple where
-            there are several outputs.
-        pullback: The arguments' cotangents, of the expression (or its outputs), the cotangent
-            (or cotangents) and the arguments; None where there is no derivative.
-        selective: Whether the pullback takes, before the arguments, which of them have a
-            cotangent that is needed: a tuple of bools. It computes no other.
-        result: The shape and the kind of the expression, of its arguments and its attributes;
-            by default those of the first argument.
-        elementwise: Whether it is a function of each place.
-        form: How it is written; None for its name and its arguments.
-        entry: How an elementwise operation is written: of the expression, its arguments as they
-            are written, and whether it is a matrix that is written whole, where a power must not
-            be mistaken for a product of matrices.
-        ties: Which axes of the arguments are axes of the result; None where none is.
-        definition: Of the name, where a program that spells it out is written by it.
+        name: An expression's ``op``, or the name in both frameworks' recorded programs.
+        make: Builds the expression from the operands and the attributes; None for operations
+            that occur in adjoints or by recognition only.
+        evaluate: Computes the value in NumPy from the expression and the arguments' values; a
+            tuple for several outputs.
+        pullback: Maps the expression (or its outputs), the cotangent (or cotangents) and the
+            arguments to the arguments' cotangents; None where there is no derivative.
+        selective: Whether the pullback takes a first argument, a tuple of bools: which of the
+            arguments' cotangents are needed. It computes no other.
+        result: Maps the arguments and the attributes to the shape and the kind of the
+            expression; by default those of the first argument.
+        elementwise: Whether it is applied to each entry.
+        form: Writes it; None for its name and its arguments.
+        entry: Writes an elementwise operation, from the expression, its written arguments, and
+            whether these are whole matrices (where a power is marked as elementwise, because it
+            would read as a matrix power).
+        ties: Declares which axes of the arguments are axes of the result; None where none is.
+        definition: The line that defines the name, for a composition that is recognised and
+            written by it.
     """
 
     name: str
@@ -93,7 +95,7 @@ def made(name: str, operands: Sequence[Expr], attributes: dict[str, Any]) -> Any
 
 
 def is_elementwise(x: Expr) -> bool:
-    """Whether it is a function of each place."""
+    """Whether its operation is applied to each entry."""
     return x.op in OPERATIONS and OPERATIONS[x.op].elementwise
 
 
@@ -101,11 +103,11 @@ def is_elementwise(x: Expr) -> bool:
 
 
 def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarray]:
-    """The roots' values.
+    """The roots' values; each subexpression is computed once.
 
     Args:
-        roots: What is wanted.
-        known: The value of each placeholder that is needed.
+        roots: The expressions to evaluate.
+        known: The values of the placeholders that the roots depend on.
 
     Raises:
         GradtoolsError: A placeholder has no value, or an operation cannot be computed.

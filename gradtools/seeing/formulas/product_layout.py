@@ -1,7 +1,7 @@
-"""How a product is laid out: which factors stand where, and whether they form a chain.
+"""The layout of a product: the order of its factors, and whether it is a matrix chain.
 
-A product with a sum inside is a chain of matrices if every label that is summed over belongs to
-two factors, and following them leads from one axis of the result to the other.
+A contraction is a chain of matrices if every summed label belongs to two factors, and following
+the labels leads from one axis of the result to the other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def display_factors(
     defined: Defined | None = None,
     opens: bool = True,
 ) -> tuple[Any, list[Expr], list[tuple[int, ...]]]:
-    """Coefficient, factors and labels of x, with the products among them written out.
+    """Coefficient, factors and labels of x, with products among the factors flattened.
 
-    Products that have a name stay; so do sums inside of elementwise products, unless single
-    entries are written. What is defined already may stand for several factors.
+    Named products are not flattened, nor are sums inside of elementwise products unless single
+    entries are written. Products that are defined already replace their factors.
     """
     coefficient = x["coefficient"]
     fresh = x.rank + 1000
@@ -59,18 +59,18 @@ def display_factors(
 
 
 class Defined:
-    """Elementwise products that have names already, looked up by their factors."""
+    """The elementwise products with a name that an earlier line defines, by their factors."""
 
     def __init__(self) -> None:
         self._by_factor: dict[Expr, list[Expr]] = {}
 
     def add(self, p: Expr) -> None:
-        """Keep p, if it is such a product."""
+        """Add p, if it is an elementwise product."""
         if p.op == "einsum" and len(p.args) > 1 and p["coefficient"] == 1 and not contracts(p):
             self._by_factor.setdefault(p.args[0], []).append(p)
 
     def within(self, factors: set[Expr]) -> list[Expr]:
-        """The products all factors of which are among these."""
+        """The products whose factors are all among these."""
         result = [p for f in factors for p in self._by_factor.get(f, ())]
         return sorted((p for p in result if factors >= set(p.args)), key=lambda p: p.serial)
 
@@ -104,7 +104,7 @@ def _fits(place: dict[int, int], names: Sequence[int], there: Sequence[int]) -> 
 
 
 def summed_length(x: Expr) -> int:
-    """Over how many entries x is a sum of one array; 0 if it is no such sum."""
+    """The number of terms of each sum, if x sums one array over axes; else 0."""
     if not contracts(x) or len(x.args) != 1:
         return 0
     return prod(n for l, n in zip(x["labels"][0], x.args[0].shape, strict=True) if l >= x.rank)
@@ -115,15 +115,15 @@ def _flat(x: Expr) -> bool:
 
 
 class Factors:
-    """A product's factors, sorted by where they are written.
+    """A product's factors, sorted to those in the numerator and those in the denominator.
 
     Attributes:
-        coefficient: The number in front.
-        scalars: Factors without axes above the line.
-        scalars_below: Those below.
-        arrays: Factors with axes, and their labels.
-        below: Those that divide.
-        out: The labels of the result that some factor has.
+        coefficient: The numeric factor.
+        scalars: The factors without axes in the numerator.
+        scalars_below: Those in the denominator.
+        arrays: The factors with axes in the numerator, and their labels.
+        below: Those in the denominator.
+        out: The labels of the result that a factor has.
         summed: The labels that are summed over.
         size: The length of each label's axis.
     """
@@ -164,7 +164,7 @@ class Factors:
         return result
 
     def reference(self) -> list[int]:
-        """The order of labels that factors are compared with."""
+        """The order of labels in which factors are written; a factor in another is transposed."""
         order = list(self.out) if len(self.out) > 1 else []
         for _, names in sorted((*self.arrays, *self.below), key=lambda e: -len(e[1])):
             order += [l for l in names if l not in order]
@@ -179,7 +179,7 @@ Link = tuple[list[Expr], bool]
 
 
 def chain(f: Factors) -> list[Link] | None:
-    """The factors as a chain of matrices: groups of factors, and whether they are transposed."""
+    """The factors as a matrix chain: groups of factors, and whether each is transposed."""
     entries = _without_batch(f)
     if entries is None or any(len(set(n)) < len(n) or len(n) > 2 for _, n in entries):
         return None
@@ -194,7 +194,7 @@ def chain(f: Factors) -> list[Link] | None:
 
 
 def _without_batch(f: Factors) -> list[Entry] | None:
-    """The factors without the leading axes that matrices are stacked along."""
+    """The factors without the leading batch axes; None if these differ."""
     out, entries = list(f.out), list(f.arrays)
     if max((len(n) for _, n in entries), default=0) <= 2 and len(out) <= 2:
         return entries
@@ -213,7 +213,10 @@ def _without_batch(f: Factors) -> list[Entry] | None:
 
 
 def _groups(entries: Sequence[Entry], joins: bool) -> list[tuple[list[Expr], tuple[int, ...]]]:
-    """Factors with the same labels form one; where it joins, a vector scales a matrix's axis."""
+    """Groups of factors with equal labels; joins adds a vector to the matrix whose axis it scales.
+
+    An axis is scaled by a vector if more than two factors have its label.
+    """
     groups: list[tuple[list[Expr], tuple[int, ...]]] = []
     for a, names in sorted(entries, key=lambda e: -len(e[1])):
         home = next((g for g in groups if g[1] == names), None)
@@ -239,7 +242,7 @@ def _is_chain(groups: Sequence, out: Sequence[int]) -> bool:
 
 
 def _walk(groups: list, out: list[int]) -> list[Link] | None:
-    """Follow the labels from the first axis of the result."""
+    """The groups in the order of the chain, from the result's first axis."""
     left = list(groups)
     if out:
         links = _follow(left, out[0])

@@ -1,7 +1,7 @@
-"""Pattern matching: a composition such as log(1 + exp(x)) is written by its name, softplus.
+"""Pattern matching: a composition such as log(1 + exp(x)) is rewritten to softplus(x).
 
-JAX writes out what PyTorch has as one call. Each pattern below looks at one value of the program
-and at what it is made of; where it fits, the value is written as what it is::
+JAX's programs are compositions where PyTorch's are one call. Each pattern below matches one value
+of the program and its operands::
 
     e / sum e,  e = exp(x - c)              softmax(x)         c being constant along the axis
     x - c - log sum exp(x - c)              log_softmax(x)
@@ -10,14 +10,14 @@ and at what it is made of; where it fits, the value is written as what it is::
     log(1 + exp(x)),  logaddexp forms       softplus(x)
     (1 + erf(x / sqrt 2)) / 2               the normal distribution function, of gelu
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
-    relu of what is not negative            itself
+    relu(x),  x never negative              x
     (x - mean x) / sqrt(variance + eps)     standardize(x)
     sqrt(sum |x|^2), and one over it        norm(x)
     logsumexp(x) - <one-hot, x>             -<one-hot, log_softmax(x)>
     |x|,  x a sum of exponentials           x
     max(-inf, x)                            x
 
-Stopped values (JAX stops the maximum that it subtracts) are read through: they cancel.
+Patterns ignore stop_gradient (JAX stops the maximum that it subtracts): these terms cancel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Pattern = Callable[[Expr], Expr | None]
 
 
 def recognise(roots: Sequence[Expr]) -> list[Expr]:
-    """The roots with the patterns that are known written as what they are."""
+    """The roots with every matching subexpression rewritten."""
     return substitute(roots, {}, rebuild, _named)
 
 
@@ -63,7 +63,7 @@ def _named(x: Expr) -> Expr:
 
 
 def _terms(x: Expr) -> list[Expr]:
-    """The terms of a sum, sums within it opened."""
+    """The terms of a sum, with nested sums flattened."""
     if x.op == "add":
         return [t for a in x.args for t in _terms(a)]
     c, factors, labels, out = parts(x)
@@ -74,7 +74,7 @@ def _terms(x: Expr) -> list[Expr]:
 
 
 def _broadcast_axes(x: Expr) -> set[int]:
-    """The axes along which x is constant, as can be seen."""
+    """The axes along which x is broadcast, hence constant."""
     if x.op == "stop":
         return _broadcast_axes(x.args[0])
     _, _, labels, out = parts(x)
@@ -98,7 +98,7 @@ def _exponent(x: Expr) -> Expr | None:
 
 
 def _sum_over(x: Expr) -> tuple[Expr, set[int]] | None:
-    """The array and the axes, if x is a plain sum."""
+    """(z, axes), if x is the sum of z over axes."""
     if not contracts(x) or len(x.args) != 1 or x["coefficient"] != 1:
         return None
     names = x["labels"][0]
@@ -128,7 +128,7 @@ def _softmax(x: Expr) -> Expr | None:
 
 
 def _quotients(x: Expr) -> Iterator[tuple]:
-    """Each exponential in a product with each divisor, and what else there is."""
+    """Each exponential and each divisor of a product, with labels, and the other factors."""
     if x.op != "einsum":
         return
     c, factors, labels, out = parts(x)
@@ -142,7 +142,7 @@ def _quotients(x: Expr) -> Iterator[tuple]:
 
 
 def _log_softmax(x: Expr) -> Expr | None:
-    """X - logsumexp(x), up to what is constant along the axis."""
+    """X - logsumexp(x), up to terms that are constant along the axis."""
     terms = _terms(x) if x.op == "add" else []
     for t in terms:
         normalizer = _minus_logsumexp(t)
@@ -178,7 +178,7 @@ def _of_one_hot(x: Expr) -> Expr | None:
 
 
 def _minus_logsumexp(t: Expr) -> tuple[Expr, int] | None:
-    """(z, axis) if t is -logsumexp(z) broadcast along the axis again."""
+    """(z, axis), if t is -logsumexp(z) broadcast along the axis."""
     c, factors, labels, out = parts(t)
     if c != -1 or len(factors) != 1 or len(out) - len(labels[0]) != 1:
         return None
@@ -193,7 +193,7 @@ def _minus_logsumexp(t: Expr) -> tuple[Expr, int] | None:
 
 
 def _log_sum_exp(f: Expr) -> tuple[Expr, set[int]] | None:
-    """The array and the axes, if f is the log of a sum of exponentials."""
+    """(z, axes), if f is the log of the sum of exp(z) over axes."""
     if f.op != "log":
         return None
     summed = _sum_over(f.args[0])
@@ -297,7 +297,7 @@ def _normal_cdf(x: Expr) -> Expr | None:
 
 
 def _mean_of(x: Expr) -> tuple[Expr, set[int]] | None:
-    """The array and the axes, if x is a mean (without the axes)."""
+    """(z, axes), if x is the mean of z over axes."""
     c, factors, labels, out = parts(x)
     if len(factors) != 1 or isinstance(c, complex):
         return None
@@ -341,7 +341,7 @@ def _uncentred(y: Expr, axes: set[int]) -> Expr | None:
 
 
 def _centred_at(y: Expr, rest: Expr, constant: list[Expr], axes: set[int]) -> Expr | None:
-    """The rest, if the terms that are constant along the axes are minus its mean."""
+    """The rest, if the terms that are constant along the axes are its negative mean."""
     if not constant:
         return None
     m = spread(1 / _count(rest, axes) * total(rest, axes), axes, y.shape)
@@ -354,7 +354,7 @@ def _count(x: Expr, axes: set[int]) -> int:
 
 
 def _rectified(x: Expr) -> Expr | None:
-    """What is not negative is its own positive part: JAX cuts rounding errors of a variance off."""
+    """relu(x) of an x that is never negative: JAX clips the rounding errors of a variance."""
     never = x.op == "relu" and x.args[0].op in ("variance", "deviation", "abs", "exp", "norm")
     return x.args[0] if never else None
 
@@ -421,7 +421,7 @@ def _width(f: Expr) -> tuple[Expr, set[int], float] | None:
 
 
 def _norm(x: Expr) -> Expr | None:
-    """The root of a sum of squares over axes, or one over it."""
+    """sqrt(sum |z|**2), or its reciprocal."""
     if x.op != "power" or x["exponent"] not in (0.5, -0.5):
         return None
     summed = _sum_over(x.args[0])
@@ -436,12 +436,12 @@ def _norm(x: Expr) -> Expr | None:
 
 
 def _modulus_of_positive(x: Expr) -> Expr | None:
-    """|x|, where x is known to be positive."""
+    """|x|, if x is positive by its form."""
     return x.args[0] if x.op == "abs" and _is_positive(x.args[0]) else None
 
 
 def _is_positive(x: Expr) -> bool:
-    """Whether x is real and made of exponentials by sums and products alone."""
+    """Whether x is real and consists of sums and products of exponentials."""
     if x.is_complex:
         return False
     if x.op in ("exp", "softmax"):

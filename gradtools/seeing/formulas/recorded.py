@@ -22,14 +22,14 @@ class Recorded:
 
     Attributes:
         inputs: The placeholder of each leaf of the arguments.
-        outputs: What it computes.
+        outputs: The expressions of its results.
         held: The array of each captured value, by its placeholder.
-        wanted: The captured values that require grad themselves; differentiated like arguments.
-        draws: What each random draw gave, by its placeholder.
-        run: The leaves of what f returns, of the leaves of its arguments, followed by one array
-            for each value that is wanted. None: what the program runs, and nothing is wanted.
-        narrow: The dtype in which the program computes some of it whatever it is given, if that
-            has less than double precision; often empty.
+        wanted: The captured values that require grad; differentiated like arguments.
+        draws: The result of each random draw, by its placeholder.
+        run: Maps the leaves of f's arguments, followed by one array for each of `wanted`, to the
+            leaves of what f returns. None: `wanted` is empty, and f itself is run.
+        narrow: The dtype below double precision in which a part of the program computes for any
+            input; often empty.
     """
 
     inputs: tuple[Expr, ...]
@@ -46,7 +46,7 @@ class Recorded:
         return (*self.inputs, *self.wanted)
 
     def fingerprint(self) -> list[Any]:
-        """What it computes, by which two runs are told apart."""
+        """The operations in order; equal for two runs that computed the same expressions."""
         place: dict[Expr, int] = {}
         result = []
         for x in order(self.outputs):
@@ -81,7 +81,7 @@ def said(
 
 
 def fitted(x: Expr, like: Like) -> Expr:
-    """In this shape, and complex where the framework's result is."""
+    """X broadcast to this shape, and cast to complex where the framework's result is complex."""
     shape, kind = like
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
     plain = x.is_complex or constant_of(x) is not None
@@ -101,7 +101,7 @@ def in_words(attributes: Mapping[str, Any], rank: int) -> str:
 
 
 def _short(value: Any) -> Any:
-    """Of equal numbers one."""
+    """A tuple of equal numbers as one number: (2, 2) is 2."""
     if isinstance(value, tuple | list) and value:
         parts = [_short(v) for v in value]
         return parts[0] if all(p == parts[0] for p in parts) else tuple(parts)

@@ -1,8 +1,8 @@
 """Reverse mode on expressions: the adjoint program.
 
-Values are visited in reverse of the order in which they are needed; each hands its cotangent to
-its arguments by its pullback. The result is an expression again: it can be simplified, written,
-evaluated, and differentiated once more, which is double backward::
+Values are visited in reverse topological order; the pullback of each maps its cotangent to those of
+its arguments. The result is an expression again: it can be simplified, written, evaluated, and
+differentiated once more, which is double backward::
 
     first order    x_bar = J^H g
     second order   the adjoint of <u, x_bar>, as a function of x and g
@@ -24,12 +24,12 @@ def adjoint(
     """The adjoint program.
 
     Args:
-        outputs: What is differentiated.
+        outputs: The expressions to differentiate.
         cotangents: The cotangent of each output, of its shape.
-        wrt: The values to which it is differentiated.
+        wrt: The values with respect to which it differentiates.
 
     Returns:
-        The cotangents of ``wrt``, and the cotangent of every value on the way.
+        The cotangents of ``wrt``, and the cotangent of every value between.
     """
     values = order(outputs)
     active = _active(values, wrt)
@@ -64,7 +64,7 @@ def _active(values: Sequence[Expr], wrt: Sequence[Expr]) -> set[Expr]:
 
 
 def _families(values: Sequence[Expr]) -> dict[tuple, set[Expr]]:
-    """The outputs of each operation with several of them that are used."""
+    """The used outputs of each operation with several outputs: all need their cotangents first."""
     result: dict[tuple, set[Expr]] = {}
     for y in values:
         if y.get("output") is not None and y.is_inexact:
@@ -86,7 +86,7 @@ def _of_kind(g: Expr, x: Expr) -> Expr:
 
 
 def _pullback(y: Expr, summed: dict, active: set) -> Sequence[Expr | None]:
-    """The arguments' cotangents, once all outputs of the operation have theirs."""
+    """The arguments' cotangents; called once all outputs of the operation have theirs."""
     several = y.get("output") is not None
     outputs = siblings(y) if several else [y]
     if y.op == "placeholder" or not any(o in summed for o in outputs):

@@ -1,9 +1,8 @@
-"""Turns an adjoint program into lines of mathematics: named values, and their order.
+"""Turns an adjoint program into lines of mathematics: which values get names, and their order.
 
 A value gets a name if it is a result, if it is used more than once and is not short, or if a line
-would become too long. A cotangent is called by what it is the cotangent of, with a bar. A leaf is
-called by the shortest end of its path, such as ``argument 0['layers'][1].weight``, that is not the
-same for two leaves.
+would become too long. The name of a cotangent is that of its primal value, with a bar. The name of
+a leaf is the shortest unique end of its path, such as ``argument 0['layers'][1].weight``.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class Section:
     """One part of the formula: the program, its adjoint, the adjoint of that.
 
     Attributes:
-        title: What it is.
+        title: Its heading.
         roots: The results, with their names.
-        lines: What is written.
+        lines: The equations.
     """
 
     title: Written
@@ -41,7 +40,7 @@ class Section:
 
 
 class Statements:
-    """Writes sections, one after the other, with names that hold for all of them."""
+    """Writes sections; a name has the same meaning in all of them."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class Statements:
         self._name_long()
 
     def _base(self, x: Expr) -> str:
-        """What belongs to the program is named by its operation, the rest is a T."""
+        """A base name: for values of the program by the operation, for others T."""
         if x.op in ("add", "einsum"):
             forward = x in self._forward
             forward = forward or any(a in self._forward for a in x.args if _is_wrapper(x))
@@ -110,7 +109,7 @@ class Statements:
         return base.upper() if x.rank > 1 and len(base) == 1 else base
 
     def _name_constants(self) -> None:
-        """Arrays that the program holds."""
+        """Name the captured arrays."""
         held = [x for x in self.values if x.op == "array"]
         for k, x in enumerate(held):
             name = ts.symbol(f"c{k + 1}" if len(held) > 1 else "c")
@@ -127,7 +126,7 @@ class Statements:
         return self._uses[x] > 1 and weight >= 2 and not _divides(x)
 
     def _weight(self, x: Expr) -> float:
-        """How much there is to read in x, up to what has a name; its arguments come first."""
+        """The size of x as written, where named values count 0; its arguments are weighed first."""
         inner = sum(self._inner_weight(a) for a in x.args)
         if x.op in _LIGHT or _is_wrapper(x):
             result = inner + (0.5 if x.op in _LIGHT else 0)
@@ -169,7 +168,7 @@ class Statements:
         return written
 
     def _name_long(self) -> None:
-        """Name what would make a line too long, or what cannot be written inside of another."""
+        """Name values that would make a line too long or cannot be written as an operand."""
         names = self.writer.names
         inner = {a for x in self.values if _is_whole_only(x) for a in x.args}
         for x in self.values:
@@ -199,7 +198,7 @@ class Statements:
         self._roots(section)
 
     def _roots(self, section: Section) -> None:
-        """The results in order, but none before what it is written with."""
+        """Write the results in order, each after the results in its own equation."""
         left, needs = list(section.roots), self._needs(section)
         while left:
             waiting = {x for x, _ in left}
@@ -216,7 +215,7 @@ class Statements:
             self._define(x)
 
     def _needs(self, section: Section) -> dict[Expr, frozenset[Expr]]:
-        """The named results that each result is made of."""
+        """The named results that each result depends on."""
         roots = {x for x, _ in section.roots}
         reach: dict[Expr, frozenset[Expr]] = {}
         for x in order(roots):
@@ -253,7 +252,7 @@ def _is_wrapper(x: Expr) -> bool:
 
 
 def _is_plain(x: Expr) -> bool:
-    """Whether there is nothing to name: a leaf, a number, or one of them turned."""
+    """Whether it needs no name: a leaf or a number, or a transpose or conjugate of one."""
     if x.op in ("placeholder", "number", "unit_matrix") or constant_of(x) is not None:
         return True
     return (_is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
@@ -264,7 +263,7 @@ def _is_whole_only(x: Expr) -> bool:
 
 
 def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:
-    """How often each value is read, turned or not."""
+    """The number of uses of each value, itself or transposed."""
     count: Counter[Expr] = Counter(roots)
     for x in values:
         if _is_wrapper(x):
@@ -280,7 +279,7 @@ def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:
 
 
 def _divides(x: Expr) -> bool:
-    """Whether it is one over something."""
+    """Whether it is a negative power, written as a denominator."""
     return x.op == "power" and not isinstance(x["exponent"], complex) and x["exponent"] < 0
 
 
@@ -330,7 +329,7 @@ def leaf_names(
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Different names for the paths, as short as can be."""
+    """The shortest unique names for the paths."""
     parts = [_parts(p) for p in paths]
     length = [_shortest(p) for p in parts]
     for _ in range(max((len(p) for p in parts), default=0)):

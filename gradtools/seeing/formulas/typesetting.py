@@ -1,7 +1,7 @@
-"""Mathematics as text for terminals and as LaTeX, made together.
+"""Typesetting: mathematics as text for terminals and as LaTeX, built together.
 
-A `Written` piece knows both its forms and how tightly it binds, so that brackets are set only
-where they are needed.
+A `Written` piece holds both forms and the precedence of its outermost operator, so that brackets
+are only set where they are needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Written:
     Attributes:
         text: For terminals.
         latex: For papers.
-        level: How tightly it binds: SUM, BIG (a sum sign), PRODUCT, POWER or ATOM.
+        level: The precedence: SUM, BIG (a sum sign), PRODUCT, POWER or ATOM.
     """
 
     text: str
@@ -41,7 +41,7 @@ class Written:
     level: int = ATOM
 
     def at(self, level: int) -> Written:
-        """In brackets, unless it binds at least so tightly."""
+        """In brackets, if its precedence is below this level."""
         return self if self.level >= level else bracket(self)
 
 
@@ -51,12 +51,12 @@ def bracket(x: Written) -> Written:
 
 
 def join(pieces: Sequence[Written], text: str, latex: str, level: int) -> Written:
-    """Pieces with something between."""
+    """Pieces with separators between."""
     return Written(text.join(p.text for p in pieces), latex.join(p.latex for p in pieces), level)
 
 
 def symbol(name: str) -> Written:
-    """A name: Greek words become letters; a number, or what follows _, becomes a subscript."""
+    """A name: Greek words become letters; trailing digits, or text after _, become a subscript."""
     match = re.fullmatch(r"([^\W\d_]+)_?(\d+)", name) or re.fullmatch(r"([^\W\d_])_(\w+)", name)
     base, index = match.groups() if match else (name, "")
     letter = _GREEK.get(base, base)
@@ -73,7 +73,7 @@ BAR = "\u0304"
 
 
 def has_bar(x: Written) -> bool:
-    """Whether a name has a bar, as cotangents have."""
+    """Whether a name has a bar: the name of a cotangent."""
     return BAR in unicodedata.normalize("NFD", x.text)
 
 
@@ -95,13 +95,13 @@ def bar(x: Written) -> Written:
 
 
 def low(text: str) -> str:
-    """An index in small letters, or in square brackets where there are none."""
+    """An index in Unicode subscripts, or in square brackets where a letter has none."""
     small = text.translate(_LOW)
     return small if all(c in _SMALL for c in small) else f"[{text}]"
 
 
 def below(text: str) -> str:
-    """What stands below a sign such as that of a sum."""
+    """The subscript of an operator such as a sum."""
     small = text.translate(_LOW)
     return small if all(c in _SMALL for c in small) else f"_{text}"
 
@@ -127,13 +127,13 @@ def power(x: Written, exponent: Any) -> Written:
 
 
 def superscript(x: Written, text: str, latex: str) -> Written:
-    """A mark such as that of the transpose."""
+    """A superscript mark such as that of the transpose."""
     base = x.at(ATOM)
     return Written(base.text + text, f"{base.latex}^{{{latex}}}", POWER)
 
 
 def function(name: str, args: Sequence[Written], axes: str = "", latex: str = "") -> Written:
-    """A function of arguments; the axes that it works along stand below."""
+    """A function of arguments, with its axes as a subscript."""
     known = {"exp", "log", "sin", "cos", "tan", "sinh", "cosh", "tanh", "det", "max", "min"}
     command = latex or (f"\\{name}" if name in known else rf"\operatorname{{{name}}}")
     under = f"_{{{axes}}}" if axes else ""
@@ -143,12 +143,12 @@ def function(name: str, args: Sequence[Written], axes: str = "", latex: str = ""
 
 
 def inner_product(a: Written, b: Written) -> Written:
-    """<a, b>."""
+    """The inner product <a, b>."""
     return Written(f"⟨{a.text}, {b.text}⟩", rf"\left\langle {a.latex}, {b.latex} \right\rangle")
 
 
 def number(value: Any) -> Written:
-    """A number, as a short fraction or root where it is one."""
+    """A number, as a short fraction or a root where it equals one."""
     if isinstance(value, complex):
         return _complex_number(value)
     value = float(value)
@@ -226,14 +226,14 @@ def summed(terms: Sequence[Written]) -> Written:
 
 
 def over(top: Written, bottom: Written) -> Written:
-    """A fraction; in LaTeX, the line stands for brackets around what is above and below."""
+    """A fraction; in LaTeX its line makes brackets around numerator and denominator needless."""
     up, down = top.at(PRODUCT), bottom.at(POWER)
     high, deep = _bare(top), _bare(bottom)
     return Written(f"{up.text} / {down.text}", rf"\frac{{{high}}}{{{deep}}}", PRODUCT)
 
 
 def _bare(x: Written) -> str:
-    """LaTeX without one pair of brackets around everything."""
+    """LaTeX without a pair of brackets around the whole."""
     inner = x.latex.removeprefix(r"\left(").removesuffix(r"\right)")
     whole = len(inner) == len(x.latex) - len(r"\left(") - len(r"\right)")
     return inner if whole and _balanced(inner) else x.latex

@@ -1,10 +1,10 @@
-"""An expression as text and LaTeX.
+"""Writes an expression as text and LaTeX.
 
 Whole arrays are written where that is unambiguous: products of matrices by juxtaposition, the
-elementwise product as a circled dot, sums over axes by their letters. Axes align by their
-letters, so a broadcast leaves no trace. Where whole arrays do not say it (three axes and more,
-the same axis twice), `ExpressionWriter.whole` raises `NeedsIndices`, and the statement is written
-entry by entry with `ExpressionWriter.entry`.
+elementwise product as a circled dot, sums over axes by their letters. Axes align by their letters,
+so a broadcast is not written. Where whole arrays would be ambiguous (three or more axes, the same
+axis twice), `ExpressionWriter.whole` raises `NeedsIndices`, and the equation is written for one
+entry by `ExpressionWriter.entry`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gradtools.seeing.formulas.typesetting import (
 
 
 class NeedsIndices(Exception):
-    """Whole arrays do not say it."""
+    """The expression is ambiguous without indices."""
 
 
 class ExpressionWriter:
@@ -53,10 +53,10 @@ class ExpressionWriter:
 
     Attributes:
         axes: The letters of axes.
-        names: What is written by a name.
-        defined: What has been said already, by name.
-        notes: What the reader must know about the signs that were used.
-        recognised: The operations that were written by a name.
+        names: The named values.
+        defined: The named products that earlier lines define.
+        notes: Explanations of the notation that was used.
+        recognised: The operations that were written by their name.
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -74,10 +74,10 @@ class ExpressionWriter:
     # Whole arrays.
 
     def whole(self, x: Expr) -> Written:
-        """The array; an expression without axes can always be written.
+        """X as a whole array; a scalar, which can always be written, by its entry.
 
         Raises:
-            NeedsIndices: It cannot be said without indices.
+            NeedsIndices: It is ambiguous without indices.
         """
         try:
             return self._whole(x)
@@ -115,7 +115,7 @@ class ExpressionWriter:
         return summed(terms)
 
     def _in_order(self, terms: Sequence[Expr]) -> list[Expr]:
-        """What is composed first, then names, then numbers."""
+        """Compositions first, then named values, then numbers."""
 
         def key(x: Expr) -> int:
             if constant_of(x) is not None:
@@ -126,7 +126,11 @@ class ExpressionWriter:
         return sorted(terms, key=key)
 
     def _must_align(self, x: Expr) -> None:
-        """Arguments with fewer axes align by letters, which must all differ."""
+        """Check that operands with fewer axes align by distinct letters, else by all their axes.
+
+        Raises:
+            NeedsIndices: Two axes have the same letter, and a product lacks one of the axes.
+        """
         letters = self.axes.letters(x)
         if len(set(letters)) == len(letters):
             return
@@ -140,7 +144,7 @@ class ExpressionWriter:
             raise NeedsIndices
 
     def matrix(self, x: Expr) -> Written:
-        """An array that is read as a whole, of which no axis may be left to be guessed.
+        """An operand whose axes must all be visible, such as that of a matrix function.
 
         Raises:
             NeedsIndices: It is repeated along an axis.
@@ -165,7 +169,7 @@ class ExpressionWriter:
             return self._product_of(x, False)
 
     def _product_of(self, x: Expr, opens: bool) -> Written:
-        """A product; whether sums inside of it may become links of one chain."""
+        """A product; opens: whether sums inside of it may become links of one matrix chain."""
         coefficient, factors, labels = display_factors(
             x, self.names, False, self.defined, opens=opens
         )
@@ -183,7 +187,7 @@ class ExpressionWriter:
 
     @contextmanager
     def _mean_inside(self, f: Factors) -> Iterator[None]:
-        """A factor that is a sum, under a coefficient that divides by its length, is a mean."""
+        """Writes a factor that is a sum, times one over its length, as a mean."""
         added = None
         for a, _ in f.arrays:
             count = summed_length(a)
@@ -209,7 +213,7 @@ class ExpressionWriter:
         return function("diag" if x.rank else "tr", [inner])
 
     def _core(self, f: Factors) -> Written | None:
-        """What has axes; None where nothing has."""
+        """The factors with axes; None if there are none."""
         if not f.arrays and not f.below:
             return None
         turned = self._as_transpose(f)
@@ -222,7 +226,7 @@ class ExpressionWriter:
         raise NeedsIndices
 
     def _as_transpose(self, f: Factors) -> Written | None:
-        """One array as it is, or with its last two axes exchanged."""
+        """One array, or its transpose in the last two axes; None for other products."""
         if len(f.arrays) != 1 or f.below or f.summed:
             return None
         ((x, names),) = f.arrays
@@ -234,7 +238,7 @@ class ExpressionWriter:
         return None
 
     def _inner_product(self, f: Factors) -> Written | None:
-        """A full sum over two factors, or over one squared."""
+        """A sum over all axes of two factors, or of one squared; None for other products."""
         if f.out or f.below or not f.summed:
             return None
         if any(set(n) != f.summed or len(set(n)) < len(n) for _, n in f.arrays):
@@ -252,7 +256,7 @@ class ExpressionWriter:
         return ts.inner_product(first, second)
 
     def _complex_inner_product(self, f: Factors) -> Written | None:
-        """<a, b> where the first is conjugated."""
+        """<a, b>, whose first operand is conjugated; None if not exactly one of two factors is."""
         starred = [a for a, _ in f.arrays if a.op == "conj"]
         if len(f.arrays) != 2 or len(starred) != 1:
             return None
@@ -280,7 +284,7 @@ class ExpressionWriter:
         return count > 1 and abs(abs(f.coefficient) * count - 1) < 1e-12
 
     def _as_chain(self, f: Factors) -> Written | None:
-        """Products of matrices and vectors."""
+        """A product of matrices and vectors; None for other products."""
         if not f.arrays or (self._is_mean(f) and len(f.out) < 2):
             return None
         result, divided = chain(f), _divided(f)
@@ -316,7 +320,7 @@ class ExpressionWriter:
         return superscript(self.whole(x), "ᵀ", r"\top")
 
     def _aligned(self, f: Factors) -> Written | None:
-        """Elementwise products, summed over axes by their letters."""
+        """An elementwise product, summed over axes by their letters; None if that is ambiguous."""
         letters = f.label_letters(self.axes)
         clear = len(set(letters.values())) == len(letters)
         if not (clear or _keeps_order(f, letters) or _is_whole(f)):
@@ -352,7 +356,7 @@ class ExpressionWriter:
         raise NeedsIndices
 
     def _sorted(self, arrays: Iterable[tuple[Expr, Any]]) -> list[tuple[Expr, Any]]:
-        """Cotangents first, then names, then what is composed."""
+        """Cotangents first, then other named values, then compositions."""
 
         def key(entry: tuple[Expr, Any]) -> tuple:
             written = self.names.get(entry[0])
@@ -431,13 +435,13 @@ class ExpressionWriter:
         return self._with_scalars(f, top)
 
     def axis_names(self, x: Expr, axes: Iterable[int]) -> str:
-        """The letters of some axes of x; nothing where they are all."""
+        """The letters of some axes of x."""
         letters = self.axes.unique(x)
         chosen = tuple(axes)
         return "".join(letters[a] for a in chosen)
 
     def note(self, text: str) -> None:
-        """Something that the reader must know."""
+        """Add an explanation of the notation."""
         self.notes[text] = None
 
 
@@ -446,7 +450,7 @@ def _side_by_side(pieces: Sequence[Written]) -> Written:
 
 
 def _divided(f: Factors) -> dict[Expr, Expr] | None:
-    """Which matrix each vector below the line divides along one axis, if that is plain."""
+    """The vector that divides each matrix along one axis; None if that is ambiguous."""
     result: dict[Expr, Expr] = {}
     for vector, names in f.below:
         hosts = [a for a, there in f.arrays if len(there) == 2 and set(names) < set(there)]
@@ -458,13 +462,13 @@ def _divided(f: Factors) -> dict[Expr, Expr] | None:
 
 
 def _is_whole(f: Factors) -> bool:
-    """Whether all factors have all axes of the result in its order, and nothing is summed."""
+    """Whether all factors have all axes of the result in its order, without a sum."""
     entries = (*f.arrays, *f.below)
     return not f.summed and all(names == tuple(range(f.target.rank)) for _, names in entries)
 
 
 def _keeps_order(f: Factors, letters: dict[int, str]) -> bool:
-    """Whether one array is summed over axes that are not mistaken for those that are left."""
+    """Whether it is a sum of one array over axes whose letters differ from those that remain."""
     if len(f.arrays) != 1 or f.below or f.out != list(range(f.target.rank)):
         return False
     gone = [letters[l] for l in f.summed]

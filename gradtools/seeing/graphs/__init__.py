@@ -1,1 +1,1 @@
-"""Graphs of programs: their nodes, how they are recorded, taken apart, folded and told as text."""
+"""Graphs of programs: nodes, recording, derivative flow, folding of repeats, and text output."""

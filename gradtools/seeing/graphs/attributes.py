@@ -1,8 +1,8 @@
-"""The label of an operation: its operands in their places, and its attributes.
+"""The label of an operation: its operands in order, and its attributes.
 
     subtract(1, a)    sum(b, axis=0)    power(a, 2)    slice(c, [1:3, :])    compare(a > 0)
 
-A shape is left out, for the output has its own next to it.
+The shape attribute is left out, because the output is printed with its shape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST = 48
 
 
 def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) -> str:
-    """An operation with its operands, as one writes it in a program; `shape`: of the first."""
+    """The call as source code, ``name(operands, attributes)``; `shape` is the first operand's."""
     attributes = node.attributes
     if "relation" in attributes and len(operands) == 2:
         return f"{node.operation}({operands[0]} {attributes['relation']} {operands[1]})"
@@ -28,7 +28,7 @@ def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) ->
 
 
 def attribute_texts(node: Node, shape: Sequence[int] = ()) -> list[str]:
-    """The attributes, each as a piece of text."""
+    """The attributes, each as ``key=value`` or a slice in brackets."""
     shown = {key: value for key, value in node.attributes.items() if key not in _BESIDE}
     sliced = [f"[{_slices(shown, shape)}]"] if "start" in shown and "limit" in shown else []
     if sliced:
@@ -37,7 +37,7 @@ def attribute_texts(node: Node, shape: Sequence[int] = ()) -> list[str]:
 
 
 def mark_text(node: Node) -> str:
-    """What a node is marked with; a rule has its name."""
+    """The node's mark (custom rule, edited gradient, chunk, ...), followed by its rule's name."""
     return " ".join(filter(None, (node.mark, node.mark and str(node.attributes.get("rule", "")))))
 
 
@@ -50,7 +50,7 @@ def _piece(key: str, value: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A value of an attribute, short."""
+    """An attribute's value as text, truncated to `_LONGEST` characters."""
     if isinstance(value, tuple):
         inner = ", ".join(map(text_of, value))
         text = f"({inner},)" if len(value) == 1 else f"({inner})"
@@ -62,7 +62,7 @@ def text_of(value: Any) -> str:
 
 
 def _slices(bounds: Mapping[str, Any], shape: Sequence[int]) -> str:
-    """What is taken of each axis."""
+    """A slice in NumPy's notation, such as ``1:3, :``; dropped axes show their index."""
     rank = len(bounds["start"])
     ends = shape if len(shape) == rank else (None,) * rank
     stride, dropped = bounds.get("stride", (1,) * rank), bounds.get("drop", ())
@@ -80,7 +80,7 @@ _NUMBER = re.compile(r"[-+0-9.a-z]+j?")
 
 
 def is_number(text: str) -> bool:
-    """Whether a captured value's name is a number, told in its place."""
+    """Whether a captured value's name is a number, which is then shown in place of an operand."""
     if not text or not _NUMBER.fullmatch(text):
         return False
     try:
@@ -94,7 +94,7 @@ _MOST_NUMBERS = 64
 
 
 def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
-    """What a small array holds, in place of a name: "2.5", "[0, 2]"; of a large one nothing.
+    """The contents of a small array, such as "2.5" or "[0, 2]", as its name; "" for a large one.
 
     Args:
         shape: Its shape.
@@ -111,10 +111,10 @@ def _listed(values: Any) -> str:
 
 
 def number_text(value: complex | float) -> str:
-    """A number, short; an integer in full."""
+    """A number to six digits; integers in full."""
     return f"{value:d}" if isinstance(value, int) else f"{value:.6g}"
 
 
 def are_numbers(text: str) -> bool:
-    """Whether a captured value's name is what it holds."""
+    """Whether a captured value's name is its contents, as `numbers_text` writes them."""
     return text.startswith("[") or is_number(text)

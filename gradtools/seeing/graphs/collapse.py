@@ -1,8 +1,8 @@
-"""From a graph to its outline: bodies opened up, runs of one scope made blocks, repeats found.
+"""Converts a graph to its outline: nested blocks of boxes, with arrows between them.
 
-Three steps, each in a room of its own: `flat_graph.py` opens bodies, `nesting.py` makes blocks,
-`repeats.py` folds what is repeated. Here they are put together, and the links between units become
-arrows between boxes; what joins one copy of a repeated part to another is left out.
+`flat_graph.py` inlines bodies, `nesting.py` groups consecutive operations of one scope into blocks,
+`repeats.py` folds repeated blocks. This module runs the three and turns links between units into
+arrows between boxes. Links from one copy of a repeated block to another are dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def shown(
     title: str = "",
     limit: int = 44,
 ) -> tuple[Outline, frozenset[int]]:
-    """A graph's outline and its open blocks, by the options of `drawing.to_svg`; limit: boxes."""
+    """The outline and the keys of its open blocks; options of `drawing.to_svg`, limit in boxes."""
     outline = outline_of(graph, fold=fold, expand=expand, title=title)
     return outline, outline.opened(depth, expand, limit)
 
@@ -45,9 +45,10 @@ def outline_of(
 
     Args:
         graph: The graph.
-        fold: Whether repeated parts are drawn once; None: where there are many boxes.
-        expand: Names of blocks; repeated parts one of which is named without ``*`` are not folded.
-        title: What stands above the picture.
+        fold: Whether repeated parts are drawn once; None means from `FOLD_FROM` boxes on.
+        expand: Names of blocks. A repeated part is not folded if one of its copies is named without
+    ``*``.
+        title: The picture's title.
 
     Returns:
         An `Outline` with one column for each pass.
@@ -118,7 +119,7 @@ def _hint(node: Node) -> str:
 def _arrows(
     flat: FlatGraph, alias: Mapping[int, int], copies: Mapping[int, Mapping[int, int]]
 ) -> tuple[Arrow, ...]:
-    """The links between the units that stand for their ends, those of one pair merged."""
+    """One arrow for each pair of units that are drawn; links between the same pair are merged."""
     groups: dict[tuple[int, int], list[Link]] = {}
     for link in flat.links:
         if not _from_copy_to_copy(alias, copies, link):
@@ -141,7 +142,7 @@ def _arrow(flat: FlatGraph, pair: tuple[int, int], links: list[Link]) -> Arrow:
 def _from_copy_to_copy(
     alias: Mapping[int, int], copies: Mapping[int, Mapping[int, int]], link: Link
 ) -> bool:
-    """Whether a link goes from one copy of a repeated part to another."""
+    """Whether a link connects two different copies of one repeated part."""
     source, target = (_copies_of(alias, copies, key) for key in (link.source, link.target))
     return any(target.get(number, copy) != copy for number, copy in source.items())
 
@@ -149,7 +150,7 @@ def _from_copy_to_copy(
 def _copies_of(
     alias: Mapping[int, int], copies: Mapping[int, Mapping[int, int]], key: int
 ) -> dict[int, int]:
-    """In which copy of each repeated part around it a unit stands."""
+    """The copy's index, for each repeated part that contains the unit."""
     result = dict(copies.get(key, {}))
     while key in alias:
         key = alias[key]

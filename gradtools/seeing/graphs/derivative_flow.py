@@ -1,13 +1,13 @@
-"""How strongly each value of a graph depends on each other: data and derivatives along paths.
+"""Dependence of each value of a graph on each other one: taint tracking with four strengths.
 
-Dependence is a semiring: a path is as strong as its weakest link, two values are tied as
-strongly as by their strongest path::
+The strengths (none, cut, zero derivative, differentiable) form a max-min semiring. A path is as
+strong as its weakest link, and two values depend as strongly as their strongest path::
 
     dependence(out, in) = max over paths of min over links
 
-Forward from an input this gives the strength with which each value depends on it, backward from
-the outputs the strength with which each value matters. A node with bodies has the links that its
-bodies' own paths have, after any number of rounds.
+The forward pass computes how strongly each value depends on an input, the backward pass how
+strongly the outputs depend on each value. The links of a node with bodies are computed from the
+paths through its bodies; for loops that is a fixed point over any number of iterations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
 
 
 class Column:
-    """How strongly each value depends on one input; all inputs are followed in one pass."""
+    """How strongly each value depends on one input; one pass with bit masks serves all inputs."""
 
     def __init__(self, graph: PlainGraph, index: int) -> None:
         if graph not in _levels:
@@ -45,7 +45,7 @@ _levels: WeakKeyDictionary[PlainGraph, list[dict[int, int]]] = WeakKeyDictionary
 
 
 def _at_least(graph: PlainGraph, strength: Dependence) -> dict[int, int]:
-    """For each value the inputs, one bit each, on which it depends at least so strongly."""
+    """For each value a bit mask of the inputs on which it depends at least as strongly as this."""
     result: dict[int, int] = {}
     beside: dict[int, list[int]] = {}
     for source, target in graph.outside if strength == _CUT else ():
@@ -68,7 +68,7 @@ def _at_least(graph: PlainGraph, strength: Dependence) -> dict[int, int]:
 
 
 def union(row: Sequence[Dependence], masks: Sequence[int], strength: Dependence) -> int:
-    """The bits of all inputs of a node whose links are at least so strong."""
+    """The union of the masks of a node's inputs whose links are at least this strong."""
     total = 0
     for link, mask in zip(row, masks, strict=True):
         if link >= strength:
@@ -77,7 +77,7 @@ def union(row: Sequence[Dependence], masks: Sequence[int], strength: Dependence)
 
 
 def any_of(masks: Iterable[int]) -> int:
-    """The bits of all masks."""
+    """The union of all masks."""
     total = 0
     for mask in masks:
         total |= mask
@@ -85,7 +85,7 @@ def any_of(masks: Iterable[int]) -> int:
 
 
 def forward(graph: PlainGraph, start: Strengths) -> dict[int, Dependence]:
-    """How strongly each value depends on those in `start`; what does not is left out."""
+    """How strongly each value depends on those in `start`; independent values have no entry."""
     result = _Strengths(graph.outside, start)
     for node in graph.nodes:
         entering = [result.get(value, _NONE) for value in node.inputs]
@@ -96,7 +96,7 @@ def forward(graph: PlainGraph, start: Strengths) -> dict[int, Dependence]:
 
 
 def backward(graph: PlainGraph, end: Strengths) -> dict[int, Dependence]:
-    """How strongly the values in `end` depend on each value."""
+    """How strongly the values in `end` depend on each value of the graph."""
     result = _Strengths([(target, source) for source, target in graph.outside], end)
     for node in reversed(graph.nodes):
         leaving = [result.get(value, _NONE) for value in node.outputs]
@@ -108,7 +108,7 @@ def backward(graph: PlainGraph, end: Strengths) -> dict[int, Dependence]:
 
 
 class _Strengths(dict[int, Dependence]):
-    """Strengths that only rise; what flows outside of the framework rises along, as a cut."""
+    """A map of strengths that only increase; data outside of the framework propagates as a cut."""
 
     def __init__(self, beside: Iterable[tuple[int, int]], start: Strengths) -> None:
         super().__init__()
@@ -126,17 +126,17 @@ class _Strengths(dict[int, Dependence]):
 
 
 def through(links: Sequence[Dependence], strengths: Sequence[Dependence]) -> Dependence:
-    """The strongest path that goes on by one of these links."""
+    """The strongest path that continues through one of these links."""
     return max(map(min, links, strengths), default=_NONE)
 
 
 def ancestors(graph: PlainGraph, value: int) -> set[int]:
-    """Every value from which data flows to this one."""
+    """Every other value from which data flows to this one."""
     return set(behind(graph, (value,))) - {value}
 
 
 def behind(graph: PlainGraph, values: tuple[int, ...]) -> Strengths:
-    """How strongly these values depend on each value, kept for the next time."""
+    """How strongly these values depend on each value of the graph; memoized."""
     known = _backwards.setdefault(graph, {})
     if values not in known:
         known[values] = backward(graph, dict.fromkeys(values, _FULL))
@@ -179,7 +179,7 @@ def _join_body(links: list[list[Dependence]], body: Body) -> None:
 
 
 def _rounds(body: Body) -> list[list[Dependence]]:
-    """How a body's outputs depend on its inputs after any number of rounds."""
+    """How a body's outputs depend on its inputs after any number of iterations: a fixed point."""
     matrix = dependence_matrix(body.graph)
     if body.skippable:
         for k, i in body.carries:
@@ -197,7 +197,7 @@ def _rounds(body: Body) -> list[list[Dependence]]:
 
 
 def _deciding(node: Node, links: list[list[Dependence]]) -> set[int]:
-    """The inputs that choose a branch, or how often a loop runs."""
+    """The inputs that select a branch, or that determine a loop's trip count."""
     deciding = set(range(len(node.inputs))).difference(*(body.inputs for body in node.bodies))
     for gate in (body for body in node.bodies if body.gate):
         carried = {i: k for k, i in gate.carries}
@@ -213,7 +213,7 @@ def _deciding(node: Node, links: list[list[Dependence]]) -> set[int]:
 def entering_body(
     body: Body, entering: Sequence[Dependence], after: Sequence[Dependence]
 ) -> Strengths:
-    """How strongly the inputs of a body depend, in any round, given those of its node."""
+    """The strengths of a body's inputs in any iteration, from those of its node's inputs."""
     start = _Strengths((), {})
     for value, i in zip(body.graph.inputs, body.inputs, strict=True):
         start.raise_to(value, entering[i])
@@ -223,7 +223,7 @@ def entering_body(
 
 
 def leaving_body(body: Body, node: Node, leaving: Sequence[Dependence]) -> Strengths:
-    """Which outputs of a body matter: those that leave, are decided on, or come back."""
+    """How much each output of a body matters: as a result, to the condition, or as a carry."""
     if body.gate:
         return dict.fromkeys(body.graph.outputs, _FULL)
     strengths = list(leaving)

@@ -1,9 +1,8 @@
-"""The edges of a graph: which value goes from where to where, and what becomes of its derivative.
+"""The edges of a graph: each value's producer, readers, bytes and derivative.
 
-A value that a later pass reads was *saved* for it. A cut is told with its reason where something is
-lost by it, as `lost_terms.py` finds: a comparison that only makes a mask loses nothing, nor
-does a maximum that is stopped and taken off again, as inside of softmax. Whatever else is stopped
-on purpose is told.
+A value that a later pass reads is a *saved* residual. An edge gets a cut reason if a derivative is
+lost there, as determined by `lost_terms.py`. A comparison that only makes a mask loses nothing, nor
+does the stopped maximum that softmax subtracts. Other deliberate stops get their reason.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
 
 
 def kept_anew(graph: PlainGraph) -> dict[int, int]:
-    """What the first pass makes and later ones read, once for each piece of memory."""
+    """Residuals: values of the first pass that later passes read, once per storage, with bytes."""
     first = {v for node in graph.nodes if not node.phase for v in node.outputs}
     phases = _phases(graph)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
@@ -52,10 +51,10 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
 
 
 def _holding(graph: PlainGraph) -> list[Node]:
-    """The operations of the first pass that hold what they save until a later one.
+    """The operations of the first pass whose residuals live until a later pass.
 
-    What runs inside of a chunk, a frozen function or a checkpoint holds nothing, nor does what
-    leads to no output, such as the value that an inner derivative is taken of.
+    Operations inside a chunk, a frozen function or a checkpoint keep none. Operations that reach
+    no output, such as the value of an inner derivative, keep none either.
     """
     first = [node for node in graph.nodes if not node.phase]
     leading = [first[i] for i in needed(first, graph.outputs)]
@@ -66,13 +65,13 @@ _HOLDING_NOTHING = ("chunked", "frozen", "checkpoint")
 
 
 def base_of(graph: PlainGraph, value: int) -> int:
-    """The value whose memory a value shows."""
+    """The value that owns the storage of which this value is a view, or the value itself."""
     base = graph.values[value].base
     return value if base is None else base
 
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
-    """What is alive whether it is kept or not: what the program was given, and holds."""
+    """Values that are alive anyway: the program's inputs and captured arrays."""
     return frozenset((*graph.inputs, *_held(graph)))
 
 
@@ -89,7 +88,7 @@ def _held(graph: PlainGraph) -> Iterator[int]:
 
 
 def _phases(graph: PlainGraph) -> dict[int, int]:
-    """In which pass each value is made, or, if it is given, first read."""
+    """The pass in which each value is computed; for inputs, the pass that first reads them."""
     phases: dict[int, int] = {}
     for node in graph.nodes:
         for value in node.inputs:
@@ -98,14 +97,14 @@ def _phases(graph: PlainGraph) -> dict[int, int]:
 
 
 def strengths_of(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
-    """How strongly a node's outputs, taken together, depend on each of its inputs."""
+    """The strongest dependence of any of a node's outputs on each of its inputs."""
     columns = zip(*links_of(graph, node), strict=True)
     result = tuple(max(column) for column in columns)
     return result or (_NONE,) * len(node.inputs)
 
 
 def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
-    """Where the forward pass loses a derivative: pairs (``id`` of the node, input)."""
+    """Links at which the forward pass loses a derivative: pairs (``id`` of the node, input)."""
     forward = _forward(graph)
     result = set()
     for value in _leaves_of(forward):
@@ -123,7 +122,7 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
 
 
 def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
-    """Whether it stops a maximum, which softmax takes off for safety and which has no effect."""
+    """Whether it stops a maximum, as the numerically stable softmax does without any effect."""
     queue = [node]
     while queue:
         made = [makers[value] for value in queue.pop().inputs if value in makers]
@@ -134,7 +133,7 @@ def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
 
 
 def _forward(graph: PlainGraph) -> PlainGraph:
-    """The first pass alone: in later ones no derivative is asked for."""
+    """The graph of the first pass alone; later passes are not differentiated."""
     nodes = tuple(node for node in graph.nodes if not node.phase)
     if len(nodes) == len(graph.nodes):
         return graph
@@ -143,7 +142,7 @@ def _forward(graph: PlainGraph) -> PlainGraph:
 
 
 def _leaves_of(graph: PlainGraph) -> Iterator[int]:
-    """The leaves that are looked at: of a very large graph as many as take a second or so."""
+    """The inexact leaves; of a very large graph only as many as take about a second to analyse."""
     captured = (value for value in graph.captured if graph.values[value].shape)
     leaves = [v for v in (*graph.inputs, *captured) if graph.values[v].is_inexact]
     may_lose = any(node.loss for _, node in graph.walk())
@@ -153,12 +152,12 @@ def _leaves_of(graph: PlainGraph) -> Iterator[int]:
 def cut_reason(
     lost: frozenset[tuple[int, int]], node: Node, index: int, strength: Dependence
 ) -> str | None:
-    """Why no derivative flows to this input, where one is lost by it; else None."""
+    """Why no derivative flows to this input; None if none is lost there."""
     return reason(node.loss) if strength == _CUT and (id(node), index) in lost else None
 
 
 def reason(loss: str | None) -> str:
-    """What a kind of loss is called in a picture: few words."""
+    """A kind of loss in a few words, for pictures."""
     if loss is None:
         return "no derivative"
     return _SHORT.get(loss, KINDS[loss].reason if loss in KINDS else loss)
@@ -180,7 +179,7 @@ _SHORT = {
 
 
 def _outside(graph: PlainGraph, makers: dict[int, int]) -> Iterator[Edge]:
-    """What flows through NumPy or a Python number, to each reader on the other side."""
+    """Edges of data that passed through NumPy or a Python number, one to each later reader."""
     for source, target in graph.outside:
         size = graph.values[source].bytes
         readers: list[int | None] = [

@@ -1,7 +1,7 @@
 """Inlines the bodies of loops, branches and calls: a flat graph of units and links.
 
-A node with bodies becomes a group of what its bodies hold; their values are followed through to
-those outside, so every value has makers and readers whatever it passes on its way.
+A node with bodies becomes a group of its bodies' units. Values are forwarded across the boundary of
+a body, so each link connects the operation that computes a value to one that reads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CALLS = (*("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp
 
 @dataclass(frozen=True)
 class Operand:
-    """What stands in one place of an operation: a value, which several may make, or a number."""
+    """One operand: a value, which several branches may make, or a number as text."""
 
     makers: Makers
     text: str = ""
@@ -38,7 +38,7 @@ class Operand:
 
 @dataclass
 class Unit:
-    """What becomes a box."""
+    """An operation, input, captured value or output, to be drawn as a box."""
 
     key: int
     kind: str
@@ -54,7 +54,7 @@ class Unit:
 
 @dataclass
 class BlockGroup:
-    """What becomes a block."""
+    """A module, call, loop or branch with its contents, to be drawn as a block."""
 
     kind: str
     title: str
@@ -70,7 +70,7 @@ Entry = Unit | BlockGroup
 
 @dataclass
 class Link:
-    """A value on its way from one unit to another."""
+    """A value that one unit makes and another reads."""
 
     source: int
     target: int
@@ -80,7 +80,7 @@ class Link:
 
 
 class FlatGraph:
-    """A graph with its bodies opened up: units, and the links between them."""
+    """A graph with its bodies inlined: units, and the links between them."""
 
     def __init__(self, graph: PlainGraph) -> None:
         self.units: list[Unit] = []
@@ -119,7 +119,7 @@ class FlatGraph:
         numbers: dict[int, int],
         around: tuple[str, ...],
     ) -> list[Entry]:
-        """What each node becomes; `made` gains the makers of its outputs."""
+        """One entry for each node; adds the makers of its outputs to `made`."""
         entries: list[Entry] = []
         for node in graph.nodes:
             scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
@@ -176,7 +176,7 @@ class FlatGraph:
         return result
 
     def entering(self, key: int) -> list[Link]:
-        """The links to a unit."""
+        """The links that end at a unit."""
         return self._entering.get(key, [])
 
     def _number(self, graph: PlainGraph, value: int, numbers: dict[int, int]) -> int:
@@ -189,14 +189,14 @@ class FlatGraph:
         return numbers[value]
 
     def shape_of(self, unit: Unit) -> tuple[int, ...]:
-        """The shape of a unit's first operand; of a number none."""
+        """The shape of a unit's first operand; ``()`` for a number."""
         for key, k in unit.operands[0].makers if unit.operands else ():
             maker = self.units[key]
             return maker.outputs[k].shape if maker.outputs else maker.value.shape  # type: ignore[union-attr]
         return ()
 
     def is_number(self, key: int) -> bool:
-        """Whether a captured value is a plain number, which is told in the box of its reader."""
+        """Whether a captured value is a plain number, which is printed in its reader's box."""
         unit = self.units[key]
         if unit.kind != "captured" or unit.value is None or unit.value.shape:
             return False
@@ -210,7 +210,7 @@ class FlatGraph:
         made: dict[int, Makers],
         numbers: dict[int, int],
     ) -> BlockGroup:
-        """A node with programs inside: a group, whose values are followed through."""
+        """The group of a node with bodies, whose values are forwarded across the boundary."""
         group = BlockGroup(_kind(node), _called(node), scope, node.phase, [], mark=node.mark)
         deciding = set(range(len(node.inputs))).difference(*(b.inputs for b in node.bodies))
         if deciding or not node.inputs:
@@ -247,7 +247,7 @@ class FlatGraph:
     def _join_outside(
         self, graph: PlainGraph, made: Mapping[int, Makers], numbers: dict[int, int]
     ) -> None:
-        """Data that left the framework and came back: a cut from its maker to what came back."""
+        """Adds a cut link for data that left the framework and came back as another value."""
         cut = reason("left_framework")
         for source, target in graph.outside:
             number = self._number(graph, source, numbers)
@@ -280,7 +280,7 @@ def _kind(node: Node) -> str:
 
 
 def _called(node: Node) -> str:
-    """What a call is called: by the name of its function where it has one."""
+    """A call's title: the name of its function, or of the operation."""
     name = node.attributes.get("name")
     if node.operation in _CALLS and isinstance(name, str):
         return name.lstrip("_") or node.operation
@@ -294,7 +294,7 @@ def _body_name(node: Node, number: int) -> str:
 
 
 def units_of(items: Iterable[Entry]) -> list[Unit]:
-    """Every unit in some entries, in program order."""
+    """All units of these entries and their groups, in program order."""
     result: list[Unit] = []
     for item in items:
         result += [item] if isinstance(item, Unit) else units_of(item.children)
@@ -302,7 +302,7 @@ def units_of(items: Iterable[Entry]) -> list[Unit]:
 
 
 def ways_to(roots: Iterable[BlockGroup]) -> dict[int, list[Any]]:
-    """For each unit the groups around it, outermost first, and itself."""
+    """For each unit the path of groups that leads to it, outermost first, and itself."""
     result: dict[int, list[Any]] = {}
 
     def visit(group: BlockGroup, way: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""`gradient_graph`: a program with its gradients as a graph, and every form that it is shown in."""
+"""`gradient_graph`: the graph of a program and its gradients, with its output formats."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from gradtools.seeing.pictures import dot, drawing, mermaid, page, saving
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Graph(PlainGraph):
-    """One run of a program: its nodes and values, which can be looked at."""
+    """One run of a program: its nodes and values, with text, pictures and pages of them."""
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """Every value on its way from its maker to each of its readers, outputs last."""
+        """One edge for each pair of a value's producer and reader; edges to outputs come last."""
         return edges_of(self)
 
     @property
     def kept(self) -> dict[int, int]:
-        """What the first pass keeps for later ones and was not alive anyway, with its bytes.
+        """Bytes of each value that the first pass saves for later passes.
 
-        Arguments and captured arrays were; a view is what it is a view of.
+        Arguments and captured arrays are alive anyway and are not counted; a view counts as the
+        storage that it shares.
         """
         return kept_anew(self)
 
@@ -61,7 +62,7 @@ class Graph(PlainGraph):
         return page.to_html(self, **view)
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
-        """Writes the form that the suffix names: .svg, .html, .dot, .gv, .mmd, .md or .txt."""
+        """Writes a file in the format of its suffix: .svg, .html, .dot, .gv, .mmd, .md or .txt."""
         saving.save(self, FORMS, path, **view)
 
     def _repr_html_(self) -> str:
@@ -111,7 +112,7 @@ class Graphing(Operators):
         ``edge.saved``, with its bytes. If a derivative is lost, the edge says why.
 
         In PyTorch f runs once and is differentiated, with its effects undone; the operations are
-        those of aten. All that is computed is kept until the graph is made. In JAX f is traced.
+        those of aten, and all intermediates are kept until the graph is made. In JAX f is traced.
 
         Args:
             f: Takes and returns pytrees of arrays; a module, too.
@@ -120,8 +121,8 @@ class Graphing(Operators):
             argnums: The position of the argument along which it is differentiated, or of several;
                 its leaves are floating or complex. In PyTorch parameters that f holds and that
                 require grad are differentiated as well, and ``argnums=()`` means these alone.
-            outputs: In place of f: results that exist already, a pytree of PyTorch's tensors. What
-                autograd holds for them is drawn; nothing runs.
+            outputs: In place of f: a pytree of existing PyTorch tensors. Their autograd graph is
+                drawn; nothing runs.
             **kwargs: Keyword arguments of f.
 
         Returns:

@@ -1,7 +1,7 @@
-"""The operations at which a derivative is lost on its way, in graphs and in the bodies of nodes.
+"""Finds the operations at which a derivative is lost, also inside the bodies of nodes.
 
-A link is a *loss* when what enters it is still differentiable in the input, what leaves it is not,
-and data flows on to an output.
+A link of an operation is a *loss* if its input value depends differentiably on the program's input,
+its output value does not, and data flows from there to an output of the program.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Loss:
     """One link at which the derivative to an input is lost.
 
     Attributes:
-        node: The operation that loses it.
-        output: Which of its outputs has no derivative any more.
-        input: Which of its inputs still had one.
-        whole: Whether everything that the input gives to the outputs is lost, not one term.
-        value: The number of that output in its graph.
-        call: The outermost node that the operation stands in, if it stands in a body.
-        meant: Whether it is a stop that looks meant: its term trains something else.
+        node: The operation that loses the derivative.
+        output: The index of the output that has no derivative.
+        input: The index of the input that still has one.
+        whole: Whether the whole gradient of the program's input is lost, not only one term.
+        value: The graph's value at that output.
+        call: The outermost node whose body contains the operation, if any.
+        meant: Whether the stop looks intentional, because its term trains something else.
     """
 
     node: Node
@@ -51,13 +51,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class _Step:
-    """An operation on the way to what matters.
+    """An operation on a path from the start values to the end values of a search.
 
     Attributes:
-        node: It.
-        entering: How strongly its inputs depend on what the walk starts from.
-        leaving: How strongly what matters depends on its outputs.
-        reached: How strongly each value of the graph depends on the start.
+        node: The operation.
+        entering: How strongly its inputs depend on the start values.
+        leaving: How strongly the end values depend on its outputs.
+        reached: How strongly each value of the graph depends on the start values.
     """
 
     node: Node
@@ -105,7 +105,7 @@ def _in_bodies(
 
 
 def lossy(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
-    """The losses at an operation, between values that enter and values that matter."""
+    """The losses at an operation; None for a node whose bodies must be searched."""
     if not any(step.entering):
         return []
     return None if step.node.bodies and step.node.links is None else _at(graph, step)
@@ -121,7 +121,7 @@ def _at(graph: PlainGraph, step: _Step) -> Iterator[Loss]:
 
 
 def overwritten(graph: PlainGraph, value: int) -> list[Loss]:
-    """Every place at which nothing is left of what a value gives to what matters."""
+    """The in-place operations that overwrite all that depends on a value before it is used."""
 
     def at(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
         if any(value in step.reached for value in step.node.overwrites):
@@ -132,7 +132,7 @@ def overwritten(graph: PlainGraph, value: int) -> list[Loss]:
 
 
 def between(graph: PlainGraph, value: int, chosen: Callable[[Node], bool]) -> list[Node]:
-    """The chosen operations that a value enters, and an output leaves, with a derivative."""
+    """The chosen operations that lie on a differentiable path from a value to an output."""
 
     def at(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
         if _FULL not in step.entering or _FULL not in step.leaving:
@@ -144,11 +144,11 @@ def between(graph: PlainGraph, value: int, chosen: Callable[[Node], bool]) -> li
 
 
 def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[int]) -> int | None:
-    """The first operation to which data comes from all of several others, or that is all of them.
+    """The position of the first operation that depends on all of several others.
 
     Args:
-        flows: Of each operation the values that it reads and those that it makes.
-        at: The positions of the others.
+        flows: For each operation the values that it reads and the values that it makes.
+        at: The positions of the others; an operation counts as depending on itself.
     """
     if not at:
         return None

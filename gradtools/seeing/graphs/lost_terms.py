@@ -1,19 +1,21 @@
-"""Every place at which the derivative to an input is lost, as a whole or of one term.
+"""Finds the operations at which an input's gradient is lost, as a whole or in one term.
 
-An input whose gradient is not lost altogether may have lost a part. A part is a *term*: a value
-that depends on the input without a derivative and is added to, or laid beside, one that has a
-derivative. A mask, an index or a branch that is chosen by a comparison is no lost term, nor is
-what is computed from the very value it is added to, as in ``x - floor(x)``, nor a shift that is
-taken off inside and added again (`shifts.py`), nor a target: what is stopped on purpose and would
-have its derivative otherwise, in a difference that is squared or the like, as
-``(v(s) - r - stop(v(t)))**2`` of temporal-difference learning, and ``exp(p - stop(q))`` of a
-ratio of probabilities. Nor is a stopped value that also scales what has a derivative, as p in
-``sum(p (log p - log q))``.
+An input with a nonzero gradient may still have a lost *term*: a value that depends on the input
+without a derivative and is added to, or concatenated with, a value that has one. These are not
+lost terms:
 
-A stop looks *meant* where its term still has a derivative in something else that is trained: in
-``d(a, stop(b)) + d(b, stop(a))``, a policy gradient with an advantage, a linear probe. So does a
-choice among what is trained (the nearest code of VQ-VAE) in such a term. But a reversed or scaled
-gradient that reaches nothing is a mistake: the domain head of a DANN behind a stop.
+- a mask, an index or a branch that a comparison selects;
+- a value computed from its own summand, as in ``x - floor(x)``;
+- a shift that is subtracted inside and added again (`shifts.py`);
+- a target: a deliberate stop in a difference that enters a nonlinear function, as in
+  temporal-difference learning, ``(v(s) - r - stop(v(t)))**2``, or in a ratio of probabilities,
+  ``exp(p - stop(q))``;
+- a stopped value that also scales something differentiable, as p in ``sum(p (log p - log q))``.
+
+A stop counts as *meant* if its term is still differentiable in something else that is trained: in
+``d(a, stop(b)) + d(b, stop(a))``, a policy gradient with an advantage, a linear probe. The same
+holds for a discrete choice among trained values, such as the nearest code of a VQ-VAE. A reversed
+or scaled gradient that reaches nothing is a mistake: the domain head of a DANN behind a stop.
 """
 
 from __future__ import annotations
@@ -57,14 +59,14 @@ _BENDING = frozenset(
 
 
 def losses(graph: PlainGraph, index: int, trained: Iterable[int] = ()) -> list[Loss]:
-    """Every place at which the derivative to input `index` is lost, in program order.
+    """The losses of the gradient of input `index`, in program order.
 
-    When some of the input reaches an output with its derivative, only lost terms are listed.
+    If the input reaches an output differentiably on some path, only lost terms are listed.
 
     Args:
         graph: The graph.
         index: The position of the input.
-        trained: The values that are trained, of which the input may be one.
+        trained: The values that are trained; may include the input.
     """
     reached = Column(graph, index)
     if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) < _FULL:
@@ -75,7 +77,7 @@ def losses(graph: PlainGraph, index: int, trained: Iterable[int] = ()) -> list[L
 
 
 def losses_of(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[Loss]:
-    """`losses` of any value: an input, or a captured parameter."""
+    """`losses` for any value of the graph: an input, or a captured parameter."""
     start = {value: _FULL}
     reached = forward(graph, start)
     if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) == _FULL:
@@ -88,11 +90,11 @@ def losses_of(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> lis
 
 @dataclass(frozen=True)
 class _Flows:
-    """How strongly each value depends on the one that is looked at, and on others.
+    """How strongly each value depends on the input under analysis, and on other trained values.
 
     Attributes:
-        own: On the one.
-        others: On what else is trained.
+        own: The strengths of the dependence on the input.
+        others: The strengths of the dependence on the other trained values.
     """
 
     own: Strengths
@@ -124,10 +126,10 @@ def _stopped_apart(graph: PlainGraph, reached: Strengths) -> set[int]:
 
 
 def _weighted(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
-    """The inputs before `value` of which a function is weighted by a stop of it: an advantage.
+    """The inputs before `value` whose terms are weighted by a stopped `value`, as by an advantage.
 
-    What is stopped has its derivative in another term. Which input is looked at is known, not
-    whether the others are trained or data; parameters come first.
+    The stopped value must be differentiable in another term. Whether the other inputs are
+    trained or are data is unknown; by convention parameters precede data.
     """
     matters = behind(graph, tuple(graph.outputs))
     stops = {
@@ -148,7 +150,7 @@ def _weighted(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
 
 
 def _stops_of(graph: PlainGraph) -> dict[int, list[Sequence[int]]]:
-    """For each input what the operations read that stop it."""
+    """For each input, the values read by the operations that stop it; memoized."""
     if graph not in _stops:
         stopping = [node for node in graph.nodes if node.loss in _STOPPED]
         inputs = [v for v in graph.inputs if stopping and graph.values[v].is_inexact]
@@ -165,7 +167,7 @@ _suspected: WeakKeyDictionary[PlainGraph, int] = WeakKeyDictionary()
 
 
 def _suspects(graph: PlainGraph) -> int:
-    """The inputs, one bit each, of which a term may be lost: all are looked at in one pass."""
+    """A bit mask of the inputs that may have lost a term, from one pass for all inputs."""
     if graph not in _suspected:
         bits = dict.fromkeys(graph.inputs, 0)
         for i, value in enumerate(graph.inputs):
@@ -175,7 +177,11 @@ def _suspects(graph: PlainGraph) -> int:
 
 
 def _suspects_within(graph: PlainGraph, full: dict[int, int], some: dict[int, int]) -> int:
-    """`full` and `some`: on which inputs a value depends with its derivative, and at all."""
+    """`_suspects` of a graph, given its inputs' masks.
+
+    full: For each value the program's inputs on which it depends differentiably.
+    some: For each value the program's inputs on which it depends at all.
+    """
     if graph.outside:  # what leaves the framework may come back anywhere
         return any_of([*full.values(), *some.values()])
     result = 0
@@ -224,7 +230,7 @@ def _terms(
     outputs: Iterable[int],
     call: Node | None,
 ) -> Iterator[Loss]:
-    """The losses behind every term that has no derivative and is added to one that has."""
+    """The losses behind each lost term of the graph's additive operations."""
     matters = behind(graph, tuple(outputs))
     scaling = _scaling(graph, flows.own)
     vain = _scaled_in_vain(graph, flows, matters)
@@ -308,7 +314,7 @@ def _terms_in_bodies(node: Node, flows: _Flows, call: Node | None) -> Iterator[L
 
 
 def _addends(graph: PlainGraph, value: int, flows: _Flows) -> list[int]:
-    """The lost values of which a lost value is a sum with constant weights."""
+    """The summands of a lost value that is a sum with constant weights; else the value itself."""
     node = _maker(graph, value)
     if node is None or node.bodies:
         return [value]
@@ -332,7 +338,7 @@ _makers: WeakKeyDictionary[PlainGraph, dict[int, Node]] = WeakKeyDictionary()
 
 
 def _scaling(graph: PlainGraph, reached: Strengths) -> set[int]:
-    """The stopped values that scale what has a derivative."""
+    """The stopped values that multiply or divide a differentiable value."""
     result: set[int] = set()
     for node in graph.nodes:
         strengths = [reached.get(v, _NONE) for v in node.inputs]
@@ -358,7 +364,7 @@ def _bent(graph: PlainGraph, value: int) -> bool:
 
 
 def _place(graph: PlainGraph, loss: Loss) -> Node:
-    """The node of this graph that loses, or in a body of which it is lost."""
+    """The node of this graph that is the loss's node or contains it in a body."""
     return next(node for node in graph.nodes if _holds(node, loss.node))
 
 
@@ -368,7 +374,7 @@ def _holds(node: Node, other: Node) -> bool:
 
 
 def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int]) -> bool:
-    """Whether every term to which data of some values flows has a derivative in others."""
+    """Whether each term that depends on `values` is differentiable in `others`."""
     own, besides = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
     reached = [out for out in graph.outputs if own.get(out)]
     terms = [term for out in reached for term in _addends(graph, out, _Flows(own, besides))]
@@ -381,7 +387,7 @@ def _is_stop(graph: PlainGraph, loss: Loss, term: int) -> bool:
 
 
 def _is_stopped_after(graph: PlainGraph, loss: Loss, term: int) -> bool:
-    """Whether what comes of a loss is stopped wherever it flows to the term."""
+    """Whether each path from a loss to the term passes through a stop."""
     reached = set(_place(graph, loss).outputs)
     for node in graph.nodes:
         if node.loss not in _STOPPED and node.operation != "stop":

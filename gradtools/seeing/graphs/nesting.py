@@ -1,8 +1,9 @@
 """Groups consecutive operations of one module or call into nested blocks.
 
-Parameters stand in the innermost block that holds all of their readers, arguments outside of all,
-outputs after the blocks that make them; of very many those of parameters stand in these. A block
-of one thing is that thing, with both names.
+A parameter is placed in the innermost block that contains all of its readers, an argument outside
+of all blocks, an output after the block that computes it. If there are many outputs, gradients of
+parameters are placed inside of blocks. A block with one child is replaced by the child, under both
+names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LEAVES_BESIDE = 24  # so many stand beside the blocks that make them
 
 
 def nested(flat: FlatGraph) -> list[BlockGroup]:
-    """One group for each pass, with runs of one scope as groups and leaves where they belong."""
+    """One group for each pass: scopes become nested groups, inputs and outputs are placed."""
     phases = sorted({entry.phase for entry in flat.entries} | {u.phase for u in flat.outputs})
     phases = phases or [0]
     roots = {}
@@ -35,7 +36,7 @@ def nested(flat: FlatGraph) -> list[BlockGroup]:
 
 
 def _runs(entries: Sequence[Entry], level: int) -> list[Entry]:
-    """The entries, consecutive ones of one scope as a group, without calls of nothing."""
+    """Groups consecutive entries of one scope, recursively, and drops empty calls."""
     entries = [entry for entry in entries if units_of([entry])]
     result: list[Entry] = []
     start = 0
@@ -65,7 +66,7 @@ def _opened_up(entry: Entry) -> Entry:
 
 
 def _tidy(group: BlockGroup) -> Entry:
-    """A group of one thing is that thing, with both names."""
+    """Replaces a group that has one child by the child, under both names."""
     if len(group.children) != 1:
         return group
     (child,) = group.children
@@ -131,7 +132,7 @@ _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
 
 def _is_argument(leaf: Unit) -> bool:
-    """Whether it is an argument by itself, no leaf of a larger one: it stands outside of blocks."""
+    """Whether it is a whole argument, no leaf of a pytree; such inputs stay outside of blocks."""
     return leaf.kind == "input" and not re.search(r"[\[.]", _path(leaf))
 
 
@@ -160,7 +161,7 @@ def _groups(group: BlockGroup) -> Iterator[BlockGroup]:
 
 
 def _home(ways: Sequence[Sequence[Any]]) -> tuple[BlockGroup, int]:
-    """The innermost group around all readers, and the place of the first of them in it."""
+    """The innermost group that contains all readers, and the index of the first of them in it."""
     depth = 0
     while all(len(way) > depth + 2 and way[depth + 1] is ways[0][depth + 1] for way in ways):
         depth += 1
@@ -170,7 +171,7 @@ def _home(ways: Sequence[Sequence[Any]]) -> tuple[BlockGroup, int]:
 
 
 def in_parts(group: BlockGroup) -> BlockGroup:
-    """A group with very many children cut into consecutive stretches of them."""
+    """Splits groups with more than `_MOST_CHILDREN` children into parts of consecutive ones."""
     group.children = [
         in_parts(child) if isinstance(child, BlockGroup) else child for child in group.children
     ]

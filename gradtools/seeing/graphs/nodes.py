@@ -1,16 +1,16 @@
 """The graph form: one run of a program, the same for both frameworks.
 
 A `Graph` is a list of `Node`s in the order in which they ran. Each node reads values and makes
-values; a value is an array of which only the shape and the dtype are kept. A node says what it
-did in the field's word (`operation`) and in the framework's own (`native`), at which line of the
-user's code and in which module, and how each of its outputs depends on each of its inputs::
+values; a value is an abstract array, of which only shape and dtype are kept. A node has a
+framework-neutral name (`operation`), the framework's own name (`native`), the line of the user's
+code, the module, and how each of its outputs depends on each of its inputs::
 
     none < cut < zero_derivative < differentiable
 
-Along a path the weakest link counts, over several paths the strongest path. Loops, branches and
-other calls with programs inside hold these as `Body`s, with graphs of their own.
+A path is as strong as its weakest link; of several paths the strongest counts. Loops, branches and
+calls hold their programs as `Body`s, with graphs of their own.
 
-The wings fill it; what is read from it stands in the other rooms of this package.
+The backends' recorders build graphs; the other modules of this package analyse and print them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Value:
         shape: Its shape.
         dtype: Its dtype's name.
         name: The path of an input's or output's leaf, the name of a captured parameter, or empty.
-        base: The number of the value whose memory it shows: of a view another than its own.
-        spoken: The same name in the words of who wrote the function, as texts and pictures have it:
-            "params['w']" for "argument 0['w']"; empty where it is no other.
+        base: The value whose storage it shares, if it is a view.
+        spoken: The name with the function's own parameter name, for texts and pictures:
+            "params['w']" for "argument 0['w']"; empty if it is the same.
     """
 
     shape: tuple[int, ...]
@@ -59,27 +59,26 @@ class Value:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether it is of a floating or complex dtype, so that it may have a derivative."""
+        """Whether its dtype is floating or complex, so that it may have a derivative."""
         return self.dtype.startswith(("float", "complex", "bfloat"))
 
     @property
     def bytes(self) -> int:
-        """How much memory its elements take; an element of unknown dtype counts as one byte."""
+        """The bytes of its elements; an element of unknown dtype counts as one byte."""
         bits = re.match(r"[a-z]*?(\d+)", self.dtype)
         return math.prod(self.shape) * max(1, int(bits[1]) // 8 if bits else 1)
 
 
 @dataclass(frozen=True)
 class Body:
-    """A program inside a node, and how its ends are tied to those of the node.
+    """A program inside a node, and how its inputs and outputs map to those of the node.
 
     Attributes:
         graph: The program.
         inputs: ``inputs[i]`` is the position of the node's input that enters as input i.
-        carries: Pairs (k, i): output k comes back as input i in the next round of a loop.
-        gate: Whether it only decides (a loop's condition). Of any other body output k leaves
-            as the node's output k.
-        skippable: Whether a loop may run no time at all: its carries then leave as they came.
+        carries: Pairs (k, i): output k is input i of a loop's next iteration.
+        gate: Whether it is a loop's condition. Output k of any other body is the node's output k.
+        skippable: Whether a loop may run zero times, which returns its carries unchanged.
     """
 
     graph: PlainGraph
@@ -94,7 +93,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class _Pickled:
-    """A record whose read-only views are pickled as dictionaries."""
+    """Pickles read-only mapping views as dictionaries."""
 
     def __getstate__(self) -> dict[str, Any]:
         views = {k: dict(x) for k, x in vars(self).items() if isinstance(x, MappingProxyType)}
@@ -106,21 +105,21 @@ class Node(_Pickled):
     """One operation of the program.
 
     Attributes:
-        operation: The neutral name, such as "matmul" or "add"; the native one where none fits.
+        operation: The neutral name, such as "matmul" or "add"; else the native one.
         inputs: The values it reads, by number, in the order of its arguments.
         outputs: The values it makes.
         native: The framework's own name.
-        attributes: Parameters that are no arrays: axes, a permutation, a subscript string.
+        attributes: Static parameters: axes, a permutation, a subscript string.
         source: The innermost line of the user's own code that ran it.
         scope: The modules it ran in, outermost first.
         phase: 0 forward, 1 backward, 2 backward of the backward.
-        links: ``links[k][i]``: how output k depends on input i. None: by the bodies, or, without
-            any, differentiable between inexact arrays, and a cut between all others.
+        links: ``links[k][i]``: how output k depends on input i. None: derived from the bodies;
+            without bodies differentiable between inexact arrays, a cut between all others.
         loss: The kind of loss, a key of `findings.KINDS`, of a link below differentiable.
         mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
         bodies: The programs inside.
-        saved: The values that it keeps for its own backward.
-        overwrites: The values all of whose entries it replaces: nothing of them flows on.
+        saved: The values that it saves for its own backward.
+        overwrites: The values all of whose entries it overwrites in place.
     """
 
     operation: str
@@ -145,7 +144,7 @@ def even_links(
     strength: Dependence = Dependence.DIFFERENTIABLE,
     cut: Container[int] = (),
 ) -> Links:
-    """Links of one strength between inexact arrays, cuts between others and from some values."""
+    """Links of one strength between inexact arrays; cuts between others and from `cut` values."""
 
     def link(out: int, given: int) -> Dependence:
         both = values[out].is_inexact and values[given].is_inexact
@@ -156,17 +155,17 @@ def even_links(
 
 @dataclass(frozen=True)
 class Edge:
-    """One value on its way from where it is made to one reader.
+    """A value with its producer and one of its readers.
 
     Attributes:
         source: The position of the node that makes it; None for an input or a captured value.
-        target: The position of the node that reads it; None where it leaves as an output.
+        target: The position of the node that reads it; None for an output of the graph.
         value: Its number.
         bytes: Its size.
-        saved: Whether a later pass reads what an earlier one made or was given: a residual.
-            `Graph.kept` says which of them are kept anew.
+        saved: Whether it is a residual: read in a later pass than the one that makes it.
+            `Graph.kept` lists those that use additional memory.
         strength: How its reader's outputs depend on it.
-        cut: Why no derivative flows, in words; None where one flows or none could.
+        cut: Why no derivative flows, in words; None if one flows, or if none could.
     """
 
     source: int | None
@@ -187,9 +186,9 @@ class PlainGraph(_Pickled):
         values: Every array, by number.
         inputs: The leaves of the arguments, by number.
         outputs: The leaves of the result. One value may be returned twice, or be an input.
-        captured: What the program reads and was not given: parameters, constants.
-        outside: Pairs (value, value): data that flows from one to the other outside of the
-            framework, through NumPy or a Python number. Such a flow is a cut.
+        captured: Arrays that the program reads by closure: parameters, constants.
+        outside: Pairs (value, value): data flows from one to the other outside of the framework,
+            through NumPy or a Python number. Such a flow is a cut.
     """
 
     nodes: tuple[Node, ...]
@@ -200,7 +199,7 @@ class PlainGraph(_Pickled):
     outside: tuple[tuple[int, int], ...] = ()
 
     def walk(self) -> Iterator[tuple[PlainGraph, Node]]:
-        """Every node with the graph that it stands in, those of bodies after their own node."""
+        """Every node with its graph; the nodes of bodies follow their own node."""
         for node in self.nodes:
             yield self, node
             for body in node.bodies:
@@ -216,7 +215,7 @@ def needed(
     outputs: Iterable[int],
     anyhow: Callable[[Node], bool] = lambda node: False,
 ) -> list[int]:
-    """The positions of the nodes that lead to the outputs, or to a node that stays anyhow."""
+    """Dead-code elimination: the nodes on which the outputs, or any `anyhow` node, depend."""
     read, kept = set(outputs), []
     for i in reversed(range(len(nodes))):
         if anyhow(nodes[i]) or not read.isdisjoint(nodes[i].outputs):
@@ -226,7 +225,7 @@ def needed(
 
 
 def node_in_phase(node: Node, phase: int) -> Node:
-    """A node, and all nodes inside of it, in one pass; what it saved is kept for none."""
+    """The node and all nodes of its bodies, moved to one pass; saves nothing."""
     bodies = tuple(replace(body, graph=_in_phase(body.graph, phase)) for body in node.bodies)
     return replace(node, phase=phase, bodies=bodies, saved=())
 

@@ -1,13 +1,12 @@
-"""The outline of a graph: what is drawn, as boxes in blocks, before anything has a place.
+"""The outline of a graph: a tree of blocks and boxes with arrows, before layout.
 
-A `Box` is one operation or one leaf, a `Block` a module, a call, a loop or a repeated stretch of
-the program that may be closed to one box. Each pass (forward, backward, backward of the backward)
-is a column of its own, a `Block` at the root. `Arrow`s join boxes; what a closed block shows is
-found by climbing from a box to the outermost closed block around it.
+A `Box` is one operation, input or output. A `Block` is a module, a call, a loop or a repeated part
+of the program, and may be closed to one box. Each pass (forward, backward, backward of the
+backward) is a column: a `Block` at the root. `Arrow`s join boxes; the ends of an arrow are drawn at
+the outermost closed blocks around its boxes.
 
-Blocks are runs: consecutive nodes of one pass in one scope. A run of consecutive steps can be
-shrunk to a point without making a circle, so every closed form of an outline is still a graph
-that flows one way.
+A block is a run of consecutive nodes of one pass in one scope. Contracting a run of consecutive
+steps makes no cycle, so the outline is acyclic whichever blocks are closed.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ PHASES = ("forward", "backward", "backward of the backward")
 
 @dataclass(frozen=True)
 class Box:
-    """One operation, or one leaf.
+    """One operation, input, captured value or output.
 
     Attributes:
         key: Its number, shared with blocks.
         kind: "input", "captured", "output" or "operation".
         title: The operation's name, or the leaf's.
-        lines: What stands below the title.
+        lines: The lines below the title.
         phase: The pass that it runs in.
         mark: As in `Node.mark`.
-        alert: Why a gradient is lost here, in few words; empty where none is.
-        hint: What more there is to say: the line of the user's code, the framework's own name.
-        made: The letters of what it makes.
-        call: The operation with its operands in their places; an output's value.
-        named: Whether the first of `lines` is the name of the call that it is; sizes follow.
+        alert: Why a gradient is lost here, in a few words, or empty.
+        hint: The tooltip: the line of the user's code, the framework's own name.
+        made: The letters of the values that it makes.
+        call: The operation with its operands; for an output, its value.
+        named: Whether the first of `lines` is the name of a call; sizes follow.
     """
 
     key: int
@@ -66,7 +65,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Block:
-    """Boxes that belong together and may be shown as one.
+    """A group of boxes that may be closed to one.
 
     Attributes:
         key: Its number.
@@ -74,11 +73,11 @@ class Block:
         title: Its name.
         path: The whole scope, joined by dots.
         phase: The pass that it runs in.
-        children: What stands in it, in program order.
-        count: How many alike consecutive parts it stands for; the first is shown.
+        children: Its boxes and blocks, in program order.
+        count: The number of consecutive repetitions that it represents; the first is shown.
         mark: As in `Node.mark`.
-        made: The letters of what it makes for others.
-        given: The letters of what it reads of others.
+        made: The letters of its values that are read outside.
+        given: The letters of the outside values that it reads.
     """
 
     key: int
@@ -94,7 +93,7 @@ class Block:
 
     @property
     def signature(self) -> str:
-        """What it makes of what when it is closed: "c = (a, b)", at most a few of each."""
+        """The closed block's outputs and inputs, "c = (a, b)", at most `_FEW` of each."""
         made, given = _few(self.made), _few(self.given)
         return f"{made} = ({given})" if made else f"({given})"
 
@@ -105,7 +104,7 @@ class Block:
 
     @cached_property
     def operations(self) -> int:
-        """How many operations it stands for, repeated ones as often as they run."""
+        """The number of operations that it represents, counting each repetition."""
         return self.count * sum(
             item.operations if isinstance(item, Block) else item.kind == "operation"
             for item in self.children
@@ -113,7 +112,7 @@ class Block:
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
-        """What stands below its title when it is closed."""
+        """The lines below its title when it is closed."""
         alerts = {box.alert for box in self.boxes if box.alert}
         results = sum(box.kind == "output" for box in self.boxes)
         return (
@@ -124,11 +123,11 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Its title, with how often it is repeated."""
+        """Its title, with the number of repetitions."""
         return self.title if self.count == 1 else f"{self.title} ×{self.count}"
 
     def walk(self) -> Iterator[Box | Block]:
-        """Everything in it, a block before what it holds."""
+        """All boxes and blocks in it, in preorder."""
         for child in self.children:
             yield child
             if isinstance(child, Block):
@@ -142,10 +141,10 @@ class Arrow:
     Attributes:
         source: The key of a box.
         target: The key of another.
-        values: What goes, by number; `Outline.values` says what they are.
-        saved: Whether a later pass reads what an earlier one kept.
+        values: The values, as keys of `Outline.values`.
+        saved: Whether they are residuals: saved by one pass for a later one.
         strength: The strongest dependence among them.
-        cut: Why no derivative flows, where one is lost.
+        cut: Why no derivative flows, if one is lost.
     """
 
     source: int
@@ -158,14 +157,14 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Outline:
-    """What is drawn.
+    """The blocks, boxes and arrows that are drawn.
 
     Attributes:
         columns: One block for each pass, in the order in which they run.
-        arrows: What joins the boxes.
-        values: The values on the arrows, by a number that is theirs in the whole outline.
-        title: What is above all.
-        alive: The values that are alive whether they are kept for a later pass or not.
+        arrows: The arrows between boxes.
+        values: The values on the arrows, numbered across the whole outline.
+        title: The picture's title.
+        alive: The values that are alive without being saved for a later pass.
     """
 
     columns: tuple[Block, ...]
@@ -199,7 +198,7 @@ class Outline:
         return result
 
     def seen_as(self, opened: frozenset[int]) -> dict[int, int]:
-        """For each box the key of what stands for it: itself, or a closed block around it."""
+        """For each box the key of what is drawn for it: itself, or the outermost closed block."""
         seen: dict[int, int] = {}
 
         def visit(block: Block, standing: int | None) -> None:
@@ -215,22 +214,22 @@ class Outline:
         return seen
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """The bytes that are kept for some values: none for what is alive anyway."""
+        """The bytes saved for these values, once per storage; zero for values alive anyway."""
         memories = {self.memory_of(v) for v in values if v not in self.alive}
         return sum(self.values[v].bytes for v in memories)
 
     def memory_of(self, value: int) -> int:
-        """The value whose memory a value shows: of a view another than itself."""
+        """The value that owns the storage: the base of a view, else the value itself."""
         base = self.values[value].base
         return value if base is None else base
 
     def kept_text(self, values: Iterable[int]) -> str:
-        """How much is kept for some values, in words."""
+        """The bytes saved for these values as text, or `ALIVE`."""
         size = self.bytes_of(values)
         return size_text(size) if size else ALIVE
 
     def seen_arrows(self, opened: frozenset[int]) -> list[Arrow]:
-        """The arrows between what is seen, those that join the same two merged."""
+        """The arrows between visible boxes and closed blocks; parallel ones are merged."""
         seen = self.seen_as(opened)
         groups: dict[tuple[int, int, bool], list[Arrow]] = {}
         for arrow in self.arrows:
@@ -242,13 +241,13 @@ class Outline:
     def opened(
         self, depth: int | None = None, expand: str | Iterable[str] = (), limit: int = 44
     ) -> frozenset[int]:
-        """Which blocks are open.
+        """The blocks to draw open.
 
         Args:
-            depth: How many levels of blocks are open; None: as many as fit.
-            expand: Names of blocks to open in any case, and what is around them: a title, a path
-                such as "encoder.layers.3" or an end of it, with ``*`` for anything but a dot.
-            limit: How many boxes fit, where depth is None.
+            depth: The number of open levels; None opens as many as fit.
+            expand: Names of blocks to open in any case, with the blocks around them: a title, a
+                path such as "encoder.layers.3" or an end of it; ``*`` matches all but a dot.
+            limit: The number of boxes that fit, if depth is None.
 
         Returns:
             The keys of the open blocks.
@@ -264,9 +263,9 @@ class Outline:
         return [block.key for block in self.blocks if len(self.around(block.key)) <= depth]
 
     def _fitting(self, limit: int) -> list[int]:
-        """Opens level by level, at each the smaller blocks first, while all boxes fit.
+        """Opens blocks level by level, smaller ones first, while all boxes fit.
 
-        What is of one name in several passes opens together.
+        The blocks of one name in several passes open together.
         """
         if sum(column.operations for column in self.columns) <= _OPEN:
             return [block.key for block in self.blocks]
@@ -312,9 +311,9 @@ def _names(block: Block, pattern: str) -> bool:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern names a path or an end of it.
+    """Whether a pattern matches a path or an end of it.
 
-    ``*`` stands for anything but a dot, so "layers.*" names each layer and nothing in it.
+    ``*`` matches anything but a dot, so "layers.*" matches each layer and nothing inside.
     """
     ends = [path, *(path[i + 1 :] for i, letter in enumerate(path) if letter == ".")]
     return any(_pattern(pattern).fullmatch(end) for end in ends)
@@ -326,12 +325,12 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun."""
+    """A number and its noun, in the plural unless it is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def size_text(size: int) -> str:
-    """Bytes for the reader: "512 B", "16 kB", "1.2 MB"."""
+    """Bytes in decimal units: "512 B", "16 kB", "1.2 MB"."""
     if size < 1000:
         return f"{size} B"
     for unit in ("kB", "MB", "GB", "TB"):
@@ -343,6 +342,6 @@ def size_text(size: int) -> str:
 
 
 def value_text(value: Value) -> str:
-    """Shape and dtype: "32×384 float32"; a scalar has its dtype alone."""
+    """Shape and dtype: "32×384 float32", "scalar float32"."""
     shape = "×".join(map(str, value.shape))
     return f"{shape} {value.dtype}" if shape else f"scalar {value.dtype}"

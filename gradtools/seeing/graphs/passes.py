@@ -1,8 +1,8 @@
 """The forward and backward passes of a differentiated program, with their inputs and outputs.
 
-Forward gives the outputs y = f(x). Backward takes a cotangent c for each y and gives the gradients
-g = Jᴴc. Backward of the backward takes a cotangent v for each g and gives the derivatives of
-<g, v> along x and along c. Both wings name these ends here, so that their graphs read alike::
+Forward computes the outputs y = f(x). Backward takes a cotangent c for each y and computes the
+gradients g = Jᴴc. Backward of the backward takes a cotangent v for each g and computes the
+derivatives of <g, v> along x and along c. Both backends name inputs and outputs alike::
 
     x, c, v  ->  y, g, d<g, v>/dx, d<g, v>/dc
 """
@@ -26,10 +26,10 @@ INNER = "inner derivative"  # the mark of what f itself differentiates
 
 @dataclass(frozen=True)
 class Differentiated:
-    """A call, and how often it is differentiated.
+    """A call, and the order of its derivative.
 
     Attributes:
-        program: The call; `program.wrt` are the leaves along which.
+        program: The call; `program.wrt` are the differentiated leaves.
         order: 0 forward alone, 1 with backward, 2 with backward of the backward.
     """
 
@@ -43,23 +43,23 @@ class Differentiated:
 
 @dataclass(frozen=True)
 class Live:
-    """Results that exist already: of these, what the framework holds."""
+    """Existing results, whose autograd graph is drawn."""
 
     outputs: Any
 
 
 def cotangent_of(name: str) -> str:
-    """What is put in for something that came out."""
+    """The name of an output's or a gradient's cotangent."""
     return f"cotangent of {name}"
 
 
 def gradient_of(name: str) -> str:
-    """What backward gives."""
+    """The name of a result of the backward pass."""
     return f"gradient of {name}"
 
 
 def second_gradient_of(name: str) -> str:
-    """What backward of the backward gives."""
+    """The name of a result of the backward of the backward."""
     return f"second gradient of {name}"
 
 
@@ -71,9 +71,9 @@ _ROLES = tuple(
 
 
 def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
-    """The graph with its outputs named; what has a name already leaves by an identity.
+    """The graph with its outputs named; an output that has a name already gets an identity node.
 
-    A gradient may be the very cotangent that came in, and one value may leave as two outputs.
+    A gradient may be an input cotangent itself, and one value may be two outputs.
     """
     nodes, values, outputs = list(graph.nodes), dict(graph.values), []
     for value, name in zip(graph.outputs, names, strict=True):
@@ -87,7 +87,7 @@ def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
 
 
 def with_spoken_names(graph: PlainGraph, spoken: Mapping[str, str]) -> PlainGraph:
-    """The graph with what texts and pictures call the leaves and what belongs to them."""
+    """The graph with the display names of the leaves, and of their cotangents and gradients."""
 
     def named(value: Value) -> Value:
         role = next((r for r in _ROLES if value.name.startswith(r)), "")

@@ -1,8 +1,8 @@
 """`LeafProgram`: a user's call as a function of its array leaves.
 
-`LeafProgram` flattens ``f(*args, **kwargs)``: its leaves are all arrays among the arguments, each
-with the name of its argument and path, and ``run(leaves)`` gives the leaves of what f returns.
-What the user passed is checked here.
+`LeafProgram` flattens ``f(*args, **kwargs)``: its leaves are the arrays among the arguments, each
+named by its argument and path, and ``run(leaves)`` returns the leaves of f's result. The user's
+arguments are validated here.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class LeafProgram:
     """``f(*args, **kwargs)`` as a function of its array leaves.
 
     Attributes:
-        framework: What looks at programs of its framework.
-        leaves: Every array among the arguments; NumPy arrays are made the framework's.
+        framework: The backend's implementation of seeing.
+        leaves: Every array among the arguments; NumPy arrays are converted.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
-        out_names: The name of each leaf of what f returned in its latest run.
+        out_names: The name of each leaf of f's result in the latest run.
 
-    When it is not strict, an argument that is asked about may hold what has no derivative.
+    Unless it is strict, an argument in argnums may hold leaves that have no derivative.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LeafProgram:
         self._named = {k: self._taken(None, f"argument {k!r}", v) for k, v in kwargs.items()}
 
     def with_values(self) -> LeafProgram:
-        """The program, or an error where its arrays are those of a transform that still runs."""
+        """The program itself; raises if its arrays are tracers of a running transform."""
         if any(map(self.backend.is_traced, self.leaves)):
             raise GradtoolsError(
                 f"{self.caller}: called inside of a transform (jit, vmap, grad), where arrays have "
@@ -101,7 +101,7 @@ class LeafProgram:
 
     @property
     def wrt(self) -> list[int]:
-        """The leaves of the arguments that are asked about."""
+        """The numbers of the differentiable leaves of the arguments in argnums."""
         positions = [k for k, owner in enumerate(self._owners) if owner in self.argnums]
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
@@ -111,7 +111,7 @@ class LeafProgram:
         return [[self.names[k] for k, i in owners.items() if i == n] for n in self.argnums]
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of what f returns for these leaves of its arguments."""
+        """The leaves of f's result, for these leaves of its arguments."""
         args = [self._tree(*taken, leaves) for taken in self._trees]
         kwargs = {k: self._tree(*taken, leaves) for k, taken in self._named.items()}
         result = self._called(*args, **kwargs)
@@ -133,7 +133,7 @@ class LeafProgram:
 
     @property
     def spoken(self) -> dict[str, str]:
-        """What each leaf is called by who wrote f: ``params['w']`` for ``argument 0['w']``."""
+        """Each leaf's name with f's own parameter name: ``params['w']`` for ``argument 0['w']``."""
         called = spoken(self.f, self.names)
         for k, i in enumerate(self._owners):
             if i in self._models:  # a module's own names are its attributes'
@@ -146,7 +146,7 @@ class LeafProgram:
 
 
 def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """The paths of leaves with f's own names of its parameters, where these can be known.
+    """The leaves' names with f's parameter names, where its signature is known.
 
     ``argument 0['w']`` is ``params['w']``, ``argument 'x'`` is ``x``.
     """
@@ -161,7 +161,7 @@ def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
 
 
 def _parameter_name(f: Callable[..., Any]) -> Callable[[int], str]:
-    """What f calls the argument at a position; empty where that cannot be known."""
+    """A function from a position to f's parameter name there; empty if it is unknown."""
     try:
         parameters = list(inspect.signature(getattr(f, "forward", f)).parameters.values())
     except (TypeError, ValueError):  # a built-in function that does not say

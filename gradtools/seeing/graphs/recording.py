@@ -1,9 +1,8 @@
-"""`Recording`: one run of a function as a graph, and the error of the framework if it refused.
+"""`Recording`: one run of a function as a graph, or the framework's error that ended it.
 
-`record` runs or traces a function of flat leaves once and gives a `Recording`: the graph, and the
-framework's own error if there was one. `vanishing` takes the gradient at these very values and
-says at which operations a cotangent that was not zero became zero, NaN or vanishing. Both are
-methods of the waist; what is made of them stands above, in `diagnosis.py`.
+Each backend implements two functions. `record` runs or traces a function of flat leaves once and
+returns a `Recording`. `vanishing` computes the gradient at given values and returns the operations
+at which a nonzero cotangent became zero, NaN or vanishingly small. `diagnosis.py` interprets both.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Refusal:
-    """The framework's own error on the way: data may not leave it like this.
+    """The framework's error when data may not leave it in this way.
 
     Attributes:
         kind: A key of `findings.KINDS`.
-        operation: What was tried, such as "numpy" or "float".
+        operation: The conversion that failed, such as "numpy" or "float".
         message: The first line of the framework's own message.
         source: The innermost line of the user's own code.
         scope: The modules it ran in, outermost first.
@@ -42,19 +41,18 @@ class Recording:
     """One run of a function of flat leaves.
 
     Attributes:
-        graph: Its graph. ``graph.inputs`` are the leaves, ``graph.outputs`` what it returned,
-            one value for each, a NumPy or Python number among them.
-        refusal: The framework's own error that ended the run, if one did; the graph then has no
-            outputs.
-        host_outputs: Which outputs are no arrays of the framework, but NumPy or Python numbers.
-        stand_ins: For each leaf the name of a captured array that is read in its place: the same
-            array, reached by closure, global or attribute. Empty where there is none.
-        wanted: The leaves that ask for a gradient themselves (PyTorch's requires_grad).
-        parameters: What f holds that asks for one: its name, and the number of its value, or None
+        graph: Its graph. ``graph.inputs`` are the leaves, ``graph.outputs`` the results, with one
+            value for each, also for NumPy arrays and Python numbers.
+        refusal: The framework's error that ended the run, if any; the graph then has no outputs.
+        host_outputs: The indices of outputs that are NumPy arrays or Python numbers.
+        stand_ins: For each leaf the name of a captured array that f reads instead: the same
+            array, reached by closure, global or attribute. Empty if there is none.
+        wanted: The leaves with PyTorch's requires_grad.
+        parameters: The captured arrays with requires_grad: name, and number of the value, or None
             if f never read it.
-        held: The arrays that `parameters` name, in their order.
-        reads: For what was there before the run, by id, the numbers of the values that carry its
-            gradient: its own, and those of what was computed from it before.
+        held: The arrays of `parameters`, in the same order.
+        reads: For tensors that existed before the run, by id, the numbers of the values that carry
+            their gradient: their own, and those of tensors computed from them before.
     """
 
     graph: PlainGraph
@@ -69,16 +67,16 @@ class Recording:
 
 @dataclass(frozen=True)
 class Vanished:
-    """An operation at which the cotangent of a connected leaf became zero at these values.
+    """An operation at which the cotangent of a connected leaf became zero at the given values.
 
     Attributes:
         node: The operation; its ``operation`` is the neutral name.
-        underflow: Whether the factor is not zero, but the product is.
-        operands: The positions of its operands that got nothing; none where they are not known.
-        cancelled: Whether what comes over several paths, which meet here, adds up to zero.
-        noise: Whether that is a rounding error and not zero.
-        empty: Whether what it handed nothing to has no entries: an index selected nothing.
-        kind: "nan" or "vanishing" of a cotangent that became so, and not zero.
+        underflow: Whether the factors are nonzero, but their product underflowed.
+        operands: The positions of the operands whose cotangent is zero, if known.
+        cancelled: Whether the cotangents of several paths, which meet here, cancel.
+        noise: Whether they cancel up to rounding error rather than exactly.
+        empty: Whether the operand has no entries: an index selected nothing.
+        kind: "nan" or "vanishing" if the cotangent became that rather than zero.
     """
 
     node: Node

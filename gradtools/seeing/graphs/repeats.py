@@ -1,9 +1,9 @@
-"""Repeated parts of a program: consecutive stretches with the same operations, shapes and wiring.
+"""Folds repeated parts of a program: consecutive runs with equal operations, shapes and wiring.
 
-The search compares the program with itself shifted by one period, for every period; of the
-stretches in which both agree, the one is folded that saves most boxes, and the search goes on to
-the left, to the right and inside of it. Parts that stand beside each other, each reading the same,
-are folded only where that saves much: the query, key and value of an attention are three things.
+The search compares the program with itself shifted by one period, for every period. Of the runs in
+which both agree it folds the one that saves most boxes, then continues to the left, to the right
+and inside. Parallel parts, which read the same values, are folded only if that saves much: the
+query, key and value of an attention should stay three boxes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Folding:
         self.copies: dict[int, dict[int, int]] = {}
 
     def block(self, group: BlockGroup) -> BlockGroup:
-        """The group with repeated parts folded, inner ones too."""
+        """Folds repeated parts of the group and of its inner groups, in place."""
         group.children = self._folded(group.children)
         only = group.children[0] if len(group.children) == 1 else None
         if group.kind == "scope" and isinstance(only, BlockGroup) and only.kind == "repeat":
@@ -72,7 +72,7 @@ class Folding:
         return BlockGroup("repeat", title, scope, parts[0][0].phase, folded, len(parts), mark)
 
     def _best(self, items: list[Entry]) -> tuple[int, int, int] | None:
-        """Where consecutive parts are alike, so that folding them saves most."""
+        """(start, period, count) of the repetition whose folding saves most, if there is one."""
         tokens = np.array([self._signature(item) for item in items])
         weights = np.array([len(units_of([item])) for item in items], dtype=int)
         total = np.concatenate([[0], np.cumsum(weights)])
@@ -91,7 +91,7 @@ class Folding:
     def _alike(
         self, items: list[Entry], start: int, period: int, count: int
     ) -> tuple[int, int, int] | None:
-        """The longest run of parts whose wiring is alike as well, if it is worth folding."""
+        """(start, period, count) of the longest run of equally wired parts, if worth folding."""
         parts = [items[start + k * period : start + (k + 1) * period] for k in range(count)]
         shapes = [self._interned(self._wiring(part)) for part in parts]
         first, length = _longest_run(shapes)
@@ -129,7 +129,7 @@ class Folding:
 
 
 def _is_chain(parts: Sequence[Sequence[Entry]]) -> bool:
-    """Whether each part reads what the one before it made."""
+    """Whether each part reads a value of the part before it."""
     units = [units_of(part) for part in parts]
     return all(
         {unit.key for unit in before} & {maker for unit in after for maker, _ in unit.reads}
@@ -138,13 +138,13 @@ def _is_chain(parts: Sequence[Sequence[Entry]]) -> bool:
 
 
 def _place(inside: Mapping[int, int], operand: Operand) -> Any:
-    """What stands in one place of a unit: a number, or which units of the part make it."""
+    """An operand relative to its part: a number, or the indices of the units that make it."""
     made = {(inside.get(key, -1), k if key in inside else 0) for key, k in operand.makers}
     return operand.text or frozenset(made)
 
 
 def _token(unit: Unit) -> tuple[Any, ...]:
-    """What makes two units alike, whatever they are called."""
+    """The key by which two units are equal, without their names."""
     values = unit.outputs or ((unit.value,) if unit.value else ())
     return (
         unit.kind,
@@ -171,7 +171,7 @@ def _stretches(equal: np.ndarray, least: int) -> Iterator[tuple[int, int]]:
 
 
 def _longest_run(marks: Sequence[int]) -> tuple[int, int]:
-    """Where the same mark stands most often in a row, and how often."""
+    """The start and length of the longest run of equal marks."""
     best, start = (0, 0), 0
     for i in range(1, len(marks) + 1):
         if i == len(marks) or marks[i] != marks[start]:
@@ -180,7 +180,7 @@ def _longest_run(marks: Sequence[int]) -> tuple[int, int]:
 
 
 def _title_of(parts: list[list[Entry]]) -> tuple[str, tuple[str, ...]]:
-    """What a repeated part is called: "layers.0…11" for one scope each, else its operations."""
+    """A repeated part's title and scope: "layers.0…11" if each copy is one scope."""
     firsts = [part[0] for part in parts]
     if len(parts[0]) > 1 or not isinstance(firsts[0], BlockGroup):
         return "repeated steps", ()

@@ -23,10 +23,7 @@ LINEAR = SHAPING | {"multiply", "divide", "negate", "index", "where", "select", 
 
 
 def without_shifts(graph: PlainGraph, reached: Strengths) -> PlainGraph:
-    """The graph less what is lost and is added to what it is computed from, or was before.
-
-    In ``x - stop(max(x))`` the derivative goes on with x: the stop is not where it is lost.
-    """
+    """The graph without the links from shifts to the nodes that add or subtract them."""
     nodes = [
         _less(graph, node, shifts) if (shifts := shifts_at(graph, node, reached)) else node
         for node in graph.nodes
@@ -35,7 +32,7 @@ def without_shifts(graph: PlainGraph, reached: Strengths) -> PlainGraph:
 
 
 def shifts_at(graph: PlainGraph, node: Node, reached: Strengths) -> set[int]:
-    """The lost addends of a node that are shifts."""
+    """The non-differentiable summands of a node that are shifts."""
     if node.operation not in ADDITIVE:
         return set()
     flowing, lost = flowing_and_lost(graph, node, reached)
@@ -56,7 +53,7 @@ def _less(graph: PlainGraph, node: Node, values: set[int]) -> Node:
 def flowing_and_lost(
     graph: PlainGraph, node: Node, reached: Strengths
 ) -> tuple[set[int], list[int]]:
-    """What flows into a node with its derivative, and what is added to that without."""
+    """A node's differentiable inputs, and those whose derivative is lost."""
     strengths = [reached.get(value, _NONE) for value in node.inputs]
     flowing = {v for v, s in zip(node.inputs, strengths, strict=True) if s == _FULL}
     lost = [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
@@ -66,7 +63,7 @@ def flowing_and_lost(
 
 
 def taken_before(graph: PlainGraph, flowing: set[int], reached: Strengths) -> set[int]:
-    """What stands behind the lost values that were added on the way to these values."""
+    """The shifts, and values behind them, that entered on the paths to these values."""
     behind = flowing.union(*(ancestors(graph, v) for v in flowing))
     before: set[int] = set()
     for node in graph.nodes:
@@ -80,7 +77,7 @@ def taken_before(graph: PlainGraph, flowing: set[int], reached: Strengths) -> se
 
 
 def is_added_again(graph: PlainGraph, value: int, before: set[int], reached: Strengths) -> bool:
-    """Whether a lost value is linear in what was taken off before."""
+    """Whether a lost value is linear in the shifts that were subtracted before."""
     if not before or not first_lost(graph, value, reached) <= before:
         return False
     linear = set(before)
@@ -91,7 +88,7 @@ def is_added_again(graph: PlainGraph, value: int, before: set[int], reached: Str
 
 
 def first_lost(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
-    """Behind a lost value those at which the derivative was lost."""
+    """The values, behind a lost value or equal to it, at which the derivative was first lost."""
     lost = {v for v in (value, *ancestors(graph, value)) if reached.get(v, _NONE) < _FULL}
     return {
         v
@@ -102,7 +99,7 @@ def first_lost(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
 
 
 def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
-    """These values, and what is computed just as they are (common subexpressions)."""
+    """These values and all values equal to them by common-subexpression analysis."""
     if graph not in _classes:
         _classes[graph] = _value_classes(graph)
     classes = _classes[graph]
@@ -111,7 +108,7 @@ def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
 
 
 def _value_classes(graph: PlainGraph) -> dict[int, int]:
-    """Equal numbers for values that the same operations make of the same, in whatever shape."""
+    """Value numbering: equal numbers for equal expressions, up to reshapes."""
     classes: dict[int, int] = {}
     numbers: dict[Any, int] = {}
     for node in graph.nodes:

@@ -1,7 +1,7 @@
-"""A graph as text for a terminal: one line for each box, blocks indented, passes under each other.
+"""A graph as text for a terminal: one line for each box, with indented blocks, pass by pass.
 
-Every value has a letter, as in a program; a line says what is made from what, of which shape, and
-what is kept for a later pass::
+Values are named by letters. A line is an assignment with the shape, and with the bytes that are
+saved for a later pass::
 
     forward
       a = argument 0           8×4 float32
@@ -36,14 +36,14 @@ def to_text(graph: PlainGraph, **view: Any) -> str:
 
 @dataclass(frozen=True)
 class _Text:
-    """A line: what is made, of which shape, and what else there is to say."""
+    """A line: an assignment, its shape, and notes."""
 
     left: str
     right: str = ""
     notes: str = ""
 
     def padded(self, left: int, width: int) -> str:
-        """The line, its parts filled up to these widths."""
+        """The line, its first two parts padded to these widths."""
         gap = "   " if self.right else ""
         return f"{self.left:{left}}{gap}{self.right:{width}}   {self.notes}".rstrip()
 
@@ -57,7 +57,7 @@ class _Listing:
                 self.kept.setdefault(arrow.source, set()).update(arrow.values)
 
     def lines(self) -> Iterator[_Text]:
-        """Every line, the passes one after the other."""
+        """All lines, pass by pass."""
         for number, column in enumerate(self.outline.columns):
             if number:
                 yield _Text("")

@@ -1,7 +1,6 @@
-"""The letters of values: one names one value, in the text and in every picture of a graph.
+"""Names for values: letters that are the same in the text and in all pictures of a graph.
 
-They are given in the order in which the whole graph is printed, and do not depend on which blocks
-are open.
+They are assigned in the order in which the whole graph is printed, whichever blocks are open.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from gradtools.seeing.graphs.nodes import Dependence
 
 
 class Letters:
-    """Names the values of a graph, and tells who reads them.
+    """Names the values of a graph, and lists the values that cross the border of each block.
 
     Args:
         flat: The graph.
-        blocks: What is shown of it.
-        alias: For what is not shown the unit that stands for it.
+        blocks: Its visible blocks.
+        alias: For each hidden unit of a folded copy, the unit that is shown instead.
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class Letters:
         self._find_borders(blocks)
 
     def made(self, unit: Unit) -> str:
-        """The names of what a unit makes; one that no one reads has none."""
+        """The names of a unit's outputs; ``_`` for one that nothing reads."""
         last = max(self._read.get(unit.key, {0}))
         return ", ".join(self._names.get((unit.key, k), "_") for k in range(last + 1))
 
     def operands(self, unit: Unit) -> Iterator[str]:
-        """What stands in each place of a unit."""
+        """The operands of a unit as text, in order."""
         for operand in unit.operands:
             text = operand.text or "|".join(self._of(operand))
             if text:
@@ -96,7 +95,7 @@ class Letters:
 
 
 def _bracketed(operand: Operand, text: str) -> str:
-    """An operand; one through which no derivative flows is in brackets."""
+    """An operand's text: ✕ if it loses a derivative, in brackets if none flows through it."""
     if operand.cut:
         return f"✕{text}"
     weak = operand.makers and operand.strength < Dependence.DIFFERENTIABLE
@@ -104,7 +103,7 @@ def _bracketed(operand: Operand, text: str) -> str:
 
 
 def stand_in(alias: Mapping[int, int], key: int) -> int:
-    """The unit that stands for another."""
+    """The visible unit that represents this one."""
     while key in alias:
         key = alias[key]
     return key

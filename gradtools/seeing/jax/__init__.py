@@ -1,1 +1,1 @@
-"""How a program of JAX is recorded, measured and written as formulas, for `gradtools.seeing`."""
+"""JAX's implementation of `gradtools.seeing`: recording, measuring, translating programs."""

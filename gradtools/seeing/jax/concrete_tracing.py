@@ -1,13 +1,13 @@
 """Tracing of programs that branch on values: a Python ``if``, data-dependent shapes.
 
-Eager differentiation allows them, a plain trace does not, for in it no array has a value. Here a
-program is traced like any other, by a trace that stands in front of JAX's own and hands
-everything on; only when Python asks for a value does it answer. The value that is asked for is
-computed from what was traced until then, and the program is traced anew with all answers so far::
+Eager differentiation allows them, plain tracing does not, because tracers have no values. Here a
+program is traced by a trace that wraps JAX's own and forwards every primitive to it. If Python
+needs a tracer's value (``bool(x)``), the value is computed from the jaxpr traced so far, and the
+program is traced again with all values that were needed so far::
 
-    answers = ();  while the trace asks for the value of y:  answers += (y at the leaves,)
+    answers = ();  while the trace needs the value of y:  answers += (y at the leaves,)
 
-What leaves the framework is refused as in a plain trace: float, item, int, NumPy.
+Conversions that leave the framework (float, item, int, NumPy) raise as in a plain trace.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Answers = list[Any]
 def jaxpr_with_answers(
     fun: Callable[..., Any], leaves: Sequence[Any], shapes_too: bool
 ) -> tuple[Any, Any]:
-    """`jax.make_jaxpr(fun, return_shape=True)(*leaves)`, with values where Python asks for them.
+    """`jax.make_jaxpr(fun, return_shape=True)(*leaves)`, with values where Python needs them.
 
     Args:
         fun: Takes and returns flat lists of arrays.
-        leaves: The arrays at which it decides.
-        shapes_too: Whether values are given for shapes and boolean indices, too.
+        leaves: The arrays that determine the branches.
+        shapes_too: Whether shapes and boolean indices may depend on values, too.
 
     Returns:
         The jaxpr, and the shapes of the results.
@@ -47,7 +47,7 @@ def jaxpr_with_answers(
 
 
 def _attempt(fun: Any, leaves: Any, answers: Answers, shapes_too: bool) -> tuple[Any, Any, bool]:
-    """The whole program, or, if a value is asked for, the program of that value."""
+    """The jaxpr of the whole program, or of the next value that Python needs."""
     complete = True
 
     def answering(*inner: Any) -> Any:
@@ -63,7 +63,7 @@ def _attempt(fun: Any, leaves: Any, answers: Answers, shapes_too: bool) -> tuple
 
 
 class _ValueNeeded(BaseException):
-    """A value that is not known yet; no user's ``except Exception`` may catch it."""
+    """Python needs an unknown value. A BaseException, so that user code does not catch it."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -78,7 +78,7 @@ def _run(fun: Any, inner: Sequence[Any], answers: Answers, shapes_too: bool) -> 
 
 
 class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
-    """Hands everything on to the trace behind it, and wraps what comes back."""
+    """Forwards every primitive to the trace behind it and wraps the results."""
 
     def __init__(self, parent: Any, answers: Answers, shapes_too: bool) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
         return self.wrapped(self.parent.stage_value(self.unwrapped(val)))
 
     def answer(self, tracer: _AnsweringTracer) -> Any:
-        """The next answer."""
+        """The next known value; raises if there is none."""
         if self._asked == len(self._answers):
             raise _ValueNeeded([tracer.inner])
         self._asked += 1
@@ -115,7 +115,7 @@ class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """No answers: what leaves the framework is refused, as in any trace."""
+        """A context without known values, in which conversions raise as in any trace."""
         before, self._shut = self._shut, True
         try:
             yield
@@ -143,7 +143,7 @@ for _name in ("call", "custom_jvp_call", "custom_vjp_call", "shard_map"):
 
 
 class _AnsweringTracer(Tracer):
-    """A tracer of JAX's own behind one that answers."""
+    """A tracer that wraps one of JAX's own and may know its value."""
 
     __slots__ = ("front", "inner")
 
@@ -176,7 +176,7 @@ class _AnsweringTracer(Tracer):
             return super().tolist()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """For JAX itself, which counts what a boolean index selects; NumPy is refused."""
+        """Allowed for JAX itself, which counts the entries of a boolean index; NumPy raises."""
         inside = called_by_jax(1)
         if inside and self.front.answers_shapes:
             return self.front.answer(self)
@@ -184,10 +184,10 @@ class _AnsweringTracer(Tracer):
 
     @property
     def dimension_as_value(self) -> Any:  # type: ignore[override]
-        """What stands behind, for JAX's own trace, which meets this one in closures.
+        """The wrapped tracer, for JAX's own trace, which may find this one in closures.
 
-        It asks every array so, for some are symbolic sizes of shapes; of what may be a size here
-        it shall not think so.
+        JAX reads this attribute of every array, as some are symbolic dimensions. It raises for
+        integers that may be used as a shape here, so that JAX asks for their value.
         """
         if self.front.answers_shapes and not jaxprs.is_inexact(self):
             raise AttributeError("dimension_as_value")

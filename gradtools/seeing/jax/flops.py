@@ -1,11 +1,11 @@
-"""Floating-point operations in JAX, counted in the jaxpr.
+"""Counts floating-point operations of a jaxpr.
 
-XLA's own count takes a loop's body once. Here every body counts as often as it runs:
+XLA's own count includes a loop's body once. Here every body counts as often as it runs:
 
-    flops = sum over bodies of  (times it runs) * (flops of its own equations)
+    flops = sum over bodies of  (trip count) * (flops of its own equations)
 
-How often is known of a scan. For whiles and branches the program is run once by an interpreter
-that carries a counter for each of them.
+A scan's trip count is static. For while loops and branches the program runs once in a jaxpr
+interpreter that carries a counter for each of them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _CONTROL = ("scan", "while", "cond")
 
 
 def bodies(eqn: Eqn) -> list[HeldJaxpr]:
-    """The bodies of an equation, of a primitive of ours what it runs, too."""
+    """The bodies of an equation, including the implementation of gradtools' primitives."""
     name = eqn.primitive.name
     if name in _OPAQUE:
         return []
@@ -69,7 +69,7 @@ def bodies(eqn: Eqn) -> list[HeldJaxpr]:
 
 
 def is_call(name: str) -> bool:
-    """Whether an equation is its one body and nothing else."""
+    """Whether an equation just calls its one body."""
     own = name.startswith("gradtools_") and name not in _OPAQUE
     return own or name in CALLS or name in RULED
 
@@ -90,7 +90,7 @@ def _own(eqn: Eqn) -> HeldJaxpr:
 
 
 def _sites(jaxpr: Jaxpr, path: Path) -> Iterator[Path]:
-    """Where the bodies stand of which it is not known how often they run."""
+    """The paths of the bodies whose trip count is dynamic."""
     for i, eqn in enumerate(jaxpr.eqns):
         name = eqn.primitive.name
         if not (is_call(name) or name in _CONTROL):
@@ -107,7 +107,7 @@ def _sites(jaxpr: Jaxpr, path: Path) -> Iterator[Path]:
 def _interpreted(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], path: Path
 ) -> tuple[list[Any], Runs]:
-    """The results of a jaxpr, and how often each of the sites in it ran."""
+    """The results of a jaxpr, and the trip count of each of its `_sites`."""
     runs: Runs = {}
 
     def step(i: int, eqn: Eqn, xs: list[Any]) -> list[Any]:
@@ -175,7 +175,7 @@ def _ran_while(
 
 
 def _where(go: Any, new: Any, old: Any) -> Any:
-    """Under vmap a while goes on until all examples are done, and those that are stay."""
+    """Selects the new carry where the loop continues; under vmap finished examples keep theirs."""
     if go.ndim == 0:
         return new
     return jax.lax.select(jax.lax.broadcast_in_dim(go, new.shape, range(go.ndim)), new, old)
@@ -211,13 +211,13 @@ def _added(runs: Runs, *more: Runs) -> Runs:
 
 @dataclass
 class Count:
-    """Adds up equations, each as often as its body runs.
+    """Sums the cost of equations, times the trip counts of their bodies.
 
     Attributes:
-        runs: How often bodies of loops and branches run.
+        runs: The trip counts of loops and branches.
         flops: The operations so far.
-        unknown: The names of what no rule counts.
-        notes: What else there is to say.
+        unknown: The names of primitives without a counting rule.
+        notes: Remarks on the count.
     """
 
     runs: Runs
@@ -226,7 +226,7 @@ class Count:
     notes: set[str] = field(default_factory=set)
 
     def jaxpr(self, jaxpr: Jaxpr, times: int, path: Path) -> None:
-        """All equations of a body that runs so many times."""
+        """Adds all equations of a body that runs `times` times."""
         for i, eqn in enumerate(jaxpr.eqns if times else ()):
             self._equation(eqn, times, (*path, i))
 
@@ -282,7 +282,7 @@ _FREE = frozenset(
 
 
 def _cost(eqn: Eqn) -> int | None:
-    """The operations of one equation that has no body; None where nobody knows."""
+    """The operations of an equation without bodies; None if they are unknown."""
     name = eqn.primitive.name
     rule = _RULES.get(name)
     if name in _OPAQUE:

@@ -1,13 +1,12 @@
-"""A jaxpr as a `Graph`, the form that both frameworks share.
+"""Converts a jaxpr to a `Graph`, the form that both frameworks share.
 
 Each equation is a node, each variable a value; loops, branches and calls keep their jaxprs as
-bodies. What an equation carries is reported once, here and in `reachability.py`: without more it is
-differentiable between inexact arrays and cut elsewhere. A custom rule replaces what its function
-does inside, so no cut counts there. A mutable reference that an equation is given is a new value
-afterwards.
+bodies. Links are differentiable between inexact arrays and cut elsewhere, except as stated here and
+in `reachability.py`. A custom rule replaces the derivative of its function, so cuts inside do not
+count. An equation that writes to a mutable reference gives it a new value.
 
-A node's line is that of the innermost frame of the user's own code. A jitted function of JAX's own
-is traced once and holds no such line: its equations are given the line of each call.
+A node's line is that of the innermost frame of the user's code. JAX's own jitted functions are
+traced once and have no such line: their equations get the line of each call.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ def graph_of(
     """The graph of a jaxpr.
 
     Args:
-        closed_jaxpr: What ``jax.make_jaxpr(f)(*args)`` returns.
+        closed_jaxpr: The result of ``jax.make_jaxpr(f)(*args)``.
         names: The names of its inputs, such as "argument 0['w']".
         outputs: The names of its outputs.
-        captured: Names of constants that it closes over, by ``id`` of the array.
-        in_places: Whether operands stand as both frameworks have them (`operands.py`), not as the
-            equations have them.
-        rules: The `jax.custom_vjp` functions among which is looked for the one whose backward an
-            equation runs, as JAX keeps neither its name nor its lines.
+        captured: Names of closed-over constants, by ``id`` of the array.
+        in_places: Whether operands are in the framework-neutral order of `operands.py`, rather
+            than that of the equations.
+        rules: Candidates for the `jax.custom_vjp` function whose backward an equation belongs to,
+            as a jaxpr keeps neither its name nor its lines.
 
     Returns:
         The graph. Its ``captured`` are the constants: closed-over arrays by name, literals by
@@ -75,12 +74,12 @@ def graph_of(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a jaxpr stands.
+    """The context of a jaxpr.
 
     Attributes:
-        site: The user's line that called a function of JAX's own; None in the user's own code.
+        site: The user's line that called one of JAX's own functions; None in the user's code.
         scope: The modules around it.
-        phase: How many times it was transposed.
+        phase: The number of transpositions.
     """
 
     site: Source | None = None
@@ -92,7 +91,7 @@ _Read = tuple[PlainGraph, list[bool]]  # and which outputs are what is left of a
 
 
 class _JaxprReader:
-    """Reads jaxprs; one that is called several times from one place is read once."""
+    """Converts jaxprs; memoizes those that are called several times from one place."""
 
     def __init__(self, in_places: bool, rules: Sequence[Any]) -> None:
         self._in_places, self._rules = in_places, rules
@@ -176,7 +175,7 @@ class _JaxprReader:
         )
 
     def links(self, eqn: Eqn, inner: Sequence[Any], values: _JaxprValues) -> Links | None:
-        """What an equation carries, where it is not what a node's bodies and dtypes say."""
+        """An equation's links; None if bodies and dtypes determine them."""
         name = eqn.primitive.name
         if jaxprs.is_ruled(eqn):
             return self.ruled_links(eqn)
@@ -242,7 +241,7 @@ class _JaxprValues:
         return number
 
     def number(self, value: int) -> int:
-        """A number of the program that is no array in it."""
+        """A value for a static integer parameter."""
         number = len(self.by_number)
         self.by_number[number] = Value((), "int32", str(value))
         self.literals.append(number)
@@ -266,7 +265,7 @@ def _value(aval: Any, name: str) -> Value:
 
 
 def _text(value: Any) -> str:
-    """What a small array holds, to be read in place of a name."""
+    """The contents of a small array as text, to be used as its name."""
     if isinstance(value, jax.core.Tracer):
         return ""
     dtype = getattr(value, "dtype", None)
@@ -275,7 +274,7 @@ def _text(value: Any) -> str:
 
 
 def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
-    """A node with its operands as both frameworks have them; an exponent is one of them."""
+    """The node with operands in the neutral order; a static exponent becomes an operand."""
     order, exponent = operands.order_of(eqn), operands.exponent_of(eqn)
     if exponent is not None:
         number = values.number(exponent)
@@ -291,7 +290,7 @@ def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
 
 
 def _operation(eqn: Eqn) -> str:
-    """The neutral name; that of a library's function with a rule of its own is the function's."""
+    """The neutral name; for a library's function with a custom rule, the function's name."""
     if jaxprs.is_ruled(eqn):
         return _function(eqn) if _is_of_library(eqn) else "custom_rule"
     if _is_ours(eqn):
@@ -301,21 +300,21 @@ def _operation(eqn: Eqn) -> str:
 
 
 def _is_ours(eqn: Eqn) -> bool:
-    """Whether an equation is of a rule of gradtools'; one of a custom_vmap has a "rule" too."""
+    """Whether an equation belongs to a gradtools rule; custom_vmap also has a "rule" parameter."""
     return eqn.primitive.name.startswith("gradtools_") and "rule" in eqn.params
 
 
 def _native(eqn: Eqn) -> str:
-    """The primitive's name; that of an edit or a rule of ours is the rule's."""
+    """The primitive's name; for gradtools' edits and rules, the rule's name."""
     name = eqn.primitive.name
     ours = name in ("gradtools_primal", "gradtools_value")
     return eqn.params["rule"].name if ours else _edit(eqn) or name
 
 
 def _edit(eqn: Eqn) -> str:
-    """The name of the edit without a tangent map that an equation is; else nothing.
+    """The name of a reverse-only gradient edit; "" for any other equation.
 
-    What else such an edit is given only enters its cotangent, so it is cut.
+    The other inputs of such an edit only enter its cotangent, so their links are cut.
     """
     if not jaxprs.is_ruled(eqn):
         return ""
@@ -349,7 +348,7 @@ def _mark(eqn: Eqn) -> str:
 
 
 def _attributes(eqn: Eqn) -> Mapping[str, Any]:
-    """The parameters that are no programs; of a rule its name."""
+    """The static parameters that are not jaxprs; for a rule its name."""
     if _is_ours(eqn):
         return MappingProxyType({"name": str(eqn.params["rule"].name)})
     if jaxprs.is_ruled(eqn):
@@ -366,10 +365,10 @@ def _written(eqn: Eqn) -> Source | None:
 
 
 def _stopped_in_rule(node: Node, rules: Sequence[Any]) -> Node:
-    """A node that stops a gradient in a rule's backward, with the name and the line of that.
+    """A node that stops a gradient in a rule's backward, with that rule's name and line.
 
-    Of several rules it is one whose backward names the operation; of these, one that the line of
-    the call names.
+    Among several rules those are preferred whose backward mentions the operation, then those that
+    the line of the call mentions.
     """
     line = node.source.text if node.source else ""
     for fits in (
@@ -408,7 +407,7 @@ def _all(eqn: Eqn) -> list[list[bool]]:
 def _rows(
     eqn: Eqn, flows: Sequence[Sequence[bool]], carried: Dependence, other: Dependence
 ) -> Links:
-    """Links of one strength where data flows between inexact arrays, cut between others."""
+    """Links of strength `carried` between inexact arrays where data flows, cuts between others."""
 
     def link(flow: bool, var: Any, atom: Any) -> Dependence:
         if not flow:
@@ -422,7 +421,7 @@ def _rows(
 
 
 def _one_to_one(eqn: Eqn) -> Links | None:
-    """Output k is made of input k alone; of the keys of a sort its order too."""
+    """Links from input k to output k; in a sort the keys also determine the order, as a cut."""
     if len(eqn.invars) != len(eqn.outvars):
         return None
     keys = eqn.params["num_keys"] if eqn.primitive.name == "sort" else 0
@@ -434,14 +433,14 @@ def _one_to_one(eqn: Eqn) -> Links | None:
 
 
 def _weakened(eqn: Eqn, nondifferentiable: set[int], flat: set[int]) -> Links:
-    """The usual links, but for inputs that are cut, or connected with a derivative of zero."""
+    """Differentiable links, except from inputs that are cut or have a zero derivative."""
     weak = {**dict.fromkeys(flat, _ZERO), **dict.fromkeys(nondifferentiable, _CUT)}
     rows = _rows(eqn, _all(eqn), _FULL, _CUT)
     return tuple(tuple(weak.get(i, link) for i, link in enumerate(row)) for row in rows)
 
 
 def _may_lose(eqn: Eqn, links: Links | None) -> bool:
-    """Whether something inexact enters that does not leave differentiable."""
+    """Whether some inexact input has a link that is not differentiable."""
     entering = [i for i, atom in enumerate(eqn.invars) if jaxprs.is_inexact(atom)]
     if links is None:
         return bool(entering) and not all(map(jaxprs.is_inexact, jaxprs.targets(eqn)))
@@ -469,7 +468,7 @@ _OURS = "gradtools_"  # scopes of gradtools' own
 
 
 def _inside(eqn: Eqn, place: _Place) -> _Place:
-    """The place of what is inside an equation: its modules, from named scopes or frames."""
+    """The context inside an equation, with modules from named scopes or stack frames."""
     scopes, phase = [], 0
     for name, named in scopes_of(eqn):
         if named:

@@ -1,16 +1,15 @@
-"""Where a cotangent becomes zero, NaN or vanishing at these values, on a tape of the jaxpr.
+"""Locates where a cotangent becomes zero, NaN or vanishing, on a tape of the jaxpr.
 
-The jaxpr is run once on a tape (`tape.py`), for all leaves of a program, and one cotangent goes
-back over it, step by step::
+The jaxpr runs once on a tape (`tape.py`) for all leaves of a program, then one cotangent is pulled
+back step by step::
 
     ct of an operand += pull of a step (ct of its results)
 
-A step whose results have a cotangent that is not zero, and which hands zeros to an operand, is
-where the gradient vanishes. A value that is handed several which add up to zero is where it
-cancels: reported is the step where the paths from that value come together again. Zeros go on, for
-zero times an infinite slope is NaN.
+The gradient is lost at a step with a nonzero cotangent that passes only zeros to an operand. If
+several nonzero cotangents of a value add up to zero, they cancel; the reported step is where the
+paths from that value meet. Zeros are propagated, because zero times an infinite slope is NaN.
 
-What is rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
+Rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
 """
 
 from __future__ import annotations
@@ -57,16 +56,16 @@ _known: WeakKeyDictionary[Traced, _Returned] = WeakKeyDictionary()
 
 @dataclass
 class _Returned:
-    """What one cotangent met on its way back.
+    """The record of one backward pass over the tape.
 
     Attributes:
         steps: The tape.
-        reached: The leaves, one bit each, that have a gradient, or of which nothing is known.
-        stops: The steps, by position, that handed nothing to some operand: the cotangents of
-            their results, and the operands.
-        sums: The values whose cotangents add up to zero, with the steps that handed them on.
+        reached: A bit mask of the leaves that have a gradient, or whose gradient is unknown.
+        stops: For the steps, by position, that pass zeros to some operand: the cotangents of
+            their results, and those operands.
+        sums: The values whose cotangents cancel, with the steps that passed them.
         extremes: For each leaf whose gradient is NaN or vanishing, where it became so.
-        noise: What counts as zero, being rounding noise.
+        noise: The cotangents that count as zero because they are rounding noise.
     """
 
     steps: Sequence[TapeStep]
@@ -79,12 +78,12 @@ class _Returned:
 
 @dataclass(frozen=True)
 class _Noise:
-    """Cotangents that are rounding noise.
+    """The cotangents that are rounding noise.
 
     Attributes:
-        leaves: The leaves, one bit each.
-        values: The values, by number.
-        handed: What steps hand on: the step's position, and its operand's.
+        leaves: A bit mask of leaves.
+        values: The numbers of values.
+        handed: Operands of steps: pairs (position of the step, position of the operand).
     """
 
     leaves: int = 0
@@ -129,7 +128,7 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
 
 
 def _not_connected(args: Sequence[Moving], outs: Sequence[Moving]) -> int:
-    """The leaves of which nothing comes out with its derivative: that is told elsewhere."""
+    """The leaves that no output depends on differentiably, which have their own findings."""
     result = sum(x.leaves for x in args)
     for y in outs:
         result &= ~y.leaves
@@ -137,14 +136,14 @@ def _not_connected(args: Sequence[Moving], outs: Sequence[Moving]) -> int:
 
 
 class _Back:
-    """The cotangents of a tape, from the last step to the first.
+    """One backward pass over a tape, from the last step to the first.
 
     Args:
-        returned: Where what they meet is noted.
-        outs: What they start from.
-        kept: Where they are kept, if asked for.
-        draw: The seed of the rounding errors that shake them, if asked for.
-        zeros: Whether zeros go on.
+        returned: The record that is filled.
+        outs: The outputs, which get random cotangents.
+        kept: A dict that receives all cotangents, or None.
+        draw: The seed of rounding errors that perturb the cotangents, or None.
+        zeros: Whether zeros are propagated.
     """
 
     def __init__(
@@ -165,7 +164,7 @@ class _Back:
             self._back(at, returned.steps[at])
 
     def gradients(self, args: Sequence[Moving]) -> dict[int, Any]:
-        """The gradient of each leaf that has one which is not zero, by its position."""
+        """The nonzero gradients of the leaves, by position."""
         taken = {k: self._taken(x) for k, x in enumerate(args) if x.leaves}
         return {k: ct for k, ct in taken.items() if ct is not None and _any(ct)}
 
@@ -202,7 +201,7 @@ class _Back:
         )
 
     def _pulled(self, step: TapeStep, given: dict[int, Any], wanted: list[int]) -> list[Any]:
-        """None for each operand of what leaves JAX inside, which is told already."""
+        """The operands' cotangents; None if the step leaves JAX, which has its own finding."""
         try:
             return step.pulled(given, wanted)
         except Exception as error:
@@ -213,7 +212,7 @@ class _Back:
         return [None] * len(wanted)
 
     def _add(self, x: Moving, ct: Any, at: int, moves: bool = True) -> None:
-        """Hands a cotangent to a value; moves: whether it is not zero."""
+        """Adds a cotangent to a value; moves: whether it is nonzero."""
         if ct is None or not (moves or self._zeros):
             return
         known = self._cts.get(x.number)
@@ -272,7 +271,7 @@ def _without_noise(
 
 
 def _is_noise(ct: Any, other: Any) -> bool:
-    """Whether a cotangent differs by its own size from that of a shaken backward pass."""
+    """Whether a cotangent differs by its own size from that of a perturbed backward pass."""
     if ct is None:
         return False
     change = ct if other is None else other - ct
@@ -285,7 +284,7 @@ def _is_noise(ct: Any, other: Any) -> bool:
 def _extremes(
     returned: _Returned, args: Sequence[Moving], ys: Sequence[Moving], grads: Mapping[int, Any]
 ) -> dict[int, list[Vanished] | None]:
-    """Where the gradients became NaN or vanishing that are so."""
+    """For each leaf with a NaN or vanishing gradient, where it became so."""
     output = max((_size(y.array) for y in ys), default=0.0)
     eps = {k: float(jnp.finfo(ct.dtype).eps) for k, ct in grads.items()}
     kinds = {
@@ -312,12 +311,12 @@ def _extremes(
 
 
 def _size(x: Any) -> float:
-    """The greatest modulus; NaN if there is one."""
+    """The greatest modulus of an array's entries; NaN if one is NaN."""
     return float(jnp.max(jnp.abs(x))) if x.size else 0.0
 
 
 def _seeds(outs: Sequence[Any]) -> list[Any]:
-    """One for a single number, random otherwise."""
+    """The outputs' cotangents: 1 for a single scalar, random otherwise."""
     rng = np.random.default_rng(0)
     if len(outs) == 1 and outs[0].size == 1:
         return [jnp.ones_like(outs[0])]
@@ -325,7 +324,7 @@ def _seeds(outs: Sequence[Any]) -> list[Any]:
 
 
 def _any(x: Any) -> bool:
-    """Whether an array is not zero; where its memory is at hand nothing is compiled for that."""
+    """Whether an array has a nonzero entry; on the CPU without compiling anything."""
     if x.is_fully_addressable and all(d.platform == "cpu" for d in x.devices()):
         return bool(np.any(np.asarray(x) != 0))
     return bool(_any_of(x))
@@ -340,7 +339,7 @@ def _any_of(x: Any) -> Any:
 
 
 def _stopped(returned: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
-    """The steps that were handed a cotangent and hand none to an operand on the leaf's path."""
+    """The steps that pass zeros to an operand on the leaf's path, with positions."""
     for at, (cts, operands) in returned.stops.items():
         step = returned.steps[at]
         given = {k: ct for k, ct in cts.items() if step.results[k].leaves & leaf}
@@ -365,7 +364,7 @@ def _at(step: TapeStep, given: dict[int, Any], stopped: list[int]) -> Vanished:
 
 
 def _is_always_zero(step: TapeStep, given: dict[int, Any], stopped: list[int]) -> bool:
-    """Whether a rule hands on nothing elsewhere, too."""
+    """Whether a rule passes zeros at other points, too."""
     rng = np.random.default_rng(0)
     ones = {k: jnp.ones_like(ct) for k, ct in given.items()}
     for _ in range(3):
@@ -383,7 +382,7 @@ def _is_always_zero(step: TapeStep, given: dict[int, Any], stopped: list[int]) -
 
 
 def _cancelled(returned: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
-    """The steps at which what cancels on the leaf's path comes together."""
+    """The steps at which the paths of cancelling cotangents meet, with positions."""
     for x, readers in returned.sums:
         if x.leaves & leaf:
             flows = [(_numbers(step.operands), _numbers(step.results)) for step in returned.steps]
@@ -393,7 +392,7 @@ def _cancelled(returned: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]
 
 
 def _noted(returned: _Returned, leaf: int, cancels: Vanished) -> Vanished:
-    """What cancels on a leaf's path, and whether noise is left of it."""
+    """A cancellation on a leaf's path, marked as noise if the leaf's gradient is noise."""
     return replace(cancels, noise=bool(returned.noise.leaves & leaf))
 
 
@@ -405,7 +404,7 @@ def _numbers(xs: Mapping[int, Moving]) -> list[int]:
 
 
 def _gradients_at_once(closed: Any, leaves: Sequence[Any]) -> dict[int, Any]:
-    """The gradient of each leaf, by JAX's own reverse mode of the whole program."""
+    """The gradient of each leaf by `jax.vjp` of the whole program."""
     inexact = [i for i, x in enumerate(leaves) if is_inexact(x)]
 
     def fun(*xs: Any) -> list[Any]:
@@ -418,7 +417,7 @@ def _gradients_at_once(closed: Any, leaves: Sequence[Any]) -> dict[int, Any]:
 
 
 def _is_nan_at_once(closed: Any, leaves: Sequence[Any]) -> bool:
-    """Whether a gradient by JAX's own reverse mode is NaN; so it is where that does not run."""
+    """Whether a gradient by `jax.vjp` is NaN; True if it raises."""
     try:
         return any(map(_is_nan, _gradients_at_once(closed, leaves).values()))
     except Exception:  # something on the way leaves JAX: that is reported already
@@ -430,7 +429,7 @@ def _is_nan(x: Any) -> bool:
 
 
 def _leaves_jax(step: TapeStep) -> bool:
-    """Whether an operation calls back into Python, of which JAX has no derivative."""
+    """Whether a step contains a host callback, which JAX cannot differentiate."""
     closed = jax.make_jaxpr(step.apply)(step.arrays)
     return jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name.endswith("_callback"))
 

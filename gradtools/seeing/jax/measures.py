@@ -1,8 +1,8 @@
 """`measure` in JAX: FLOPs of the jaxpr, bytes by XLA, seconds of the compiled program.
 
-f is traced as `jax.jit` would, and what no result needs is left out, as XLA does. What XLA then
-says of memory is taken as it is; operations are counted in `flops.py`. What is kept for backward
-are the residuals of `jax.vjp`, again in a jaxpr: those that are no arguments.
+f is traced as by `jax.jit`, without dead code, as in XLA. Peak bytes are XLA's own figures;
+operations are counted in `flops.py`. The saved bytes are those of the residuals of `jax.vjp` in its
+jaxpr that are not arguments.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _libraries(text: str | None) -> list[str]:
-    """The note about kernels of libraries, which hold memory that XLA does not know of.
+    """The note on library kernels, whose memory XLA's figures leave out.
 
-    On the CPU XLA gives whole chains of products to one (seen: 4 bytes for eight layers).
+    On the CPU XLA may fuse whole chains of products into one (seen: 4 bytes for eight layers).
     """
     kinds = sorted(set(re.findall(r'"kind":"__(\w+?)_fusion"', text or "")))
     if not kinds:
@@ -73,13 +73,13 @@ def _libraries(text: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A call as a jaxpr, without what no result needs.
+    """A call as a jaxpr without dead code.
 
     Attributes:
-        run: f as a function of its array leaves; gives the arrays that it returns.
-        leaves: Those of its arguments.
-        jaxpr: Its equations.
-        consts: The arrays that it captured.
+        run: f as a function of its array leaves that returns the arrays among its results.
+        leaves: The array leaves of the arguments.
+        jaxpr: The jaxpr.
+        consts: The captured arrays.
     """
 
     run: Callable[..., list[Any]]
@@ -122,11 +122,11 @@ class _Compiled:
         return cls(run, leaves, live(closed.jaxpr), list(closed.consts))
 
     def evaluated(self, consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-        """The program, what it captured as an argument: XLA would copy and fold constants."""
+        """The program with captured arrays as arguments: XLA would copy and fold constants."""
         return jax.core.eval_jaxpr(self.jaxpr, consts, *leaves)
 
     def saved_bytes(self) -> tuple[int | None, list[str]]:
-        """What jax.vjp keeps along all inexact leaves, and why it keeps nothing if it cannot."""
+        """The bytes of jax.vjp's residuals along all inexact leaves, or None and a note."""
         moving = [i for i, x in enumerate(self.leaves) if trees.is_inexact(x)]
         if not moving:
             return 0, []
@@ -150,10 +150,10 @@ class _Compiled:
 
 
 def _origins(jaxpr: Jaxpr) -> list[Any]:
-    """For each output where it was made, the same for one array that has several names.
+    """For each output its origin; equal for several names of one array.
 
-    The number of an input if it is one, -1 if it was captured. An equation that is a call hands
-    arrays on.
+    The origin is the index of an input, -1 for a captured array, else the variable. Calls may
+    return their inputs unchanged.
     """
     origins: dict[Any, Any] = dict.fromkeys(jaxpr.constvars, -1)
     origins.update((var, i) for i, var in enumerate(jaxpr.invars))

@@ -1,8 +1,8 @@
-"""Name, operand order and attributes of a JAX equation, in the names that both frameworks share.
+"""Translates a JAX equation to its framework-neutral name, operand order and attributes.
 
-The order in which its operands are written, and as attributes all else that makes it what it is and
-is not as it is by default. The names are those of `seeing/formulas/operations/`; what has no word
-there keeps JAX's own. How an array is laid out, and on which devices, is left out.
+Attributes are the parameters that differ from their defaults. Their names are those of
+`seeing/formulas/operations/`; primitives without a neutral name keep JAX's own. Layouts, devices
+and shardings are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def name_of(eqn: Eqn) -> str:
 
 
 def order_of(eqn: Eqn) -> tuple[int, ...]:
-    """The positions of its operands, in the order in which they are told."""
+    """The positions of its operands, in the framework-neutral order."""
     name = eqn.primitive.name
     if name == "select_n" and _is_choice(eqn):
         return 0, 2, 1
@@ -44,12 +44,12 @@ def order_of(eqn: Eqn) -> tuple[int, ...]:
 
 
 def exponent_of(eqn: Eqn) -> int | None:
-    """The number that is an operand of the operation, and a parameter of the equation."""
+    """A static exponent, which the framework-neutral operation has as an operand."""
     return int(eqn.params["y"]) if eqn.primitive.name == "integer_pow" else None
 
 
 def attributes_of(eqn: Eqn) -> Attributes:
-    """What it was given that is no array and no program."""
+    """The static parameters that are not jaxprs and differ from their defaults."""
     name = eqn.primitive.name
     form = _FORMS.get(name)
     if form is not None:
@@ -68,7 +68,7 @@ def _is_program(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A parameter as numbers, words and tuples of them."""
+    """A parameter as numbers, strings and tuples of them."""
     if isinstance(value, Enum):
         return value.name.lower()
     if isinstance(value, np.dtype):
@@ -147,7 +147,7 @@ def _contracted(p: Any, eqn: Eqn) -> Attributes:
 
 
 def subscripts(eqn: Eqn) -> str:
-    """A contraction as einsum says it."""
+    """A contraction's einsum subscripts."""
     (left, right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
     names = iter(ascii_lowercase)
     first = [next(names) for _ in _shape(eqn.invars[0])]
@@ -179,7 +179,7 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
 
 
 def _pooled(p: Any, eqn: Eqn) -> Attributes:
-    """Of the last axes, from the first on along which there is a window."""
+    """Window, stride and padding of the last axes, from the first with a nontrivial window."""
     window, stride = _ints(p["window_dimensions"]), _ints(p["window_strides"])
     padding = tuple(_ints(pair) for pair in p["padding"])
     dilation, inner = _ints(p["window_dilation"]), _ints(p["base_dilation"])
@@ -194,14 +194,14 @@ def _pooled(p: Any, eqn: Eqn) -> Attributes:
 
 
 def _transformed(p: Any, eqn: Eqn) -> Attributes:
-    """Along the last axes; of the inverse to real numbers the length of the last."""
+    """The transformed axes, which are the last ones; for irfft also the length of the last."""
     lengths, rank = _ints(p["fft_lengths"]), len(_shape(eqn.invars[0]))
     axes = tuple(range(rank - len(lengths), rank))
     return {"axes": axes, "length": lengths[-1] if name_of(eqn) == "irfft" else None}
 
 
 def _of_triangle(p: Any, eqn: Eqn) -> Attributes:
-    """What is not lower, from the left, and the matrix itself."""
+    """The parameters that differ from a lower triangular matrix on the left, not transposed."""
     return {
         "lower": _unless(True, bool(p["lower"])),
         "left": _unless(True, bool(p["left_side"])),
@@ -251,7 +251,7 @@ def _unless_first(axes: Any) -> tuple[int, ...] | None:
 
 
 def _bounds(mode: Any) -> str | None:
-    """What becomes of an index out of bounds, where it is not JAX's usual."""
+    """The mode for indices out of bounds, if it is not JAX's default."""
     name = _plain(mode)
     return None if name in ("fill_or_drop", "promise_in_bounds", None) else str(name)
 

@@ -1,12 +1,12 @@
 """A JAX program with its backward passes, as a graph.
 
-The program is traced once; its jaxpr is run equation by equation inside of `jax.vjp`, each in a
-scope that numbers it. JAX hands that number on to all that it makes of the equation, forward and
-backward, so each node knows the line, the modules and the mark of what it was made of.
+The program is traced once. Its jaxpr is evaluated equation by equation inside of `jax.vjp`, each in
+a named scope with its number. JAX attaches the scope to all equations that it derives from this
+one, forward and backward, so each node gets the line, the modules and the mark of its origin.
 
-What depends on a cotangent is backward, what depends on the cotangent of a gradient is backward
-of the backward; all else runs forward, the factors too that only a later pass reads: where
-PyTorch keeps x for the backward pass of sin, JAX computes cos x at once and keeps that.
+An equation that depends on a cotangent is backward, one that depends on the cotangent of a gradient
+is backward of the backward. All others run forward, also those that only a later pass reads: where
+PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward pass and saves that.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
 
 @dataclass(frozen=True)
 class _Directions:
-    """What is differentiated along what.
+    """The differentiation of a jaxpr: which outputs, along which leaves, to which order.
 
     Attributes:
         closed: The forward program.
         leaves: Its arguments.
-        wrt: The leaves along which, of those that a derivative reaches.
+        wrt: The differentiated leaves that a derivative reaches.
         outs: The outputs that have a cotangent.
         order: As in `Differentiated`.
         names: The names of the leaves.
@@ -126,14 +126,14 @@ class _Directions:
         return outs, [conj(g) for g in pull([conj(ct) for ct in cts])]
 
     def examples(self) -> list[Any]:
-        """Arrays to trace at; of cotangents only the shapes matter."""
+        """Arrays to trace at, with zeros for cotangents."""
         avals = [self.closed.out_avals[k] for k in self.outs]
         cts = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
         again = [self.leaves[k] for k in self.wrt] if self.order == SECOND else []
         return [*self.leaves, *cts, *again]
 
     def phases(self) -> list[int]:
-        """In which pass each input enters."""
+        """The pass in which each input enters."""
         counts = len(self.leaves), len(self.outs), len(self.wrt) * (self.order == SECOND)
         return [phase for phase, count in enumerate(counts) for _ in range(count)]
 
@@ -174,7 +174,7 @@ def _take(items: Iterator[Any], count: int) -> list[Any]:
 
 
 def _run_in_steps(closed: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr; what is made of equation i is in the scope of step i."""
+    """Evaluates a jaxpr, equation i in the named scope of step i."""
 
     def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
         with jax.named_scope(f"{_STEP}{i}"):
@@ -184,7 +184,7 @@ def _run_in_steps(closed: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _step_of(eqn: Any) -> int | None:
-    """The equation of the forward program that an equation was made of."""
+    """The index of the forward equation from which an equation was derived."""
     for name, _ in scopes_of(eqn):
         if name.startswith(_STEP):
             return int(name.removeprefix(_STEP))
@@ -195,7 +195,7 @@ def _step_of(eqn: Any) -> int | None:
 
 
 class _Passes:
-    """Tells the passes of a graph apart, and says of each node what it was made of."""
+    """Assigns the nodes of a graph to passes, and gives them the origin of their forward node."""
 
     def __init__(
         self, graph: PlainGraph, closed: Any, forward: PlainGraph, entering: Sequence[int]
@@ -229,9 +229,9 @@ class _Passes:
         ends: list[tuple[int, str]],
         pairs: Sequence[tuple[Node, Any]],
     ) -> tuple[list[tuple[Node, Any]], dict[int, Value]]:
-        """The nodes with one for each second gradient that a rule's own stop takes away.
+        """Adds a `missing` node for each second gradient that a stop inside of a rule removes.
 
-        It is added to the ends, and what reads the stopped value is cut from it.
+        The node is added to `ends`, and links from the stopped values are cut.
         """
         values, nodes = dict(self.whole.values), [node for node, _ in pairs]
         gradients = [v for v, name in leaving if name.startswith(gradient_of(""))]
@@ -253,7 +253,7 @@ class _Passes:
         return [*cut, *made], values
 
     def is_needless(self, value: int, name: str) -> bool:
-        """Whether it would be a second gradient, and no cotangent of a gradient reaches it."""
+        """Whether it is a second gradient that no gradient's cotangent reaches: always zero."""
         second = name.startswith(second_gradient_of(""))
         return second and self.phase_of.get(value, FORWARD) < SECOND
 
@@ -266,20 +266,20 @@ class _Passes:
         readers: dict[int, int] = {}
         for i in reversed(range(len(result))):
             node = self.whole.nodes[i]
-            if all(v in self.whole.captured for v in node.inputs):  # it stands where it is read
+            if all(v in self.whole.captured for v in node.inputs):  # assign it to its first reader
                 result[i] = min((readers.get(v, SECOND) for v in node.outputs), default=result[i])
             for v in node.inputs:
                 readers[v] = min(result[i], readers.get(v, SECOND))
         return [self.attributed(i, phase) for i, phase in enumerate(result)]
 
     def attributed(self, i: int, phase: int) -> Node:
-        """A node with its pass, and the line, modules and mark of what it was made of."""
+        """A node with its pass, and the line, modules and mark of its forward node."""
         node, step = self.whole.nodes[i], self.steps[i]
         node = node_in_phase(node, phase)
         if step is None:
             return node
         origin = self.forward.nodes[step]
-        if phase and node.native == "add_any":  # where gradients meet: of no rule
+        if phase and node.native == "add_any":  # accumulation of cotangents, part of no rule
             return replace(node, source=origin.source, scope=origin.scope)
         mark = _mark_of(origin)
         source = origin.source if phase and mark not in _RULES else node.source or origin.source
@@ -290,7 +290,7 @@ class _Passes:
         return replace(node, links=None, loss=None) if mark in _RULES else node
 
     def without_stops(self, nodes: Sequence[Node]) -> tuple[list[int], list[tuple[Node, Any]]]:
-        """Leaves out stops that are not the user's: inside of rules, and in later passes."""
+        """Removes stops that are not the user's: inside of rules, and in later passes."""
         same: dict[int, int] = {}
         kept = []
         for node, step in zip(nodes, self.steps, strict=True):
@@ -303,16 +303,13 @@ class _Passes:
         return [same.get(v, v) for v in self.whole.outputs], kept
 
 
-_RULES = (
-    "custom rule",
-    "edited gradient",
-    "frozen",
-)  # what stands inside says nothing of derivatives
+# The derivatives of operations inside of these are replaced by a rule.
+_RULES = ("custom rule", "edited gradient", "frozen")
 _WHOLE = ("chunked", "frozen")
 
 
 def _as_forward(graph: PlainGraph) -> PlainGraph:
-    """A program before it is differentiated: what it transposes itself is an inner derivative."""
+    """The forward program; its own transposed equations are marked `INNER`."""
     nodes = tuple(
         replace(node_in_phase(n, FORWARD), mark=n.mark or INNER) if n.phase else n
         for n in graph.nodes
@@ -321,7 +318,7 @@ def _as_forward(graph: PlainGraph) -> PlainGraph:
 
 
 def _mark_of(node: Node) -> str:
-    """The mark of a node; what runs a chunk or a frozen function is part of it."""
+    """The mark of a node, or "chunked" or "frozen" if its bodies contain such a node."""
     inner = (part.mark for body in node.bodies for _, part in body.graph.walk())
     return next((mark for mark in inner if mark in _WHOLE), node.mark)
 
@@ -329,7 +326,7 @@ def _mark_of(node: Node) -> str:
 def _saved(
     nodes: Sequence[Node], steps: Sequence[Any], literals: set[int]
 ) -> Mapping[int, tuple[int, ...]]:
-    """For the last node of each step in each pass, what later passes of the step read of before."""
+    """Residuals: the values that later passes of a step read, by the last node of each step."""
     made = {value: node.phase for node in nodes for value in node.outputs}
     last = {(step, node.phase): i for i, (node, step) in enumerate(zip(nodes, steps, strict=True))}
     first: dict[int, int] = {}

@@ -1,9 +1,9 @@
-"""One run of a program in JAX, as a recording: its jaxpr as a graph, or what JAX refused.
+"""`record` in JAX: the jaxpr of a program as a graph, or JAX's error.
 
-A program is traced at shapes and dtypes alone, so no number is computed and nothing of it runs
-twice. Where it decides on values, which eager differentiation allows, it is traced with the answers
-at its leaves (`concrete_tracing.py`). An array that leaves JAX on the way, through NumPy, float or
-item, ends the trace: that is the finding.
+A program is traced abstractly, so no number is computed. A program that branches on values, as
+eager differentiation allows, is traced with concrete values where Python needs them
+(`concrete_tracing.py`). An array that leaves JAX through NumPy, float or item ends the trace; that
+is the finding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEAVING = (
 
 
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
-    """One run of a function of flat leaves, as a graph."""
+    """Records a function of flat leaves as a graph."""
     reached = list(_reached(run))
     result = _arrays(reached)
     try:
@@ -59,17 +59,17 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
 
 
 def rerun(run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
-    """`run(leaves)` once more; JAX keeps no state that it could change."""
+    """Calls `run(leaves)`; in JAX there is no state to restore."""
     return run(leaves)
 
 
 def watchable() -> bool:
-    """Whether `record` may be called here: a run may be traced inside of any transform."""
+    """True: a program can be traced inside of any transform."""
     return True
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """f, whose runs leave the modules that it holds unchanged."""
+    """f, with the state of its stateful modules restored after each run."""
     return stateful(caller, f, ()) or f
 
 
@@ -93,11 +93,11 @@ def where_lost(closed: Any, outs: int, index: int) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A program, seen once.
+    """A traced program.
 
     Attributes:
-        closed: Its jaxpr.
-        host_outputs: Which outputs are no arrays of JAX.
+        closed: Its closed jaxpr.
+        host_outputs: The indices of outputs that are not JAX arrays.
     """
 
     closed: Any
@@ -108,7 +108,7 @@ _traces: WeakKeyDictionary[Any, tuple[list[Any], Traced]] = WeakKeyDictionary()
 
 
 def trace(run: Run, leaves: Sequence[Any]) -> Traced:
-    """The jaxpr of a run; of the same program at the same leaves it is made once."""
+    """The jaxpr of a run; memoized for the same program at the same leaves."""
     owner = getattr(run, "__self__", None)
     if owner is None:
         return _trace(run, leaves)
@@ -120,7 +120,7 @@ def trace(run: Run, leaves: Sequence[Any]) -> Traced:
 
 
 def graph_once(traced: Traced) -> PlainGraph:
-    """The graph of a program; of one that was recorded it is there already."""
+    """The graph of a traced program; memoized."""
     if traced not in _graphs:
         _graphs[traced] = graph_of(traced.closed)
     return _graphs[traced]
@@ -162,7 +162,7 @@ def _closed(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 
 
 def _constant(y: Any) -> Any:
-    """A result that is no array of JAX's, as a constant of its shape."""
+    """A NumPy or Python output as a constant of its shape."""
     array = np.asarray(y)
     return jnp.asarray(array) if array.dtype.kind in "fciub" else jnp.zeros(())
 
@@ -171,7 +171,7 @@ def _constant(y: Any) -> Any:
 
 
 def _what_left(error: Exception) -> Refusal | None:
-    """How an array was to leave JAX; None if a shape or a branch was to depend on its values."""
+    """How an array left JAX; None if a shape or a branch depended on its values."""
     line, modules = source_of_error(error)
     operation = _operation(error, line)
     if operation is None:
@@ -200,13 +200,13 @@ _MOST = 20_000
 
 
 def _stand_ins(traced: Traced, leaves: Sequence[Any], names: Mapping[int, str]) -> tuple[str, ...]:
-    """For each leaf the name of the same array, if the program reads it from outside."""
+    """For each leaf its name as a captured array, if the program reads it by closure."""
     read = set(map(id, traced.closed.consts))
     return tuple(names.get(id(leaf), "") if id(leaf) in read else "" for leaf in leaves)
 
 
 def captured_arrays(run: Run) -> dict[int, str]:
-    """The arrays that a function can reach besides its arguments, by id, with its names."""
+    """The names of the arrays that a function can reach without its arguments, by id."""
     return _arrays(_reached(run))
 
 
@@ -219,17 +219,17 @@ def _arrays(reached: Iterable[tuple[Any, str]]) -> dict[int, str]:
 
 
 def _rules(reached: Iterable[tuple[Any, str]]) -> list[Any]:
-    """The user's functions with a backward of their own, by `jax.custom_vjp`."""
+    """The user's `jax.custom_vjp` functions."""
     rules = [x for x, _ in reached if isinstance(x, jax.custom_vjp)]
     codes = [getattr(x.bwd, "__code__", None) for x in rules]
     return [x for x, code in zip(rules, codes, strict=True) if code and whose(code) == USER]
 
 
 def _reached(run: Run) -> Iterator[tuple[Any, str]]:
-    """What a function can reach besides its arguments, and how its author calls it.
+    """All objects that a function can reach without its arguments, with their names.
 
-    Looked for in closures, in the globals that its code names, in defaults, in what it is bound
-    to, and in containers and attributes of all these.
+    The search follows closures, the globals that the code names, defaults, bound methods, and
+    containers and attributes of all these.
     """
     owner = getattr(run, "__self__", None)
     start = getattr(owner, "f", run)  # the user's function, without the arguments of this call

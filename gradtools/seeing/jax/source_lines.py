@@ -1,8 +1,7 @@
-"""Source lines of equations: the innermost line of the user's own, and the modules around it.
+"""Source lines and modules of JAX equations.
 
-Whose a frame is says `gradtools.code_origin`; where none is the user's, the innermost of an
-installed package stands in.
-JAX keeps with each equation the stack that made it, up to where it began to trace.
+`gradtools.code_origin` classifies stack frames. The line is the innermost one of the user's code,
+else of an installed package. JAX keeps each equation's stack, up to where tracing began.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from gradtools.jax._upstream import file_of, stack_of
 
 
 def source(eqn: Any, site: Source | None = None) -> Source | None:
-    """The innermost line of the user's own code that made an equation.
+    """The innermost line of the user's code that made an equation.
 
-    A stack ends where JAX began to trace a function, so inside of a library's function there may
-    be no such line; `site`, that of the call, is then given back, and where there is none a line
-    of an installed package.
+    A stack ends where tracing began, so inside of a library's jitted function there may be no such
+    line. Then `site`, the line of the call, is returned, or a line of an installed package.
     """
     package: Source | None = None
     for frame in stack_of(eqn):
@@ -47,15 +45,15 @@ def _line(frame: Any) -> Source:
 
 
 def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...]]:
-    """The innermost line of the user's that an error went through, and the modules around it."""
+    """The innermost line of the user's code in an error's traceback, and the modules around it."""
     modules = [name for function, file in functions_in(error) for name in _module(function, file)]
     return innermost(lines_of(error), PACKAGE), tuple(modules)
 
 
 def is_in_rule(eqn: Any) -> bool:
-    """Whether an equation runs in the backward of a `jax.custom_vjp` whose lines JAX did not keep.
+    """Whether an equation belongs to the backward of a `jax.custom_vjp` function.
 
-    Its stack then begins at the call of the function with the rule.
+    JAX does not keep the backward's lines: its stack begins at the call of the function.
     """
     for frame in stack_of(eqn):
         if frame.function_name == "custom_vjp.__call__" and is_in(("jax",), frame.file_name):
@@ -66,7 +64,7 @@ def is_in_rule(eqn: Any) -> bool:
 
 
 def is_own(jaxpr: Any) -> bool | None:
-    """Whether the function behind a jaxpr is a library's, not the user's; None if unknown."""
+    """Whether a jaxpr's function belongs to a library, not to the user; None if unknown."""
     where = file_of(jaxpr)
     return is_in(_LIBRARIES, where) if where else None
 
@@ -76,9 +74,9 @@ def is_gradtools(jaxpr: Any) -> bool:
 
 
 def modules_around(eqn: Any) -> tuple[str, ...]:
-    """The classes whose ``__call__`` led to an equation, outermost first.
+    """The classes whose ``__call__`` is in an equation's stack, outermost first.
 
-    Modules of flax.nnx, and callables of the user's own, give their scopes no name.
+    These are used for modules without named scopes: those of flax.nnx, and the user's callables.
     """
     names: list[str] = []
     for frame in takewhile(lambda frame: not is_ours(frame.file_name, _HERE), stack_of(eqn)):
@@ -87,7 +85,7 @@ def modules_around(eqn: Any) -> tuple[str, ...]:
 
 
 def _module(function: str, file: str) -> list[str]:
-    """The class, if a function is the call of a module."""
+    """The class, if a function is a module's ``__call__``."""
     owner, _, method = function.rpartition(".")
     called = method == "__call__" and owner and "<" not in owner and owner[0] != "_"
     return [owner] if called and not is_in(_ENGINES, file) else []

@@ -1,13 +1,12 @@
-"""A jaxpr run on numbers, with each operation that carries a derivative kept on a tape.
+"""Evaluates a jaxpr and records each differentiable operation on a tape.
 
-Calls, branches and short loops are written out, so that a step is an operation inside of them. A
-step knows its operands and the leaves on whose paths they lie, and how a cotangent is pulled back
-through it alone::
+Calls, branches and short loops are inlined, so that a step is an operation inside of them. A step
+has its operands, the leaves on which they depend, and a pullback of this operation alone::
 
     ct of the operands = (d results / d operands)^T  ct of the results
 
-That is compiled once for each operation, its parameters and shapes, so equal layers share it, and
-so do later calls. Which operations carry a derivative is read from the `Graph` of the jaxpr.
+The pullback is compiled once for each operation, parameters and shapes, so equal layers and later
+calls share it. The `Graph` of the jaxpr determines which operations are differentiable.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _Apply = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Moving:
-    """An array, and the leaves, one bit each, in which it is differentiable.
+    """An array on the tape.
 
     Attributes:
         array: The array.
-        leaves: The leaves; none of an array that carries no derivative.
+        leaves: A bit mask of the leaves on which it depends differentiably.
         number: Its number on the tape.
     """
 
@@ -48,17 +47,17 @@ class Moving:
 
 @dataclass(frozen=True)
 class TapeStep:
-    """One operation as it ran.
+    """One recorded operation.
 
     Attributes:
         apply: The operation, from its operands to its results.
         arrays: Its operands.
-        operands: By position those that carry a derivative.
-        results: The same of its results.
+        operands: The differentiable operands, by position.
+        results: The differentiable results, by position.
         node: Its node in the graph.
-        packs: Whether it only takes a loop's arrays apart, or puts them together.
-        key: What it is apart from its operands, to compile it once; None if it must not be.
-        context: The settings in which it ran.
+        packs: Whether it only unstacks or stacks a loop's arrays.
+        key: The key of its compiled pullback; None if it cannot be shared.
+        context: JAX's context (such as x64) in which it ran.
     """
 
     apply: _Apply
@@ -73,7 +72,7 @@ class TapeStep:
     def pulled(
         self, given: Mapping[int, Any], wanted: Sequence[int], arrays: Sequence[Any] = ()
     ) -> list[Any]:
-        """What these cotangents of results are for these operands, here or at other arrays."""
+        """Pulls cotangents of results back to the wanted operands, optionally at other arrays."""
         op = _Pull(self.apply, tuple(given), tuple(wanted), self.key)
         pull = _compiled if self.key is not None else _at_once
         at = tuple(arrays or self.arrays)
@@ -85,7 +84,7 @@ class TapeStep:
 
 @dataclass(frozen=True)
 class _Pull:
-    """Which operation is transposed, and to what; equal ones are compiled once."""
+    """The static arguments of a pullback; equal ones share a compilation."""
 
     apply: _Apply = field(compare=False)
     given: tuple[int, ...]
@@ -107,7 +106,7 @@ _compiled = partial(jax.jit, static_argnums=0)(_at_once)
 
 @dataclass
 class Tape:
-    """Runs a jaxpr beside its graph; `steps` are what carried a derivative, in order."""
+    """Evaluates a jaxpr along its graph; `steps` are the differentiable operations, in order."""
 
     steps: list[TapeStep] = field(default_factory=list)
     _count: int = 0
@@ -221,7 +220,7 @@ def _constant(literal: Any) -> Moving:
 
 
 def _key(eqn: Any) -> Hashable:
-    """An equation apart from its operands; None if it holds functions, which differ each time."""
+    """The primitive and parameters; None if these hold functions, which differ at each trace."""
     params = eqn.params
     if any(map(callable, params.values())) or any(jaxprs.sub_jaxprs(params)):
         return None

@@ -1,8 +1,8 @@
-"""What a model of equinox, flax or plain pytrees holds in JAX, and what its optimiser changes.
+"""The arrays of a JAX model (equinox, flax, pytrees), and those that its optimiser changes.
 
-A loss that reads its model from outside is traced once; in its jaxpr the model's arrays are
-constants, known by identity, and put in their place are variables. An optimiser of optax is asked:
-an array that its update leaves at zero, where others move, is one that it does not change.
+A loss that captures its model is traced once. In its jaxpr the model's arrays are constants, which
+are identified by id and replaced by variables. An optax optimiser is probed with gradients of one:
+an array whose update is zero, while others are not, is one that it does not change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gradtools.seeing.jax.recorded_run import trace
 def lifted(
     caller: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
 ) -> Callable[[list[Any]], Any]:
-    """`f(*args, **kwargs)` as a function of arrays that f reads from outside."""
+    """`f(*args, **kwargs)` as a function of arrays that f captures."""
     if not arrays:
         raise GradtoolsError(
             f"{caller}: f holds no module whose parameters could be looked at. Name what is "
@@ -57,7 +57,7 @@ def lifted(
 
 
 def model_of(f: Any) -> Any:
-    """The modules that f is or holds, by name where there are several; None if there are none."""
+    """f if it is a module, else the module or list of modules that it captures, or None."""
     kinds = module_kinds()
     if not kinds:
         return None
@@ -84,7 +84,7 @@ def held(caller: str, model: Any) -> list[HeldArray]:
 
 
 def _not_leaves(model: Any) -> Iterator[HeldArray]:
-    """What modules hold that no gradient goes to."""
+    """Floating arrays of modules that are not parameters: buffers and static fields."""
     kinds = module_kinds()
     nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
     is_module = lambda x: isinstance(x, kinds)
@@ -119,7 +119,10 @@ def _static(equinox: Any, module: Any, name: str) -> Iterator[HeldArray]:
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
-    """What an optimiser changes: one of optax, its state, the pair of both, or one of flax.nnx."""
+    """The arrays that an optimiser changes.
+
+    It may be an optax transformation, its state, the pair of both, or an `nnx.Optimizer`.
+    """
     nnx, part = sys.modules.get("flax.nnx"), part_of(model)
     if nnx is not None and _is_an_optimizer(optimizer):
         part = _pure(nnx, nnx.state(model, optimizer.wrt))
@@ -149,7 +152,7 @@ def _is_an_optimizer(x: Any) -> bool:
 
 
 def _probed(tx: Any, state: Any, part: Any) -> Optimised:
-    """Whether a step with gradients of one moves an array."""
+    """The arrays that a step with gradients of one changes."""
     leaves = jax.tree.leaves(part)
     treedef: Any = jax.tree.structure(part)
     strangers = _strangers(state, tx.init(part))
@@ -181,7 +184,7 @@ def _moves(update: Any) -> bool:
 
 
 def _strangers(state: Any, expected: Any) -> list[tuple[str, str]]:
-    """The arrays of a state that an optimiser of this model would not have."""
+    """The arrays of an optimiser state that do not fit this model."""
     known = {_name(path): x.shape for path, x in jax.tree.leaves_with_path(expected)}
     result = {_name(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(state)}
     return [_stranger(name) for name, shape in result.items() if known.get(name) != shape]
@@ -192,7 +195,7 @@ def _stranger(name: str) -> tuple[str, str]:
 
 
 def _pure(nnx: Any, state: Any) -> Any:
-    """A state with arrays in the place of its Variables. Older flax calls it `pure`."""
+    """A state with arrays in place of its Variables. Older flax calls it `pure`."""
     return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(state)
 
 
@@ -229,7 +232,7 @@ def _ends_in(name: str, end: str) -> bool:
 
 
 def _name(path: Sequence[Any]) -> str:
-    """A path as a model's author writes it: layers[0].weight."""
+    """A key path as Python source: layers[0].weight."""
     result = ""
     for step in path:
         key = next(

@@ -1,1 +1,1 @@
-"""Pictures of graphs: the layout, SVG, Mermaid, Graphviz and the page in a browser."""
+"""Pictures of graphs: layout, SVG, Mermaid, Graphviz and an interactive HTML page."""

@@ -1,8 +1,7 @@
 """The text of a box and its measured size.
 
-All text is set in a monospaced face, whose letters are as wide as one another in every such font
-to within a few percent; the table below is the widest of the usual ones. What is too long is
-broken over lines, at a place where a name has a joint, and never cut off.
+Text is set in a monospaced font. The usual ones differ by a few percent in width; the advances
+below are those of the widest. Long text is wrapped at separators of names.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _CLOSED = "▸ "
 
 @dataclass(frozen=True)
 class Row:
-    """One line of text: what it says, what it is, and its baseline below the card's top."""
+    """One line of text, with its style and its baseline below the card's top."""
 
     text: str
     style: str
@@ -34,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Card:
-    """The text of a box, with the box's size."""
+    """The text of a box, and the box's size."""
 
     rows: tuple[Row, ...]
     width: float
@@ -71,13 +70,13 @@ def _card(texts: list[tuple[str, str]]) -> Card:
 
 
 def size_of(style: str) -> float:
-    """The size of the letters of a style."""
+    """The font size of a style."""
     return TITLE if style == "title" else LINE
 
 
 @lru_cache(maxsize=10000)
 def text_width(text: str, size: float) -> float:
-    """How wide a text is at most, set in any usual monospaced face."""
+    """An upper bound of a text's width in the usual monospaced fonts."""
     return size * (len(text) * _ADVANCE if text.isascii() else sum(map(_advance, text)))
 
 
@@ -96,7 +95,7 @@ def _lines(text: str, longest: int) -> tuple[str, ...]:
 
 
 def broken(text: str, longest: int) -> list[str]:
-    """A text in lines no longer than so many letters, broken at its joints where it has some."""
+    """Wraps a text to lines of at most `longest` characters, at separators where possible."""
     text = shown(text)
     if len(text) > longest * _MOST_LINES:
         half = longest * _MOST_LINES // 2 - 2
@@ -112,14 +111,14 @@ def broken(text: str, longest: int) -> list[str]:
 
 
 def short(text: str, longest: int = 60) -> str:
-    """A text on one line, shortened in its middle where it is very long."""
+    """A text on one line, shortened in its middle to `longest` characters."""
     text = shown(text)
     half = longest // 2
     return text if len(text) <= longest else f"{text[: half - 1]}…{text[-half:]}"
 
 
 def shown(text: str) -> str:
-    """A text without what no picture can show: control characters, line breaks, half letters."""
+    """Replaces characters that cannot be drawn by a dot: control characters, surrogates."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(

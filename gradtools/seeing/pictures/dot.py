@@ -82,14 +82,14 @@ def _edge(outline: Outline, arrow: Arrow, phases: dict[int, int]) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as a quoted name of the language, lines centred."""
+    """A text as a quoted string of Graphviz, with centred lines."""
     lines = [shown(line) for line in text.split("\n")]
     safe = "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines)
     return f'"{re.sub("&", "&amp;", safe)}"'
 
 
 def drawn_by_graphviz(graph: PlainGraph, **view: Any) -> str:
-    """The picture that an installed Graphviz makes of a graph, as SVG.
+    """The SVG that an installed Graphviz draws of a graph.
 
     Raises:
         GradtoolsError: there is no `dot` program, or it fails.

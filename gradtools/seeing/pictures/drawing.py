@@ -1,8 +1,8 @@
-"""The picture as an SVG document, drawn by the scripts of the page, `layout.js` and `markup.js`.
+"""A graph as an SVG document, drawn by the scripts of the HTML page, `layout.js` and `markup.js`.
 
-There is one layout, in the language of the page that lays a graph out again whenever a block opens
-or closes. QuickJS, a small interpreter, runs it here. Colours come from a style sheet in the
-picture itself, so it follows the reader's light or dark setting.
+There is one layout, in JavaScript, because the page runs it again whenever a block opens or closes.
+Here QuickJS runs it. The picture contains its style sheet and follows the reader's light or dark
+setting.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.pictures.page_data import data_of, script
 from gradtools.seeing.pictures.palette import style_sheet
 
-_STACK = 64 << 20  # bytes: blocks may lie a thousand deep in one another
+_STACK = 64 << 20  # bytes, enough for blocks nested a thousand deep
 _FILE = """
 (data, style) => {
   const G = JSON.parse(data);
@@ -40,19 +40,19 @@ def to_svg(
 
     Args:
         graph: The graph.
-        depth: How many levels of blocks are open; None: as many as fit one screen.
+        depth: The number of open levels of blocks; None opens as many as fit one screen.
         expand: Names of blocks to open in any case, such as "layers.3.attention" or "*.attention".
-        fold: Whether repeated blocks are drawn once with their count; None: in large graphs.
-        theme: "light", "dark", or "auto": as the reader's system is set.
+        fold: Whether repeated blocks are drawn once with their count; None folds large graphs.
+        theme: "light", "dark", or "auto", the setting of the reader's system.
         engine: "gradtools", or "graphviz" for the layout of an installed `dot`.
-        title: What stands above the picture.
+        title: The picture's title.
 
     Returns:
         An SVG document.
 
     Raises:
-        GradtoolsError: an unknown theme or engine; quickjs-ng, or the `dot` that is asked for, is
-            not installed.
+        GradtoolsError: an unknown theme or engine; quickjs-ng, or `dot` for that engine, is not
+            installed.
     """
     _choice("theme", theme, ("auto", "light", "dark"))
     _choice("engine", engine, ("gradtools", "graphviz"))
@@ -72,7 +72,7 @@ def _choice(name: str, given: str, known: tuple[str, ...]) -> None:
 
 
 def interpreter() -> Any:
-    """A JavaScript context that knows the layout and the markup; it stays in its thread."""
+    """A JavaScript context with the layout and markup scripts; bound to the current thread."""
     try:
         import quickjs
     except ModuleNotFoundError:

@@ -69,12 +69,12 @@ def _styles(arrows: list[Arrow]) -> Iterator[str]:
 
 
 def quoted(text: str, escaped: bool = False) -> str:
-    """A text as a quoted label; what Mermaid or HTML would read as its own is told by number."""
+    """A text as a quoted label, with the special characters of Mermaid and HTML escaped."""
     return f'"{text if escaped else safe(text)}"'
 
 
 def safe(text: str) -> str:
-    """A text with every letter that means something to Mermaid or HTML as ``#code;``."""
+    """Escapes the special characters of Mermaid and HTML as ``#code;``."""
     return "".join(
         letter if letter.isalnum() or letter in _PLAIN else f"#{ord(letter)};"
         for letter in shown(text)

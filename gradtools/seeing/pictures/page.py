@@ -1,7 +1,7 @@
-"""A graph as a page of its own: one file that loads nothing, in which blocks open and close.
+"""A graph as a self-contained HTML page, in which blocks open and close.
 
-The page holds the arrangement of every block as data (`page_data.py`). `layout.js` and `markup.js`
-draw it, again whenever a block opens or closes, and `page.js` listens to the reader.
+The page contains the arrangement of every block as data (`page_data.py`). `layout.js` and
+`markup.js` redraw it whenever a block opens or closes; `page.js` handles events.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def to_html(
     theme: str = "auto",
     title: str = "",
 ) -> str:
-    """A graph as a page that loads nothing; the options are those of `drawing.to_svg`."""
+    """A graph as a self-contained HTML page; the options are those of `drawing.to_svg`."""
     outline = outline_of(graph, fold=fold, expand=expand, title=title)
     names = " and ".join(column.title for column in outline.columns)
     return _PAGE.format(
@@ -74,7 +74,7 @@ def to_html(
 
 
 def framed(page: str, height: int = 640) -> str:
-    """A page inside another, as notebooks show it."""
+    """A page in a sandboxed iframe, for notebooks."""
     look = f"width:100%;height:{height}px;border:1px solid #8884;border-radius:8px"
     return f'<iframe sandbox="allow-scripts" style="{look}" srcdoc="{escape(page)}"></iframe>'
 
@@ -98,6 +98,6 @@ def _variables(c: Colours) -> str:
 
 
 def _embedded(data: Any) -> str:
-    """Data as JSON that no page can take for its own end."""
+    """JSON for a script element: the characters that could end the element are escaped."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,7 +1,6 @@
-"""An outline, its rows arranged, as plain data that layout.js, markup.js and page.js read.
+"""An outline and its arrangement as JSON data for layout.js, markup.js and page.js.
 
-Widths of text are measured here, once; the scripts measure none but those of sizes in bytes,
-whose letters are `advance` wide.
+Text widths are measured here. The scripts measure only sizes in bytes, with `advance` per letter.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ def script(name: str) -> str:
 def data_of(
     outline: Outline, depth: int | None = None, expand: str | Iterable[str] = ()
 ) -> dict[str, Any]:
-    """An outline as what JSON can hold.
+    """An outline as JSON data.
 
     Args:
-        outline: What is shown.
-        depth: How many levels of blocks are open; None: as many as fit one screen.
+        outline: The outline.
+        depth: The number of open levels of blocks; None opens as many as fit one screen.
         expand: Names of blocks to open in any case.
     """
     arrangement = arrange(outline)
@@ -94,7 +93,7 @@ def _item(item: Box | Block) -> dict[str, Any]:
 
 
 def _row(row: Row) -> tuple[str, str, float, float]:
-    """Its text, style and baseline, and how wide the pill around a mark is."""
+    """A row's text, style and baseline, and the width of the pill around a mark."""
     pill = text_width(row.text, LINE) + 10 if row.style == "mark" else 0.0
     return shown(row.text), row.style, row.y, pill
 

@@ -1,9 +1,9 @@
 """The colours of the pictures, for light and for dark backgrounds.
 
-The passes are blue, orange and a purple of another lightness than both: after Okabe and Ito (2008),
-chosen so that people of every kind of colour vision tell them apart (a test simulates them).
-Nothing is told by colour alone: passes stand in columns of their own under their names, cuts carry
-a cross and their reason, residuals are dashed, marks are words.
+The passes are blue, orange and a purple of another lightness than both, after Okabe and Ito (2008),
+so that they are distinguishable with every kind of colour vision (a test simulates them). Nothing
+is shown by colour alone: each pass is a column with its name, cuts have a cross and their reason,
+residuals are dashed, marks are words.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Colours:
-    """One theme: each colour by what it is for; a pass has (edge, fill)."""
+    """One theme: colours by their use; each pass has an (edge, fill) pair."""
 
     paper: str
     ink: str
@@ -61,7 +61,7 @@ def style_sheet(theme: str = "auto") -> str:
 
 
 def shapes_and_colours() -> str:
-    """The CSS of a page: by the reader's setting, unless ``data-theme`` says otherwise."""
+    """The CSS of a page: follows the reader's setting unless ``data-theme`` overrides it."""
     chosen = [
         _coloured(colours).replace(".gt", f":root[data-theme={name}] .gt")
         for name, colours in (("light", LIGHT), ("dark", DARK))

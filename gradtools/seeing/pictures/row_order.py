@@ -1,13 +1,12 @@
-"""Layered layout after Sugiyama: the rows of each block, and the order within them.
+"""Layered graph layout (Sugiyama, Tagawa and Toda, 1981): rows of each block, and their order.
 
-Every block is arranged by itself (after Sugiyama, Tagawa and Toda, 1981): its children get rows by
-their longest path, rows are kept from growing too wide, an arrow that passes rows gets a place in
-each of them, and the order within rows comes from sweeps of barycentres, the one with fewest
-crossings kept. An arrow that goes into a block, or out of it, has a port on the block's border:
-a place in a row of ports above the first row or below the last.
+Each block is laid out separately. Children are layered by longest path, with a limit on the width
+of a row. An arrow that spans several rows gets a dummy place in each of them. The order within rows
+comes from barycentre sweeps, of which the one with fewest crossings is kept. An arrow that enters
+or leaves a block has a port: a place in an extra row above the first or below the last.
 
-Arrows between columns, and those too long to take a place in every row, are *threads*: they are
-led around boxes, between the rows, when everything has its place (`layout.js`).
+Arrows between columns, and those that span more than `LONGEST` rows, are *threads*. `layout.js`
+routes them around boxes and between rows after all places are known.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _PLACES_TO_COUNT = 3000  # above, crossings are not counted
 
 @dataclass(frozen=True)
 class Strand:
-    """One line in a block, through a place in each row from its source to its target.
+    """A polyline in a block, through one place in each row from its source to its target.
 
     Attributes:
-        places: The places, by number, from one row to the next.
-        arrows: The arrows that it carries, by number.
+        places: The numbers of its places, row by row.
+        arrows: The numbers of its arrows.
     """
 
     places: tuple[int, ...]
@@ -39,15 +38,15 @@ class Strand:
 
 @dataclass(frozen=True)
 class Level:
-    """The inside of a block, arranged.
+    """The layout of a block's children.
 
     Attributes:
         rows: The places in each row, from left to right.
-        items: For each place the key of the child that stands there; -1: a line passes.
-        strands: The lines.
-        ports_in: The place in the first row of each line that comes from outside.
-        ports_out: The place in the last row of each that goes there.
-            Both by the number of the strand outside and its own block.
+        items: For each place the key of its child, or -1 for a dummy or a port.
+        strands: The polylines.
+        ports_in: The port in the first row of each strand that comes from outside, by the key of
+            the outside block and the number of the outside strand.
+        ports_out: Likewise the ports in the last row of strands that lead outside.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -59,12 +58,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """All blocks, arranged.
+    """The layout of all blocks.
 
     Attributes:
-        outline: What is arranged.
-        levels: The inside of each block, by its key.
-        threads: The arrows that are no strands, by number.
+        outline: The outline.
+        levels: The layout of each block, by its key.
+        threads: The numbers of the arrows that are not strands.
     """
 
     outline: Outline
@@ -73,7 +72,7 @@ class Arrangement:
 
 
 def arrange(outline: Outline) -> Arrangement:
-    """Rows and order for every block of an outline."""
+    """Lays out every block of an outline."""
     ways = _ways(outline)
     blocks = (*outline.columns, *outline.blocks)
     order = {child.key: i for block in blocks for i, child in enumerate(block.children)}
@@ -100,9 +99,9 @@ def arrange(outline: Outline) -> Arrangement:
 
 @dataclass(frozen=True)
 class _Journey:
-    """An arrow within one column: the block in which it goes across, and its ends' ancestors.
+    """An arrow within one column: the lowest common block of its ends, and the paths to them.
 
-    `source` and `target` go from the boxes up to the two children of `block`.
+    `source` and `target` list the keys from each box up to a child of `block`.
     """
 
     block: int
@@ -118,7 +117,7 @@ def _ways(outline: Outline) -> dict[int, tuple[int, ...]]:
 def _journey(
     order: dict[int, int], ways: dict[int, tuple[int, ...]], arrow: Arrow
 ) -> _Journey | None:
-    """None for an arrow between columns, or against the order of the program."""
+    """The arrow's path; None between columns, or against program order."""
     source, target = ways[arrow.source], ways[arrow.target]
     if source[-1] != target[-1]:
         return None
@@ -144,7 +143,7 @@ def _is_long(
 
 
 def _lay(drafts: dict[int, _Draft], journey: _Journey, number: int) -> None:
-    """Adds an arrow to the strand that goes across, and to those in and out of its blocks."""
+    """Adds an arrow to its strand in the common block, and to those in the blocks at its ends."""
     source, target = journey.source[-1], journey.target[-1]
     strand = outer = drafts[journey.block].strand(("item", source), ("item", target), number)
     outside = journey.block
@@ -161,7 +160,7 @@ def _lay(drafts: dict[int, _Draft], journey: _Journey, number: int) -> None:
 
 
 def _ranks(block: Block, pairs: set[tuple[int, int]]) -> dict[int, int]:
-    """The row of each child: below all that it reads, in a row that is not yet full."""
+    """The row of each child: below all that it reads, in the first row that is not full."""
     before: dict[int, list[int]] = {child.key: [] for child in block.children}
     after: dict[int, list[int]] = {child.key: [] for child in block.children}
     for source, target in pairs:
@@ -190,7 +189,7 @@ def _downward(block: Block, before: dict[int, list[int]], room: int) -> dict[int
 
 
 def _free(first_free: dict[int, int], filled: dict[int, int], rank: int, room: int) -> int:
-    """The first row from `rank` on with room left; full stretches are jumped over."""
+    """The first row from `rank` on that is not full; path compression skips full ones."""
     passed = []
     while filled.get(rank, 0) >= room:
         passed.append(rank)
@@ -207,7 +206,7 @@ def _pull_down(
     ranks: dict[int, int],
     room: int,
 ) -> None:
-    """Puts what reads nothing just above its first reader, or further above where it is full."""
+    """Moves children without inputs down to just above their first reader, if there is room."""
     sources = [child.key for child in block.children if not before[child.key]]
     filled: dict[int, int] = {}
     for key, rank in ranks.items():
@@ -228,7 +227,7 @@ _End = tuple[str, int | tuple[int, int]]
 
 @dataclass
 class _Draft:
-    """A level while arrows are laid into it."""
+    """A level under construction, to which strands are added."""
 
     block: Block
     ranks: dict[int, int]
@@ -240,7 +239,7 @@ class _Draft:
         return max(self.ranks.values(), default=0)
 
     def strand(self, source: _End, target: _End, arrow: int) -> int:
-        """Adds an arrow to the strand between two ends; gives the strand's number."""
+        """Adds an arrow to the strand between two ends; returns the strand's number."""
         arrows = self.strands.setdefault((source, target), [])
         arrows.append(arrow)
         if len(arrows) == 1:
@@ -251,7 +250,7 @@ class _Draft:
         self._numbers: dict[tuple[_End, _End], int] = {}
 
     def level(self) -> Level:
-        """The arranged level."""
+        """The finished level."""
         places = _LevelPlaces(self.block, self.ranks, self.last)
         strands = [
             Strand(places.through(source, target), tuple(arrows))
@@ -268,7 +267,7 @@ class _Draft:
 
 
 class _LevelPlaces:
-    """The places of a level: one for each child and port, one for each row that a line passes."""
+    """The places of a level: one for each child and port, and a dummy for each row in between."""
 
     def __init__(self, block: Block, ranks: dict[int, int], last: int) -> None:
         self.items: list[int] = []
@@ -310,7 +309,7 @@ class _LevelPlaces:
 
 
 def _ordered(rows: list[list[int]], strands: Sequence[Strand], count: int) -> list[list[int]]:
-    """The rows in the order, among those that the sweeps find, with fewest crossings."""
+    """Orders the rows by barycentre sweeps, keeping the order with fewest crossings."""
     above: list[list[int]] = [[] for _ in range(count)]
     below: list[list[int]] = [[] for _ in range(count)]
     for strand in strands:
@@ -331,7 +330,7 @@ def _ordered(rows: list[list[int]], strands: Sequence[Strand], count: int) -> li
 
 
 def _swept(rows: list[list[int]], near: list[list[int]], down: bool) -> list[list[int]]:
-    """Each row sorted by the mean position of its neighbours in the row before it."""
+    """Sorts each row by the mean position of its neighbours in the previous row."""
     at: dict[int, float] = {}
     for row in rows:
         at.update({place: i for i, place in enumerate(row)})
@@ -348,7 +347,7 @@ def _swept(rows: list[list[int]], near: list[list[int]], down: bool) -> list[lis
 
 
 def _crossings(rows: list[list[int]], below: list[list[int]]) -> int:
-    """How many pairs of lines cross between neighbouring rows: inversions, by a counting tree."""
+    """The number of crossings between adjacent rows: inversions, counted by a Fenwick tree."""
     total = 0
     for upper, lower in itertools.pairwise(rows):
         at = {place: i for i, place in enumerate(lower)}

@@ -1,4 +1,4 @@
-"""What is seen, written to a file in the form that its suffix names."""
+"""Writes graphs and formulas to files, in the format of the file's suffix."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from gradtools.errors import GradtoolsError
 
-Forms = Mapping[str, Callable[..., str]]  # by suffix, each of what is seen and the options
+Forms = Mapping[str, Callable[..., str]]  # by suffix; called with the object and its options
 
 
 def save(seen: Any, forms: Forms, path: str | os.PathLike[str], **view: Any) -> None:
-    """Writes something in the form that the suffix of a path names.
+    """Writes an object in the format of the path's suffix.
 
     Raises:
-        GradtoolsError: the suffix names no form.
+        GradtoolsError: the suffix is unknown.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in forms:

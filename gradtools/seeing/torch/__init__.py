@@ -1,1 +1,1 @@
-"""How a run of PyTorch is recorded, measured and written as formulas, for `gradtools.seeing`."""
+"""PyTorch's implementation of `gradtools.seeing`: recording, measuring, translating runs."""

@@ -1,9 +1,9 @@
-"""Floating-point operations in PyTorch, counted as the dispatcher runs them.
+"""Counts floating-point operations in PyTorch by a TorchDispatchMode.
 
-Every operation that reaches a backend passes a dispatch mode, those of backward passes and of
-tangents too. Products, convolutions, reductions and elementary functions have a rule here. What
-is made of them, a softmax or a layer norm, is taken apart by PyTorch's own decompositions, on
-tensors without contents, and its parts are counted.
+The mode sees every operation that reaches a backend, also those of backward passes and tangents.
+Products, convolutions, reductions and elementary functions have a counting rule here. Composite
+operations such as softmax or layer norm are decomposed by PyTorch's own decompositions on meta
+tensors, and their parts are counted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Rule = Callable[..., int]  # (arguments, what came out) to operations
 
 
 class Flops(upstream.Watching):
-    """Counts the operations that run inside.
+    """A dispatch mode that counts floating-point operations.
 
     Attributes:
-        total: How many so far.
-        unknown: The names of those that no rule counts.
+        total: The operations so far.
+        unknown: The names of operations without a counting rule.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def _sketch(x: Any) -> Any:
 
 
 def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[str]]:
-    """The operations of one call, and the names of what no rule counts."""
+    """The operations of one call, and the names of parts without a counting rule."""
     nothing = frozenset[str]()
     name = _name(func)
     rule = _rules().get(name)
@@ -78,18 +78,18 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[s
 
 
 def _name(func: Any) -> str:
-    """The operation's name, the same in place and out of place."""
+    """The operation's name without the underscore of its in-place variant."""
     name = upstream.schema_of(func).name.partition("::")[2]
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
 def _is_foreign(func: Any) -> bool:
-    """Whether it is an operation of the user's, whose inside is not seen."""
+    """Whether it is a user's custom operation, which is opaque."""
     return func.namespace not in ("aten", "prims", "prim", "debugprims", "profiler")
 
 
 def _last_resort(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[str]]:
-    """PyTorch's own counter; one for each element of what is elementwise; or its name."""
+    """Fallbacks: PyTorch's flop counter, one per element of pointwise operations, or unknown."""
     from torch.utils.flop_counter import flop_registry
 
     if func.overloadpacket in flop_registry:
@@ -102,7 +102,7 @@ def _last_resort(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, froz
 
 
 def _in_parts(func: Any, args: Any, kwargs: Any) -> Flops | None:
-    """The count of a decomposition's parts; None if there is none."""
+    """The count of the decomposition's operations; None if there is no decomposition."""
     whole = _is_composite(func)
     apart = func.decompose if whole else upstream.decompositions().get(func)
     if apart is None:
@@ -235,19 +235,19 @@ def _running(kind: str) -> Rule:
 
 
 def _variance(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """A mean, differences, their squares, the mean of these."""
+    """Mean, differences, squares and their mean: 4 operations per element."""
     roots = _elements(_first(out)) if _name(func).startswith("std") else 0
     return 4 * args[0].numel() + roots
 
 
 def _product(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """mm, bmm, mv, dot and the like: the first factor's last axis is contracted."""
+    """mm, bmm, mv, dot: the last axis of the first factor is contracted."""
     a, result = args[0], _first(out)
     return costs.product(result.numel(), a.shape[-1], result.is_complex())
 
 
 def _added_product(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """addmm and the like: beta * input + alpha * a @ b."""
+    """addmm, baddbmm, addmv, addbmm: beta * input + alpha * a @ b."""
     a, result = args[1], _first(out)
     factors = sum(kwargs.get(name, 1) not in (0, 1) for name in ("alpha", "beta"))
     added = 0 if kwargs.get("beta", 1) == 0 else costs.weight("add", result.is_complex())
@@ -279,7 +279,7 @@ def _spread(value: Any, axes: int) -> Sequence[int]:
 
 
 def _conv_once(x: Tensor, w: Tensor, y: Tensor, options: Sequence[Any]) -> int:
-    """One convolution, as it stands or transposed; its backward passes meet the same pairs."""
+    """A convolution, transposed or not; each of its backward passes costs the same."""
     stride, padding, dilation, transposed = options[:4]
     if transposed:
         x, y = y, x  # w is (channels of the input, of the output by group)
@@ -302,7 +302,7 @@ def _convolution_backward(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _pooled(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """A window's elements are compared; of an average they are added and divided."""
+    """max_pool: n - 1 comparisons per window of n; avg_pool: n - 1 additions and a division."""
     result, window = _first(out), args[1]
     axes = int(upstream.schema_of(func).name.split("pool")[1][0])
     taps = math.prod(_spread(window, axes))
@@ -310,7 +310,7 @@ def _pooled(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _pooled_back(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Each cotangent is added to one element; of an average divided, and added to all."""
+    """max_pool: one addition per cotangent; avg_pool: a division, and n additions."""
     ct, axes = args[0], int(upstream.schema_of(func).name.split("pool")[1][0])
     if "avg" not in _name(func):
         return ct.numel()
@@ -318,7 +318,7 @@ def _pooled_back(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _added_at(position: int) -> Rule:
-    """Adds the elements of one argument into another tensor."""
+    """The rule of operations that add each element of one argument into another tensor."""
 
     def rule(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         x = args[position]
@@ -339,17 +339,17 @@ def _attention(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _attention_back(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """The scores again, and the four products of the backward pass."""
+    """The recomputed scores, and the four products of the backward pass."""
     _, q, k, v = args[:4]
     rows, keys = math.prod(q.shape[:-1]), k.shape[-2]
     return rows * (2 * keys * (3 * q.shape[-1] + 2 * v.shape[-1]) + 9 * keys)
 
 
 def _lstm_layer(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """One direction of one layer on the CPU: at each step two products, four gates, the cell.
+    """One direction of an LSTM layer on the CPU: per step two products, four gates, the cell.
 
-    The gates take 4 functions, the new cell 2 products and a sum, the output a function and a
-    product, each as long as the state.
+    Per element of the state the gates take 4 functions, the new cell 2 products and a sum, the
+    output a function and a product.
     """
     x, of_input, of_state = args[:3]
     state, rows = of_state.shape[1], x.shape[0] * x.shape[1]
@@ -360,10 +360,11 @@ def _lstm_layer(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _lstm_layer_back(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """All gradients of one direction of one layer on the CPU, as its steps would compute them.
+    """The backward pass of one direction of an LSTM layer on the CPU, step by step.
 
-    Each product gives two; the weights of the state and both states add up over the steps, the
-    biases over all rows. An entry of the state takes 21 operations through the cell and its gates.
+    Each product has two transposed ones. The gradients of the state's weights and of both states
+    are summed over steps, those of the biases over all rows. The cell and its gates take 21
+    operations per element of the state.
     """
     x, of_input, of_state = args[:3]
     (steps, batch), (wide, state) = x.shape[:2], of_state.shape
@@ -394,7 +395,7 @@ def _solve(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _of_each(name: str, args: Any, out: Any) -> tuple[int, frozenset[str]]:
-    """An operation on lists of tensors: once for each element of each."""
+    """The cost of a ``_foreach_`` operation: per element of each tensor in the list."""
     tensors = [x for x in upstream.tree_leaves(args[0]) if _is_inexact(x)]
     if name in ("zero", "copy"):
         return 0, frozenset()

@@ -1,8 +1,8 @@
-"""The graph that autograd holds for tensors that exist already.
+"""Reads the autograd graph of existing tensors.
 
-No program runs: autograd's nodes are read as they stand, from the results to the leaves, and told
-in the order of the forward pass. A node says what it is the derivative of, and which tensors it
-keeps; operands through which no derivative flows are known only where they are kept.
+No program runs. Autograd's nodes are visited from the results to the leaves and listed in the order
+of the forward pass. A node reveals its forward operation and its saved tensors. Operands through
+which no derivative flows are known only if they are saved.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from gradtools.torch.trees import flatten, leaf_paths
 
 Tensor = torch.Tensor
 _SAVED = "_saved_"
-_WRAPPED = 2**63  # above, a negative axis that was kept as an unsigned number
+_WRAPPED = 2**63  # greater values are negative axes, stored as unsigned integers
 
 
 def graph_behind(outputs: Any) -> PlainGraph:
-    """What autograd holds for results; `outputs`: a pytree of tensors."""
+    """The autograd graph behind a pytree of tensors."""
     pairs = zip(leaf_paths(outputs), flatten(outputs)[0], strict=True)
     named = [(f"output{path}", y) for path, y in pairs if isinstance(y, Tensor)]
     if not any(y.requires_grad for _, y in named):
@@ -42,12 +42,12 @@ def graph_behind(outputs: Any) -> PlainGraph:
 
 
 class _AutogradReader:
-    """Reads autograd's nodes."""
+    """Converts autograd's nodes to `Node`s."""
 
     def __init__(self) -> None:
         self.values: dict[int, Value] = {}
-        self.numbers: dict[Any, int] = {}  # of a node's outputs, and of tensors, by id
-        self.held: list[Any] = []  # ids stay unique
+        self.numbers: dict[Any, int] = {}  # by (id of a node, output) or (id of a tensor, -1)
+        self.held: list[Any] = []  # keeps objects alive, so that ids stay unique
         self.inputs: list[int] = []
         self.captured: list[int] = []
 
@@ -85,7 +85,7 @@ class _AutogradReader:
         )
 
     def operands(self, fn: GradFn, kept: Sequence[tuple[str, int]]) -> list[int]:
-        """The values that a node read, each in its place; one that nobody kept is unknown."""
+        """The operands of a node in order; one that is not saved is a placeholder."""
         names, known, result = _operands_of(fn), dict(kept), []
         for place, (given, k) in enumerate(fn.next_functions):
             if given is not None:
@@ -96,17 +96,17 @@ class _AutogradReader:
         return result
 
     def unknown(self) -> int:
-        """A value of which autograd holds nothing, for no derivative flows to it."""
+        """A placeholder for an operand that autograd does not hold: it gets no derivative."""
         self.captured.append(self.new(Value((), "unknown", "?")))
         return self.captured[-1]
 
     def of(self, fn: GradFn, k: int) -> int:
-        """The value that a node hands on; of a leaf the leaf."""
+        """The value number of a node's output k, or of its leaf."""
         variable = getattr(fn, "variable", None)
         return self.tensor(variable) if variable is not None else self.numbers[id(fn), k]
 
     def tensor(self, x: Tensor) -> int:
-        """The number of a tensor: what made it, a leaf, or one that is only held."""
+        """The value number of a tensor: a node's output, a leaf, or a saved constant."""
         if x.grad_fn is not None and (id(x.grad_fn), x.output_nr) in self.numbers:
             return self.numbers[id(x.grad_fn), x.output_nr]
         if (id(x), -1) not in self.numbers:
@@ -124,14 +124,14 @@ class _AutogradReader:
         return number
 
     def saved(self, fn: GradFn) -> tuple[list[tuple[str, int]], dict[str, Any]]:
-        """The tensors that a node keeps, and the numbers that make it what it is."""
+        """The tensors that a node saves, with their names, and its static attributes."""
         tensors, attributes = list[tuple[str, int]](), dict[str, Any]()
         for key in dir(fn):
             if not key.startswith(_SAVED):
                 continue
             try:
                 result = getattr(fn, key)
-            except RuntimeError:  # it was freed by a backward pass
+            except RuntimeError:  # freed by a backward pass
                 continue
             several = result if isinstance(result, tuple | list) else (result,)
             if any(isinstance(x, Tensor) for x in several):
@@ -148,7 +148,7 @@ class _AutogradReader:
 
 
 def _in_order(ends: list[Any]) -> Iterator[GradFn]:
-    """The nodes behind some, each after those that it reads; without the leaves' own."""
+    """The nodes behind these, in topological order, without the leaves' AccumulateGrad."""
     done: set[Any] = set()
     todo = [(fn, False) for fn in reversed(ends) if fn is not None]
     while todo:
@@ -162,19 +162,19 @@ def _in_order(ends: list[Any]) -> Iterator[GradFn]:
 
 
 def _operands_of(fn: GradFn) -> list[str]:
-    """The names of the tensors that an operation of aten reads, one for each of a node's edges."""
+    """The names of an aten operation's tensor arguments, one for each edge of its node."""
     packet = getattr(torch.ops.aten, operations.name_of_node(fn), None)
     names: list[str] = []
     for overload in packet.overloads() if packet is not None else ():
         arguments = upstream.arguments_of(getattr(packet, overload))
         kinds = "Tensor", "Optional[Tensor]"
         result = [a.name for a in arguments if str(a.type) in kinds and not a.alias_info]
-        names = max(names, result, key=len)  # that of tensors alone: numbers are such to autograd
+        names = max(names, result, key=len)  # the overload with most tensors: scalars are wrapped
     return names if len(names) == len(fn.next_functions) else []
 
 
 _FULL, _CUT = Dependence.DIFFERENTIABLE, Dependence.CUT
-_OF_ITS_OWN = ("rsub",)  # of the number that is subtracted from nothing is known
+_OF_ITS_OWN = ("rsub",)  # the number that is subtracted from is not saved
 _WITH_SUM = ("addmm", "addmv", "baddbmm", "addbmm")  # products whose first operand is added
 
 
@@ -189,7 +189,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _is_layout(key: str, x: Any) -> bool:
-    """Whether it says how operands lie in memory, which shapes say, or is a factor of one."""
+    """Whether a saved attribute is redundant: memory layout, or a factor alpha or beta of 1."""
     return "_sym_" in key or (key in (f"{_SAVED}alpha", f"{_SAVED}beta") and x == 1)
 
 

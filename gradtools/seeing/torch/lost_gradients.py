@@ -1,12 +1,12 @@
-"""Where a cotangent becomes zero, NaN or vanishing at these values, in autograd's graph.
+"""Locates where a cotangent becomes zero, NaN or vanishing in autograd's graph, at given values.
 
-The gradient is taken once as it is. If it is zero everywhere, it is taken again with every node
-of autograd watched that leads to the leaf: one that is given a cotangent that is not zero, and
-gives on nothing but zeros, is where it vanishes. Whether the factor is zero or only the product
-is too small is found by giving the same node a cotangent of far greater size. Where nodes hand on
-several that add up to zero, it cancels: reported is the call at which their paths come together.
+The gradient is computed once. If it is zero everywhere, it is computed again with hooks on the
+nodes of autograd. The loss is at a node that receives a nonzero cotangent and passes only zeros
+towards the leaf. Calling that node with a far greater cotangent distinguishes a zero factor from
+underflow. If several nonzero cotangents add up to zero, they cancel; the reported call is where
+their paths meet.
 
-What is rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
+Rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Cotangents = Sequence[Tensor | None]
 def vanishing(
     run: Run, leaves: Sequence[Any], index: int, held: Sequence[Tensor] = ()
 ) -> list[Vanished] | None:
-    """Where the cotangent of a leaf becomes zero, NaN or vanishing; None if its gradient is well.
+    """Where the cotangent of a leaf becomes zero, NaN or vanishing; None if its gradient is sound.
 
-    One run answers for all leaves, and is remembered as long as the program that `run` belongs to.
-    After the leaves the index counts on in `held`, what f holds that requires grad.
+    One run serves all leaves and is memoized for the lifetime of the program that `run` belongs to.
+    Indices beyond the leaves count on in `held`, the captured tensors that require grad.
     """
     program = getattr(run, "__self__", None)
     if program is None:
@@ -94,7 +94,7 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
 
 
 def _stops(recorder: CallRecorder, back: _Back, leaf: Tensor) -> list[Vanished]:
-    """The nodes at which what goes to one leaf becomes zero, in the order of the program."""
+    """The nodes at which the cotangent of one leaf becomes zero, in program order."""
     leading = back.leading_to(leaf)
     result = _cancelled(recorder, leading, back)
     made = recorder.made
@@ -118,7 +118,7 @@ def _stops(recorder: CallRecorder, back: _Back, leaf: Tensor) -> list[Vanished]:
 def _cancelled(
     recorder: CallRecorder, leading: Mapping[Any, None], back: _Back
 ) -> list[tuple[int, Vanished]]:
-    """The calls at which the paths come together of what adds up to zero, by position."""
+    """The calls, with their positions, at which the paths of cancelling cotangents meet."""
     made, result = recorder.made, []
     for (to, slot), nodes in back.summed.items():
         cancels = to not in back.passed or not back.passed[to].moves[slot]
@@ -148,7 +148,7 @@ def _noise(outs: Sequence[Tensor], xs: Sequence[Any], grads: Mapping[int, Tensor
 def _without_noise(
     outs: Sequence[Tensor], leaves: Sequence[Tensor], passed: Mapping[Any, _Passed]
 ) -> dict[Any, _Passed]:
-    """What passed the nodes, where noise counts as zero."""
+    """The records of the nodes, with rounding noise counted as zero."""
     result = dict(passed)
 
     def watch(node: Any) -> Callable[[Any, Any], None]:
@@ -168,7 +168,7 @@ def _without_noise(
 
 
 def _is_noise(ct: Any, other: Any) -> bool:
-    """Whether a cotangent differs by its own size from that of a shaken backward pass."""
+    """Whether a cotangent differs by its own size from that of a perturbed backward pass."""
     if not (_is_plain(ct) and _is_plain(other)) or ct.is_meta:
         return False
     return bad_gradients.is_noise(_size(ct), _size(other - ct), torch.finfo(ct.dtype).eps)
@@ -210,7 +210,7 @@ def _with_extremes(
     grads: Mapping[int, Tensor],
     stopped: Sequence[list[Vanished] | None],
 ) -> list[list[Vanished] | None]:
-    """The same, with places for the gradients that are not zero and of no use."""
+    """`stopped`, with the places of NaN and vanishing gradients added."""
     output = max(_size(y) for y in outs)
     kinds = {
         k: bad_gradients.extreme(_size(grad), _size(xs[k]), output, torch.finfo(grad.dtype).eps)
@@ -246,7 +246,7 @@ def _with_extremes(
 
 
 def _size(x: Any) -> float:
-    """The greatest modulus; NaN if there is one."""
+    """The greatest modulus of a tensor's entries; NaN if one is NaN."""
     if not isinstance(x, Tensor) or not is_inexact(x) or not x.numel():
         return 0.0
     if x.layout is not torch.strided:
@@ -260,14 +260,14 @@ def _greatest(sizes: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Back:
-    """The graph of autograd, read backwards once for all leaves.
+    """Autograd's graph with the cotangents of one backward pass, for all leaves.
 
     Attributes:
-        passed: What passed each node.
-        stopping: The nodes at which some of it became zero.
-        summed: For each entry of a node to which several hand what is not zero, these.
-        readers: For each node those that hand on to it.
-        ends: The node of each leaf, by its id.
+        passed: The record of each node.
+        stopping: The nodes at which a nonzero cotangent became zero.
+        summed: For each input of a node that sums several nonzero cotangents, their nodes.
+        readers: The reversed edges: for each node those that pass cotangents to it.
+        ends: The AccumulateGrad node of each leaf, by the leaf's id.
     """
 
     passed: Mapping[Any, _Passed]
@@ -296,7 +296,7 @@ class _Back:
         return cls(passed, stopping, summed, readers, ends)
 
     def leading_to(self, leaf: Tensor) -> dict[Any, None]:
-        """The nodes of autograd from which the leaf is reached, its own among them."""
+        """The nodes whose cotangents reach the leaf, including its own AccumulateGrad."""
         result: dict[Any, None] = {}
         todo = [self.ends[id(leaf)]] if id(leaf) in self.ends else []
         while todo:
@@ -323,7 +323,7 @@ class _Passed:
 
 
 def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
-    """Random ones; one for a single real number. The generator is one's own."""
+    """Random cotangents from a generator of their own; 1 for a real scalar output."""
     if len(outs) == 1 and outs[0].numel() == 1 and not outs[0].is_complex():
         return [torch.ones_like(outs[0])]
     generator = torch.Generator().manual_seed(0)
@@ -341,7 +341,7 @@ def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Ten
 def _gradients_unless_lost(
     outs: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """The gradients; None for those of which custom code inside loses a part."""
+    """The gradients; None for those of which custom code in f loses a part."""
     try:
         return _gradients(outs, leaves)
     except LostDerivativeError:
@@ -352,7 +352,7 @@ def _gradients_unless_lost(
 
 @contextmanager
 def _watched(outs: Sequence[Tensor], keep: bool) -> Iterator[dict[Any, _Passed]]:
-    """Collects what passes the nodes of autograd, keeping all cotangents if asked for."""
+    """Yields a dict that a backward pass inside fills; `keep` keeps all cotangents."""
     result: dict[Any, _Passed] = {}
 
     def watch(node: Any) -> Callable[[Any, Any], None]:
@@ -373,7 +373,7 @@ def _watched(outs: Sequence[Tensor], keep: bool) -> Iterator[dict[Any, _Passed]]
 def _hooked(
     outs: Sequence[Tensor], watch: Callable[[Any], Callable[[Any, Any], None]]
 ) -> Iterator[None]:
-    """Inside, what passes each node of autograd is shown to a watch of its own."""
+    """A context in which each node of autograd has a hook made by `watch`."""
     handles = [node.register_hook(watch(node)) for node in nodes_of(outs) if node.next_functions]
     try:
         yield
@@ -391,7 +391,7 @@ def _moves(ct: Any) -> bool:
 
 
 def _named(recorder: CallRecorder, node: Any) -> Node:
-    """The recorded node that made a node of autograd, by that one's neutral name."""
+    """The recorded node of an autograd node, with the neutral name of the latter."""
     operation = operations.neutral_of_node(node)
     at = recorder.made.get(node)
     if at is None:
@@ -405,10 +405,10 @@ def _named(recorder: CallRecorder, node: Any) -> Node:
 
 
 def _sums_of_softmax(node: Any, given: Cotangents) -> bool:
-    """Whether a softmax is given a cotangent that asks for its sum alone, which is one.
+    """Whether a softmax receives the cotangent of its sum, which is constantly 1.
 
-    Such a cotangent is constant along the axis; that of a log_softmax is proportional to the
-    softmax, but for rounding.
+    Such a cotangent is constant along the axis; for log_softmax it is proportional to the softmax,
+    up to rounding.
     """
     name = type(node).__name__
     logarithm = name.startswith("LogSoftmaxBackward")
@@ -430,10 +430,10 @@ def _sums_of_softmax(node: Any, given: Cotangents) -> bool:
 
 
 def _product(node: Any, given: Cotangents, path: Sequence[int]) -> float:
-    """How large what a node hands on would be, in numbers of any size, where the path leads.
+    """The size of a node's cotangents along `path`, computed without underflow.
 
-    It is zero where the factor is; below the least number of the dtype it underflows; what is
-    greater was zero by chance, as terms of it cancel, which they do but for a rounding error.
+    Zero means that the factor is zero. Below the dtype's least number the product underflows. A
+    greater size means that terms cancelled, up to rounding.
     """
     name = type(node).__name__
     if name.startswith(("ExpBackward", "Exp2Backward")):
@@ -458,12 +458,12 @@ _TOO_SMALL = 5e-324  # for any dtype
 
 
 def _least(given: Cotangents) -> float:
-    """The least number of the dtype, with room for rounding."""
+    """The least normal number of the dtype, with room for rounding."""
     infos = [torch.finfo(ct.dtype) for ct in given if ct is not None]
     return max((4 * info.smallest_normal for info in infos), default=0.0)
 
 
 def _large(ct: Tensor) -> Tensor:
-    """The same direction, near the square root of the greatest number."""
+    """The cotangent scaled to near the square root of the dtype's greatest number."""
     size = ct.abs().max()
     return ct if size == 0 else ct / size * torch.finfo(ct.dtype).max ** 0.5

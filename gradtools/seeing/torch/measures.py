@@ -1,10 +1,10 @@
 """`measure` in PyTorch: FLOPs and live bytes under a TorchDispatchMode, seconds without one.
 
-f is run a few times: once under modes that count operations and live bytes, once with arguments
-that require grad, to see what is kept for backward, then without any mode for the clock. Each run
-starts from the same state. What is written in place is copied just before it is written to, for
-the first time; the rest is what a `Snapshot` holds, and each leaf's `.grad`. What goes past the
-operations (a NumPy array of a tensor's memory, ``p.data = ...``) is kept where it is handed out.
+f runs several times: under modes that count operations and live bytes, then with arguments that
+require grad to count the bytes saved for backward, then without modes for timing. Each run starts
+from the same state. Tensors are backed up copy-on-write, before the first in-place write. A
+`Snapshot` and each leaf's `.grad` restore the rest. Accesses that bypass the dispatcher (NumPy
+views of a tensor's memory, ``p.data = ...``) are backed up when the access is handed out.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _finished(out: Any) -> Any:
 
 
 def _device_peak(run: Callable[[], Any]) -> int | None:
-    """A first run that is not timed, and the peak of CUDA's allocator in it."""
+    """Warms up, and returns the peak of CUDA's allocator in that run."""
     if not torch.cuda.is_initialized():
         run()
         return None
@@ -97,7 +97,7 @@ def _device_peak(run: Callable[[], Any]) -> int | None:
 
 
 def _is_compiled(f: Any) -> bool:
-    """Whether f is compiled code, or a function that names some, over a few steps."""
+    """Whether f is compiled code, or refers to some through closures and globals."""
     near = [f]
     for _ in range(4):
         if any(map(upstream.is_compiled, near)):
@@ -112,7 +112,7 @@ def _is_compiled(f: Any) -> bool:
 
 @contextmanager
 def _only_new_garbage() -> Iterator[None]:
-    """Inside, a collection looks at what is made inside alone: all else may be millions."""
+    """A context in which garbage collection skips all objects that existed before."""
     mine = gc.get_freeze_count() == 0
     if mine:
         gc.freeze()
@@ -127,7 +127,7 @@ def _only_new_garbage() -> Iterator[None]:
 def _saved(
     before: _Before, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[int | None, list[str]]:
-    """The bytes kept for backward, and why none are if f cannot be differentiated."""
+    """The bytes saved for backward, or None and a note if f cannot be differentiated."""
     live = LiveBytes()
     pack = lambda x: x.detach()  # x itself may hold the graph that holds it
     with torch.inference_mode(False), torch.enable_grad():
@@ -161,10 +161,10 @@ def _tracked(x: Any) -> Any:
 
 @dataclass
 class _Before:
-    """All that a run may change, as it stood.
+    """The state that a run may change.
 
     Attributes:
-        undo: Random streams, what stands behind f, and memory that was written to.
+        undo: Random generators, f's captured state, and backups of overwritten tensors.
         grads: Every leaf that is alive, with its `.grad`.
     """
 
@@ -188,7 +188,7 @@ class _Before:
 
     @contextmanager
     def after_all(self) -> Iterator[None]:
-        """Everything is put back if what is inside raises."""
+        """A context that restores everything if its body raises."""
         try:
             yield
         except BaseException:
@@ -197,7 +197,7 @@ class _Before:
 
 
 def _alive() -> tuple[list[Tensor], list[Any]]:
-    """The leaves that require grad, and the optimisers: an f that steps may reach them anyhow."""
+    """All leaves that require grad and all optimisers in the process, which f might use."""
     tensors, optimizers = _kinds_of(Tensor), _kinds_of(torch.optim.Optimizer)
     both = tensors | optimizers
     result = [x for x in gc.get_objects() if type(x) in both]
@@ -206,12 +206,12 @@ def _alive() -> tuple[list[Tensor], list[Any]]:
 
 
 def _kinds_of(kind: type) -> set[type]:
-    """A class and all that derive from it."""
+    """A class and all of its subclasses."""
     return {kind}.union(*map(_kinds_of, type.__subclasses__(kind)))
 
 
 class PutBack(upstream.Watching):
-    """Copies what was there before, just before an operation inside writes to it."""
+    """Backs up existing tensors copy-on-write, before an operation writes to them."""
 
     def __init__(self, live: LiveBytes, before: _Before) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""Name, operands and attributes of an aten call, in the names that both frameworks share.
+"""Translates an aten call to its framework-neutral name, operands and attributes.
 
-The operands in their places, and as attributes all else that it was given and that is not the
-default of its schema. The names are those of `seeing/formulas/operations/`: axes are counted from
-0, a permutation is whole, a slice has a start and a limit on each axis. What has no word there
-keeps PyTorch's own.
+Attributes are the arguments that are not operands and differ from the schema's defaults. Their
+names are those of `seeing/formulas/operations/`: axes count from 0, a permutation lists all axes, a
+slice has a start and a limit on each axis. Operations without a neutral name keep PyTorch's own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Translated = tuple[str, Attributes]  # the operation's neutral name, and its att
 
 
 class AtenCall:
-    """A call of an operation of aten, its arguments by their names in the schema."""
+    """A call of an aten operation, with its arguments bound to the schema."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -39,11 +38,11 @@ class AtenCall:
         self.first = next((x for _, value in self.bound for x in tensors_in(value)), None)
 
     def run(self) -> Any:
-        """What it returns."""
+        """Runs the operation."""
         return self.func(*self.args, **self.kwargs)
 
     def operands(self) -> list[Any]:
-        """Its tensors, and the numbers that stand for tensors, each in its place."""
+        """Its tensors, and the numbers passed for tensors, in order."""
         result: list[Any] = []
         for argument, value in self.bound:
             if _is_number(argument, value):
@@ -53,12 +52,12 @@ class AtenCall:
         return [*_REORDERED[self.name](result)] if self.name in _REORDERED else result
 
     def arguments(self) -> Iterator[tuple[str, Any]]:
-        """All its arguments by name, those that were not given as they are by default."""
+        """All arguments by name, with defaults filled in."""
         for argument in self.schema:
             yield argument.name, self.given.get(argument.name, argument.default_value)
 
     def written(self) -> Iterator[Tensor]:
-        """The tensors that it writes to."""
+        """The tensors that it writes to in place."""
         return _written(self.bound)
 
     def said(self, out: Any) -> tuple[str, Mapping[str, Any]]:
@@ -72,7 +71,7 @@ class AtenCall:
         return operation, MappingProxyType(attributes)
 
     def usual(self) -> dict[str, Any]:
-        """What is no tensor, by its name in the schema, also where it is as it is by default."""
+        """The arguments that are not tensors, by name, with defaults filled in."""
         plain = {name: _plain(value) for name, value in self.arguments() if value is not None}
         return {k: x for k, x in plain.items() if not any(True for _ in tensors_in(x))}
 
@@ -83,11 +82,11 @@ class AtenCall:
 
     @property
     def rank(self) -> int:
-        """How many axes its first tensor has."""
+        """The number of axes of its first tensor."""
         return self.first.dim() if self.first is not None else 0
 
     def _attributes(self) -> dict[str, Any]:
-        """What is no operand, and not as it is by default."""
+        """The arguments that are not operands and differ from their defaults."""
         result = {}
         for argument, value in self.bound:
             default = argument.default_value if argument.has_default_value() else None
@@ -109,14 +108,17 @@ class AtenCall:
         return self._with_axes(result)
 
     def _lacking(self) -> tuple[str, ...]:
-        """Tensors that are left out before one that is not, so that its place does not tell it."""
+        """The names of omitted optional tensors that precede a given one.
+
+        Without them the operand's position would be ambiguous.
+        """
         kinds = [a.name for a in self.schema if str(a.type) == "Optional[Tensor]"]
         there = [self.given.get(name) is not None for name in kinds]
         last = max((i for i, given in enumerate(there) if given), default=0)
         return tuple(name for name, given in zip(kinds[:last], there, strict=False) if not given)
 
     def _with_axes(self, attributes: Attributes) -> Attributes:
-        """Axes from 0: `axis` where one is asked for, `axes` where several may be."""
+        """Renames dim and dims to `axis` (one) or `axes` (several), counted from 0."""
         rank = max(1, self.rank + (self.name == "stack"))
         for name in ("dim", "dims"):
             if name in attributes:
@@ -141,7 +143,7 @@ def _is_operand(argument: Any, value: Any) -> bool:
 
 
 def _is_number(argument: Any, value: Any) -> bool:
-    """Whether it is a number that stands for a tensor."""
+    """Whether it is a number passed for a tensor operand."""
     needed = not argument.has_default_value()
     return _number(value) and needed and str(argument.type) in ("Tensor", "number")
 
@@ -151,7 +153,7 @@ def _number(value: Any) -> bool:
 
 
 def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """The arguments that a call was given, each with what the schema says of it."""
+    """Pairs of schema argument and value, for the arguments that were passed."""
     for i, argument in enumerate(upstream.arguments_of(func)):
         if i < len(args):
             yield argument, args[i]
@@ -160,7 +162,7 @@ def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes to."""
+    """The tensors that an operation writes to in place."""
     return _written(_bound(func, args, kwargs))
 
 
@@ -281,7 +283,7 @@ def _convolved(call: AtenCall, operation: str, attributes: Attributes) -> Transl
 
 
 def _convolution(attributes: Attributes) -> Attributes:
-    """Stride, padding and dilation, where they are not what one means without them."""
+    """Stride, padding, dilation and groups that differ from their defaults."""
     usual = {"stride": 1, "dilation": 1, "padding": 0, "output_padding": 0, "groups": 1}
     kept: dict[str, Any] = {}
     for name, default in usual.items():
@@ -293,7 +295,7 @@ def _convolution(attributes: Attributes) -> Attributes:
 
 
 def _pooled(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """Along the last axes; where windows of one size fit, one that adapts says which."""
+    """Window, stride and padding; an adaptive pool has a window if equal windows fit."""
     attributes = dict(attributes)
     count = int(next(letter for letter in call.name if letter.isdigit()))
     each = lambda values: values * count if len(values) == 1 else values
@@ -320,7 +322,7 @@ def _normed(call: AtenCall, operation: str, attributes: Attributes) -> Translate
 
 
 def _clipped(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """Of one array as a bound its place does not tell which of the two it is: its word does."""
+    """Bounds by name; with a single array as its bound, a clip is a minimum or maximum."""
     ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
     limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
     known = limits.get(call.name, {})
@@ -345,13 +347,13 @@ def _padded(call: AtenCall, operation: str, attributes: Attributes) -> Translate
 
 
 def _parted(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """Consecutive parts along an axis, by their sizes."""
+    """The sizes of consecutive parts along an axis."""
     axis = attributes["axis"]
     return operation, {"sizes": tuple(y.shape[axis] for y in call.outs), "axis": axis}
 
 
 def _on_diagonal(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """Along two axes, where these are not the last ones."""
+    """The two axes unless they are the last ones, and the offset."""
     rank = call.rank + (operation == "diagonal_matrix")
     given = dict(call.arguments())
     axes = tuple(given[name] % rank for name in ("dim1", "dim2"))
@@ -360,7 +362,7 @@ def _on_diagonal(call: AtenCall, operation: str, attributes: Attributes) -> Tran
 
 
 def _bits(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """Of booleans a logical operation, of whole numbers one of their bits."""
+    """A logical operation for booleans, a bitwise one for integers."""
     of_truth = call.first is not None and call.first.dtype == torch.bool
     return (operation if of_truth else call.name), attributes
 
@@ -386,7 +388,7 @@ def _indexed(call: AtenCall, operation: str, attributes: Attributes) -> Translat
 
 
 def _of_triangle(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """Which triangle of the matrix is meant; on which side it stands."""
+    """Which triangle of the matrix is read, and on which side the matrix is."""
     given = dict(call.arguments())
     attributes = {"lower": not given["upper"], "left": given.get("left", True)}
     attributes = {key: False for key, value in attributes.items() if not value}
@@ -395,7 +397,7 @@ def _of_triangle(call: AtenCall, operation: str, attributes: Attributes) -> Tran
 
 
 def _factored(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """A reduced factorisation of a matrix with as many rows as columns or more."""
+    """The name "qr", for a reduced factorisation with at least as many rows as columns."""
     assert call.first is not None
     rows, columns = call.first.shape[-2:]
     plain = rows >= columns and (attributes.get("mode", "reduced") == "reduced" or rows == columns)
@@ -403,7 +405,7 @@ def _factored(call: AtenCall, operation: str, attributes: Attributes) -> Transla
 
 
 def _transformed(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """Its direction, the axes, and what it is divided by: nothing, the root of n, or n."""
+    """The transform's direction, axes and normalization."""
     given = call.given
     halved = call.name == "fft_r2c" and given["onesided"]
     forward = call.name == "fft_r2c" or bool(given.get("forward"))
@@ -450,7 +452,7 @@ def _made(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
 
 
 def _strided(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """All of an array that lies in order, in another shape, or entries at distances in memory."""
+    """A reshape if it covers a contiguous array in order; else as_strided."""
     x, y = call.first, call.out
     in_order = [z is not None and z.is_contiguous() for z in (x, y)]
     if x is not None and y is not None and all(in_order) and x.shape.numel() == y.shape.numel():

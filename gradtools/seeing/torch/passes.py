@@ -1,12 +1,12 @@
 """A PyTorch program with its backward passes, as a graph of aten's operations.
 
-f runs once, and each operation that is really computed is recorded; then autograd runs, recorded
-alike, once or twice. Autograd numbers its nodes in the order in which the forward pass made them,
-and says which of them is running: so each operation of a later pass knows the line, the modules and
-the mark of what it is the derivative of.
+f runs once under a dispatch mode that records each operation; then autograd runs once or twice
+under the same mode. Autograd numbers its nodes in forward order (sequence numbers) and reports the
+node that is running. So each operation of a later pass gets the line, the modules and the mark of
+the forward operation that it differentiates.
 
-A tensor is known again by its identity, else by the memory that it shows. What is written in place
-has another number from then on, and so has every view of it when it is read the next time.
+A tensor is identified by its id, else by the elements of storage that it shares. An in-place write
+gives the tensor a new value number, and likewise each of its views when it is next read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _CUT, _ZERO = Dependence.CUT, Dependence.ZERO_DERIVATIVE
 
 
 def gradient_graph(request: Differentiated | Live) -> PlainGraph:
-    """The passes of a program as one graph, its effects undone; or what autograd holds."""
+    """The graph of a program's passes, with its effects undone, or of existing tensors."""
     if isinstance(request, Live):
         return graph_behind(request.outputs)
     try:
@@ -91,9 +91,10 @@ def _hooked_or_not(request: Differentiated) -> PlainGraph:
 
 
 def _observed(request: Differentiated, hooked: bool) -> PlainGraph:
-    """A recorded run, and afterwards everything as it was.
+    """The graph of a recorded run, whose effects are undone.
 
-    hooked: Whether autograd says what it saves. Where it does not, what is read later tells.
+    hooked: Whether saved-tensor hooks record what is saved. Without them, only what later passes
+        read is known.
     """
     program = request.program
     with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
@@ -120,7 +121,7 @@ def _recorded(request: Differentiated, recorder: _PassRecorder) -> PlainGraph:
 
 @dataclass
 class _Ends:
-    """What goes in and comes out, by number; and the names of what comes out."""
+    """The graph's inputs and outputs, by number, and the names of the outputs."""
 
     inputs: list[int]
     outputs: list[int]
@@ -176,11 +177,11 @@ class _Made:
 
 
 class _PassRecorder(Recorder[int]):
-    """Writes down the operations that are computed, pass by pass.
+    """Records the aten operations of each pass.
 
     Args:
         undo: As in `Recorder`.
-        hooked: Whether autograd is asked what it saves.
+        hooked: Whether saved-tensor hooks are used.
     """
 
     caller, needs_rules = "gradient_graph", False
@@ -199,13 +200,13 @@ class _PassRecorder(Recorder[int]):
     # --- what runs
 
     def run_pass(self, phase: int, fun: Callable[[], Any]) -> Any:
-        """`fun()`, of which all operations are written down in this pass."""
+        """Runs `fun()` and records its operations in this pass."""
         self._phase = phase
         with marked(""):
             return self.run(fun)
 
     def operated(self, call: AtenCall) -> Any:
-        """An operation."""
+        """Records an aten operation."""
         if call.raw == "lift_fresh" and call.args[0].shape:  # what f makes of numbers of Python's
             out = call.run()
             self._write(call, (), [out], ())
@@ -225,7 +226,7 @@ class _PassRecorder(Recorder[int]):
         return out
 
     def _stops(self, name: str, x: Tensor) -> bool:
-        """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
+        """Whether the user stops a gradient here, rather than a rule or autograd itself."""
         if name != "detach" or self._phase or self.rules or not x.requires_grad:
             return False
         return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
@@ -257,7 +258,7 @@ class _PassRecorder(Recorder[int]):
                 self.hold(y, number)
 
     def origin(self) -> Origin:
-        """The line, modules and mark of what runs: in later passes those of the forward pass."""
+        """The running line, modules and mark; in later passes those of the forward operation."""
         here, managed = super().origin(), mark_of_running()
         rule, own = next((known for known in self.rules if known[1]), ("", ""))
         source, mark = here.source, managed or own or here.mark
@@ -293,7 +294,7 @@ class _PassRecorder(Recorder[int]):
         return replace(origin, scope=shared)
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
-        """A function with a rule of its own: what it computes is marked."""
+        """Runs a torch.autograd.Function and marks its operations."""
         with self.within(*name_and_mark(kind, args)):
             out = apply(*args, **kwargs)
             self._note_origin(out)
@@ -308,7 +309,7 @@ class _PassRecorder(Recorder[int]):
     # --- what is saved
 
     def saves(self, x: Tensor) -> tuple[Tensor, int]:
-        """The tensor alone, for x itself may hold the graph that holds it; and its version."""
+        """Packs a saved tensor: detached, to avoid a reference cycle, and with its version."""
         with self.silent(), torch.no_grad():
             number = self.of(x)
             kept = x.detach()
@@ -319,7 +320,7 @@ class _PassRecorder(Recorder[int]):
 
     @staticmethod
     def read_saved(kept: tuple[Tensor, int]) -> Tensor:
-        """The tensor, if nobody wrote to it in the meantime."""
+        """Unpacks a saved tensor; raises if it was modified in place since."""
         x, version = kept
         if upstream.version_of(x) != version:
             raise RuntimeRefusal(
@@ -329,7 +330,7 @@ class _PassRecorder(Recorder[int]):
         return x
 
     def _saved(self, order: int) -> dict[int, tuple[int, ...]]:
-        """For nodes, by position, what they keep for a pass that there is."""
+        """The values that each node, by position, saves for a pass that was recorded."""
         of: dict[tuple[int, int], list[int]] = {}
         for i, made in enumerate(self.made):
             of.setdefault((made.sequence, made.node.phase), []).append(i)
@@ -348,14 +349,14 @@ class _PassRecorder(Recorder[int]):
     # --- numbers of tensors
 
     def hold(self, x: Tensor, value: int) -> None:
-        """From now on x has this number, and shows the memory of what was there first."""
+        """Gives x this number; the storage's first value becomes its base."""
         super().hold(x, value)
         memory = self.table.memory(x)
         if memory is not None and memory.value != value:
             self.values[value] = replace(self.values[value], base=memory.value)
 
     def number_of(self, y: Any) -> int:
-        """The number of a tensor, or of a number."""
+        """The value number of a tensor or of a Python number."""
         if isinstance(y, Tensor):
             return self.of(y)
         number = self.new(y, number_text(y) if isinstance(y, int | float | complex) else "")
@@ -376,7 +377,7 @@ class _PassRecorder(Recorder[int]):
         return number
 
     def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
-        """One step for each write."""
+        """Adds an update node for each write to x's storage since it was last seen."""
         for write in writes:
             number = self.new(x)
             operation, inputs, attributes = _effect_of(write.tensor, x)
@@ -390,7 +391,7 @@ class _PassRecorder(Recorder[int]):
     # --- what f holds
 
     def parameters(self, outs: Any, given: Any) -> dict[str, Tensor]:
-        """What f holds that requires grad and reaches the outputs, by name."""
+        """The captured leaves that require grad and reach the outputs, by name."""
         own = {id(x) for x in given}
         result: dict[str, tuple[int, Tensor]] = {}
         for x in reversed(list(leaves_of(list(outs)))):
@@ -406,7 +407,7 @@ class _PassRecorder(Recorder[int]):
     # --- the whole
 
     def graph(self, ends: _Ends, order: int) -> PlainGraph:
-        """What was written down."""
+        """The recorded graph, without dead code of the later passes."""
         saved = self._saved(order)
         nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
         if order == SECOND:
@@ -420,7 +421,7 @@ class _PassRecorder(Recorder[int]):
         return with_named_outputs(whole, ends.names)
 
     def _with_losses(self, ends: _Ends, nodes: list[Node]) -> list[Node]:
-        """With what rules lose of a second derivative, and the gradients that are missing for it.
+        """The nodes with the second derivatives that rules lose: cut links, `missing` gradients.
 
         A value that a rule computes inside of its forward, and its backward reads, has no graph.
         """
@@ -449,7 +450,7 @@ class _PassRecorder(Recorder[int]):
         return number
 
     def _linked(self, made: _Made) -> Node:
-        """A node of the forward pass, with what it carries; of a derivative inside it is told."""
+        """A node with its links; those of derivatives that f itself takes are marked `INNER`."""
         node = self._linked_alone(made)
         return replace(node, mark=node.mark or INNER) if made.inner else node
 

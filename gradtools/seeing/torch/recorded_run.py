@@ -1,7 +1,6 @@
-"""`record` in PyTorch: one run of a function as a graph, and where a gradient is lost in it.
+"""`record` in PyTorch: one run of a function as a graph, and where it loses a gradient.
 
-The user's function runs once under observation (`recording/`), and everything that it changed is
-put back.
+The user's function runs once under the recorders of `recording/`, and its effects are undone.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["is_model", "record", "repeatable", "rerun", "watchable", "where_lost
 
 
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
-    """One run, as a graph. Its effects are undone."""
+    """Records one run as a graph and undoes its effects."""
     with observed(run, leaves, names) as seen:
         if seen.refusal is not None:
             return Recording(seen.graph([]), seen.refusal)
@@ -47,7 +46,7 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
 
 
 class _Outs:
-    """A function of the waist as one of a list of leaves: its differentiated outputs."""
+    """Adapts an engine's function to a list of leaves and to its differentiated outputs."""
 
     def __init__(self, fun: Fun) -> None:
         self.fun, self.f = fun, getattr(fun, "f", fun)
@@ -57,15 +56,15 @@ class _Outs:
 
 
 def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
-    """The places at which the path from a leaf to the outputs is cut, for messages.
+    """The places at which the path from a leaf to the outputs is cut, for error messages.
 
-    It runs f again, after an error has to be raised anyhow. Where it cannot, it says nothing.
+    Runs f again, when an error is raised in any case. Returns nothing if f cannot be recorded.
     """
     if not watchable():
         return []
     try:
         result = record(_Outs(fun).run, leaves, [""] * len(leaves))
-    except Exception:  # f does not run twice: the error that is being made is told without places
+    except Exception:  # f does not run twice: the error is raised without places
         return []
     lost = [loss.node for loss in losses(result.graph, index)]
     places = [f"{node.native} at {node.source}" if node.source else node.native for node in lost]
@@ -76,7 +75,7 @@ def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """f: a run's effects are undone."""
+    """f itself: in PyTorch the effects of a run are undone."""
     return f
 
 

@@ -1,4 +1,4 @@
-"""Which slice of a tensor another one is, read off the memory that both show."""
+"""Recovers the slice by which one tensor is a view of another, from their strides."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Tensor = torch.Tensor
 
 
 def slice_of(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
-    """Which slice of a tensor another one is that shows some of its memory, if it is one.
+    """The slice of `whole` that `part`, a view of the same storage, is; None if it is no slice.
 
     Returns:
-        What the operation "slice" has as attributes: start, limit, stride and drop, the axes of
-        length one that the part lacks.
+        The attributes of the operation "slice": start, limit, stride, and drop, the indexed axes
+        that the part lacks.
     """
     if part.layout is not torch.strided or whole.layout is not torch.strided:
         return None
@@ -46,7 +46,7 @@ def slice_of(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
 
 
 def _axis_along(n: int, stride: int, first: int, whole: Tensor, start: Sequence[int]) -> int | None:
-    """The axis of a tensor along which an axis of its part runs, from `first` on."""
+    """The first axis of the whole, from `first` on, along which an axis of the part can run."""
     for axis in range(first, whole.dim()):
         length, along = whole.shape[axis], whole.stride(axis)
         if n == 1 and (length == 1 or stride == along):
@@ -58,7 +58,7 @@ def _axis_along(n: int, stride: int, first: int, whole: Tensor, start: Sequence[
 
 
 def shows_all_of(x: Tensor, other: Tensor) -> bool:
-    """Whether two tensors show the same memory, each all of it in order."""
+    """Whether two tensors on one storage are reshapes of each other: contiguous, same elements."""
     strided = x.layout is other.layout is torch.strided
     if not strided or x.dtype != other.dtype or x.numel() != other.numel():
         return False

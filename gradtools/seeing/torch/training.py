@@ -1,4 +1,4 @@
-"""What a PyTorch model holds, and what its optimiser changes."""
+"""The arrays of a PyTorch model, and those that its optimiser changes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _DEPTH = 4  # how deep plain containers are searched
 
 
 def lifted(caller: str, f: Any, args: Any, kwargs: Any, arrays: Any) -> None:
-    """Nothing: a recording tells which tensors f reads from outside."""
+    """None: in PyTorch a recording shows which captured tensors f reads."""
 
 
 def model_of(f: Any) -> nn.Module | None:
-    """The module that f is."""
+    """f, if it is a module."""
     return f if isinstance(f, nn.Module) else None
 
 
@@ -79,7 +79,7 @@ def _of_module(module: nn.Module, before: str) -> Iterator[HeldArray]:
 
 
 def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[HeldArray]:
-    """What an attribute holds that the module does not see."""
+    """Tensors in an attribute that `parameters()` does not list."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield HeldArray(name, value, "unregistered" if depth == _DEPTH else "plain_list")

@@ -1,1 +1,1 @@
-"""Derivatives held against themselves: finite differences, dot products, kinks, rules."""
+"""Checks of derivatives: finite differences, dot-product tests, kinks, custom rules."""

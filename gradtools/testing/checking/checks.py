@@ -9,8 +9,8 @@ at many step sizes, and random u, w, v:
     Re<w, H u> = Re<u, H w>                                                symmetry
     f(x + t u) - f(x) = integral of J(x + s u) u ds                        no jumps left out
 
-The last one catches what no finite difference of a small step sees: rounding, an argmax that
-indexes, a comparison. Kinks pass it. At a kink any slope between the two one-sided ones is right.
+The last one detects jumps, which small finite differences miss: rounding, an argmax used as an
+index, a comparison. Kinks pass it. At a kink any slope between the two one-sided ones is right.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def check_derivatives(
         modes: Of "forward", "reverse", "forward_over_reverse", "reverse_over_reverse",
             "reverse_over_forward" and "forward_over_forward" those that f must have. None: all
             that f has; what it lacks is listed in the report's `left_out`.
-        numeric: False leaves out what f's values say, for an f whose derivative is meant to be
-            another (an edited gradient): then only the modes are held against each other.
+        numeric: False skips finite differences, for an f whose derivative is intentionally
+            another (an edited gradient). Then only the modes are compared with each other.
         allow_jumps: True for an f that is meant to jump, such as a branch cut or a sawtooth.
-        seed: Chooses the random directions.
-        precision: "highest" (default) keeps all bits of float32's products while it compares,
-            whatever is set: no TF32, no bfloat16. "as set" compares as training would run. A note
-            of the report says where what is set is lower.
+        seed: The seed of the random directions.
+        precision: "highest" (default) computes float32 products in full precision during the
+            check, without TF32 or bfloat16. "as set" keeps the program's setting. A note of the
+            report says if that setting is lower.
 
     Returns:
         A `Report`: a record for each comparison. `quantity` names the two sides, for example
@@ -108,7 +108,7 @@ def check_derivatives(
 
 
 def check_settings(order: int, modes: Sequence[str] | None) -> None:
-    """Raises if no such check can be asked for."""
+    """Raises if order or modes are invalid."""
     if order not in (1, 2):
         raise GradtoolsError(f"check_derivatives: order is {order!r}; expected 1 or 2.")
     unknown = [m for m in modes or () if m not in MODES]
@@ -119,5 +119,5 @@ def check_settings(order: int, modes: Sequence[str] | None) -> None:
 
 
 def is_jax(backend: Any) -> bool:
-    """Whether a backend, or its name, is JAX's."""
+    """Whether a backend or its name is JAX's."""
     return "jax" in (backend if isinstance(backend, str) else getattr(backend, "__name__", ""))

@@ -1,8 +1,8 @@
-"""One function at one point: what moves, what is compared with what, and how closely.
+"""Comparisons of derivatives of one function at one point: directions, slopes, tolerances.
 
-What is zero in exact arithmetic, as the sum of a layer norm, comes out as rounding: a difference
-far below the numbers at hand counts as that if it changes by as much with x's last digits. At a
-kink any slope between the two one-sided ones is right.
+A value that is zero in exact arithmetic, such as the sum of a layer norm, is computed as rounding
+error. A small difference counts as such if it changes by its own size when x's last digits change.
+At a kink any slope between the two one-sided ones is right.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _ROUNDING = 1e3  # differences below this many epsilons of the largest number ar
 
 @dataclass(frozen=True)
 class Direction:
-    """A direction in which one leaf moves, the others resting.
+    """A direction along one leaf, or along all.
 
     Attributes:
-        leaf: The number of the leaf; None where all move.
-        us: The movement of each leaf for t = 1.
+        leaf: The number of the leaf; None for all.
+        us: The step of each leaf for t = 1.
     """
 
     leaf: int | None
@@ -42,7 +42,7 @@ class Direction:
 
 
 class Comparisons:
-    """Comparisons for one function at one point; they are collected in `report`."""
+    """The comparisons for one function at one point, collected in `report`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Comparisons:
             )
 
     def _holes(self) -> bool:
-        """Whether an output is not finite somewhere: there it has no derivative to check."""
+        """Whether an output has non-finite entries, whose derivatives cannot be checked."""
         for path, y in zip(self.probe.out_paths, self.probe.out, strict=True):
             count = int(np.sum(~np.isfinite(y)))
             if count:
@@ -87,12 +87,12 @@ class Comparisons:
         return not all(np.isfinite(y).all() for y in self.probe.out)
 
     def _undecided(self, what: str, unseen: np.ndarray) -> None:
-        """Remembers the entries on which finite differences say nothing, in no direction."""
+        """Notes the entries that finite differences can decide in no direction so far."""
         before = self.unseen.get(what)
         self.unseen[what] = unseen if before is None else before & unseen
 
     def say_undecided(self) -> None:
-        """Lists in the report what no direction could decide."""
+        """Lists in the report the entries that no direction could decide."""
         both = self.present.get("forward") and self.present.get("reverse")
         rest = "only the modes are held against each other" if both else "nothing else decides"
         for what, unseen in self.unseen.items():
@@ -111,13 +111,13 @@ class Comparisons:
         return np.asarray(x).astype(dtype)
 
     def _everywhere(self, by_entry: bool = False) -> Direction:
-        """All leaves at once, each by its own size, or each entry by its own."""
+        """A direction along all leaves, scaled by each leaf's size or by each entry's."""
         steps = [size_by_entry(x) if by_entry else scale_of(x) for x in self.xs]
         us = [self._draw(x.shape, x.dtype) * step for x, step in zip(self.xs, steps, strict=True)]
         return Direction(None, [u.astype(x.dtype) for u, x in zip(us, self.xs, strict=True)])
 
     def _directions(self, i: int) -> Iterator[Direction]:
-        """In leaf i: by its own size, and each entry by its own (which stays in f's domain)."""
+        """Directions along leaf i: scaled by its size, and by each entry's (safe in f's domain)."""
         x = self.xs[i]
         for step in (scale_of(x), size_by_entry(x)):
             us = [np.zeros_like(y) for y in self.xs]
@@ -154,7 +154,7 @@ class Comparisons:
         line: slopes.Line,
         measured: slopes.Slope,
     ) -> Comparison:
-        """Re<J^H v, u> against Re<v, D_u f>; entry by entry where that fails or cannot be had."""
+        """Compares Re<J^H v, u> with Re<v, D_u f>; entry by entry if that fails or is undecided."""
         i = direction.leaf or 0
         mine = np.array(inner([direction.us[i]], [gradient]))
         along = self._contracted(measured)
@@ -173,7 +173,7 @@ class Comparisons:
         return record if entries.agrees else entries
 
     def _contracted(self, measured: slopes.Slope) -> slopes.Slope:
-        """The slope of Re<v, f>, of the slopes of f."""
+        """The slope of Re<v, f> from the slopes of f."""
         value = shaped_like(measured.value, self.probe.out)
         rounding = self._tolerance() * size(self.vs, value) / 10
         weights = np.abs(flattened(self.vs))
@@ -192,10 +192,10 @@ class Comparisons:
         kink: Callable[[], Sequence[np.ndarray]] | None = None,
         add: bool = True,
     ) -> Comparison:
-        """One derivative against a slope; what the slope cannot decide is remembered.
+        """Compares a derivative with a slope and notes the entries that remain undecided.
 
-        Where f itself is not finite there is no slope; where no step gave one, or rounding is as
-        large as the slope, only NaN is known to be wrong.
+        There is no slope where f is not finite. Where no step gave one, or rounding is as large as
+        the slope, only NaN counts as wrong.
         """
         limit, here = self._tolerance(), np.isfinite(measured.at)
         mine = np.where(here, wide(analytic), 0)
@@ -248,7 +248,7 @@ class Comparisons:
         return record.because(pattern(analytic, value) or "", detail)
 
     def _entrywise(self, mode: str, i: int, gradient: np.ndarray) -> Comparison:
-        """The gradient of a leaf against the slope along each of its entries alone."""
+        """Compares the gradient of a leaf with the slope along each of its entries."""
         path = self.probe.paths[i]
         if self.xs[i].size > _ENTRIES:
             nothing = np.full(gradient.shape, np.inf)
@@ -262,7 +262,7 @@ class Comparisons:
         return self._against_slope(mode, path, gradient, measured, 1, kink, add=False)
 
     def _slopes_of_entries(self, i: int) -> tuple[slopes.Slope, Any]:
-        """The slopes of Re<v, f> along each entry of leaf i; a function to those on each side."""
+        """The slopes of Re<v, f> along each entry of leaf i, and a function of one-sided slopes."""
         x, step = self.xs[i], scale_of(self.xs[i])
         along = lambda us, t: np.array(inner(self.vs, self.probe.value(self._moved(us, t))))
         lines: dict[Any, Any] = {}
@@ -308,7 +308,7 @@ class Comparisons:
         detail: str = "",
         again: Callable[[Arrays], Sequence[Any]] | None = None,
     ) -> Comparison:
-        """Left against right; `again` gives at other points what the two were made of."""
+        """Compares left with right; `again` computes both at other points, to detect rounding."""
         a, b, limit = wide(left), wide(right), self._exact(order)
         if a.ndim == 0 and not (np.isfinite(a) or np.isfinite(b)):
             reason = f"{quantity} of {path}: NaN or infinity on both sides decides nothing"
@@ -324,7 +324,7 @@ class Comparisons:
         return record
 
     def _is_rounding(self, off: np.ndarray, again: Callable[[Arrays], Sequence[Any]]) -> bool:
-        """Whether a small difference is one that the arguments' last digits make as well."""
+        """Whether a change in the arguments' last digits makes a difference of this size."""
         greatest = max(1.0, *map(largest, [*self.xs, *self.probe.out]))
         if not np.max(np.abs(off)) <= _ROUNDING * self.probe.eps * greatest:
             return False
@@ -349,17 +349,17 @@ def scale_of(x: np.ndarray) -> float:
 
 
 def size_by_entry(x: np.ndarray) -> np.ndarray:
-    """The size of each entry, of zeros the leaf's."""
+    """The size of each entry; for zeros the leaf's."""
     return np.where(x == 0, scale_of(x), np.abs(x))
 
 
 def flattened(xs: Sequence[np.ndarray]) -> np.ndarray:
-    """All entries of all arrays, one after the other."""
+    """All entries of all arrays in one vector."""
     return np.concatenate([wide(x).ravel() for x in xs])
 
 
 def shaped_like(entries: np.ndarray, like: Arrays) -> Arrays:
-    """The arrays of which these are all entries."""
+    """The inverse of `flattened`: arrays of these shapes."""
     ends = np.cumsum([x.size for x in like])[:-1]
     return [part.reshape(x.shape) for part, x in zip(np.split(entries, ends), like, strict=True)]
 
@@ -370,10 +370,10 @@ def largest(x: np.ndarray) -> float:
 
 
 def shown(x: Any) -> str:
-    """A number, or words, for a message."""
+    """A number to nine digits, or a text, for a message."""
     return x if isinstance(x, str) else f"{x:.9g}"
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return (str(error).strip().splitlines() or [""])[0][:200]

@@ -27,10 +27,10 @@ from gradtools.testing.report import AGREES, DIFFERS, Comparison
 
 
 class DerivativeCheck(Comparisons):
-    """The checks; what they compare is collected in `report`."""
+    """The checks, whose comparisons are collected in `report`."""
 
     def first_order(self) -> None:
-        """Both modes against values, against each other, and their linearity."""
+        """Compares both modes with finite differences and each other, and checks linearity."""
         probe = self.probe
         gradient = self._has("reverse", lambda: probe.reverse(self.xs, self.vs))
         self._has("forward", lambda: probe.forward(self.xs, self._everywhere().us))
@@ -130,7 +130,7 @@ class DerivativeCheck(Comparisons):
             )  # fmt: skip
 
     def _jumps(self, i: int) -> bool:
-        """Whether f, along lines in leaf i, is not the integral of its derivative."""
+        """Whether f, along lines in leaf i, differs from the integral of its derivative."""
         if not self.against_values or self.allow_jumps:
             return False
         eps, reach = self.probe.eps, max(1.0, 1.0 / scale_of(self.xs[i]))
@@ -146,9 +146,9 @@ class DerivativeCheck(Comparisons):
         return False
 
     def _line_and_slope(self, direction: Direction) -> tuple[slopes.Line, slopes.Line]:
-        """f along a line and its derivative there: of each entry, or of Re<v, f>.
+        """f along a line and its derivative: of each entry, or of Re<v, f>; memoized.
 
-        Every look for a jump begins with the same places, so each place is computed once.
+        All searches for a jump begin with the same points.
         """
         probe, us = self.probe, direction.us
         if self.present.get("forward"):
@@ -188,7 +188,7 @@ class DerivativeCheck(Comparisons):
         self.report.comparisons.append(record.because(cause, detail))
 
     def second_order(self) -> None:
-        """Every mix of modes against slopes of the gradient, against each other; symmetry."""
+        """Compares every mix of modes with slopes of the gradient and each other; symmetry."""
         if not self.report:
             return
         d, e = self._everywhere(by_entry=True), self._everywhere()
@@ -241,7 +241,7 @@ class DerivativeCheck(Comparisons):
             self.report.comparisons.append(record)
 
     def _at_second_order(self, record: Comparison, mode: str, i: int, d: Direction) -> Comparison:
-        """Names the argument by which the second derivative is wrong."""
+        """Names the arguments along which the second derivative is wrong."""
         wrong = []
         for j in range(min(len(self.xs), 12)):
             us = [u if k == j else np.zeros_like(u) for k, u in enumerate(d.us)]

@@ -1,4 +1,4 @@
-"""What a wrong derivative has to do with the right one, in a few words."""
+"""Classifies a wrong derivative by its relation to the right one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gradtools.testing.diverging.patterns import ArrayPair
 
 
 def pattern(analytic: np.ndarray, value: np.ndarray) -> str | None:
-    """What two arrays have to do with each other, in a few words."""
+    """The relation of a wrong array to the right one in a few words; None if unknown."""
     a, b = wide(analytic), wide(value)
     if (~np.isfinite(a) & np.isfinite(b)).any():
         return "the derivative is not finite"
@@ -35,7 +35,7 @@ def pattern(analytic: np.ndarray, value: np.ndarray) -> str | None:
 
 
 def _in_places(a: np.ndarray, b: np.ndarray, largest: float) -> str | None:
-    """A mistake that is made at some places, or that puts numbers in others."""
+    """A relation that concerns some entries: zeros, or entries at other places."""
     lost = (a == 0) & (np.abs(b) > 1e-4 * largest)
     if lost.any() and np.allclose(a, np.where(lost, 0, b), rtol=1e-4, atol=1e-4 * largest):
         return f"zero in places, {int(lost.sum())} of {lost.size} entries"

@@ -1,8 +1,8 @@
-"""Finite differences of one side, held against that side's own derivatives.
+"""Compares one side's derivatives with finite differences of its own values.
 
-Of two sides that disagree, the one whose derivative is not the slope of its own value (or, at
-second order, of its own gradient) is wrong. This is rough, and only ever decides between two
-results that differ by much more.
+If two sides disagree, the one whose derivative is not the slope of its value (at second order, of
+its gradient) is wrong. The differences are rough, and only decide between results that differ by
+much more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Pairs = list[tuple[float, float]]  # a directional derivative, and its finite di
 
 
 class Differences:
-    """Central differences of one side along the check's own directions."""
+    """Central differences of one side along the check's directions."""
 
     def __init__(self, check: CrossCheck, k: int) -> None:
         self.check, self.k = check, k
@@ -28,7 +28,7 @@ class Differences:
         self.step = 1e-6 if self.double else 1e-2
 
     def contradict(self, quantity: str) -> bool:
-        """Whether this side's answer is far from its finite difference."""
+        """Whether this side's derivative is far from its finite difference."""
         pairs = {"jvp": self._jvp, "gradient": self._pulled, "vjp": self._pulled}
         result, wanted = np.asarray(pairs.get(quantity, self._hvp)(quantity)).T
         size = np.abs(wanted).max(initial=0.0) + np.abs(result).max(initial=0.0)
@@ -41,7 +41,7 @@ class Differences:
         return [_along(g, s) for g, s in zip(result, slopes, strict=True) if g is not None]
 
     def _pulled(self, quantity: str) -> Pairs:
-        """<J^H c, t> against <c, difference of f along t>."""
+        """<J^H c, t> and <c, difference of f along t>."""
         check = self.check
         weights = check.weights if quantity == "gradient" else check.pulled
         pairs = zip(self._mine(quantity), check.directions("jvp")[1], strict=True)
@@ -49,14 +49,14 @@ class Differences:
         return [(mine, sum(_inner(c, s) for c, s in zip(weights, self._slopes(), strict=True)))]
 
     def _hvp(self, quantity: str) -> Pairs:
-        """H t against the difference of the gradient along t."""
+        """H t and the difference of the gradient along t."""
         probe = self._answer("gradient").probe
         plus, minus = self._around("hvp", lambda x: self.check._ask(probe, self.k, x))
         triples = zip(self._mine(quantity), plus, minus, strict=True)
         return [_along(h, self._slope(p, m, h)) for h, p, m in triples if h is not None]
 
     def _slopes(self) -> Arrays:
-        """The differences of the differentiated outputs along the jvp's direction."""
+        """The central differences of the differentiable outputs along the jvp's direction."""
         probe = self._answer("value").probe
         plus, minus = self._around("jvp", lambda x: list(probe.ask(self.k, x)))
         own = [probe.paths.index(path) for path in self.check.out_paths]
@@ -86,7 +86,7 @@ class Differences:
 
 
 def _along(found: np.ndarray, difference: np.ndarray) -> tuple[float, float]:
-    """A result and the difference that it should be, along the latter."""
+    """A derivative and its finite difference, both projected on the latter."""
     return _inner(difference, found), _inner(difference, difference)
 
 

@@ -1,8 +1,7 @@
-"""Where the frameworks' derivatives differ on purpose: kinks, ties and the complex pullback.
+"""The frameworks' conventions for derivatives at kinks and ties, and for the complex pullback.
 
-A derivative at a kink is a choice. Each row is one such point, with what each framework chooses,
-measured by running it: nothing here is remembered from a manual. `cross_check` names the row when
-a disagreement is explained by it.
+A derivative at a kink is a choice. Each row of the table is one such point with the choice of each
+framework, measured by running it. `cross_check` names the row that explains a disagreement.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ class Kink:
     """One function at one point.
 
     Attributes:
-        name: What the table calls it.
+        name: Its name in the table.
         torch: The function in PyTorch, as an expression in x.
         jax: The same in JAX.
-        point: Where the derivative is taken.
-        torch_ops: Names of operations by which a graph of PyTorch's is recognised.
-        jax_ops: Names of operations or of JAX's own functions, likewise.
+        point: The point at which the derivative is taken.
+        torch_ops: Names of operations that identify it in a PyTorch graph.
+        jax_ops: Names of operations or JAX functions that identify it in a JAX graph.
     """
 
     name: str
@@ -47,15 +46,15 @@ Derivative = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Convention:
-    """A row of the table, as each installed framework gives it.
+    """A row of the table, measured in each installed framework.
 
     Attributes:
         name: The function and the point.
-        torch: PyTorch's pullback of ones, flat; None where PyTorch is not installed.
-        jax: JAX's.
-        torch_twice: The pullback of ones of that pullback; None also where the framework has no
+        torch: PyTorch's pullback of ones, flat; None if PyTorch is not installed.
+        jax: The same in JAX.
+        torch_twice: The pullback of ones of that pullback; None also if the framework has no
             second derivative there, and for complex points.
-        jax_twice: JAX's.
+        jax_twice: The same in JAX.
     """
 
     name: str
@@ -66,15 +65,15 @@ class Convention:
 
     @property
     def differs(self) -> bool:
-        """Whether the two frameworks chose differently, at first or second order."""
+        """Whether the two frameworks differ, at first or second order."""
         return self.differs_at(1) or self.differs_at(2)
 
     def at(self, order: int) -> tuple[Derivative | None, Derivative | None]:
-        """Both frameworks' derivative of that order."""
+        """Both frameworks' derivatives of this order."""
         return (self.torch, self.jax) if order == 1 else (self.torch_twice, self.jax_twice)
 
     def differs_at(self, order: int) -> bool:
-        """Whether they chose differently at order 1 or 2."""
+        """Whether the two frameworks differ at order 1 or 2."""
         first, second = self.at(order)
         if first is None or second is None:
             return False
@@ -219,11 +218,11 @@ def measured(kink: Kink) -> Convention:
 
 
 def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> list[Convention]:
-    """The rows that differ, up to an order, and whose operations both programs hold.
+    """The rows that differ, up to an order, and whose operations are in both programs.
 
     Args:
         torch_ops: The names of the operations of PyTorch's program.
-        jax_ops: Those of JAX's, and of its named functions; None if it could not be recorded.
+        jax_ops: The same of JAX's, with named functions; None if it could not be recorded.
         order: 1 or 2.
     """
     rows = [measured(kink) for kink in KINKS if _holds(kink, torch_ops, jax_ops)]
@@ -236,7 +235,7 @@ def _holds(kink: Kink, torch_ops: set[str], jax_ops: set[str] | None) -> bool:
 
 
 def convention_table(rows: Sequence[Convention] | None = None, colour: bool = False) -> str:
-    """The table as text; rows that differ are marked with a star."""
+    """The table as text, with a star at rows that differ."""
     rows = conventions() if rows is None else rows
     star = lambda row: "*" if row.differs else ""
     cells = [(star(row), row.name, *map(_values, (*row.at(1), *row.at(2)))) for row in rows]

@@ -1,7 +1,6 @@
-"""A user's function at its arguments, as a `FlatFunction`.
+"""`Probe`: a user's function and arguments as a `FlatFunction` of its differentiable leaves.
 
-A `Probe` makes of f and its arguments a function of a flat list of floating or complex arrays;
-integers, booleans and everything else stay as they were given.
+Floating and complex arrays are the leaves; integers, booleans and everything else are constants.
 """
 
 from __future__ import annotations
@@ -82,33 +81,33 @@ class Probe(FlatFunction):
 
     @property
     def eps(self) -> float:
-        """The spacing at 1 of the coarsest numbers in and out."""
+        """The greatest machine epsilon of the inputs and outputs."""
         return max(tolerances.epsilon(x.dtype) for x in [*self.leaves, *self.out])
 
     def rebuilt(self, moving: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments with other differentiable leaves."""
+        """The arguments with these differentiable leaves."""
         full = list(self._all)
         for i, x in zip(self._moving, moving, strict=True):
             full[i] = x
         return self.waist.unflatten(self._tree, full)
 
     def _outputs(self, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
-        """f's differentiable outputs at other leaves, each with its name."""
+        """f's differentiable outputs at these leaves, with their names."""
         out = self.f(*self.rebuilt(leaves))
         named = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
         return [(f"output{path}", y) for path, y in named if self.differentiable(y)]
 
     def flat(self, *leaves: Any) -> list[Any]:
-        """f's differentiable outputs at other leaves, in the backend's arrays."""
+        """f's differentiable outputs at these leaves, as the backend's arrays."""
         return [y for _, y in self._outputs(leaves)]
 
     def value(self, xs: Arrays) -> Arrays:
-        """f's differentiable outputs at xs."""
+        """f's differentiable outputs at xs, in NumPy."""
         return self.numpy(self.flat(*self.arrays(xs)))
 
 
 def no_such_mode(error: Exception) -> bool:
-    """Whether an error says that a function lacks a mode, rather than that a rule is broken."""
+    """Whether an error means that a function lacks a mode, rather than that a rule is wrong."""
     if isinstance(error, LostDerivativeError):
         return False
     if isinstance(error, NotImplementedError | MissingRuleError):
@@ -118,13 +117,13 @@ def no_such_mode(error: Exception) -> bool:
 
 
 def inner(us: Sequence[Any], ws: Sequence[Any]) -> float:
-    """Re<u, w> in double precision; where u is 0, w does not count, be it NaN."""
+    """Re<u, w> in double precision; entries with u = 0 do not count, even if w is NaN."""
     pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
     return float(sum(np.vdot(wide(u)[on], wide(w)[on]).real for u, w, on in pairs))
 
 
 def size(us: Sequence[Any], ws: Sequence[Any]) -> float:
-    """The sum of |u w|: how large the numbers are that an inner product adds up."""
+    """The sum of |u w|, the scale of an inner product's rounding error."""
     pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
     return float(sum(np.sum(np.abs(wide(u)[on] * wide(w)[on])) for u, w, on in pairs))
 
@@ -136,7 +135,7 @@ def wide(x: Any) -> np.ndarray:
 
 
 def backend_name(caller: str, backend: Any) -> str:
-    """The name "torch" or "jax" from it or from the namespace module."""
+    """Normalizes a backend's name or namespace module to "torch" or "jax"."""
     name = backend if isinstance(backend, str) else getattr(backend, "__name__", "")
     name = name.removeprefix("gradtools.")
     if name not in ("torch", "jax"):
@@ -149,7 +148,7 @@ def backend_name(caller: str, backend: Any) -> str:
 
 
 def wants_64_bits(args: Any) -> bool:
-    """Whether an array somewhere in the arguments has 64-bit entries."""
+    """Whether some array in the arguments has a 64-bit dtype."""
     if isinstance(args, dict):
         return any(wants_64_bits(x) for x in args.values())
     if isinstance(args, tuple | list):

@@ -1,12 +1,12 @@
-"""Why a part of a rule is wrong: hypotheses that are tried with the author's own maps.
+"""Diagnoses a wrong rule: tries hypotheses on the author's bwd and jvp.
 
-If bwd is right but for one mistake, undoing that mistake from outside makes it right:
+If bwd has a single common mistake, undoing that mistake makes it right:
 
     the entries in another order        bwd's entry i is argument j's gradient
     a conjugate that is missing         conj(bwd(conj(v))) is right
     a matrix that is not transposed     the transpose of the matrix of v -> bwd(v) is right
 
-and the same of jvp. A cause is named only where the undone map agrees with the slopes.
+and likewise for jvp. A cause is reported only if the corrected map agrees with the slopes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Causes:
     ) -> Comparison:
         """The record with its likely cause.
 
-        us: The direction, in which leaf i alone moves.
+        us: The direction, which is zero except in leaf i.
         agrees: Whether tangents of the outputs are the slopes along it.
         """
         look = f"Look at what jvp makes of the tangent of {self.paths[i]}."
@@ -122,7 +122,7 @@ class Causes:
 
 
 def _transposed(linear: Callable[[np.ndarray], np.ndarray], v: np.ndarray) -> np.ndarray:
-    """M^H v, of the matrix M of a linear map, from its columns."""
+    """M^H v for the matrix M of a linear map, computed from its columns."""
     result = []
     for k in range(v.size):
         unit = np.zeros_like(v)

@@ -1,13 +1,12 @@
-"""A custom rule taken apart: each part is checked as the plain function that it is.
+"""`check_rule`: checks each part of a custom rule as a plain function.
 
 With fun = f, fwd(x) = (f(x), r(x)), bwd(r, v) = J^H v and jvp(x, u) = (f(x), J u), the function
-x -> bwd(r(x), v) is the gradient of Re<v, f>. Its own derivative, which is what second order uses,
-goes through the residuals:
+x -> bwd(r(x), v) is the gradient of Re<v, f>. Second order differentiates it through the residuals:
 
     d bwd(r(x), v) = sum over k of (d bwd / d r_k) (d r_k / d x)
 
-so a residual that lost its derivative on the way (r_k detached, or computed where the framework
-cannot see) makes second order wrong, and is found by differencing r_k itself.
+so a residual without a derivative (r_k detached, or computed outside of the framework) makes second
+order wrong. It is found by finite differences of r_k.
 """
 
 from __future__ import annotations
@@ -65,13 +64,13 @@ def check_rule(
     call or draws random numbers is refused.
 
     Args:
-        rule: What `gt.custom_rule` made: callable, with the attributes `fun`, `fwd`, `bwd` and
-            `jvp` (None where not given), and `static_argnames`. A `jax.custom_vjp`
-            or `jax.custom_jvp` of real arrays will do, and so will a `gradtools.rules.Rule`.
+        rule: The result of `gt.custom_rule`: callable, with the attributes `fun`, `fwd`, `bwd` and
+            `jvp` (None if not given), and `static_argnames`. Or a `jax.custom_vjp` or
+            `jax.custom_jvp` function of real arrays, or a `gradtools.rules.Rule`.
         args: As in `check_derivatives`.
         backend: As in `check_derivatives`.
         order: 1 or 2.
-        seed: Chooses the random directions.
+        seed: The seed of the random directions.
         precision: As in `check_derivatives`.
 
     Returns:
@@ -106,7 +105,7 @@ def check_rule(
 
 
 class RuleCheck:
-    """The comparisons for one rule at one point; they are collected in `report`."""
+    """The comparisons for one rule at one point, collected in `report`."""
 
     def __init__(self, rule: Any, args: Sequence[Any], backend: Any, seed: int) -> None:
         self.backend, self.seed = backend_name(CALLER, backend), seed
@@ -127,7 +126,7 @@ class RuleCheck:
     # --- first order: each part against fun's values
 
     def parts(self, order: int) -> None:
-        """fwd, bwd and jvp one by one."""
+        """Checks fwd, bwd and jvp one by one."""
         pulled = pushed = None
         Habits(self).check()
         if self.rule.bwd is not None:
@@ -214,7 +213,7 @@ class RuleCheck:
     # --- second order: the parts differentiated
 
     def _residuals(self) -> None:
-        """Each residual's derivative against its own values."""
+        """Compares each residual's derivative with finite differences of the residual."""
         residuals = lambda *args: self._fwd(*args)[1]
         result = residuals(*self.values.rebuilt(self._moving()))
         if not any(map(self.values.differentiable, self.waist.flatten(result)[0])):
@@ -239,7 +238,7 @@ class RuleCheck:
         self.report.left_out += check.report.left_out
 
     def _derivative(self, probe: Probe, us: list[np.ndarray]) -> list[np.ndarray] | None:
-        """Residuals' tangents, in forward mode or by transposing twice over."""
+        """The residuals' tangents; None, with a note, if fwd has no forward mode."""
         try:
             return probe.forward(probe.leaves, us)
         except Exception as error:
@@ -249,7 +248,7 @@ class RuleCheck:
         return None
 
     def _second(self, part: str, names: list[str], run: Callable[..., Any]) -> None:
-        """The part's own derivative, taken as the framework takes it, against its values."""
+        """Compares a part's derivative, as the framework computes it, with finite differences."""
         if (reason := self._not_differentiable(run)) is not None:
             self.report.left_out.append(f"second order of {part}: {reason}")
             return
@@ -271,7 +270,7 @@ class RuleCheck:
         self.report.left_out += [f"over {part}: {reason}" for reason in check.report.left_out]
 
     def _not_differentiable(self, run: Callable[..., Any]) -> str | None:
-        """Why a part has no derivative in any mode, as where it is a host function without rule."""
+        """Why a part has no derivative in any mode, such as a host function without a rule."""
         try:
             self.gt.vjp(run, *self._moving())[1](self._ones(run))
         except MissingRuleError as error:
@@ -284,7 +283,7 @@ class RuleCheck:
         return [self.waist.ones_like(y) for y in run(*self._moving())]
 
     def whole(self, order: int) -> None:
-        """`check_derivatives` of the rule as users call it."""
+        """Runs the checks of `check_derivatives` on the rule as users call it."""
         probe = Probe(CALLER, self.rule.call, self.args, self.backend)
         check = DerivativeCheck(probe, None, seed=self.seed)
         check.report = self.report
@@ -305,7 +304,7 @@ class RuleCheck:
         return out
 
     def _cotangents(self, moving: Sequence[Any], vs: list[Any]) -> list[Any]:
-        """bwd's entries for the differentiable leaves, checked; zeros for None."""
+        """bwd's validated entries for the differentiable leaves; zeros for None."""
         args = self.values.rebuilt(moving)
         return self._pulled(args, *self._fwd(*args), vs)
 
@@ -390,7 +389,7 @@ class RuleCheck:
         return [self._like_output(path, y, t) for path, y, t in pairs]
 
     def _like_output(self, path: str, y: Any, t: Any) -> Any:
-        """A tangent that looks like its output; zeros for None."""
+        """A tangent, validated to have its output's shape and dtype; zeros for None."""
         if t is None or not self.waist.is_array(t):
             return self.waist.zeros_like(y) if t is None else self.waist.cast(t, y)
         looks = [(tuple(x.shape), self.waist.dtype_name(x)) for x in (t, y)]

@@ -1,4 +1,4 @@
-"""The functions of a custom rule (fun, fwd, bwd, jvp), taken from gradtools' rules or JAX's."""
+"""The functions of a custom rule (fun, fwd, bwd, jvp), from gradtools' rules or JAX's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALLER = "check_rule"
 
 @dataclass(frozen=True)
 class Parts:
-    """What a rule is made of; `call` is the whole, as users call it."""
+    """The functions of a rule; `call` is the rule itself, as users call it."""
 
     call: Callable[..., Any]
     fun: Callable[..., Any]

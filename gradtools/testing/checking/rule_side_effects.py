@@ -1,7 +1,7 @@
-"""Side effects of a rule's parts: writing in place, state of the last call, new random draws.
+"""Checks that a rule's parts are pure: no in-place writes, no state, no random draws.
 
-A framework calls fwd and bwd when and as often as it likes, and others hold what it hands them. So
-fwd, bwd and jvp are functions: of what they get alone, which they leave as it is.
+A framework calls fwd and bwd at any time and any number of times, with arrays that it shares with
+others. So fwd, bwd and jvp must depend on their arguments only, and must not change them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A function under vmap, compared with itself one example at a time.
+"""Compares a function under vmap with a loop over the examples.
 
-A rule is written for one example, and the batch is the framework's affair: but for a host kernel
-with `vectorized=True`, a rule with a vmap of its own, and whatever reads the number of axes.
+A rule is written for one example, and the framework batches it. Mistakes are possible in a host
+kernel with `vectorized=True`, in a rule with its own vmap, and in code that reads the rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DETAIL = (
 
 
 def check_batch(probe: Probe, check: DerivativeCheck) -> None:
-    """Compares values, and derivatives in the modes that there are, of three examples at once."""
+    """Compares values, and derivatives in the available modes, of a batch of three examples."""
     points = [[(x * c).astype(x.dtype) for x in probe.leaves] for c in _POINTS]
     us, vs = check._everywhere().us, check.vs
     flat, gt = probe.flat, probe.gt

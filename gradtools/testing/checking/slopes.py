@@ -1,15 +1,14 @@
-"""Slopes of a function of one number, from its values alone, and the jumps that slopes do not see.
+"""Slopes of a function of one number by finite differences, and detection of jumps.
 
-A check moves an argument along a line, x + t u, and looks at the values f(t). The slope at 0 comes
-from central differences at many steps, from a tenth of the argument's size downwards, extrapolated
-to step zero (Ridders, 1982): the estimate kept is the one whose neighbours agree best, and how
-well they agree is its error. Where the smallest step tells another slope, as of a solution of an
-ill-conditioned system, all steps are too large for f, and nothing is decided.
+A check evaluates f along a line, x + t u. The slope at 0 comes from central differences at many
+steps, from a tenth of the argument's size downwards, extrapolated to step zero (Ridders, 1982). The
+estimate whose neighbours agree best is kept; their disagreement is its error. If the smallest step
+gives another slope, as for the solution of an ill-conditioned system, all steps are too large for
+f, and the slope is undecided.
 
-No small step sees a staircase: its slope is zero wherever one looks. But a function that is
-continuous is the integral of its derivative; where the two part, and go on to part on ever
-shorter pieces of the line, the function jumps. A kink passes: there the difference shrinks with
-the piece.
+Small steps miss a staircase, whose slope is zero almost everywhere. But a continuous function is
+the integral of its derivative. If the two differ, and still differ on ever shorter intervals of the
+line, the function jumps. At a kink the difference shrinks with the interval.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Slope:
 
     Attributes:
         value: The slope of each entry; NaN where no step gave one.
-        error: How far it may be off: what the steps disagree by, and rounding; inf where no step
+        error: A bound of its error: the disagreement of steps, and rounding; inf where no step
             gave a slope.
-        at: f(0); where it is not finite there is no slope to speak of.
+        at: f(0); where it is not finite there is no slope.
         smallest: The smallest step that was taken.
     """
 
@@ -45,7 +44,7 @@ class Slope:
     smallest: float
 
     def parts(self, like: Sequence[np.ndarray]) -> list[Slope]:
-        """One slope for each of the arrays of which f's vector was made."""
+        """Splits the slope of a flat vector into slopes of arrays like these."""
         ends = np.cumsum([x.size for x in like])[:-1]
         cut = lambda x: [p.reshape(y.shape) for p, y in zip(np.split(x, ends), like, strict=True)]
         pieces = zip(cut(self.value), cut(self.error), cut(self.at), strict=True)
@@ -56,8 +55,8 @@ def slope(f: Line, eps: float) -> Slope:
     """The slope of f at 0 by extrapolated central differences.
 
     Args:
-        f: The values, a vector, at a position on the line.
-        eps: The spacing at 1 of the numbers that f computes in.
+        f: The function from a position on the line to a vector.
+        eps: The machine epsilon of f's computation.
     """
     at = f(0.0)
     value, error = np.full(at.shape, np.nan, at.dtype), np.full(at.shape, np.inf)
@@ -87,9 +86,9 @@ def slope(f: Line, eps: float) -> Slope:
 
 
 def rounding_error(f: Line, at: float, eps: float) -> np.ndarray:
-    """How far the values of f may be off: what its second differences over last digits come to.
+    """The rounding error of f's values, from second differences over steps of eps.
 
-    That is more than eps of a value where large numbers cancel in it.
+    It exceeds eps of the value where large numbers cancel.
     """
     here = f(at)
     changes = [np.abs(f(at + k * eps) + f(at - k * eps) - 2 * here) for k in (1, 2, 3)]
@@ -97,9 +96,9 @@ def rounding_error(f: Line, at: float, eps: float) -> np.ndarray:
 
 
 def one_sided(f: Line, eps: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The slopes of f at 0 from the left and from the right, and how far rounding puts them off.
+    """The slopes of f at 0 from the left and from the right, and a bound of their rounding error.
 
-    They differ at a kink.
+    The two slopes differ at a kink.
     """
     t = eps**0.25
     with np.errstate(all="ignore"):
@@ -115,8 +114,8 @@ class Jump:
 
     Attributes:
         at: The position on the line.
-        size: By how much entry `entry` changes there.
-        entry: Which entry of f.
+        size: The change of entry `entry` there.
+        entry: The index of the entry of f.
     """
 
     at: float
@@ -125,7 +124,7 @@ class Jump:
 
 
 def jump_near(f: Line, df: Line, end: float, eps: float) -> Jump | None:
-    """A jump of f between 0 and `end` that its derivative df leaves out, None if there is none."""
+    """A jump of f between 0 and `end`: f is not the integral of df. None if there is none."""
     with np.errstate(all="ignore"):
         change = f(end) - f(0.0)
         slopes = np.stack([df(end * (1 + g) / 2) for g in _GAUSS])
@@ -138,7 +137,7 @@ def jump_near(f: Line, df: Line, end: float, eps: float) -> Jump | None:
 
 
 def jump_far(f: Line, df: Line, end: float, eps: float) -> Jump | None:
-    """A jump between 0 and `end` of an entry whose derivative is zero wherever it is looked at."""
+    """A jump between 0 and `end` of an entry whose derivative is zero at all sampled points."""
     with np.errstate(all="ignore"):
         change = np.abs(f(end) - f(0.0))
     moved = np.isfinite(change) & (change > 1e3 * eps * _size(f, end))

@@ -1,1 +1,1 @@
-"""Two frameworks held against each other: both sides, their precision, what the causes may be."""
+"""`cross_check`: comparison of a program in PyTorch with the same program in JAX."""

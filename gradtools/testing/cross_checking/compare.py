@@ -1,12 +1,11 @@
 """`cross_check`: one program in both frameworks, compared in value and in every derivative.
 
-Both programs are asked the same questions at the same NumPy inputs, along the same random
-directions, by gradtools' own operators, so that conventions (complex numbers above all) are the
-same on both sides:
+Both programs are evaluated at the same NumPy inputs and differentiated along the same random
+directions by gradtools' operators, so that conventions (above all for complex numbers) are equal:
 
     f(x)    J^H c    J t    H t = d/ds grad <c, f>(x + s t)    in two mixes of modes
 
-What differs is then handed to `mismatch_causes.py`, which asks further questions to name why.
+`mismatch_causes.py` then searches for the cause of each disagreement by further evaluations.
 """
 
 from __future__ import annotations
@@ -73,11 +72,11 @@ def cross_check(
             and a flax module the common layouts.
         dtype: "float64", "float32", "float16" or "bfloat16": what all floating inputs, parameters
             and buffers are cast to. None leaves them as they are.
-        seed: Of the random directions.
+        seed: The seed of the random directions.
         tolerance: A relative error for everything, in place of the table `tolerance_table()`.
-        precision: "highest" (default) keeps all bits of float32's products while it compares,
-            whatever is set: no TF32, no bfloat16. "as set" compares as training would run. A note
-            of the report says where what is set is lower.
+        precision: "highest" (default) computes float32 products in full precision during the
+            check, without TF32 or bfloat16. "as set" keeps the program's setting. A note of the
+            report says if that setting is lower.
         conventions: "allow" reports known conventions; "raise" counts them as disagreements.
         raises: False returns a report that disagrees instead of raising.
         name: The report's title.
@@ -97,8 +96,8 @@ def cross_check(
         >>> bool(report), len(report)
         (True, 6)
 
-    Source: the usual checks of one framework against itself (dot product, Hessian products by
-    Pearlmutter, 1994), put to two frameworks at once.
+    Source: the usual checks within one framework (dot product, Hessian products by Pearlmutter,
+    1994), applied to two frameworks.
     """
     _validate(args, order, dtype, conventions, tolerance)
     inputs = Inputs.read(args, argnums, dtype)

@@ -1,7 +1,7 @@
-"""The device of a run, chosen in one place: a name for both frameworks, and what each has here.
+"""Selection of a device by name in both frameworks, and a description of the available ones.
 
-A name is "cpu", "gpu" (or "cuda") or "tpu", with a number behind a colon for one of several;
-"auto" leaves each framework's own default alone. Inside `placed` new arrays are made there.
+A name is "cpu", "gpu" (or "cuda") or "tpu", optionally with an index as in "gpu:1"; "auto" keeps
+each framework's default. Inside `placed` new arrays are created on the device.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ KINDS = ("cpu", "gpu", "tpu")
 
 @contextmanager
 def placed(backend: str, device: str = "auto") -> Iterator[None]:
-    """Inside, the framework makes new arrays on this device; outside, where it did.
+    """A context in which the framework creates new arrays on this device.
 
     Args:
         backend: "torch" or "jax".
-        device: "auto", "cpu", "gpu", "tpu", one of several as "gpu:1".
+        device: "auto", "cpu", "gpu", "tpu", or one of several, such as "gpu:1".
 
     Raises:
         GradtoolsError: There is no such device here.
@@ -41,7 +41,7 @@ def placed(backend: str, device: str = "auto") -> Iterator[None]:
 
 
 def described(backend: str) -> str:
-    """What a framework has here: its version, where it runs, what is absent, peaks of memory."""
+    """A framework's version, default device, absent devices, and peaks of memory."""
     return _torch_here() if backend == "torch" else _jax_here()
 
 
@@ -65,7 +65,7 @@ def _torch_placed(kind: str, index: int) -> Iterator[None]:
     counts = {"cpu": 1, "gpu": torch.cuda.device_count(), "tpu": 0}
     _refuse_absent("PyTorch", kind, index, counts)
     if kind == "cpu" and torch.get_default_device().type == "cpu":
-        yield  # a default device is a mode, which every call would pass for nothing
+        yield  # avoids the overhead of the default-device mode
         return
     with torch.device("cuda" if kind == "gpu" else "cpu", index):
         yield

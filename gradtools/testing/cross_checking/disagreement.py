@@ -1,7 +1,7 @@
-"""Where two sides disagree (in one mode, at second order alone), and which side is wrong.
+"""The scope of a disagreement: one mode, second order only; and the side that is wrong.
 
-Known once every quantity has been compared: whether only one mode is concerned, or only the second
-order; whether a side differs from itself; whether a side's derivative is the slope of its value.
+After all quantities are compared, this determines whether only one mode or only second order is
+concerned, whether a side is random, and whether a side's derivative is the slope of its value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REVERSE, FORWARD = ("gradient", "vjp"), ("jvp",)
 
 
 class Scope:
-    """Where a disagreement happens, known once every quantity has been compared."""
+    """The scope of disagreements, determined after every quantity has been compared."""
 
     def __init__(self, check: CrossCheck) -> None:
         self.check = check
@@ -32,7 +32,7 @@ class Scope:
         self._rows: dict[int, list[Convention]] = {}
 
     def of(self, quantity: str) -> str:
-        """Words such as ", at second order only"."""
+        """A suffix such as ", at second order only", or ""."""
         reverse = [self.good[q] for q in REVERSE if q in self.good]
         forward = [self.good[q] for q in FORWARD if q in self.good]
         if quantity == "value":
@@ -53,14 +53,14 @@ class Scope:
         return ", at second order only"
 
     def conventions(self, order: int) -> list[Convention]:
-        """The rows of the table that differ and whose operations both programs hold."""
+        """The rows of the table that differ and whose operations are in both programs."""
         if order not in self._rows:
             torch_ops, jax_ops = (self.check.operations(k) for k in (0, 1))
             self._rows[order] = explaining(torch_ops or set(), jax_ops, order)
         return self._rows[order]
 
     def is_random(self, probe: Any, k: int) -> bool:
-        """Whether one side's answer to a probe differs from run to run."""
+        """Whether one side's result differs from run to run."""
         key = (probe.quantity, k)
         if key not in self._known:
             self._known[key] = self._differs_from_itself(probe, k)
@@ -80,7 +80,7 @@ class Scope:
     # --- which side is wrong
 
     def culprit(self, quantity: str) -> str:
-        """A sentence that names the side that contradicts itself; empty if that is not seen."""
+        """A sentence that names the side whose derivative contradicts its values, or ""."""
         if not self.values_agree or quantity in ("value", "parameter"):
             return ""
         wrong = [

@@ -1,10 +1,9 @@
-"""Why two results differ: questions that tell one cause from another.
+"""Diagnoses why two results differ.
 
-A disagreement is two arrays. First it is asked what no pattern of numbers can show: does a side
-differ from itself (randomness), does it agree a little way off (a kink)? Then the arrays
-are held against each other: zero, conjugate, a factor, another layout, another order. Last comes
-precision. `Scope` adds where it happens: in one mode only, at second order only; finite
-differences say which side is wrong.
+First come causes that need further evaluations: randomness (a side differs from itself), a kink
+(both agree nearby). Then patterns between the two arrays: zero, conjugate, a factor, another
+layout, another order. Last comes precision. `Scope` adds where the disagreement occurs, such as in
+one mode only, and finite differences determine which side is wrong.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _SHORT = {"float64": 1e-9, "float32": 1e-4}  # far below the spacing of the next
 
 
 def explain(check: CrossCheck, report: Report, allow: bool) -> None:
-    """Gives every disagreement of the report its likely cause.
+    """Adds the likely cause to every disagreement of the report.
 
     Args:
-        check: The comparison, which can be asked again.
-        report: Its comparisons are replaced.
-        allow: Whether a known convention is no disagreement.
+        check: The cross-check, for further evaluations.
+        report: The report, whose comparisons are replaced.
+        allow: Whether a known convention does not count as a disagreement.
     """
     home = {
         id(c): (answer, i) for answer in check.answers for i, c in enumerate(answer.comparisons)
@@ -59,7 +58,7 @@ def explain(check: CrossCheck, report: Report, allow: bool) -> None:
 
 
 class CauseSearch:
-    """The questions about one disagreement."""
+    """The search for the cause of one disagreement."""
 
     def __init__(
         self, check: CrossCheck, scope: Scope, c: Comparison, answer: Answer, i: int
@@ -98,7 +97,7 @@ class CauseSearch:
         return "no known pattern", ""
 
     def _parameter(self) -> Found:
-        """Parameters are compared before anything is computed from them."""
+        """The cause of different parameters."""
         a, b = widened(self.a), widened(self.b)
         pair = ArrayPair(a, b, 1e-6, self.names)
         if equal(a, b, 1e-6):
@@ -118,7 +117,7 @@ class CauseSearch:
     # --- asked again
 
     def _random(self) -> Found | None:
-        """A side that differs from itself at the same point."""
+        """Randomness: a side differs from itself at the same point."""
         sides = [name for k, name in enumerate(self.names) if self.scope.is_random(self.probe, k)]
         if not sides:
             return None
@@ -129,7 +128,7 @@ class CauseSearch:
         )
 
     def _kink(self) -> tuple[Convention | None, str, str] | None:
-        """A derivative that differs here and agrees a little way off."""
+        """A kink: derivatives differ here and agree nearby."""
         if self.c.order == 0 or not self.scope.values_agree or not self._agrees_nearby():
             return None
         rows = [row for row in self.scope.conventions(self.c.order) if self._fits(row)]
@@ -152,7 +151,7 @@ class CauseSearch:
         return bool(np.isfinite(widened(self.a)).all() and np.isfinite(widened(self.b)).all())
 
     def _fits(self, row: Convention) -> bool:
-        """Whether NaN stands on the sides on which the convention has it."""
+        """Whether the same sides are NaN as in the convention."""
         seen = [bool(np.isfinite(widened(x)).all()) for x in (self.a, self.b)]
         orders = [n for n in range(1, self.c.order + 1) if row.differs_at(n)]
         return any(seen == [_finite(x) for x in row.at(n)] for n in orders)
@@ -216,7 +215,7 @@ class CauseSearch:
         return next((result for question in questions if (result := question())), None)
 
     def _ignored(self, pair: ArrayPair) -> Found | None:
-        """A derivative that is right but for the direction it was to be multiplied with."""
+        """A derivative that lacks the multiplication by its direction."""
         directions = self._directions()
         for direction in directions:
             d = widened(direction)
@@ -236,7 +235,7 @@ class CauseSearch:
         return []
 
     def _swapped(self, near: float) -> Found | None:
-        """Two leaves, each with the other's array."""
+        """Two leaves whose arrays are exchanged."""
         for j, (x, y) in enumerate(zip(self.answer.first, self.answer.second, strict=True)):
             if j == self.i or x is None or y is None or not x.size > 0:
                 continue
@@ -246,7 +245,7 @@ class CauseSearch:
         return None
 
     def _decay(self, pair: ArrayPair) -> Found | None:
-        """A difference that is a multiple of the differentiated leaf."""
+        """Weight decay: the difference is a multiple of the differentiated leaf."""
         if self.c.order != 1 or not self.probe.to_leaves:
             return None
         ratio = constant_ratio(pair.a - pair.b, widened(self.check.leaves[1][self.i]), 1e-4)
@@ -261,10 +260,10 @@ class CauseSearch:
     # --- precision
 
     def _in_float32(self) -> Found | None:
-        """A difference of float32's size in a run in float64, of a side that moves in steps.
+        """A difference of float32's size in a float64 run, on a side that is a staircase.
 
-        It comes before the patterns: numbers that nearly agree fit many of them. Once a side has
-        been seen to compute in float32, other differences of that size have the same cause.
+        It precedes the patterns, because nearly equal arrays fit many of them. Once a side is known
+        to compute in float32, other differences of that size have the same cause.
         """
         if tolerances.real_name(self.c.dtype) != "float64":
             return None
@@ -326,7 +325,7 @@ class CauseSearch:
         return None
 
     def _is_stepped(self, k: int) -> bool:
-        """Whether one side's answer is a staircase in its inputs."""
+        """Whether one side's result is a staircase in its inputs: rounded to a coarser dtype."""
         step = _SHORT.get(tolerances.real_name(self.c.dtype), 1e-9)
         base = widened((self.a, self.b)[k])
         for draw in range(3):

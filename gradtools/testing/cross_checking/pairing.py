@@ -1,7 +1,7 @@
-"""Which parameter of one model is which of the other, and how its array lies there.
+"""Pairs the parameters of two models and converts their arrays to one layout.
 
-Two models are compared in JAX's layout: every array that belongs to PyTorch's parameters (values,
-directions, gradients) goes through the same linear map to JAX's.
+Two models are compared in JAX's layout: all arrays that belong to PyTorch's parameters (values,
+directions, gradients) are converted by the same linear map.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ class Pairing:
     """The map from PyTorch's parameters to JAX's.
 
     Attributes:
-        paths: The names of JAX's parameters, in their order; empty if nothing is paired.
-        carry: PyTorch's arrays, in their order, to arrays in JAX's layout and order; what is
-            None comes out as None.
-        notes: What the reader of a report should know.
+        paths: The names of JAX's parameters, in order; empty if nothing is paired.
+        carry: Converts PyTorch's arrays to JAX's layout and order; None stays None.
+        notes: Notes for the report.
     """
 
     paths: list[str]
@@ -37,7 +36,7 @@ class Pairing:
 
 
 def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
-    """How the parameters of two sides correspond.
+    """Pairs the parameters of two sides.
 
     Raises:
         GradtoolsError: A parameter of one model has no counterpart of its shape in the other.
@@ -82,7 +81,7 @@ def _carry(
 
 
 def _carried(first: Side, second: Side, to_jax: ToJax, arrays: Arrays) -> dict[str, np.ndarray]:
-    """JAX's own paths to PyTorch's arrays in JAX's layout."""
+    """PyTorch's arrays in JAX's layout, by JAX's paths."""
     result = to_jax(first.params_tree(arrays))
     leaves, paths = second.waist.flatten(result)[0], second.waist.leaf_paths(result)
     wanted = {tokens(path): path for path in second.free_params}
@@ -103,7 +102,7 @@ def _carried(first: Side, second: Side, to_jax: ToJax, arrays: Arrays) -> dict[s
 
 
 def _within(name: tuple[str, ...], wanted: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
-    """The name without flax's collection, where JAX's parameters go without it."""
+    """The name without flax's collection, unless JAX's parameters include it."""
     return name[1:] if name[0] == "params" and name not in wanted else name
 
 
@@ -118,7 +117,7 @@ def _check_shapes(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], wo
 
 
 def _to_jax(first: Side, second: Side, mapping: Any) -> tuple[ToJax, str, list[str]]:
-    """The map, what to call it in messages, and notes on how it was found."""
+    """The map, its name in messages, and notes."""
     if mapping is None:
         return _same_names(first, second)
     if hasattr(mapping, "to_jax"):
@@ -134,7 +133,7 @@ def _to_jax(first: Side, second: Side, mapping: Any) -> tuple[ToJax, str, list[s
 
 
 def _same_names(first: Side, second: Side) -> tuple[ToJax, str, list[str]]:
-    """The same names and shapes, or the common layouts of the two libraries."""
+    """The map for equal names and shapes, or for the common layouts of the two libraries."""
     mine = {_dotted(path): x.shape for path, x in first.free_params.items()}
     theirs = {_dotted(path): x.shape for path, x in second.free_params.items()}
     if mine == theirs:

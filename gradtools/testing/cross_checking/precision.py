@@ -1,8 +1,8 @@
-"""The precision of float32's products: how it is set here, and the highest one inside a block.
+"""The precision of float32 matrix products: current settings, and a context of highest precision.
 
-Accelerators multiply float32 matrices in fewer bits if they are allowed to: TF32 has 11 of the 24,
-bfloat16 has 8. Derivatives compared in float32 would then differ for no fault, so the checks run
-at the highest precision and leave the settings as they were.
+Accelerators multiply float32 matrices with fewer bits if settings allow: TF32 has 11 of the 24,
+bfloat16 has 8. Correct derivatives in float32 would then differ, so the checks run at the highest
+precision and restore the settings afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FULL = ("none", "ieee", "highest", "float32")
 
 @contextmanager
 def highest_precision(backends: Iterable[str]) -> Iterator[None]:
-    """Inside, products of float32 in these frameworks keep all of its bits; then as before.
+    """A context in which these frameworks compute float32 products in full precision.
 
     Args:
         backends: Of "torch" and "jax".
@@ -41,10 +41,10 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def at_precision(caller: str, precision: str, backends: Sequence[str]) -> Iterator[list[str]]:
-    """The highest precision or the one that is set; gives notes that say so where these differ.
+    """A context of the highest precision or the current one; yields notes if these differ.
 
     Args:
-        caller: Who asks, for the error.
+        caller: The calling operator, for the error.
         precision: "highest" or "as set".
         backends: Of "torch" and "jax".
 
@@ -63,16 +63,16 @@ def at_precision(caller: str, precision: str, backends: Sequence[str]) -> Iterat
 
 
 def lowered(backend: str) -> dict[str, str]:
-    """The settings by which products of float32 may lose bits, with their values.
+    """The settings that allow float32 products to lose bits, with their values.
 
-    In PyTorch those that stand lower: oneDNN's, and where there is a GPU, CUDA's. In JAX
-    `jax_default_matmul_precision`, whose default means fewer bits on every device but the CPU.
+    In PyTorch these are oneDNN's and, with a GPU, CUDA's. In JAX it is
+    `jax_default_matmul_precision`, whose default loses bits on every device except the CPU.
     """
     return _torch_read_here() if backend == "torch" else _jax_lowered()
 
 
 def described_precision(backend: str) -> str:
-    """One line: which precision is on.
+    """The current precision in one line.
 
     Example:
         >>> from gradtools.testing.cross_checking.precision import (

@@ -1,7 +1,7 @@
 """`CrossCheck`: the values and derivatives that `cross_check` compares, in one layout of arrays.
 
-A `CrossCheck` holds two sides at one point. It compares what they answer, tells rounding from
-disagreement, and can be asked again at points nearby, which is what `mismatch_causes.py` does.
+A `CrossCheck` evaluates quantities of two sides at one point, compares them, and distinguishes
+rounding from disagreement. `mismatch_causes.py` uses it for further evaluations at nearby points.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Found = list[np.ndarray | None]  # one array for each leaf; None where it is not
 
 @dataclass(frozen=True)
 class Quantity:
-    """One question that is put to both sides.
+    """A value or derivative that is computed on both sides.
 
     Attributes:
-        quantity: What the answer is called.
-        order: Of derivative.
+        quantity: Its name.
+        order: The order of the derivative.
         ask: `(side number, leaves) -> one array for each path`, None where not connected.
-        paths: The paths of the answer's leaves.
-        to_leaves: Whether the answer has one array for each differentiated leaf.
+        paths: The paths of the result's leaves.
+        to_leaves: Whether the result has one array for each differentiated leaf.
     """
 
     quantity: str
@@ -97,7 +97,7 @@ class CrossCheck:
     # --- the comparison
 
     def run(self, order: int, report: Report) -> None:
-        """Fills the report; causes are looked for afterwards."""
+        """Fills the report, without causes."""
         report.notes += self.pairing.notes
         report.comparisons += self._parameters()
         if not all(c.agrees for c in report.comparisons):
@@ -113,7 +113,7 @@ class CrossCheck:
         report.left_out.append(f"derivatives: no {what} is floating or complex")
 
     def _parameters(self) -> list[Comparison]:
-        """The parameters themselves: derivatives at different points say nothing."""
+        """Compares the parameters; derivatives at different points would be meaningless."""
         count = len(self.pairing.paths)
         mine, theirs = self.carried(self.leaves[0])[:count], list[Any](self.leaves[1][:count])
         result = [
@@ -132,7 +132,7 @@ class CrossCheck:
         return result
 
     def _values(self, report: Report) -> bool:
-        """Compares the outputs; whether their derivatives can be compared too."""
+        """Compares the outputs. Returns whether their derivatives can be compared."""
         self.outputs = [self.value(k, self.leaves[k]) for k in (0, 1)]
         first, second = self.outputs
         if sorted(first.paths) != sorted(second.paths):
@@ -218,7 +218,7 @@ class CrossCheck:
     # --- rounding of larger numbers that cancel
 
     def _noise(self, probe: Quantity, arrays: Sequence[np.ndarray | None]) -> float:
-        """How large a difference may be that comes from rounding numbers of the probe's size."""
+        """The largest difference that rounding of numbers of this size can make."""
         present = [*(x for x in arrays if x is not None), *self.leaves[0]]
         if probe.order:  # a derivative's intermediate results have the size of the output, too
             present += [x for out in self.outputs for x in out.inexact().values()]
@@ -276,10 +276,10 @@ class CrossCheck:
         far: bool = False,
         enough: Callable[[np.ndarray], bool] = lambda change: False,
     ) -> np.ndarray:
-        """The largest change of each entry of an answer when the inputs change by their last digit.
+        """The largest change of each entry of a result when the inputs' last digits change.
 
-        With `far` by many last digits, but little enough that what is not rounding hardly moves.
-        Four draws, fewer if `enough` says so of the changes seen.
+        With `far` more digits change, but few enough for a smooth result to change little. There
+        are four draws, or fewer once `enough` is true of the changes so far.
         """
         change = np.zeros(a.shape)
         for draw in range(4):
@@ -320,7 +320,7 @@ class CrossCheck:
         return self._nearby[key]
 
     def value(self, k: int, leaves: Arrays) -> Output:
-        """One side's output; an exception says which side it came from."""
+        """One side's output; adds the side's name to an exception."""
         try:
             return self.sides[k].value(leaves)
         except Exception as error:
@@ -347,13 +347,13 @@ class CrossCheck:
         return [pushed[own.index(path)] for path in self.out_paths]
 
     def _in_order(self, k: int, cts: Arrays) -> Arrays:
-        """Cotangents in the order of one side's own outputs."""
+        """Cotangents in the order of one side's outputs."""
         return [cts[self.out_paths.index(path)] for path in self.outputs[k].inexact()]
 
     # --- what the causes ask
 
     def sizes(self) -> dict[str, int]:
-        """The lengths that occur, each with its name."""
+        """The axis lengths and sizes that occur, by name."""
         result: dict[str, int] = {}
         for path, x in [
             *self.inputs.named_arrays(),
@@ -370,7 +370,7 @@ class CrossCheck:
         return result
 
     def operations(self, k: int) -> set[str] | None:
-        """The names of the operations in one side's program, None if it cannot be traced."""
+        """The names of the operations in one side's program; None if it cannot be traced."""
         try:
             return self.sides[k].operations(self.leaves[k])
         except Exception:
@@ -379,12 +379,12 @@ class CrossCheck:
     # --- directions
 
     def carried(self, leaves: Sequence[np.ndarray | None]) -> Found:
-        """A list for PyTorch's leaves in JAX's layout."""
+        """Converts a list for PyTorch's leaves to JAX's layout."""
         count = len(self.sides[0].free_params)
         return [*self.pairing.carry(leaves[:count]), *leaves[count:]]
 
     def directions(self, purpose: Any) -> list[Arrays]:
-        """One random direction for both sides."""
+        """One random direction, in each side's layout."""
         drawn = [self._draw(purpose, i, x) for i, x in enumerate(self.leaves[0])]
         return [
             drawn,
@@ -392,10 +392,10 @@ class CrossCheck:
         ]
 
     def nearby(self, k: int, purpose: Any, size: float | None) -> Arrays:
-        """One side's leaves, moved along a random direction that is the same for both.
+        """One side's leaves, perturbed along a random direction that is the same for both sides.
 
-        By `size` times the largest entry of each leaf; with None by a last digit of each entry, or
-        many for the purpose "rounding, far".
+        The step is `size` times the largest entry of each leaf. With None it is the last digit of
+        each entry, or more digits for the purpose "rounding, far".
         """
         drawn: Arrays = []
         for i, x in enumerate(self.leaves[0]):
@@ -439,7 +439,7 @@ def _largest(x: np.ndarray) -> float:
 
 
 def _distinct(dtype: str) -> float:
-    """From which relative difference on an entry alone is looked at."""
+    """The relative difference from which a single entry counts as different."""
     return min(math.sqrt(tolerances.epsilon(dtype)) * 1e4, 0.5)
 
 
@@ -458,7 +458,7 @@ def _leaves(out: Output) -> str:
 
 
 def _dtypes(paths: list[str], firsts: Any, seconds: Any, notes: list[str]) -> list[Comparison]:
-    """One record for each output whose dtypes differ; JAX without 64 bits is a note."""
+    """A record for each output whose dtypes differ; 32-bit integers without x64 give a note."""
     result = []
     for path, a, b in zip(paths, firsts, seconds, strict=True):
         if narrowed(a.dtype.name) == b.dtype.name != a.dtype.name:

@@ -1,8 +1,7 @@
-"""One side of a cross-check: a program in one framework, asked for derivatives in NumPy.
+"""`Side`: a program in one framework, with values and derivatives as NumPy arrays.
 
-A `Side` takes a function, a module or a functionalized triple, and answers with NumPy arrays:
-values, gradients, pullbacks, pushforwards, Hessian products, each at inputs that are NumPy arrays.
-Both sides are then the same kind of thing, and `compare` speaks of neither framework.
+A `Side` wraps a function, a module or a functionalized triple. Its values, pullbacks, pushforwards
+and Hessian products take and return NumPy arrays, so `cross_check` is independent of the framework.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Output:
-    """One evaluation: each leaf of the output with its path."""
+    """The leaves of one output, with their paths."""
 
     paths: list[str]
     arrays: Arrays
 
     def inexact(self) -> dict[str, np.ndarray]:
-        """The leaves that have derivatives."""
+        """The floating and complex leaves."""
         named = zip(self.paths, self.arrays, strict=True)
         return {path: x for path, x in named if is_inexact(x)}
 
@@ -43,8 +42,8 @@ class Side(FlatFunction):
     """A program in one framework.
 
     Attributes:
-        params: The program's own parameters in NumPy, by path; empty for a function.
-        paired: Whether the parameters are differentiated: the other side has them too.
+        params: The program's parameters in NumPy, by path; empty for a function.
+        paired: Whether the parameters are differentiated, as the other side has them too.
     """
 
     def __init__(self, name: str, subject: Any, dtype: str | None = None) -> None:
@@ -78,7 +77,7 @@ class Side(FlatFunction):
     # --- what the program is as a function of flat leaves
 
     def bind(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
-        """Makes `program` a function of the differentiated leaves: parameters, then arguments."""
+        """Sets `program`: a function of the differentiated leaves, parameters first."""
         kwargs = convert(kwargs, self.array)
         constants = {i: self.array(x) for i, x in inputs.constants.items()}
         count = len(self.params)
@@ -97,13 +96,13 @@ class Side(FlatFunction):
         self.program = program
 
     def params_tree(self, arrays: Arrays) -> Any:
-        """The tree of the parameters with these arrays (those that are not free as they are)."""
+        """The tree of the parameters with these arrays in place of the inexact ones."""
         moving = iter(arrays)
         full = [next(moving) if is_inexact(x) else x for x in self.params.values()]
         return self.waist.unflatten(self._tree, full)
 
     def params_list(self, tree: Any) -> Arrays:
-        """The arrays of such a tree, those that are free."""
+        """The inexact arrays of such a tree."""
         return [x for x in self.waist.flatten(tree)[0] if is_inexact(x)]
 
     def plain_params(self) -> dict[str, Any]:
@@ -124,7 +123,7 @@ class Side(FlatFunction):
         return self._parted(*leaves)[0]
 
     def _parted(self, *leaves: Any) -> tuple[list[Any], list[Any]]:
-        """The program's inexact outputs and the others, as two lists."""
+        """The program's inexact outputs and its other outputs."""
         outs = self.waist.flatten(self.program(*leaves))[0]
         arrays = [x if self.waist.is_array(x) else self.gt.asarray(x) for x in outs]
         inexact = [self.waist.is_inexact(x) for x in arrays]
@@ -140,7 +139,7 @@ class Side(FlatFunction):
         return Output(paths, self.numpy(self.waist.flatten(out)[0]))
 
     def pullback(self, leaves: Arrays, cotangents: Arrays) -> list[np.ndarray | None]:
-        """J^H c for each leaf; None where a leaf does not reach the output."""
+        """J^H c for each leaf; None for a leaf that does not reach the output."""
 
         def pulled(xs: Any, cts: Any) -> Any:
             result = self.waist.vjp(self._parted, list(xs), groups=[1] * len(xs), once=True)
@@ -150,9 +149,9 @@ class Side(FlatFunction):
         return [None if g is None else self.gt.to_numpy(g) for g in found]
 
     def run(self, compute: Callable[..., Any], *groups: Arrays) -> Any:
-        """`compute(*groups)`; in JAX as one program where it can be traced.
+        """`compute(*groups)`; in JAX compiled as one program if it can be traced.
 
-        Eager code compiles each of its operations.
+        Eager JAX code would compile each of its operations.
         """
         given = tuple(map(self.arrays, groups))
         if self.name != "jax":
@@ -171,7 +170,7 @@ class Side(FlatFunction):
             return compute(*given)
 
     def operations(self, leaves: Arrays) -> set[str]:
-        """The names of the operations, and of the framework's functions, that it differentiates."""
+        """The names of the operations and named functions on differentiable paths."""
         from gradtools.seeing.graphs.losing_operations import between
 
         names: set[str] = set()
@@ -188,7 +187,7 @@ class Side(FlatFunction):
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of both programs, split into what is differentiated and what is not.
+    """The arguments of both programs, split into differentiated leaves and others.
 
     Attributes:
         moving: The differentiated leaves, by their path ("argument 0['x']").
@@ -202,7 +201,7 @@ class Inputs:
 
     @classmethod
     def read(cls, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
-        """The leaves of `args`, sorted by whether they are differentiated."""
+        """Flattens `args` into differentiated leaves, constant arrays and settings."""
         positions = range(len(args)) if argnums is None else _positions(argnums, len(args))
         moving, constants, others = {}, {}, {}
         for i, (path, leaf) in enumerate(walk(tuple(args))):
@@ -260,7 +259,7 @@ def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, 
 
 
 def library(x: Any) -> str | None:
-    """Which library of modules x belongs to, None if it is no module."""
+    """The library of a module; None if x is not a module."""
     for cls in type(x).__mro__:
         home = cls.__module__
         if cls.__name__ == "Module" and home.startswith(
@@ -272,7 +271,7 @@ def library(x: Any) -> str | None:
 
 @contextlib.contextmanager
 def in_double_precision(wanted: bool) -> Iterator[None]:
-    """JAX with 64-bit types inside the block, as it was afterwards; nothing if not wanted."""
+    """A context in which JAX has 64-bit types; does nothing unless wanted."""
     if not wanted:
         yield
         return
@@ -284,7 +283,7 @@ def in_double_precision(wanted: bool) -> Iterator[None]:
 
 
 def narrowed(dtype: str) -> str:
-    """The integer dtype that JAX has in place of one of 64 bits, where x64 is off."""
+    """The 32-bit integer dtype that JAX uses for a 64-bit one without x64."""
     import jax
 
     wide = jax.config.read("jax_enable_x64")
@@ -295,7 +294,7 @@ def narrowed(dtype: str) -> str:
 
 
 def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Each leaf with its path; None is an empty tree."""
+    """Each leaf with its path; None counts as an empty tree."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from walk(value, (*path, str(key)))
@@ -307,7 +306,7 @@ def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def nested(flat: Mapping[Path, Any]) -> dict[str, Any]:
-    """Dictionaries in dictionaries, from leaves by their paths."""
+    """Nested dictionaries from leaves by path."""
     tree: dict[str, Any] = {}
     for path, x in flat.items():
         place = tree
@@ -329,17 +328,17 @@ def convert_leaves(tree: Any, f: Callable[[Any], Any]) -> Any:
 
 
 def convert(tree: Any, f: Callable[[Any], Any]) -> Any:
-    """The tree with f at each NumPy array, anything else as it is."""
+    """The tree with f applied to each NumPy array."""
     return convert_leaves(tree, lambda x: f(x) if isinstance(x, np.ndarray | np.generic) else x)
 
 
 def is_arraylike(x: Any) -> bool:
-    """Whether an argument's leaf is an array or a floating number, not a setting."""
+    """Whether a leaf is an array or a floating number, rather than a setting."""
     return isinstance(x, np.ndarray | np.generic | float | complex)
 
 
 def as_setting(caller: str, x: Any, path: str) -> Any:
-    """What is passed on as it is: anything but another framework's array."""
+    """A leaf that is passed unchanged; raises for a framework's array."""
     if type(x).__module__.split(".")[0] in ("torch", "jax", "jaxlib") and hasattr(x, "dtype"):
         raise GradtoolsError(
             f"{caller}: {path} is a {type(x).__name__}, which only one of the frameworks takes. "
@@ -358,7 +357,7 @@ def _is_wide(x: Any) -> bool:
 
 
 def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
-    """x in another precision: real stays real, complex stays complex, integers are left alone."""
+    """x in another precision; complex stays complex, integers are unchanged."""
     if dtype is None or not is_inexact(x):
         return x
     if x.dtype.kind == "c":
@@ -371,7 +370,7 @@ def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
 
 
 def normal(path: str) -> str:
-    """A leaf's path, however its framework spells it: ['a'], .a and .a.value are one."""
+    """Normalizes a leaf's path: ['a'], .a and .a.value are equal."""
     return "".join(f"[{token}]" for token in tokens(path))
 
 
@@ -383,7 +382,7 @@ def tokens(path: str) -> Path:
 
 
 def argument_path(path: Path) -> str:
-    """A leaf of the arguments in words."""
+    """The name of a leaf of the arguments, "argument 0[x]"."""
     return f"argument {path[0]}" + "".join(f"[{token}]" for token in path[1:])
 
 

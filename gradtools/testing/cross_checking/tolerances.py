@@ -1,4 +1,4 @@
-"""How closely two results must agree: one table, by dtype and by order of derivative.
+"""Tolerances of comparisons: one table, by dtype and by order of derivative.
 
 The error of an array is relative to its own largest entry,
 
@@ -6,12 +6,11 @@ The error of an array is relative to its own largest entry,
 
 and an array agrees when its error is at most `tolerance(dtype, order)`. Nothing grows with the
 number of entries, the depth of a network or the size of a batch, and NaN is never replaced. Order
-0 is a value, 1 a gradient, a vjp or a jvp, 2 a Hessian product. A derivative held against finite
-differences has a column of its own: extrapolated, they keep about half of the digits.
+0 is a value, 1 a gradient, a vjp or a jvp, 2 a Hessian product. Finite differences have a separate
+column, because extrapolation keeps about half of the digits.
 
-No column is for the device: float32 has the same spacing on each, and where matrix units would
-multiply it in TF32 or bfloat16, `precision.py` has them keep all bits while results are compared.
-With ``precision="as set"`` they do not, and the table then tells what that costs.
+The table does not depend on the device. float32 has the same spacing everywhere, and `precision.py`
+turns TF32 and bfloat16 matrix products off during a comparison, unless ``precision="as set"``.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def tolerance(dtype: Any, order: int = 0) -> float:
 
 
 def epsilon(dtype: Any) -> float:
-    """The spacing of a dtype's numbers at 1 (0.0 for integers and booleans).
+    """The machine epsilon of a dtype (0.0 for integers and booleans).
 
     Example:
         >>> epsilon("complex128") == 2.0 ** -52
@@ -76,7 +75,7 @@ def epsilon(dtype: Any) -> float:
 
 
 def real_name(dtype: Any) -> str:
-    """The name of a dtype, of its real part if it is complex."""
+    """The name of a dtype; of a complex one, that of its real part."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     return _REAL_PART.get(name, name)
 
@@ -87,7 +86,7 @@ def is_exact(dtype: Any) -> bool:
 
 
 def coarser(first: Any, second: Any) -> str:
-    """Of two dtypes the name of the one with the larger spacing, for a pair of results."""
+    """The name of the dtype with the larger epsilon."""
     names = real_name(first), real_name(second)
     return max(names, key=lambda name: EPSILONS.get(name, 0.0))
 

@@ -1,1 +1,1 @@
-"""Where two ports first differ, layer by layer, and how their parameters are laid out."""
+"""`first_divergence` and `match_parameters`: comparison of a PyTorch model with its JAX port."""

@@ -1,9 +1,9 @@
-"""`first_divergence`: where in a network a port begins to compute something else.
+"""`first_divergence`: finds the first layer at which a port differs from the original network.
 
-Both models are run once on the same inputs with every layer watched, and once backward from the
-same random cotangent c, so that at each layer two arrays are known: its output y, and the gradient
-of Re<c, out> at y. Layers are paired by name. What differs first in forward order is where values
-part; if no value differs, what differs first in backward order is where gradients part.
+Both models run once on the same inputs with hooks on every layer, and once backward from the same
+random cotangent c. This gives two arrays at each layer: its output y, and the gradient of
+Re<c, out> at y. Layers are paired by name. The first value that differs in forward order, or else
+the first gradient that differs in backward order, is the divergence.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def first_divergence(
 
 
 class _Cotangents:
-    """Random cotangents of PyTorch's outputs, and the same in JAX's layout."""
+    """Random cotangents for PyTorch's outputs, and the same in JAX's layout."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.drawn, self.used = np.random.default_rng(seed), [], 0  # type: ignore[var-annotated]
@@ -164,7 +164,7 @@ class _TraceWalk:
                 self.pairs.append(_LayerPair(layer, other))
 
     def report(self) -> Report:
-        """Forward, then backward, then the parameters."""
+        """Compares values forward, gradients backward, then the parameters' gradients."""
         report = Report("first_divergence", left_out=self._unpaired())
         for pair in self.pairs:
             report.comparisons += self._values(pair)
@@ -231,7 +231,7 @@ class _TraceWalk:
         )
 
     def _explain_value(self, report: Report) -> None:
-        """The cause of the first value that differs; what follows from it has none of its own."""
+        """Adds the cause of the first differing value; later ones are its consequences."""
         for n, c in enumerate(report.comparisons):
             if c.agrees:
                 continue
@@ -290,7 +290,7 @@ class _TraceWalk:
         )
 
     def _inside(self, name: Name) -> dict[str, np.ndarray]:
-        """The outputs of the modules directly inside, by their last name."""
+        """The outputs of a module's direct children, by the last part of their names."""
         depth = len(name) + 1
         return {
             p.mine.name[-1]: p.mine.outputs[0]
@@ -305,7 +305,7 @@ class _TraceWalk:
         return {n: x for n, x in named if "." not in n and prefix + n in known}
 
     def _wrong_parameters(self, name: Name) -> tuple[str, str] | None:
-        """Which of the layer's own parameters is not PyTorch's."""
+        """The cause, if one of the layer's own parameters differs from PyTorch's."""
         for entry in self.mapping.entries:
             owner = tuple(entry.torch_name.split(".")[:-1])
             if owner != name:
@@ -388,7 +388,7 @@ class _TraceWalk:
 
 
 def _gradient_words(a: np.ndarray, b: np.ndarray) -> str:
-    """What two gradients in one layout have to do with each other."""
+    """The relation of two gradients in one layout."""
     for side, x, y in (("JAX", b, a), ("PyTorch", a, b)):
         if not np.any(x) and np.any(y):
             return f"stopped gradient in {side}"
@@ -396,7 +396,7 @@ def _gradient_words(a: np.ndarray, b: np.ndarray) -> str:
 
 
 def shape_words(a: np.ndarray, b: np.ndarray) -> str | None:
-    """What two shapes that do not fit say."""
+    """The cause, if two shapes do not fit."""
     if _fitting(a, b).shape == b.shape:
         return None
     return f"another shape: {a.shape} in PyTorch, {b.shape} in JAX"
@@ -416,7 +416,7 @@ def _parameter_words(x: np.ndarray, y: np.ndarray) -> str:
 def _pair_names(
     mine: Trace, theirs: Trace, modules: Mapping[str, str], layers: dict[str, str]
 ) -> dict[Name, Name]:
-    """PyTorch's module names to JAX's."""
+    """A map from PyTorch's module names to JAX's."""
     ours = list(dict.fromkeys(x.name for x in mine.layers))
     others = list(dict.fromkeys(x.name for x in theirs.layers))
     spelled = {_key(name): name for name in others}
@@ -439,7 +439,7 @@ def _pair_names(
 
 
 def _pair_owners(paired: dict[Name, Name], ours: list[Name], others: list[Name]) -> None:
-    """Modules whose paired parts lie in one module of the other model, and parts with one name."""
+    """Pairs modules whose children are paired, and children of equal name in paired modules."""
     count = -1
     while count != len(paired):
         count = len(paired)
@@ -454,7 +454,7 @@ def _pair_owners(paired: dict[Name, Name], ours: list[Name], others: list[Name])
 
 
 def _owners(paired: dict[Name, Name]) -> list[tuple[Name, Name]]:
-    """Pairs of modules that hold parts of one name."""
+    """Pairs of modules that have paired children of equal name."""
     alike = [
         (name[:-1], target[:-1])
         for name, target in paired.items()
@@ -480,7 +480,7 @@ def _stripped(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _layouts(a: np.ndarray, shape: tuple[int, ...], or_itself: bool = False) -> list[np.ndarray]:
-    """PyTorch's array in the layouts that have JAX's shape: as it is, channels last, axes split."""
+    """PyTorch's array in all layouts with JAX's shape: unchanged, channels last, reshaped."""
     result = [a] if a.shape == shape else []
     if a.ndim >= 3:
         moved = np.moveaxis(a, 1, -1)
@@ -491,7 +491,7 @@ def _layouts(a: np.ndarray, shape: tuple[int, ...], or_itself: bool = False) -> 
 
 
 def _fitting(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The one of a's layouts that is nearest to b."""
+    """The layout of a that is nearest to b."""
     result = _layouts(a, b.shape, or_itself=True)
     if len(result) == 1 or a.dtype.kind not in "fc":
         return result[0]

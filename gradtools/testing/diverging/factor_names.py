@@ -1,4 +1,4 @@
-"""Names for a constant factor between two results: a product of sizes, or pi and the like."""
+"""Names for a constant factor between two results: sizes, their products, known constants."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NEAR = 1e-6
 
 
 def name_factor(ratio: complex, sizes: Mapping[str, int]) -> str | None:
-    """What a factor is likely to be, None for an unknown one.
+    """The likely meaning of a factor; None if unknown.
 
     Args:
         ratio: The factor.
-        sizes: Lengths that occur in the program, each with its name.
+        sizes: Lengths that occur in the program, by name.
 
     Example:
         >>> name_factor(1 / 5, {"the batch size": 5})

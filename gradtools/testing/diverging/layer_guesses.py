@@ -1,8 +1,8 @@
-"""Guesses of what a layer computed instead, each evaluated and held against both outputs.
+"""Identifies which function each side of a differing layer computes, from common alternatives.
 
-A guess names a cause only if one side's output is what the guess gives and the other side's is
-what another guess of the same kind gives: GELU and its approximation by tanh, layer normalisation
-with two values of epsilon, attention whose mask is added, negated or left out.
+A cause is reported only if one candidate reproduces one side's output and another candidate of the
+same kind the other's: GELU and its tanh approximation, layer normalisation with two values of
+epsilon, attention whose mask is added, negated or left out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _elementwise(x: np.ndarray, first: np.ndarray, second: np.ndarray) -> str | 
 
 
 def _two(guesses: Any, first: np.ndarray, second: np.ndarray) -> str | None:
-    """The names of two guesses, one of which gives each side."""
+    """A text with the names of the candidates that reproduce each side, if both exist."""
     mine = theirs = None
     for name, y in guesses:
         mine = name if mine is None and _same(y, first) else mine
@@ -100,7 +100,7 @@ def _normalised(
 
 
 def _epsilon(x: np.ndarray, y: np.ndarray, weights: Sequence[np.ndarray]) -> float | None:
-    """The epsilon of (x - mean) / sqrt(var + epsilon) * weight + bias over the last axis."""
+    """The epsilon in y = (x - mean) / sqrt(var + epsilon) * weight + bias over the last axis."""
     weight, bias = (*weights, None, None)[:2]
     if bias is not None and bias.shape == y.shape[-1:]:
         y = y - bias
@@ -130,7 +130,7 @@ def _attention(
     first: np.ndarray,
     second: np.ndarray,
 ) -> str | None:
-    """Attention over query, key and value, with whatever mask is among the inputs."""
+    """Attention over query, key and value, with each mask among the inputs."""
     q, k, v = (_part(parts, name) for name in ("query", "key", "value"))
     if q is None or k is None or v is None or q.ndim != 3 or not q.shape == k.shape == v.shape:
         return None

@@ -1,6 +1,6 @@
-"""Which parameter of a torch.nn model is which of its port to flax, and how its array lies there.
+"""`match_parameters`: pairs the parameters of a torch.nn model with those of its port to flax.
 
-Both libraries hold the same numbers under other names and in another order of axes:
+The libraries store the same numbers under other names and with another order of axes:
 
     layer                  torch.nn                       flax.linen and flax.nnx
     linear                 weight (out, in)               kernel (in, out)
@@ -13,8 +13,8 @@ Both libraries hold the same numbers under other names and in another order of a
     running statistics     running_mean, running_var      mean, var
     attention              in_proj_weight (3 width, in)   query, key, value: kernel (in, heads, d)
 
-`match_parameters` finds the pairs by name and shape; what it cannot pair it names. Each entry is a
-linear map with an exact inverse, so gradients and directions are carried over as well.
+`match_parameters` pairs by name and shape and lists what it cannot pair. Each entry is a linear map
+with an exact inverse, so gradients and directions are converted as well.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ CALLER = "match_parameters"
 
 @dataclass(frozen=True)
 class Layout:
-    """How an array of PyTorch lies in JAX: axes permuted, some reversed, then reshaped.
+    """The layout of a PyTorch array in JAX: axes permuted, some reversed, then reshaped.
 
     Attributes:
-        name: What it is, in a word.
-        axes: The permutation; None leaves the axes as they are.
-        reversed_axes: Those of the permuted axes along which the order is reversed.
-        shape: The shape in JAX; None where the permutation gives it.
-        rows: Which rows of PyTorch's array these are; None for all.
+        name: A short name.
+        axes: The permutation; None for the identity.
+        reversed_axes: The permuted axes that are reversed.
+        shape: The shape in JAX; None if the permutation determines it.
+        rows: The range of rows of PyTorch's array; None for all.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Layout:
         return np.ascontiguousarray(x if self.shape is None else x.reshape(self.shape))
 
     def to_torch(self, y: np.ndarray, shape: Shape) -> np.ndarray:
-        """JAX's array in PyTorch's layout; `shape` is that of PyTorch's (of its rows)."""
+        """JAX's array in PyTorch's layout; `shape` is the shape of PyTorch's rows."""
         permuted = shape if self.axes is None else tuple(shape[a] for a in self.axes)
         y = y.reshape(permuted)
         y = np.flip(y, self.reversed_axes) if self.reversed_axes else y
@@ -74,7 +74,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ParameterPair:
-    """One pair: PyTorch's name, JAX's path, the layout, and PyTorch's shape."""
+    """A pair of parameters: PyTorch's name, JAX's path, the layout, and PyTorch's shape."""
 
     torch_name: str
     jax_path: Path
@@ -87,13 +87,13 @@ class ParameterPair:
 
 @dataclass(frozen=True)
 class ParameterMapping:
-    """The pairs of two models' parameters; a map in both directions.
+    """The pairs of two models' parameters, with conversions in both directions.
 
     Attributes:
         entries: The pairs.
-        modules: Names of PyTorch's modules to JAX's, each joined by ".".
-        left_out: Parameters and buffers without a counterpart, each with its reason.
-        notes: What was decided without a name to go by.
+        modules: A map from names of PyTorch's modules to JAX's, each joined by ".".
+        left_out: Parameters and buffers without a counterpart, with reasons.
+        notes: Pairs that were made by order rather than by name.
     """
 
     entries: tuple[ParameterPair, ...]
@@ -222,7 +222,7 @@ def match_parameters(
 
 
 class _Matching:
-    """One run of the search: what is not yet paired, and what was found."""
+    """One run of the search, with the unpaired parameters and the pairs so far."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class _Matching:
                 yield module, jax_module
 
     def _by_end(self) -> Iterator[tuple[str, Path]]:
-        """Pairs whose names end alike, in letters too, where nothing else ends so."""
+        """Pairs of modules whose names have a common end with letters that is unique."""
         theirs = {module: _ends(_stripped(module)) for module in self._jax_modules()}
         mine = {module: _ends(self._spelled(module)) for module in self._torch_modules()}
         for module, ends in mine.items():
@@ -313,7 +313,7 @@ class _Matching:
                     break
 
     def _by_order(self) -> Iterator[tuple[str, Path]]:
-        """The k-th of one kind and shape with the k-th."""
+        """Pairs the k-th modules of equal leaves and shapes."""
         groups: dict[Any, tuple[list[str], list[Path]]] = {}
         for module in self._torch_modules():
             groups.setdefault(self._kind(module), ([], []))[0].append(module)
@@ -332,7 +332,7 @@ class _Matching:
         return tuple(sorted((leaf, x.shape) for leaf, x in self._leaves(module).items()))
 
     def _fits(self, module: str, jax_module: Path) -> bool:
-        """Whether the arrays of two modules can all be paired."""
+        """Whether all arrays of two modules can be paired."""
         pairs = self._paired_leaves(module, jax_module)
         mine = [leaf for leaf in self._leaves(module) if leaf not in _STATISTICS]
         theirs = [leaf for leaf in self._jax_leaves(jax_module) if leaf not in ("mean", "var")]
@@ -395,7 +395,7 @@ class _Matching:
             del self.mine[name]
 
     def _without_statistics(self) -> None:
-        """Buffers that need no counterpart: counters, and statistics that were not given."""
+        """Leaves out buffers that need no counterpart: counters, and statistics that JAX lacks."""
         for name, x in list(self.mine.items()):
             counter = x.dtype.kind in "iub"
             if counter or name.endswith(_STATISTICS):
@@ -424,7 +424,7 @@ class _Matching:
         return list(dict.fromkeys(name.rpartition(".")[0] for name in self.mine))
 
     def _jax_modules(self) -> list[Path]:
-        """Paths of modules, without the collection that their arrays are in."""
+        """The paths of modules, without flax's collections."""
         return list(dict.fromkeys(_stripped(path[:-1]) for path in self.theirs))
 
     def _leaves(self, module: str) -> dict[str, np.ndarray]:
@@ -439,7 +439,7 @@ class _Matching:
         return result
 
     def _spelled(self, module: str) -> tuple[str, ...]:
-        """PyTorch's module path, with what overrides rename."""
+        """PyTorch's module path, renamed by the overrides."""
         for prefix in sorted(self.renamed, key=len, reverse=True):
             if module == prefix or module.startswith(f"{prefix}."):
                 module = _dotted(self.renamed[prefix]) + module[len(prefix) :]
@@ -448,14 +448,14 @@ class _Matching:
 
 
 def _targets(leaf: str, theirs: Mapping[str, Path]) -> list[str]:
-    """JAX's names that a name of PyTorch's may have, likeliest first."""
+    """JAX's candidate names for a PyTorch name, likeliest first."""
     if leaf == "weight":
         return [name for name in (*_WEIGHTS, "weight") if name in theirs]
     return [name for name in (_RENAMED.get(leaf, leaf),) if name in theirs]
 
 
 def _layout(shape: Shape, path: Path, target: Shape, transposed: bool = False) -> Layout | None:
-    """The layout that makes an array of one shape one of the other, None if there is none."""
+    """The layout that converts one shape to the other; None if there is none."""
     leaf, rank = str(path[-1]), len(shape)
     if leaf != "kernel":
         if shape == target:
@@ -488,7 +488,7 @@ def _linear(shape: Shape, target: Shape) -> Layout | None:
 
 
 def read_torch(params: Any) -> dict[str, np.ndarray]:
-    """NumPy arrays by name, of a module, a state_dict or a dictionary of arrays."""
+    """The NumPy arrays of a module, a state_dict or a dictionary of arrays, by name."""
     if hasattr(params, "state_dict"):
         params = params.state_dict()
     if not isinstance(params, Mapping):
@@ -500,7 +500,7 @@ def read_torch(params: Any) -> dict[str, np.ndarray]:
 
 
 def read_jax(params: Any) -> dict[Path, np.ndarray]:
-    """NumPy arrays by path, of linen's variables, a module of nnx or equinox, or dictionaries."""
+    """The NumPy arrays of linen variables, nnx or equinox modules, or dictionaries, by path."""
     if isinstance(params, tuple) and len(params) == 2 and isinstance(params[1], Mapping):
         params = params[1]  # (module, variables), as the other checks take a linen model
     if not isinstance(params, Mapping) and not hasattr(params, "to_pure_dict"):
@@ -532,7 +532,7 @@ def named_leaves(module: Any) -> dict[Path, Any]:
 
 
 def _step(key: Any) -> Any:
-    """A step of a path: an attribute's name, a place in a list, a key."""
+    """A step of a key path: an attribute's name, an index, or a key."""
     return next(v for v in (getattr(key, n, None) for n in ("name", "idx", "key")) if v is not None)
 
 
@@ -552,7 +552,7 @@ def _numpy(x: Any) -> np.ndarray:
 
 
 def put(tree: dict[Any, Any], path: Path, x: Any) -> None:
-    """Sets what stands at a path in nested dictionaries."""
+    """Sets the entry at a path in nested dictionaries."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = x
@@ -562,12 +562,12 @@ def put(tree: dict[Any, Any], path: Path, x: Any) -> None:
 
 
 def _stripped(path: Sequence[Any]) -> Path:
-    """A path without the collection in front of it."""
+    """A path without flax's collection."""
     return tuple(path[1:]) if path and path[0] in _COLLECTIONS else tuple(path)
 
 
 def _key(parts: Sequence[Any]) -> tuple[str, ...]:
-    """A name without its spelling: letters in lower case, numbers apart."""
+    """A normalized name: lower-case letters, with numbers as separate parts."""
     text = ".".join(map(str, parts)).lower()
     result: list[str] = []
     for part in re.findall(r"[a-z]+|\d+", text):
@@ -579,12 +579,12 @@ def _key(parts: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _ends(parts: Sequence[Any]) -> list[tuple[str, ...]]:
-    """The ends of a module's path, the whole first, without spelling."""
+    """The normalized ends of a module's path, the whole path first."""
     return [_key(parts[k:]) for k in range(len(parts))]
 
 
 def _natural(path: Path) -> list[tuple[int, Any]]:
-    """Sorts Dense_2 before Dense_10."""
+    """A natural sort key: Dense_2 before Dense_10."""
     parts = re.findall(r"\d+|\D+", ".".join(map(str, path)))
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 

@@ -1,7 +1,7 @@
-"""How two arrays that should be equal differ: sign, factor, conjugate, layout, offset, clipping.
+"""Patterns of two arrays that should be equal: sign, factor, conjugate, layout, offset, clipping.
 
-Each question returns a cause and its detail, or None. A pattern must hold for every entry, much
-more closely than the two arrays agree with each other.
+Each pattern returns a cause and its detail, or None. It must hold for every entry, much more
+closely than the two arrays agree with each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Found = tuple[str, str]  # the cause and its detail
 
 @dataclass(frozen=True)
 class ArrayPair:
-    """Two arrays of one shape that differ, and how near is near."""
+    """Two differing arrays of one shape, and the tolerance `near` of patterns."""
 
     a: np.ndarray
     b: np.ndarray
@@ -29,12 +29,12 @@ class ArrayPair:
     names: list[str]
 
     def both_ways(self) -> Iterator[tuple[np.ndarray, np.ndarray, str]]:
-        """Each array as the suspect, with its side's name."""
+        """Each array as the wrong one, with its side's name."""
         yield self.a, self.b, self.names[0]
         yield self.b, self.a, self.names[1]
 
     def zero(self, order: int) -> Found | None:
-        """One side is nothing but zeros."""
+        """One side is all zeros."""
         for x, y, name in self.both_ways():
             if not x.any() and y.any():
                 if order:
@@ -44,7 +44,7 @@ class ArrayPair:
         return None
 
     def conjugate(self) -> Found | None:
-        """One is the other's conjugate."""
+        """One side is the other's conjugate."""
         complex_ = self.a.dtype.kind == "c" and self.b.imag.any()
         if not complex_ or not equal(self.a, self.b.conj(), self.near):
             return None
@@ -63,7 +63,7 @@ class ArrayPair:
         return None
 
     def real_part(self) -> Found | None:
-        """One side is real, and the other's real part."""
+        """One side is the real part of the other."""
         if self.a.dtype.kind != "c":
             return None
         for x, y, name in self.both_ways():
@@ -72,7 +72,7 @@ class ArrayPair:
         return None
 
     def factor(self, sizes: Mapping[str, int]) -> Found | None:
-        """One is a number times the other."""
+        """One side is a constant times the other."""
         ratio = constant_ratio(self.a, self.b, self.near)
         if ratio is None:
             return None
@@ -87,11 +87,11 @@ class ArrayPair:
 
     @property
     def _is_repeated(self) -> bool:
-        """Whether a is one number, of which any other is a multiple and a sum."""
+        """Whether a is constant, so that any constant array is a multiple and a shift of it."""
         return bool((self.a == self.a.reshape(-1)[:1]).all())
 
     def layout(self) -> Found | None:
-        """The same numbers stand in other places."""
+        """The same numbers in another arrangement."""
         if self.a.ndim == 0 or self.a.size < 2:
             return None
         for cause, detail, b in _rearranged(self.b):
@@ -103,7 +103,7 @@ class ArrayPair:
         return None
 
     def offset(self) -> Found | None:
-        """The difference is one number."""
+        """The difference is constant."""
         if self.a.size < 2 or self._is_repeated:
             return None
         difference = self.a - self.b
@@ -113,7 +113,7 @@ class ArrayPair:
         return "constant offset", f"{self.names[0]} - {self.names[1]} is {text} everywhere."
 
     def along_an_axis(self) -> Found | None:
-        """A factor for each row or column."""
+        """The ratio depends only on the index of one axis."""
         if self.a.ndim < 2 or self._is_repeated or not (self.a.any() and self.b.all()):
             return None
         ratio = self.a / self.b
@@ -130,7 +130,7 @@ class ArrayPair:
         return None
 
     def clipped(self, order: int) -> Found | None:
-        """One is the other between two bounds."""
+        """One side is the other clipped to two bounds."""
         if self.a.dtype.kind == "c" or self.a.size < 2:
             return None
         for x, y, name in self.both_ways():
@@ -142,7 +142,7 @@ class ArrayPair:
         return None
 
     def zero_in_places(self, order: int) -> Found | None:
-        """One is the other, and zero in places."""
+        """One side is the other, with some entries zero."""
         for x, y, name in self.both_ways():
             lost = (x == 0) & (y != 0)
             if lost.any() and (x != 0).any() and equal(x, np.where(lost, 0, y), self.near):
@@ -167,7 +167,7 @@ def shape_cause(first: tuple[int, ...], second: tuple[int, ...]) -> Found:
 
 
 def _rearranged(b: np.ndarray) -> Iterator[tuple[str, str, np.ndarray]]:
-    """b in other layouts, each with what to call it."""
+    """b in other layouts, each with a cause and a detail."""
     for i in range(b.ndim):
         for j in range(i + 1, b.ndim):
             if b.shape[i] == b.shape[j]:
@@ -184,7 +184,7 @@ def _rearranged(b: np.ndarray) -> Iterator[tuple[str, str, np.ndarray]]:
 
 
 def constant_ratio(a: np.ndarray, b: np.ndarray, near: float) -> complex | None:
-    """The number r with a = r b, None if there is none or it is 0 or 1."""
+    """The number r with a = r b; None if there is none or it is 0 or 1."""
     size = float(np.vdot(b, b).real)
     if not size > 0 or not math.isfinite(size):
         return None
@@ -195,7 +195,7 @@ def constant_ratio(a: np.ndarray, b: np.ndarray, near: float) -> complex | None:
 
 
 def equal(a: Any, b: Any, near: float) -> bool:
-    """Whether two arrays have one shape and agree to a relative error."""
+    """Whether two arrays have equal shapes and agree to a relative error."""
     a, b = np.asarray(a), np.asarray(b)
     return a.shape == b.shape and bool((entry_errors(a, b, max(near, 1e-300), 0.0) <= 1).all())
 

@@ -1,8 +1,8 @@
 """A model's run with hooks on every layer: inputs, outputs and gradients.
 
-In PyTorch hooks see each module's output and its gradient. In JAX each call's output gets a zero
-added, and the gradient with respect to that zero is the gradient at the output; flax.linen's calls
-are met by its own interceptors, flax.nnx's and equinox' by a wrapped ``__call__``.
+In PyTorch, module hooks record each output and its gradient. In JAX a zero is added to each output,
+and the gradient with respect to that zero is the gradient at the output. Calls are intercepted by
+flax.linen's interceptors, and for flax.nnx and equinox by a wrapped ``__call__``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Layer:
         call: The number of this call of the module.
         inputs: The arrays that it was called with.
         outputs: The floating arrays that it returned.
-        gradients: What comes back to each of them; None where nothing does.
+        gradients: The gradient at each output; None if there is none.
     """
 
     name: Name
@@ -59,7 +59,7 @@ class Layer:
 
 @dataclass
 class Trace:
-    """A watched run.
+    """A recorded run.
 
     Attributes:
         layers: The calls, in the order in which they returned.
@@ -75,7 +75,7 @@ class Trace:
 
 
 def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: Any) -> Trace:
-    """A run of a torch.nn.Module, on a copy in `dtype`."""
+    """Records a run of a copy of a torch.nn.Module in `dtype`."""
     import torch
 
     from gradtools.torch._upstream import pytree
@@ -103,7 +103,7 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
         return hook
 
     def tracked(y: Any) -> Any:
-        """An output that depends on no parameter has a gradient too, as it has in JAX."""
+        """Gives outputs that depend on no parameter a gradient too, as in JAX."""
         free = hasattr(y, "requires_grad") and y.is_floating_point() and not y.requires_grad
         return y + torch.zeros_like(y, requires_grad=True) if free else y
 
@@ -122,7 +122,7 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
 
 
 def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: Any) -> Trace:
-    """A run of a flax.linen module with its variables, or of an nnx or equinox module."""
+    """Records a run of a flax.linen module with variables, or of an nnx or equinox module."""
     import jax
 
     gt = import_module("gradtools.jax")
@@ -234,8 +234,8 @@ class _Nnx:
 class _Equinox:
     """An equinox module, which takes one example, or `jax.vmap` of one.
 
-    Layers that the module maps over an axis by itself are passed by: their values belong to that
-    transform.
+    Layers that the module itself maps over an axis are skipped, as their values are tracers of
+    that transform.
     """
 
     def __init__(self, model: Any, dtype: str) -> None:
@@ -275,7 +275,7 @@ class _Equinox:
 
 
 def _equinox_modules(equinox: Any, module: Any, path: Name = ()) -> Iterator[tuple[Name, Any]]:
-    """The modules in a module, each with its path."""
+    """A module and its submodules, with their paths."""
     import jax
 
     yield path, module
@@ -290,7 +290,7 @@ def _equinox_modules(equinox: Any, module: Any, path: Name = ()) -> Iterator[tup
 def _wrapped(
     classes: set[type], names: dict[int, Name], seen: Callable[..., Any]
 ) -> Iterator[None]:
-    """The classes' `__call__` watched, for the block."""
+    """A context in which `__call__` of these classes reports to `seen`."""
     kept = {}
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,7 +319,7 @@ def _wrapped(
 
 
 def check_arguments(torch_model: Any, jax_model: Any, inputs: Any, mapping: Any) -> None:
-    """Refuses what cannot be watched."""
+    """Raises for models and inputs that cannot be traced."""
     if not isinstance(inputs, tuple | list):
         raise GradtoolsError(
             f"{CALLER}: inputs must be a tuple with one entry for each argument of the models, got "
@@ -404,7 +404,7 @@ def _floats(tree: Any) -> list[Any]:
 
 
 def _added(out: Any, zeros: list[Any]) -> Any:
-    """out with the zeros added to its floating arrays."""
+    """Adds the zeros to the floating arrays of out."""
     import jax
 
     left = iter(zeros)

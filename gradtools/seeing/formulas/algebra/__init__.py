@@ -1,6 +1,6 @@
-"""Constructors of expressions, which simplify what they make.
+"""Smart constructors of expressions: they canonicalize on construction.
 
-`product` is at the heart; the other rooms write what they make with it, and it uses them in turn.
+`product` (einsum) is the core. The other modules are built on it, and it uses them in turn.
 """
 
 from gradtools.seeing.formulas.algebra.arrays import axis_groups as axis_groups

@@ -1,4 +1,4 @@
-"""Broadcasts, transposes, sums over axes, einsum, matmul and reshapes, all made by `product`."""
+"""Broadcasts, transposes, sums, einsum, matmul and reshapes, all built on `product`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def negate(x: Expr) -> Expr:
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """NumPy's."""
+    """The shape to which NumPy broadcasts these shapes."""
     return tuple(np.broadcast_shapes(*map(tuple, shapes)))
 
 
@@ -49,7 +49,7 @@ def times(*factors: Expr) -> Expr:
 
 
 def broadcast(x: Expr, shape: Sequence[int], axes: Sequence[int] | None = None) -> Expr:
-    """Axis i of x becomes axes[i] of the result."""
+    """Broadcasts x; its axis i becomes axis ``axes[i]`` of the result."""
     axes = _aligned(x, len(shape)) if axes is None else tuple(axes)
     return product([x], [axes], range(len(shape)), shape)
 
@@ -75,7 +75,7 @@ def total(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Exp
 
 
 def unsqueeze(x: Expr, axes: Iterable[int]) -> Expr:
-    """X with axes of length 1 at these places of the result."""
+    """Inserts axes of length 1 at these positions of the result."""
     axes = set(axes)
     rank = x.rank + len(axes)
     kept = [a for a in range(rank) if a not in axes]
@@ -86,7 +86,7 @@ def unsqueeze(x: Expr, axes: Iterable[int]) -> Expr:
 
 
 def spread(x: Expr, axes: Iterable[int], shape: Sequence[int]) -> Expr:
-    """What was reduced over axes (without keep), broadcast over them again."""
+    """The adjoint of a sum over axes (without keep): broadcasts over them."""
     axes = set(axes)
     kept = [a for a in range(len(shape)) if a not in axes]
     return product([x], [kept], range(len(shape)), shape)
@@ -99,7 +99,7 @@ def mean(x: Expr, axes: Iterable[int], keep: bool = False) -> Expr:
 
 
 def einsum(subscripts: str, *xs: Expr) -> Expr:
-    """numpy.einsum with an arrow."""
+    """numpy.einsum with an explicit output."""
     left, out = subscripts.replace(" ", "").split("->")
     size: dict[str, int] = {}
     for names, x in zip(left.split(","), xs, strict=True):
@@ -121,7 +121,7 @@ def matmul(a: Expr, b: Expr) -> Expr:
 
 
 def diagonal_matrix(x: Expr) -> Expr:
-    """The last axis on a diagonal."""
+    """The last axis as the diagonal of a matrix."""
     batch = tuple(range(x.rank - 1))
     n = x.shape[-1]
     return product([x, identity(n)], [(*batch, "i"), ("i", "j")], (*batch, "i", "j"), (*x.shape, n))
@@ -136,11 +136,11 @@ def unbroadcast(g: Expr, shape: Sequence[int]) -> Expr:
     return total(g, axes, keep=True) if axes else g
 
 
-# --- reshapes; axes of length 1 come and go as labels of a product
+# --- reshapes; axes of length 1 are represented by the labels of a product
 
 
 def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:
-    """X without these axes of length 1, or x itself where that cannot be pushed inside."""
+    """Removes axes of length 1, inside of products, sums and elementwise functions if possible."""
     shape = tuple(n for a, n in enumerate(x.shape) if a not in axes)
     if x.op == "einsum":
         kept = tuple(a for a in range(x.rank) if a not in axes)
@@ -162,7 +162,7 @@ def _bare(x: Expr, shape: tuple[int, ...]) -> Expr:
 
 
 def reshape(x: Expr, shape: Sequence[int]) -> Expr:
-    """Row-major reshape; axes of length 1 come and go as labels."""
+    """A row-major reshape; axes of length 1 are removed and inserted by products."""
     shape = tuple(shape)
     if x.shape == shape:
         return x
@@ -193,7 +193,7 @@ def _reshape_long(x: Expr, shape: tuple[int, ...]) -> Expr:
 
 
 def _reshape_product(x: Expr, shape: tuple[int, ...]) -> Expr | None:
-    """A reshape that touches only axes along which x is broadcast."""
+    """A reshape that changes only axes along which x is broadcast; else None."""
     groups = axis_groups(x.shape, shape)
     if groups is None:
         return None
@@ -209,7 +209,7 @@ def _reshape_product(x: Expr, shape: tuple[int, ...]) -> Expr | None:
 
 
 def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list, list]] | None:
-    """The smallest runs of axes that a reshape maps to each other; None with empty arrays."""
+    """The smallest groups of axes that a reshape maps to each other; None for empty arrays."""
     if 0 in old or 0 in new:
         return None
     groups, i, j = [], 0, 0
@@ -229,7 +229,7 @@ def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list, list
 
 
 def is_reshape(x: Expr) -> bool:
-    """Whether it is a reshape that does more than to take off axes of length 1."""
+    """Whether it is a reshape that does more than remove axes of length 1."""
     if x.op != "reshape":
         return False
     return x.shape != tuple(n for n in x.args[0].shape if n != 1)

@@ -1,7 +1,7 @@
-"""Sums, functions of each place and the parts of complex numbers, simplified as they are made.
+"""Canonical sums, elementwise functions, conjugates and real and imaginary parts.
 
-Like terms of a sum are gathered and common factors taken out; broadcasts, transposes and reshapes
-move out of a function; conjugates and real parts move to the leaves.
+A sum collects like terms and factors common factors out. Broadcasts, transposes and reshapes are
+moved out of elementwise functions. Conjugates and real parts are moved to the leaves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from gradtools.seeing.formulas.operation_record import OPERATIONS, is_elementwis
 
 
 def add(terms: Sequence[Expr]) -> Expr:
-    """The sum of terms of one shape: like terms gathered, common factors taken out."""
+    """The sum of terms of one shape, with like terms collected and common factors factored out."""
     if len(terms) == 1:
         return terms[0]
     shape = terms[0].shape
@@ -85,7 +85,7 @@ def _coefficient(x: Expr) -> tuple[Any, Expr]:
 
 
 def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
-    """The sum, with what all terms share in front: axes that all lack, factors, a number."""
+    """The sum with common factors, a common coefficient and common broadcasts factored out."""
     split = [parts(t) for t in terms]
     used = {l for _, _, labels, _ in split for names in labels for l in names}
     kept = [a for a in range(len(shape)) if a in used]
@@ -113,7 +113,7 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
 
 
 def _common_factors(split: list) -> list:
-    """The factors with the same labels in each term; none with labels that are summed over."""
+    """The factors that occur with equal labels in each term, without summed labels."""
     terms = [list(zip(factors, labels, strict=True)) for _, factors, labels, _ in split]
     out = split[0][3]
     shared = set(terms[0]).intersection(*terms[1:])
@@ -126,14 +126,14 @@ def _common_factors(split: list) -> list:
 
 
 def _can_leave(entries: list, term: list) -> bool:
-    """Whether what is left of a product has all axes of what is taken out, or is a number."""
+    """Whether the remaining product has all axes of the removed factors, or is a number."""
     rest = [e for e in term if e not in entries]
     axes = {l for _, names in rest for l in names}
     return not rest or {l for _, names in entries for l in names} <= axes
 
 
 def _is_worth_it(entry: tuple[Expr, Labels], terms: list, rank: int) -> bool:
-    """Whether it is a number, has all axes, or divides something that has more axes."""
+    """Whether factoring it out helps: it has no axes, or all, or scales a factor with more."""
     own = set(entry[1])
     if not own or len(own) == rank:
         return True
@@ -141,7 +141,7 @@ def _is_worth_it(entry: tuple[Expr, Labels], terms: list, rank: int) -> bool:
 
 
 def _common_coefficient(coefficients: list) -> Any:
-    """The modulus that all share, negative if most terms are."""
+    """The common modulus of all coefficients, negative if most terms are; else 1."""
     sizes = [abs(c) for c in coefficients]
     if any(isinstance(c, complex) for c in coefficients):
         return 1.0
@@ -171,7 +171,7 @@ def _plain_sum(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
 
 
 def _sum_of_reshapes(terms: list[Expr], shape: tuple[int, ...]) -> Expr | None:
-    """Terms that are all reshaped from one shape are added before."""
+    """The reshape of a sum, if all terms are reshapes of one shape; else None."""
     shapes = {s for s in map(_inner_shape, terms) if s is not None}
     if len(shapes) != 1:
         return None
@@ -196,7 +196,7 @@ def _reshape_if_plain(x: Expr, shape: tuple[int, ...]) -> Expr | None:
 
 
 def subtract(a: Expr, b: Expr) -> Expr:
-    """A minus b, broadcast as in NumPy."""
+    """a - b, broadcast as in NumPy."""
     return plus(a, negate(b))
 
 
@@ -210,7 +210,7 @@ def plus(*terms: Expr) -> Expr:
 
 
 def apply(name: str, /, *of: Any, **attributes: Any) -> Any:
-    """The operation of this name, of expressions and numbers; a list if it has several outputs."""
+    """Applies the named operation to expressions and numbers; a list for several outputs."""
     operation, args = OPERATIONS[name], tuple(map(lifted, of))
     result = operation.result(*args, **attributes)
     if isinstance(result, list):
@@ -236,7 +236,7 @@ def _in_each_place(op: str, args: Sequence[Expr], kind: str, attributes: dict[st
 
 
 def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
-    """X without the axes along which it is broadcast."""
+    """x restricted to the axes `kept`; it must be broadcast along the others."""
     c, factors, labels, _ = parts(x)
     return product(factors, labels, kept, [x.shape[a] for a in kept], c)
 
@@ -260,7 +260,7 @@ def _outside(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any
 
 
 def power(x: Expr, exponent: Any) -> Expr:
-    """X to a constant power, in each place."""
+    """x to a constant power, elementwise."""
     exponent = tidy(exponent)
     if exponent == 1:
         return x
@@ -283,7 +283,7 @@ def power(x: Expr, exponent: Any) -> Expr:
 
 
 def divide(a: Expr, b: Expr) -> Expr:
-    """A over b, elementwise."""
+    """a / b, elementwise."""
     return times(a, power(b, -1))
 
 
@@ -419,7 +419,7 @@ for _name, _operator in OPERATORS.items():
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The same operation of other arguments."""
+    """The same operation with other arguments, canonicalized."""
     if node.op == "einsum":
         coefficient = node["coefficient"]
         return product(args, node["labels"], range(node.rank), node.shape, coefficient)

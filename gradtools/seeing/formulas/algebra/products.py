@@ -1,11 +1,11 @@
-"""Numbers, constant arrays, and products of arrays as einsum, simplified as they are made.
+"""Numbers, constant arrays, and canonical products of arrays as einsum.
 
-Coefficients are gathered, nested products are flattened where that reads better, equal factors
-become powers, identities and one-hot factors that are summed over vanish, broadcasts and reshapes
-move outwards to where they cancel.
+Coefficients are collected, nested products flattened where that reads better, equal factors become
+powers, identities and one-hot factors under a sum are eliminated, broadcasts and reshapes are moved
+outwards, where they may cancel.
 
-What is never done: a contraction (a product with a sum inside) is not opened inside of another,
-so that a matrix product of the program stays one value.
+A contraction (a product with a sum) is never flattened into another one, so that a matrix product
+of the program stays one value.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from gradtools.seeing.formulas.expressions import (
 
 
 def number(value: Any) -> Expr:
-    """A constant without axes."""
+    """A scalar constant."""
     value = value.item() if hasattr(value, "item") else value
     kind = COMPLEX if isinstance(value, complex) else REAL
     return expr("number", (), (), kind, value=tidy(value))
 
 
 def lifted(x: Any) -> Expr:
-    """An expression as it is, a number as one."""
+    """Converts a number to an expression."""
     return x if isinstance(x, Expr) else number(x)
 
 
 def tidy(value: Any) -> Any:
-    """A plain number: complex only if it must be, no negative zero."""
+    """A Python number: complex only if the imaginary part is nonzero, without negative zero."""
     value = complex(value)
     return value if value.imag else float(value.real) + 0.0
 
 
 def full(value: Any, shape: Sequence[int]) -> Expr:
-    """A constant in each place."""
+    """A constant array of this shape."""
     one = number(value)
     if not shape:
         return one
@@ -62,7 +62,7 @@ def zeros(shape: Sequence[int]) -> Expr:
 
 
 def array(value: Any) -> Expr:
-    """An array that the program holds."""
+    """A captured array as an expression; constant and identity arrays are recognized."""
     value = np.asarray(value)
     if value.size and np.all(value == value.flat[0]) and value.dtype.kind in "fc":
         return full(value.flat[0].item(), value.shape)
@@ -79,7 +79,7 @@ def identity(n: int) -> Expr:
 
 
 def constant_of(x: Expr) -> Any:
-    """The number that x is in each place, or None."""
+    """The number of which x consists, if it is a constant array; else None."""
     if x.op == "number":
         return x["value"]
     if x.op == "einsum" and not x.args:
@@ -100,7 +100,7 @@ _MOST_FACTORS = 12  # beyond, nested products stay nested: nobody reads them, an
 
 
 def parts(x: Expr) -> tuple[Any, list[Expr], list[Labels], Labels]:
-    """X as a product: coefficient, factors, their labels, its own labels."""
+    """x as a product: coefficient, factors, their labels, its own labels."""
     if x.op == "einsum":
         return _unwrapped(x)
     if x.op == "number":
@@ -109,7 +109,7 @@ def parts(x: Expr) -> tuple[Any, list[Expr], list[Labels], Labels]:
 
 
 def _unwrapped(x: Expr) -> tuple[Any, list[Expr], list[Labels], Labels]:
-    """The parts of a product, those of a transposed or scaled product among them."""
+    """The parts of a product, merged with those of a transposed or scaled inner product."""
     coefficient, factors, labels = x["coefficient"], x.args, x["labels"]
     if len(factors) == 1 and factors[0].op == "einsum" and not contracts(factors[0]):
         inner, names = factors[0], labels[0]
@@ -123,12 +123,12 @@ def _unwrapped(x: Expr) -> tuple[Any, list[Expr], list[Labels], Labels]:
 
 
 def contracts(x: Expr) -> bool:
-    """Whether x is a product with a sum inside."""
+    """Whether x is a product with summed labels."""
     return x.op == "einsum" and any(l >= x.rank for labels in x["labels"] for l in labels)
 
 
 class _Product:
-    """A product while it is being simplified."""
+    """A product under construction."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Product:
         self.factors = [(f, swap(names)) for f, names in self.factors]
 
     def drop_sums_over_nothing(self, before: set) -> None:
-        """A label that was summed over and that no factor has any more counts its length."""
+        """Multiplies by the length of each summed label that no factor has any more."""
         for name in before - self.labels() - set(self.out):
             self.coefficient *= self.size[name]
 
@@ -174,10 +174,10 @@ def product(
     shape: Sequence[int],
     coefficient: Any = 1.0,
 ) -> Expr:
-    """The einsum of the factors, simplified.
+    """The canonical einsum of the factors.
 
     Args:
-        factors: What is multiplied.
+        factors: The factors.
         labels: The labels of each factor's axes; a label twice in one factor takes the diagonal.
         out: The labels of the result, all different.
         shape: The lengths of the result's axes.
@@ -199,7 +199,7 @@ def product(
 
 
 def _squeeze_axes(p: _Product) -> None:
-    """Axes of length 1 carry no label: they are taken off, or summed over."""
+    """Removes axes of length 1, or gives them private labels that are summed over."""
     before = p.labels()
     squeezed = []
     for factor, names in p.factors:
@@ -222,7 +222,7 @@ def _private_ones(p: _Product, factor: Expr, names: Labels) -> Labels:
 
 
 def _flatten(p: _Product) -> None:
-    """Open the products among the factors, where that reads better."""
+    """Flattens products among the factors where that reads better."""
     before = p.labels()
     sums = bool(before - set(p.out))
     flat: list[tuple[Expr, Labels]] = []
@@ -255,9 +255,9 @@ def _opened(p: _Product, factor: Expr, names: Labels) -> list[tuple[Expr, Labels
 
 
 def _stays_whole(x: Expr) -> bool:
-    """Whether x is an elementwise product, which inside of a sum stays one matrix.
+    """Whether x is an elementwise product that stays one matrix inside of a contraction.
 
-    Not if it is broadcast, or if factors of it vanish when they are summed over.
+    It does not if it is broadcast, or if factors of it can be eliminated by the sum.
     """
     if x.op != "einsum" or len(x.args) < 2 or contracts(x):
         return False
@@ -271,13 +271,13 @@ def _stays_whole(x: Expr) -> bool:
 
 
 def _is_scaled_whole(x: Expr) -> bool:
-    """Whether x is a multiple of an elementwise product that stays one matrix, maybe turned."""
+    """Whether x is a multiple of such an elementwise product, maybe transposed."""
     turned = x.op == "einsum" and len(x.args) == 1 and x["coefficient"] != 1
     return turned and _stays_whole(x.args[0])
 
 
 def _scale_inside(x: Expr, names: Labels) -> tuple[Expr, Labels]:
-    """The same with the number inside, and the axes as the inner product has them."""
+    """Moves the coefficient into the inner product, whose order of axes is kept."""
     core = x.args[0]
     coefficient = x["coefficient"] * core["coefficient"]
     scaled = product(core.args, core["labels"], range(core.rank), core.shape, coefficient)
@@ -295,7 +295,7 @@ def _opens(factor: Expr, others: int) -> bool:
 
 
 def _contract_identities(p: _Product) -> None:
-    """A unit matrix with a summed label renames it; one that is summed alone counts."""
+    """Eliminates identity matrices with a summed label: the label is renamed, or counted."""
     before = p.labels()
     for place in [f for f in p.factors if f[0].op == "unit_matrix"]:
         current = [f for f in p.factors if f[0] is place[0]]
@@ -311,7 +311,7 @@ def _contract_identities(p: _Product) -> None:
 
 
 def _gather_powers(p: _Product) -> None:
-    """Equal factors with equal labels become one power."""
+    """Combines equal factors with equal labels to powers."""
     before = p.labels()
     powers: dict[tuple[Expr, Labels], Any] = {}
     for factor, names in p.factors:
@@ -338,7 +338,7 @@ def _gather_powers(p: _Product) -> None:
 
 
 def _modulus_times_sign(powers: dict[tuple[Expr, Labels], Any]) -> None:
-    """|x| sgn(x) is x."""
+    """Replaces |x| sgn(x) by x."""
     for base, names in list(powers):
         if base.op != "sign" or powers[base, names] != 1:
             continue
@@ -353,7 +353,7 @@ def _modulus_times_sign(powers: dict[tuple[Expr, Labels], Any]) -> None:
 
 
 def _drop_one_hots(p: _Product) -> None:
-    """The sum over a one-hot axis that nothing else has is 1."""
+    """Eliminates one-hot factors whose axis is summed alone, which gives 1."""
     for entry in list(p.factors):
         factor, names = entry
         if factor.op != "one_hot" or names[-1] in p.out or names.count(names[-1]) > 1:
@@ -367,7 +367,7 @@ def _drop_one_hots(p: _Product) -> None:
 
 
 def _split_reshapes(p: _Product, shape: Sequence[int]) -> Expr | None:
-    """Give each part of a merged axis its own label, if every factor with that axis can."""
+    """Splits a merged axis into its parts, if every factor with that axis is a reshape."""
     if _only_turns(p):
         return None
     for name in sorted(p.labels(), key=str):
@@ -378,7 +378,7 @@ def _split_reshapes(p: _Product, shape: Sequence[int]) -> Expr | None:
 
 
 def _only_turns(p: _Product) -> bool:
-    """Whether nothing is done but to put in axes of length 1."""
+    """Whether the product only inserts axes of length 1."""
     if len(p.factors) != 1 or p.coefficient != 1 or _has_sum(p):
         return False
     names = p.factors[0][1]
@@ -454,7 +454,7 @@ _keys: weakref.WeakKeyDictionary[Expr, Expr] = weakref.WeakKeyDictionary()
 
 
 def _own_order(factors: list) -> Labels:
-    """The axes of a product, as its factor with most axes has them: one order for all uses."""
+    """A canonical order of a product's axes, following its factors of highest rank."""
     by_rank = sorted(factors, key=lambda f: -len(f[1]))
     return tuple(dict.fromkeys(n for _, names in by_rank for n in names))
 
@@ -464,9 +464,9 @@ def _has_sum(p: _Product) -> bool:
 
 
 def _core(factors: list, p: _Product) -> tuple[Expr, Labels]:
-    """The contraction itself: no coefficient, no broadcast.
+    """The contraction without coefficient and broadcasts, and its labels.
 
-    Its axes are in the order in which it was first asked for, which is how it reads best.
+    Its axes are in the order of its first use, which reads best.
     """
     kept = tuple(dict.fromkeys(n for _, names in factors for n in names if n in p.out))
     key = _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0)

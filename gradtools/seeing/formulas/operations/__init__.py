@@ -1,7 +1,6 @@
-"""The operations, one record each, by family: importing it fills the table `OPERATIONS`.
+"""The operations by family; importing this package fills the registry `OPERATIONS`.
 
-Every cotangent is written with operations of this house again, so that it can be differentiated
-like any other expression.
+Every pullback is an expression in these same operations, so that it can be differentiated again.
 """
 
 from gradtools.seeing.formulas.operations import arrays as arrays

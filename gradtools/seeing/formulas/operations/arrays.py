@@ -1,8 +1,8 @@
-"""Constants, contractions (all of them `einsum`), reshapes, parts of arrays and indexing.
+"""Constants, contractions (all of them `einsum`), reshapes, slices and indexing.
 
-What only moves entries by places that are known (a slice, padding with zeros, a flip, a diagonal)
-is one linear operation, ``arrange``, whose name is that of the framework's operation, and its
-adjoint ``restore``::
+A gather whose indices are known (a slice, padding with zeros, a flip, a diagonal) is one linear
+operation, ``arrange``, which keeps the name of the framework's operation; ``restore`` is its
+adjoint::
 
     arrange   y[i] = x[places[i]], 0 where there is none        restore   its transpose
 """
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @makes("constant")
 def constant(*, value: Any) -> Expr:
-    """A number or an array that the program holds."""
+    """A captured number or array."""
     value = np.asarray(value)
     if value.ndim or value.dtype.kind == "b":
         return array(value)
@@ -72,7 +72,7 @@ operation("unit_matrix", lambda y: np.eye(y.shape[0]), form=lambda w, x: ts.Writ
 
 
 def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
-    """Coefficient times factors, summed and broadcast."""
+    """Coefficient times the einsum of the factors, broadcast to the shape."""
     coefficient, labels = y["coefficient"], y["labels"]
     if not arrays:
         return np.full(y.shape, coefficient)
@@ -92,7 +92,7 @@ def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
 def _aligned_product(
     arrays: Sequence[np.ndarray], labels: Sequence[Shape], kept: Shape
 ) -> np.ndarray:
-    """Products without sums keep NumPy's own rules for infinities, and its speed."""
+    """A product without sums, by NumPy's multiplication: it is faster and exact for infinities."""
     result: Any = 1.0
     for a, names in zip(arrays, labels, strict=True):
         place = tuple(slice(None) if l in names else None for l in kept)
@@ -102,7 +102,7 @@ def _aligned_product(
 
 
 def _einsum_cotangent(y: Expr, g: Expr, k: int) -> Expr:
-    """Of the k-th factor; a repeated label is written as a unit matrix between two labels."""
+    """The cotangent of factor k; a repeated label becomes a unit matrix between two labels."""
     own = list(y["labels"][k])
     names, extra, factors = list(own), [], []
     for place, name in enumerate(own):
@@ -142,7 +142,7 @@ word("vdot", lambda a, b: conj(a) @ b)
 
 @makes("trace")
 def _trace(x: Expr) -> Expr:
-    """Of the last two axes of square matrices."""
+    """The trace over the last two axes."""
     lead = tuple(range(x.rank - 2))
     return product([x], [(*lead, "d", "d")], lead, x.shape[:-2])
 
@@ -151,7 +151,7 @@ def _trace(x: Expr) -> Expr:
 
 
 def permuted(x: Expr, permutation: Sequence[int]) -> Expr:
-    """numpy.transpose; x itself where nothing moves."""
+    """numpy.transpose; x itself for the identity permutation."""
     return x if tuple(permutation) == tuple(range(x.rank)) else transpose(x, permutation)
 
 
@@ -197,7 +197,7 @@ def _tile(x: Expr, *, reps: Sequence[int]) -> Expr:
 
 
 def arrange(x: Expr, places: np.ndarray, name: str) -> Expr:
-    """The entries of x at places of the flattened x, zero where a place is negative."""
+    """Gather: the entries at places of the flattened x, zero where a place is negative."""
     places = np.asarray(places, np.int64)
     if np.array_equal(places.ravel(), np.arange(np.prod(x.shape, dtype=int))):
         return reshape(x, places.shape)
@@ -233,7 +233,7 @@ def written(x: Expr, u: Expr, places: np.ndarray, name: str) -> Expr:
 
 
 def _back(y: Expr) -> np.ndarray:
-    """For each entry of an update the place in what was written; -1 where nothing was."""
+    """For each entry of an update its index in u; -1 for an entry of x."""
     result = np.append(np.full(int(np.prod(y.shape)), -1), -1)
     places = y["places"].array.ravel()
     result[places] = np.arange(places.size)
@@ -247,7 +247,7 @@ def _updated(y: Expr, x: np.ndarray, u: np.ndarray) -> np.ndarray:
 
 
 def _update_pullback(y: Expr, g: Expr, x: Expr, u: Expr) -> Cotangents:
-    """X keeps what was not overwritten; u gets what was."""
+    """The cotangent of x is zero at the places; that of u is gathered from them."""
     places = y["places"].array.reshape(u.shape)
     kept = written(g, zeros(u.shape), places, y["name"])
     return [kept, arrange(g, places, y["name"])]
@@ -264,7 +264,7 @@ operation("update", _updated, _update_pullback, form=_update_form, ties=tie_firs
 
 
 def restore(g: Expr, y: Expr) -> Expr:
-    """The transpose of `arrange`: each entry is added where it came from."""
+    """Scatter-add, the transpose of `arrange`: each entry is added to the place it came from."""
     places = y["places"].array.ravel()
     counts = np.arange(places.size)
     if places.size == np.prod(y["into"]) and np.array_equal(np.append(places, 0)[places], counts):
@@ -331,7 +331,7 @@ operation(
 
 @makes("slice")
 def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
-    """One number for each axis; stride > 0; axes of length 1 are dropped."""
+    """The slice start:limit:stride of each axis, stride > 0, without the length-1 axes in drop."""
     stride = stride or (1,) * x.rank
     if x.op == "concatenate" and (part := _within(x, start, limit)) is not None:
         x, start, limit = part
@@ -342,7 +342,7 @@ def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = (
 
 
 def _within(x: Expr, start: Any, limit: Any) -> tuple[Expr, list[int], list[int]] | None:
-    """The part of a concatenation in which a slice lies whole, and where in it."""
+    """The operand of a concatenation that contains the slice, with its start and limit there."""
     axis, low = x["axis"], 0
     for part in x.args:
         high = low + part.shape[axis]
@@ -377,7 +377,7 @@ def _flip(x: Expr, *, axes: Sequence[int] = ()) -> Expr:
 
 @makes("split")
 def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
-    """Consecutive parts, as many as sizes."""
+    """Consecutive slices of these sizes."""
     ends = [int(n) for n in np.cumsum(sizes)]
     low, high = [0] * x.rank, list(x.shape)
     at = lambda of, n: [*of[:axis], n, *of[axis + 1 :]]
@@ -387,7 +387,7 @@ def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
 
 @makes("unbind")
 def unbind(x: Expr, *, axis: int) -> list[Expr]:
-    """What stands along an axis, each without it."""
+    """The slices along an axis, each without it."""
     shape = [n for a, n in enumerate(x.shape) if a != axis]
     return [reshape(part, shape) for part in split(x, sizes=(1,) * x.shape[axis], axis=axis)]
 
@@ -427,7 +427,7 @@ word(
 
 @makes("view_as_complex")
 def _view_as_complex(x: Expr) -> Expr:
-    """The complex numbers of which these are the parts."""
+    """torch.view_as_complex: the last axis holds the real and the imaginary part."""
     re, im = unbind(x, axis=x.rank - 1)
     return re + 1j * im
 
@@ -492,7 +492,7 @@ def _add_form(w: ExpressionWriter, x: Expr) -> ts.Written:
 
 
 def index_add(u: Expr, i: Expr, axis: int, shape: Sequence[int]) -> Expr:
-    """Zeros of this shape, with u added at the indices."""
+    """Zeros of this shape with u added at the indices along the axis; the transpose of index."""
     return expr("index_add", (u, i), shape, u.kind, axis=axis)
 
 
@@ -550,7 +550,7 @@ word("embedding", lambda table, i: taken(table, i, 0))
 
 
 def take_along(x: Expr, i: Expr, axis: int) -> Expr | None:
-    """numpy.take_along_axis where one entry of each row is taken; else None."""
+    """numpy.take_along_axis with one entry of each row; None for other shapes."""
     rest = lambda of: (*of.shape[:axis], *of.shape[axis + 1 :])
     if i.shape[axis] != 1 or rest(x) != rest(i):
         return None

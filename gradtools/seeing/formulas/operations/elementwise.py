@@ -1,9 +1,8 @@
-"""Arithmetic, comparison, the parts of complex numbers and the usual functions, in each place.
+"""Elementwise operations: arithmetic, comparison, complex parts, the usual functions.
 
-A holomorphic function states its partial derivatives f' as expressions of its value y and its
-arguments; the cotangent of an argument is then conj(f') g, its real part where the argument is
-real. A function of a complex argument that is not holomorphic (modulus, sign, angle) states its
-pullback.
+A holomorphic function defines its partial derivatives f' as expressions of its value y and its
+arguments; the cotangent of an argument is then conj(f') g, and the real part of that where the
+argument is real. A function that is not holomorphic (modulus, sign, angle) defines its pullback.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ from gradtools.seeing.formulas.operations.entering import (
 
 
 def indicator(a: Any, relation: str, b: Any) -> Expr:
-    """One where the relation holds, of expressions or numbers."""
+    """The indicator function: 1 where a and b, expressions or numbers, satisfy the relation."""
     return apply("compare", a, b, relation=relation)
 
 
 def negation(c: Expr) -> Expr:
-    """One where c does not hold."""
+    """Logical not."""
     if c.op == "compare":
         return indicator(c.args[0], _RELATIONS[c["relation"]][1], c.args[1])
     if c.op == "logical_not":
@@ -63,12 +62,12 @@ def negation(c: Expr) -> Expr:
 
 
 def scaled(factor: Any, x: Expr) -> Expr:
-    """A product with a number; with one nothing."""
+    """A number times x; x itself for the number one."""
     return x if factor == 1 else multiply(number(factor), x)
 
 
 def arithmetic(make: Make) -> Make:
-    """A decorator: what is made of integers stays integer, so that it can be an index."""
+    """A decorator for type promotion: integers give an integer, so that it can be an index."""
 
     @wraps(make)
     def of_kind(*xs: Expr, **attributes: Any) -> Expr:
@@ -82,7 +81,7 @@ def arithmetic(make: Make) -> Make:
 
 
 def is_integer(x: Expr) -> bool:
-    """Whether its entries are whole numbers or truth values."""
+    """Whether its dtype is integer or boolean."""
     return x.kind in (INTEGER, BOOLEAN)
 
 
@@ -98,7 +97,7 @@ word("identity", lambda x: x)
 
 @makes("stop", entrywise, lambda x: x, kind=lambda x: x.kind)
 def stop(x: Expr) -> Expr:
-    """X, with no derivative."""
+    """stop_gradient: x with no derivative."""
     if x.op in ("number", "stop") or constant_of(x) is not None:
         return x
     return apply("stop", x)
@@ -122,7 +121,7 @@ def _cast_value(x: np.ndarray, to: str) -> np.ndarray:
 
 
 def _cast_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
-    """Real numbers as complex ones are told: √x and √(x + 0i) differ below zero."""
+    """Writes a cast to complex as x + 0i, because √x and √(x + 0i) differ below zero."""
     return ts.summed([args[0], ts.Written("0i", "0i")]) if x.is_complex else args[0]
 
 
@@ -135,7 +134,7 @@ def _cast_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     entry=_cast_form,
 )
 def cast(x: Expr, *, dtype: Any = None) -> Expr:
-    """X in another dtype; to integers it truncates."""
+    """X in another dtype; a cast to integers truncates."""
     kind = x.kind if dtype is None else kind_of(dtype)
     if x.kind == COMPLEX and kind == REAL:
         return real(x)
@@ -237,7 +236,7 @@ def named(text: str, latex: str = "") -> EntryForm:
     entry=lambda x, args, matrix: ts.Written(f"|{args[0].text}|", rf"\left|{args[0].latex}\right|"),
 )
 def modulus(x: Expr) -> Expr:
-    """Modulus."""
+    """The modulus |x|."""
     return x if x.op == "abs" else apply("abs", x)
 
 
@@ -292,7 +291,7 @@ word("complex", lambda re, im: re + 1j * im)
 
 
 def _between(left: str, right: str, latex: tuple[str, str]) -> EntryForm:
-    """What is written between two signs."""
+    """An entry form that encloses the argument in two delimiters."""
 
     def form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
         (a,) = args
@@ -302,7 +301,7 @@ def _between(left: str, right: str, latex: tuple[str, str]) -> EntryForm:
 
 
 def _rounding(name: str, evaluate: Any, entry: EntryForm | None = None) -> None:
-    """Rounding, which leaves integers alone."""
+    """Register a rounding function; integers are returned as they are."""
     make = lambda x: x if is_integer(x) else apply(name, x)
     entrywise(name, evaluate, make=make, entry=entry)
 
@@ -349,7 +348,7 @@ entrywise("is_nan", np.isnan, kind=BOOLEAN)
 
 
 def _truth(x: Expr) -> Expr:
-    """Whether it is not zero."""
+    """The boolean x != 0."""
     return x if x.kind == BOOLEAN else indicator(x, "!=", 0)
 
 
@@ -389,7 +388,7 @@ _logical("logical_xor", np.logical_xor, "⊕", r"\oplus")
     entry=named("max", r"\max"),
 )
 def maximum(a: Expr, b: Expr) -> Expr:
-    """Elementwise."""
+    """The elementwise maximum; relu where one of them is zero."""
     a, b = (b, a) if is_zero(a) else (a, b)
     if not is_zero(b):
         return apply("maximum", a, b)
@@ -423,7 +422,7 @@ def _clip_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     entry=_clip_form,
 )
 def clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Expr:
-    """min(max(x, low), high); both numbers or both operands."""
+    """min(max(x, low), high), with both bounds as numbers or both as operands."""
     if bounds:
         low, high = map(constant_of, bounds)
     if bounds and (low is None or high is None):

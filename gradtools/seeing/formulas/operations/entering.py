@@ -1,4 +1,4 @@
-"""How a record is entered in the table of operations."""
+"""How operations are registered in `OPERATIONS`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Derivatives = Callable[..., Sequence[Expr | None]]
 
 
 def operation(name: str, evaluate: Make | None = None, pullback: Any = None, **known: Any) -> None:
-    """An operation of expressions."""
+    """Register an operation."""
     OPERATIONS[name] = Operation(name, evaluate=evaluate, pullback=pullback, **known)
 
 
@@ -27,7 +27,7 @@ def word(name: str, make: Make) -> None:
 
 
 def makes(name: str, enter: Callable[..., None] = operation, *of: Any, **known: Any) -> Any:
-    """A decorator: the function makes this operation."""
+    """A decorator that registers the function as the `Operation.make` of this operation."""
 
     def decorate(make: Made) -> Made:
         enter(name, *of, make=make, **known)
@@ -46,17 +46,17 @@ def entrywise(
     make: Make | None = None,
     **known: Any,
 ) -> None:
-    """A function of each place.
+    """Register an elementwise operation.
 
     Args:
         name: Its name.
-        evaluate: In NumPy, of the arguments and the attributes.
-        derivatives: A holomorphic function's partial derivatives f', of its value and its
+        evaluate: Computes it in NumPy from the arguments and the attributes.
+        derivatives: The partial derivatives f' of a holomorphic function, from its value and its
             arguments; the cotangent of an argument is conj(f') g.
-        pullback: The cotangents, where no derivatives say them.
-        kind: Of the result; by default the widest of the arguments', at least real.
-        make: As in `Operation`; by default the function itself, without attributes.
-        known: What else is known of it.
+        pullback: As in `Operation`, instead of derivatives.
+        kind: The kind of the result; by default the widest of the arguments', at least real.
+        make: As in `Operation`; by default the operation itself, without attributes.
+        known: Further fields of `Operation`.
     """
 
     def result(*args: Expr, **attributes: Any) -> tuple[tuple[int, ...], str]:
@@ -84,13 +84,13 @@ def _chain_rule(derivatives: Derivatives) -> Callable[..., Cotangents]:
 
 
 def tie_same(axes: Axes, y: Expr) -> None:
-    """Every axis of each argument, from the last on."""
+    """Tie every axis of each argument to the result's, aligned at the last as in broadcasting."""
     for a in y.args:
         axes.tie_all(y, a)
 
 
 def tie_first(axes: Axes, y: Expr) -> None:
-    """Of all arguments, wherever the axis is as long."""
+    """Tie the axes of each argument of the same rank to the result's."""
     for x in y.args:
         if x.rank == y.rank:
             axes.tie_all(y, x)

@@ -1,8 +1,7 @@
-"""Operations by their names: what the formula has no algebra for.
+"""Opaque operations: those for which a formula has no algebra, kept by their names.
 
-A convolution, a Fourier transform, a loop, a function with a rule of its own keeps its name. Its
-adjoint is its vjp applied to the cotangent, of which nothing more is said, and which the framework
-computes itself; so is the adjoint of that::
+A convolution, a Fourier transform, a loop, a function with a custom rule keeps its name. Its
+adjoint is its vjp applied to the cotangent; the framework computes both, and the adjoint of that::
 
     y = solve(A, b)        Ā = vjp₁[solve](A, b; ȳ)        b̄ = vjp₂[solve](A, b; ȳ)
 """
@@ -29,14 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class OpaqueFunction:
-    """What the framework computes, as a function of NumPy arrays, and its vjp.
+    """A function of NumPy arrays that the framework computes, and its vjp.
 
     Attributes:
-        backend: Of the framework.
-        run: The outputs, a list, of the operands as the framework's arrays.
-        arrays: The framework's arrays of NumPy's, each in the dtype that the operation was given.
-        around: Within what it runs.
+        backend: The framework's backend.
+        run: Maps the operands, as the framework's arrays, to a list of outputs.
+        arrays: Converts NumPy's arrays to the framework's, each to the dtype that the operation
+            got when it was recorded.
         moving: Which operands have a derivative.
+        around: A context manager in which it runs.
     """
 
     backend: Backend
@@ -46,14 +46,14 @@ class OpaqueFunction:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def value(self, *values: np.ndarray) -> list[np.ndarray]:
-        """The outputs."""
+        """The outputs as NumPy arrays."""
         with self.around():
             return [np.asarray(self.backend.to_numpy(y)) for y in self.run(*self.arrays(values))]
 
     def vjp(self, chosen: Sequence[int], wanted: Sequence[int]) -> OpaqueFunction:
-        """Of the operands and of the chosen outputs' cotangents, the wanted operands' cotangents.
+        """The function from operands and chosen outputs' cotangents to wanted operands' cotangents.
 
-        The framework differentiates with respect to no other operand: it may have no derivative.
+        Other operands are not differentiated, because they may have no derivative.
         """
         count, backend = len(self.moving), self.backend
 
@@ -91,7 +91,7 @@ def by_name(
     kernel: OpaqueFunction,
     said: str = "",
 ) -> list[Expr]:
-    """The outputs of an operation of this name; said: its parameters, in words."""
+    """The outputs of an opaque operation; parameters: its parameters as text, for a note."""
     return several("by_name", args, outputs, name=name, kernel=kernel, said=said)
 
 

@@ -1,4 +1,4 @@
-"""Along axes: sums and other reductions, norms, softmax and its kin, and standardization."""
+"""Operations along axes: reductions, norms, the softmax family, and standardization."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 
 def all_axes(x: Expr, axes: Iterable[int] | None) -> tuple[int, ...]:
-    """The axes; all where none are named."""
+    """The axes; all axes for None."""
     return tuple(range(x.rank)) if axes is None else tuple(axes)
 
 
 def kept(result: Expr, axes: Sequence[int], keep: bool) -> Expr:
-    """With axes of length 1 where it was reduced, if they are kept."""
+    """The result with its reduced axes as axes of length 1, if keep is set."""
     return unsqueeze(result, axes) if keep else result
 
 
 def reduced(name: str, x: Expr, axes: Iterable[int], **attributes: Any) -> Expr:
-    """A reduction over axes, without keeping them."""
+    """Apply a registered reduction over axes, which are removed."""
     return apply(name, x, axes=tuple(sorted(axes)), **attributes)
 
 
 @makes("sum")
 def _sum(x: Expr, *, axes: Any = None, keep: bool = False) -> Expr:
-    """Sum over axes."""
+    """The sum over axes; an integer for integers and booleans."""
     result = total(x, all_axes(x, axes), keep)
     return apply("cast", result, to=INTEGER) if x.kind in (INTEGER, BOOLEAN) else result
 
@@ -55,7 +55,7 @@ word("mean", lambda x, *, axes=None, keep=False: mean(x, all_axes(x, axes), keep
 
 
 def reduction_form(name: str) -> Form:
-    """A function over axes."""
+    """A form that writes a function with the letters of the reduced axes below."""
 
     def form(w: ExpressionWriter, x: Expr) -> ts.Written:
         return ts.function(name, [w.whole(x.args[0])], below_of(w, x))
@@ -64,14 +64,14 @@ def reduction_form(name: str) -> Form:
 
 
 def tie_reduced(axes: Axes, y: Expr) -> None:
-    """The axes that are left."""
+    """Tie the axes that are not reduced."""
     (x,) = y.args
     for k, a in enumerate(a for a in range(x.rank) if a not in y["axes"]):
         axes.tie((y, k), (x, a))
 
 
 def below_of(w: ExpressionWriter, y: Expr) -> str:
-    """The letters of these axes; none where they are all."""
+    """The letters of the reduced axes; empty where all axes are reduced."""
     a = y.args[0]
     return w.axis_names(a, y["axes"]) if len(y["axes"]) < a.rank else ""
 
@@ -88,7 +88,7 @@ def _left_over(kind: str = "") -> Callable[..., Any]:
 def _reduction(
     name: str, evaluate: Any, pullback: Any = None, kind: str = "", **known: Any
 ) -> None:
-    """Something over axes that are gone in the result; over none, nothing."""
+    """Register a reduction; its kind is by default that of the argument."""
 
     def make(x: Expr, *, axes: Any = None, keep: bool = False) -> Expr:
         axes = all_axes(x, axes)
@@ -103,7 +103,7 @@ def _over_axes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _extreme_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
-    """The cotangent where x is the extreme: 1[x = y] g."""
+    """The cotangent of the entries that are the maximum or minimum: 1[x = y] g."""
     at = indicator(x, "==", spread(y, y["axes"], x.shape))
     return [at * spread(g, y["axes"], x.shape)]
 
@@ -156,7 +156,7 @@ _reduction(
 
 
 def along_form(name: str, latex: str = "") -> Form:
-    """A function along one axis."""
+    """A form that writes a function with the letter of its axis below."""
 
     def form(w: ExpressionWriter, x: Expr) -> ts.Written:
         below = w.axis_names(x.args[0], [x["axis"]]) if x.args[0].rank > 1 else ""
@@ -261,7 +261,7 @@ def _count(x: Expr, axes: Iterable[int]) -> int:
 
 
 def variance(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
-    """Sum abs(x - mean)**2 / (n - correction)."""
+    """sum(abs(x - mean)**2) / (n - correction)."""
     axes = all_axes(x, axes)
     return kept(reduced("variance", x, axes, correction=float(correction)), axes, keep)
 

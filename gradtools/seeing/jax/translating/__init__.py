@@ -1,1 +1,1 @@
-"""Translation of a jaxpr into the graph of framework-neutral operations that `formula` reads."""
+"""Translation of a jaxpr to expressions, for `formula`."""

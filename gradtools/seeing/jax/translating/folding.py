@@ -15,7 +15,7 @@ from gradtools.jax._upstream import Literal
 
 
 def is_foldable(eqn: Any) -> bool:
-    """Whether an equation of constants is a constant: it has no effects, and stays in JAX."""
+    """Whether an equation of constants can be folded: it has no effects and no host callback."""
     return not eqn.effects and eqn.primitive.name not in _LEAVING
 
 
@@ -23,19 +23,19 @@ _LEAVING = ("pure_callback", "io_callback", "debug_callback", "gradtools_kernel"
 
 
 def folded(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation, as NumPy's arrays; random keys as they are."""
+    """The results of an equation as NumPy arrays; random keys stay JAX arrays."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return [x if is_key(x) else np.asarray(x) for x in evaluated(eqn, values)]
 
 
 def evaluated(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation, at once also where JAX traces."""
+    """The concrete results of an equation, also inside of a trace."""
     with jax.ensure_compile_time_eval():
         return bound(eqn, values)
 
 
 def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """What an equation gives for these operands, wherever it runs."""
+    """The results of an equation for these operands, which may be tracers."""
     pairs = zip(eqn.invars, values, strict=True)
     given = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
     one = _empty().replace(eqns=[eqn], invars=list(given), outvars=list(eqn.outvars))

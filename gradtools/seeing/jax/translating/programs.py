@@ -1,14 +1,13 @@
 """`formula` in JAX: f is traced, and its jaxpr translated into expressions.
 
-The jaxpr is walked equation by equation; calls are opened. What does not depend on the program's
-arguments needs no translation, it is computed on the way (index arithmetic, masks, random keys)
-and held as a constant::
+The jaxpr is translated equation by equation, with calls inlined. Values that do not depend on the
+program's arguments (index arithmetic, masks, random keys) are constant-folded::
 
     lt 2 0;  add 2 5;  select_n ...;  gather x [2]      ->    x[2]
 
-A value is an `Expr` or `Known`. Loops, branches and functions with rules of their own are
-operations by their names; so is a function of JAX's own of which some part is one: that it is
-`solve` says more than its LU factors. A random draw is a placeholder, with the value that it had.
+A value is an `Expr` or `Known`. Loops, branches and functions with custom rules become opaque
+operations with their names. So does a function of JAX with an opaque part: the name `solve` is more
+readable than its LU factors. A random draw is a placeholder with its value.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from gradtools.seeing.jax.translating.translations import PRIMITIVES, WORDS
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
-    """One run of a program, forward only, as expressions.
+    """The forward program as expressions.
 
     Args:
-        program: A call of f. Its leaves are the inputs, and give the values at which indices and
-            random draws are looked at.
+        program: A call of f. Its leaves are the inputs; their values determine data-dependent
+            indices and random draws.
     """
     traced = recorded_run.trace(program.run, program.leaves)
     names = recorded_run.captured_arrays(program.run)
@@ -67,11 +66,11 @@ def formula_graph(program: LeafProgram) -> Recorded:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """A value that no argument has part in.
+    """A value that does not depend on the arguments.
 
     Attributes:
-        value: An array of NumPy's, or of JAX's for random keys.
-        drawn: What a random draw is called; empty for a constant.
+        value: A NumPy array, or a JAX array of random keys.
+        drawn: The letter of a random draw; empty for a constant.
     """
 
     value: Any
@@ -82,7 +81,7 @@ Entry = Expr | Known
 
 
 class _Translator:
-    """Translates what a jaxpr says."""
+    """Translates a jaxpr to expressions."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -99,13 +98,13 @@ class _Translator:
 
     @property
     def narrowest(self) -> str:
-        """The dtype of least precision that something is computed in, if less than double."""
+        """The least precise dtype below double in which something is computed, or ""."""
         return min(self._narrow, key=lambda name: jnp.finfo(name).bits, default="")
 
     # --- values
 
     def leaf(self, name: str, x: Any) -> Entry:
-        """An argument's leaf. A random key is an input too, but is read as the key that it is."""
+        """The entry of an argument's leaf. A random key is an input too, but a `Known` value."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             self.inputs.append(placeholder(name, jax.random.key_data(x).shape, "integer"))
             return Known(x)
@@ -114,7 +113,7 @@ class _Translator:
         return self.inputs[-1]
 
     def held_array(self, x: Any, name: str = "") -> Entry:
-        """An array that the program holds; one that is no number to differentiate is known."""
+        """The entry of a captured array: a placeholder if inexact or named, else `Known`."""
         if id(x) not in self._arrays:
             keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == np.uint32
             if keys or not (name or jnp.issubdtype(x.dtype, jnp.inexact)):
@@ -126,7 +125,7 @@ class _Translator:
         return self._arrays[id(x)]
 
     def expr(self, entry: Entry) -> Expr:
-        """The value as an expression; a draw as a named constant."""
+        """The entry as an expression; a draw becomes a placeholder with its letter."""
         if isinstance(entry, Expr):
             return entry
         if entry not in self._exprs:
@@ -142,14 +141,14 @@ class _Translator:
         return self._exprs[entry]
 
     def concrete(self, x: Expr) -> np.ndarray | None:
-        """What the value is at the program's leaves."""
+        """The numeric value at the program's leaves."""
         leaves = [e for e in order([x]) if e.op == "placeholder"]
         return evaluate([x], {e: self._given[e] for e in leaves})[0]
 
     def arranged(self, x: Expr, name: str, run: Any = None) -> Expr | None:
-        """What an equation does to its first operand, if it only moves entries.
+        """The equation's result as an arrangement of its first operand's entries, if it is one.
 
-        run: What it does; by default that of the equation itself, with its other operands.
+        run: The function of the first operand; by default the equation with its other operands.
         """
         run = run or (lambda counts: bound(self._eqn, [counts, *self._values[1:]])[0])
         dtype = self._eqn.invars[0].aval.dtype
@@ -165,13 +164,13 @@ class _Translator:
     # --- equations
 
     def run(self, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """Reads a jaxpr's equations; the entries of its outputs, of its constants and inputs."""
+        """Translates a jaxpr from the entries of its constants and inputs to those of outputs."""
         step = lambda i, eqn, entries: self._step(eqn, entries)
         read = jaxpr.replace(eqns=jaxprs.needed(jaxpr, effects=False))
         return jaxprs.interpreted(read, entries, step, lambda lit: Known(np.asarray(lit.val)))
 
     def _step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """One equation."""
+        """Translates one equation."""
         name = eqn.primitive.name
         if name in _OF_KEYS:
             entries = [self._at_leaves(e) for e in entries]
@@ -190,7 +189,7 @@ class _Translator:
         return self._translated(eqn, entries)
 
     def _at_leaves(self, entry: Entry) -> Entry:
-        """What a random key is made of, as it is at the leaves."""
+        """The `Known` value, at the leaves, of an operand of random-key arithmetic."""
         if isinstance(entry, Known):
             return entry
         value = self.concrete(entry)
@@ -229,7 +228,7 @@ class _Translator:
     def _named(
         self, eqn: Any, entries: Sequence[Entry], name: str, with_words: bool = True
     ) -> list[Entry]:
-        """By its name; what is known, and is no array to be read, is part of what it is."""
+        """As an opaque operation; `Known` operands that are not shown are part of its kernel."""
         moving = [k for k, e in enumerate(entries) if isinstance(e, Expr) or _is_read(e)]
         wide = bool(jax.config.read("jax_enable_x64"))
         fixed = {k: e.value for k, e in enumerate(entries) if isinstance(e, Known)}
@@ -289,7 +288,7 @@ class _Translator:
         return any(x.op == "by_name" and x not in before for x in parts)
 
     def _drawn(self, eqn: Any, entries: Sequence[Any], name: str) -> list[Entry]:
-        """A draw of jax.random of which all is known."""
+        """A draw of jax.random with known key and parameters."""
         letter = _DRAWS.get(name.removesuffix("_real"), "ξ")
         values = evaluated(eqn, [e.value for e in entries])
         if any(jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in values):
@@ -297,7 +296,7 @@ class _Translator:
         return [self.expr(Known(np.asarray(v), letter)) for v in values]
 
     def _rule(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """A rule of gradtools' own; a scaled gradient is read, what is frozen is opened."""
+        """A rule of gradtools; scale_gradient is translated, a frozen function inlined."""
         rule = eqn.params["rule"]
         if eqn.primitive.name == "gradtools_primal" and rule.name == "scale_gradient":
             factor = constant_of(self.expr(entries[1]))
@@ -312,7 +311,7 @@ class _Translator:
 
 
 def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
-    """Inside, f may run: JAX keeps nothing of it. wide: arrays of 64 bits may be made."""
+    """A context in which f may run. wide: 64-bit arrays are enabled."""
     return enable_x64(True) if wide else nullcontext()
 
 
@@ -339,13 +338,13 @@ def _is_key(entry: Entry) -> bool:
 
 
 def _is_read(entry: Known) -> bool:
-    """Whether a constant is an array that is shown."""
+    """Whether a constant is shown as an operand: a draw, or an inexact array."""
     value = entry.value
     return bool(entry.drawn) or (bool(np.ndim(value)) and jnp.issubdtype(value.dtype, jnp.inexact))
 
 
 def _name_of(eqn: Any) -> str:
-    """What an equation is called: a kernel by its own name."""
+    """An equation's name; for a host function, its kernel's name."""
     kernel = getattr(eqn.params.get("call"), "kernel", None)
     return getattr(kernel, "name", None) or operands.name_of(eqn)
 

@@ -1,8 +1,8 @@
-"""Translations of JAX's primitives, and of its own functions, that take more than another name.
+"""Translations of JAX primitives and functions whose neutral form differs by more than the name.
 
-All others are said as the graph says them (`../operands.py`), or written by name. A translation is
-given the translator, the equation's parameters and its operands; None says that the equation has
-another form. Of gathers those that take rows by integers, or one entry of each row, are read.
+All others keep the graph's name and attributes (`../operands.py`), or become opaque. A translation
+receives the translator, the equation's parameters and its operands, and returns None if it does not
+apply. Gathers are translated if they take rows by integers, or one entry of each row.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _cast(w: Any, p: Params, x: Expr) -> Expr:
 
 
 def _divided(w: Any, p: Params, a: Expr, b: Expr) -> Expr | None:
-    """Of whole numbers it is another operation."""
+    """a / b; None for integers, whose division truncates."""
     return None if is_integer(a) else a / b
 
 
 def _selected(w: Any, p: Params, which: Expr, *cases: Expr) -> Expr | None:
-    """The case that `which` says; an index that wraps around is read as it is."""
+    """A selection; a constant mask selects one case, or is a triangle."""
     if len(cases) != 2 or which.kind != "boolean":
         return None
     no, yes = cases
@@ -63,7 +63,7 @@ def _padded(w: Any, p: Params, x: Expr, around: Expr) -> Expr | None:
 
 
 def _starts(x: Expr, starts: Sequence[Expr], sizes: Sequence[int]) -> list[int] | None:
-    """Where a window starts whose place is known: JAX moves it inside."""
+    """The clamped start of a window if it is constant, as in dynamic_slice; else None."""
     known: list[Any] = [constant_of(s) if not s.rank else None for s in starts]
     if None in known:
         return None
@@ -80,7 +80,7 @@ def _window(w: Any, p: Params, x: Expr, *starts: Expr) -> Expr | None:
 
 
 def _gathered(w: Any, p: Params, x: Expr, indices: Expr) -> Expr | None:
-    """Rows by integers, one entry of each row, or places that are known."""
+    """Rows by integers, one entry of each row, or constant places; else None."""
     if indices.turn[0]:
         return w.arranged(x, "[c]")
     known = w.concrete(indices)
@@ -108,7 +108,7 @@ def _pairs(x: Expr, sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _rows(x: Expr, i: Expr, axis: int, offset_dims: Sequence[int]) -> Expr:
-    """The axes of the indices lead in `index`; here they stand where no offset does."""
+    """x indexed along one axis, with the axes of the indices where `offset_dims` has none."""
     result = apply("index", x, meant(i, x.shape[axis]), axis=axis)
     lead, rest = iter(range(i.rank)), iter(range(i.rank, result.rank))
     order = [next(rest) if a in offset_dims else next(lead) for a in range(result.rank)]
@@ -143,7 +143,7 @@ PRIMITIVES: dict[str, Translation] = {
 
 
 def _clip(w: Any, jaxpr: Any, x: Expr, *bounds: Expr) -> Expr | None:
-    """With bounds that are numbers."""
+    """A clip with constant bounds; else None."""
     known = [constant_of(b) for b in bounds]
     if len(bounds) != 2 or None in known or x.shape != jaxpr.outvars[0].aval.shape:
         return None

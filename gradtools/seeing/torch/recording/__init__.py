@@ -1,1 +1,1 @@
-"""Recorders of a PyTorch run, as a graph; what the run changed is put back."""
+"""Recorders of PyTorch runs, whose effects are undone."""

@@ -1,4 +1,4 @@
-"""Recorded calls of torch.autograd.Functions: their rules' names, and what backward passes drop."""
+"""Names and marks of torch.autograd.Functions, and the inputs that their backward ignores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class ParametersRead(TorchFunctionMode):
-    """Notes the leaves that require grad which PyTorch's functions are given inside of it."""
+    """A mode that collects the leaves with requires_grad that PyTorch's functions receive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,12 +33,15 @@ class ParametersRead(TorchFunctionMode):
 
 
 def is_reentrant_checkpoint(kind: Any) -> bool:
-    """Whether it is what `torch.utils.checkpoint` applies with use_reentrant=True."""
+    """Whether it is the Function of `torch.utils.checkpoint` with use_reentrant=True."""
     return kind is torch.utils.checkpoint.CheckpointFunction
 
 
 def captured_by(args: Any) -> list[Tensor]:
-    """What the function of an edit holds, if it is differentiated: no input of the edit's value."""
+    """The tensors with requires_grad that an edit's function captures.
+
+    The edit's value does not depend on them, but its derivative does.
+    """
     rule = getattr(args[0], "rule", None) if args else None
     if not isinstance(rule, Rule) or rule.name not in _EDITS:
         return []
@@ -52,7 +55,7 @@ _MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(_EDITS, "edited gra
 
 
 def name_and_mark(kind: Any, args: Any) -> tuple[str, str]:
-    """The name of a function with its own rule, and its mark."""
+    """The name and the mark of a torch.autograd.Function."""
     recorded_as = function_of_ours(kind)
     if recorded_as is None:
         return kind.__name__, "custom rule"
@@ -66,13 +69,13 @@ def name_and_mark(kind: Any, args: Any) -> tuple[str, str]:
 
 
 def is_foreign(kind: Any, call: RecordedCall) -> bool:
-    """Whether a function's own rule is the user's."""
+    """Whether a Function is the user's, not PyTorch's or gradtools'."""
     own = function_of_ours(kind) not in (None, RULE)
     return not own and call.mark not in _AGAIN and not kind.__module__.startswith("torch.")
 
 
 def unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
-    """The inputs to which a function's own backward pass gives None: it is asked once."""
+    """The inputs for which a Function's backward returns None, found by one trial backward."""
     stack = upstream.get_interpreter_stack() or ()
     if any(level.key() != upstream.TransformType.Vmap for level in stack):
         return set()  # a level that differentiates has a graph of its own

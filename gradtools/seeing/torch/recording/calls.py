@@ -1,11 +1,10 @@
-"""One run of a PyTorch function as a graph of the functions that it calls, for `why_zero`.
+"""Records one run of a PyTorch function as a graph of the functions that it calls, for `why_zero`.
 
-Every call of PyTorch that the user's program makes becomes a node; a tensor that was changed in
-place has another number from then on. Whether a call carries a derivative is asked of autograd
-itself: from the output's graph one walks back until known tensors are met. So a custom Function, a
-checkpoint or a transform is one link like any other.
+Each call of a PyTorch function becomes a node. A tensor that is changed in place gets a new value
+number. Whether a call is differentiable is read from autograd's graph: a walk from the output back
+to known tensors. So a custom Function, a checkpoint or a transform is one node like any other.
 
-What leaves for NumPy or Python has no graph; where it comes back, `numpy_round_trips.py` tells.
+Data that leaves for NumPy or Python has no graph; `numpy_round_trips.py` finds where it returns.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ class Leaving:
     """Data that left for NumPy or Python.
 
     Attributes:
-        value: The number of what left, on the other side.
-        read: The number of the tensor that it was taken from.
+        value: The value number of the NumPy array or Python number.
+        read: The value number of the tensor that it was read from.
         source: The line at which it left.
-        branch: Whether it was a boolean, on which the program may branch.
+        branch: Whether it is a boolean, on which the program may branch.
     """
 
     value: int
@@ -63,19 +62,19 @@ class Leaving:
 
 @dataclass
 class RecordedCall:
-    """A call of PyTorch, and what it was given, as that stood before it.
+    """A call of a PyTorch function, with the state of its arguments before the call.
 
     Attributes:
         raw: The function's name as PyTorch spells it.
-        name: That without the marks of its variants.
-        tensors: The tensors among its arguments, beneath transforms.
-        numbers: Their numbers.
+        name: The name without underscores of in-place and reflected variants.
+        tensors: The tensors among its arguments, unwrapped from transforms.
+        numbers: Their value numbers.
         tracked: Which of them require grad.
-        versions: How often each was changed in place.
-        grad: Whether derivatives were switched on.
+        versions: Their version counters.
+        grad: Whether grad mode was on.
         mark: As in `Node`.
-        unruled: Those inputs to which its own backward pass gives None.
-        reason: The kind of its losses, where that is known.
+        unruled: The numbers of inputs for which its own backward returns None.
+        reason: The kind of its losses, if known.
     """
 
     raw: str
@@ -92,14 +91,14 @@ class RecordedCall:
     reason: str = ""
 
     def rewritten(self) -> list[Tensor]:
-        """The tensors with other contents than they had."""
+        """The tensors whose contents the call changed."""
         if self.name == "set_data":
             return self.tensors[:1]
         pairs = zip(self.tensors, self.versions, strict=True)
         return _unlike([x for x, version in pairs if version != version_of(x)])
 
     def changed(self, numbering: Numbering) -> list[Tensor]:
-        """Those, and the tensors that have another graph than they had, or none any more."""
+        """The rewritten tensors, and those whose autograd graph changed."""
         pairs = zip(self.tensors, self.tracked, strict=True)
         others = [
             x for x, tracked in pairs if tracked > x.requires_grad or numbering.was_reconnected(x)
@@ -107,7 +106,7 @@ class RecordedCall:
         return _unlike([*self.rewritten(), *others])
 
     def overwritten(self) -> bool:
-        """Whether what it changed was not read."""
+        """Whether it overwrites a tensor without reading it."""
         if self.raw in operations.OVERWRITES:
             return True
         key = self.args[1] if self.raw == "__setitem__" else None
@@ -115,17 +114,17 @@ class RecordedCall:
 
 
 class CallRecorder(Numbering):
-    """Writes down the functions of PyTorch that run inside of it.
+    """Records the PyTorch functions that run under it.
 
     Args:
         undo: As in `Recorder`.
-        replace: Which leavings, by number, and what makes of their data what is there instead.
+        replace: The indices of leavings whose data is replaced, and the function that replaces it.
 
     Attributes:
         leavings: All data that left so far.
-        entries: For nodes after a leaving: which numbers and arrays came in, so that they can be
-            compared with those of another run.
-        refusal: PyTorch's own error, and what it says.
+        entries: For nodes after a leaving, fingerprints of the numbers and arrays among their
+            arguments, to compare two runs.
+        refusal: PyTorch's own error, and its description.
     """
 
     caller, levels = "why_zero or dependence", ("rules", "parameters", "functions")
@@ -142,7 +141,7 @@ class CallRecorder(Numbering):
     # --- what runs
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """A function of PyTorch: what it calls in turn belongs to it."""
+        """Records a call of a PyTorch function; its inner calls are not recorded."""
         if _reads_only(fun):
             return fun(*args, **kwargs)
         if fun is upstream.custom_function_call:
@@ -160,7 +159,7 @@ class CallRecorder(Numbering):
             raise
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
-        """A call of a torch.autograd.Function, which is one link whatever it does inside."""
+        """Records a call of a torch.autograd.Function as one node."""
         call = self.entering(kind, (*args, *autograd_functions.captured_by(args)), kwargs)
         call.raw, (call.name, call.mark) = "apply", autograd_functions.name_and_mark(kind, args)
         with self.silent():
@@ -175,9 +174,9 @@ class CallRecorder(Numbering):
             return out
 
     def _add_read(self, call: RecordedCall, read: list[Tensor], again: bool, out: Any) -> None:
-        """Adds what a Function reads besides its arguments, which it cannot give a derivative.
+        """Adds captured tensors that a Function reads, for which it returns no derivative.
 
-        again: Whether it computes its function again in its backward pass: then it can.
+        again: Whether it recomputes its function in backward, and so does return one.
         """
         given = {id(x) for x in call.tensors}
         more = [x for x in _unlike(read) if id(x) not in given]
@@ -189,7 +188,7 @@ class CallRecorder(Numbering):
         call.reason = "reentrant" if again and more else ""
 
     def wrapped(self, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor becomes a Parameter or a Buffer."""
+        """Records the construction of a Parameter or a Buffer from a tensor."""
         call = self.entering(kind, args, kwargs)
         call.name = kind.__name__
         with self.silent():
@@ -216,7 +215,7 @@ class CallRecorder(Numbering):
             )
 
     def note_refusal(self, call: RecordedCall, error: Exception) -> None:
-        """Keeps PyTorch's own error, if it is about a gradient."""
+        """Keeps PyTorch's error if it concerns a gradient."""
         kind = refusal_of(error)
         if kind is None:
             return
@@ -243,7 +242,7 @@ class CallRecorder(Numbering):
     # --- nodes
 
     def write(self, call: RecordedCall, out: Any) -> None:
-        """A call that makes or changes tensors."""
+        """Adds the node of a call that makes or changes tensors."""
         changed = call.changed(self)
         fresh = [x for x in tensors_in(out) if self.known(x) is None]
         if not (changed or fresh):
@@ -292,14 +291,14 @@ class CallRecorder(Numbering):
     # --- derivatives that have a graph
 
     def _note_rule(self, call: RecordedCall, kind: Any, apply: Any, args: Any, out: Any) -> None:
-        """Keeps the call that was written last, of a function with its own rule."""
+        """Keeps the latest call of a user's Function, to check its double backward later."""
         nodes = [y.grad_fn for y in tensors_in(out) if y.grad_fn is not None]
         if nodes and upstream.peek_interpreter_stack() is None:
             called = Called(nodes[0], kind, args)
             self._with_rules.append((len(self.nodes) - 1, call.numbers, called))
 
     def _differentiates(self, call: RecordedCall, out: Any) -> None:
-        """A derivative inside f, with what custom code loses of its own derivative."""
+        """Records a differentiable derivative inside f, and terms that user's Functions lose."""
         outs = list(tensors_in(call.args[:1]))
         if call.raw == "grad":
             pairs = list(zip(call.args[1], out, strict=True))
@@ -312,7 +311,7 @@ class CallRecorder(Numbering):
                 self._add_missing(g, [rule for rule in self._with_rules if rule[2].loses(outs, x)])
 
     def _add_missing(self, gradient: Tensor, rules: Sequence[tuple[int, Numbers, Called]]) -> None:
-        """Adds to a gradient the terms that rules lose: data flows there, no derivative does."""
+        """Adds to a gradient the terms that rules lose, as `missing` nodes with cut links."""
         terms = []
         for at, inputs, _ in rules:
             terms.append(self.new(gradient))
@@ -357,7 +356,7 @@ class CallRecorder(Numbering):
         return out
 
     def _wraps(self, call: RecordedCall, out: Any) -> None:
-        """What a ufunc of NumPy made of a tensor comes back as a tensor."""
+        """Records the tensor that a NumPy ufunc returns for a tensor operand."""
         left = [leaving.value for leaving in self.leavings if leaving.read == call.numbers[0]]
         number = self.new(out)
         self.outside += [(value, number) for value in left[-1:]]
@@ -365,7 +364,7 @@ class CallRecorder(Numbering):
             self.hold(out, number)
 
     def enters(self, leaving: Leaving, node: int) -> None:
-        """What left is known to have come back in at a node."""
+        """Connects data that left to the node at which it returned."""
         number = self.new(0.0)
         self.outside.append((leaving.value, number))
         old = self.nodes[node]
@@ -376,7 +375,7 @@ class CallRecorder(Numbering):
     # --- the whole
 
     def graph(self, inputs: Sequence[int], outputs: Sequence[int]) -> PlainGraph:
-        """What was written down."""
+        """The recorded graph."""
         values = dict(self.values)
         for number, x in self.captured.items():
             values[number] = replace(values[number], name=self.names.get(id(x), ""))
@@ -414,7 +413,7 @@ def _reads_only(fun: Any) -> bool:
 
 
 def _fingerprints(x: Any, depth: int = 4) -> Iterator[Any]:
-    """What is equal for equal numbers and arrays from outside, for each among arguments."""
+    """Fingerprints of the numbers and NumPy arrays among arguments, to compare two runs."""
     if isinstance(x, slice):
         x = [x.start, x.stop, x.step]
     items = list(x.values()) if isinstance(x, dict) else x

@@ -1,7 +1,7 @@
-"""How the outputs of a recorded call depend on its inputs, and why where they do not.
+"""The dependence links of a recorded call, and the reason if one carries no derivative.
 
-Autograd says which inputs an output is connected to. The dtypes, the grad mode and the table of
-operations say the rest: which connection has the derivative zero, and why one is missing.
+Autograd's graph shows which inputs an output is connected to. Dtypes, grad mode and the table of
+operations determine which links have a zero derivative, and why a link is missing.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def links_of(
 
     Args:
         call: The call.
-        outs: What it made or changed.
-        reached: For each of these the known values that autograd leads to.
-        hosts: The numbers of what came back from outside of the framework.
+        outs: The tensors that it made or changed.
+        reached: For each of `outs`, the known values that autograd connects it to.
+        hosts: Additional values that it reads, such as `.grad` after a backward pass.
         dropped: The ids of tensors that it overwrites without reading.
-        managed: Whether gradtools itself detaches, to run a chunk apart: it connects by other
-            means what it detached.
+        managed: Whether it is a detach by gradtools itself, which runs a chunk separately and
+            connects it by a Function.
     """
     if managed:
         links = tuple([(_FULL,) * len(call.numbers) for _ in outs])
@@ -80,7 +80,7 @@ def links_of(
 
 
 def _read(call: RecordedCall, dropped: set[int]) -> list[int]:
-    """The positions of the tensors whose numbers matter."""
+    """The positions of the tensors whose contents the call reads."""
     kept = [k for k, x in enumerate(call.tensors) if id(x) not in dropped]
     if call.raw == "__get__" and call.name == "grad":
         return []
@@ -118,7 +118,7 @@ def _rounds(call: RecordedCall) -> bool:
 
 
 def _is_gradient(call: RecordedCall) -> bool:
-    """Whether it takes a derivative that has one: the loss itself is not what that depends on."""
+    """Whether it takes a differentiable derivative, which need not depend on the loss itself."""
     return call.raw in ("grad", "backward") and bool(call.kwargs.get("create_graph"))
 
 

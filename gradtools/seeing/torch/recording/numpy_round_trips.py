@@ -1,8 +1,7 @@
-"""Finds where data that left PyTorch for NumPy or Python comes back.
+"""Finds where data that left PyTorch for NumPy or Python returns, by perturbation.
 
-The run is repeated with other numbers in the place where the data left, all else the same. What
-PyTorch is then given otherwise from outside has come from there; so has what changes in the
-result, where nothing was seen to come in.
+The run is repeated with other numbers at the line where the data left. Numbers and arrays that then
+reach PyTorch with other contents come from that line; so do outputs that change.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MOST = 8  # so many runs are spent on it
 
 
 def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
-    """Notes where data that left came back: by runs with other data at the lines where it left."""
+    """Adds links from data that left to where it returned."""
     recorder = seen.recorder
     trainable = [number for number, x in recorder.captured.items() if x.requires_grad]
     lost = _out_of_sight(seen.graph(outputs), recorder.leavings, trainable)
@@ -55,7 +54,7 @@ def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
 
 
 def _note_unknown(recorder: CallRecorder, which: Sequence[int], outputs: Sequence[int]) -> None:
-    """What left may be in the result: an argument of which all else is lost is not unused."""
+    """Assumes that all outputs may depend on the data, so that no argument counts as unused."""
     values = [recorder.leavings[k].value for k in which]
     recorder.outside += [(value, out) for value in values for out in outputs]
 
@@ -176,7 +175,7 @@ def _made_unseen(first: Seen, later: Seen) -> list[int]:
 
 
 def _other(x: Any, size: float, rng: np.random.Generator) -> Any:
-    """Another number, array or list of the same kind."""
+    """A perturbed number, array or list of the same type."""
     if isinstance(x, list):
         return [_other(item, size, rng) for item in x]
     if isinstance(x, bool | np.bool_):
@@ -192,7 +191,7 @@ def _other(x: Any, size: float, rng: np.random.Generator) -> Any:
 
 
 def copies(outs: Sequence[Any]) -> list[Any]:
-    """Outputs as they are now, to be compared later."""
+    """Copies of the outputs, for a later comparison."""
     return [x.detach().clone() if isinstance(x, Tensor) else np.array(x) for x in outs]
 
 

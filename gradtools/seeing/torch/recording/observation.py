@@ -1,7 +1,7 @@
-"""Runs the user's function once under a recorder, and puts back everything that it changed.
+"""Runs the user's function once under a recorder and undoes its effects.
 
-f runs at copies of its leaves that require grad, in plain eager code, what was compiled as well.
-What it changes is put back: what a snapshot holds, captured tensors, and `.grad`.
+f runs eagerly, compiled code included, at copies of its leaves that require grad. Afterwards the
+state of the snapshot, captured tensors and `.grad` are restored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _here = threading.local()
 
 
 def watchable() -> bool:
-    """Whether a run may be recorded here."""
+    """Whether a run can be recorded here: in plain eager code, and not in another recording."""
     inside = is_compiling() or upstream.peek_interpreter_stack() is not None
     return not inside and not getattr(_here, "recording", False)
 
@@ -109,16 +109,16 @@ def _as_argument(name: str) -> str:
 def observed(
     run: Run, leaves: Sequence[Any], names: Sequence[str], replace: Replace | None = None
 ) -> Iterator[Seen]:
-    """A recorded run, and afterwards everything as it was."""
+    """A context with a recorded run, whose effects are undone on exit."""
     with recording_run("a run", run, leaves) as undo:
         yield _run(CallRecorder(undo, replace), run, leaves, names)
 
 
 @contextmanager
 def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """Inside, this thread records one run, whatever modes are around; then all is as it was.
+    """A context in which this thread may record one run; its effects are undone on exit.
 
-    what: In the refusal where none can be recorded.
+    what: The subject of the error if no run can be recorded here.
     """
     if not watchable():
         raise GradtoolsError(

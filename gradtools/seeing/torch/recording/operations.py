@@ -1,9 +1,8 @@
-"""What PyTorch's calls are: their neutral names, and why some of them carry no derivative.
+"""The neutral names of PyTorch's functions, and why some of them carry no derivative.
 
-A call is known by the name of its function, without the marks of its variants: `add`, `add_`,
-`__radd__` are one operation. The neutral names are those of `seeing/formulas/operations/`; what
-has none there keeps its own. Autograd's nodes are known by their names, too, for a call such as
-cross_entropy makes several of them.
+Variants of a function have one name: `add`, `add_` and `__radd__` are one operation. The neutral
+names are those of `seeing/formulas/operations/`; other functions keep PyTorch's name. Autograd's
+nodes have neutral names too, because a call such as cross_entropy makes several nodes.
 """
 
 from __future__ import annotations
@@ -148,18 +147,18 @@ _STOPS = frozenset({"detach", "data", "deepcopy", "Parameter", "grad", "set_requ
 APART = frozenset({"detach", "data"})
 _COPIES = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "full", "new_full"})
 
-# The backward pass of these is missing, though they say that there is one.
+# These have a grad_fn, but no backward formula.
 UNDIFFERENTIABLE = frozenset({"unique", "unique_consecutive"})
 
-# The result takes a shape, a dtype or a device from its first argument, and none of its numbers.
+# The result takes shape, dtype or device from the first argument, and none of its contents.
 NO_DATA = frozenset(
     {"zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like"}
     | {"new_zeros", "new_ones", "new_empty", "new_empty_strided", "full_like", "new_full"}
     | {"new_tensor"}
 )
-# The result takes the numbers of its first argument, and of others only a shape or a dtype.
+# The result takes the contents of the first argument, and only shape or dtype of the others.
 FIRST_ALONE = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to", "resize_as"})
-# Several arguments, each of which becomes a result of its own.
+# Each of several arguments becomes a result of its own.
 EACH_ITS_OWN = frozenset(
     {"broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"}
 )
@@ -169,7 +168,7 @@ OVERWRITES = frozenset(
     | {"geometric_", "normal_", "bernoulli_"}
 )
 
-# Where data leaves for NumPy or Python, by the name as PyTorch spells it.
+# Functions by which data leaves for NumPy or Python, as PyTorch spells them.
 LEAVES = frozenset(
     {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__", "__index__"}
 )
@@ -177,12 +176,12 @@ BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose", "__contains
 
 
 def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
-    """Why a floating input has no derivative in an output: a key of `KINDS`.
+    """Why an output has no derivative with respect to a floating input: a key of `KINDS`.
 
     Args:
-        name: As `name_of` gives it.
-        grad_enabled: Whether derivatives were switched on.
-        to_inexact: Whether the output may have one, by its dtype.
+        name: The function's name, from `name_of`.
+        grad_enabled: Whether grad mode was on.
+        to_inexact: Whether the output's dtype is floating or complex.
     """
     operation = neutral(name)
     if not to_inexact:
@@ -219,12 +218,12 @@ def neutral_of_node(node: Any) -> str:
 
 
 def name_of_node(node: Any) -> str:
-    """Aten's name of what a node of autograd is the derivative of."""
+    """The aten name of an autograd node's forward operation."""
     return _WORDS.sub("_", word_of(node)).lower()
 
 
 def word_of(node: Any) -> str:
-    """The name of a node of autograd without what all of them have in theirs, or its rule's."""
+    """An autograd node's name without namespace and "Backward", or its rule's name."""
     rule = getattr(getattr(node, "point", None), "rule", None)
     if isinstance(rule, Rule):
         return rule.name

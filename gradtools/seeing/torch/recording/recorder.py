@@ -1,19 +1,18 @@
-"""`Recorder`: records a PyTorch run by function and dispatch modes, and names tensors' values.
+"""`Recorder`: records a PyTorch run by function and dispatch modes, and numbers tensors' values.
 
-A `Recorder` is the one class that enters modes. What it sees comes at up to five levels, each to a
-method of its own, which goes on with the call::
+Only `Recorder` enters modes. It intercepts calls at up to five levels; the handler of each level
+makes the call::
 
-    "rules"        ruled(class, apply, args, kwargs)   a torch.autograd.Function
-    "parameters"   wrapped(class, make, args, kwargs)  a tensor becomes a Parameter or a Buffer
-    "functions"    called(function, args, kwargs)      PyTorch's functions, as the program calls
-    "operations"   operated(call)                      aten's, beneath autograd, in all passes
-    "saved"        saves(x), read_saved(kept)          what autograd keeps for a backward pass
+    "rules"        ruled(class, apply, args, kwargs)   torch.autograd.Functions
+    "parameters"   wrapped(class, make, args, kwargs)  constructions of Parameters and Buffers
+    "functions"    called(function, args, kwargs)      PyTorch functions (TorchFunctionMode)
+    "operations"   operated(call)                      aten operations (TorchDispatchMode)
+    "saved"        saves(x), read_saved(kept)          tensors saved for a backward pass
 
-They differ in what can be told there: whether a call carries a derivative, and what left for NumPy,
-at the functions (`calls.py`, for `why_zero`); what is really computed at the operations
-(`passes.py`, for the graph); a formula (`translating/recorder.py`) is written of either, whichever
-reads better. Values, writing in place, the line and the modules that run, and what is put back
-afterwards are the same for all, and stand here.
+Each level has its use. Functions show whether a call is differentiable and what leaves for NumPy
+(`calls.py`, for `why_zero`). Operations are what is computed in all passes (`passes.py`, for the
+graph). A formula (`translating/recorder.py`) uses whichever reads better. Common to all are value
+numbers, in-place writes, the running line and modules, and undoing effects; they are here.
 """
 
 from __future__ import annotations
@@ -55,22 +54,22 @@ class Origin:
 
 
 class Recorder(Generic[V]):
-    """What all recordings of a run have in common. V: What stands for a value, such as its number.
+    """Base class of the recorders. V is the representation of a value, such as its number.
 
     Args:
-        undo: Keeps what the program is about to change.
+        undo: Backs up the state that the program is about to change.
 
     Attributes:
-        caller: What the user called.
-        levels: At which it looks on, outermost first.
-        needs_rules: Whether what it says would be wrong if it missed the call of a Function.
+        caller: The operator that the user called.
+        levels: The intercepted levels, outermost first.
+        needs_rules: Whether the record would be wrong if it missed the call of a Function.
         values: Every value, by number.
-        captured: What was there before the run, by number.
-        names: The names of what the program can reach, by id.
+        captured: The tensors that existed before the run, by number.
+        names: The names of the tensors that the program can reach, by id.
         scopes: The modules that are running.
         rules: Name and mark of the Functions that are running, outermost first.
-        table: Which value each tensor stands for.
-        quiet: Whether nothing is written down now.
+        table: The value of each tensor.
+        quiet: Whether recording is paused.
     """
 
     caller = ""
@@ -89,7 +88,7 @@ class Recorder(Generic[V]):
     # --- what looks on
 
     def run(self, fun: Callable[..., Any], *args: Any) -> Any:
-        """`fun(*args)`, recorded; the search for a line ends at this call."""
+        """Runs and records `fun(*args)`; the search for the user's line ends at this frame."""
         with ExitStack() as inside:
             inside.enter_context(self.scopes.watching())
             for level in self.levels:
@@ -97,7 +96,7 @@ class Recorder(Generic[V]):
             return fun(*args)
 
     def origin(self) -> Origin:
-        """The line and the modules that are running, and the mark "checkpoint" inside of one."""
+        """The running line and modules, with the mark "checkpoint" inside of one."""
         source, mark = place(Recorder.run)
         return Origin(source, self.scopes.path, mark)
 
@@ -110,13 +109,13 @@ class Recorder(Generic[V]):
         at: Origin,
         **more: Any,
     ) -> Node:
-        """A node that comes from there."""
+        """A node with this origin."""
         more |= {"source": at.source, "scope": at.scope, "mark": at.mark}
         return Node(operation, tuple(inputs), tuple(outputs), native, **more)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Inside, nothing is written down."""
+        """A context in which recording is paused."""
         before, self.quiet = self.quiet, True
         try:
             yield
@@ -125,7 +124,7 @@ class Recorder(Generic[V]):
 
     @contextmanager
     def within(self, name: str, mark: str = "") -> Iterator[None]:
-        """Inside runs a Function of this name."""
+        """A context in which a Function of this name runs."""
         self.rules.append((name, mark))
         try:
             yield
@@ -135,21 +134,21 @@ class Recorder(Generic[V]):
     # --- values
 
     def new(self, x: Any, name: str = "") -> V:
-        """A value for something new: here its number."""
+        """A new value for a tensor or number; here its number."""
         number = len(self.values)
         shape, dtype = like(x) if isinstance(x, Tensor) else ((), type(x).__name__)
         self.values[number] = Value(shape, dtype, name)
         return cast(V, number)
 
     def introduced(self, x: Any, name: str) -> V:
-        """The value of something that goes in."""
+        """A new value for an input."""
         value = self.new(x, name)
         if isinstance(x, Tensor):
             self.hold(x, value)
         return value
 
     def hold(self, x: Tensor, value: V) -> None:
-        """From now on x has this value."""
+        """Gives x this value."""
         self.table.hold(x, value)
 
     def of(self, x: Tensor) -> V:
@@ -165,7 +164,7 @@ class Recorder(Generic[V]):
         return value
 
     def known(self, x: Tensor) -> KnownTensor[V] | None:
-        """What is known of a tensor."""
+        """The table's entry of a tensor."""
         return self.table.find(x)
 
     def met(self, x: Tensor) -> V:
@@ -173,11 +172,11 @@ class Recorder(Generic[V]):
         raise NotImplementedError
 
     def rewritten(self, x: Tensor, before: V, writes: Sequence[Write[V]]) -> V:
-        """The value of a tensor after others wrote to its memory."""
+        """The value of a tensor after writes through aliases of its storage."""
         raise NotImplementedError
 
     def keep_written(self, call: AtenCall) -> list[Tensor]:
-        """The tensors that an operation is about to write to, kept if they were there before."""
+        """The tensors that an operation is about to write to; backs up captured ones."""
         written = [*call.written()]
         for x in written:
             self.of(x)  # met now for the first time, it was there before
@@ -185,7 +184,7 @@ class Recorder(Generic[V]):
         return written
 
     def capture(self, x: Tensor, number: int) -> None:
-        """x was there before."""
+        """Notes a tensor that existed before the run."""
         self.captured[number] = x
         self.undo.watch(x)
 
@@ -202,7 +201,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Operations(upstream.Watching):
-    """The level of operations, which a recorder enters again to record what one is made of."""
+    """The dispatch mode of the "operations" level; re-entered to record decompositions."""
 
     def __init__(self, recorder: Any) -> None:
         super().__init__()
@@ -218,7 +217,7 @@ class Operations(upstream.Watching):
 
 @contextmanager
 def _rules(recorder: Any) -> Iterator[None]:
-    """The level of rules; refuses what no patch sees where a wrong answer would follow."""
+    """The "rules" level; raises for Functions that cannot be intercepted, if they are needed."""
 
     def refuse_unseen(node: Any) -> None:
         if recorder.quiet or recorder.rules or not isinstance(node, BackwardCFunction):

@@ -1,7 +1,7 @@
-"""The errors with which PyTorch itself refuses to lose a gradient, and the kinds of loss they are.
+"""PyTorch's own errors about lost gradients, with the kind of loss of each.
 
-An error is known by a part of its text; the corpus `tests/support/torch_lost_gradients.py` raises
-each, so that a new wording is noticed.
+Errors are identified by a part of their text. The corpus `tests/support/torch_lost_gradients.py`
+raises each, so that tests notice a new wording.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def refusal_of(error: BaseException) -> str | None:
-    """The kind of loss that PyTorch refuses by this error; None for any other error."""
+    """The kind of loss that an error of PyTorch reports; None for any other error."""
     if not isinstance(error, RuntimeError | TypeError | ValueError | BufferError):
         return None
     return known(error, KINDS)

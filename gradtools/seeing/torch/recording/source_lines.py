@@ -1,7 +1,7 @@
-"""Where in the user's program a line runs: the innermost line of their own, and the modules.
+"""The user's line and the modules that are running.
 
-Whose a frame is says `gradtools.code_origin`; where none is the user's, the innermost of an
-installed package stands in. The search ends at the function that runs the user's program.
+`gradtools.code_origin` classifies stack frames. The line is the innermost one of the user's code,
+else of an installed package. The search ends at the function that runs the user's program.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gradtools.torch import _upstream as upstream
 
 
 def place(end: Callable[..., Any]) -> tuple[Source | None, str]:
-    """The user's line that is running, and "checkpoint" if it runs inside of one.
+    """The user's running line, and "checkpoint" if it runs inside of one.
 
-    end: The function that ran the user's program; frames beyond it are not looked at.
+    end: The function that runs the user's program; outer frames are ignored.
     """
     lines = list(lines_above(1, end))
     again = any(upstream.is_of_checkpoint(frame) for frame, _ in lines)
@@ -32,7 +32,7 @@ def place(end: Callable[..., Any]) -> tuple[Source | None, str]:
 
 
 class Scopes:
-    """The modules that are running, outermost first, by the names that they have in each other."""
+    """The path of running modules, outermost first, each by its name in the one around it."""
 
     def __init__(self) -> None:
         self.path: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Scopes:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, modules that this thread calls are noted."""
+        """A context that tracks the modules which this thread calls."""
         thread = threading.get_ident()
 
         def enter(module: torch.nn.Module, args: Any) -> None:
@@ -70,7 +70,7 @@ class Scopes:
         self.path = (*self.path, name or type(module).__name__)
 
     def _leave(self, module: torch.nn.Module) -> None:
-        """A module that raised may not have been left: those above it are left with it."""
+        """Pops a module, and those above it whose exit was not reported as they raised."""
         if all(running is not module for running in self._running):
             return
         while self._running:

@@ -1,8 +1,8 @@
-"""Numbers the values of a run recorded above autograd, and finds where unknown ones come from.
+"""Value numbers of a run that is recorded above autograd, and the origin of unrecorded tensors.
 
-A tensor is known again by its identity. One that nobody was seen to make is joined by what can be
-asked of it: autograd's graph, walked back until known tensors are met; the memory that it shares
-with a known tensor; else it was there before, and is captured.
+A tensor is identified by its id. A tensor whose creation was not recorded is connected by its
+autograd graph, walked back to known tensors, else by storage that it shares with a known tensor.
+Otherwise it existed before the run and is captured.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Edge = tuple[Any, int]  # where in autograd's graph a tensor comes out
 
 
 class Numbering(Recorder[int]):
-    """Nodes, and numbers of tensors beneath the wrappers of transforms: there is autograd's graph.
+    """Nodes and value numbers; tensors are unwrapped from transforms to reach autograd's graph.
 
     Attributes:
         nodes: The nodes so far.
         outside: As in `Graph`.
-        made: Nodes of autograd, each with the number of the node that made it.
+        made: For each node of autograd the position of the recorded node that made it.
         reachable: The tensors that the program can reach before it runs, by id.
     """
 
@@ -58,7 +58,7 @@ class Numbering(Recorder[int]):
         mark: str = "",
         **more: Any,
     ) -> int:
-        """Adds a node at the line that is running."""
+        """Adds a node with the running line as its source."""
         here = self.origin()
         at = replace(here, mark=mark or here.mark)
         more |= {"links": links, "loss": loss}
@@ -66,7 +66,7 @@ class Numbering(Recorder[int]):
         return len(self.nodes) - 1
 
     def new(self, x: Any, name: str = "") -> int:
-        """A number for a tensor, an array or a number of Python's."""
+        """A new number for a tensor, a NumPy array or a Python number."""
         number = super().new(x, name)
         if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
             array = np.asarray(x)
@@ -74,11 +74,11 @@ class Numbering(Recorder[int]):
         return number
 
     def known(self, x: Tensor) -> KnownTensor[int] | None:
-        """What is known of this very tensor: another has another place in autograd's graph."""
+        """The entry of this tensor object; aliases differ in autograd's graph."""
         return self.table.get(unwrapped(x))
 
     def hold(self, x: Tensor, value: int) -> None:
-        """From now on x, a tensor or what a transform made of it, has this number."""
+        """Gives a tensor, unwrapped from transforms, this number."""
         base = unwrapped(x)
         self.table.hold(base, value, alone=True)
         self._came_out[id(base)] = edge_of(base)
@@ -86,17 +86,17 @@ class Numbering(Recorder[int]):
             self._edges[edge_of(base)] = value
 
     def was_reconnected(self, x: Tensor) -> bool:
-        """Whether autograd has another graph for a known tensor than when it got its number."""
+        """Whether a known tensor's grad_fn changed since it got its number."""
         return x.requires_grad and edge_of(x) != self._came_out[id(x)]
 
     def refresh(self, xs: Iterable[Tensor]) -> None:
-        """Known tensors whose graph autograd made anew, as it does for views of what changed."""
+        """Updates tensors whose grad_fn autograd regenerated, as for views of written tensors."""
         for x in xs:
             if self.was_reconnected(x):
                 self.hold(x, self.of(x))
 
     def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
-        """One step for each write; a derivative follows if autograd gave x another graph."""
+        """Adds an update node for each write, differentiable if autograd changed x's grad_fn."""
         for write in writes:
             behind = write.tensor.requires_grad and not self.was_reconnected(x)
             loss = ("in_place_data" if write.by.grad else "no_grad") if behind else None
@@ -133,12 +133,12 @@ class Numbering(Recorder[int]):
         return True
 
     def note_made(self, nodes: Iterable[Any], node: int) -> None:
-        """Notes which recorded node made nodes of autograd."""
+        """Notes the recorded node that made these nodes of autograd."""
         for made in nodes:
             self.made.setdefault(made, node)
 
     def _join_by_memory(self, base: Tensor, number: int) -> bool:
-        """A Parameter that was made of a known tensor, or a view that was taken elsewhere."""
+        """Connects a Parameter or an unrecorded view to a known tensor on the same storage."""
         source = next(self.table.sharing(base), None)
         if source is None:
             return False
@@ -150,7 +150,7 @@ class Numbering(Recorder[int]):
         return True
 
     def walk(self, out: Tensor) -> tuple[list[int], list[Any]]:
-        """The known values from which autograd leads to a tensor, and its nodes on the way."""
+        """The known values behind a tensor in autograd's graph, and the nodes in between."""
         if out.grad_fn is None:  # a leaf is connected to what it was before, if it was
             known = self.known(out) if out.requires_grad else None
             return ([] if known is None else [known.value]), []
@@ -172,10 +172,10 @@ class Numbering(Recorder[int]):
 
 
 def edge_of(x: Tensor) -> Edge:
-    """Where in autograd's graph a tensor comes out."""
+    """A tensor's place in autograd's graph."""
     return x.grad_fn, x.output_nr
 
 
 def version_of(x: Tensor) -> int | None:
-    """How often a tensor was changed in place, where that is counted."""
+    """A tensor's version counter; None for inference tensors, which have none."""
     return None if x.is_inference() else upstream.version_of(x)

@@ -1,8 +1,8 @@
-"""Which value each tensor of a run holds: the one table of identities, memory and versions.
+"""The table of tensors' values: by id, and by storage with its log of writes.
 
-A tensor is known by its identity; else as one that shows the same elements of the same memory as a
-tensor that is known. Memory keeps what was written to it, so that each tensor that shows some of it
-can be asked what was written there since it got its value.
+A tensor is identified by its id, else as an alias of the same elements of the same storage as a
+known tensor. Each storage has a log of in-place writes, so that a tensor's value can be updated
+with the writes since it was last seen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class KnownTensor(Generic[V]):
-    """A tensor, its value, the memory that it showed, and how often that had been written to."""
+    """A tensor, its value, the id of its storage, and the length of the storage's write log."""
 
     tensor: Tensor
     value: V
@@ -35,7 +35,7 @@ class KnownTensor(Generic[V]):
 
 @dataclass(frozen=True)
 class Write(Generic[V]):
-    """Something that was written in place: to which tensor, the value of that since, by whom."""
+    """An in-place write: the tensor, its value afterwards, and the call."""
 
     tensor: Tensor
     value: V
@@ -44,14 +44,14 @@ class Write(Generic[V]):
 
 @dataclass
 class Memory(Generic[V]):
-    """A piece of memory.
+    """A storage.
 
     Attributes:
-        owner: The storage, or a tensor that has none; its id is no other's as long as it lives.
-        root: The tensor that was met first.
-        value: What that one is now.
-        tensors: All that show some of it.
-        written: What was written to it, in order.
+        owner: The storage, or a tensor that has none; referenced so that its id stays unique.
+        root: The first tensor seen on it.
+        value: The root's current value.
+        tensors: All tensors seen on it.
+        written: The log of in-place writes.
     """
 
     owner: Any
@@ -62,7 +62,7 @@ class Memory(Generic[V]):
 
 
 class TensorTable(Generic[V]):
-    """Tensors, each with its value."""
+    """The values of tensors."""
 
     def __init__(self) -> None:
         self._known: dict[int, KnownTensor[V]] = {}
@@ -70,20 +70,20 @@ class TensorTable(Generic[V]):
         self._memories: dict[int, Memory[V]] = {}
 
     def get(self, x: Tensor) -> KnownTensor[V] | None:
-        """What is known of this very tensor."""
+        """The entry of this tensor object."""
         return self._known.get(id(x))
 
     def find(self, x: Tensor) -> KnownTensor[V] | None:
-        """What is known of this tensor as it lies now, or of another that shows the same."""
+        """The entry of this tensor, or of an alias of the same elements."""
         known = self._known.get(id(x))
-        if known is None or known.memory != memory_of(x):  # since x.data = ... it is another
+        if known is None or known.memory != memory_of(x):  # x.data = ... changed its storage
             known = self._alike.get(view_of(x))
             if known is not None:
                 self._known[id(x)] = KnownTensor(x, known.value, known.memory, known.writes)
         return known
 
     def hold(self, x: Tensor, value: V, alone: bool = False) -> KnownTensor[V]:
-        """From now on x has this value; alone: others that show the same memory have not."""
+        """Gives x this value; unless `alone`, also its aliases of the same elements."""
         owner, before = owner_of(x), self._known.get(id(x))
         key = id(owner)
         memory = self._memories.get(key)
@@ -97,34 +97,34 @@ class TensorTable(Generic[V]):
         return known
 
     def memory(self, x: Tensor) -> Memory[V] | None:
-        """The memory that x shows, if anything is known of it."""
+        """The storage of x, if it is known."""
         return self._memories.get(memory_of(x))
 
     def write(self, x: Tensor, value: V, by: Any = None) -> None:
-        """x was written to, and has this value now; by: As in `Write`."""
+        """Logs an in-place write to x and gives x this value; by: As in `Write`."""
         if (memory := self.memory(x)) is not None:
             memory.written.append(Write(x, value, by))
         self.hold(x, value)
 
     def since(self, known: KnownTensor[V]) -> list[Write[V]]:
-        """What was written to the elements that a tensor shows since it got its value."""
+        """The writes to a tensor's elements since it got its value."""
         written = self._memories[known.memory].written[known.writes :]
         return [write for write in written if _overlap(write.tensor, known.tensor)]
 
     def sharing(self, x: Tensor) -> Iterator[Tensor]:
-        """The known tensors, other than x, whose memory overlaps with that of x."""
+        """The other known tensors whose elements overlap with those of x."""
         memory = self.memory(x)
         for other in memory.tensors if memory is not None else ():
             if other is not x and memory_of(other) == memory_of(x) and _overlap(x, other):
                 yield other
 
     def is_shown(self, x: Tensor) -> bool:
-        """Whether some known tensor shows just what x shows."""
+        """Whether some known tensor is an alias of exactly the same elements."""
         return view_of(x) in self._alike
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, what becomes known is forgotten at the end."""
+        """A context whose new entries are discarded on exit."""
         before = dict(self._known), dict(self._alike)
         try:
             yield
@@ -142,24 +142,24 @@ def like(x: Tensor) -> Like:
 
 
 def may_share(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors may share memory; of what has no strides nothing tells."""
+    """Whether two tensors may share storage; assumed for tensors without strides."""
     strided = a.layout is torch.strided and b.layout is torch.strided
     return not strided or memory_of(a) == memory_of(b)
 
 
 def numbers_in(x: Tensor) -> str:
-    """What a small tensor holds, to be read in place of a name."""
+    """The contents of a small tensor as text, to be used as its name."""
     if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
         return ""
     try:
         with upstream.disable_current_modes():
             return numbers_text(x.shape, x.tolist)
-    except RuntimeError:  # it holds no number: of a transform of torch.func, without contents
+    except RuntimeError:  # it has no contents: a tensor of a torch.func transform, a meta tensor
         return ""
 
 
 def view_of(x: Tensor) -> Any:
-    """What two tensors have in common that show the same elements of the same memory alike."""
+    """A key that is equal for tensors that are the same view of the same storage."""
     with upstream.DisableTorchFunction():
         if x.layout is not torch.strided:
             return id(x)
@@ -168,7 +168,7 @@ def view_of(x: Tensor) -> Any:
 
 
 def offsets(x: Tensor) -> np.ndarray:
-    """For each element its place in memory."""
+    """For each element its offset in the storage."""
     result = np.full((1,) * x.dim() or (), x.storage_offset(), dtype=np.int64)
     for axis, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         along = np.arange(n, dtype=np.int64) * stride
@@ -180,7 +180,7 @@ _EXACT = 1 << 16  # entries up to which overlap is decided entry by entry
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one piece of memory show some element of it both."""
+    """Whether two tensors on one storage share an element."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return True
     if a.numel() == 0 or b.numel() == 0 or a.itemsize != b.itemsize:
@@ -188,7 +188,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     (a_low, a_high), (b_low, b_high) = _span(a), _span(b)
     if a_high < b_low or b_high < a_low:
         return False
-    # An end of one lies in the other, which has no gaps, unless it reaches beyond on both sides.
+    # The spans overlap: a dense tensor shares an element, unless its span lies inside the other's.
     dense = a_high - a_low < a.numel() and not (b_low < a_low and a_high < b_high)
     dense = dense or (b_high - b_low < b.numel() and not (a_low < b_low and b_high < a_high))
     if dense or max(a_high, b_high) > _EXACT:

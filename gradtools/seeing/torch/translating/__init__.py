@@ -1,1 +1,1 @@
-"""Translation of a PyTorch run into the graph of framework-neutral operations `formula` reads."""
+"""Translation of a PyTorch run to expressions, for `formula`."""

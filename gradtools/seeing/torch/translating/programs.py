@@ -1,9 +1,9 @@
 """`formula` in PyTorch: one run of f, recorded as expressions.
 
-f runs once at copies of its arguments and is written down (`recorder.py`); what it changes is
-put back. Parameters that f holds and that require grad are differentiated like its arguments. A
-formula is compared in float64: the arguments are cast, and what f holds besides, such as a module's
-parameters, is read cast by a TorchFunctionMode. Control flow runs as Python would run it.
+f runs once under `recorder.py` at copies of its arguments, and its effects are undone. Captured
+tensors that require grad are differentiated like arguments. A formula is compared in float64: the
+arguments are cast, and a TorchFunctionMode replaces captured tensors, such as a module's
+parameters, by casts. Control-flow operators run as Python loops and branches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tensor = torch.Tensor
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
-    """One run of a program, forward only. Its effects are undone."""
+    """Records one forward run of a program and undoes its effects."""
     with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
         return _written(program, FormulaRecorder(undo, program.backend, origin_of))
 
@@ -78,7 +78,7 @@ def _run_with_others(
 
 @contextmanager
 def trying(program: LeafProgram, wide: bool) -> Iterator[None]:
-    """Inside, f may run; what it changes is undone. wide: what it holds is read in float64."""
+    """A context in which f may run; its effects are undone. wide: captures are read in float64."""
     here = put_back(program.run, program.leaves), followed(), reading({}, wide)
     with here[0], here[1], here[2], torch.enable_grad():
         yield
@@ -94,7 +94,7 @@ def _while_loop(goes_on: Any, body: Any, carried: Any, more: Any = ()) -> Any:
 
 
 def _scan(combine: Any, carried: Sequence[Any], xs: Sequence[Any], more: Any = ()) -> Any:
-    """The last carries, and what each round gives, stacked."""
+    """The last carries, and the stacked outputs of all iterations."""
     rounds: list[Any] = []
     for k in range(xs[0].shape[0]):
         result = list(combine(*carried, *(x[k] for x in xs), *more))
@@ -112,7 +112,7 @@ _REFUSED = ("associative_scan", "map_impl", "flex_attention", "switch")
 
 
 def followed() -> AbstractContextManager[None]:
-    """Inside, this thread's control flow runs in Python."""
+    """A context in which this thread's control-flow operators run in Python."""
     return control_flow_called(_follow)
 
 
@@ -136,7 +136,7 @@ _DOUBLE = {
 
 
 class _Reading(TorchFunctionMode):
-    """Gives functions other tensors than those that they are called with."""
+    """A mode that replaces tensors among the arguments of functions."""
 
     def __init__(self, place: Mapping[int, Tensor], wide: bool) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _Reading(TorchFunctionMode):
         self.origins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def read(self, x: Any) -> Any:
-        """What stands for x, or for what is in it."""
+        """The replacement of x, or of the leaves of x; x itself if it has none."""
         kind = type(x)
         if kind in (tuple, list):
             return kind([*map(self.read, x)])
@@ -182,7 +182,7 @@ class _Reading(TorchFunctionMode):
         return func(*map(self.read, args), **self.read(kwargs or {}))
 
     def around(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
-        """A function with a rule of its own."""
+        """Calls a torch.autograd.Function with replaced arguments."""
         return apply(*map(self.read, args), **kwargs)
 
 
@@ -190,7 +190,7 @@ _here = threading.local()
 
 
 def origin_of(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What was cast, and the cast, if x shows the memory of a cast that is read in its place."""
+    """The original tensor and its cast, if x is a view of a cast that replaces it; else None."""
     mode = getattr(_here, "reading", None)
     result: tuple[Tensor, Tensor] | None = mode and mode.origins.get(memory_of(x))
     return result
@@ -205,7 +205,7 @@ _ASKS = frozenset({_TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__})
 
 @contextmanager
 def reading(place: Mapping[int, Tensor], wide: bool) -> Iterator[None]:
-    """Inside, functions read what stands in place of tensors, by their ids; wide: in doubles."""
+    """A context that replaces tensors by id (`place`) and, if wide, reads them in float64."""
     if not place and not wide:
         yield
         return

@@ -1,12 +1,12 @@
-"""Records a PyTorch run as expressions, of aten's operations or of their parts.
+"""Records a PyTorch run as expressions, from aten operations or their decompositions.
 
-What is not of the vocabulary is run once more by PyTorch's own decomposition of it, and is read as
-its parts if all of them are; what has no such decomposition, and a function with a rule of its
-own, is an operation by its name, which PyTorch computes and differentiates.
+An operation outside of the vocabulary is run again by PyTorch's own decomposition, and recorded as
+its parts if all of these are in the vocabulary. Otherwise it becomes an opaque operation with its
+name, which PyTorch computes and differentiates; so does a torch.autograd.Function.
 
-Views and writes in place become indexing (functionalization): the first tensor that is met on a
-piece of memory is its root. Any other shows some of the root's elements, which its strides give. A
-write to it makes a new root; what is read afterwards is taken from the new root.
+Views and in-place writes become indexing (functionalization). The first tensor seen on a storage is
+its root; any other is a set of the root's elements, given by strides. A write through a view makes
+a new root, from which later reads are taken.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 class FormulaRecorder(Recorder[Expr]):
-    """What a run computes, and which tensor stands for which value.
+    """Records the expression of each tensor.
 
     Args:
         undo: As in `Recorder`.
         backend: PyTorch's.
-        cast_of: What was cast, and the cast, of a tensor that shows a cast's memory.
+        cast_of: For a view of a cast, the original tensor and the cast; else None.
     """
 
     caller, levels = "formula", ("rules", "functions", "operations")
@@ -85,7 +85,7 @@ class FormulaRecorder(Recorder[Expr]):
     # --- what runs
 
     def ruled(self, kind: Any, apply_: Any, args: Any, kwargs: Any) -> Any:
-        """A function with a rule of its own, by its name."""
+        """Records a torch.autograd.Function as an opaque operation."""
         if self.rules:
             return apply_(*args, **kwargs)
         name = name_and_mark(kind, args)[0]
@@ -107,7 +107,7 @@ class FormulaRecorder(Recorder[Expr]):
         return out
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """A function of PyTorch: of these only what the user detaches is not read in aten's."""
+        """Records the user's detach; all other functions are recorded as aten operations."""
         if fun not in _DETACHING or upstream.peek_interpreter_stack() is not None:
             return fun(*args, **kwargs)
         value = self.of(args[0])
@@ -123,7 +123,7 @@ class FormulaRecorder(Recorder[Expr]):
         return placeholder(name, *_like(x))
 
     def hold(self, x: Tensor, value: Expr, alone: bool = False) -> None:
-        """From now on x has this value; alone: others that show the same memory have not."""
+        """Gives x this value; unless `alone`, also its aliases of the same elements."""
         self.table.hold(x, value, alone)
         self.tensors[value] = x
 
@@ -133,11 +133,11 @@ class FormulaRecorder(Recorder[Expr]):
             return super().of(x)
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
-        """What it shows now of the memory that was written to."""
+        """The current value of a view of a storage that was written to."""
         return self._read(x)
 
     def _read(self, x: Tensor) -> Expr:
-        """What a tensor shows of memory that is known."""
+        """The elements of a known storage of which x is a view."""
         shown = self.table.memory(x)
         assert shown is not None
         where = places(x, shown.root)
@@ -162,7 +162,7 @@ class FormulaRecorder(Recorder[Expr]):
         return self.constant(x)
 
     def constant(self, x: Tensor) -> Expr:
-        """A tensor that is held as it is."""
+        """A constant with the tensor's contents."""
         return constant(value=self._numbers(x))
 
     def _numbers(self, x: Tensor) -> np.ndarray:
@@ -173,11 +173,11 @@ class FormulaRecorder(Recorder[Expr]):
             return value.clone().numpy()
 
     def value_of(self, value: Expr) -> np.ndarray:
-        """The numbers of an integer or boolean value."""
+        """The value of a tensor."""
         return self._numbers(self.tensors[value])
 
     def _written(self, x: Tensor, value: Expr) -> None:
-        """x has a new value, in place."""
+        """Gives x a new value after an in-place write, and updates its root."""
         shown = self.table.memory(x)
         assert shown is not None
         root = shown.root
@@ -197,7 +197,7 @@ class FormulaRecorder(Recorder[Expr]):
     # --- operations
 
     def operated(self, call: AtenCall) -> Any:
-        """An operation of aten."""
+        """Records an aten operation."""
         name, args = call.raw, call.args
         if name in SAME:
             out = call.run()
@@ -267,7 +267,7 @@ class FormulaRecorder(Recorder[Expr]):
     def _translated(
         self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]
     ) -> Sequence[Expr | None] | None:
-        """By a translation, or as the graph says it."""
+        """The results by a translation, or by the neutral name and attributes; else None."""
         translation = OPERATIONS.get(bound.native if not call.raw.endswith("__") else call.raw)
         if translation is not None:
             result = translation(bound)
@@ -279,7 +279,7 @@ class FormulaRecorder(Recorder[Expr]):
         return said(name, numbers, attributes, bound.likes)
 
     def _in_parts(self, bound: Any, call: AtenCall) -> tuple[Any] | None:
-        """The result of PyTorch's own decomposition, if all parts of it are of the vocabulary."""
+        """The result of PyTorch's decomposition, if all of its parts are in the vocabulary."""
         decomposed = upstream.decompositions().get(call.func)
         if decomposed is None or call.raw.startswith(_WHOLE):
             return None
@@ -306,7 +306,7 @@ class FormulaRecorder(Recorder[Expr]):
         outs: Sequence[Tensor],
         words: str = "",
     ) -> list[Expr | None]:
-        """By its name; what it counts or compares is what it was."""
+        """The outputs as an opaque operation; integer and boolean outputs as constants."""
         if not any(is_inexact(y) for y in outs):
             return [self.constant(y) for y in outs]
         kernel = kernel_of(self.backend, fun, args, kwargs)
@@ -315,7 +315,7 @@ class FormulaRecorder(Recorder[Expr]):
         return [next(made) if is_inexact(y) else self.constant(y) for y in outs]
 
     def drawn(self, y: Tensor, name: str) -> Expr:
-        """A draw, with the value that was drawn."""
+        """A placeholder for a random draw, with the drawn value."""
         draw = placeholder("m" if "bernoulli" in name else "ε", *_like(y), role="draw")
         self.draws[draw] = self._numbers(y)
         return draw
@@ -333,7 +333,7 @@ class FormulaRecorder(Recorder[Expr]):
                 self.hold(y, self._stopped(y, value))
 
     def _stopped(self, y: Tensor, value: Expr) -> Expr:
-        """Without a derivative where the user switched it off."""
+        """The value, stopped if the user switched grad mode off."""
         off = is_inexact(y) and not self.rules and not torch.is_grad_enabled()
         return stop(value) if off and not value.turn[0] else value
 
@@ -346,7 +346,7 @@ class FormulaRecorder(Recorder[Expr]):
         return before + stop(value - before)
 
     def _bound(self, call: AtenCall) -> SimpleNamespace:
-        """The arguments by name, with values in place of tensors."""
+        """The arguments by name, with expressions in place of tensors."""
         result = SimpleNamespace(**{name: self._valued(v) for name, v in call.arguments()})
         result.given = [self.of(x) for x in tensors_in([v for _, v in call.arguments()])]
         result.operands = lambda: self._valued(call.operands())
@@ -361,7 +361,7 @@ class FormulaRecorder(Recorder[Expr]):
 
 
 def _scaled(args: Any, given: Sequence[Expr], values: Sequence[Expr | None]) -> Any:
-    """A gradient that is scaled by one number, as gradtools edits it, read as that; else values."""
+    """The expression of gradtools' scale_gradient by one number; any other call's `values`."""
     rule = getattr(args[0], "rule", None) if args else None
     if not isinstance(rule, Rule) or rule.name != "scale_gradient" or len(given) != 1:
         return values
@@ -374,7 +374,7 @@ def _scaled(args: Any, given: Sequence[Expr], values: Sequence[Expr | None]) -> 
 
 
 def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunction:
-    """A call as a function of the tensors in it."""
+    """A call as an opaque function of its tensor arguments."""
     kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
     xs = [x.detach() for x in tensors_in([args, kwargs])]
     dtypes = [x.dtype for x in xs]
@@ -402,7 +402,7 @@ _OF_EACH = frozenset(
 
 
 def _each(name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
-    """An operation on lists of tensors, one tensor after the other."""
+    """Runs a ``_foreach_`` operation as a loop over its lists of tensors."""
     base = name.removeprefix("_foreach_")
     operation = getattr(torch.ops.aten, base)
     if base.startswith("addc") and len(args) > 3:
@@ -419,7 +419,7 @@ def _each(name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
 
 
 def places(x: Tensor, root: Tensor) -> np.ndarray:
-    """For each element of x the place in the flattened root."""
+    """For each element of x its index in the flattened root."""
     if x.dtype != root.dtype or x.is_conj() != root.is_conj() or x.is_neg() != root.is_neg():
         raise GradtoolsError(
             "formula: f writes in place through a view of another dtype, or of a conjugate; "
@@ -435,7 +435,7 @@ def places(x: Tensor, root: Tensor) -> np.ndarray:
 
 
 def name_of(places: np.ndarray, shape: tuple[int, ...]) -> str:
-    """What part of an array of this shape lies at these places: a box, or some entries."""
+    """The text of the elements at these flat indices: a slice in brackets, or "entries"."""
     if places.size and shape:
         at = np.stack(np.unravel_index(places.ravel(), shape))
         bounds = [slice(int(a), int(b) + 1) for a, b in zip(at.min(1), at.max(1), strict=True)]

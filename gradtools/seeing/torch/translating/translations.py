@@ -1,8 +1,7 @@
-"""Translations of aten's operations that take more than another name.
+"""Translations of aten operations whose neutral form differs by more than the name.
 
-A translation is given the arguments by aten's own names, expressions in place of tensors. All
-others are said as the graph says them, taken apart by PyTorch's own decompositions, or written by
-name.
+A translation receives the arguments by aten's names, with expressions in place of tensors. All
+other operations keep the graph's name and attributes, are decomposed, or become opaque.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ OPERATIONS: dict[str, Translation] = {}
 
 
 def operation(*names: str) -> Callable[[Translation], Translation]:
-    """Enters a translation of aten's operations."""
+    """Registers a translation of aten operations."""
 
     def enter(translation: Translation) -> Translation:
         OPERATIONS.update(dict.fromkeys(names, translation))
@@ -68,7 +67,7 @@ def _attention(o: Any) -> list[Expr | None] | None:
 
 @operation("_safe_softmax")
 def _safe_softmax(o: Any) -> Expr:
-    """A softmax of rows of which not every entry is masked."""
+    """A softmax, assuming that no row is fully masked."""
     return apply("softmax", o.self, axis=o.dim % o.self.rank)
 
 
@@ -77,7 +76,7 @@ def _safe_softmax(o: Any) -> Expr:
 
 @operation("copy", "fill", "zero")
 def _copied(o: Any) -> Expr:
-    """What is written into an array, in its shape."""
+    """The written value, broadcast to the array's shape."""
     x = lifted(getattr(o, "src", getattr(o, "value", 0.0)))
     return broadcast(x, o.likes[0][0])
 
@@ -100,7 +99,7 @@ def _moved(o: Any) -> Expr | None:
 
 @operation("index", "_unsafe_index")
 def _index(o: Any) -> Expr | None:
-    """Integers along one axis, or places that are known: those of a mask, or of constants."""
+    """Integers along one axis, or constant places: those of a mask, or of constant indices."""
     there = [(axis, i) for axis, i in enumerate(o.indices) if i is not None]
     if all(i.turn[0] or i.kind == BOOLEAN for _, i in there):
         return arrange(o.self, o.places(), "[" + ", ".join([":"] * there[0][0] + ["c"]) + "]")
@@ -126,7 +125,7 @@ def _gather(o: Any) -> Expr | None:
 
 @operation("remainder")
 def _remainder(o: Any) -> Expr | None:
-    """An index within bounds is read as it is."""
+    """The operand itself, if it is an index within bounds."""
     n = constant_of(lifted(o.other))
     if o.self.is_inexact or n is None:
         return None
@@ -138,7 +137,7 @@ def _remainder(o: Any) -> Expr | None:
 
 
 def _extreme(word: str) -> Translation:
-    """Of all entries, or along an axis with the place of each; also of two arrays."""
+    """max or min: of all entries, along an axis (with indices), or of two arrays."""
 
     def translated(o: Any) -> Any:
         if getattr(o, "other", None) is not None:
@@ -174,13 +173,13 @@ def _layer_norm(o: Any) -> Any:
 
 
 def _statistics(x: Expr, axes: Sequence[int], eps: float, likes: Any) -> list[Expr]:
-    """The mean and 1 / sqrt(variance + eps), which a backward pass inside of f reads."""
+    """The mean and 1 / sqrt(variance + eps), which a derivative inside of f reads."""
     both = mean(x, axes, True), (variance(x, axes=axes, keep=True) + eps) ** -0.5
     return [reshape(y, shape) for y, (shape, _) in zip(both, likes[1:], strict=True)]
 
 
 def _affine(y: Expr, scale: Expr | None, shift: Expr | None, axes: Sequence[int]) -> Expr:
-    """Times scale plus shift, which have y's axes ``axes``."""
+    """y * scale + shift, broadcast along y's axes ``axes``."""
     lie = lambda v: product([v], [axes], range(y.rank), y.shape)
     y = y if scale is None else y * lie(scale)
     return y if shift is None else y + lie(shift)
@@ -210,7 +209,7 @@ def _affine_shape(v: Expr, y: Expr) -> Expr:
 
 @operation("nll_loss_forward", "nll_loss2d_forward")
 def _nll(o: Any) -> Any:
-    """-x[t] of each row; the class axis follows that of the batch."""
+    """-x[t] of each row; the class axis follows the batch axis."""
     axis = 0 if o.self.rank == 1 else 1
     target = o.recorder.value_of(o.target)
     kept = target != o.ignore_index
@@ -234,7 +233,7 @@ def _nll(o: Any) -> Any:
 
 @operation("convolution")
 def _convolution(o: Any) -> Any:
-    """A bias is added to each channel."""
+    """The convolution without bias, plus the bias of each channel."""
     if o.bias is None:
         return None
     (result,) = o.by_name(bias=None)
@@ -244,7 +243,7 @@ def _convolution(o: Any) -> Any:
 
 @operation("rrelu_with_noise", "rrelu_with_noise_functional")
 def _rrelu(o: Any) -> Any:
-    """Training draws the slope of each place, which is 1 above zero."""
+    """x times random slopes, which are 1 for positive entries."""
     if not o.training:
         return None
     slopes = (o.writes or o.outs)[-1]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import jet as jax_jet
 from steps_rows import Row, Run, seconds
 
 import gradtools.jax as gj
@@ -121,25 +123,54 @@ def hosts() -> Iterator[Row]:
 
 
 def taylor() -> Iterator[Row]:
-    """The Laplacian of a network beside folx, where that is installed."""
+    """Training steps on high derivatives; beside folx, where that is installed."""
+    where = jax.random.normal(jax.random.key(3), (1024, 1))
+    series = [jnp.ones_like(where), *[jnp.zeros_like(where)] * 3]
+
+    def fourth(jet: Any, ws: Any) -> Any:
+        return jet(partial(_dense, ws), (where,), (series,))[1][3]
+
+    ws = _weights(1, 128, 128, 1)
+    ours, theirs = (_step(partial(fourth, jet)) for jet in (gj.jet, jax_jet.jet))
+    yield Row("JAX: u_xxxx by `jet`, a training step: operations over `jax.experimental.jet`", "",
+              "", 1.0, lambda: _flops(ours, ws) / _flops(theirs, ws))  # fmt: skip
     try:
         import folx
     except ImportError:
         return
-    ws = [jax.random.normal(jax.random.key(k), s) / 8 for k, s in enumerate(((30, 128), (128, 1)))]
-    at = jax.random.normal(jax.random.key(9), (256, 30))
+    ws, at = _weights(30, 128, 128, 128, 1), jax.random.normal(jax.random.key(9), (256, 30))
 
-    def potential(ws: Any, r: Any) -> Any:
-        return (jnp.tanh(r @ ws[0]) @ ws[1])[0]
+    def by_folx(f: Any) -> Any:
+        return lambda r: folx.forward_laplacian(f)(r).laplacian
 
-    def step(laplacian: Any) -> Any:
-        f = lambda ws: (jax.vmap(lambda r: laplacian(ws, r))(at) ** 2).mean()
-        return jax.jit(jax.grad(f))
+    def local(laplacian: Any, ws: Any) -> Any:
+        return jax.vmap(laplacian(lambda r: _dense(ws, r)[0]))(at)
 
-    ours = step(lambda ws, r: gj.laplacian(partial(potential, ws))(r))
-    theirs = step(lambda ws, r: folx.forward_laplacian(partial(potential, ws))(r).laplacian)
-    yield Row("JAX: `laplacian`, 30 inputs, 256 points, a training step", "folx", "", 1.1,
-              partial(_finished, ours, ws), partial(_finished, theirs, ws))  # fmt: skip
+    steps = [_step(partial(local, laplacian)) for laplacian in (gj.laplacian, by_folx)]
+    name = "JAX: `laplacian`, 30 inputs, 256 points, a training step"
+    yield Row(f"{name}: operations over folx", "", "", 1.0,
+              lambda: _flops(steps[0], ws) / _flops(steps[1], ws))  # fmt: skip
+    yield Row(name, "folx", "", 1.1, *[partial(_finished, step, ws) for step in steps])
+
+
+def _weights(*sizes: int) -> list[Any]:
+    shapes = enumerate(pairwise(sizes))
+    return [jax.random.normal(jax.random.key(k), shape) / 8 for k, shape in shapes]
+
+
+def _dense(ws: Any, x: Any) -> Any:
+    for w in ws[:-1]:
+        x = jnp.tanh(x @ w)
+    return x @ ws[-1]
+
+
+def _step(f: Any) -> Any:
+    return jax.jit(jax.grad(lambda ws: (f(ws) ** 2).mean()))
+
+
+def _flops(f: Any, ws: Any) -> float:
+    """As XLA counts them."""
+    return float(f.lower(ws).compile().cost_analysis()["flops"])
 
 
 PARTS = (chunks, rules, hosts, taylor)

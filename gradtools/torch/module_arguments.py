@@ -53,7 +53,7 @@ def _holds_module(tree: Any) -> bool:
     """Whether a module stands in a tree; the commonest trees are not flattened for that."""
     kind = type(tree)
     if kind is dict:
-        return any(map(_holds_module, tree.values()))
+        return not trees.is_flat(tree) and any(map(_holds_module, tree.values()))
     if kind in (list, tuple):
         return any(map(_holds_module, tree))
     if tree is None or isinstance(tree, Tensor):

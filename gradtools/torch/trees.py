@@ -57,6 +57,7 @@ _TUPLES = [TreeDef(pytree.tree_structure((0,) * n), (True,) * n) for n in range(
 
 
 _ARRAYS = (torch.Tensor, np.ndarray)
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def _is_tensor(x: Any) -> bool:
@@ -89,7 +90,7 @@ def is_flat(tree: Any) -> bool:
     """Whether it is a dictionary of tensors, as of a module's parameters."""
     if type(tree) is not dict or torch.compiler.is_dynamo_compiling():
         return False
-    return all(map(_is_tensor, tree.values()))
+    return {*map(type, tree.values())} <= _PLAIN or all(map(_is_tensor, tree.values()))
 
 
 @lru_cache(maxsize=64)
@@ -127,7 +128,10 @@ def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
     if isinstance(tree, torch.Tensor):
         return [tree], _LEAF, [_kind_of(tree)]
     leaves, treedef = flatten(tree)
-    return leaves, treedef, [_kind_of(x) for x in leaves]
+    if getattr(treedef, "keys", None) is None:
+        return leaves, treedef, [_kind_of(x) for x in leaves]
+    kinds = {dtype: _kind_of(x) for dtype, x in {x.dtype: x for x in leaves}.items()}
+    return leaves, treedef, [kinds[x.dtype] for x in leaves]
 
 
 def _kind_of(x: Any) -> str | None:

@@ -132,6 +132,16 @@ def test_ordinary_operations_have_rules(f, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow
+def test_compiled_code_follows_the_rules():
+    f = lambda x: torch.cat([rule(x).flatten() for rule in RULES.values()])
+
+    def both(x):
+        return *gt.jet(f, (x,), (TERMS[:2],))[1], gt.laplacian(lambda x: f(x).sum())(x)
+
+    torch.testing.assert_close(torch.compile(both, backend="eager")(Y), both(Y))
+
+
 def test_a_norm_at_zero_has_a_slope_of_zero():
     zero = torch.zeros(3, dtype=torch.float64)
     _, (first, second) = gt.jet(torch.linalg.vector_norm, (zero,), ([X, zero],))

@@ -45,11 +45,11 @@ def namespace(*arrays: _typing.Any) -> _typing.Any:
     """The namespace of the framework that arrays belong to, for code that serves both.
 
     Args:
-        arrays: Tensors of PyTorch, or arrays or tracers of JAX; others, such as Python numbers and
-            NumPy arrays, belong to neither and are passed over.
+        arrays: Tensors of PyTorch, or arrays or tracers of JAX. Others, such as Python numbers and
+            NumPy arrays, are ignored.
 
     Returns:
-        `gradtools.torch` or `gradtools.jax`. No framework is imported for the question.
+        `gradtools.torch` or `gradtools.jax`. A framework that is not yet imported stays so.
 
     Raises:
         GradtoolsError: No array belongs to a framework, or two belong to different ones.
@@ -84,7 +84,7 @@ def __dir__() -> list[str]:
 if not _typing.TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt name is found
 
     def __getattr__(name: str) -> object:
-        """Nothing: it says where the operators are, which newcomers look for here."""
+        """Raises an error that says where the operators are."""
         raise AttributeError(
             f"module 'gradtools' has no attribute {name!r}. The operators belong to a backend: "
             "import gradtools.torch as gt, or import gradtools.jax as gt."

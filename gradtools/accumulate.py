@@ -1,7 +1,6 @@
-"""Adding gradients up: into the parameters' own buffers, or into an accumulator of one's own.
+"""Accumulating gradients: in the parameters' buffers, or in a `GradientAccumulator`.
 
-Taking a gradient and keeping it are two acts. `grad` does the first and writes nothing, so many
-threads may use it on shared parameters; what stands here does the second:
+`grad` writes nothing, so many threads may use it on shared parameters. The functions here write:
 
     accumulate_gradients   buffer += g                    assign_gradients   buffer = g
     GradientAccumulator    sum_i w_i g_i    and    (sum_i w_i g_i) / (sum_i w_i)
@@ -9,10 +8,10 @@ threads may use it on shared parameters; what stands here does the second:
 With ranks (processes in PyTorch, devices along a mapped axis in JAX) both sums of the mean run over
 the ranks too, so that the mean over all tokens is exact however they are spread.
 
-The buffer is `.grad` in PyTorch and a pytree in JAX; how each is written stands in the wings'
-`accumulate.py`. Compensated sums carry each addition's rounding error along, found by Knuth's
-exact two-term sum (The Art of Computer Programming, vol. 2, 4.2.2), and move it into the sum once
-it is large enough, by Dekker's (Numerische Mathematik 18, 1971), before it is rounded itself.
+The buffer is `.grad` in PyTorch and a pytree in JAX, written by the backends' `accumulate.py`.
+Compensated sums keep the rounding error of each addition, by Knuth's exact two-term sum (The Art of
+Computer Programming, vol. 2, 4.2.2), and add it to the sum once it is large enough, by Dekker's
+(Numerische Mathematik 18, 1971).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Accumulation(Operators):
     def GradientAccumulator(
         self, dtype: Any = None, compensated: bool = False
     ) -> GradientAccumulator:
-        """A running weighted sum of gradients, safe from many threads.
+        """A running weighted sum of gradients, thread-safe.
 
         After n calls of `add(g_i, w_i)`, `sum()` is w_1 g_1 + ... + w_n g_n and `mean()` is that
         divided by w_1 + ... + w_n, which is `weight`. For chunks of unequal size, pass the number
@@ -108,8 +107,8 @@ class Accumulation(Operators):
             >>> float(getattr(buffer["x1"], "grad", buffer["x1"]))
             12.0
         """
-        room = self._backend.room("accumulate", "accumulate_gradients")
-        return room.write_gradients(target, grads, add=True)
+        accumulate = self._backend.submodule("accumulate", "accumulate_gradients")
+        return accumulate.write_gradients(target, grads, add=True)
 
     def assign_gradients(self, target: Any, grads: Any) -> Any:
         """Sets a buffer to gradients.
@@ -137,8 +136,8 @@ class Accumulation(Operators):
             >>> float(getattr(buffer["x"], "grad", buffer["x"]))
             8.0
         """
-        room = self._backend.room("accumulate", "assign_gradients")
-        return room.write_gradients(target, grads, add=False)
+        accumulate = self._backend.submodule("accumulate", "assign_gradients")
+        return accumulate.write_gradients(target, grads, add=False)
 
 
 # --- which gradient belongs to which buffer ----------------------------------------------
@@ -159,29 +158,32 @@ class TargetLeaf(NamedTuple):
 
 
 def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]:
-    """One entry for each leaf of target, in the order in which it flattens.
+    """One entry for each leaf of target, in flattening order.
 
-    trees: A wing's room of pytrees.
+    trees: A backend's module of pytree functions.
     """
     leaves, treedef = trees.flatten(target)
     numbered = trees.unflatten(treedef, list(range(len(leaves))))
-    given = dict(_TargetWalk(trees, caller).pairs(numbered, grads, ""))
+    grad_of = dict(_TargetWalk(trees, caller).pairs(numbered, grads, ""))
     paths = trees.leaf_paths(target)
     return [
-        TargetLeaf(path, leaf, given.get(i))
+        TargetLeaf(path, leaf, grad_of.get(i))
         for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
     ]
 
 
 @dataclass(frozen=True)
 class _TargetWalk:
-    """Walks the target, its leaves replaced by their numbers, and the gradients side by side."""
+    """Walks the target, whose leaves are replaced by their indices, in parallel to the gradients.
+
+    A dict of gradients may have fewer keys than the target, and None skips a subtree.
+    """
 
     trees: Any
     caller: str
 
     def pairs(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
-        """(number of the target's leaf, its gradient) for every leaf that grads names."""
+        """`(index of the target's leaf, gradient)` for every leaf that grads names."""
         if grads is None:
             return iter(())
         if isinstance(numbered, int):
@@ -223,7 +225,7 @@ class _TargetWalk:
 
     def _node(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
         leaves, treedef = self.trees.flatten(numbered)
-        if len(leaves) == 1 and leaves[0] is numbered:  # a dataclass that was opened for its arrays
+        if len(leaves) == 1 and leaves[0] is numbered:  # a dataclass, which `unflatten` rebuilt
             if type(grads) is not type(numbered):
                 self._refuse(path, grads, f"a {type(numbered).__name__}, as in the target")
             for name, below in vars(numbered).items():
@@ -251,19 +253,19 @@ def _listed(keys: Any, most: int = 8) -> str:
     return ", ".join(names[:most] + ["..."] * (len(names) > most)) or "none"
 
 
-# --- an accumulator of one's own ---------------------------------------------------------
+# --- the accumulator ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _State:
-    """What has been added so far. It is replaced as a whole, so an `add` happens or does not.
+    """The sums so far. Replaced as a whole, so that `add` is atomic.
 
     Attributes:
         treedef: The gradients' structure.
         paths: Their leaf paths.
-        specs: What each leaf looked like when it came: its dtype, shape and device.
-        totals: The weighted sums, which a wing may add to in place.
-        errors: What the sums lack by rounding, when compensated.
+        specs: The dtype, shape and device of each added leaf.
+        totals: The weighted sums, which a backend may add to in place.
+        errors: The rounding errors of the sums, when compensated.
         weight: The sum of the weights.
         varies: For each leaf the mesh axes of JAX over which all its terms were typed as varying.
     """
@@ -279,7 +281,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Term:
-    """Gradients that are to be added.
+    """Gradients to add.
 
     Attributes:
         treedef: Their structure.
@@ -300,7 +302,7 @@ class _Term:
 
 @dataclass(frozen=True)
 class RankSums:
-    """What one rank adds to a sum over ranks.
+    """One rank's terms of a sum over ranks.
 
     Attributes:
         treedef: The structure of the gradients.
@@ -336,16 +338,18 @@ class GradientAccumulator:
         self._open()
 
     def _open(self) -> None:
-        self._wing: Any = self._backend.room("accumulate", "GradientAccumulator")
-        self._trace, self._lock = self._wing.current_trace(), Lock()
+        self._arrays: Any = self._backend.submodule("accumulate", "GradientAccumulator")
+        self._trace, self._lock = self._arrays.current_trace(), Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            held = {k: x for k, x in self.__dict__.items() if k not in ("_wing", "_trace", "_lock")}
-            if self._state is not None:  # which others may add to before it is written
-                totals = tuple(map(self._wing.copied, self._state.totals))
-                held["_state"] = replace(self._state, totals=totals)
-            return held
+            state = self.__dict__.copy()
+            for name in ("_arrays", "_trace", "_lock"):
+                del state[name]
+            if self._state is not None:  # copied, since other threads may add in place
+                totals = tuple(map(self._arrays.copied, self._state.totals))
+                state["_state"] = replace(self._state, totals=totals)
+            return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -382,7 +386,7 @@ class GradientAccumulator:
         Raises:
             GradtoolsError: Nothing has been added.
         """
-        state, sums = self._read("sum", lambda state: [*map(self._wing.copied, state.totals)])
+        state, sums = self._read("sum", lambda state: [*map(self._arrays.copied, state.totals)])
         return self._backend.unflatten(state.treedef, sums)
 
     def mean(self, group: Any = None, axis_name: Any = None) -> Any:
@@ -418,9 +422,9 @@ class GradientAccumulator:
         with self._lock:
             state, own = self._state, None
             if state is not None:
-                totals = [*map(self._wing.copied, state.totals)]
+                totals = [*map(self._arrays.copied, state.totals)]
                 own = RankSums(state.treedef, state.paths, totals, state.weight, state.varies)
-        treedef, sums, weight = self._wing.sums_over_ranks(own, group, axis_name)
+        treedef, sums, weight = self._arrays.sums_over_ranks(own, group, axis_name)
         self._check_total(weight)
         means = self._over(sums, weight)
         return self._backend.unflatten(treedef, means)
@@ -435,27 +439,28 @@ class GradientAccumulator:
 
     def _term(self, grads: Any, weight: Any) -> _Term:
         leaves, treedef = self._backend.flatten(grads)
-        arrays = [self._wing.detached(x) for x in leaves]
+        arrays = [self._arrays.detached(x) for x in leaves]
         for k, array in enumerate(arrays):
             if array is None or not self._backend.is_inexact(array):
                 self._refuse_leaf(grads, k, leaves[k])
-        specs = tuple(map(self._wing.spec, arrays))
+        specs = tuple(map(self._arrays.spec, arrays))
         if self._compensated:
             for k, spec in enumerate(specs):
-                if self._wing.spec_in_words(spec).startswith("sparse"):
+                words = self._arrays.spec_in_words(spec)
+                if words.startswith("sparse"):
                     raise GradtoolsError(
                         f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
-                        f"{self._wing.spec_in_words(spec)}; a compensated sum needs dense arrays. "
+                        f"{words}; a compensated sum needs dense arrays. "
                         "Use compensated=False, or give a dense gradient."
                     )
-        varies = tuple(map(self._wing.varies, arrays))
+        varies = tuple(map(self._arrays.varies, arrays))
         return _Term(treedef, grads, arrays, specs, weight, varies)
 
     def _refuse_leaf(self, grads: Any, k: int, x: Any) -> NoReturn:
-        array = self._wing.detached(x)
+        array = self._arrays.detached(x)
         came = with_article(type(x).__name__)
         if array is not None:
-            came = self._wing.spec_in_words(self._wing.spec(array))
+            came = self._arrays.spec_in_words(self._arrays.spec(array))
         raise GradtoolsError(
             f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is {came}; "
             "expected a floating or complex array. Differentiate with respect to floating "
@@ -466,7 +471,7 @@ class GradientAccumulator:
         """The state after a first `add`."""
         paths = tuple(self._backend.leaf_paths(term.grads))
         weighted = self._weighted(paths, term)
-        copied = self._wing.copied
+        copied = self._arrays.copied
         totals = [copied(y) if y is x else y for x, y in zip(term.arrays, weighted, strict=True)]
         errors = self._no_errors(totals)
         return _State(
@@ -474,7 +479,7 @@ class GradientAccumulator:
         )
 
     def _weighted(self, paths: Sequence[str], term: _Term) -> list[Any]:
-        """The weight times the arrays, in the precision asked for."""
+        """The weight times the arrays, in the accumulator's dtype."""
         pairs = zip(paths, term.arrays, strict=True)
         cast = [self._cast(path, x, self._precision) for path, x in pairs]
         if not isinstance(term.weight, (int, float)):
@@ -521,7 +526,7 @@ class GradientAccumulator:
         if term.varies != state.varies:
             both = zip(state.varies, term.varies, strict=True)
             state = replace(state, varies=tuple(a & b for a, b in both))
-        if not self._compensated and self._wing.added(state.totals, term.arrays, term.weight):
+        if not self._compensated and self._arrays.added(state.totals, term.arrays, term.weight):
             return replace(state, weight=weight)
         missing = state.errors or (None,) * len(state.totals)
         terms = self._weighted(state.paths, term)
@@ -532,17 +537,17 @@ class GradientAccumulator:
         )
 
     def _sum(self, a: Any, error: Any, b: Any) -> tuple[Any, Any]:
-        """(s, e) with s = a + error + b rounded and, if compensated, e what s lacks."""
+        """`(s, e)` with s the rounded a + error + b and, if compensated, e its rounding error."""
         s = a + b
         if not self._compensated:
             return s, None
         share = s - a
         error = error + ((a - (s - share)) + (b - share))
-        xp = self._backend.xp  # where a sum is not finite, its error means nothing
+        xp = self._backend.xp  # the error of a sum that is not finite is NaN
         total = xp.where(xp.isfinite(s), s + error, s)
         return total, error - (total - s)
 
-    # --- what it is made of
+    # --- helpers
 
     def _no_errors(self, totals: list[Any]) -> tuple[Any, ...]:
         if not self._compensated:
@@ -550,7 +555,7 @@ class GradientAccumulator:
         return tuple(map(self._backend.zeros_like, totals))
 
     def _read(self, caller: str, of: Callable[[_State], list[Any]]) -> tuple[_State, list[Any]]:
-        """The state and `of(state)`, which copies its sums while nobody adds to them."""
+        """The state and `of(state)`, which copies the sums under the lock."""
         self._check_trace(caller)
         with self._lock:
             state = self._state
@@ -578,16 +583,16 @@ class GradientAccumulator:
             and not self._name(number).startswith("complex")
         )
         if not real:
-            result = repr(weight) if isinstance(weight, (str, complex)) else _described(weight)
+            came = repr(weight) if isinstance(weight, (str, complex)) else _described(weight)
             raise GradtoolsError(
-                f"GradientAccumulator.add: weight is {result}; expected a real number or a real "
+                f"GradientAccumulator.add: weight is {came}; expected a real number or a real "
                 "array of shape (). Apply weights that differ by example inside the loss, "
                 "before the gradient is taken."
             )
         return number
 
     def _check_trace(self, caller: str) -> None:
-        if self._trace == self._wing.current_trace():
+        if self._trace == self._arrays.current_trace():
             return
         raise GradtoolsError(
             f"GradientAccumulator.{caller}: the accumulator was made outside of the transformation "
@@ -598,7 +603,7 @@ class GradientAccumulator:
         )
 
     def _check_alike(self, state: _State, term: _Term) -> None:
-        """Raises unless the term has the leaves that came before."""
+        """Raises unless the term has the structure and specs of the terms before."""
         if state.treedef != term.treedef:
             paths = self._backend.leaf_paths(term.grads)
             new = [path for path in paths if path not in state.paths]
@@ -613,7 +618,7 @@ class GradientAccumulator:
             )
         if state.specs == term.specs:
             return
-        words = self._wing.spec_in_words
+        words = self._arrays.spec_in_words
         for path, expected, came in zip(state.paths, state.specs, term.specs, strict=True):
             if expected != came:
                 raise GradtoolsError(
@@ -626,9 +631,9 @@ class GradientAccumulator:
         return self._backend.dtype_name(x)
 
 
-def refuse(caller: str, came: str, expected: str, mend: str) -> NoReturn:
+def refuse(caller: str, came: str, expected: str, fix: str) -> NoReturn:
     """Raises for a parameter, a buffer or a gradient that does not fit."""
-    raise GradtoolsError(f"{caller}: {came}; expected {expected}. {mend}")
+    raise GradtoolsError(f"{caller}: {came}; expected {expected}. {fix}")
 
 
 def _precision(dtype: Any) -> str | None:

@@ -1,7 +1,7 @@
-"""The public operators, collected. Each is documented where it is written.
+"""The table of public operators, which are imported lazily.
 
-`Api(backend)` binds them to a backend; the namespaces `gradtools.torch` and `gradtools.jax`
-export its methods under their names. A room is imported when one of its operators is first read.
+`Api(backend)` binds them to a backend; the namespaces `gradtools.torch` and `gradtools.jax` export
+its methods. A module is imported when one of its operators is first accessed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from gradtools.backend import Operators
 
-_ROOMS = {
+_OPERATORS = {
     "derivatives:Derivatives": (
         "grad value_and_grad minimax_value_and_grad vjp jvp linearize jacobian hvp hessian "
         "per_example_grad mixed_partial"
@@ -60,32 +60,34 @@ _INSTEAD = {
     "jit": "compile(f)",
     "pure_callback": "host_function(kernel)",
 }
-_ROOM_OF = {name: f"gradtools.{room}" for room, names in _ROOMS.items() for name in names.split()}
+_PATH_OF = {
+    name: f"gradtools.{path}" for path, names in _OPERATORS.items() for name in names.split()
+}
 
 
 def no_attribute(module: str, name: str) -> AttributeError:
-    """The error of an unknown public name, or of one that is gone."""
+    """The error of an unknown public name, with the name to write instead if there is one."""
     more = f". It is gone: {_GONE[name]}" if name in _GONE else ""
     more = more or (f". Write {_INSTEAD[name]}." if name in _INSTEAD else "")
     text = f"module {module!r} has no attribute {name!r}{more}"
-    # with these Python itself adds "Did you mean" where a name is close to another
+    # with name and obj Python adds "Did you mean" if a similar name exists
     return AttributeError(text, name=name, obj=sys.modules.get(module))
 
 
 class Api(Operators):
     """Every public operator, bound to one backend."""
 
-    names = sorted(_ROOM_OF)
+    names = sorted(_PATH_OF)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _ROOM_OF:
+        if name not in _PATH_OF:
             raise no_attribute(f"gradtools.{self._backend.name}", name)
-        result = getattr(self.room(_ROOM_OF[name]), name)
-        setattr(self, name, result)
-        return result
+        operator = getattr(self.operators(_PATH_OF[name]), name)
+        setattr(self, name, operator)
+        return operator
 
-    def room(self, name: str) -> Operators:
-        """The operators of one room, "module:class"; always the same object."""
-        module, _, kind = name.partition(":")
+    def operators(self, path: str) -> Operators:
+        """The `Operators` object at "module:class", made once."""
+        module, _, kind = path.partition(":")
         made = getattr(import_module(module), kind)(self._backend)
-        return self.__dict__.setdefault(name, made)
+        return self.__dict__.setdefault(path, made)

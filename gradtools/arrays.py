@@ -1,4 +1,4 @@
-"""What both wings' `arrays.py` share: NumPy's reading of what is to become an array, and seeds."""
+"""Conversions that both backends' `arrays.py` share: to NumPy arrays, and of seeds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gradtools.errors import GradtoolsError
 
 
 def is_plain(x: Any) -> bool:
-    """Whether x is made of Python numbers alone, which have no dtype of their own."""
+    """Whether x consists of Python numbers, which are weakly typed."""
     if isinstance(x, (list, tuple)):
         return all(is_plain(item) for item in x)
     return isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
 
 
 def as_numpy(x: Any, caller: str = "asarray") -> np.ndarray:
-    """What NumPy reads x as, refused where that holds no numbers."""
+    """`numpy.asarray(x)`, or an error if that does not hold numbers."""
     try:
         array = np.asarray(x)
     except Exception as error:

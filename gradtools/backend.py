@@ -1,15 +1,16 @@
-"""The waist, gradtools' backend interface: what a framework must give, and defaults for the rest.
+"""The backend interface: the abstract members of a framework, and defaults for the others.
 
-Everything above is written once, on flat lists of arrays. A function handed to the waist, `fun`,
-takes the differentiated leaves and returns two lists, `(outs, extras)`: the arrays that are
-differentiated, and those that are only handed through.
+The operators are written once, on flat lists of arrays. A function that is passed to a backend,
+`fun`, takes the differentiated leaves and returns two lists, `(outs, extras)`: the arrays that are
+differentiated, and those that are only passed through.
 
-A backend gives the abstract members: arrays and pytrees, the vjp of a function and a function with
-a pullback of its own. All else has a default in terms of these, or is refused by its name. What is
-better in a framework's own way, its wing says. `docs/adding_a_backend.md` walks through one.
+A backend implements the abstract members: arrays and pytrees, the vjp of a function, and a function
+with its own pullback. The other members have defaults in terms of these, or raise an error that
+names the operator. PyTorch's and JAX's backends override many of them with the framework's own way.
+`docs/adding_a_backend.md` walks through a new one.
 
-Gradtools' complex convention holds on this side: a pullback is J^H v. Where a framework's own
-convention is another, its wing converts.
+All members use gradtools' complex convention: a pullback is J^H v. A backend converts where its
+framework's convention differs.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ Array = Any
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T", bound=Any)  # so bound, a lambda's own parameter may be anything for a checker
+T = TypeVar("T", bound=Any)  # with this bound, type checkers accept a lambda
 Fun = Callable[..., tuple[list[Array], list[Array]]]
 _PUSHING: ContextVar[str | None] = ContextVar("pushing", default=None)
-"""The operator that wants forward mode while `linearize` transposes a pullback, for messages."""
+"""The operator whose forward mode `linearize` computes by transposing a pullback, for messages."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -48,18 +49,18 @@ class Evaluation:
 
     Attributes:
         outs: The differentiated outputs.
-        extras: The outputs that were only handed through.
-        pullback: Cotangents of outs (None: zero) to cotangents of the leaves (None: the leaf does
-            not reach the outputs). A leaf that only a derivative inside of fun reads, and on which
-            that derivative does not depend, counts as one that reaches them: with a zero.
-        cut: Takes what the pullback gave. The indices of leaves that a derivative inside of fun
-            reads, and whose path is cut after it (detached, no_grad): lost, and not constant. It
-            raises for parameters that fun reads by another reference than the leaf.
-        checked: Whether None in a pullback's result means what is said above; False where the
-            framework gives zeros, or None for other reasons.
+        extras: The outputs that were only passed through.
+        pullback: Maps cotangents of outs (None: zero) to cotangents of the leaves (None: the leaf
+            does not reach the outputs). A leaf that only an inner derivative of fun reads, and on
+            which that derivative does not depend, gets zeros.
+        cut: Takes the pullback's result. Returns the indices of leaves whose inner derivative is
+            cut afterwards (detached, no_grad), so that it is lost rather than zero. Raises for
+            parameters that fun reads by another reference than the leaf.
+        checked: Whether None in the pullback's result means that a leaf does not reach the
+            outputs; False if the framework returns zeros, or None for other reasons.
         where_lost: Where the path from leaf i to the output is cut, for messages.
-        transposed: The pushforward by the transposed pullback, which evaluates fun no second time;
-            it may raise `CannotPush`. None where the pullback cannot be transposed.
+        transposed: Returns the pushforward by the transposed pullback, without another evaluation
+            of fun, which may raise `CannotPush`; None if the pullback cannot be transposed.
     """
 
     outs: list[Array]
@@ -77,15 +78,14 @@ class CannotPush(Exception):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Staged:
-    """A function that was traced before it runs, where the framework can trace (JAX).
+    """A function after tracing, in a framework that traces (JAX).
 
     Attributes:
-        run: Evaluates what was traced. Call it in place of the function, so that the user's code
-            runs once.
-        reverse_only: Whether it holds a rule without forward mode.
+        run: Evaluates the trace. Called instead of the function, so that the user's code runs once.
+        reverse_only: Whether it contains a rule without forward mode.
         cut: As in `Evaluation`.
-        jacobian_mode: Which mode takes fewer passes; "auto" if only an evaluation can tell.
-        forward_only: Whether it holds a loop that has no reverse mode.
+        jacobian_mode: The mode that takes fewer passes; "auto" if only an evaluation can decide.
+        forward_only: Whether it contains a loop without reverse mode.
     """
 
     run: Fun
@@ -95,16 +95,18 @@ class Staged:
     cut: Callable[[], list[int]] = list
 
 
-class Lazily:
-    """A member of a backend that stands in another module of its wing, imported at first use.
+class LazyMember:
+    """A descriptor for a backend's member in a submodule, which is imported at first use.
 
-    So an import of gradtools stays light. A backend without such modules refuses it, by the name
-    of the operator that the user called: `lacking`, by default the member's own name. With an
-    empty `name` the member is the module itself.
+    This keeps an import of gradtools fast. On a backend without submodules it raises an error that
+    names the operator: `operator`, by default the member's own name. With an empty `name` the
+    member is the submodule itself.
     """
 
-    def __init__(self, room: str, name: str | None = None, *, lacking: str | None = None) -> None:
-        self._room, self._name, self._lacking = room, name, lacking
+    def __init__(
+        self, submodule: str, name: str | None = None, *, operator: str | None = None
+    ) -> None:
+        self._submodule, self._name, self._operator = submodule, name, operator
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._member = name
@@ -112,26 +114,26 @@ class Lazily:
     def __get__(self, backend: Any, owner: type) -> Any:
         if backend is None:
             return self
-        room = backend.room(self._room, self._lacking or self._member)
+        module = backend.submodule(self._submodule, self._operator or self._member)
         name = self._member if self._name is None else self._name
-        result = getattr(room, name) if name else room
-        return backend.__dict__.setdefault(self._member, result)
+        member = getattr(module, name) if name else module
+        return backend.__dict__.setdefault(self._member, member)
 
 
-# --- what a backend must give ------------------------------------------------------------------
+# --- the interface -------------------------------------------------------------------------------
 
 
 class Arrays(ABC):
     """Arrays and pytrees: the abstract members, and the others in terms of `xp`."""
 
-    name: str  # the module whose `_api` is made of it; of a wing, what follows "gradtools."
-    rooms: str | None = None  # the package whose modules hold members
+    name: str  # "torch", "jax", or the module of another backend, which has its `_api`
+    package: str | None = None  # its submodules hold lazily imported members
 
-    def room(self, name: str, caller: str) -> Any:
-        """A module of a wing, for what a user called."""
-        if self.rooms is None:
+    def submodule(self, name: str, caller: str) -> Any:
+        """Imports a submodule of the backend, on behalf of the operator `caller`."""
+        if self.package is None:
             raise GradtoolsError(f"{caller}: the backend {self.name!r} does not provide it.")
-        return import_module(f"{self.rooms}.{name}")
+        return import_module(f"{self.package}.{name}")
 
     @property
     @abstractmethod
@@ -150,7 +152,7 @@ class Arrays(ABC):
         """The leaves, the structure, and the kind of each leaf.
 
         "real" or "complex" for floating and complex arrays, "exact" for integers and booleans,
-        None for what is no array.
+        None for non-arrays.
         """
         leaves, treedef = self.flatten(tree)
         return leaves, treedef, [self._kind(x) if self.is_array(x) else None for x in leaves]
@@ -159,7 +161,7 @@ class Arrays(ABC):
         return "complex" if self.is_complex(x) else "real" if self.is_inexact(x) else "exact"
 
     def flatten_static(self, tree: Any) -> tuple[list[Any], Any]:
-        """The leaves, and the structure as something hashable, in compiled code a constant."""
+        """The leaves, and the structure in a hashable form that dynamo embeds as a constant."""
         return self.flatten(tree)
 
     def treedef_of_static(self, structure: Any) -> Any:
@@ -238,7 +240,7 @@ class Arrays(ABC):
 
 
 class Differentiation(Arrays):
-    """One abstract member, the vjp; forward mode and what a rule's maps need follow from it."""
+    """One abstract member, the vjp; forward mode and the tools of rules follow from it."""
 
     hvp_mode = "reverse_over_reverse"  # what mode="auto" means for hvp and hessian
 
@@ -246,11 +248,11 @@ class Differentiation(Arrays):
     def vjp(
         self, fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool
     ) -> Evaluation:
-        """One evaluation, and its pullback.
+        """Evaluates fun, and returns its pullback.
 
-        groups: The sizes of consecutive groups of leaves, one for each argument, if the caller
-            will raise for a group that does not reach the outputs; None if it will not.
-        once: The pullback is called once, and may free the graph.
+        groups: The sizes of consecutive groups of leaves, one for each argument, if a group that
+            does not reach the outputs will be an error; None if not.
+        once: Whether the pullback is called only once, so that it may free the graph.
         """
 
     def jvp(
@@ -263,10 +265,10 @@ class Differentiation(Arrays):
     def jvps(
         self, fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
-        """`jvp` along many tangents, and the outputs of one evaluation.
+        """`jvp` along many tangents, and the outputs of one evaluation. Keeps no graph.
 
-        Where a kernel has no forward mode, the framework's own alternative takes its place, and
-        that is reported once. No graph is kept.
+        A kernel without forward mode is replaced by the framework's own alternative, with a warning
+        once.
         """
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, [push(tangents) for tangents in many]
@@ -301,9 +303,10 @@ class Differentiation(Arrays):
     def pull(
         self, fun: Any, xs: Sequence[Array], cts: Any, reached: list[bool] | None = None
     ) -> list[Array]:
-        """The pullback at xs of `cts` (None: zero), or of what they give at fun's outputs.
+        """The pullback of fun at xs.
 
-        reached: Is filled, if it is empty, with whether each of xs may reach the outputs.
+        cts: The cotangents (None: zero), or a function from fun's outputs to them.
+        reached: An empty list to fill with whether each of xs may reach the outputs.
         """
         result = self.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=False)
         grads = result.pullback(cts(result.outs) if callable(cts) else cts)
@@ -322,18 +325,18 @@ class Differentiation(Arrays):
         return outs, pushed
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
-        """`fun(*xs)`, which raises at once if a derivative inside of it is missing."""
+        """`fun(*xs)`, which raises now, not when the result is used, if it has no derivative."""
         return fun(*xs)
 
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
         return Staged(fun)
 
     def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
-        """What a pullback keeps of a `Call` and its outputs: shapes in place of traced arrays."""
+        """A `Call` and its outputs for a pullback to keep, with avals instead of traced arrays."""
         return call, outs
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        """`run(native, *args)` as a function of args; a pytree where functions can be."""
+        """`run(native, *args)` as a function of args, which in JAX is a pytree."""
         return partial(called, run, native)
 
     def opened(
@@ -344,26 +347,26 @@ class Differentiation(Arrays):
         kwargs: dict[str, Any],
         argnums: Sequence[int],
     ) -> Any:
-        """If an argument is or holds a module, the call on pytrees of arrays; else None.
+        """The call of f as a function of pytrees of arrays, if an argument holds a module.
 
-        The result is called in place of f, with its `args` in place of the arguments. `effects()`
-        gives the arrays that a call changes in the modules, and `settle(extras)` writes them to
-        the caller's modules.
+        None if none does. The returned object replaces f, and its `args` replace the arguments.
+        `effects()` returns the arrays that a call changes in the modules, and `settle(extras)`
+        writes them to the user's modules.
         """
         return None
 
     def attaching(
         self, opened: Any, /, caller: str, again: Callable[[], Any]
     ) -> Callable[..., Any]:
-        """`attach(results, select)` of a call that `opened` gave, as `Call.attaching` says."""
+        """The `attach(results, select)` of `Call.attaching` for a call that `opened` returned."""
         return lambda results, select=None: results
 
     def part_of(self, tree: Any) -> Any:
-        """The tree with the part that is differentiated in the place of each module."""
+        """The tree with each module replaced by its differentiated part."""
         return tree
 
     def restarting(self, fun: Fun, leaves: Sequence[Array], count: int) -> Callable[[], None]:
-        """What to call before each of many evaluations: all start from what stood before them."""
+        """A function to call before each of `count` evaluations, which resets random state."""
         return lambda: None
 
     def map_batches(
@@ -378,7 +381,7 @@ class Differentiation(Arrays):
 
 
 class Rules(Differentiation):
-    """Functions with a derivative of their own. A backend gives `with_pullback` or `apply_rule`."""
+    """Functions with their own derivative. A backend implements `with_pullback` or `apply_rule`."""
 
     def with_pullback(
         self,
@@ -388,26 +391,27 @@ class Rules(Differentiation):
     ) -> list[Array]:
         """`fun(*xs)`, whose derivative is `pullback(xs, ys, cotangents)`, at any order.
 
-        Entries of cotangents and of what comes back may be None, a zero. The pullback is made of
-        differentiable operations on xs and ys.
+        Entries of cotangents and of the pullback's result may be None, a zero. The pullback
+        consists of differentiable operations on xs and ys.
         """
         raise NotImplementedError
 
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
-        """The rule's outputs, with its derivative; the pullback computes the residuals again."""
+        """The rule's outputs, with its derivative; the pullback recomputes the residuals."""
         caller = _PUSHING.get()
         if rule.reverse_only and caller is not None:
             raise GradtoolsError(reverse_only_text(caller, rule.name))
         return self.with_pullback(rule.primal, partial(self._pulled, rule), xs)
 
     def _pulled(self, rule: Rule, xs: Entries, ys: Entries, cts: Entries) -> Entries:
-        result = rule.linearized_from(xs, list(ys)) if rule.linearize is None else rule.at(*xs)
-        saved = [[*xs, *ys, *result.extras][i] for i in result.saves]
-        given = result.cotangent
-        if given is not None:
-            return given(saved, self.filled(cts, ys) if rule.fills("cotangent") else cts)
-        assert result.tangent is not None
-        push, moving = result.tangent, [self.is_inexact(x) for x in xs]
+        known = rule.linearize is None
+        linearized = rule.linearized_from(xs, list(ys)) if known else rule.at(*xs)
+        saved = [[*xs, *ys, *linearized.extras][i] for i in linearized.saves]
+        if linearized.cotangent is not None:
+            filled = self.filled(cts, ys) if rule.fills("cotangent") else cts
+            return linearized.cotangent(saved, filled)
+        assert linearized.tangent is not None
+        push, moving = linearized.tangent, [self.is_inexact(x) for x in xs]
         zeros = [self.zeros_like(x) for x, m in zip(xs, moving, strict=True) if m]
 
         def pushed(*dxs: Array) -> list[Array]:
@@ -416,7 +420,7 @@ class Rules(Differentiation):
         return spread(self.pull(pushed, zeros, cts), moving)
 
     def scaled(self, x: Any, factor: float) -> Array | None:
-        """x with its derivative times a number, where there is a shorter way than a rule."""
+        """x with its derivative times a number, if the backend has a faster way than a rule."""
         return None
 
     def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:
@@ -436,7 +440,7 @@ class Rules(Differentiation):
 
 
 class Compiler:
-    """What gradtools asks of a compiler that traces Python itself (dynamo); by default no-ops."""
+    """The interface to a compiler that traces Python itself (dynamo); by default no-ops."""
 
     def is_tracing(self) -> bool:
         """Whether the compiler traces the line that calls this."""
@@ -447,7 +451,7 @@ class Compiler:
         return fun
 
     def refuse(self, reason: str) -> None:
-        """Breaks the compiled graph here, for this reason: Python runs the call."""
+        """Breaks the compiled graph here, with this reason."""
 
     def uncompiled(self, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`fun(*args, **kwargs)`, run by Python outside of the compiled graph."""
@@ -455,7 +459,7 @@ class Compiler:
 
 
 class Programs(Rules):
-    """What a framework does with whole programs: compilers, modules, vmap. By default nothing."""
+    """Whole programs: compilers, modules, vmap, kernels. The defaults do nothing."""
 
     compiler = Compiler()
 
@@ -464,55 +468,55 @@ class Programs(Rules):
         return False
 
     def direct_calls(self, of: Any) -> Callable[[Any, Any], Any] | None:
-        """What calls of a custom rule or host function are tried by first, or None.
+        """A fast path for calls of a custom rule or host function, or None.
 
-        It takes the arguments and the static ones, as `Parameters.bound` parts them, and returns
-        NotImplemented for a call that it does not cover. It calls a host function's kernel at once
-        where the arguments are arrays with values and nothing traces, transforms or differentiates
-        the call.
+        It takes the dynamic and the static arguments, as `Parameters.bound` splits them, and
+        returns NotImplemented for a call that it does not cover. It calls a host function's kernel
+        directly if the arguments are concrete arrays and no trace, transform or derivative is
+        active.
         """
         return None
 
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
-        """Traces fun at the shapes and dtypes of xs; does nothing where that is unsafe."""
+        """Traces fun at the shapes and dtypes of xs; does nothing if that is unsafe."""
 
     def value_pairs(
         self, fun: Any, xs: Sequence[Array], ys: Sequence[Array], twin: Any = None
     ) -> list[tuple[Any, Any]]:
-        """`fun(*xs)` and ys in pairs of NumPy arrays; empty where they are not both known.
+        """Pairs of `fun(*xs)` and ys as NumPy arrays, to compare f's value with a rule's.
 
-        They are not in a trace, nor where fun draws random numbers or calls a host kernel.
+        Empty in a trace, or if fun draws random numbers or calls a host kernel.
 
-        twin: The function that returned ys; in a trace both may run at made-up numbers.
+        twin: The function that returned ys; with it both may run at made-up numbers in a trace.
         """
         return []
 
-    compile, vmap = Lazily("", lacking="compile"), Lazily("", lacking="vmap")
+    compile, vmap = LazyMember("", operator="compile"), LazyMember("", operator="vmap")
 
     def like_module(self, f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-        """`make(f)`, and where f is a module of the framework a module that calls it."""
+        """`make(f)`; if f is a module of the framework, as a module that calls it."""
         return make(f)
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
         return f(args)
 
-    call_kernel = Lazily("host", lacking="host_function")
-    """The results of a host kernel, inside the framework's program; without a derivative."""
+    call_kernel = LazyMember("host", operator="host_function")
+    """Calls a host kernel inside the framework's program; its results have no derivative."""
 
-    all_gather = Lazily("gathering")
-    sum_over_ranks, per_rank = Lazily("gathering"), Lazily("gathering")
-    random_key, split_key = Lazily("arrays"), Lazily("arrays")
+    all_gather = LazyMember("gathering")
+    sum_over_ranks, per_rank = LazyMember("gathering"), LazyMember("gathering")
+    random_key, split_key = LazyMember("arrays"), LazyMember("arrays")
 
     def as_number(self, x: Any) -> Any:
-        """A Python number where x holds a known one, x itself where it is traced, else None."""
+        """x as a Python number if it is concrete, x itself if it is traced, else None."""
         return self.to_numpy(x).item() if self.is_array(x) and tuple(x.shape) == () else x
 
 
 class Recomputation(Programs):
-    """Chunks and frozen functions: by default a loop, each chunk computed again; f as it is."""
+    """Chunks and frozen functions: by default a loop of recomputed chunks, and G itself."""
 
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
-        """f, which is computed again where its derivative is taken."""
+        """f, which is recomputed when it is differentiated."""
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = self.flatten((args, kwargs))
@@ -523,13 +527,15 @@ class Recomputation(Programs):
                 out, out_def[:] = (result := self.flatten(f(*args, **kwargs)))[0], result[1:]
                 return out
 
-            outs = self._again(fun, leaves)
+            outs = self._recomputed(fun, leaves)
             return self.unflatten(out_def[0], outs)
 
         return checkpointed
 
-    def _again(self, fun: Callable[[list[Any]], list[Array]], leaves: list[Any]) -> list[Array]:
-        """`fun(leaves)`, which is computed again for derivatives to the arrays among them."""
+    def _recomputed(
+        self, fun: Callable[[list[Any]], list[Array]], leaves: list[Any]
+    ) -> list[Array]:
+        """`fun(leaves)`, whose pullback runs fun again."""
         moving = [self.is_array(x) and self.is_inexact(x) for x in leaves]
 
         def of_arrays(*xs: Array) -> list[Array]:
@@ -568,24 +574,24 @@ class Recomputation(Programs):
             outs, after[:] = chunks.call(i, i, leaves[:count], leaves[count:], carry)
             return outs
 
-        return self._again(fun, [*pieces, *chunks.shared]), list(after)
+        return self._recomputed(fun, [*pieces, *chunks.shared]), list(after)
 
     weighs_sums = False
-    """Whether `sum_chunks` takes terms without their weight, and returns means."""
+    """Whether `sum_chunks` multiplies the terms by their weights itself."""
 
     def sum_chunks(
         self, chunks: Chunks, weigh: Callable[[Array, Array], Array] | None = None
     ) -> tuple[list[Array], list[Array]]:
-        """The sums over chunks of the output leaves, each chunk's graph as it is, and the carry.
+        """The sums over chunks of the output leaves, without recomputation, and the carry.
 
-        weigh: Where the backend weighs sums, `weigh(w, x)` is a term. The first leaf of each chunk
-            is its weight, and the result is the sum of the weights, and the weighted means.
+        weigh: If `weighs_sums`: `weigh(w, x)` is a term. The first leaf of each chunk is its
+            weight, and the result is the sum of the weights, and the weighted means.
         """
-        result, carry = [], chunks.carry
+        terms, carry = [], chunks.carry
         for i, pieces in enumerate(self._pieces(chunks)):
             outs, carry = chunks.call(i, i, pieces, chunks.shared, carry)
-            result.append(outs)
-        return [sum(column[1:], column[0]) for column in zip(*result, strict=True)], carry
+            terms.append(outs)
+        return [sum(column[1:], column[0]) for column in zip(*terms, strict=True)], carry
 
     def _pieces(self, chunks: Chunks) -> list[list[Array]]:
         """Each chunk's part of every array that is split, then its part of lists."""
@@ -597,16 +603,16 @@ class Recomputation(Programs):
             for rows, lists in zip(chunks.cut.rows, chunks.lists, strict=True)
         ]
 
-    carry_series = Lazily("taylor", lacking="jet")
-    tiles = Lazily("tiling", "", lacking="pairwise_reduce")
-    """A wing's room for reductions over all pairs of rows: `sweep`, `fold` and what they need."""
+    carry_series = LazyMember("taylor", operator="jet")
+    tiles = LazyMember("tiling", "", operator="pairwise_reduce")
+    """The submodule for reductions over all pairs of rows: `sweep`, `fold` and their helpers."""
 
     def frozen_uses(self, budget: int | None) -> Any:
-        """What the uses of one frozen function share."""
+        """The state that all uses of one frozen function share."""
         return None
 
     def run_frozen(self, whole: Chunks, uses: Any) -> list[Array]:
-        """The output leaves of one use, a `chunks.Chunks` of one chunk that shares all."""
+        """The output leaves of one use, given as `Chunks` with a single chunk."""
         return whole.call(0, 0, [], whole.shared, [])[0]
 
     def is_recomputing(self) -> bool:
@@ -614,16 +620,16 @@ class Recomputation(Programs):
 
 
 class Backend(Recomputation):
-    """All that a wing may provide."""
+    """The whole backend interface."""
 
-    never_changes = True  # for a walk over what a function holds
+    never_changes = True  # searches for mutable state that a function captures skip it
 
     def __reduce__(self) -> Any:
         return backend_of, (self.name,)
 
 
-class Wing(Backend):
-    """What both wings have in rooms of the same names."""
+class FrameworkBackend(Backend):
+    """The base of the PyTorch and JAX backends, with members in submodules of equal names."""
 
     def as_number(self, x: Any) -> Any:
         if self.is_traced(x):
@@ -634,14 +640,14 @@ class Wing(Backend):
             return x.item()
         return x if isinstance(x, (int, float)) else None
 
-    run_chunks, sum_chunks = Lazily("chunking"), Lazily("chunking")
-    run_frozen = Lazily("freezing")
+    run_chunks, sum_chunks = LazyMember("chunking"), LazyMember("chunking")
+    run_frozen = LazyMember("freezing")
 
 
 class Operators:
     """Public operators, bound to one backend."""
 
-    never_changes = True  # what f holds of them is no state that a second run of f would meet
+    never_changes = True  # searches for mutable state that a function captures skip it
 
     def __init_subclass__(cls) -> None:
         user_facing_methods(cls)
@@ -649,22 +655,22 @@ class Operators:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def __reduce__(self) -> Any:  # what is pickled by name is the same object again
-        return _room_of, (self._backend.name, f"{type(self).__module__}:{type(self).__name__}")
+    def __reduce__(self) -> Any:  # pickled by name, so that unpickling gives the same object
+        return _operators_of, (self._backend.name, f"{type(self).__module__}:{type(self).__name__}")
 
     def __repr__(self) -> str:
         return f"<gradtools for {self._backend.name}>"
 
 
-def _room_of(name: str, room: str) -> Any:
-    """The public operators of a wing that one room holds."""
-    return _home(name)._api.room(room)
+def _operators_of(backend: str, path: str) -> Any:
+    """The `Operators` object of a backend at "module:class"."""
+    return _namespace(backend)._api.operators(path)
 
 
 def backend_of(name: str) -> Any:
-    """A wing's backend."""
-    return _home(name)._api._backend
+    """The backend of this name."""
+    return _namespace(name)._api._backend
 
 
-def _home(name: str) -> Any:
+def _namespace(name: str) -> Any:
     return import_module(f"gradtools.{name}" if name in ("torch", "jax") else name)

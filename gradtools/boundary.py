@@ -1,8 +1,9 @@
-"""What an error looks like where it leaves gradtools: the user's frames, and the names of the API.
+"""Traceback filtering at the API boundary: gradtools' own frames are removed from errors.
 
 Each public operator, and each function that one returns, is `user_facing`. An error that passes
-there loses gradtools' own frames, so that a plain traceback ends at the user's line. Calls that do
-not fail pay nothing but one Python call. ``GRADTOOLS_FULL_TRACEBACK=1`` keeps all frames.
+through loses gradtools' own frames, so that its traceback ends at the user's line (as JAX's
+traceback filtering). Calls that do not fail cost one more Python call.
+``GRADTOOLS_FULL_TRACEBACK=1`` keeps all frames.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 FULL = "GRADTOOLS_FULL_TRACEBACK"
 
-# What a framework calls in the place of an operation, which then runs from there.
+# Hooks that a framework calls in place of an operation, and that call the operation again.
 _REDISPATCHES = ("__torch_function__", "__torch_dispatch__")
 
 
 def user_facing(fun: F) -> F:
-    """The same function, whose errors are shown without gradtools' own frames."""
+    """Wraps a function so that its errors lose gradtools' own frames."""
 
     @wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -44,7 +45,7 @@ def user_facing(fun: F) -> F:
 
 
 def user_facing_methods(cls: C) -> C:
-    """The class, each of whose public methods is `user_facing`."""
+    """Class decorator: makes every public method `user_facing`."""
     for name, member in list(vars(cls).items()):
         if isinstance(member, FunctionType) and not name.startswith("_"):
             setattr(cls, name, user_facing(member))
@@ -52,7 +53,7 @@ def user_facing_methods(cls: C) -> C:
 
 
 def called(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`fun(*args, **kwargs)`, likewise: for what an operator returns as a partial."""
+    """`fun(*args, **kwargs)` as by `user_facing`, for functions that operators return."""
     try:
         return fun(*args, **kwargs)
     except Exception as error:
@@ -69,11 +70,11 @@ def trimmed(error: Exception) -> Exception:
 
 
 def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[FrameType]]]:
-    """For an error and those that it comes from: the frames that tell the user nothing.
+    """The frames to hide, for an error and each of its causes and contexts.
 
-    These are gradtools' own, what a framework runs between the user's innermost line and a refusal,
-    and all but the user's in what a refusal comes from. An error that gradtools made by mistake
-    keeps its frames.
+    Hidden are gradtools' own frames, a framework's frames between the user's innermost line and a
+    GradtoolsError, and all frames but the user's in the causes of a GradtoolsError. An unintended
+    error of gradtools' own code keeps its frames.
     """
     seen: list[BaseException] = []
     todo: list[tuple[BaseException | None, bool, bool]] = [(error, False, False)]

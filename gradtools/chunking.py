@@ -4,14 +4,14 @@ For L = g(f(x_1), ..., f(x_n)) the gradient to f's parameters w is
 
     dL/dw = sum_i J_i^H c_i        with J_i the Jacobian of f at chunk i, c_i = dL/df(x_i)
 
-so the sum runs over chunks once all c_i are known, and c_i needs the outputs of f alone. The
-first pass keeps the outputs and no graph; the backward pass computes one chunk's graph at a time
-again and pulls its c_i back (Gao et al., Scaling deep contrastive learning batch size under
-memory limited setup, 2021, for contrastive losses). With F the work of a forward pass, and 2F
-that of a backward pass, n chunks of which k keep their graph cost 4F - (k/n)F.
+a sum over chunks, and c_i depends on the outputs of f only. The first pass keeps the outputs and
+no graph; the backward pass recomputes the graph of one chunk at a time and pulls its c_i back (Gao
+et al., Scaling deep contrastive learning batch size under memory limited setup, 2021, for
+contrastive losses). With F the work of a forward pass, and 2F that of a backward pass, n chunks of
+which k keep their graph cost 4F - (k/n)F.
 
-Here a call is read; `chunks` cuts it; how the chunks run, and run again, stands in the wings'
-`chunking.py`, in PyTorch in `replaying/replay.py` and `replaying/nodes.py` beneath it.
+This module reads the arguments, and `arguments/chunks.py` cuts them into chunks. The backends'
+`chunking.py` run and recompute the chunks; PyTorch's uses `replaying/`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Argnums = int | Sequence[int]
 
 
 class Chunking(Operators):
-    """The operators that take a batch chunk by chunk."""
+    """The operators that process a batch chunk by chunk."""
 
     def chunked(
         self,
@@ -143,7 +143,7 @@ class Chunking(Operators):
         axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
         rest = chunk_size, axes, argnums, interleaved, options
         uncompiled = self._backend.compiler.uncompiled
-        if select is None and type(f) is FunctionType:  # mostly, and no module
+        if select is None and type(f) is FunctionType:  # the common case, not a module
             return like_function("chunked_", f, partial(uncompiled, self._run_chunked, f, rest))
         return self._backend.like_module(f, partial(self._chunked_of, select, rest))
 
@@ -206,11 +206,11 @@ class Chunking(Operators):
             in_axes: As in `per_example_grad`: None means that the arguments in argnums are
                 shared and every array of the others is split on axis 0, by keyword or not.
             reduction: Whether f returns the mean or the sum of its chunk.
-            weights: For means that are not over examples: one weight for each example (such as
-                its number of tokens), cut with the batch, or a function of a chunk's arguments
-                (by keyword those that it names) that returns the chunk's weight. A chunk of
-                weight 0 adds nothing, also where its mean is 0/0.
-            verify: As in `chunked`; here nothing is computed again, so there is nothing to do.
+            weights: For means that are not over examples: one weight for each example (such as its
+                number of tokens), cut with the batch, or a function of a chunk's arguments (it gets
+                the keyword arguments that it has parameters for) that returns the chunk's weight. A
+                chunk of weight 0 adds nothing, even if its mean is 0/0.
+            verify: As in `chunked`; without effect, since nothing is recomputed.
             has_aux: Whether f returns `(loss, aux)`. aux holds arrays of numbers, such as metrics,
                 which are reduced as the loss is.
             key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
@@ -265,7 +265,7 @@ class Chunking(Operators):
             axis_name,
         )
         call = partial(self._microbatched, f, options)
-        if options.of_ranks:  # collectives, and weights that are read
+        if options.of_ranks:  # dynamo cannot trace collectives and reads of weights
             call = partial(self._backend.compiler.uncompiled, call)
         return like_function("microbatched_", f, call)
 
@@ -275,7 +275,7 @@ class Chunking(Operators):
         backend, argnums = self._backend, options.argnums
         positions = normalized_argnums("microbatched_value_and_grad", argnums, len(args))
         opened: Any = backend.opened("microbatched_value_and_grad", f, args, kwargs, positions)
-        again = partial(self._microbatched, f, options, *args, **kwargs)
+        repeat = partial(self._microbatched, f, options, *args, **kwargs)
         if opened is not None and opened.opens_once:
             f, args = opened, opened.args
         given = arguments_of_call(
@@ -285,7 +285,7 @@ class Chunking(Operators):
         call = _Microbatches(backend, given, positions, options.weights, options.of_ranks)
         derivatives, has_aux = Derivatives(backend), options.has_aux
         run = like_function("", f, partial(_with_carry, f, has_aux)) if carried else f
-        seen: list[Any] = []
+        layout: list[Any] = []  # the structures and dtypes of value, grads and aux
 
         def terms(*chunk: Any, **kwargs: Any) -> Any:
             own = None if call.weights is None else chunk[-1]
@@ -299,10 +299,10 @@ class Chunking(Operators):
             aux, carry = aux if carried else (aux, None)
             aux = call.metrics(aux, options.reduction) if has_aux else None
             parts = [backend.flatten(part) for part in (value, grads, aux)]
-            result = [x for leaves, _ in parts for x in leaves]
-            names = [backend.dtype_name(x) for x in result]
-            seen[:] = [[(treedef, len(leaves)) for leaves, treedef in parts], names]
-            wide = [call.wide(x, name) for x, name in zip(result, names, strict=True)]
+            flat = [x for leaves, _ in parts for x in leaves]
+            names = [backend.dtype_name(x) for x in flat]
+            layout[:] = [[(treedef, len(leaves)) for leaves, treedef in parts], names]
+            wide = [call.wide(x, name) for x, name in zip(flat, names, strict=True)]
             if options.reduction == "mean":
                 size = call.batch.size_of((*chunk, *kwargs.values()))
                 w = call.weight(chunk[: len(args)], kwargs, own, size)
@@ -329,17 +329,17 @@ class Chunking(Operators):
             call.check_total(total)
             if weigh is None or options.of_ranks:
                 sums = [x / backend.real_scalar(total, x) for x in sums]
-        parts, dtypes = seen
+        parts, dtypes = layout
         left = iter([backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)])
         value, grads, aux = [
             backend.unflatten(treedef, [*islice(left, count)]) for treedef, count in parts
         ]
-        result: Any = ((value, aux) if has_aux else value), grads
+        outcome: Any = ((value, aux) if has_aux else value), grads
         if carried:
-            result = result, backend.unflatten(chunks.call.carry_def, carry)
+            outcome = outcome, backend.unflatten(chunks.call.carry_def, carry)
         if opened is None:
-            return result
-        return backend.attaching(opened, "microbatched_value_and_grad", again)(result)
+            return outcome
+        return backend.attaching(opened, "microbatched_value_and_grad", repeat)(outcome)
 
     def all_gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
         """The rows of all processes (PyTorch) or devices (JAX), one after the other.
@@ -389,7 +389,7 @@ class Chunking(Operators):
 
 @dataclass(frozen=True)
 class _Microbatched:
-    """What a user of `microbatched_value_and_grad` chose."""
+    """The options of `microbatched_value_and_grad`."""
 
     chunk_size: int
     argnums: Argnums
@@ -410,7 +410,7 @@ class _Microbatched:
     def per_rank(
         self, backend: Backend, args: Sequence[Any], positions: tuple[int, ...]
     ) -> tuple[Any, ...]:
-        """The arguments, those at positions such that their gradient is that of one rank."""
+        """The arguments, marked at `positions` so that gradients are not summed over ranks."""
         result = list(args)
         for i in positions:
             leaves, treedef = backend.flatten(args[i])
@@ -438,7 +438,7 @@ class _Microbatched:
 
 
 def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> Any:
-    """`(loss, (aux, carry))` of what f returns."""
+    """f's `((loss, aux), carry)` as `(loss, (aux, carry))`, the form of has_aux."""
     result = f(*args, **kwargs)
     out = result[0] if isinstance(result, tuple) and len(result) == 2 else None
     if out is None or (has_aux and not (isinstance(out, tuple) and len(out) == 2)):
@@ -451,7 +451,7 @@ def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any)
 
 
 class _Microbatches:
-    """One call of a microbatched function: terms that are summed over chunks."""
+    """One call of a microbatched function: its batch, weights and reduction."""
 
     def __init__(
         self,
@@ -485,7 +485,7 @@ class _Microbatches:
             )
 
     def metrics(self, aux: Any, reduction: str) -> Any:
-        """f's aux as arrays that are reduced as the loss is."""
+        """f's aux, checked to be arrays of numbers, which are reduced like the loss."""
         backend = self.backend
         leaves, treedef = backend.flatten(aux)
         arrays = []
@@ -513,7 +513,7 @@ class _Microbatches:
         keys: tuple[int, ...] = (),
         carried: tuple[int, ...] = (),
     ) -> Chunks:
-        """The arguments, and the weights behind those by position, cut into chunks."""
+        """The arguments, with the weights as another positional argument, cut into chunks."""
         given = list(self.given)
         if self.weights is not None:
             count = sum(isinstance(a.key, int) for a in given)
@@ -524,7 +524,7 @@ class _Microbatches:
         return Chunks.of(terms, self.batch, cut, ChunkOptions(0), keys=keys, carried=carried)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
-        """The weight of one chunk, of which these are the arguments."""
+        """The weight of the chunk with these arguments."""
         if self.weigh is None:
             return size if given is None else given.sum()
         result = self.weigh(*args, **takes(self.weigh, kwargs))
@@ -538,7 +538,7 @@ class _Microbatches:
         return result
 
     def weighted(self, w: Array, x: Array) -> Array:
-        """w times x; zero where w is zero, even if x, a mean over nothing, is 0/0."""
+        """w times x; zero where w is zero, even if x, a mean over no examples, is NaN."""
         backend = self.backend
         w = backend.real_scalar(w, x)
         if self.weigh is None and self.weights is None and self.batch.size != 0:
@@ -546,7 +546,7 @@ class _Microbatches:
         return w * backend.xp.where(w == 0, backend.zeros_like(x), x)
 
     def check_total(self, total: Array) -> None:
-        """Raises if the weights are known to sum to zero; where they are traced, NaN comes out."""
+        """Raises if concrete weights sum to zero; traced ones then give NaN."""
         if self.weigh is None and self.weights is None and not self.of_ranks:
             return
         number = self.backend.as_number(total)
@@ -557,7 +557,7 @@ class _Microbatches:
             )
 
     def wide(self, x: Array, dtype: str) -> Array:
-        """In at least 32 bits, so that sums of narrow dtypes do not round at each chunk."""
+        """x in at least 32 bits, so that sums of narrow dtypes do not round at each chunk."""
         return self.backend.cast(x, "float32") if dtype in ("float16", "bfloat16") else x
 
 

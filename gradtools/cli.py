@@ -1,8 +1,8 @@
 """The command line: ``gradtools backends``, ``check``, ``cross-check`` and others.
 
-No framework is imported before a command needs it, so ``--help`` answers at once.
-Exit status: 0 when the command did what was asked, 1 when it did not or what it looked at does
-not hold, 2 for wrong usage, and where a command that judges a program could not be run on it.
+No framework is imported before a command needs it, so ``--help`` is fast.
+Exit status: 0 for success, 1 for failure or a negative result of a check, 2 for wrong usage and if
+a check could not be run.
 """
 
 import argparse
@@ -38,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has closed it, as `| head` does
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as a shell reports SIGPIPE
 
 
 def _run(argv: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal of ASCII or cp1252 lacks characters
+        if isinstance(stream, io.TextIOWrapper):  # ASCII and cp1252 lack characters that we print
             stream.reconfigure(errors="replace")
     parser = _parser()
     args = parser.parse_args(argv)
@@ -62,7 +62,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except Exception:  # a program's own: its place is worth more than a sentence
+    except Exception:  # the user's program failed: show its full traceback
         traceback.print_exc()
     return int(args.failed)
 
@@ -104,7 +104,7 @@ def _add(
     example: str,
     failed: int = 2,
 ) -> argparse.ArgumentParser:
-    """A command; its help begins with a sentence and ends with an example."""
+    """Adds a command, whose help begins with a sentence and ends with an example."""
     command = commands.add_parser(
         name,
         help=help,
@@ -193,7 +193,7 @@ def _add_formula(commands: Commands) -> None:
 def _add_written(
     command: argparse.ArgumentParser, orders: tuple[int, ...], what: str, files: str
 ) -> None:
-    """A function whose passes are written down, up to some order."""
+    """Adds the arguments of commands that write a function's passes up to some order."""
     _add_function(command, json=False)
     _add_wrt(command)
     command.add_argument("--order", type=int, choices=orders, default=1, help=what)
@@ -206,7 +206,7 @@ def _add_wrt(command: argparse.ArgumentParser) -> None:
 
 
 def _add_function(command: argparse.ArgumentParser, json: bool = True) -> None:
-    """One function in one framework, as `gradtools.command_inputs.Given.by` reads it."""
+    """Adds the arguments that `gradtools.command_inputs.Given.by` reads."""
     command.add_argument("function", metavar="FUNCTION", help="package.module:name")
     _add_inputs(command, required=False)
     said = "default: what FUNCTION's module imports"
@@ -257,10 +257,9 @@ def _not_negative(text: str) -> int:
 def backends(_: argparse.Namespace) -> int:
     """Prints which frameworks are installed."""
     for backend, packages in _FRAMEWORKS.items():
-        result = backend in gradtools.available_backends()
         absent = f'not installed: pip install "gradtools[{backend}]"'
         versions = ", ".join(f"{package} {_version(package)}" for package in packages)
-        print(f"{backend}: {versions if result else absent}")
+        print(f"{backend}: {versions if backend in gradtools.available_backends() else absent}")
     return 0
 
 

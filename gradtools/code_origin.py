@@ -1,10 +1,9 @@
-"""Whose code a source line is, and the user's line: of a stack, of an error, of a function.
+"""Classifies code by origin, and finds the user's line in a stack, an error or a function.
 
-The user's, an installed package's, a framework's or gradtools': told by the file's place, once for
-both frameworks. Frames of the stack and of tracebacks are looked at here alone. They tell a line
-for a message or a picture, hide the lines beneath it, and tell a framework's error from one that
-the user raised; PyTorch's operators that call f again look for what f changes in the user's code
-alone.
+Code belongs to the user, an installed package, or a library (the frameworks, the standard library,
+gradtools), depending on its file. All inspection of frames and tracebacks is here. It serves to
+name the user's line in messages and graphs, to filter tracebacks, to tell a framework's error from
+the user's, and to look for mutable state in the user's code only.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ class Source:
         return linecache.getline(self.file, self.line).strip()
 
 
-# --- whose it is -------------------------------------------------------------------------
+# --- the origin of code ------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
 def kind_of(file: str) -> int:
-    """Whose the lines of a file are."""
+    """The origin of a file: USER, PACKAGE or LIBRARY."""
     if file.startswith("<"):
         return USER if file.startswith(_TYPED_IN) else LIBRARY
     if is_in(ENGINES, file):
@@ -70,7 +69,7 @@ def is_in(packages: Iterable[str], file: str) -> bool:
 
 
 def whose(x: CodeType | ModuleType | type) -> int:
-    """Whose code, a module or a class is; what has no file is the user's."""
+    """The origin of code, a module or a class; USER if it has no file."""
     if isinstance(x, CodeType):
         return kind_of(x.co_filename)
     name, module = (x.__module__, None) if isinstance(x, type) else (x.__name__, x)
@@ -80,7 +79,7 @@ def whose(x: CodeType | ModuleType | type) -> int:
 
 
 def is_ours(file: str, folder: str = "") -> bool:
-    """Whether a file is of gradtools, or of this folder of it."""
+    """Whether a file belongs to gradtools, or to this folder of it."""
     return file.startswith(os.path.join(_HERE, folder))
 
 
@@ -90,9 +89,9 @@ Lines = Iterable[tuple[FrameType, int]]
 
 
 def lines_above(depth: int, end: Any = None) -> Iterator[tuple[FrameType, int]]:
-    """The frames of the running stack and their lines, from so many above the caller outwards.
+    """The frames of the running stack with their lines, innermost first, without `depth` frames.
 
-    end: The function whose frame ends them.
+    end: A function; the walk stops at its frame.
     """
     last = getattr(end, "__code__", None)
     lines = traceback.walk_stack(sys._getframe(depth + 1))
@@ -100,36 +99,36 @@ def lines_above(depth: int, end: Any = None) -> Iterator[tuple[FrameType, int]]:
 
 
 def lines_of(error: BaseException) -> list[tuple[FrameType, int]]:
-    """The frames that an error went through and their lines, innermost first."""
+    """The frames of an error's traceback with their lines, innermost first."""
     return list(traceback.walk_tb(error.__traceback__))[::-1]
 
 
 def functions_in(error: BaseException) -> list[tuple[str, str]]:
-    """The qualified names and files of what an error went through, outermost first."""
+    """The qualified names and files of the functions in an error's traceback, outermost first."""
     codes = [frame.f_code for frame, _ in reversed(lines_of(error))]
     return [(code.co_qualname, code.co_filename) for code in codes]
 
 
 def innermost(lines: Lines, stand_in: int = USER) -> Source | None:
-    """The innermost line of the user's.
+    """The user's innermost line.
 
-    stand_in: PACKAGE: where no line is the user's, the innermost of an installed package.
+    stand_in: With PACKAGE, the innermost line of an installed package if no line is the user's.
     """
-    result, kind = None, stand_in + 1
+    source, kind = None, stand_in + 1
     for frame, line in lines:
         of = whose_frame(frame)
         if of < kind:
-            result, kind = _source(frame.f_code, line), of
+            source, kind = _source(frame.f_code, line), of
         if of == USER:
             break
-    return result
+    return source
 
 
 def whose_frame(frame: FrameType) -> int:
-    """Whose code runs in a frame.
+    """The origin of the code that runs in a frame.
 
-    What Python makes of a text, as a dataclass its methods, has the name of the user's code; the
-    module tells it apart.
+    Generated code, such as a dataclass's methods, has a file name like that of code typed in by the
+    user; its module decides.
     """
     file = frame.f_code.co_filename
     if not file.startswith("<") or file.startswith("<doctest"):
@@ -143,14 +142,14 @@ def module_of(frame: FrameType) -> str:
 
 
 def is_our_frame(frame: FrameType) -> bool:
-    """Whether gradtools' code runs in a frame; those that JAX makes up have no module."""
+    """Whether gradtools' code runs in a frame. JAX's synthetic frames have no module."""
     return module_of(frame).partition(".")[0] == __package__ or is_ours(frame.f_code.co_filename)
 
 
 def depth_of_the_user() -> int:
-    """How far above its caller the user's innermost line is, as `warnings.warn` counts.
+    """The `stacklevel` for `warnings.warn` in the calling function, of the user's innermost line.
 
-    Where no frame is the user's: the first outside of gradtools.
+    If no frame is the user's, that of the first frame outside of gradtools.
     """
     outside = depth = 0
     for depth, (frame, _) in enumerate(lines_above(1), 1):
@@ -162,7 +161,7 @@ def depth_of_the_user() -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the user's that an error went through, in brackets."""
+    """The user's innermost line in an error's traceback, in parentheses; empty if none."""
     line = innermost(lines_of(error))
     return f" ({line})" if line else ""
 
@@ -170,10 +169,10 @@ def place_of(error: BaseException) -> str:
 def raised_by(package: str, error: BaseException) -> bool:
     """Whether a framework or gradtools raised an error, rather than the user.
 
-    A framework has no types for its refusals, only texts, and the user's errors may hold the same
-    words. The user's are those that a `raise` statement made outside of the framework's modules;
-    what its compiled half raises comes out of a call. The package itself raises what it is asked
-    to (`torch._check`).
+    A framework's errors have texts but no types of their own, and the user's errors may contain the
+    same words. An error is the user's if a `raise` statement outside of the framework's modules
+    raised it; an error of compiled code comes out of a call. The top-level module itself counts as
+    the user's, since it raises on behalf of the user (`torch._check`).
     """
     origin = error.__traceback__
     if origin is None:
@@ -189,7 +188,7 @@ def raised_by(package: str, error: BaseException) -> bool:
 
 
 def definition_of(f: Any) -> Source | None:
-    """The line at which a function of Python's is defined."""
+    """The line at which a Python function is defined."""
     code = getattr(f, "__code__", None)
     return None if code is None else _source(code, code.co_firstlineno)
 

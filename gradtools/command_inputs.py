@@ -1,8 +1,8 @@
-"""Functions and arrays that a command line names: from a module, from a file, or of a shape.
+"""The functions and arrays that a command line names, for all commands.
 
-What the commands share. A program is ``package.module:name``, found from the working directory.
-Arrays are NumPy's; `Given` makes them those of the framework that the program is written in,
-which is told by what its module imports where nobody says it.
+A program is ``package.module:name``, imported from the working directory. Arrays are read from a
+file or drawn at random by shape. `Given` converts them to the program's framework, which by default
+is the one that its module imports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_JAX = ("jax", "jaxlib", "flax", "equinox", "optax")
 
 @dataclass(frozen=True)
 class Given:
-    """What a command works on.
+    """The function and arguments of a command.
 
     Attributes:
         f: The function.
@@ -48,7 +48,7 @@ class Given:
     def by(cls, options: argparse.Namespace) -> Given:
         """The function ``options.function`` at ``options.args`` or ``options.shapes``.
 
-        Drawn arrays are float32 where nothing else is said, as parameters of models are.
+        Random arrays are float32 by default.
         """
         f = named(options.function)
         if not callable(f):
@@ -56,43 +56,43 @@ class Given:
                 f"{options.function} is {with_article(type(f).__name__)}; expected a function or "
                 "a module."
             )
-        backend = options.backend or _told(f, options.function)
+        backend = options.backend or _framework_of(f, options.function)
         if backend not in gradtools.available_backends():
             raise GradtoolsError(
                 f'{backend} is not installed. Fix: pip install "gradtools[{backend}]"'
             )
         gt = import_module(f"gradtools.{backend}")
-        result = arrays_given(options.args, options.shapes, options.seed, "float32")
-        _taken(f, options.function, result)
-        return cls(f, tuple(gt.asarray(x) for x in result), gt)
+        arrays = arrays_given(options.args, options.shapes, options.seed, "float32")
+        _check_count(f, options.function, arrays)
+        return cls(f, tuple(gt.asarray(x) for x in arrays), gt)
 
 
 # --- programs ----------------------------------------------------------------------------
 
 
 def named(path: str) -> Any:
-    """What ``package.module:name`` names."""
+    """The object that ``package.module:name`` names."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise GradtoolsError(f"{path!r} names no program; write package.module:name.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        result = import_module(module)
+        value = import_module(module)
     except ImportError as error:
         raise GradtoolsError(f"{path}: the module {module} cannot be imported: {error}") from error
     except Exception as error:  # what the module's own code raises
         said = f"{type(error).__name__}: {str(error).rstrip('.')}{place_of(error)}"
         raise GradtoolsError(f"{path}: importing the module {module} raised {said}.") from error
     for part in name.split("."):
-        if not hasattr(result, part):
+        if not hasattr(value, part):
             raise GradtoolsError(f"{path}: {module} has no {name}.")
-        result = getattr(result, part)
-    return result
+        value = getattr(value, part)
+    return value
 
 
-def _taken(f: Any, path: str, given: tuple[np.ndarray, ...]) -> None:
-    """Refuses another number of arrays than the function takes, before anything runs."""
+def _check_count(f: Any, path: str, given: tuple[np.ndarray, ...]) -> None:
+    """Raises if the function does not take this number of arrays, before anything runs."""
     try:
         signature = inspect.signature(f)
     except (TypeError, ValueError):
@@ -107,16 +107,16 @@ def _taken(f: Any, path: str, given: tuple[np.ndarray, ...]) -> None:
         ) from error
 
 
-def _told(f: Any, path: str) -> str:
-    """The framework that a function is written in."""
+def _framework_of(f: Any, path: str) -> str:
+    """The framework that a function is written in, by its class or its module's imports."""
     space = vars(sys.modules[path.partition(":")[0]])
-    result = {b for text in _packages(f, space) if (b := _backend_of(text)) is not None}
-    if len(result) == 1:
-        return result.pop()
+    backends = {b for text in _packages(f, space) if (b := _backend_of(text)) is not None}
+    if len(backends) == 1:
+        return backends.pop()
     installed = gradtools.available_backends()
-    if not result and len(installed) == 1:
+    if not backends and len(installed) == 1:
         return installed[0]
-    came = "both PyTorch and JAX" if result else "neither PyTorch nor JAX"
+    came = "both PyTorch and JAX" if backends else "neither PyTorch nor JAX"
     raise GradtoolsError(
         f"{path}: its module imports {came}, so the framework is not clear; "
         "say --backend torch or --backend jax."
@@ -124,7 +124,7 @@ def _told(f: Any, path: str) -> str:
 
 
 def _packages(f: Any, space: dict[str, Any]) -> Iterator[str]:
-    """Names of the modules behind a function: its own kind's, else those its module imported."""
+    """The modules of f's class; if none is a framework's, those that its module imports."""
     own = [kind.__module__ for kind in type(f).__mro__]
     yield from own
     if any(map(_backend_of, own)):

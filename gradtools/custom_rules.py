@@ -1,8 +1,8 @@
 """`custom_rule`: functions on pytrees with a jvp or vjp rule that the user writes.
 
 The author writes a rule on pytrees, with the signatures of `jax.custom_vjp` and
-`jax.custom_jvp`; here it becomes a `Rule` on flat lists of arrays. For each way of calling the
-function (its static arguments, the structure of the others) there is one such Rule.
+`jax.custom_jvp`; here it becomes a `Rule` on flat lists of arrays: one `Specialization` for each
+combination of static arguments and tree structure.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe
 from gradtools.backend import Backend, F, Operators
 from gradtools.boundary import user_facing, user_facing_methods
-from gradtools.custom_structure import ARRAY, Shaped, avals_of
+from gradtools.custom_structure import ARRAY, Specialization, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
-from gradtools.host_kernels import told_apart
+from gradtools.host_kernels import type_key
 from gradtools.rule_contract import Contract, checked_word
 from gradtools.rules import KEYS, JvpRule, Rule, captured_objects, total
 
-_MOST_SHAPES = 256
+_MOST_SPECIALIZATIONS = 256
 
 
 class CustomRules(Operators):
@@ -61,19 +61,19 @@ class CustomRules(Operators):
                 static function captures cannot be differentiated.
             check: When the rule is checked for structure, shapes, dtypes and linearity: "first"
                 (once for each shape and dtype), "always", or "never". fwd's value is compared
-                with f's once, at the first arguments that are known.
+                with f's once, at the first concrete arguments.
 
         Returns:
-            A function with f's arguments. In `bwd`, None is a zero cotangent, and what belongs
-            to an integer argument; in `rule`, None is the tangent of an integer argument. A
-            float or complex number is an argument like an array; its tangent is a zero.
+            A function with f's arguments. `bwd` returns None for a zero cotangent and for an
+            integer argument; `rule` gets None as the tangent of an integer argument. A float or
+            complex number is an argument like an array; its tangent is a zero.
 
         Raises:
-            GradtoolsError: (on call) there is no rule; fwd's output, or that of the forward
-                rule, differs from f's in structure, shape or dtype, or fwd's in value; a
-                cotangent or tangent from what it belongs to; a map is not zero at zero, as where
-                the tangent was forgotten; a rule that must be transposed is not linear; what a
-                rule closes over is differentiated.
+            GradtoolsError: (on call) there is no rule; the output of fwd or of the forward rule
+                differs from f's in structure, shape or dtype, or fwd's in value; a cotangent
+                differs from its argument, or a tangent from its output, in structure, shape or
+                dtype; a map is not zero at zero, as if the tangent was forgotten; a rule that must
+                be transposed is not linear; a rule closes over an array that is differentiated.
 
         Example:
             >>> @gt.custom_rule
@@ -100,25 +100,34 @@ class CustomRules(Operators):
 # --- the function ------------------------------------------------------------------------
 
 
-_KNOWN = {"_direct", "_shapes", "_own_key", "_by_key", "_passing", "_key_of", "_out_of"}
+_CACHES = {
+    "_direct",
+    "_specializations",
+    "_version_key",
+    "_by_key",
+    "_transient",
+    "_key_of",
+    "_out_of",
+}
 _MAPS = ("fwd", "bwd", "jvp")
-_GIVEN = {"fun", *_MAPS, "remat", "check", "symbolic_zeros", "static_argnames", "kernel"}
+_SETTINGS = {"fun", *_MAPS, "remat", "check", "symbolic_zeros", "static_argnames", "kernel"}
 
 
 @user_facing_methods
 class CustomRule:
     """A function and its rule; see `custom_rule`.
 
-    To set one of these after a call is like giving the rule anew.
+    Setting an attribute after a call clears what was cached for earlier calls.
 
     Attributes:
         fun: The function that gives the value.
         fwd: The rule's forward pass, None if not given.
         bwd: The rule's backward pass, None if not given.
         jvp: The forward rule, None if not given.
-        remat: Whether before a recomputation f runs in the place of fwd (`optimize_remat`).
+        remat: Whether under `jax.checkpoint` the first pass runs f instead of fwd
+            (`optimize_remat`).
         static_argnames: The names of the static arguments.
-        check: When the rule is held to its contract: "first", "always" or "never".
+        check: When the rule is checked: "first", "always" or "never".
         symbolic_zeros: Which maps have symbolic zeros: any of "tangent" and "cotangent".
     """
 
@@ -143,7 +152,7 @@ class CustomRule:
         self.symbolic_zeros: frozenset[str] = frozenset()
         self._backend = backend
         self.static_argnames = _static_names(static_argnames)
-        self._begin()
+        self._init_caches()
 
     def __repr__(self) -> str:
         given = [name for name, rule in (("vjp", self.bwd), ("jvp", self.jvp)) if rule]
@@ -160,18 +169,18 @@ class CustomRule:
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is known of earlier calls."""
-        return {k: x for k, x in dict(self.__dict__).items() if k not in _KNOWN}
+        """The attributes without the caches."""
+        return {k: x for k, x in dict(self.__dict__).items() if k not in _CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._init_caches()
 
-    def _begin(self) -> None:
-        self._shapes: OrderedDict[Any, Shaped] = OrderedDict()
-        self._by_key: dict[str, Shaped] = {}
-        self._passing: dict[str, Any] = {}  # of `_by_key` what serves one call alone
-        self._forget()
+    def _init_caches(self) -> None:
+        self._specializations: OrderedDict[Any, Specialization] = OrderedDict()
+        self._by_key: dict[str, Specialization] = {}
+        self._transient: dict[str, Any] = {}  # the keys of specializations for one call only
+        self._clear_caches()
         self._key_of = self._backend.compiler.constant_result(self._key)
         self._out_of = self._backend.compiler.constant_result(self._out)
 
@@ -179,18 +188,18 @@ class CustomRule:
         if name in ("fun", *_MAPS) and not (callable(value) or value is None):
             raise GradtoolsError(f"{self.__name__}.{name} must be a function, got {value!r}.")
         super().__setattr__(name, value)
-        if name in _GIVEN and "_shapes" in self.__dict__:
-            self._forget()
+        if name in _SETTINGS and "_specializations" in self.__dict__:
+            self._clear_caches()
 
-    def _forget(self) -> None:
-        self._taken = taken = self._taking()
-        self._binds = any((*taken.static, *taken.keyword_only, taken.star))
-        self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
-        self._shapes.clear()
+    def _clear_caches(self) -> None:
+        self._binding = binding = self._make_binding()
+        self._needs_binding = any((*binding.static, *binding.keyword_only, binding.star))
+        self._version_key = next(KEYS)  # dynamo guards on it
+        self._specializations.clear()
         self._by_key.clear()
         self._direct = self._backend.direct_calls(self)
 
-    def _taking(self) -> Parameters:
+    def _make_binding(self) -> Parameters:
         return Parameters.of(self.__name__, self.fun, self.static_argnames)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -209,13 +218,12 @@ class CustomRule:
             fwd: `fwd(*args)` returns the output and what bwd needs, any pytree.
             bwd: `bwd(residuals, cotangent)` returns a tuple, one entry for each argument that is
                 not static. Static arguments lead the arguments of both.
-            symbolic_zeros: Whether fwd and bwd are told what is not differentiated. In the place
-                of each array and number fwd then gets an object with `value` and `perturbed`
-                (PyTorch's `needs_input_grad`), and bwd gets None for a cotangent that is zero.
-            optimize_remat: As in `jax.custom_vjp`, whether under `jax.checkpoint` the forward pass
-                that is computed again later runs f, and not fwd: of use where what fwd saves comes
-                from a kernel that computes it anyway. Without effect with symbolic_zeros, and in
-                PyTorch, whose checkpoint runs the forward pass as it stands.
+            symbolic_zeros: Whether fwd and bwd see what is not differentiated. Instead of each
+                array and number fwd then gets an object with `value` and `perturbed` (PyTorch's
+                `needs_input_grad`), and bwd gets None for a cotangent that is zero.
+            optimize_remat: As in `jax.custom_vjp`, whether under `jax.checkpoint` the first forward
+                pass, which is recomputed later, runs f instead of fwd. No effect with
+                symbolic_zeros, and in PyTorch, whose checkpoint runs the forward pass unchanged.
         """
         for name, rule in (("fwd", fwd), ("bwd", bwd)):
             if not callable(rule):
@@ -227,8 +235,8 @@ class CustomRule:
         self._is_symbolic("cotangent", symbolic_zeros)
 
     def _check_order(self, fwd: Any) -> None:
-        """Raises if fwd has f's parameters in f's order, as JAX's nondiff_argnums has them."""
-        statics, names = self._taken.statics, list(self._taken.names)
+        """Raises if fwd has f's parameters in f's order, as with JAX's nondiff_argnums."""
+        statics, names = self._binding.statics, list(self._binding.names)
         expected = [*statics, *[name for name in names if name not in statics]]
         try:
             came = list(inspect.signature(fwd).parameters)
@@ -242,8 +250,8 @@ class CustomRule:
             )
 
     def _check_count(self, definition: str, name: str, rule: Any, *arguments: str) -> None:
-        """Raises if a rule cannot be called with its arguments, which the static ones lead."""
-        expected = [*self._taken.statics, *arguments]
+        """Raises if a rule cannot be called with the static arguments and then `arguments`."""
+        expected = [*self._binding.statics, *arguments]
         try:
             taken = inspect.signature(rule)
         except (TypeError, ValueError):
@@ -264,8 +272,8 @@ class CustomRule:
 
         Args:
             rule: Static arguments lead its arguments.
-            symbolic_zeros: Whether the tangent of what is not differentiated is None, and not an
-                array of zeros.
+            symbolic_zeros: Whether the tangent of an argument that is not differentiated is None
+                instead of an array of zeros.
 
         Returns:
             The rule, so this may be used as a decorator.
@@ -284,8 +292,8 @@ class CustomRule:
 
         Args:
             rules: One for each argument that is not static: `rule(tangent, out, *args)` returns
-                what the output's tangent owes to that argument; None stands for nothing.
-                Static arguments lead the arguments of each.
+                that argument's term of the output's tangent; None means no term. Static arguments
+                lead the arguments of each.
         """
         for i, rule in enumerate(rules):
             if rule is not None and not callable(rule):
@@ -300,7 +308,7 @@ class CustomRule:
                     f"{self.__name__}.defjvps: {len(rules)} rules for {len(primals)} arguments; "
                     "give one for each, None where it adds nothing."
                 )
-            out = self._taken.call(self, statics, primals)
+            out = self._binding.call(self, statics, primals)
             return out, total(
                 rule(*statics, t, out, *primals)
                 for rule, t in zip(rules, tangents, strict=True)
@@ -314,59 +322,61 @@ class CustomRule:
         """The value; differentiated by the rule wherever a derivative is taken."""
         statics: tuple[Any, ...] = ()
         rest: tuple[Any, ...] = args
-        if kwargs or self._binds:
+        if kwargs or self._needs_binding:
             statics, rest = self._bound(args, kwargs)
         if self._direct is not None:
             result = self._direct(rest, statics)
             if result is not NotImplemented:
                 return result
         backend = self._backend
-        if not kwargs and not self._binds:  # defaults
+        if not kwargs and not self._needs_binding:  # defaults
             statics, rest = self._bound(args, kwargs)
         leaves, structure = backend.flatten_static(rest)
         leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]
         arrays = tuple([backend.is_array(x) for x in leaves])
         xs = [x for x in leaves if backend.is_array(x)]
         others = tuple([x for x in leaves if not backend.is_array(x)])
-        passing = set(self._passing)
-        key = self._key_of(self._own_key, statics, structure, arrays, others)
+        passing = set(self._transient)
+        key = self._key_of(self._version_key, statics, structure, arrays, others)
         try:
             ys = backend.apply_rule_by_key(key, *xs)
             avals = () if backend.compiler.is_tracing() else avals_of(xs)
             return backend.unflatten_static(self._out_of(key, avals), ys)
         finally:
-            if key in self._passing and key not in passing:
+            if key in self._transient and key not in passing:
                 self._by_key.pop(key, None)
-                self._shapes.pop(self._passing.pop(key), None)
+                self._specializations.pop(self._transient.pop(key), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """`(statics, rest)` of a call, or an error that names the function."""
         try:
-            return self._taken.bound(args, kwargs)
+            return self._binding.bound(args, kwargs)
         except TypeError as error:
-            taken = f"{self.__name__}{self._taken.signature}"
-            raise TypeRefusal(f"{self._kind} {taken}: {error}.") from error
+            signature = f"{self.__name__}{self._binding.signature}"
+            raise TypeRefusal(f"{self._kind} {signature}: {error}.") from error
 
-    # Compiled code takes what these two return for constants.
+    # Dynamo embeds the results of these two as constants.
 
     def _key(self, own_key: str, statics: Any, structure: Any, arrays: Any, others: Any) -> str:
-        return self._shape(statics, structure, arrays, others).key
+        return self._specialized(statics, structure, arrays, others).key
 
     def _out(self, key: str, avals: Any) -> Any:
-        """The structure that came out where arrays like these went in."""
-        shape = self._by_key[key]
-        if avals in shape.outs:
-            return shape.outs[avals]
-        if avals:  # lengths that are open where a rule is traced may be known where it is called
-            return shape.newest
-        return self._backend.static_treedef(shape.newest)
+        """The structure of the output for inputs with these avals."""
+        specialized = self._by_key[key]
+        if avals in specialized.outs:
+            return specialized.outs[avals]
+        if avals:  # a symbolic length may be concrete in the call
+            return specialized.newest
+        return self._backend.static_treedef(specialized.newest)
 
-    def _shape(self, statics: Any, structure: Any, arrays: Any, others: Any) -> Shaped:
-        """The Rule for this way of calling."""
-        programs = tuple([_program(x) for x in statics])
-        key = (programs, structure, arrays, others, told_apart((*statics, *others)))
+    def _specialized(
+        self, statics: Any, structure: Any, arrays: Any, others: Any
+    ) -> Specialization:
+        """The specialization for this structure and these static arguments."""
+        keys = tuple([_static_key(x) for x in statics])
+        key = (keys, structure, arrays, others, type_key((*statics, *others)))
         try:
-            result = self._shapes.get(key)
+            result = self._specializations.get(key)
         except TypeError as error:
             raise self._unhashable(statics, others) from error
         if result is None:
@@ -374,14 +384,13 @@ class CustomRule:
                 raise self._unhashable(statics, others)  # PyTorch's tensors are hashable
             full = _marked(iter(others), arrays)
             treedef = self._backend.treedef_of_static(structure)
-            result = self._shapes[key] = Shaped(self, statics, treedef, full)
+            result = self._specializations[key] = Specialization(self, statics, treedef, full)
             self._by_key[result.key] = result
             kind, functions = self._backend.array_type or str, _functions_in(statics)
             if next(captured_objects(functions, self._backend.is_traced, kind), None) is not None:
-                # arrays that are not to outlive their trace
-                self._passing[result.key] = key
-            if len(self._shapes) > _MOST_SHAPES:
-                del self._by_key[self._shapes.popitem(last=False)[1].key]
+                self._transient[result.key] = key  # a cached tracer would leak
+            if len(self._specializations) > _MOST_SPECIALIZATIONS:
+                del self._by_key[self._specializations.popitem(last=False)[1].key]
         return result
 
     def _arrays_in(self, tree: Any) -> list[Any]:
@@ -393,7 +402,7 @@ class CustomRule:
         backend = self._backend
         name, x = next(
             (name, x)
-            for name, x in [*zip(self._taken.statics, statics, strict=True)]
+            for name, x in [*zip(self._binding.statics, statics, strict=True)]
             + [(None, o) for o in others]
             if not (name and callable(x)) and (not _is_hashable(x) or self._arrays_in(x))
         )
@@ -414,34 +423,34 @@ class CustomRule:
             "nor hashable. Make it hashable (a tuple, a frozen dataclass)."
         )
 
-    def _rule(self, shape: Shaped) -> Rule:
+    def _rule(self, specialized: Specialization) -> Rule:
         if self.bwd is None and self.jvp is None:
             raise GradtoolsError(
                 f"{self.__name__} has no rule yet. Give it one with defvjp(fwd, bwd) or "
                 "defjvp(rule) before it is called."
             )
         if self.bwd is None:
-            return self._new_rule(shape, tangent=shape.tangent)
+            return self._new_rule(specialized, tangent=specialized.tangent)
         self._check_order(self.fwd)
-        return self._new_rule(shape, linearize=shape.linearize)
+        return self._new_rule(specialized, linearize=specialized.linearize)
 
-    def _new_rule(self, shape: Shaped, **maps: Any) -> Rule:
-        kind = Rule if self.jvp is None else partial(JvpRule, jvp=shape.pushforward)
+    def _new_rule(self, specialized: Specialization, **maps: Any) -> Rule:
+        kind = Rule if self.jvp is None else partial(JvpRule, jvp=specialized.pushforward)
         return kind(
             self.__name__,
-            shape.primal,
-            user_functions=(self.fun, *_functions_in(shape.statics), *self._maps().values()),
+            specialized.primal,
+            user_functions=(self.fun, *_functions_in(specialized.statics), *self._maps().values()),
             symbolic_zeros=self.symbolic_zeros,
-            contract=shape.contract,
+            contract=specialized.contract,
             **maps,
         )
 
     def _maps(self) -> dict[str, Callable[..., Any]]:
-        """The functions of the rule that were given, by the names of their roles."""
+        """The user's functions of the rule, by role."""
         return {role: f for role in _MAPS if (f := getattr(self, role)) is not None}
 
     def _contract(self) -> Contract:
-        """What a rule at one structure of the arguments is held to."""
+        """The contract of a specialization."""
         return Contract(
             f"{self._kind} {self.__name__}",
             self.check,
@@ -456,12 +465,12 @@ def _functions_in(statics: Sequence[Any]) -> list[Any]:
 
 
 def _marked(others: Any, arrays: Sequence[bool]) -> tuple[Any, ...]:
-    """Marks where arrays stand, and what else there is where they do not."""
+    """The leaves, with ARRAY in the place of each array."""
     return tuple([ARRAY if a else next(others) for a in arrays])
 
 
-def _program(x: Any) -> Any:
-    """What a static argument is compared by: a function that has no hash, by its identity."""
+def _static_key(x: Any) -> Any:
+    """The key of a static argument: itself, or the id of an unhashable function."""
     return id(x) if callable(x) and not _is_hashable(x) else x
 
 

@@ -1,4 +1,4 @@
-"""One `custom_rule` at one pytree structure of its arguments, as functions of flat arrays."""
+"""`Specialization`: a `custom_rule` at one pytree structure, as functions of flat arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import told_apart
+from gradtools.host_kernels import type_key
 from gradtools.rule_contract import Aval, Primal
 from gradtools.rules import Entries, Linearized, key_of
 
@@ -27,16 +27,26 @@ ARRAY = _Array()
 
 
 @dataclass(eq=False)
-class Shaped:
-    """A custom rule at fixed static arguments and structure: functions on flat lists of arrays."""
+class Specialization:
+    """A custom rule at fixed static arguments and structure: functions on flat lists of arrays.
+
+    Attributes:
+        of: The custom rule.
+        statics: The static arguments.
+        treedef: The structure of the other arguments.
+        others: Their leaves, ARRAY for each array.
+        outs: The structure of the output, by the avals of the inputs.
+        newest: The structure of the latest output.
+        refined: Makes linear maps that are rules themselves, of a host function.
+    """
 
     of: CustomRule
     statics: tuple[Any, ...]
     treedef: Any
     others: tuple[Any, ...]
     outs: dict[Any, Any] = field(default_factory=dict)
-    newest: Any = None  # of outs
-    refined: Callable[..., Linearized] | None = None  # its maps, differentiable again; see kernels
+    newest: Any = None
+    refined: Callable[..., Linearized] | None = None
 
     def __post_init__(self) -> None:
         self.backend = self.of._backend
@@ -51,7 +61,7 @@ class Shaped:
         ]
 
     def arguments(self, values: Sequence[Any]) -> Any:
-        """The arguments, with these values where arrays stand."""
+        """The arguments, with `values` as their arrays."""
         left = iter(values)
         full = [next(left) if o is ARRAY else o for o in self.others]
         return self.backend.unflatten(self.treedef, full)
@@ -60,11 +70,11 @@ class Shaped:
 
     def primal(self, *xs: Array) -> list[Array]:
         """The function itself."""
-        out = self.of._taken.call(self.of.fun, self.statics, self.arguments(xs))
+        out = self.of._binding.call(self.of.fun, self.statics, self.arguments(xs))
         return self.outputs(xs, out, "it")
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
-        """The arrays of what f ("it"), fwd or the forward rule returned, held to the contract."""
+        """The arrays of an output of f ("it"), fwd or the forward rule, checked by the contract."""
         backend = self.backend
         leaves, out_def = backend.flatten(out)
         avals = avals_of(xs)
@@ -72,19 +82,22 @@ class Shaped:
         if who == "it":
             self.values[avals] = out_def, self._avals_of(ys)
         elif self.contract.check != "never":
-            self.contract.ask(who, avals, of=lambda: self._hold(xs, avals, out_def, ys, who))
-            self.contract.ask("value", who, of=lambda: self._hold_value(xs, ys, who))
-        elif avals in self.values:  # known without a run, and nothing here fits another structure
-            self._hold(xs, avals, out_def, ys, who)
+            same_avals = lambda: self._check_output(xs, avals, out_def, ys, who)
+            self.contract.check_once(who, avals, check=same_avals)
+            self.contract.check_once("value", who, check=lambda: self._check_value(xs, ys, who))
+        elif avals in self.values:  # check="never": f's structure is needed, and known already
+            self._check_output(xs, avals, out_def, ys, who)
         self.outs[avals] = self.newest = out_def
         return ys
 
     def _avals_of(self, ys: Sequence[Array]) -> list[Aval]:
-        lengths = [tuple([_length(n) for n in y.shape]) for y in ys]  # a symbol is of its trace
-        return [Aval(n, self.backend.dtype_name(y)) for n, y in zip(lengths, ys, strict=True)]
+        shapes = [tuple([_length(n) for n in y.shape]) for y in ys]
+        return [Aval(s, self.backend.dtype_name(y)) for s, y in zip(shapes, ys, strict=True)]
 
-    def _hold(self, xs: Sequence[Array], avals: Any, out_def: Any, ys: Any, who: str) -> bool:
-        """Checks fwd's output against the function's own, once that is known."""
+    def _check_output(
+        self, xs: Sequence[Array], avals: Any, out_def: Any, ys: Any, who: str
+    ) -> bool:
+        """Compares fwd's output with f's in structure, shapes and dtypes; False if undecided."""
         if avals not in self.values:
             self.backend.abstract_eval(self.primal, *xs)
         if avals not in self.values:
@@ -93,23 +106,23 @@ class Shaped:
         came = self._avals_of(ys)
         if any(None in aval.shape for aval in (*came, *wanted)):
             came, wanted = _without_lengths(came), _without_lengths(wanted)
-        self.contract.same_outputs(who, out_def, came, expected, wanted)
+        self.contract.check_outputs(who, out_def, came, expected, wanted)
         return True
 
-    def _hold_value(self, xs: Sequence[Array], ys: Sequence[Array], who: str) -> bool:
-        """Compares a rule's value with the function's own, at the first known arguments."""
+    def _check_value(self, xs: Sequence[Array], ys: Sequence[Array], who: str) -> bool:
+        """Compares a rule's value with f's, at the first concrete arguments; False if undecided."""
         fwd = self.of.fwd if who == "fwd" else None
-        statics = self.of._taken.statics if fwd else ()
+        statics = self.of._binding.statics if fwd else ()
         lead = ", ".join((*statics, "...")) if statics else ""
 
         def twin(*xs: Array) -> list[Any]:
             assert fwd is not None
-            return self.backend.flatten(fwd(*self.statics, *self._told(xs, None))[0])[0]
+            return self.backend.flatten(fwd(*self.statics, *self._fwd_arguments(xs, None))[0])[0]
 
-        # Where static arguments may come in another order, made-up numbers serve in a trace.
+        # A wrong order of static arguments shows at any numbers, also at made-up ones in a trace.
         pairs = self.backend.value_pairs(self.primal, xs, ys, twin if statics else None)
         dtypes = [self.backend.dtype_name(y) for y in ys]
-        self.contract.same_values(who, pairs, dtypes, lead)
+        self.contract.check_values(who, pairs, dtypes, lead)
         return bool(pairs)
 
     def _as_array(self, y: Any, who: str) -> Array:
@@ -131,7 +144,7 @@ class Shaped:
         return self.pushed(xs, self.of.jvp(*self.statics, rest, self.tangents(dxs)))
 
     def pushed(self, xs: Entries, result: Any) -> tuple[list[Array], list[Any]]:
-        """The same from what the forward rule returned."""
+        """Outputs and tangents from the pair that the forward rule returned."""
         out, dout = self.pair(result, "the forward rule", "(out, tangent_out)")
         ys = self.outputs(xs, out, "the forward rule")
         dys = self._like(dout, self.outs[avals_of(xs)], "the forward rule's tangent")
@@ -145,7 +158,7 @@ class Shaped:
         return self.pushforward(xs, dxs)[1]
 
     def tangents(self, dxs: Sequence[Any]) -> Any:
-        """What the forward rule gets as tangents."""
+        """The tree of tangents that is passed to the forward rule."""
         left, symbolic = iter(dxs), "tangent" in self.of.symbolic_zeros
         full = [
             next(left) if o is ARRAY else None if symbolic or not _is_number(o) else 0.0
@@ -156,14 +169,14 @@ class Shaped:
     # --- the reverse rule
 
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> FwdMaps:
-        """One run of fwd, and the maps that read what it saved.
+        """Runs fwd; returns the outputs and the maps that read its residuals.
 
-        perturbed: Which of xs are differentiated, where that is known.
+        perturbed: Which of xs are differentiated, None if unknown.
         """
         backend, avals = self.backend, avals_of(xs)
         like = [(tuple(x.shape), x.dtype, backend.is_inexact(x)) for x in xs]
         assert self.of.fwd is not None
-        result = self.of.fwd(*self.statics, *self._told(xs, perturbed))
+        result = self.of.fwd(*self.statics, *self._fwd_arguments(xs, perturbed))
         out, res = self.pair(result, "fwd", "(out, residuals)")
         ys = self.outputs(xs, out, "fwd")
         kept, extras = Residuals.of(backend, res, xs, ys)
@@ -172,7 +185,7 @@ class Shaped:
     def maps(
         self, ys: list[Array], extras: list[Array], kept: Residuals, out_def: Any, like: Any
     ) -> FwdMaps:
-        """The maps that read what a run of fwd saved, at arrays like `like`."""
+        """The maps that read the residuals of a run of fwd, at arrays like `like`."""
         backend = self.backend
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
@@ -198,15 +211,15 @@ class Shaped:
             made_of=(tuple(like), out_def, kept),
         )
 
-    def _told(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
-        """fwd's arguments; with symbolic zeros each with whether it is differentiated."""
+    def _fwd_arguments(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
+        """fwd's arguments; with symbolic zeros each as a `Primal`."""
         if "cotangent" not in self.of.symbolic_zeros:
             return self.arguments(xs)
         if perturbed is None:
             perturbed = tuple([self.backend.is_inexact(x) for x in xs])
-        told = iter([Primal(x, p) for x, p in zip(xs, perturbed, strict=True)])
+        primals = iter([Primal(x, p) for x, p in zip(xs, perturbed, strict=True)])
         full = [
-            next(told)
+            next(primals)
             if o is ARRAY
             else Primal(o, False)
             if isinstance(o, int | complex | float)
@@ -216,10 +229,10 @@ class Shaped:
         return self.backend.unflatten(self.treedef, full)
 
     def cotangents(self, cotangents: Any, like: Sequence[Any]) -> list[Any]:
-        """What bwd returned, as one flat entry for each array."""
+        """The flat cotangents that bwd returned, one for each array, checked against `like`."""
         if not isinstance(cotangents, tuple | list) or len(cotangents) != len(self.entries):
             came = describe(self.backend, cotangents)
-            names = [n for n in self.of._taken.names if n not in self.of.static_argnames]
+            names = [n for n in self.of._binding.names if n not in self.of.static_argnames]
             raise self._error(
                 f"bwd returned {came}, expected a tuple of {len(self.entries)}, one cotangent for "
                 f"each argument{' (' + ', '.join(names) + ')' if names else ''}."
@@ -239,7 +252,7 @@ class Shaped:
     # --- checks
 
     def pair(self, result: Any, who: str, what: str) -> Any:
-        """The result, which must be two things."""
+        """The result, or an error if it is not a pair."""
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise self._error(
                 f"{who} returned {describe(self.backend, result)}, expected a pair {what}."
@@ -261,7 +274,7 @@ class Shaped:
         return list(leaves)
 
     def _zero_filled(self, tree: Any, treedef: Any) -> list[Any] | None:
-        """The leaves where None is in place of containers; None for another tree."""
+        """The leaves of a tree with None for containers; None if its structure differs."""
         whole = self.backend.unflatten(treedef, [_ZERO] * treedef.num_leaves)
         try:
             leaves = treedef.flatten_up_to(_without_none(tree, whole))
@@ -270,7 +283,7 @@ class Shaped:
         return [None if x is _ZERO else x for x in leaves]
 
     def _bare(self, tree: Any, treedef: Any) -> list[Any] | None:
-        """The same where an array stands for a container that holds one; None for another tree."""
+        """The leaves of a tree with x for a container of x alone; None if its structure differs."""
         backend = self.backend
         leaves, came = backend.flatten(tree)
         try:
@@ -284,7 +297,7 @@ class Shaped:
         return self._fits(x, tuple(like.shape), like.dtype, self.backend.is_inexact(like), who)
 
     def _fits(self, x: Any, shape: Any, dtype: Any, inexact: bool, who: str) -> Any:
-        """x held to a shape and dtype; None where nothing is differentiated."""
+        """x, checked against a shape and dtype; None for a zero or an integer argument."""
         if x is None or not inexact:
             return None
         zero = self.backend.is_symbolic_zero(x)
@@ -316,7 +329,7 @@ def _without_none(tree: Any, whole: Any) -> Any:
 
 
 def avals_of(xs: Sequence[Array]) -> Any:
-    """Shapes and dtypes: a key for what was found out about a rule."""
+    """Shapes and dtypes, a key of caches and checks."""
     return tuple([(tuple([_length(n) for n in x.shape]), x.dtype) for x in xs])
 
 
@@ -336,10 +349,10 @@ def _length(n: Any) -> Any:
 
 @dataclass(slots=True)
 class FwdMaps(Linearized):
-    """The maps that read what a run of fwd saved.
+    """The maps that read the residuals of a run of fwd.
 
     Attributes:
-        made_of: The avals of the inputs, the structure of the output, and what fwd saved.
+        made_of: The avals of the inputs, the structure of the output, and the residuals.
     """
 
     made_of: tuple[Any, Any, Residuals] = field(kw_only=True)
@@ -347,7 +360,7 @@ class FwdMaps(Linearized):
     @property
     def key(self) -> Any:
         """Runs of fwd with equal keys have the same maps, as functions of the residuals."""
-        return *self.made_of, told_apart(self.made_of[2].others)
+        return *self.made_of, type_key(self.made_of[2].others)
 
 
 _PLAIN = (str, bytes, bool, int, float, complex, type)
@@ -355,7 +368,7 @@ _PLAIN = (str, bytes, bool, int, float, complex, type)
 
 @dataclass(frozen=True)
 class Residuals:
-    """What fwd saved: where each array comes from, and all that is no array."""
+    """The pytree that fwd saved: the position of each array, and the other leaves."""
 
     treedef: Any
     places: tuple[int, ...]  # in [*xs, *ys, *extras]
@@ -363,12 +376,12 @@ class Residuals:
 
     @property
     def opaque_residuals(self) -> bool:
-        """Whether anything saved may depend on x without being an array."""
+        """Whether a non-array among them may depend on x."""
         return any(o is not ARRAY and not isinstance(o, _PLAIN) for o in self.others)
 
     @classmethod
     def of(cls, backend: Backend, res: Any, xs: Sequence[Array], ys: Sequence[Array]) -> Any:
-        """The record, and the extras."""
+        """The record of a pytree `res`, and its arrays that are neither inputs nor outputs."""
         leaves, treedef = backend.flatten(res)
         known = {id(x): i for i, x in reversed(list(enumerate([*xs, *ys])))}
         start = len(xs) + len(ys)
@@ -388,11 +401,11 @@ class Residuals:
 
     @classmethod
     def of_arrays(cls, treedef: Any, places: tuple[int, ...]) -> Residuals:
-        """The record of arrays alone."""
+        """The record of residuals that are all arrays."""
         return cls(treedef, places, (ARRAY,) * len(places))
 
     def restored(self, backend: Backend, saved: Entries) -> Any:
-        """What fwd saved, from its arrays."""
+        """The pytree that fwd saved, rebuilt from its arrays."""
         left = iter(saved)
         return backend.unflatten(
             self.treedef, [next(left) if o is ARRAY else o for o in self.others]

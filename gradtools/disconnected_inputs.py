@@ -1,8 +1,8 @@
-"""What to say when a differentiated argument does not reach the output.
+"""The policy `disconnected_inputs`: errors and warnings for arguments without a path to the output.
 
-An argument reaches the output if data flows from it through f, less what the cut table stops:
-stopped or detached, cast to integer or boolean, compared, taken out of the framework. The wings
-find that out; this is the policy, `disconnected_inputs`.
+An argument reaches the output if data flows from it through f and is not cut on the way: stopped or
+detached, cast to integer or boolean, compared, taken out of the framework. The backends determine
+that; this module reports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradtools.arguments.calls import Call
 from gradtools.backend import Array, Backend, Evaluation
 from gradtools.errors import DisconnectedInputError, warn
 
-_WITH_POLICY = ("grad", "value_and_grad")  # which take disconnected_inputs
+_WITH_POLICY = ("grad", "value_and_grad")  # the operators that take disconnected_inputs
 
 
 is_missing = partial(operator.is_, None)
@@ -24,7 +24,7 @@ is_missing = partial(operator.is_, None)
 
 
 class Connection:
-    """Which differentiated arguments do not reach the output, and what to say about it."""
+    """Finds the differentiated arguments that do not reach the output, and reports them."""
 
     def __init__(
         self, backend: Backend, call: Call, evaluation: Evaluation, grads: Sequence[Array | None]
@@ -32,12 +32,12 @@ class Connection:
         self.backend, self.call, self.evaluation, self.grads = backend, call, evaluation, grads
 
     def check(self, policy: str) -> None:
-        """Raises or warns as `policy`, a value of `disconnected_inputs`, says."""
+        """Raises or warns according to `policy`, a value of `disconnected_inputs`."""
         if not self.evaluation.checked:
             return self._warn_of_zeros()
         lost = self._lost_leaves() if policy == "strict" else self._lost_arguments()
         if not lost:
-            self.evaluation.cut(self.grads)  # raises for what f reads by another reference
+            self.evaluation.cut(self.grads)  # raises for parameters read by another reference
             return None
         message = self._message(lost)
         if policy != "warn":
@@ -69,12 +69,12 @@ class Connection:
         else:
             where += " Remove that operation from the path, or replace it (see why_zero)."
         verb = "does" if len(lost) == 1 else "do"
-        mend = 'If zero is what you mean, pass disconnected_inputs="zeros".'
+        fix = 'If zero is what you mean, pass disconnected_inputs="zeros".'
         if self.call.caller not in _WITH_POLICY:
-            mend = "Leave it out of what is differentiated, or let it reach the output."
+            fix = "Leave it out of what is differentiated, or let it reach the output."
         return (
             f"{self.call.caller}: {names} {verb} not reach the output of f by a differentiable "
-            f"path.{where} {mend}"
+            f"path.{where} {fix}"
         )
 
     def _warn_of_zeros(self) -> None:
@@ -91,9 +91,9 @@ class Connection:
 
 
 def refuse_cut(fun: Any, cut: Sequence[int]) -> None:
-    """Raises for leaves of a function that are cut after a derivative inside of it.
+    """Raises if leaves are cut off after an inner derivative, whose own derivative is then lost.
 
-    A constant has the derivative zero; what was cut has none that is known.
+    (A leaf on which the inner derivative does not depend is not cut: its derivative is zero.)
     """
     if not cut:
         return

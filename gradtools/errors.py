@@ -1,7 +1,7 @@
-"""What gradtools raises and warns.
+"""Exceptions and warnings.
 
-Every error says what was asked, what was found (argument, leaf path, shape, dtype)
-and what to do instead. Its text is part of the API.
+Every message names the function, the argument (leaf path, shape, dtype), what was expected, and how
+to fix it. The texts are part of the API.
 """
 
 import warnings
@@ -11,7 +11,7 @@ from gradtools.code_origin import depth_of_the_user, raised_by
 
 
 class GradtoolsError(Exception):
-    """What was asked cannot be done, or would give a number that may be wrong."""
+    """A call is invalid or unsupported, or its result might be wrong."""
 
 
 class DisconnectedInputError(GradtoolsError):
@@ -19,27 +19,27 @@ class DisconnectedInputError(GradtoolsError):
 
 
 class LostDerivativeError(GradtoolsError):
-    """Custom code in f gives a gradient whose own derivative autograd loses."""
+    """Custom code in f returns a gradient that autograd cannot differentiate again."""
 
 
 class RuntimeRefusal(GradtoolsError, RuntimeError):
-    """A framework's refusal in words that say what to do, of the framework's own type."""
+    """A framework's RuntimeError with a better message."""
 
 
 class NotImplementedRefusal(GradtoolsError, NotImplementedError):
-    """The same, of what a framework has not implemented."""
+    """A framework's NotImplementedError with a better message."""
 
 
 class TypeRefusal(GradtoolsError, TypeError):
-    """The same, where a framework takes it for an error of types."""
+    """A TypeError with a better message."""
 
 
 class ValueRefusal(GradtoolsError, ValueError):
-    """The same, where a framework takes it for an error of values."""
+    """A framework's ValueError with a better message."""
 
 
 class GradtoolsWarning(UserWarning):
-    """Something the user should know, said once, in plain words."""
+    """The category of gradtools' warnings."""
 
 
 class MissingRuleError(GradtoolsError):
@@ -47,28 +47,28 @@ class MissingRuleError(GradtoolsError):
 
 
 def warn(text: str) -> None:
-    """A `GradtoolsWarning` at the innermost line of the user's."""
+    """Issues a `GradtoolsWarning` at the user's innermost line."""
     warnings.warn(text, GradtoolsWarning, stacklevel=depth_of_the_user())
 
 
 def warn_once(key: Hashable, text: str) -> None:
-    """The same, said once for each key in this process."""
-    if key not in SAID:
-        SAID.add(key)
+    """Issues a `GradtoolsWarning` once for each key in this process."""
+    if key not in WARNED:
+        WARNED.add(key)
         warn(text)
 
 
-SAID: set[Hashable] = set()
+WARNED: set[Hashable] = set()
 
 
 def refusal(error: BaseException, text: str) -> GradtoolsError:
-    """A framework's error in our words: a `GradtoolsError` that keeps the framework's type."""
-    kinds = (result for kind, result in _REFUSALS.items() if isinstance(error, kind))
+    """A `GradtoolsError` with this text that is also of the type of a framework's error."""
+    kinds = (ours for kind, ours in _REFUSALS.items() if isinstance(error, kind))
     return next(kinds, GradtoolsError)(text)
 
 
 _REFUSALS: dict[type[Exception], type[GradtoolsError]] = {
-    NotImplementedError: NotImplementedRefusal,  # before what it is a kind of
+    NotImplementedError: NotImplementedRefusal,  # before its base class RuntimeError
     RuntimeError: RuntimeRefusal,
     TypeError: TypeRefusal,
     ValueError: ValueRefusal,
@@ -76,12 +76,12 @@ _REFUSALS: dict[type[Exception], type[GradtoolsError]] = {
 
 
 def said_by(package: str, error: BaseException) -> str:
-    """The text of an error that a framework made; none of the user's, nor of ours."""
+    """The text of an error that a framework raised; empty for errors of the user and gradtools."""
     return str(error) if is_of(package, error) else ""
 
 
 def is_of(package: str, error: BaseException) -> bool:
-    """Whether a framework made an error, rather than the user or gradtools."""
+    """Whether a framework raised an error, rather than the user or gradtools."""
     return not isinstance(error, GradtoolsError) and raised_by(package, error)
 
 
@@ -89,7 +89,7 @@ _FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "jaxlib": "JAX"}
 
 
 def needed(module: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """What an import of gradtools raises: a framework is not installed, and how one gets it."""
+    """The error of importing a backend whose framework is not installed, with the pip command."""
     missing = (error.name or "").partition(".")[0]
     if missing not in _FRAMEWORKS:
         return error

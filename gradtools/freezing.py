@@ -7,11 +7,11 @@ Its derivative along z is the tangent of the pullback along u,
     (d/dz) <u, J(z)^H v> = (d/de) J(z + e u)^H v   at e = 0
 
 since both are the same second derivative of <v, G(z)>: forward over reverse, at the memory of
-one graph of G. Double backward, in its place, keeps a graph of G and one of its pullback for each
-use until the end.
+one graph of G. Double backward would keep a graph of G and one of its pullback for each use until
+the end.
 
-How a use keeps its first graph until the pullback has used it, and what enters forward mode in
-place of a kernel that has none, stands in the wings' `freezing.py`.
+The backends' `freezing.py` keep the first graph of a use until its pullback has run, and replace
+kernels without forward mode.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ONE = Partition(1, 1)  # a use is one chunk
 
 
 class Freezing(Operators):
-    """The operators that take a function for a constant."""
+    """The operator `frozen`."""
 
     def frozen(
         self,
@@ -66,10 +66,9 @@ class Freezing(Operators):
             G: Takes and returns pytrees of arrays.
             memory_budget: Bytes of graphs to keep beyond the leanest; uses that fit cost 3F.
                 PyTorch: for all uses that live at once. JAX: for each use, and under vmap for each
-                example, since no trace knows how often what it traces will run: of N in a loop
-                each may keep so much, so divide by N. The size of a graph is known beforehand;
-                one that does not fit is not kept in part.
-            verify: PyTorch: whether what is computed again is compared with the first pass, as in
+                example, since a trace does not know how often it will run: for N uses in a loop
+                divide the budget by N. A graph is kept whole or not at all.
+            verify: PyTorch: whether the recomputation is compared with the first pass, as in
                 `chunked`, up to the rounding of other kernels.
 
         Returns:

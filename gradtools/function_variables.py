@@ -1,4 +1,4 @@
-"""What Python functions and containers hold, and copies of them that hold other parts."""
+"""The objects that functions and containers refer to, and copies with other objects in place."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from weakref import ref
 
 
 def cells_of(f: Any) -> dict[str, Any]:
-    """The variables that a function closes over, those alone that are bound."""
+    """The bound variables that a function closes over."""
     names = getattr(getattr(f, "__code__", None), "co_freevars", ())
     cells = zip(names, getattr(f, "__closure__", None) or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells if cell != CellType()}
 
 
 def globals_of(f: Any) -> dict[str, Any]:
-    """The globals that a function and the functions in it name."""
+    """The globals that a function and its inner functions read."""
     code, space = getattr(f, "__code__", None), getattr(f, "__globals__", {})
     return {name: space[name] for name in names_in(code) if name in space}
 
 
 def names_in(code: CodeType | None) -> Iterator[str]:
-    """The globals and attributes that code names, and what its inner functions name."""
+    """The names of globals and attributes in code, its inner functions included."""
     if code is None:
         return
     yield from code.co_names
@@ -34,7 +34,7 @@ def names_in(code: CodeType | None) -> Iterator[str]:
 
 
 def parts_of(x: Any) -> list[Any]:
-    """What a list, tuple, dict, bound method, partial function or weak reference holds."""
+    """The parts of a list, tuple, dict, bound method, partial or weak reference."""
     kind = type(x)
     if kind in (list, tuple):
         return list(x)
@@ -67,8 +67,8 @@ def with_parts(x: Any, of: Callable[[Any], Any]) -> Any:
 
 
 def held_in(x: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """What of these classes a function or a container holds, each once."""
-    result: dict[int, Any] = {}
+    """The objects of these classes that a function or a container refers to, each once."""
+    found: dict[int, Any] = {}
     seen: set[int] = set()
     todo = [x]
     while todo:
@@ -77,13 +77,13 @@ def held_in(x: Any, kinds: tuple[type, ...]) -> list[Any]:
             continue
         seen.add(id(x))
         if isinstance(x, kinds):
-            result[id(x)] = x
+            found[id(x)] = x
         else:
-            todo += _held_by(x)
-    return list(result.values())
+            todo += _referents(x)
+    return list(found.values())
 
 
-def _held_by(x: Any) -> list[Any]:
+def _referents(x: Any) -> list[Any]:
     if not isinstance(x, FunctionType):
         return parts_of(x)
     if is_of_framework(x):

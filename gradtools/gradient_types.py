@@ -1,6 +1,6 @@
-"""The types of gradient functions, for checkers: a gradient is of the type of what it is taken of.
+"""The types of gradient functions, for type checkers: a gradient has its argument's type.
 
-Of a `torch.nn.Module` it is a dict by parameter name. Nothing here is used when a program runs.
+That of a `torch.nn.Module` is a dict by parameter name. Nothing here is used at run time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 class TorchModule(Protocol):
-    """A `torch.nn.Module`, known by its methods, so that no framework is imported."""
+    """A protocol that `torch.nn.Module` satisfies, so that PyTorch need not be imported."""
 
     def named_parameters(
         self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...
@@ -31,11 +31,11 @@ M = TypeVar("M", bound=TorchModule)
 
 
 class _Unknown:
-    """No argument's type; Any alone matches it, as the parameter of a lambda does."""
+    """A type that only Any matches, such as a lambda's parameter."""
 
 
 class Gradient(Protocol[T_co, P]):
-    """What `grad` returns: f's signature, and a result of the first argument's type."""
+    """The function that `grad` returns: f's parameters, and the first argument's type."""
 
     @overload
     def __call__(
@@ -50,7 +50,7 @@ class Gradient(Protocol[T_co, P]):
 
 
 class ValueAndGradient(Protocol[T_co, P, R_co]):
-    """What `value_and_grad` returns: likewise, with f's own result in front."""
+    """The function that `value_and_grad` returns: f's output, and the first argument's type."""
 
     @overload
     def __call__(

@@ -1,7 +1,7 @@
 """Host functions: kernels of NumPy arrays with rules of their own.
 
-A host function is a custom rule whose value is a kernel. Its kernels cannot be differentiated,
-so where the double backward is the last one given, the symmetry of the Hessian gives the rest:
+A host function is a custom rule whose value is a kernel. Kernels cannot be differentiated, so the
+derivatives beyond the last rule that the user wrote follow from the symmetry of the Hessian:
 
     bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. Its derivative along dx is a
     product with that function's Hessian, and so equals its own pullback, of dx.
@@ -17,7 +17,7 @@ from typing import Any, overload
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.backend import Array, Backend, Operators
 from gradtools.custom_rules import CustomRule
-from gradtools.custom_structure import FwdMaps, Shaped
+from gradtools.custom_structure import FwdMaps, Specialization
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.host_kernels import ArraySpec, Kernel
 from gradtools.rule_contract import checked_word
@@ -25,7 +25,7 @@ from gradtools.rules import Entries, Linearized, Rule, spread, total
 
 
 class HostFunctions(Operators):
-    """The operator that takes a kernel into the framework's program."""
+    """The operator that embeds a kernel in the framework's program."""
 
     ArraySpec = ArraySpec
 
@@ -114,7 +114,7 @@ class HostFunction(CustomRule):
         self.kernel = Kernel(kernel, out, vectorized)
         super().__init__(backend, kernel, (), checked_word("host_function", check))
         self.fun = self._value
-        self.opaque = False  # known, once a derivative of bwd in forward mode was missing
+        self.opaque = False  # whether bwd is known to have no forward mode
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "kernel" and not isinstance(value, Kernel):
@@ -124,7 +124,7 @@ class HostFunction(CustomRule):
             )
         super().__setattr__(name, value)
 
-    def _taking(self) -> Parameters:
+    def _make_binding(self) -> Parameters:
         return Parameters.positional(self.__name__, self.kernel.fun)
 
     def _value(self, *args: Any) -> Any:
@@ -133,7 +133,7 @@ class HostFunction(CustomRule):
         ys = backend.call_kernel(call, xs)
         return backend.unflatten(call.results_of(xs).treedef, ys)
 
-    def _rule(self, shape: Shaped) -> Rule:
+    def _rule(self, specialized: Specialization) -> Rule:
         if self.bwd is None and self.jvp is None:
 
             def missing(saved: Entries, moving: Entries) -> Any:
@@ -143,13 +143,13 @@ class HostFunction(CustomRule):
                     "its arguments."
                 )
 
-            return Rule(self.__name__, shape.primal, missing, missing)
+            return Rule(self.__name__, specialized.primal, missing, missing)
         if self.bwd is None:
-            return super()._rule(shape)
-        of_kernels = _OfKernels(self, shape)
-        shape.refined = of_kernels.refined
-        rule = self._new_rule(shape, linearize=of_kernels.linearize)
-        # Its maps are rules on all cotangents, so fwd is told that each may be asked for.
+            return super()._rule(specialized)
+        of_kernels = _OfKernels(self, specialized)
+        specialized.refined = of_kernels.refined
+        rule = self._new_rule(specialized, linearize=of_kernels.linearize)
+        # Its maps are rules of all cotangents, so fwd must treat every input as perturbed.
         return replace(rule, symbolic_zeros=self.symbolic_zeros - {"cotangent"})
 
 
@@ -160,33 +160,33 @@ _MOST_MAPS = 64
 class _OfKernels:
     """The maps of a host function with a reverse rule, as rules themselves.
 
-    `pull` is bwd as a function of x, of what fwd saved, and of the cotangents. It is linear in
-    the cotangents, and a gradient in x. `push` is its transpose in the cotangents.
+    `pull` is bwd as a function of x, the residuals and the cotangents: linear in the cotangents,
+    and a gradient in x. `push` is its transpose in the cotangents.
     """
 
     of: HostFunction
-    shape: Shaped
+    specialized: Specialization
     known: dict[Any, _KernelMaps] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.backend = self.of._backend
 
     def linearize(self, *xs: Array) -> Linearized:
-        """Like `Shaped.linearize`, with maps that can be differentiated again."""
+        """Like `Specialization.linearize`, with maps that can be differentiated again."""
         backend = self.backend
-        result = self.shape.linearize(*xs)
+        result = self.specialized.linearize(*xs)
         outs = [backend.aval(y) if backend.is_inexact(y) else None for y in result.ys]
         return self.refined(result, [backend.is_inexact(x) for x in xs], outs)
 
     def refined(self, linearized: FwdMaps, moving: Sequence[bool], outs: Entries) -> Linearized:
-        """The maps of `Shaped.maps`, with what is needed to differentiate them again.
+        """The maps of `Specialization.maps` as rules, which can be differentiated again.
 
         moving: Which inputs are floating or complex.
-        outs: What the outputs look like, None for others.
+        outs: The avals of the outputs, None for integers.
         """
         backend, n, k = self.backend, len(moving), len(linearized.saves)
         maps = self.maps(linearized, tuple(moving), tuple(outs))
-        given = linearized.tangent  # and not all that was found, whose arrays would stay
+        given = linearized.tangent  # so that the closure keeps no arrays of `linearized`
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             if given is not None:
@@ -211,11 +211,11 @@ class _OfKernels:
         )
 
     def maps(self, linearized: FwdMaps, moving: Any, outs: Any) -> _KernelMaps:
-        """The maps as rules, made once for evaluations that differ in their arrays alone."""
+        """The maps as rules, memoized by the structure of the evaluation."""
         key = (linearized.key, outs)
         try:
             known = self.known.get(key)
-        except TypeError:  # fwd saved what is not hashable
+        except TypeError:  # a residual is not hashable
             key, known = None, None
         if known is not None:
             return known
@@ -235,7 +235,7 @@ class _OfKernels:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class _MapRule(Rule):
-    """A map of a host function as a rule; it shares `origin`, and so the checks, with `host`."""
+    """A map of a host function as a rule; it shares the checks of `host`."""
 
     host: Rule
 
@@ -246,7 +246,10 @@ class _MapRule(Rule):
 
 @dataclass(eq=False)
 class _KernelMaps:
-    """bwd and its transpose at one structure, as rules on `[*xs, *saved, *what they move]`."""
+    """bwd and its transpose at one structure, as rules of `[*xs, *saved, *vectors]`.
+
+    The vectors are the cotangents of `pull`, the tangents of `push`.
+    """
 
     of: _OfKernels
     saves: tuple[int, ...]
@@ -259,18 +262,18 @@ class _KernelMaps:
         self.backend = self.of.backend
         self.n, self.k = len(self.moving), len(self.saves)
         name, saved = host.__name__, tuple(range(self.n, self.n + self.k))
-        rule = partial(_MapRule, host=self.of.shape.rule, nondifferentiable=saved)
+        rule = partial(_MapRule, host=self.of.specialized.rule, nondifferentiable=saved)
         rule = partial(rule, user_functions=(host.fwd, host.bwd))
         self.pull = rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled)
         self.push = rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed)
 
     def parted(self, operands: Entries) -> tuple[Any, Any, Any]:
-        """xs, what fwd saved, and what is moved linearly."""
+        """The operands as `(xs, residuals, vectors)`."""
         n, k = self.n, self.k
         return operands[:n], operands[n : n + k], operands[n + k :]
 
     def moved(self, xs: Entries) -> list[Any]:
-        """Those of the inputs that are differentiated."""
+        """The differentiated ones among entries for the inputs."""
         return [x for x, m in zip(xs, self.moving, strict=True) if m]
 
     # --- pull: cotangents of y to cotangents of x
@@ -284,12 +287,12 @@ class _KernelMaps:
         ]
 
     def evaluated(self, xs: Entries, values: Entries, cts: Entries) -> list[Array]:
-        """The same as a function of the differentiated inputs: what fwd saves follows them."""
+        """`pulled` as a function of the differentiated inputs: residuals are recomputed."""
         new = iter(values)
         at = [next(new) if m else x for x, m in zip(xs, self.moving, strict=True)]
         if all(i < self.n for i in self.saves):
             return self.pulled(*at, *[at[i] for i in self.saves], *cts)
-        result = self.of.shape.linearize(*at)
+        result = self.of.specialized.linearize(*at)
         everything = [*at, *result.ys, *result.extras]
         return self.pulled(*at, *[everything[i] for i in self.saves], *cts)
 
@@ -305,7 +308,7 @@ class _KernelMaps:
         return [total(parts) for parts in zip(*terms, strict=True)]
 
     def along(self, xs: Entries, cts: Entries, dxs: Entries) -> list[Array]:
-        """How the pulled cotangents change along dxs."""
+        """The derivative of the pulled cotangents along dxs."""
         at = self.moved(xs)
         along = self.backend.filled(self.moved(dxs), at)
 

@@ -1,10 +1,10 @@
 """Host kernels: NumPy, SciPy or ctypes functions inside a framework's program.
 
-A framework that traces a program must know what a kernel returns before it runs it, and has no
-chance to look at what it then returns: so an `ArraySpec` says it, and what comes is held to it
-here, exactly, before a framework could cast or misread it. Under vmap a kernel is called once for
-each example, or once with the batch in front of every argument. A kernel has no derivative of its
-own. How a call enters a framework's program stands in `torch/host.py` and `jax/host.py`.
+A framework that traces a program must know the shape and dtype of a kernel's result before it runs
+the kernel. An `ArraySpec` declares them, and each result is checked against it here, before a
+framework could cast or misread it. Under vmap a kernel is called once for each example, or once
+with the batch axis in front of every argument. A kernel has no derivative of its own. The calls in
+the frameworks' programs are in `torch/host.py` and `jax/host.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SIZES = {"int": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _SIZES["uint"] = _SIZES["int"]
 _DTYPES = {"bool", "bfloat16"} | {f"{kind}{n}" for kind, sizes in _SIZES.items() for n in sizes}
 _PLAIN_KINDS = "biufc"
-_CARRIED = {"bfloat16": "float32"}  # NumPy has no such dtype; a kernel sees the other
+_CARRIED = {"bfloat16": "float32"}  # NumPy lacks bfloat16; kernels get float32
 _SCALARS = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 _FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array"}
 
@@ -82,7 +82,7 @@ def _shape(shape: Any) -> Shape:
 
 def _dim(d: Any) -> Any:
     if type(d).__module__.partition(".")[0] in _FRAMEWORKS:
-        return d  # a symbol: to read it would fix its size
+        return d  # symbolic: reading it would specialize the trace
     if isinstance(d, bool) or operator.index(d) < 0:
         raise ValueError(d)
     return operator.index(d)
@@ -106,19 +106,20 @@ def _dtype(dtype: Any) -> str:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Kernel:
-    """A function of NumPy arrays, and what it returns.
+    """A function of NumPy arrays, and the specs of its results.
 
     Attributes:
-        fun: Gets read-only NumPy arrays where the program has arrays (bfloat16 as float32), in
-            C order, and what is no array as it is; returns NumPy arrays.
+        fun: Gets the program's arrays as read-only NumPy arrays in C order (bfloat16 as float32),
+            and other arguments unchanged; returns NumPy arrays.
         out: None (one array like the first array argument), a pytree of ArraySpecs, or a function
             from the arguments, each array replaced by its ArraySpec of one example, to one.
         vectorized: Whether under vmap it is called once, with the batch axes in front of every
-            array, and not once for each example.
-        name: What messages call it.
-        raw: Whether it takes arrays in any layout, an axis of stride 0 for one over which they are
-            the same, and returns a list of arrays that nobody writes, which then are not copied.
-        inside: Of a function of another framework: it, with its `name` and `fun`.
+            array, instead of once for each example.
+        name: Its name in messages.
+        raw: Whether it takes arrays of any strides (0 for a broadcast axis), and returns a list of
+            arrays that are never written to, which therefore are not copied.
+        inside: The function of another framework that this kernel wraps, if any, with its `name`
+            and `fun`.
     """
 
     __gradtools_holds__ = ("fun", "out")  # see `rules.captured_objects`
@@ -145,7 +146,7 @@ class Kernel:
 
     @property
     def line(self) -> str:
-        """Where it was defined, as messages say it; nothing of a builtin."""
+        """A sentence for messages with the kernel's file and line; empty for a builtin."""
         source = definition_of(_python(self.inside.fun if self.inside else self.fun))
         if source is None:
             return ""
@@ -166,9 +167,9 @@ class Kernel:
     def known_call(
         self, avals: Any, backend: Any, args: Sequence[Any]
     ) -> tuple[KernelCall, Results]:
-        """The call with arrays that look so as arguments, and what it returns; kept for the next.
+        """The call with these arguments and its result specs, memoized by `avals`.
 
-        avals: What tells apart arguments for which `out` may say something else.
+        avals: A key that differs wherever `out` may return other specs.
         """
         result = self.known.get(avals)
         if result is None:
@@ -180,7 +181,7 @@ class Kernel:
 
     def _call(self, *structure: Any) -> KernelCall:
         """The call of this structure; compiled programs find it by its key."""
-        key = (*structure, *told_apart(structure[-1]))
+        key = (*structure, *type_key(structure[-1]))
         try:
             result = self.calls.get(key)
         except TypeError:  # an argument that is not hashable
@@ -193,7 +194,7 @@ class Kernel:
 
 
 def _python(fun: Any) -> Any:
-    """The Python function under partials, under what wraps it, or that a callable object runs."""
+    """The Python function inside partials and wrappers, or a callable object's `__call__`."""
     while True:
         if isinstance(fun, functools.partial):
             fun = fun.func
@@ -206,8 +207,8 @@ def _python(fun: Any) -> Any:
             return vars(type(fun)).get("__call__")
 
 
-def told_apart(values: Sequence[Any]) -> tuple[Any, ...]:
-    """What tells values apart that are equal: 1 and 1.0 and True, 0.0 and -0.0."""
+def type_key(values: Sequence[Any]) -> tuple[Any, ...]:
+    """A key that distinguishes equal values: 1, 1.0 and True, 0.0 and -0.0."""
     return tuple([(type(v), repr(v) if isinstance(v, float | complex) else "") for v in values])
 
 
@@ -227,20 +228,29 @@ def call_by_key(key: str) -> KernelCall:
 
 
 def call_if_kept(key: str) -> KernelCall | None:
-    """The call with this key, if what made it is still held."""
+    """The call with this key, or None if it was garbage collected."""
     return _BY_KEY.get(key)
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a kernel returns for one example: ArraySpecs, and the structure in which they come."""
+    """A kernel's results for one example: their ArraySpecs and tree structure.
+
+    Attributes:
+        specs: One for each array.
+        treedef: The structure.
+        alone: Whether it is a single array in no container.
+        dtypes: The NumPy dtypes, float32 for bfloat16.
+        avals: The shapes with these dtypes.
+        widened: Whether any is bfloat16.
+    """
 
     specs: tuple[ArraySpec, ...]
     treedef: Any
-    alone: bool  # whether one array comes, in no container
-    dtypes: tuple[np.dtype[Any], ...] = field(init=False, compare=False)  # as NumPy carries them
-    avals: tuple[Any, ...] = field(init=False, compare=False)  # their shapes and these
-    widened: bool = field(init=False, compare=False)  # whether NumPy has another dtype for one
+    alone: bool
+    dtypes: tuple[np.dtype[Any], ...] = field(init=False, compare=False)
+    avals: tuple[Any, ...] = field(init=False, compare=False)
+    widened: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         carried = [np.dtype(carrier(s.dtype)) for s in self.specs]
@@ -250,7 +260,7 @@ class Results:
         object.__setattr__(self, "widened", any(s.dtype in _CARRIED for s in self.specs))
 
     def are(self, ys: Sequence[Any], batch: Shape) -> bool:
-        """Whether arrays have the expected shapes and dtypes; no message is made."""
+        """Whether arrays have the expected shapes and dtypes."""
         for y, (shape, dtype) in zip(ys, self.avals, strict=True):
             if batch:
                 shape = (*batch, *shape)
@@ -261,15 +271,16 @@ class Results:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KernelCall:
-    """A kernel, and the pytree of its arguments: so it is a function on a flat list of arrays.
+    """A kernel at one pytree of arguments: a function of a flat list of arrays.
 
     Attributes:
-        kernel: Which kernel.
-        trees: Whose pytrees: a backend.
+        kernel: The kernel.
+        trees: The backend whose pytrees they are.
         treedef: The structure of the tuple of arguments.
         arrays: Which leaves are arrays.
-        others: The leaves that are none, None where an array stands.
-        key: A text by which compiled code finds the call again, see `call_by_key`.
+        others: The leaves that are not arrays, None in the place of each array.
+        key: A string that compiled code embeds to refer to the call; see `call_by_key`.
+        flat: Whether the arguments are arrays in no containers.
     """
 
     kernel: Kernel
@@ -278,7 +289,7 @@ class KernelCall:
     arrays: tuple[bool, ...]
     others: tuple[Any, ...]
     key: str = field(default_factory=lambda: next(KEYS))
-    flat: bool = field(init=False)  # whether the arguments are arrays, in no containers
+    flat: bool = field(init=False)
 
     def __post_init__(self) -> None:
         _BY_KEY[self.key] = self
@@ -291,16 +302,16 @@ class KernelCall:
         return f"<call of {self.kernel!r}>"
 
     def keep(self) -> None:
-        """Lets the call live as long as the kernel: a compiled program holds its key only."""
+        """Keeps the call alive as long as the kernel: a compiled program holds only its key."""
         self.kernel.traced[self.key] = self
 
     def results_of(self, xs: Sequence[Any], batch_axes: int = 0) -> Results:
-        """The results for these arguments, whose first `batch_axes` axes are batches."""
+        """The result specs for these arguments, whose first `batch_axes` axes are batches."""
         name = self.trees.dtype_name
         return self.results([ArraySpec(tuple(x.shape[batch_axes:]), name(x)) for x in xs])
 
     def results(self, specs: Sequence[ArraySpec]) -> Results:
-        """The results for arguments of these ArraySpecs, of one example."""
+        """The result specs for arguments of these ArraySpecs, of one example."""
         out = self._out(specs)
         result, treedef = self.trees.flatten(out)
         for spec, path in zip(result, self.trees.leaf_paths(out), strict=True):
@@ -329,7 +340,7 @@ class KernelCall:
 
         Args:
             xs: NumPy arrays with len(batch) axes in front, each as long as batch's or 1.
-            expected: What comes out for one example, see `results`.
+            expected: The result specs of one example, see `results`.
             batch: The sizes of the batch axes.
 
         Returns:
@@ -339,30 +350,30 @@ class KernelCall:
             xs = [read_only(x) for x in xs]
         full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs] if batch else xs
         if self.kernel.raw:
-            return self._held(self._called(full), expected, batch)
+            return self._checked(self._called(full), expected, batch)
         if not batch:
             return self.fresh(xs, expected)
         if self.kernel.vectorized:
             return self.fresh([read_only(x) for x in full], expected, batch)
         ys = [np.empty((*batch, *s.shape), carrier(s.dtype)) for s in expected.specs]
         for i in np.ndindex(*batch):
-            result = self._held(self._called([x[(*i, ...)] for x in full]), expected)
-            for y, one in zip(ys, result, strict=True):
+            example = self._checked(self._called([x[(*i, ...)] for x in full]), expected)
+            for y, one in zip(ys, example, strict=True):
                 y[i] = one
         return ys
 
     def fresh(
         self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()
     ) -> list[np.ndarray]:
-        """One call, at arrays that are read-only and in C order, and new arrays of what it returns.
+        """Calls the kernel at read-only arrays in C order; returns arrays that own their memory.
 
-        What a kernel returns may be its argument, or its own workspace.
+        The kernel itself may return its argument or its own workspace.
         """
         return self.owned(self._called(xs), expected, batch)
 
     def owned(self, tree: Any, expected: Results, batch: Shape = ()) -> list[np.ndarray]:
-        """New arrays of what the kernel returned, held to what was expected."""
-        ys = self._held(tree, expected, batch)
+        """The kernel's results, checked, as arrays that own their memory."""
+        ys = self._checked(tree, expected, batch)
         del tree
         for i, dtype in enumerate(expected.dtypes):
             if not _is_new(ys, i, dtype):
@@ -372,11 +383,11 @@ class KernelCall:
     def _called(self, xs: Sequence[np.ndarray]) -> Any:
         return self.kernel.fun(*xs) if self.flat else self.kernel.fun(*self._arguments(xs))
 
-    def _held(self, tree: Any, expected: Results, batch: Shape = ()) -> list[Any]:
-        """What the kernel returned, as a flat list, held to what was expected."""
+    def _checked(self, tree: Any, expected: Results, batch: Shape = ()) -> list[Any]:
+        """The kernel's results as a flat list, checked against the expected specs."""
         kernel = self.kernel
         if expected.alone and type(tree) is np.ndarray and not kernel.raw:
-            ys, tree = [tree], None  # held once
+            ys, tree = [tree], None  # one reference only, for `_is_new`
             if not batch and (ys[0].shape, ys[0].dtype) == expected.avals[0]:
                 return ys
         elif kernel.raw:
@@ -395,7 +406,7 @@ class KernelCall:
         return ys
 
     def _leaves(self, tree: Any, wanted: Any) -> list[Any]:
-        """What stands in `tree` at the leaves of `wanted`, whatever the order of its dicts."""
+        """The subtrees of `tree` at the leaves of `wanted`, in any order of dict keys."""
         try:
             leaves = wanted.flatten_up_to(tree)
         except (ValueError, TypeError):
@@ -412,7 +423,7 @@ class KernelCall:
         return leaves
 
     def _arguments(self, values: Sequence[Any]) -> Any:
-        """The arguments with these values in the place of arrays."""
+        """The arguments, with `values` as their arrays."""
         left = iter(values)
         pairs = zip(self.arrays, self.others, strict=True)
         return self.trees.unflatten(self.treedef, [next(left) if a else o for a, o in pairs])
@@ -424,25 +435,25 @@ class KernelCall:
         return GradtoolsError(f"{who}: {text}{kernel.line}")
 
     def no_derivative(self) -> GradtoolsError:
-        """What is raised where a derivative is asked for and no rule knows it."""
+        """The error of differentiating a kernel without a rule."""
         return self.error("it has no derivative of its own. Give it a rule (defvjp or defjvp).")
 
 
 def _is_new(ys: list[Any], i: int, dtype: np.dtype[Any]) -> bool:
-    """Whether an array of this dtype in C order owns its memory, and the list alone holds it."""
-    if type(ys[i]) is not np.ndarray or sys.getrefcount(ys[i]) > _HELD_ONCE:
+    """Whether ys[i] is in C order, of this dtype, owns its memory, and is referred to only here."""
+    if type(ys[i]) is not np.ndarray or sys.getrefcount(ys[i]) > _SINGLE_REFERENCE:
         return False
     flags = ys[i].flags
     return flags.owndata and flags.c_contiguous and flags.writeable and ys[i].dtype == dtype
 
 
-def _held_once() -> int:
-    """What Python counts of an array that a list alone holds."""
+def _refcount_of_an_entry() -> int:
+    """`sys.getrefcount` of an array to which a list alone refers."""
     ys = [np.empty(0)]
     return sys.getrefcount(ys[0])
 
 
-_HELD_ONCE = _held_once()
+_SINGLE_REFERENCE = _refcount_of_an_entry()
 _LEAF = object()
 
 
@@ -454,15 +465,15 @@ def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
     if isinstance(y, np.ndarray | np.generic):
         if y.shape == shape and y.dtype.name in (spec.dtype, carrier(spec.dtype)):
             return ""
-        mend = _mend(y, spec, y.shape == shape) if not batch else ""
-        return f"has shape {y.shape} and dtype {y.dtype}; {expected}.{mend}"
+        fix = _fix(y, spec, y.shape == shape) if not batch else ""
+        return f"has shape {y.shape} and dtype {y.dtype}; {expected}.{fix}"
     if shape == () and _fits(y, spec.dtype):
         return ""
     return f"is {_described(y)}; {expected}. Return NumPy arrays."
 
 
-def _mend(y: np.ndarray | np.generic, spec: ArraySpec, same_shape: bool) -> str:
-    """What to write where the shape or only the dtype is another one."""
+def _fix(y: np.ndarray | np.generic, spec: ArraySpec, same_shape: bool) -> str:
+    """How to fix a wrong shape, or a wrong dtype alone, in words."""
     own = f"out=ArraySpec({y.shape}, {y.dtype.name!r})"
     if same_shape:
         return f" Nothing is cast: return y.astype({carrier(spec.dtype)!r}), or say {own}."
@@ -476,7 +487,7 @@ def carrier(dtype: str) -> str:
 
 def read_only(x: np.ndarray) -> np.ndarray:
     """x in C order, without a way to make it writable again."""
-    if x.dtype.kind not in _PLAIN_KINDS:  # a framework's own, which NumPy knows as raw bytes
+    if x.dtype.kind not in _PLAIN_KINDS:  # of ml_dtypes, raw bytes to NumPy
         x = x.astype(carrier(x.dtype.name))
     return np.asarray(np.asarray(x, order="C").data.toreadonly())
 

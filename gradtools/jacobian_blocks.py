@@ -22,21 +22,22 @@ Push = Callable[[list[Array]], list[Array]]
 def blocks(
     backend: Backend, fun: Fun, leaves: list[Array], mode: str, chunk_size: int | None
 ) -> list[list[Array]]:
-    """For each output leaf, for each input leaf, an array of shape s + t.
+    """For each output leaf and each input leaf, of shapes s and t, an array of shape s + t.
 
-    mode: "auto" evaluates fun for its pullback. If the output is much larger than the input, and
-        the pullback can be transposed, columns are pushed by that.
+    mode: "forward", "reverse" or "auto". "auto" evaluates fun once for its pullback; if the output
+        is much larger than the input, and the pullback can be transposed, it pushes tangents
+        through the transposed pullback.
     """
     if mode == "forward":
         return _forward(backend, fun, leaves, chunk_size)
-    result = backend.vjp(fun, leaves, groups=None, once=False)
+    evaluation = backend.vjp(fun, leaves, groups=None, once=False)
     push = None
-    if mode == "auto" and _passes(backend, result.outs) > 2 * _size(leaves):
-        push = result.transposed()
+    if mode == "auto" and _passes(backend, evaluation.outs) > 2 * _size(leaves):
+        push = evaluation.transposed()
     if push is not None:
         with suppress(CannotPush):
             return _columns(backend, push, leaves, chunk_size)
-    return _rows(backend, fun, leaves, result, chunk_size)
+    return _rows(backend, fun, leaves, evaluation, chunk_size)
 
 
 def _size(xs: list[Array]) -> int:
@@ -44,24 +45,23 @@ def _size(xs: list[Array]) -> int:
 
 
 def _passes(backend: Backend, ys: list[Array]) -> int:
-    """How many cotangents reverse mode pulls back: two for a complex number."""
+    """How many cotangents reverse mode pulls back: two for each complex entry."""
     return sum([math.prod(y.shape) * (2 if backend.is_complex(y) else 1) for y in ys])
 
 
 def _rows(
-    backend: Backend, fun: Fun, leaves: list[Array], result: Evaluation, chunk_size: int | None
+    backend: Backend, fun: Fun, leaves: list[Array], evaluation: Evaluation, chunk_size: int | None
 ) -> list[list[Array]]:
+    """The blocks in reverse mode: the pullback of a batch of unit cotangents per output leaf."""
     full = [x for x in leaves if not _is_empty(x)]
 
     def rows_of(k: int, basis: Array) -> list[Array]:
         def pull(unit: Array) -> list[Array]:
-            cts = [unit if i == k else None for i in range(len(result.outs))]
-            pulled = result.pullback(cts)
-            if isinstance(fun, Call):  # and no gradient, which is a derivative itself
-                refuse_cut(fun, result.cut(pulled))
-            pairs = zip(leaves, pulled, strict=True)
-            filled = [backend.zeros_like(x) if g is None else g for x, g in pairs]
-            return [g for g in filled if not _is_empty(g)]
+            cts = [unit if i == k else None for i in range(len(evaluation.outs))]
+            pulled = evaluation.pullback(cts)
+            if isinstance(fun, Call):  # for a gradient function the caller checks
+                refuse_cut(fun, evaluation.cut(pulled))
+            return [g for g in backend.filled(pulled, leaves) if not _is_empty(g)]
 
         return backend.map_batches(pull, [basis], chunk_size)
 
@@ -69,7 +69,7 @@ def _rows(
         if _is_empty(y) or not full:
             return [_empty_block(backend, y, x) for x in leaves]
         rows = rows_of(k, backend.unit_basis(y))
-        if backend.is_complex(y):  # of real inputs: a pullback sees one part at a time
+        if backend.is_complex(y):  # the inputs are real, so each part needs its own pullback
             imaginary = rows_of(k, 1j * backend.unit_basis(y))
             rows = [re + 1j * im for re, im in zip(rows, imaginary, strict=True)]
         left = iter(rows)
@@ -80,7 +80,7 @@ def _rows(
             for x in leaves
         ]
 
-    return [block_row(k, y) for k, y in enumerate(result.outs)]
+    return [block_row(k, y) for k, y in enumerate(evaluation.outs)]
 
 
 def _forward(
@@ -98,13 +98,13 @@ def _forward(
 def _columns(
     backend: Backend, push: Push, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
-    """The unit tangents of all leaves are one batch, so f is evaluated once for all of them."""
+    """The blocks by pushing the unit tangents of all leaves as one batch."""
     ends = [*accumulate([math.prod(x.shape) for x in leaves], initial=0)]
     count = ends[-1]
     if count:
         pairs = zip(leaves, pairwise(ends), strict=True)
         bases = [backend.unit_basis(x, start, count - end) for x, (start, end) in pairs]
-    else:  # one empty tangent tells the outputs' shapes
+    else:  # one empty tangent, for the outputs' shapes
         bases = [x.reshape((1, *x.shape)) for x in leaves]
     mapped = backend.map_batches(lambda *units: push([*units]), bases, chunk_size, one_draw=True)
     last = [axis_moved(backend, column[:count], 0, -1) for column in mapped]
@@ -118,7 +118,7 @@ def _columns(
 
 
 def in_precision_of(backend: Backend, x: Array, block: Array) -> Array:
-    """A block in the precision of the input leaf x, which is that of rows."""
+    """A block cast to the precision of the input leaf x, which reverse mode gives."""
     if not backend.is_complex(block):
         return block if block.dtype == x.dtype else backend.cast(block, x)
     real, imaginary = backend.cast(block.real, x), backend.cast(block.imag, x)

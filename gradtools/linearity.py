@@ -1,10 +1,10 @@
-"""Whether a map is linear, tested with numbers alone: a kernel has no program to read.
+"""Tests numerically whether a map is linear, as for kernels, which have no jaxpr or graph.
 
-A linear map takes multiples to multiples, L(c v) = c L(v), and sums to sums. In floating point
-both hold up to rounding, which is as large as the terms that the map adds up: where these cancel,
-nothing can be said of it from the results. So the vectors are of few binary digits. A power of two
-then goes through a linear map bit for bit, and v + w is exact; what rounding is left in L(v + w)
-is as large as that in L(3 v), L(5 v) and L(7 v), which is seen where multiples of two went through.
+A linear map takes multiples to multiples, L(c v) = c L(v), and sums to sums. In floating point both
+hold up to rounding, which is as large as the terms that the map adds up, and cannot be bounded by
+the results if these terms cancel. So the vectors have few binary digits. Multiplying by a power of
+two then is exact, and so is v + w; the rounding in L(v + w) is compared with that in L(3 v), L(5 v)
+and L(7 v).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 Array = Any
 Entries = Sequence[Any]  # arrays, or None for a zero
 
-_LEAST = 2.0**-9  # what is divided by more is no longer of few digits where a map takes 16 bits
-_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # a few samples of the rounding, and how far it may be beyond
+_LEAST = 2.0**-9  # dividing by more would make 16-bit numbers subnormal
+_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # samples of the rounding, and the tolerance in units of it
 
 
 def is_linear(
@@ -26,17 +26,17 @@ def is_linear(
     gap: Callable[[Array, Array], float],
     slack: Callable[[Array], float],
 ) -> bool:
-    """Whether sums and multiples go through `run`.
+    """Whether `run` preserves sums and multiples.
 
     v, w: Vectors of four binary digits.
-    gap: The largest modulus of a difference; two NaNs do not differ, nor what is equal.
-    slack: What may differ of an array's size where nothing cancels.
+    gap: The largest modulus of a difference; equal entries and pairs of NaN count as 0.
+    slack: The relative tolerance for an array if nothing cancels.
     """
     narrow = any(str(x.dtype).removeprefix("torch.") == "float16" for x in v)
-    reach = 2.0**5 if narrow else 2.0**13  # by which they may be multiplied and divided
+    reach = 2.0**5 if narrow else 2.0**13  # the largest factor
     one, other = run(v), run(w)
     sizes = [0.0 if y is None else gap(y, 0.0 * y) for y in one]
-    for factor in (-max(1 / reach, _LEAST), reach):  # what is linear on one side alone is not
+    for factor in (-max(1 / reach, _LEAST), reach):  # a negative one finds relu-like maps
         pairs = zip(_scaled(factor, one), run(_scaled(factor, v)), sizes, strict=True)
         for y, scaled, size in pairs:
             if not _distance(gap, y, scaled) <= _slack(slack, y) * abs(factor) * size:

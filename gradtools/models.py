@@ -3,8 +3,7 @@
 A model becomes ``apply(params, state, *args, key=key) -> (out, new_state)``, in every framework
 the same, so that derivatives are taken with respect to an argument like any other. Arrays come
 in and go out with the dtype that they have; randomness comes in as a key.
-What is done here is each wing's own work (``modules.py`` and ``arrays.py``); these are the names
-and the promises.
+The backends implement them (``modules.py`` and ``arrays.py``); this module documents them.
 """
 
 from __future__ import annotations
@@ -89,13 +88,12 @@ class Models(Operators):
           ``eqx.nn.State`` given as ``variables`` (handed to the module after the other positional
           arguments, and returned by it), or an empty dictionary. The key is handed over as
           ``key=`` if the module's ``__call__`` takes it; splitting it over a batch, and the
-          ``axis_name`` that batch normalisation needs, are the caller's.
-
+          ``axis_name`` that batch normalisation needs, are up to the user.
         - haiku: what ``hk.transform`` or ``hk.transform_with_state`` gave; ``variables`` is what
           its ``init`` returned, params or ``(params, state)``. The key is handed over as ``rng``.
-        - Keras 3, on its backend of this namespace: params maps the paths of the trainable
-          variables to arrays, state those of all others, the seeds of its random streams among
-          them. ``train`` is its ``training``.
+        - Keras 3, on this framework's backend: params maps the paths of the trainable variables to
+          arrays, state those of all others, including the seeds of its random streams. ``train`` is
+          its ``training``.
 
         Conventions differ: PyTorch's running variance is unbiased and its momentum m is
         ``1 - m`` elsewhere; flax's and equinox's is biased, and equinox, in evaluation, divides its
@@ -124,8 +122,10 @@ class Models(Operators):
             Traceback (most recent call last):
             gradtools.errors.GradtoolsError: make_functional: got an int; ...
         """
-        room = self._backend.room("modules", "make_functional")
-        return room.make_functional(module, variables=variables, train=train, rng_names=rng_names)
+        modules = self._backend.submodule("modules", "make_functional")
+        return modules.make_functional(
+            module, variables=variables, train=train, rng_names=rng_names
+        )
 
     @property
     def xp(self) -> Any:
@@ -237,15 +237,15 @@ class Models(Operators):
         Args:
             f: A function of pytrees of arrays.
             in_axes: The batch axis of each positional argument, None for one that is shared, or
-                a dict from f's parameters to axes. What a dict does not name, and keyword
-                arguments, are mapped over axis 0, but for what is no array or has no axes.
+                a dict from f's parameters to axes. Keyword arguments, and arguments that a dict
+                does not name, are mapped over axis 0, except for scalars and non-arrays.
             out_axes: The batch axis of each output.
 
         Returns:
             The mapped function.
 
         Raises:
-            GradtoolsError: f is no function. Axes and sizes that do not fit: as the framework says.
+            GradtoolsError: f is no function. Wrong axes and sizes raise the framework's own error.
 
         Example:
             >>> rows = gt.asarray(np.ones((2, 3), np.float32))
@@ -269,16 +269,16 @@ class Models(Operators):
         return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
 
     def checkpoint(self, f: F, verify: bool | None = None) -> F:
-        """The function f; its intermediate results are computed again in the backward pass.
+        """The function f; its intermediate results are recomputed in the backward pass.
 
-        It trades one more forward pass of f for the memory of its graph. PyTorch: f is computed
-        again as one chunk of `chunked`: random generators, buffers, attributes and containers are
+        It trades one more forward pass of f for the memory of its graph. PyTorch: f is recomputed
+        as one chunk of `chunked`: random generators, buffers, attributes and containers are
         restored, so batch normalization counts once. f may capture computed tensors. In compiled
         code it is ``torch.utils.checkpoint`` (not reentrant). JAX: ``jax.checkpoint``.
 
         Args:
             f: A function of pytrees of arrays.
-            verify: PyTorch: whether what is computed again is compared with the first pass, as in
+            verify: PyTorch: whether the recomputation is compared with the first pass, as in
                 `chunked`.
 
         Returns:
@@ -286,7 +286,8 @@ class Models(Operators):
 
         Raises:
             GradtoolsError: f is no function, or verify is unknown; (on call, on differentiating)
-                as `chunked` does where f changes what cannot be put back, or gives other numbers.
+                as `chunked`, if f changes state that cannot be restored, or recomputes other
+                numbers.
 
         Example:
             >>> square = gt.checkpoint(lambda x: (x * x).sum())
@@ -313,7 +314,7 @@ class Models(Operators):
             A function of the same value and derivatives.
 
         Raises:
-            GradtoolsError: f is no function. An option that there is not: as the framework says.
+            GradtoolsError: f is no function. Unknown options raise the framework's own error.
 
         Example:
             >>> fast = gt.compile(lambda x: x + 1)

@@ -1,7 +1,7 @@
-"""Tables as aligned text; HTML forms of reports and tables, from the text of a terminal.
+"""Tables as aligned text, and the HTML of reports and tables for notebooks.
 
-The objects have one text, with a terminal's colours if asked for. `coloured` turns the escape
-sequences of ANSI X3.64 into spans, so that what is seen is the same in both places.
+A report has one text, optionally with ANSI colours. `coloured` converts the escape sequences to
+HTML spans, so that a notebook shows the same as a terminal.
 """
 
 from __future__ import annotations

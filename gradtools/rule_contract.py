@@ -5,12 +5,13 @@ For y = f(x) a rule consists of `fwd` or a forward rule, whose output is f's own
     dy = T(x) dx        x' = C(x) y'
 
 which are linear: T(x) 0 = 0 and C(x) 0 = 0, and transposing a map twice gives the map back.
-A map with a constant part (the author forgot the tangent) is no derivative: where the other mode
-is made by transposing it, the constant part would be gone without a word.
+A map with a constant part (the author forgot the tangent) is no derivative, and transposing it for
+the other mode would silently drop the constant part.
 
-Here stand the questions and the words, once for both frameworks. How a map is asked is up to
-the framework: JAX reads its program, PyTorch computes it. With `check="first"` each question is
-asked once for a rule and a signature, and not again for what is derived from it.
+This module holds the bookkeeping and the error messages for both frameworks. Each framework
+evaluates the maps in its own way: JAX reads the jaxpr, PyTorch computes numbers. With
+`check="first"` each check runs once for a rule and a signature; rules derived from it share the
+result.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MOST = 1024
 
 
 def checked_word(caller: str, check: Any) -> str:
-    """`check` itself, or an error if it is none of the known words."""
+    """`check` itself, or an error if it is not one of CHECKS."""
     if check not in CHECKS:
         raise GradtoolsError(
             f"{caller}: check is {check!r}; expected 'first' (once for each signature), 'always' "
@@ -40,7 +41,7 @@ def checked_word(caller: str, check: Any) -> str:
 
 @dataclass(frozen=True)
 class Aval:
-    """An array's shape and dtype, as messages and comparisons speak of them."""
+    """An array's shape and dtype, for comparisons and messages."""
 
     shape: tuple[Any, ...]
     dtype: str
@@ -51,80 +52,82 @@ class Aval:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Contract:
-    """What one rule of an author is held to, and what its author said of it.
+    """The checks of one user-written rule, and its author's options.
 
     Attributes:
-        name: What messages call the rule, such as "custom_rule sinh".
+        name: The rule's name in messages, such as "custom_rule sinh".
         check: When it is checked: "first", "always" or "never".
-        functions: What its functions are called, such as {"bwd": "sin_bwd"}, for whoever prints.
-        remat: Whether the value is that of f, and not of fwd, where what fwd saves is not used:
-            before a recomputation.
-        answered: The questions that were, with `check="first"`.
-        losing: At which signatures the forward rule cannot be transposed without loss, and which
-            tangent it loses.
+        functions: The names of its functions, such as {"bwd": "sin_bwd"}, for printing.
+        remat: Whether f computes the value instead of fwd if the residuals are not used, because
+            they are recomputed later (`optimize_remat`).
+        passed: The checks that passed, with `check="first"`.
+        lost_tangents: The signatures at which transposing the forward rule would lose a tangent,
+            and the index of that tangent.
     """
 
     name: str
     check: str = "first"
     functions: Mapping[str, str] = field(default_factory=dict)
     remat: bool = False
-    answered: set[Hashable] = field(default_factory=set)
-    losing: dict[Hashable, int] = field(default_factory=dict)
+    passed: set[Hashable] = field(default_factory=set)
+    lost_tangents: dict[Hashable, int] = field(default_factory=dict)
 
-    def ask(self, *question: Hashable, of: Callable[[], Any]) -> bool:
-        """Runs a check, unless it was passed before; whether it can be told.
+    def check_once(self, *key: Hashable, check: Callable[[], Any]) -> bool:
+        """Runs a check unless it passed before under this key. Returns False if undecided.
 
-        of: Raises what speaks against the rule; returns False where it cannot be told yet.
+        check: Raises if the rule is wrong; returns False if that cannot be decided yet.
         """
-        if self.check == "never" or (self.check == "first" and question in self.answered):
+        if self.check == "never" or (self.check == "first" and key in self.passed):
             return True
-        if len(self.answered) >= _MOST:
-            self.answered.clear()
-        self.answered.add(question)  # before: a rule may use itself
-        passed = False
+        if len(self.passed) >= _MOST:
+            self.passed.clear()
+        self.passed.add(key)  # before the check, since a rule may use itself
+        decided = False
         try:
-            passed = of() is not False
+            decided = check() is not False
         finally:
-            if not passed:
-                self.answered.discard(question)
-        return passed
+            if not decided:
+                self.passed.discard(key)
+        return decided
 
-    # --- what is said
+    # --- the checks' messages
 
     def refusal(self, text: str) -> GradtoolsError:
         """An error that names the rule."""
         return GradtoolsError(f"{self.name}: {text}")
 
-    def same_outputs(
+    def check_outputs(
         self, who: str, came: Any, avals: list[Aval], expected: Any, wanted: list[Aval]
     ) -> None:
-        """Whether what the forward pass returned is f's output in structure, shapes and dtypes.
+        """Raises unless fwd's or the forward rule's output has the structure and avals of f's.
 
         who: "fwd" or "the forward rule".
-        came, expected: The structures.
-        avals, wanted: The arrays.
+        came, avals: The structure and avals of its output.
+        expected, wanted: Those of f's output.
         """
-        mend = (
+        fix = (
             "Its first result must be the function's own output at the same arguments"
             f"{_LIKELY.get(who, '')}."
         )
         if came != expected:
             raise self.refusal(
                 f"{who} returned an output of the structure {in_words(came)}, but the function "
-                f"returns {in_words(expected)}. {mend}"
+                f"returns {in_words(expected)}. {fix}"
             )
         for i, (aval, want) in enumerate(zip(avals, wanted, strict=True)):
             if aval != want:
                 raise self.refusal(
-                    f"{who} returned {aval} for output {i}, but the function returns {want}. {mend}"
+                    f"{who} returned {aval} for output {i}, but the function returns {want}. {fix}"
                 )
 
-    def same_values(self, who: str, pairs: Sequence[Any], dtypes: Sequence[str], lead: str) -> None:
-        """Raises if a rule's value is another than f's, by more than any rounding or iteration.
+    def check_values(
+        self, who: str, pairs: Sequence[Any], dtypes: Sequence[str], lead: str
+    ) -> None:
+        """Raises if a rule's value differs from f's, by more than rounding or iteration explains.
 
         who: "fwd" or "the forward rule".
         pairs: For each output f's value and the rule's, as NumPy arrays.
-        lead: How fwd is called where static arguments lead, else empty.
+        lead: fwd's parameters as text if static arguments come first, else empty.
         """
         for i, ((own, came), dtype) in enumerate(zip(pairs, dtypes, strict=False)):
             known = np.isfinite(own) & np.isfinite(came)
@@ -141,12 +144,12 @@ class Contract:
                 "custom_rule(f, check='never') keeps both."
             )
 
-    def hold_zero(self, which: str, wrong: int | None, places: Sequence[int] = ()) -> None:
+    def check_zero(self, which: str, wrong: int | None, places: Sequence[int] = ()) -> None:
         """Raises if a map does not take zero to zero.
 
-        which: "tangent" or "cotangent", after what the map is linear in.
-        wrong: Which of its results is not zero, None if all are.
-        places: Where the results stand among all of the map's, if there are others.
+        which: "tangent" or "cotangent", what the map is linear in.
+        wrong: The index of a result that is not zero, None if all are.
+        places: The positions of the checked results among all results, if there are others.
         """
         if wrong is None:
             return
@@ -159,11 +162,10 @@ class Contract:
             "the other mode would lose it."
         ) from None
 
-    def lost(self, which: str, i: int) -> GradtoolsError:
-        """The error of a map of which a part is gone when it is transposed twice.
+    def not_transposable(self, which: str, i: int) -> GradtoolsError:
+        """The error of a map that loses its i-th input when it is transposed twice.
 
         which: "tangent" or "cotangent".
-        i: Of which of its inputs.
         """
         who, _, _, mode = _OF[which]
         return self.refusal(
@@ -201,9 +203,8 @@ class Primal:
 
     Attributes:
         value: The array or number.
-        perturbed: Whether its derivative may be asked for. Where it is False no cotangent is
-            needed, nor what would have to be saved for it: what PyTorch calls
-            `needs_input_grad`, and JAX `perturbed`.
+        perturbed: Whether its derivative may be needed. If False, neither its cotangent nor
+            residuals for it are: PyTorch's `needs_input_grad`, JAX's `perturbed`.
     """
 
     value: Any

@@ -1,11 +1,11 @@
 """Taylor mode: derivatives of high order along a curve, and the Laplacian, in one pass.
 
-An array that moves carries more than its value. For `jet`, x(t) carries its derivatives at t = 0,
+Each array is propagated with further terms. For `jet` these are the derivatives of x(t) at t = 0,
 
     x, dx/dt, d2x/dt2, ..., dKx/dtK
 
-and for `laplacian` its Jacobian J with respect to the inputs, one row of it for each input entry,
-and its Laplacian L, summed over them. Both are an algebra with three rules:
+and for `laplacian` the Jacobian J with respect to the inputs, with one row for each input entry,
+and the Laplacian L. Both are an algebra with three rules:
 
     f linear         y_k = f(x_k)
                      J_y = f(J_x), L_y = f(L_x)
@@ -14,8 +14,8 @@ and its Laplacian L, summed over them. Both are an algebra with three rules:
     f elementwise    the formula of Faa di Bruno
                      J_y = f'(x) J_x, L_y = f'(x) L_x + f''(x) sum J_x^2
 
-What has no rule is differentiated K times along the polynomial by nested forward mode, which takes
-2^K passes through it. The wings say which operation is which (`torch/taylor.py`, `jax/taylor.py`).
+An operation without a rule is differentiated K times along the polynomial by nested forward mode,
+which takes 2^K passes. The backends classify the operations (`torch/taylor.py`, `jax/taylor.py`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ Linear = Callable[..., list[Array]]
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """An array that moves.
+    """An array with its derivative terms.
 
     Attributes:
-        primal: Its value.
-        terms: What else it carries, each of its shape, or with an axis for the inputs in front.
+        primal: The value.
+        terms: For `jet` the derivatives, each of the value's shape. For `laplacian` (J, L), where
+            J has an axis for the inputs in front.
     """
 
     primal: Array
@@ -58,9 +59,9 @@ class Jets:
         self.backend, self.order, self.caller = backend, order, caller
 
     def linear(self, f: Linear, xs: Sequence[Series], leading: bool) -> list[list[Term]]:
-        """The terms of each output of an f that is linear in all of xs together.
+        """The terms of each output of an f that is jointly linear in all of xs.
 
-        leading: Whether f takes arrays with a further axis in front.
+        leading: Whether f also accepts arrays with an additional leading axis.
         """
         return _by_output([self._along(f, xs, k) for k in range(self.order)])
 
@@ -73,7 +74,7 @@ class Jets:
     def product(
         self, f: Callable[[Array, Array], Array], x: Series, y: Series, leading: bool
     ) -> list[Term]:
-        """The terms of an f that is linear in each of two operands."""
+        """The terms of a bilinear f."""
         xs, ys = (x.primal, *x.terms), (y.primal, *y.terms)
         return [
             _sum(
@@ -85,7 +86,7 @@ class Jets:
         ]
 
     def elementwise(self, slopes: Sequence[Array], x: Series) -> list[Term]:
-        """The terms of f(x), where slopes are f', f'', ... at x: the formula of Faa di Bruno.
+        """The terms of f(x) by the formula of Faa di Bruno, with slopes = [f', f'', ...] at x.
 
         With B(n, k) the partial Bell polynomials of x's terms, y_n = sum_k f^(k)(x) B(n, k).
         """
@@ -107,7 +108,7 @@ class Jets:
     def general(
         self, f: Fun, xs: Sequence[Series], in_loop: bool = False
     ) -> tuple[list[Series], list[Any]]:
-        """`(outs, extras)` of any f, by forward mode in forward mode along the polynomial."""
+        """`(outs, extras)` of any f, by nested forward mode along the polynomial."""
         first = self.backend.zeros_like(self.backend.xp.real(xs[0].primal)).sum()
         one = self.backend.ones_like(first)
         extras: list[Any] = []
@@ -128,7 +129,7 @@ class Jets:
         ], extras
 
     def _one_more(self, g: Fun, known: int, one: Array, t: Array) -> tuple[list[Array], list[Any]]:
-        """g's outputs, which are `known` derivatives of each, and one more of each."""
+        """g's outputs (the first `known` derivatives of each), and the next derivative of each."""
         outs, extras, pushed = self.backend.jvp(g, [t], [one])
         return [*outs, *pushed[len(outs) - len(outs) // known :]], extras
 
@@ -146,12 +147,12 @@ class Laplacians:
         """As `Jets.linear`."""
         primals = [x.primal for x in xs]
         jacobians, laplacians = ([x.terms[k] for x in xs] for k in (0, 1))
-        pushed = lost = None
+        rows = total = None
         if any(j is not None for j in jacobians):
-            pushed = self._mapped(f, leading)(*self._rows(jacobians, primals))
+            rows = self._mapped(f, leading)(*self._rows(jacobians, primals))
         if any(t is not None for t in laplacians):
-            lost = f(*self.backend.filled(laplacians, primals))
-        return _by_output([pushed, lost])
+            total = f(*self.backend.filled(laplacians, primals))
+        return _by_output([rows, total])
 
     def product(
         self, f: Callable[[Array, Array], Array], x: Series, y: Series, leading: bool
@@ -177,9 +178,9 @@ class Laplacians:
     def general(
         self, f: Fun, xs: Sequence[Series], in_loop: bool = False
     ) -> tuple[list[Series], list[Any]]:
-        """`(outs, extras)` of any f: second derivatives along each row, and one along L.
+        """`(outs, extras)` of any f: second derivatives along each row of J, and a jvp along L.
 
-        in_loop: Whether the rows are taken one by one, for an f that vmap cannot follow.
+        in_loop: Whether the rows are looped over, for an f that vmap does not support.
         """
         backend, primals = self.backend, [x.primal for x in xs]
         outs, extras = f(*primals)
@@ -229,14 +230,14 @@ Algebra = Jets | Laplacians
 
 
 def _by_output(along: Sequence[list[Array] | None]) -> list[list[Term]]:
-    """Of the outputs along each term, the terms of each output."""
+    """Transposes the outputs for each term to the terms of each output."""
     count = max((len(ys) for ys in along if ys is not None), default=0)
     return [[None if ys is None else ys[i] for ys in along] for i in range(count)]
 
 
 def _sum(terms: Any) -> Term:
-    found = list(terms)
-    return reduce(add, found) if found else None
+    terms = list(terms)
+    return reduce(add, terms) if terms else None
 
 
 def _scaled(count: int, x: Array) -> Array:
@@ -254,7 +255,7 @@ def _polynomial(x: Series, t: Array) -> Array:
 
 
 def powers(x: Array, p: float, order: int) -> list[Any]:
-    """The derivatives of x^p; those of a whole power above it are zero, also at x = 0."""
+    """The derivatives of x^p; those above a natural p are zero, also at x = 0."""
     slopes: list[Any] = []
     factor, p = 1.0, int(p) if float(p).is_integer() else p
     for k in range(order):
@@ -264,7 +265,7 @@ def powers(x: Array, p: float, order: int) -> list[Any]:
 
 
 def polynomials(y: Array, slope: tuple[float, ...], order: int) -> list[Any]:
-    """The derivatives of a function y with y' = slope(y), a polynomial: so are they all."""
+    """The derivatives of a function y with y' = slope(y), which are all polynomials in y."""
     slopes, p = [], list(slope)
     for _ in range(order):
         slopes.append(reduce(lambda value, c: value * y + c, reversed(p)))
@@ -287,9 +288,9 @@ class Taylor(Operators):
     ) -> tuple[Any, Any]:
         """The derivatives of f along a curve up to order K, in one pass.
 
-        For x(t) with the derivatives `series` at t = 0 it gives those of f(x(t)), as
-        `jax.experimental.jet` does. An order K costs about K^2 / 2 products in place of the 2^K
-        passes of nested derivatives. Operations without a rule take nested forward mode.
+        For x(t) with the derivatives `series` at t = 0 it returns those of f(x(t)), like
+        `jax.experimental.jet`. Order K costs about K^2 / 2 products instead of the 2^K passes of
+        nested derivatives. Operations without a rule use nested forward mode.
 
         Args:
             f: Takes and returns pytrees of arrays.
@@ -393,7 +394,7 @@ def _size(x: Array) -> int:
 
 
 def _order(primals: Sequence[Any], series: Sequence[Any]) -> int:
-    """How many terms each list has."""
+    """The length of the lists in series, or an error."""
     if len(primals) != len(series):
         raise GradtoolsError(
             f"jet: {len(primals)} primals and {len(series)} lists of derivatives; give one list "

@@ -1,8 +1,7 @@
-"""How one call's arguments are read.
+"""Reading the arguments of operators.
 
-`calls` sees f as a function of the flat arrays that are differentiated; `in_axes` says on which
-axis each argument is split, `batches` splits their leaves, `chunks` cuts the batch and
-`chunk_outputs` joins what comes of it;
-`static_arguments` sets apart what a rule takes as it is; `checks` and `wording` refuse what does
-not fit.
+`calls` presents f as a function of the flat differentiated arrays. `in_axes` finds the axis on
+which each argument is split, `batches` splits the leaves, `chunks` cuts the batch and
+`chunk_outputs` joins the outputs. `static_arguments` separates a rule's static arguments. `checks`
+validates arguments, and `wording` describes values in messages.
 """

@@ -21,10 +21,10 @@ class Leaf:
     """A leaf of an argument.
 
     Attributes:
-        value: An array, or what is none.
+        value: An array or any other object.
         axis: The axis that it is split on; None if it is shared.
         is_array: Whether it is an array.
-        place: Which of the argument's leaves it is.
+        place: Its index among the argument's leaves.
     """
 
     value: Any
@@ -38,7 +38,7 @@ class FlatArgument:
     """An argument as its leaves.
 
     Attributes:
-        argument: What was passed, under which name.
+        argument: The argument.
         treedef: Its structure; None if it is one array.
         leaves: Its leaves.
         is_list: Whether it is a list of examples, of which each chunk gets a slice.
@@ -50,14 +50,14 @@ class FlatArgument:
     is_list: bool
 
 
-Place = tuple[FlatArgument, Leaf | None]  # where the batch has a size; a list has no leaf
+Place = tuple[FlatArgument, Leaf | None]  # a split leaf, or None for a list of examples
 
 
 class Batch:
-    """Arguments with the axis on which each leaf is split; None where it is shared.
+    """Arguments with the axis on which each leaf is split; None if it is shared.
 
-    An argument that is a list, and is to be split, is a list of examples, if `lists` says so.
-    Arrays without axes are shared unless the user named an axis of theirs.
+    With `lists`, a split argument that is a list is a list of examples. Scalars are shared unless
+    the user named an axis for them.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Batch:
 
     @classmethod
     def whole(cls, backend: Backend, caller: str, args: Sequence[Any], kwargs: Any) -> Batch:
-        """Arguments of which nothing is split."""
+        """A batch in which nothing is split."""
         batch = cls.__new__(cls)
         batch.backend, batch.caller, batch.size = backend, caller, 1
         pairs = *enumerate(args), *kwargs.items()
@@ -83,7 +83,7 @@ class Batch:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """What was passed, by position and then by keyword."""
+        """The values of the arguments, by position and then by keyword."""
         return tuple([flat.argument.value for flat in self.arguments])
 
     @property
@@ -97,7 +97,7 @@ class Batch:
     def _flat(self, argument: Argument, lists: bool, converts: bool) -> FlatArgument:
         """converts: Whether NumPy's arrays become the framework's."""
         x, backend = argument.value, self.backend
-        values, treedef, kinds = [x], None, ["array"]  # mostly
+        values, treedef, kinds = [x], None, ["array"]  # the common case, an array
         if type(x) is not backend.array_type and not backend.is_array(x):
             values, treedef, kinds = backend.flatten_arrays(x)
         are_arrays = [kind is not None for kind in kinds]
@@ -115,17 +115,17 @@ class Batch:
     def _axes(
         self, argument: Argument, treedef: Any, values: list[Any], are_arrays: list[bool]
     ) -> list[Any]:
-        """The axis of each leaf, counted from the front where it is there."""
+        """The axis of each leaf, non-negative if the leaf has that axis."""
         axes = argument.axes
         if isinstance(axes, int):
-            least = 0 if argument.named else 1  # axes that an array must have to be split
+            least = 0 if argument.named else 1  # the rank that an array needs to be split
             pairs = zip(values, are_arrays, strict=True)
-            result = [axes if there and _rank(x) >= least else None for x, there in pairs]
+            leaf_axes = [axes if a and _rank(x) >= least else None for x, a in pairs]
         elif treedef is None:
-            result = [axes]
+            leaf_axes = [axes]
         else:
             try:
-                result = treedef.flatten_up_to(axes)
+                leaf_axes = treedef.flatten_up_to(axes)
             except (ValueError, TypeError) as error:
                 raise GradtoolsError(
                     f"{self.caller}: in_axes[{argument.key!r}] is {axes!r}; expected an integer, "
@@ -133,7 +133,7 @@ class Batch:
                 ) from error
         return [
             axis + _rank(x) if type(axis) is int and -_rank(x) <= axis < 0 else axis
-            for axis, x in zip(result, values, strict=True)
+            for axis, x in zip(leaf_axes, values, strict=True)
         ]
 
     def _checked_size(self) -> int:
@@ -168,20 +168,20 @@ class Batch:
                 f"{self.caller}: the batch is empty ({name} has size 0). Pass at least one example."
             )
         [(size, [(flat, leaf), *_])] = places.items()
-        # By identity: dynamo cannot compare records.
+        # By identity, since dynamo cannot compare dataclasses.
         at = next(i for i, each in enumerate(self.arguments) if each is flat)
         self._counted = at, leaf
         return size
 
     def _refuse_numbers(self) -> None:
-        """Names an array without axes that was to be split, if there is one."""
+        """Raises for a scalar array that in_axes splits, if there is one."""
         for flat in self.arguments:
             for leaf in flat.leaves:
                 if isinstance(flat.argument.axes, int) and leaf.is_array:
                     self._size(flat, leaf, flat.argument.axes)
 
     def _refuse_sizes(self, places: dict[int, list[Place]]) -> None:
-        listed = ", ".join(f"{n} in {self._name_of(*there[0])}" for n, there in places.items())
+        listed = ", ".join(f"{n} in {self._name_of(*at[0])}" for n, at in places.items())
         flat, _ = min(reversed(places.values()), key=len)[0]
         odd = flat.argument.key
         how = f": in_axes={{{odd!r}: None}}" if isinstance(odd, str) else ""
@@ -211,7 +211,7 @@ class Batch:
         return leaf.value.shape[axis]
 
     def _name_of(self, flat: FlatArgument, leaf: Leaf | None) -> str:
-        """What a leaf of an argument is called in messages, or a list of examples."""
+        """The name in messages of an argument's leaf, or of a list of examples."""
         value, name = flat.argument.value, flat.argument.name
         if leaf is None:
             return f"the list {name}"
@@ -220,7 +220,7 @@ class Batch:
     # --- parts of the batch
 
     def size_of(self, values: Sequence[Any]) -> int:
-        """How many examples a part of the batch has: one value for each argument."""
+        """The number of examples in a part of the batch, given as one value for each argument."""
         i, leaf = self._counted
         if leaf is None:
             return len(values[i])
@@ -272,10 +272,10 @@ def _rank(x: Any) -> int:
 
 @contextmanager
 def shared_examples_named(caller: str, given: Sequence[Argument]) -> Iterator[None]:
-    """Around f's evaluations: an error of f is told of examples that are shared by mistake.
+    """Around f's evaluations: adds a hint to a shape error if the examples may be shared.
 
-    A differentiated argument is shared. If it is as long as the arrays that are split, it may be
-    the examples, and the parameters are captured.
+    A differentiated argument is shared. If it is as long as the split arrays, it may hold the
+    examples of an f that captures its parameters.
     """
     try:
         yield
@@ -294,10 +294,10 @@ def shared_examples_named(caller: str, given: Sequence[Argument]) -> Iterator[No
 
 
 def may_be_of_shapes(error: Exception) -> bool:
-    """Whether an error may say that arrays have shapes that f does not take.
+    """Whether an error may be about shapes that f does not accept.
 
-    PyTorch raises a plain RuntimeError for shapes; its subclasses, as for memory, say something
-    else.
+    PyTorch raises a plain RuntimeError for shapes, and its subclasses for other reasons such as
+    memory.
     """
     kinds = AssertionError, LookupError, TypeError, ValueError
     return type(error) is RuntimeError or isinstance(error, kinds)

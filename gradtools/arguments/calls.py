@@ -1,8 +1,8 @@
-"""One call of a user's function, seen as a function of flat arrays.
+"""`Call`: one call of a user's function as a function of flat arrays.
 
-The derivative operators speak of arguments and pytrees, the waist of lists of arrays. A `Call`
-is the bridge: it sets the differentiated leaves apart, names each by its argument and path, and
-puts results back into their trees. All checks of what the user passed stand here.
+The derivative operators take arguments that are pytrees, backends take lists of arrays. A `Call`
+converts: it flattens the differentiated arguments, names each leaf by its argument and path, and
+unflattens results. It also validates the user's arguments.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Call:
         self.opened: Any = None
         kinds = self._flatten()
         alone = self._is_leaf and kinds[0] is not None and len(self.args) == 1 and not kwargs
-        if not alone:  # as an array is, which is no module
+        if not alone:  # a single array is no module
             self.opened = backend.opened(caller, f, args, kwargs, argnums)
         if self.opened is not None:
             self.f, self.args = self.opened, tuple(self.opened.args)
@@ -73,13 +73,13 @@ class Call:
             self.treedefs.append(treedef)
             self.counts.append(len(leaves))
             kinds += of_leaves
-        # The argument itself, mostly: then there is no tree to be built again.
+        # The common case of one array, where no tree has to be rebuilt.
         self._is_leaf = self.counts == [1] and leaves[0] is self.args[i]
         return kinds
 
     @property
     def paths(self) -> list[str]:
-        """The name of each differentiated leaf. Made when a message needs it."""
+        """The name of each differentiated leaf, computed when a message needs it."""
         return [
             f"argument {i}{path}"
             for i in self.argnums
@@ -91,7 +91,7 @@ class Call:
         bare = copy(self)
         bare.leaves = [aval(x) for x in self.leaves]
         bare.args = tuple([self._numbered(tree) for tree in self.args])
-        bare.f, bare.kwargs, bare.opened = _over, {}, None
+        bare.f, bare.kwargs, bare.opened = _no_function, {}, None
         return bare
 
     def _numbered(self, tree: Any) -> Any:
@@ -101,13 +101,13 @@ class Call:
     # --- the function of flat arrays
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
-        """f at other leaves: `(outs, extras)`. Remembers the tree of what f returned."""
+        """f at these leaves: `(outs, extras)`. Stores the structure of f's output."""
         args, backend = list(self.args), self.backend
         for i, tree in zip(self.argnums, self.to_trees(leaves), strict=True):
             args[i] = tree
         result = self.f(*args, **self.kwargs)
         out, aux = self._parted(result) if self.has_aux else (result, None)
-        # What is kept of the output is its tree, no array: tracers would leak, memory stay.
+        # Only the tree is stored: arrays would leak tracers and hold memory.
         self._out_is_leaf = not isinstance(out, _TREES)
         out_leaves, self._out_def, self._kinds = backend.flatten_arrays(out)
         outs: list[Array] = []
@@ -137,10 +137,10 @@ class Call:
             return self.backend.asarray(x)
         except (TypeError, ValueError, GradtoolsError) as error:
             has_aux = self.caller in ("vjp", "jvp", *_WITH_AUX)
-            mend = ", and anything else through has_aux=True" if has_aux else ""
+            aux_hint = ", and anything else through has_aux=True" if has_aux else ""
             raise GradtoolsError(
                 f"{self.caller}: f returned {describe(self.backend, x)} at "
-                f"{self._out_paths[k]}, expected an array. Return arrays{mend}."
+                f"{self._out_paths[k]}, expected an array. Return arrays{aux_hint}."
             ) from error
 
     @property
@@ -184,7 +184,7 @@ class Call:
         return self.paths[k].replace("argument", what, 1), self.paths[k]
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
-        """`(out, aux)` of f from the flat lists. What f did to its modules is written."""
+        """`(out, aux)` of f from the flat lists. Also writes f's changes to the user's modules."""
         self.settle(extras)
         diff, rest = iter(outs), iter(extras)
         leaves = [next(diff if kind in _INEXACT else rest) for kind in self._kinds]
@@ -193,27 +193,27 @@ class Call:
         return out, self.backend.unflatten(self._aux_def, aux) if self.has_aux else None
 
     def settle(self, extras: Sequence[Array]) -> None:
-        """Writes what f did to the modules that it is given."""
+        """Writes f's changes of its module arguments to the user's modules."""
         if self.opened is not None:
             self.opened.settle(extras)
 
     def attaching(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Attach:
-        """`attach(results, select)`, which makes results at modules differentiable again.
+        """`attach(results, select)`, which makes results differentiable by a module's parameters.
 
-        That is in PyTorch; it does nothing where no argument holds a module. `select` takes the
-        results from what `operator(*args, **kwargs)` returns, which may be called for them.
+        The identity in JAX, and if no argument holds a module. The attached graph may call
+        `operator(*args, **kwargs)` again, and `select` takes the results from its output.
         """
         if self.opened is None:
-            return _as_they_are
+            return _identity
         return self.backend.attaching(self.opened, self.caller, partial(operator, *args, **kwargs))
 
     def refuse_changes(self) -> None:
-        """Raises if f changed a module among its arguments: here the change would be lost."""
+        """Raises if f changed a module argument, for operators that would lose the change."""
         if self.opened is not None:
             self.opened.refuse_changes()
 
     def tangent_output(self, tangents: Sequence[Array]) -> Any:
-        """The tree of f's output with tangents; None where the output is no float."""
+        """The tree of f's output with tangents; None at integer and boolean leaves."""
         left = iter(tangents)
         leaves = [next(left) if kind in _INEXACT else None for kind in self._kinds]
         return self.backend.unflatten(self._out_def, leaves)
@@ -238,36 +238,32 @@ class Call:
         return name.replace("output", "cotangent", 1), name
 
     def scalar(self, outs: Sequence[Array], extras: Sequence[Array]) -> Array:
-        """The one real number that f returned, or an error that says what it was."""
+        """The one real scalar that f returned, or an error that describes f's output."""
         single = len(self._kinds) == 1 and self._out_is_leaf
         out = outs[0] if single and outs else None
         if out is not None and tuple(out.shape) == () and self._kinds[0] == "real":
             return out
         output = self.output(outs, extras)[0]
         came = describe(self.backend, output)
-        mend = "Reduce it, for instance with .sum() or .mean()"
+        fix = "Reduce it, for instance with .sum() or .mean()"
         if out is not None and self._kinds[0] == "complex":
-            mend = "Take its real part, or a norm"
+            fix = "Take its real part, or a norm"
         elif single and not outs:
-            mend = "Keep it floating: a cast to integer or boolean has no derivative"
+            fix = "Keep it floating: a cast to integer or boolean has no derivative"
         if not self.has_aux and not single and self.caller in _WITH_AUX:
-            mend += ", or return (loss, aux) with has_aux=True"
-        mend = "Is a return statement missing?" if output is None else f"{mend}."
+            fix += ", or return (loss, aux) with has_aux=True"
+        fix = "Is a return statement missing?" if output is None else f"{fix}."
         raise GradtoolsError(
-            f"{self.caller}: f must return one real number, an array of shape (); got {came}. "
-            f"{mend}"
+            f"{self.caller}: f must return one real number, an array of shape (); got {came}. {fix}"
         )
 
 
-def _as_they_are(results: Any, select: Any = None) -> Any:
+def _identity(results: Any, select: Any = None) -> Any:
     return results
 
 
 def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
-    """What stands in `tree` at treedef's leaves, whatever the order of its dicts.
-
-    None if it has another structure.
-    """
+    """The leaves of `tree` at treedef's leaves, in any order of dict keys; None if it differs."""
     try:
         leaves = treedef.flatten_up_to(tree)
     except (ValueError, TypeError):
@@ -275,5 +271,5 @@ def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
     return None if any(isinstance(x, tuple | list | dict) for x in leaves) else leaves
 
 
-def _over(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("the call is over")
+def _no_function(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the call was made without_values")

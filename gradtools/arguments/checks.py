@@ -1,4 +1,4 @@
-"""Checks of what a user passed: counts, positions of arguments, arrays that fit each other."""
+"""Validation of arguments: counts, argnums, and arrays of equal shape and dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradtools.integrations import refusal
 
 
 def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:
-    """An argument that is a count (anything with `__index__`) as an integer, or an error."""
+    """A count (anything with `__index__`) as an integer, or an error."""
     try:
         number = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
@@ -28,7 +28,7 @@ def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> i
 
 
 def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> int | None:
-    """The same; None stays None."""
+    """`whole_number`, or None for None."""
     return None if value is None else whole_number(caller, name, value, least, unit)
 
 
@@ -68,7 +68,7 @@ def normalized_argnums(
 
 
 def _as_position(caller: str, i: Any, name: str) -> int:
-    # Dynamo makes integers symbolic, and asks none of these for its methods.
+    # Dynamo makes integers symbolic; hasattr does not work on these.
     if not isinstance(i, bool | type) and (isinstance(i, int) or hasattr(i, "__index__")):
         try:
             return operator.index(i)
@@ -83,7 +83,7 @@ def _as_position(caller: str, i: Any, name: str) -> int:
 
 
 def refuse_arguments(caller: str, argnums: Any) -> None:
-    """Raises for f's arguments in the place of argnums, before anybody uses what comes back."""
+    """Raises if argnums holds arrays, as in `grad(f, x)` for `grad(f)(x)`."""
     for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
         if not isinstance(i, type) and getattr(i, "shape", ()) != ():
             raise GradtoolsError(
@@ -109,7 +109,7 @@ def as_array(
     try:
         return backend.asarray(x, device_of)
     except GradtoolsError as error:
-        if is_numeric(backend, x):  # of a dtype that the framework does not hold
+        if is_numeric(backend, x):  # of an unsupported dtype
             raise GradtoolsError(f"{caller}: {name}: {error}") from error
         came = describe(backend, x)
         raise GradtoolsError(
@@ -122,7 +122,7 @@ def differentiable_leaf(
 ) -> Array:
     """The leaf as an array that can be differentiated, or an error that names it.
 
-    elsewhere: What to do with one that cannot be.
+    elsewhere: Advice for a leaf that cannot, at the end of the message.
     """
     if isinstance(leaf, bool | int):
         raise _not_differentiable(

@@ -1,7 +1,7 @@
-"""What is known of the outputs of chunks: their structure, constants, and whether they join.
+"""The outputs of chunks: their structure and constants, joining them, and whether that is valid.
 
-What is joined are rows of examples, so the length of an output follows that of its chunk. Where
-chunks differ in size their outputs tell; where all are equal, f at another number of examples does.
+Only rows of examples can be joined, so an output's length must be proportional to its chunk's. If
+chunks differ in size, their outputs show it; if not, f is evaluated at another number of examples.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gradtools.errors import GradtoolsError
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import Partition
 
-SUMMED = object()  # in place of the axes of outputs that are added up and not joined
+SUMMED = object()  # out_axes of outputs that are summed instead of joined
 _BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
-_UNKNOWN = object()  # before the first output
-_STEP = re.compile(r"\[[^\[\]]*\]|\.\w+")  # of a path: an index, a key or an attribute
+_UNKNOWN = object()  # the structure before the first output
+_STEP = re.compile(r"\[[^\[\]]*\]|\.\w+")  # an index, key or attribute in a leaf path
 
 
 class OutputShapes(NamedTuple):
@@ -33,11 +33,11 @@ class OutputShapes(NamedTuple):
 
 
 class Outputs:
-    """What is known of f's output: its structure and constants are the same at all chunks.
+    """The structure and constants of f's output, which must be the same for all chunks.
 
     Attributes:
-        axes: The axis on which each array is joined. None before f was called, where outputs are
-            added up, and if f makes lists of lists, of which each chunk has leaves of its own.
+        axes: The axis on which each array is joined. None before f was called, if outputs are
+            summed, and if f maps a list of examples to a list.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Outputs:
         self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's parts of a list
 
     def same_as(self, number: int, others: range) -> None:
-        """Chunk `number` was called for all of these: their parts of lists are as its own."""
+        """Chunk `number` was run in place of `others`: their parts of lists equal its own."""
         for other in others:
             self._lists[other] = self._lists[number]
 
-    def noted(self, number: int, out: Any) -> list[Array]:
+    def arrays_in(self, number: int, out: Any) -> list[Array]:
         """The arrays in a chunk's output, checked against the structure of the chunks before."""
         if self._of_lists and type(out) is list and len(out) == self.cut.sizes[number]:
             flat = [self.backend.flatten(x) for x in out]
@@ -80,8 +80,8 @@ class Outputs:
         return arrays
 
     def _flattened(self, number: int, out: Any) -> tuple[list[Any], list[Any]]:
-        """The leaves of an output, and of which kind each is."""
-        leaves, treedef, kinds = [out], None, ["array"]  # mostly
+        """The leaves of an output, and the kind of each."""
+        leaves, treedef, kinds = [out], None, ["array"]  # the common case, an array
         if type(out) is not self.backend.array_type and not self.backend.is_array(out):
             leaves, treedef, kinds = self.backend.flatten_arrays(out)
         if self._treedef is _UNKNOWN:
@@ -104,14 +104,14 @@ class Outputs:
         axes = [self._out_axes] * len(leaves)
         if type(self._out_axes) is not int:
             axes = _axes_of(self.backend, self._out_axes, out)
-        return [*compress(axes, kinds)]  # of arrays
+        return [*compress(axes, kinds)]  # of arrays only
 
     def _check_numeric(self, leaves: list[Any], out: Any) -> None:
         if self.caller == "checkpoint":
-            return  # what is no array passes, as in a plain call
+            return  # non-arrays pass through
         for k, leaf in enumerate(leaves):
             if not is_numeric(self.backend, leaf):
-                cached = type(leaf).__name__.endswith("Cache")  # of keys and values, transformers
+                cached = type(leaf).__name__.endswith("Cache")  # transformers' key-value cache
                 raise GradtoolsError(
                     f"{self.caller}: the function returned {describe(self.backend, leaf)} at "
                     f"output{self.backend.leaf_paths(out)[k]}, expected an array. "
@@ -121,7 +121,7 @@ class Outputs:
     def _unjoinable(
         self, shape: tuple[int, ...], axis: int, out: Any, k: int, number: int
     ) -> GradtoolsError:
-        """An array without the axis, or with too few or many entries for so many examples."""
+        """The error of an array without the axis, or with a wrong length on it."""
         name = f"chunked: f's output{self.backend.leaf_paths(out)[k]} has"
         size = self.cut.sizes[number]
         if -len(shape) <= axis < len(shape):
@@ -136,9 +136,9 @@ class Outputs:
         )
 
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
-        """A leaf that is no array passes if it is a constant, the same for all chunks."""
+        """Stores a non-array leaf; raises unless it is a constant, equal for all chunks."""
         name, size = f"f's output{self.backend.leaf_paths(out)[k]}", self.cut.sizes[number]
-        if type(leaf).__hash__ in _BY_IDENTITY:  # only an object with an identity
+        if type(leaf).__hash__ in _BY_IDENTITY:  # an object that compares by identity
             raise GradtoolsError(
                 f"chunked: {name} is {describe(self.backend, leaf)}; expected an array with an "
                 f"entry for each example, or a constant.{self._without(out, size)}"
@@ -171,9 +171,10 @@ class Outputs:
 
         Args:
             chunks: The shapes of each chunk's arrays, or of each kind of chunk.
-            again: Those for another number of examples, at each call of the next ones; None where
-                f takes no other. Called where all chunks have equal shapes, and before a refusal.
-            by_data: Whether lengths may depend on numbers, as those of `x[mask]` do.
+            again: Evaluates f at another number of examples, at other examples in each call; None
+                if f accepts no other number. Called if all chunks have equal shapes, and before an
+                error is raised.
+            by_data: Whether lengths may depend on values, as that of `x[mask]`.
         """
         axes, known = self.axes or [], chunks[0]
         for chunk in chunks:
@@ -200,16 +201,16 @@ class Outputs:
             chunks = [*chunks, other]
             follows = self._follow(chunks, by_data)
         if not all(follows):
-            raise self._no_rows(follows, chunks)
+            raise self._not_rows(follows, chunks)
 
     def _follow(self, chunks: Sequence[OutputShapes], by_data: bool) -> list[bool]:
-        """Which arrays have so many entries for each example."""
+        """Which arrays have a length proportional to the number of examples."""
         return [
             _follows([(c.size, c.shapes[k][axis]) for c in chunks], by_data)
             for k, axis in enumerate(self.axes or [])
         ]
 
-    def _no_rows(self, follows: list[bool], chunks: Sequence[OutputShapes]) -> GradtoolsError:
+    def _not_rows(self, follows: list[bool], chunks: Sequence[OutputShapes]) -> GradtoolsError:
         k, known = follows.index(False), chunks[0]
         axis, other = (self.axes or [])[k], next(c for c in chunks if c.size != known.size)
         tree = self._tree()
@@ -230,7 +231,7 @@ class Outputs:
     def _other_shape(
         self, axis: int, size: int, shape: Sequence[int], of_first: int, first: Sequence[int]
     ) -> GradtoolsError:
-        """An output cannot be joined with that of the first chunk."""
+        """The error of an output whose other axes differ from the first chunk's."""
         return GradtoolsError(
             f"chunked: an output of f has shape {tuple(shape)} for {size} examples and "
             f"{tuple(first)} for {of_first}; they cannot be joined on axis {axis}. Only that axis "
@@ -239,7 +240,7 @@ class Outputs:
         )
 
     def _tree(self) -> Any:
-        """A tree like f's output, of numbers."""
+        """A tree like f's output, with scalars for arrays."""
         count, number = len(self.axes or []) + len(self._constants), self.backend.asarray(0.0)
         if self._treedef is None:
             return number
@@ -247,13 +248,13 @@ class Outputs:
         return self.backend.unflatten(self._treedef, leaves)
 
     def _without(self, out: Any, size: int) -> str:
-        """How to leave out what cannot be joined, by the shapes for so many examples."""
+        """Advice for messages: a `select` that leaves out what cannot be joined."""
         leaves, axis = self.backend.flatten(out)[0], self._out_axes
         shapes = {k: getattr(x, "shape", ()) for k, x in enumerate(leaves)}
         axis = axis if type(axis) is int else 0
-        there = {k: s[axis] for k, s in shapes.items() if -len(s) <= axis < len(s)}
-        good = {k for k, length in there.items() if length == size}
-        return _without(self.backend.leaf_paths(out), out, good or set(there))
+        lengths = {k: s[axis] for k, s in shapes.items() if -len(s) <= axis < len(s)}
+        good = {k for k, length in lengths.items() if length == size}
+        return _without(self.backend.leaf_paths(out), out, good or set(lengths))
 
     # --- the whole output
 
@@ -267,13 +268,14 @@ class Outputs:
             return [x for _, x in sorted(zip(rows, out, strict=True), key=itemgetter(0))]
         if self._treedef is None:
             return outs[0]
-        count, held = len(outs) + len(self._constants), self._constants
-        leaves = [held[k] if k in held else next(left) for k in range(count)]
+        constants = self._constants
+        count = len(outs) + len(constants)
+        leaves = [constants[k] if k in constants else next(left) for k in range(count)]
         return self.backend.unflatten(self._treedef, leaves)
 
 
 def _rest(shape: Sequence[int], axis: int) -> list[int]:
-    """A shape without the axis that is joined."""
+    """A shape without the joined axis."""
     rest = list(shape)
     if -len(rest) <= axis < len(rest):
         del rest[axis]
@@ -281,21 +283,21 @@ def _rest(shape: Sequence[int], axis: int) -> list[int]:
 
 
 def _grows(rest: list[int], size: int, first: list[int], of_first: int) -> bool:
-    """Whether another axis than that of the rows grows with the number of examples."""
+    """Whether another axis than the joined one grows with the number of examples."""
     pairs = zip(rest, first, strict=False)
     return len(rest) != len(first) or any(a != b and a * of_first == b * size for a, b in pairs)
 
 
 def _follows(lengths: list[tuple[int, int]], by_data: bool) -> bool:
-    """Whether lengths for so many examples are so many entries for each example."""
+    """Whether lengths are proportional to numbers of examples, given as pairs (number, length)."""
     size, length = lengths[0]
     if all(n * size == length * m for m, n in lengths):
         return True
-    return by_data and len({n for _, n in lengths}) > 1  # so many in any case is no accident
+    return by_data and len({n for _, n in lengths}) > 1  # a constant length is not by data
 
 
 def _without(paths: list[str], out: Any, good: set[int]) -> str:
-    """How to leave out what cannot be joined. good: The leaves that can be."""
+    """Advice for messages: a `select` of the `good` leaves, which can be joined."""
     heads: dict[str, list[int]] = {}  # the leaves below each part of the output
     for k, path in enumerate(paths):
         step = _STEP.match(path)
@@ -316,7 +318,7 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
         return [axes] * len(backend.flatten(out)[0])
     if type(axes) is type(out) and type(out) in (tuple, list, dict) and len(axes) == len(out):
         if type(out) is dict:
-            if axes.keys() == out.keys():  # leaves of a dict stand in the order of its tree
+            if axes.keys() == out.keys():  # in the order of the dict's leaves
                 keys = backend.flatten({key: key for key in out})[0]
                 return [a for key in keys for a in _axes_of(backend, axes[key], out[key])]
         else:
@@ -332,7 +334,7 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
 
 
 def other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
-    """An output or a carry has another structure than that of the chunks before."""
+    """The error of an output or carry with another structure than in the chunks before."""
     origin = "of the carry passed to f" if what == "carry" else "of the other chunks"
     return GradtoolsError(
         f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "

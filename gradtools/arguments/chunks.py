@@ -22,12 +22,12 @@ _CONTAINERS = (list, dict, tuple)
 
 @dataclass(frozen=True)
 class ChunkOptions:
-    """How the chunks are to run.
+    """The options of `chunked`.
 
-    latest: What a wing remembers of the previous call of the same function.
+    latest: A cache for the next call of the same function.
     """
 
-    never_changes = True  # for a search of what f holds: it is no state of the user's
+    never_changes = True  # searches for mutable state that a function captures skip it
 
     keep_graphs: int | None = None
     memory_budget: int | None = None
@@ -41,7 +41,7 @@ class ChunkOptions:
     def checked(
         self, f: Any, chunk_size: Any, caller: str = "chunked", name: str = "f"
     ) -> tuple[ChunkOptions, int]:
-        """The same with whole numbers, and the size of a chunk; raises where it makes no sense."""
+        """The options with counts as integers, and the chunk size; raises if any is invalid."""
         if not callable(f):
             raise GradtoolsError(
                 f"{caller}: {name} is {with_article(type(f).__name__)}; expected a function."
@@ -54,7 +54,7 @@ class ChunkOptions:
 
 
 def check_verify(caller: str, verify: Any) -> None:
-    """Raises unless it says when what is computed again is compared."""
+    """Raises unless verify is None or a boolean."""
     if verify is None or isinstance(verify, bool | np.bool_):
         return
     shape = getattr(verify, "shape", None)
@@ -68,10 +68,10 @@ def check_verify(caller: str, verify: Any) -> None:
 
 @dataclass(frozen=True)
 class Partition:
-    """The cut of a batch into chunks: which rows each chunk holds.
+    """The rows of each chunk of a batch.
 
-    The size may be symbolic, as in `jax.export`. Then all chunks are alike and the first one, whose
-    rows alone are listed, serves for all.
+    The size may be symbolic, as in `jax.export`. Then all chunks have equal sizes, and only the
+    first one's rows are listed.
     """
 
     size: int
@@ -83,7 +83,7 @@ class Partition:
 
     def __post_init__(self) -> None:
         size, step = self.size, self.chunk_size
-        count = -(-size // step) if self.is_symbolic or size else 1  # one of no rows
+        count = -(-size // step) if self.is_symbolic or size else 1  # an empty chunk
         if self.is_symbolic:
             rows = [range(step)]
         elif self.interleaved:
@@ -94,16 +94,16 @@ class Partition:
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether the size is an expression without a value."""
+        """Whether the size is symbolic."""
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """The same batch in chunks of at most so many rows; of fewer than now, if symbolic."""
+        """The same batch in chunks of at most so many rows; if symbolic, of fewer than now."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 
     def checked(self, caller: str) -> Partition:
-        """The same; raises where a symbolic size cannot be cut into equal chunks."""
+        """self; raises if a symbolic size cannot be cut into equal chunks."""
         if self.is_symbolic and (self.interleaved or self.size % self.chunk_size != 0):
             raise GradtoolsError(
                 f"{caller}: the batch has the symbolic size {self.size}, which cannot be cut into "
@@ -116,19 +116,19 @@ class Partition:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """One call of a chunked function as plain data: what a wing runs.
+    """One call of a chunked function as plain data, which a backend runs.
 
     Attributes:
         call: f on one chunk.
         outputs: The structure, axes and constants of f's output, filled in as `call` runs.
-        cut: Where the batch is cut.
+        cut: The rows of each chunk.
         splits: `(leaf, axis)` of every array that is split.
         lists: For each chunk the leaves of its slices of lists.
         shared: The leaves that all chunks share, arrays or not.
-        carry: The leaves of what is handed from chunk to chunk.
+        carry: The leaves of the initial carry.
         carry_names: Their names, for messages.
-        arguments: What f was called with.
-        recut: The same call in other chunks.
+        arguments: The values of f's arguments.
+        recut: Makes the same call with other chunks.
     """
 
     caller: str
@@ -155,7 +155,10 @@ class Chunks:
         keys: tuple[int, ...] = (),
         carried: tuple[int, ...] = (),
     ) -> Chunks:
-        """The call `f(batch)`; keys, carried: Which arguments are random keys and carries."""
+        """The call `f(batch)`.
+
+        keys, carried: The arguments that are random keys and carries.
+        """
         backend = batch.backend
         leaves, plan = _sorted(batch, carried)
         plans, lists = _with_lists(batch, cut, plan, len(leaves[_PIECES]))
@@ -193,9 +196,9 @@ class Chunks:
 
         Args:
             shapes: The size of each chunk, or kind of chunk, and the shapes of its arrays.
-            again: The shapes of the first chunk's arrays, of the same call in other chunks.
-            sizes: For how many examples f may be called to tell.
-            by_data: Whether lengths may depend on numbers.
+            again: Returns the shapes of the first chunk's arrays of a recut call.
+            sizes: The numbers of examples for which f may be called again.
+            by_data: Whether lengths may depend on values.
         """
         if self.outputs.axes is None or self.cut.count == 1:
             return
@@ -210,8 +213,8 @@ class Chunks:
             for size in sizes:
                 try:
                     other = self.recut(self.cut.with_chunks_of(size))
-                    found = again(other)
-                    return None if found is None else OutputShapes(other.cut.sizes[0], found)
+                    others = again(other)
+                    return None if others is None else OutputShapes(other.cut.sizes[0], others)
                 except Exception as error:
                     if not (may_be_of_shapes(error) or isinstance(error, GradtoolsError)):
                         raise
@@ -221,11 +224,11 @@ class Chunks:
         seen.add(key)
 
     def structure_of(self, number: int) -> tuple[Any, ...]:
-        """Equal for chunks of the same size and structure; shapes inside `lists` may differ."""
+        """A key, equal for chunks of the same size and structure. Shapes in `lists` may differ."""
         return self.cut.sizes[number], *[treedef for treedef, _ in self.call.plans[number]]
 
     def result(self, outs: list[Array], carry: list[Array]) -> Any:
-        """What the chunked function returns, of joined leaves (or all chunks' leaves of lists)."""
+        """The chunked function's result, from joined leaves (or all chunks' leaves of lists)."""
         out, carry_def = self.outputs.joined(outs), self.call.carry_def
         return out if carry_def is None else (out, self.call.backend.unflatten(carry_def, carry))
 
@@ -234,11 +237,11 @@ _PIECES, _SHARED, _CARRY = range(3)
 
 
 class ArgumentPlan(NamedTuple):
-    """How an argument is made of a chunk's leaves.
+    """How to rebuild an argument from a chunk's leaves.
 
     Attributes:
         treedef: Its structure; None if it is one array.
-        places: Of each leaf which list it is in (`_PIECES`, `_SHARED` or `_CARRY`), and where.
+        places: For each leaf its list (`_PIECES`, `_SHARED` or `_CARRY`) and its index there.
     """
 
     treedef: Any
@@ -248,7 +251,7 @@ class ArgumentPlan(NamedTuple):
 def _sorted(
     batch: Batch, carried: tuple[int, ...]
 ) -> tuple[tuple[list[Any], ...], list[ArgumentPlan]]:
-    """The leaves that are split, with their axes, those that are shared and the carries."""
+    """The split leaves with axes, the shared leaves, the carries; and each argument's plan."""
     sorted_leaves: tuple[list[Any], ...] = ([], [], [])
     plan = []
     for i, flat in enumerate(batch.arguments):
@@ -265,7 +268,7 @@ def _sorted(
 def _with_lists(
     batch: Batch, cut: Partition, plan: list[ArgumentPlan], start: int
 ) -> tuple[list[list[ArgumentPlan]], list[list[Any]]]:
-    """The plan of each chunk, whose slices of lists follow its other pieces, and their leaves."""
+    """Each chunk's plans, with slices of lists after its other pieces; and the slices' leaves."""
     plans, lists = [], []
     for rows in cut.rows:
         own, leaves = list(plan), list[Any]()
@@ -289,9 +292,9 @@ class ChunkFunction:
 
     Attributes:
         keywords: The names of the last arguments.
-        plans: How the arguments of each chunk are made of leaves.
-        keys: Which of them are random keys.
-        containers: Which are lists and dictionaries that all chunks share.
+        plans: For each chunk how to rebuild its arguments from leaves.
+        keys: The arguments that are random keys.
+        containers: The arguments that are lists or dictionaries shared by all chunks.
         carry_def: The structure of the carry; None if there is none.
     """
 
@@ -310,18 +313,18 @@ class ChunkFunction:
         """The leaves of f's output, and of the new carry.
 
         Args:
-            number: Which chunk it is, or one that looks like it.
-            index: Which chunk it is, as a number that may be traced.
+            number: The chunk's number, or that of another chunk of equal structure.
+            index: The chunk's number, which may be traced.
             pieces: The chunk's part of `splits`, then its `lists`.
             shared: The leaves that all chunks share.
-            carry: As the chunks before left it.
+            carry: The carry from the chunk before.
         """
         values = self._values(self.plans[number], (pieces, shared, carry))
         for i in self.keys:
             if values[i] is not None:
-                fold_in = self.backend.room("arrays", "key_argnums").fold_in
+                fold_in = self.backend.submodule("arrays", "key_argnums").fold_in
                 values[i] = fold_in(values[i], index)
-        held = [(values[i], *self.backend.flatten(values[i])) for i in self.containers]
+        containers = [(values[i], *self.backend.flatten(values[i])) for i in self.containers]
         if self.keywords:
             count = len(values) - len(self.keywords)
             out = self.f(*values[:count], **dict(zip(self.keywords, values[count:], strict=True)))
@@ -330,9 +333,9 @@ class ChunkFunction:
         new_carry: list[Any] = []
         if self.carry_def is not None:
             out, new_carry = self._parted(out, number)
-        for x, leaves, treedef in held:
+        for x, leaves, treedef in containers:
             self._check_unchanged(x, leaves, treedef)
-        return self.outputs.noted(number, out), new_carry
+        return self.outputs.arrays_in(number, out), new_carry
 
     def _values(self, plan: list[ArgumentPlan], leaves: tuple[list[Any], ...]) -> list[Any]:
         values = []
@@ -346,7 +349,7 @@ class ChunkFunction:
         return values
 
     def _check_unchanged(self, x: Any, leaves: list[Any], treedef: Any) -> None:
-        """A list that f adds to is a copy: neither the next chunk nor the caller would see it."""
+        """Raises if f changed a shared container, which is a copy that nobody else would see."""
         now, of_now = self.backend.flatten(x)
         if of_now != treedef or not all(map(is_, now, leaves)):
             raise GradtoolsError(
@@ -369,7 +372,7 @@ class ChunkFunction:
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:
-    """Says once for each function that its batch normalisation sees chunks. what: Its beginning."""
+    """Warns once for each function that its batch norm sees chunks. what: The text's beginning."""
     warn_once(
         ("batch norm", f),
         f"{what} a batch normalisation in training mode. It normalises each chunk by that chunk's "
@@ -379,7 +382,7 @@ def warn_of_batch_norm(f: Hashable, what: str) -> None:
 
 
 def progress_bar(count: int, unit: str = "chunk") -> Any:
-    """A bar of tqdm, shown in a terminal or a notebook; an error says how to install tqdm."""
+    """A tqdm progress bar, shown in a terminal or a notebook; raises if tqdm is missing."""
     try:
         from tqdm.auto import tqdm
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""The arguments of one call, and what `in_axes` says of each: one reading for all operators.
+"""`in_axes`: the axis of each argument of a call, in the same way for all operators.
 
-As in `jax.vmap`, an integer or a tuple speaks of the arguments by position, and keyword arguments
-are split on axis 0; a dictionary speaks of f's parameters by name, however they are passed. What
-`in_axes` does not name is split where it can be: arrays without axes are shared.
+As in `jax.vmap`, an integer or a tuple applies to positional arguments, and keyword arguments are
+split on axis 0. A dictionary applies to f's parameters by name, however they are passed. Arguments
+that `in_axes` does not name are split on axis 0; arrays without axes are shared.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Argument(NamedTuple):
 
     Attributes:
         key: Its position, or its keyword.
-        value: What was passed.
+        value: Its value.
         axes: The axis that it is split on, None if it is shared, or a tree of these.
-        named: Whether the user named the axes.
+        named: Whether the user gave the axes explicitly.
     """
 
     key: int | str
@@ -34,7 +34,7 @@ class Argument(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the argument is called in messages."""
+        """The argument's name in messages."""
         kind = "argument" if isinstance(self.key, int) else "keyword argument"
         return f"{kind} {self.key}"
 
@@ -49,8 +49,8 @@ def arguments_of_call(
 ) -> list[Argument]:
     """The arguments by position, then those by keyword, each with its axes.
 
-    shared: Positions of arguments that are shared unless in_axes names them; with these it may be
-        None, which names nothing.
+    shared: Positions of arguments that are shared unless in_axes names them. If given, in_axes may
+        be None.
     """
     arguments = [Argument(i, x, None if i in (shared or ()) else 0) for i, x in enumerate(args)]
     arguments += [Argument(key, x, 0) for key, x in kwargs.items()]
@@ -74,7 +74,7 @@ def arguments_of_call(
 
 
 def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that f has parameters for."""
+    """The keyword arguments that f has parameters for."""
     known = _parameters(f)
     if any(p.kind is Parameter.VAR_KEYWORD for p in known):
         return kwargs
@@ -85,7 +85,7 @@ def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 def argument_keys(
     f: Callable[..., Any], count: int, kwargs: dict[str, Any]
 ) -> list[tuple[int | str, ...]]:
-    """What each argument of a call may be named by: its position, also from the end, and name."""
+    """The names of each argument of a call: its position, also from the end, and parameter name."""
     names = [p.name for p in _parameters(f) if p.kind not in _VARIADIC]
     keys: list[tuple[int | str, ...]] = [
         (i, i - count, *(names[i : i + 1] or [str(i)])) for i in range(count)
@@ -96,13 +96,13 @@ def argument_keys(
 def _named(
     caller: str, f: Callable[..., Any], given: list[Argument], in_axes: dict[Any, Any]
 ) -> dict[int | str, Any]:
-    """The axes of the arguments that a dictionary names, by their keys."""
+    """The axes of the arguments that a dictionary names, by the arguments' keys."""
     places, parameters = _places(f, given)
     axes_by_key: dict[int | str, Any] = {}
     for name, axes in sorted(in_axes.items(), key=lambda item: item[0] in parameters):
         if name not in places:
             _refuse(caller, name, f, given)
-        if name in parameters:  # *args or **kwargs: what no other entry names
+        if name in parameters:  # *args or **kwargs, without those that other entries name
             rest = [key for key in places[name] if key not in axes_by_key]
             axes_by_key |= _spread(caller, name, axes, rest)
         else:
@@ -113,7 +113,7 @@ def _named(
 def _places(
     f: Callable[..., Any], given: list[Argument]
 ) -> tuple[dict[Any, list[int | str]], set[str]]:
-    """The keys of the arguments that each of f's parameters gets; which of these are variadic."""
+    """The keys of the arguments bound to each of f's parameters, and the variadic parameters."""
     positions = [a.key for a in given if isinstance(a.key, int)]
     keywords = [a.key for a in given if isinstance(a.key, str)]
     places: dict[Any, list[int | str]] = {}

@@ -1,6 +1,6 @@
-"""Keyword arguments of other tools, and what to write instead.
+"""Keyword arguments of other libraries, and what to write instead.
 
-The table of docs/coming-from.md for keywords: a refusal names the one that gradtools has.
+The table of docs/coming-from.md for keywords: errors name gradtools' own keyword.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _HINTS: dict[str, str | dict[str, str]] = {
 
 
 def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:
-    """What to say instead where a call of an operator did not fit its parameters.
+    """A better error for a call that does not match an operator's signature.
 
-    Python's own text names the private class of the operator, and none of its parameters. None
-    where the error came from within the call.
+    Python's text names the operator's private class, and none of its parameters. None if the error
+    was raised inside the call.
     """
     trace = error.__traceback__
     if not isinstance(error, TypeError) or trace is None or trace.tb_next is not None:
@@ -84,13 +84,13 @@ _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def _name(operator: Callable[..., Any]) -> str:
-    """The public name: of an initializer that of its class."""
+    """The public name; for `__init__` that of the class."""
     owner, _, name = operator.__qualname__.rpartition(".")
     return owner if name == "__init__" else name
 
 
 def _usage(operator: Callable[..., Any]) -> str:
-    """The operator's call, without types."""
+    """The operator's signature without annotations."""
     parameters = [p.replace(annotation=p.empty) for p in signature(operator).parameters.values()]
     plain = Signature([p for p in parameters if p.name != "self"])
     return f"{_name(operator)}{plain}"

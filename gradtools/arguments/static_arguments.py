@@ -19,7 +19,7 @@ def _signature(fun: Any) -> inspect.Signature | None:
         return None
     try:
         signature = inspect.signature(fun)
-        if isinstance(fun, partial):  # what it has fixed by name is no argument any more
+        if isinstance(fun, partial):  # without the parameters that it fixes by keyword
             free = [p for p in signature.parameters.values() if p.name not in fun.keywords]
             return signature.replace(parameters=free)
         return signature
@@ -29,17 +29,25 @@ def _signature(fun: Any) -> inspect.Signature | None:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How a call's arguments part into static ones and the rest, each in the signature's order."""
+    """Splits a call's arguments into static and dynamic ones, each in the signature's order.
+
+    Attributes:
+        signature: The function's signature; None if it has none or takes *args only.
+        names: The parameters.
+        static: Which of them are static.
+        keyword_only: Which are keyword-only.
+        star: The name of *args, which come before the keyword-only arguments.
+    """
 
     signature: inspect.Signature | None
     names: tuple[str, ...]
     static: tuple[bool, ...]
     keyword_only: tuple[bool, ...]
-    star: str | None = None  # the name of *args, which stand before the keyword-only ones
+    star: str | None = None
 
     @classmethod
     def positional(cls, name: str, fun: Any) -> Parameters:
-        """Those of a kernel, which is called by position; its keyword-only ones keep a default."""
+        """The parameters of a kernel, which is called by position."""
         signature = _signature(fun)
         every = list(signature.parameters.values()) if signature else []
         unset = [p.name for p in every if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
@@ -57,7 +65,7 @@ class Parameters:
 
     @classmethod
     def of(cls, name: str, fun: Any, static_argnames: tuple[str, ...]) -> Parameters:
-        """Those of a function; a rule's stand in an order, so a call gives no `**kwargs`."""
+        """The parameters of a function without **kwargs: a rule gets its arguments by position."""
         signature = _signature(fun)
         if signature:
             kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -107,7 +115,7 @@ class Parameters:
         return tuple([a for a, s, _ in every if s]), (*first, *more, *last)
 
     def call(self, fun: Callable[..., Any], statics: Sequence[Any], rest: Sequence[Any]) -> Any:
-        """`fun` with the arguments of `bound`."""
+        """Calls `fun` with the arguments that `bound` split."""
         if not self.names:
             return fun(*rest)
         moving = [k for s, k in zip(self.static, self.keyword_only, strict=True) if not s]

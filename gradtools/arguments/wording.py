@@ -10,7 +10,7 @@ from gradtools.backend import Backend
 
 
 def describe(backend: Backend, x: Any) -> str:
-    """What x is, in a few words, for messages."""
+    """A short description of x for messages."""
     if backend.is_array(x) or (hasattr(x, "shape") and hasattr(x, "dtype")):
         return f"an array of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
     if isinstance(x, tuple | list | dict):
@@ -19,7 +19,7 @@ def describe(backend: Backend, x: Any) -> str:
 
 
 def in_words(treedef: Any) -> str:
-    """A structure for messages: in brackets as a program writes it, * for an array."""
+    """A tree structure for messages, with * for each array."""
     text = " ".join(str(treedef).split())
     text = text.removeprefix("PyTreeDef(").removesuffix(")") if text[:9] == "PyTreeDef" else text
     return "one array" if text == "*" else text

@@ -24,7 +24,7 @@ import numpy as np
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import in_words
 from gradtools.custom_rules import CustomRule
-from gradtools.custom_structure import Shaped
+from gradtools.custom_structure import Specialization
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec, Kernel, carrier
@@ -361,7 +361,7 @@ class Bridged(CustomRule):
         self.__name__ = getattr(f, "__name__", None) or type(f).__name__
         self.__doc__, self.__module__ = f.__doc__, f.__module__
 
-    def _taking(self) -> Parameters:
+    def _make_binding(self) -> Parameters:
         return Parameters(None, (), (), ())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -379,7 +379,7 @@ class Bridged(CustomRule):
             xs = [x for x, a in zip(leaves, arrays, strict=True) if a]
             others = tuple([x for x, a in zip(leaves, arrays, strict=True) if not a])
             if xs and (not others or self.guest.are_plain(xs)):
-                flat = self._flat[self._shape((), treedef, arrays, others)]
+                flat = self._flat[self._specialized((), treedef, arrays, others)]
                 if not others and not kwargs:
                     _kept(self._calls, by_position, flat)
                 return self._at(flat, xs)
@@ -399,17 +399,17 @@ class Bridged(CustomRule):
                     "program. Convert it before the call."
                 )
 
-    def _begin(self) -> None:
-        self._flat: dict[Shaped, FlatBridged] = {}
+    def _init_caches(self) -> None:
+        self._flat: dict[Specialization, FlatBridged] = {}
         self._calls: dict[Any, FlatBridged] = {}
-        super()._begin()
+        super()._init_caches()
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: x for k, x in super().__getstate__().items() if k not in ("_flat", "_calls")}
 
-    def _rule(self, shape: Shaped) -> Rule:
-        flat = FlatBridged(self, shape)
-        self._flat[shape] = flat
+    def _rule(self, specialized: Specialization) -> Rule:
+        flat = FlatBridged(self, specialized)
+        self._flat[specialized] = flat
         return replace(flat.foreign.rule, primal=flat.primal)
 
 
@@ -423,7 +423,7 @@ class FlatBridged:
     """A bridged function specialized to one structure of its arguments: of flat lists."""
 
     of: Bridged
-    shape: Shaped
+    specialized: Specialization
     structures: dict[Any, Any] = field(default_factory=dict)  # of the host, by the shapes of xs
     newest: Any = None  # the guest's structure, the host's, and the order of the leaves in this
 
@@ -439,7 +439,7 @@ class FlatBridged:
             arrays = tuple(
                 [self.guest.copied(x) if i in copies else x for i, x in enumerate(arrays)]
             )
-        args, kwargs = self.shape.arguments(arrays)
+        args, kwargs = self.specialized.arguments(arrays)
         leaves, treedef = self.guest.backend.flatten(self.of.fun(*args, **kwargs))
         newest = self.newest
         if newest is None or not (newest[0] is treedef or newest[0] == treedef):
@@ -468,7 +468,7 @@ class FlatBridged:
     def primal(self, *xs: Array) -> list[Array]:
         """The outputs as a pytree of the host, flattened by the rule's shape."""
         ys = self.foreign.value(*xs)
-        return self.shape.outputs(xs, self.host.unflatten(self.structure(xs), ys), "it")
+        return self.specialized.outputs(xs, self.host.unflatten(self.structure(xs), ys), "it")
 
     def structure(self, xs: Sequence[Array]) -> Any:
         """The host's treedef of the output for inputs like these."""
@@ -485,7 +485,7 @@ class FlatBridged:
         if out is None:
             return self.guest.abstract(self.foreign, specs)
         if callable(out):
-            args, kwargs = self.shape.arguments(specs)
+            args, kwargs = self.specialized.arguments(specs)
             out = out(*args, **kwargs)
         result, self.structures[_shapes(specs)] = self.host.flatten(out)
         for spec in result:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.backend import Array, Lazily, Wing
+from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.jax import arrays, engines, module_arguments, shardings, transformed_modules, trees
 from gradtools.jax._upstream import backward_shapes_are_checked
 from gradtools.jax.known_errors import flax_explained
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions
 
 
-class JaxBackend(Wing):
+class JaxBackend(FrameworkBackend):
     """What `gradtools.backend.Backend` asks, by JAX.
 
-    The engines and the rules come with it; a member that imports a room is one of those that most
+    The engines and the rules come with it; a lazily imported member is one of those that most
     programs never ask for, so that an import of gradtools stays light.
     """
 
-    name, rooms = "jax", "gradtools.jax"
+    name, package = "jax", "gradtools.jax"
     hvp_mode = "forward_over_reverse"
     xp = jnp
 
@@ -158,7 +158,7 @@ class JaxBackend(Wing):
             return None
         from gradtools.jax import host
 
-        return partial(host.call_now, self, of.kernel, len(of._taken.names))
+        return partial(host.call_now, self, of.kernel, len(of._binding.names))
 
     # --- the framework's own transforms
 
@@ -185,7 +185,7 @@ class JaxBackend(Wing):
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
 
-    frozen_uses = Lazily("freezing")
+    frozen_uses = LazyMember("freezing")
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return jax.jit(f, **options)

@@ -259,12 +259,12 @@ class Compressed:
         self.symmetric = symmetric
         self.dtypes: list[Any] = []  # of the products' vectors
         self.x = self._only(call.leaves, "the argument")
-        self.room = self.backend.room("sparsity", call.caller)
+        self.framework = self.backend.submodule("sparsity", call.caller)
         self._fix = ", or sparsity='detect'"
         if isinstance(sparsity, str) and sparsity == "detect":
             scipy_sparse(call.caller)
             self._fix = ": a rule of f's has a derivative that its value does not show"
-            pattern, self.outs = self.room.detected(fun, self.x)
+            pattern, self.outs = self.framework.detected(fun, self.x)
         else:
             pattern, self.outs = pattern_of(call.caller, sparsity, tuple(self.x.shape))
         if symmetric and pattern.shape[0] != pattern.shape[1]:
@@ -351,7 +351,7 @@ class Compressed:
         places = np.ravel_multi_index((colouring.rows, colouring.columns), colouring.shape)
         of_axes = np.unravel_index(places, shape) if shape else ()
         index = np.stack(of_axes) if shape else np.zeros((0, places.size), int)
-        return self.room.sparse_array(index, values, shape)
+        return self.framework.sparse_array(index, values, shape)
 
     def _checked(self, values: Array, product: Array, along_rows: bool) -> Array:
         """The values, if their product with a random vector is the one that was computed.
@@ -367,7 +367,7 @@ class Compressed:
         plain = backend.stop_gradient(values)
         terms = plain * xp.astype(vector, values.dtype)
         wanted = backend.stop_gradient(product)
-        expected, scale = (self.room.summed(here, t, product) for t in (terms, abs(terms)))
+        expected, scale = (self.framework.summed(here, t, product) for t in (terms, abs(terms)))
         if not wanted.shape[0]:
             return values
         sizes = scale + abs(wanted)

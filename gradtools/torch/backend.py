@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradtools.arguments.wording import in_words
-from gradtools.backend import Array, Lazily, Wing
+from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiled_functions import compiled
@@ -35,14 +35,14 @@ _REAL = {
 }
 
 
-class TorchBackend(Wing):
+class TorchBackend(FrameworkBackend):
     """What `gradtools.backend.Backend` asks, by PyTorch.
 
-    The engines and the rules come with it; a member that imports a room is one of those that most
+    The engines and the rules come with it; a lazily imported member is one of those that most
     programs never ask for, so that an import of gradtools stays light.
     """
 
-    name, rooms = "torch", "gradtools.torch"
+    name, package = "torch", "gradtools.torch"
 
     @property
     def xp(self) -> Any:
@@ -126,11 +126,11 @@ class TorchBackend(Wing):
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
 
-    jvps = staticmethod(jvps)  # no Lazily: dynamo, which traces it, cannot import
+    jvps = staticmethod(jvps)  # no LazyMember: dynamo, which traces it, cannot import
 
     linearize = staticmethod(engines.linearize)
 
-    abstract_eval, value_pairs = Lazily("rules.checking"), Lazily("rules.checking")
+    abstract_eval, value_pairs = LazyMember("rules.checking"), LazyMember("rules.checking")
 
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.rules.signatures import DirectCalls
@@ -216,8 +216,8 @@ class TorchBackend(Wing):
     # --- chunks
 
     weighs_sums = True
-    is_recomputing = Lazily("replaying.guards", "asks_is_recomputing")
-    frozen_uses = Lazily("freezing", "Uses")
+    is_recomputing = LazyMember("replaying.guards", "asks_is_recomputing")
+    frozen_uses = LazyMember("freezing", "Uses")
 
 
 def _checkpointed(

@@ -19,7 +19,7 @@ from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_dual
-from gradtools.torch.rules.checking import ASKING, refuse_kernel
+from gradtools.torch.rules.checking import CHECKING, refuse_kernel
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -52,7 +52,7 @@ class KernelCalls:
 
     def __init__(self, of: Any, differentiated: Callable[[Any, Any], Any] | None) -> None:
         self.kernel, self.backend, self.differentiated = of.kernel, of._backend, differentiated
-        self.count = len(of._taken.names)
+        self.count = len(of._binding.names)
         self.fun = self.kernel.fun
         self.alike = self.kernel.out is None and not self.kernel.raw
 
@@ -79,7 +79,7 @@ class KernelCalls:
                 arrays.append(np.asarray(x.numpy().copy().data.toreadonly()))
         except (RuntimeError, TypeError):  # what NumPy cannot read as it stands
             return NotImplemented
-        if ASKING.now:
+        if CHECKING.active:
             refuse_kernel()
         if not self.alike:
             return self._any(args, arrays)

@@ -495,7 +495,7 @@ def widened(patch, gt):
 
 
 def shared_key(patch, gt):
-    arrays = gt._api._backend.room("arrays", "key_argnums")
+    arrays = gt._api._backend.submodule("arrays", "key_argnums")
     patch.setattr(arrays, "fold_in", lambda key, index: key)
 
 

@@ -1,6 +1,6 @@
-"""Whether an author's maps are what `gradtools.rule_contract` says: read from jaxprs.
+"""Checks from jaxprs that a user's maps satisfy `gradtools.rule_contract`.
 
-What a jaxpr does not tell, numbers do: those at hand, or while a program is traced made-up ones.
+What a jaxpr does not decide is evaluated: at the current values, or in a trace at made-up ones.
 """
 
 from __future__ import annotations
@@ -26,74 +26,77 @@ if TYPE_CHECKING:
 
 
 def avals_of(xs: Sequence[Any]) -> Any:
-    """Shapes and dtypes, by which what was asked of a rule is remembered."""
+    """Shapes and dtypes, the key of a rule's checks."""
     return tuple([(aval.shape, str(aval.dtype)) for aval in map(jax.typeof, xs)])
 
 
-def moving_of(rule: Rule, likes: Sequence[Any], given: Mask | None) -> list[bool]:
+def differentiated_inputs(rule: Rule, likes: Sequence[Any], perturbed: Mask | None) -> list[bool]:
     """Which inputs are differentiated."""
     return [
-        like is not None and i not in rule.nondifferentiable and (given is None or given[i])
+        like is not None and i not in rule.nondifferentiable and (perturbed is None or perturbed[i])
         for i, like in enumerate(likes)
     ]
 
 
-def under_the_trace(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
-    """`fun(*xs)` of numbers, outside of the linearization that is under way.
+def outside_of_trace(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
+    """`fun(*xs)` at concrete xs, outside of the linearization that is running.
 
-    Of each jitted function that is called within a trace JAX keeps an entry for that trace, when
-    it is long over. To a `custom_jvp` it hands what it knows under the trace, where nothing is
-    differentiated with respect to xs.
+    For each jitted function called within a trace JAX caches an entry for that trace, which
+    outlives it. A `custom_jvp` whose inputs have no tangents is evaluated outside of the trace.
     """
     if isinstance(jax.lax.neg(0.0), jax.core.Tracer):  # a program is being traced
         return fun(*xs)
-    under = jax.custom_jvp(fun)
-    under.defjvp(_of_numbers)
-    return list(under(*xs))
+    untraced = jax.custom_jvp(fun)
+    untraced.defjvp(_no_tangents)
+    return list(untraced(*xs))
 
 
-def _of_numbers(xs: Any, dxs: Any) -> Any:
-    raise AssertionError("numbers have no tangents")
+def _no_tangents(xs: Any, dxs: Any) -> Any:
+    raise AssertionError("concrete inputs have no tangents")
 
 
-def hold_maps(rule: Rule, xs: Sequence[Any], given: Mask | None) -> bool:
-    """Holds the maps that its author wrote to being zero at zero; see `contract`.
+def check_maps(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> bool:
+    """Checks that the user's maps are zero at zero.
 
-    Returns False where a cotangent map with kernels is to be held after the forward pass.
+    Returns False if a cotangent map with kernels must be checked after the forward pass.
     """
     contract = rule.contract
     if contract is None:
         return True
     if isinstance(rule, JvpRule):
-        avals = (avals_of(xs), given)
-        contract.ask("tangent", avals, of=lambda: _hold_tangent(contract, rule, xs, given))
+        avals = (avals_of(xs), perturbed)
+        contract.check_once(
+            "tangent", avals, check=lambda: _check_tangent_map(contract, rule, xs, perturbed)
+        )
     if rule.linearize is not None and rule.fills("cotangent"):
-        return contract.ask(
-            "cotangent", avals_of(xs), of=lambda: _hold_cotangent(contract, rule, xs)
+        return contract.check_once(
+            "cotangent", avals_of(xs), check=lambda: _check_cotangent_map(contract, rule, xs)
         )
     return True
 
 
-def hold_evaluated(rule: Rule, xs: Sequence[Any], maps: Linearized, out: Sequence[Any]) -> None:
-    """The same of a cotangent map with kernels, after the forward pass, which runs once."""
+def check_evaluated(rule: Rule, xs: Sequence[Any], maps: Linearized, out: Sequence[Any]) -> None:
+    """`check_maps` of a cotangent map with kernels, at the residuals of the one forward pass."""
     contract, cotangent = rule.contract, maps.cotangent
     assert contract is not None and cotangent is not None
     saved = saved_from(maps.saves, xs, out)
     zeros = [*map(zeros_of, without_none(likes_of(out[: len(out) - len(maps.extras)])))]
 
     def check() -> bool:
-        pulled = under_the_trace(lambda *saved: cotangent(saved, zeros), saved)
-        if not all_known(pulled):  # mapped over, though the arguments are not
+        pulled = outside_of_trace(lambda *saved: cotangent(saved, zeros), saved)
+        if not all_known(pulled):  # traced, though the arguments are not
             return False
         wrong = linearity.nonzero_at([np.zeros(()) if x is None else x for x in pulled])
-        contract.hold_zero("cotangent", wrong)
+        contract.check_zero("cotangent", wrong)
         return True
 
-    contract.ask("cotangent", avals_of(xs), of=check)
+    contract.check_once("cotangent", avals_of(xs), check=check)
 
 
-def _hold_tangent(contract: Contract, rule: JvpRule, xs: Sequence[Any], given: Mask | None) -> bool:
-    """Returns False where it cannot be told yet, for a kernel has no numbers."""
+def _check_tangent_map(
+    contract: Contract, rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None
+) -> bool:
+    """Returns False if it is undecided because a kernel has no concrete inputs."""
     full_like, places = likes_of(xs), list[int]()
 
     def push(xs: Any, dxs: Any) -> list[Any]:
@@ -102,25 +105,25 @@ def _hold_tangent(contract: Contract, rule: JvpRule, xs: Sequence[Any], given: M
         places[:] = [i for i, dy in enumerate(dys) if dy is not None]
         return without_none(dys)
 
-    moving = moving_of(rule, full_like, given)
+    moving = differentiated_inputs(rule, full_like, perturbed)
     likes = [like for like, m in zip(full_like, moving, strict=True) if m]
     try:
         closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], likes)
     except READS_A_VALUE:
         known = all_known(xs)
         wrong = linearity.nonzero_at(push(xs, [*map(zeros_of, likes)])) if known else None
-        contract.hold_zero("tangent", wrong, places)
+        contract.check_zero("tangent", wrong, places)
         return True
     mask = [False] * len(xs) + [True] * len(likes)
-    wrong, told = linearity.first_nonzero(closed, mask, [*xs, *likes])
-    contract.hold_zero("tangent", wrong, places)
+    wrong, decided = linearity.first_nonzero(closed, mask, [*xs, *likes])
+    contract.check_zero("tangent", wrong, places)
     lost = linearity.lost_input(closed, mask)
     if lost is not None:
-        contract.losing[avals_of(xs)] = [i for i, m in enumerate(moving) if m][lost]
-    return told
+        contract.lost_tangents[avals_of(xs)] = [i for i, m in enumerate(moving) if m][lost]
+    return decided
 
 
-def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> bool:
+def _check_cotangent_map(contract: Contract, rule: Rule, xs: Sequence[Any]) -> bool:
     places: list[int] = []
 
     def pull(*xs: Any) -> list[Any]:
@@ -135,15 +138,15 @@ def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> bool:
 
     try:
         closed = jax.make_jaxpr(pull)(*[jax.typeof(x) for x in xs])
-        wrong, told = linearity.first_nonzero(closed, [False] * len(xs), xs, kernels=False)
+        wrong, decided = linearity.first_nonzero(closed, [False] * len(xs), xs, kernels=False)
     except READS_A_VALUE:
-        wrong, told = linearity.nonzero_at(pull(*xs)) if all_known(xs) else None, True
-    contract.hold_zero("cotangent", wrong, places)
-    return told
+        wrong, decided = linearity.nonzero_at(pull(*xs)) if all_known(xs) else None, True
+    contract.check_zero("cotangent", wrong, places)
+    return decided
 
 
-def hold_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) -> None:
-    """Whether bwd keeps all of its cotangents when it is transposed."""
+def check_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) -> None:
+    """Raises if transposing bwd would lose one of its cotangents."""
     contract = rule.contract
     if contract is None:
         return
@@ -152,35 +155,35 @@ def hold_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) -> 
         closed = jax.make_jaxpr(pull)(*map(zeros_of, likes))
         lost = linearity.lost_input(closed, [True] * len(likes))
         if lost is not None:
-            raise contract.lost("cotangent", lost)
+            raise contract.not_transposable("cotangent", lost)
 
-    contract.ask("transposed", avals, of=transposed)
+    contract.check_once("transposed", avals, check=transposed)
 
 
-def hold_symbolic(contract: Contract, at: Sequence[Any], n: int, params: Any) -> None:
-    """Holds bwd to being zero at zero where it is told which cotangents are there."""
+def check_symbolic(contract: Contract, at: Sequence[Any], n: int, params: Any) -> None:
+    """Checks that a bwd with symbolic zeros is zero at zero."""
 
     def check() -> bool:
         closed = jax.make_jaxpr(partial(eval_cotangent, **params))(*map(jax.typeof, at))
         zero = [i >= n for i in range(len(at))]
-        wrong, told = linearity.first_nonzero(closed, zero, at)
+        wrong, decided = linearity.first_nonzero(closed, zero, at)
         places = [i for i, w in enumerate(params["wanted"]) if w]
-        contract.hold_zero("cotangent", wrong, places)
-        return told
+        contract.check_zero("cotangent", wrong, places)
+        return decided
 
-    contract.ask("cotangent", avals_of(at), params["given"], params["wanted"], of=check)
+    contract.check_once("cotangent", avals_of(at), params["given"], params["wanted"], check=check)
 
 
-def would_lose(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any]) -> bool:
-    """Whether a forward rule's map may not be transposed twice.
+def loses_tangents(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any]) -> bool:
+    """Whether transposing a forward rule's map would lose a tangent or a constant part.
 
-    An unchecked one is looked at here: in its own mode it stays as its author wrote it.
+    A map with check="never" is examined here: its own mode evaluates it unchanged.
     """
     contract = rule.contract
     if contract is None:
         return False
     if contract.check != "never":
-        return avals_of(xs) in contract.losing
+        return avals_of(xs) in contract.lost_tangents
     try:
         closed = jax.make_jaxpr(push)(*map(zeros_of, likes))
     except READS_A_VALUE:
@@ -194,17 +197,17 @@ _LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
-    """Whether the rule's value is linear in some inputs, once for each rule.
+    """Raises if the rule's value is not linear in some inputs; once for each rule.
 
-    A rule's value may be a kernel that nobody can transpose, so only numbers can tell. They are
-    those at hand, or while a program is traced made-up ones.
+    A rule's value may be a kernel without a jaxpr, so linearity is tested numerically: at the
+    current values, or in a trace at made-up ones.
     """
     if rule.origin in _LINEAR:
         return
     made_up = any(isinstance(x, jax.core.Tracer) for x in xs)
     try:
         with jax.ensure_compile_time_eval():
-            same = _goes_through(rule, xs, moving, made_up)
+            same = _is_linear_at(rule, xs, moving, made_up)
     except Exception as error:
         if not made_up:
             raise
@@ -218,7 +221,7 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
     _LINEAR.add(rule.origin)
 
 
-def _goes_through(rule: Rule, xs: Sequence[Any], moving: Mask, made_up: bool) -> bool:
+def _is_linear_at(rule: Rule, xs: Sequence[Any], moving: Mask, made_up: bool) -> bool:
     plain = [linearity.wave(x, 0.5, 1.0) if made_up else x for x in xs]
     linear_in = [x for x, m in zip(xs, moving, strict=True) if m]
     v, w = ([linearity.wave(x, shift, 0.0) for x in linear_in] for shift in (1.0, 2.0))

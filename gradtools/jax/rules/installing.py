@@ -36,7 +36,7 @@ from gradtools.errors import NotImplementedRefusal
 from gradtools.jax import jaxprs, reachability, shardings
 from gradtools.jax._upstream import Primitive
 from gradtools.jax.rules import linearity
-from gradtools.jax.rules.checking import check_linear, hold_symbolic
+from gradtools.jax.rules.checking import check_linear, check_symbolic
 from gradtools.jax.rules.closure_conversion import (
     ValueLiftedRule,
     held_tracers,
@@ -374,7 +374,7 @@ def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: An
     }
     at = [*operands[:n], *[ct for ct, p in zip(cts, present, strict=True) if p]]
     if rule.contract is not None and not rule.fills("cotangent"):
-        hold_symbolic(rule.contract, at, n, params)
+        check_symbolic(rule.contract, at, n, params)
     return [None] * n + list(cotangent_p.bind(*at, **params))
 
 

@@ -1,7 +1,7 @@
 """Linearization of a rule: its jvp and vjp maps, with the residuals that they read as inputs.
 
-JAX's cotangents are the conjugates of gradtools'. A linearized rule speaks JAX's language; the
-conversion is in `_native` and nowhere else.
+JAX's cotangents are the conjugates of gradtools'. A linearized rule uses JAX's convention; only
+`_native` converts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gradtools.jax._upstream import backward_shapes_are_checked, constants_of
 from gradtools.jax.jaxprs import without_consts
 from gradtools.jax.rules.checking import (
     avals_of,
-    hold_evaluated,
-    hold_maps,
-    hold_transposed,
-    moving_of,
-    under_the_trace,
-    would_lose,
+    check_evaluated,
+    check_maps,
+    check_transposed,
+    differentiated_inputs,
+    loses_tangents,
+    outside_of_trace,
 )
 from gradtools.jax.rules.kept_alive import remembered
 from gradtools.jax.rules.primitives import (
@@ -44,7 +44,7 @@ _local = threading.local()
 
 
 def local_list(what: str) -> list[Any]:
-    """The rules whose maps are being lifted, or linearized, by this thread right now."""
+    """This thread's stack of rules that are being lifted, or linearized."""
     return _local.__dict__.setdefault(what, [])
 
 
@@ -57,67 +57,72 @@ def pushed_on(stack: list[Any], entry: Any) -> Iterator[None]:
         stack.pop()
 
 
-def linearized_rule(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> LinearizedRule:
-    """The rule with both maps, and with what they read made explicit.
+def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> LinearizedRule:
+    """The rule with both maps and explicit residuals.
 
-    Its maps are JAX's own: conjugated, with cotangents and tangents of floating outputs alone.
+    Its maps follow JAX's convention: conjugated, with cotangents and tangents of floating outputs
+    only.
 
-    given: Which inputs are differentiated, for a rule that wants to know (`symbolic_zeros`); the
-        maps then hold for these.
+    perturbed: Which inputs are differentiated, for a rule with `symbolic_zeros`; the maps then are
+        valid for these inputs only.
     """
     if isinstance(rule, LinearizedRule):
         return rule
-    given = given if rule.symbolic_zeros else None
-    forward, made = _forward_of(rule, given)
+    perturbed = perturbed if rule.symbolic_zeros else None
+    forward, made = _forward_of(rule, perturbed)
     with pushed_on(local_list("linearizing"), rule.contract or rule):
-        hold_maps(rule, xs, given)
+        check_maps(rule, xs, perturbed)
         with in_words(rule):
             closed = jax.make_jaxpr(forward)(*map(jax.typeof, xs))
     run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
-    return LinearizedRule.made_of(rule, made[0], run, given)
+    return LinearizedRule.made_of(rule, made[0], run, perturbed)
 
 
 def _forward_of(
-    rule: Rule, given: Mask | None
+    rule: Rule, perturbed: Mask | None
 ) -> tuple[Callable[..., list[Any]], list[Linearized]]:
-    """The forward pass, which gives outputs and extras, and where each run leaves its maps."""
+    """The forward pass, which returns outputs and extras, and a list that receives its maps."""
     made: list[Linearized] = []
 
     def forward(*xs: Any) -> list[Any]:
-        result = _maps_at(rule, xs, given)
-        made[:] = [result.without_arrays()]  # tracers would leak
-        return [*result.ys, *result.extras]
+        linearized = _maps_at(rule, xs, perturbed)
+        made[:] = [linearized.without_arrays()]  # tracers would leak
+        return [*linearized.ys, *linearized.extras]
 
     return forward, made
 
 
-def evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
-    """The outputs and extras where all inputs are known, and the maps: nothing is traced."""
-    given = given if rule.symbolic_zeros else None
-    forward, made = _forward_of(rule, given)
+def evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any:
+    """The outputs and extras at concrete inputs, and the maps, without tracing."""
+    perturbed = perturbed if rule.symbolic_zeros else None
+    forward, made = _forward_of(rule, perturbed)
     with pushed_on(local_list("linearizing"), rule.contract or rule):
-        told = hold_maps(rule, xs, given)
-        out = under_the_trace(forward, xs)
-        if not told:
-            hold_evaluated(rule, xs, made[0], out)
-    again = lambda *xs: _forward_of(rule, given)[0](*xs)  # which keeps no maps of a run
-    return out, LinearizedRule.made_of(rule, made[0], again, given)
+        decided = check_maps(rule, xs, perturbed)
+        out = outside_of_trace(forward, xs)
+        if not decided:
+            check_evaluated(rule, xs, made[0], out)
+    again = lambda *xs: _forward_of(rule, perturbed)[0](*xs)  # holds no maps of this run
+    return out, LinearizedRule.made_of(rule, made[0], again, perturbed)
 
 
-def _maps_at(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Linearized:
-    if isinstance(rule, JvpRule) and rule.linearize is None and (made := _split(rule, xs, given)):
+def _maps_at(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Linearized:
+    if (
+        isinstance(rule, JvpRule)
+        and rule.linearize is None
+        and (made := _split(rule, xs, perturbed))
+    ):
         return made
-    return _native(rule, rule.at(*xs, perturbed=given), xs, given)
+    return _native(rule, rule.at(*xs, perturbed=perturbed), xs, perturbed)
 
 
 def _native(
-    rule: Rule, found: Linearized, xs: Sequence[Any], given: Mask | None = None
+    rule: Rule, linearized: Linearized, xs: Sequence[Any], perturbed: Mask | None = None
 ) -> Linearized:
-    """The maps of one evaluation as JAX's own; a missing one is the other's transpose."""
-    given_tangent, given_cotangent = found.tangent, found.cotangent
-    like_xs, like_ys, avals = likes_of(xs), likes_of(found.ys), avals_of(xs)
+    """The maps in JAX's convention; a missing one is the other's transpose."""
+    given_tangent, given_cotangent = linearized.tangent, linearized.cotangent
+    like_xs, like_ys, avals = likes_of(xs), likes_of(linearized.ys), avals_of(xs)
     inexact = [like is not None for like in like_ys]
-    moving = moving_of(rule, like_xs, given)
+    moving = differentiated_inputs(rule, like_xs, perturbed)
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         if given_tangent is None:
@@ -141,15 +146,15 @@ def _native(
 
     def transposed_cotangent(saved: Entries, dxs: Entries) -> list[Any]:
         def pull(*cts: Any) -> list[Any]:
-            found = zip(cotangent(saved, cts), dxs, strict=True)
-            return [ct for ct, dx in found if dx is not None]
+            pairs = zip(cotangent(saved, cts), dxs, strict=True)
+            return [ct for ct, dx in pairs if dx is not None]
 
-        hold_transposed(rule, avals, pull, without_none(like_ys))
+        check_transposed(rule, avals, pull, without_none(like_ys))
         return transpose_map(rule, "cotangent", pull, without_none(like_ys), without_none(dxs))
 
     def transposed_tangent(saved: Entries, cts: Entries) -> list[Any]:
-        if rule.contract is not None and avals in rule.contract.losing:
-            raise rule.contract.lost("tangent", rule.contract.losing[avals])
+        if rule.contract is not None and avals in rule.contract.lost_tangents:
+            raise rule.contract.not_transposable("tangent", rule.contract.lost_tangents[avals])
 
         def push(*dxs: Any) -> list[Any]:
             return tangent(saved, spread(dxs, moving))
@@ -158,14 +163,14 @@ def _native(
         full = filled(cts, without_none(like_ys))
         return spread(transpose_map(rule, "tangent", push, examples, full), moving)
 
-    return replace(found, tangent=tangent, cotangent=cotangent)
+    return replace(linearized, tangent=tangent, cotangent=cotangent)
 
 
 def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> LinearizedRule:
-    """The maps of a rule that needs no evaluation to have them.
+    """The maps of a rule without `linearize`, memoized by the avals of inputs and outputs.
 
-    They depend on what the arrays look like alone, and are kept with the rule: JAX compiles a
-    primitive for each rule that it is bound with, and would compile and keep each call's own.
+    JAX compiles and caches a primitive for each rule that it is bound with, so a new object in each
+    call would compile anew.
     """
     avals = tuple(jax.typeof(x) for x in (*xs, *ys))
 
@@ -177,14 +182,15 @@ def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> LinearizedRu
     return remembered(rule, ("maps", avals), make)
 
 
-def _split(rule: JvpRule, xs: Sequence[Any], given: Mask | None = None) -> Linearized | None:
-    """A rule that gives values and tangents at once, parted into what x decides and the rest.
+def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> Linearized | None:
+    """Splits a forward rule into a forward pass and a linear map of its residuals.
 
-    The first part is the forward pass, and what it leaves for the second are the extras.
-    Transposing runs whatever does not depend on a tangent, so transposing twice parts them.
+    Transposing the rule evaluates everything that does not depend on a tangent; the values that
+    the transpose then closes over are the residuals, stored as extras (partial evaluation, as in
+    Radul et al., You only linearize once, 2023).
     """
     full_like = likes_of(xs)
-    mask = moving_of(rule, full_like, given)
+    mask = differentiated_inputs(rule, full_like, perturbed)
     like_xs = [like for like, m in zip(full_like, mask, strict=True) if m]
     ys: list[Any] = []
     staged: list[bool] = []
@@ -193,13 +199,13 @@ def _split(rule: JvpRule, xs: Sequence[Any], given: Mask | None = None) -> Linea
         full = spread(dxs, mask)
         ys[:], dys = rule.jvp(xs, filled(full, full_like) if rule.fills("tangent") else full)
         kinds = {type(dx) for dx in dxs if isinstance(dx, jax.core.Tracer)}
-        staged[:] = [type(y) in kinds for y in ys]  # a value in the program of its tangent
+        staged[:] = [type(y) in kinds for y in ys]  # a value that depends on a tangent
         pairs = zip(dys, likes_of(ys), strict=True)
         return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
 
     if any(varies(x) for x in xs):
         return None
-    if would_lose(rule, xs, push, like_xs):
+    if loses_tangents(rule, xs, push, like_xs):
         return None
     try:
         pull = jax.linear_transpose(push, *map(struct_of, like_xs))
@@ -207,14 +213,14 @@ def _split(rule: JvpRule, xs: Sequence[Any], given: Mask | None = None) -> Linea
             return None
         like_ys = without_none(likes_of(ys))
         hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
-    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # the latter such as for memory
+    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # the latter for example out of memory
         raise
     except NOT_LINEAR:
-        return None  # forward mode needs no transpose; reverse mode will say why there is none
+        return None  # forward mode needs no transpose; reverse mode will raise
 
     follows = [isinstance(c, jax.core.Tracer) for c in consts]
     extras = [c for c, f in zip(consts, follows, strict=True) if f]
-    fixed = [None if f else c for c, f in zip(consts, follows, strict=True)]  # outlives a trace
+    fixed = [None if f else c for c, f in zip(consts, follows, strict=True)]  # no tracers
 
     def back(saved: Entries, *cts: Any) -> list[Any]:
         new = iter(saved)
@@ -234,7 +240,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], given: Mask | None = None) -> Linea
 
 
 def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
-    """A zero for None; an error where a map's result does not have the shape it must have."""
+    """A map's result with zeros for None, or an error if its shape is wrong."""
     if value is None:
         return zeros_of(like)
     if jnp.shape(value) != tuple(like.shape) and backward_shapes_are_checked():
@@ -246,10 +252,10 @@ def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
 
 
 def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """`fun` with what it closes over made explicit: `hoisted(consts, *args)`, and consts.
+    """Closure conversion: `hoisted(consts, *args)`, and the arrays that `fun` closes over.
 
-    A rule runs when the trace in which it was made may have ended, and a tracer that it closes
-    over is dead by then. So what it closes over becomes an input.
+    A rule may run after the trace in which it was made has ended, when tracers in its closure
+    would have leaked.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*examples)
     treedef = jax.tree.structure(shapes)

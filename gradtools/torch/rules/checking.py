@@ -1,8 +1,8 @@
-"""Whether an author's maps are what `gradtools.rule_contract` says, told by numbers.
+"""Checks numerically that a user's maps satisfy `gradtools.rule_contract`.
 
-A map is asked once for a rule and a signature, at the values at hand, in copies of them and with
-the generators put back. Where there are none, as in code that is being compiled, the rule is
-evaluated at made-up numbers, and a question that cannot be asked there is left for later.
+A map is evaluated once for a rule and a signature, at copies of the current values, with random
+generators restored afterwards. Where there are no values, as in code that is being compiled, it is
+evaluated at made-up numbers, and a check that fails to run there is postponed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Question:
-    """One map of a rule, to be asked about.
+class LinearMap:
+    """A linear map of a rule at some residuals, to be checked.
 
     Attributes:
-        rule: Whose map it is.
+        rule: The rule.
         which: "tangent" or "cotangent", what it is linear in.
         run: `run(at, vs)`; results and entries may be None.
-        at: What it reads.
-        likes: What its vectors look like, None where there is none.
-        avals: Shapes, dtypes and devices of what the rule is evaluated at, so that this can be
-            done again where some lengths are open; empty: `run` holds for numbers of any origin.
+        at: The residuals.
+        likes: The shapes, dtypes and devices of its vectors, None for integers.
+        avals: Those of the rule's inputs, at which it is evaluated again if lengths are symbolic;
+            empty if `run` is valid for any residuals.
     """
 
     rule: Rule
@@ -53,21 +53,22 @@ class Question:
     likes: Sequence[Any]
     avals: Sequence[Any] = ()
 
-    def points(self) -> tuple[Map, list[Tensor], bool]:
-        """The map at numbers: it, what it reads, and whether that is made up."""
+    def at_numbers(self) -> tuple[Map, list[Tensor], bool]:
+        """The map, concrete residuals, and whether these are made up."""
         at = [value_of(x) for x in self.at]
         if not any(x is None for x in at):
             return self.run, [x.clone() for x in at], False
         if not self.avals or not any(None in _sizes(shape) for shape, _, _ in self.avals):
             return self.run, [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in self.at], True
         xs = [_wave(aval, 0.5, 1.0) for aval in self.avals]
-        result = self.rule.at(*xs)
-        run = result.tangent if self.which == "tangent" else result.cotangent
+        linearized = self.rule.at(*xs)
+        run = linearized.tangent if self.which == "tangent" else linearized.cotangent
         assert run is not None
-        return run, [x.detach() for x in result.saved(xs)], True
+        return run, [x.detach() for x in linearized.saved(xs)], True
 
     @property
     def signature(self) -> Any:
+        """The shapes and dtypes of residuals and vectors."""
         likes = [like and (_sizes(like[0]), like[1]) for like in self.likes]
         return tuple([(_sizes(x.shape), x.dtype) for x in self.at]), tuple(likes)
 
@@ -75,53 +76,55 @@ class Question:
 # --- is it zero at zero? -----------------------------------------------------------------
 
 
-def hold_zero(question: Question) -> None:
-    """Raises if a map is not zero at zero, as where the author forgot the tangent."""
-    contract = question.rule.contract
+def check_zero(linear_map: LinearMap) -> None:
+    """Raises if a map is not zero at zero, as if the author forgot the tangent."""
+    contract = linear_map.rule.contract
     if contract is not None:
-        contract.ask("zero", question.which, question.signature, of=lambda: _is_zero(question))
+        key = "zero", linear_map.which, linear_map.signature
+        contract.check_once(*key, check=lambda: _is_zero(linear_map))
 
 
-def _is_zero(question: Question) -> bool:
-    """False where it cannot be told, as where the map raises at values that are made up.
+def _is_zero(linear_map: LinearMap) -> bool:
+    """Runs the check. Returns False if it cannot be decided, as if the map fails at made-up values.
 
-    What it raises in plain eager code is the user's: a map that fails once need not do so again.
+    What the map raises in plain eager code is the user's own error, and propagates.
     """
-    contract = question.rule.contract
+    contract = linear_map.rule.contract
     assert contract is not None
     try:
-        wrong = _first_not_zero(question)
-    except KernelMet:
+        wrong = _first_not_zero(linear_map)
+    except KernelReached:
         return False
     except Exception as error:
-        if not in_eager() or any(value_of(x) is None for x in question.at):
+        if not in_eager() or any(value_of(x) is None for x in linear_map.at):
             return False
         if not isinstance(error, GradtoolsError):
             error.add_note(
-                f"{contract.name}: raised while the rule was called with a zero {question.which}, "
-                "to check that it is linear. custom_rule(f, check='never') skips the check."
+                f"{contract.name}: raised while the rule was called with a zero "
+                f"{linear_map.which}, to check that it is linear. custom_rule(f, check='never') "
+                "skips the check."
             )
         raise
-    contract.hold_zero(question.which, wrong)
+    contract.check_zero(linear_map.which, wrong)
     return True
 
 
-def _first_not_zero(question: Question) -> int | None:
-    with upstream.disable_current_modes(), torch.no_grad(), restored(Randomness.now(question.at)):
-        run, at, made_up = question.points()
+def _first_not_zero(linear_map: LinearMap) -> int | None:
+    """The index of the first result that is not zero for zero vectors."""
+    likes, drawn = linear_map.likes, Randomness.now(linear_map.at)
+    with upstream.disable_current_modes(), torch.no_grad(), restored(drawn):
+        run, at, made_up = linear_map.at_numbers()
         with _kernels_refused(made_up):
-            ys = run(
-                at, filled([None] * len(question.likes), [_concrete(x) for x in question.likes])
-            )
+            ys = run(at, filled([None] * len(likes), [_concrete(x) for x in likes]))
         for i, y in enumerate(ys):
-            moved = isinstance(y, Tensor) and bool(((y != 0) & ~y.isnan()).any())
-            if moved and not _is_rounding(y, at):
+            nonzero = isinstance(y, Tensor) and bool(((y != 0) & ~y.isnan()).any())
+            if nonzero and not _is_rounding(y, at):
                 return i
     return None
 
 
 def _is_rounding(y: Tensor, at: Sequence[Tensor]) -> bool:
-    """Whether it is no more than what terms of such numbers leave that cancel."""
+    """Whether y is no larger than the rounding error of terms that cancel."""
     if not is_inexact(y):
         return False
     sizes = [float(x.abs().max()) for x in at if is_inexact(x) and x.numel()]
@@ -129,54 +132,55 @@ def _is_rounding(y: Tensor, at: Sequence[Tensor]) -> bool:
     return bool((y.abs() <= most).all())
 
 
-class KernelMet(Exception):
-    """A host kernel was to run where there are no numbers for it, or none is asked for."""
+class KernelReached(Exception):
+    """A check reached a host kernel, which it must not run."""
 
 
-class _Asking(threading.local):
-    """Whether this thread asks; a default of the class, for a miss takes longer than a kernel."""
+class _Checking(threading.local):
+    """Whether this thread runs a check without kernels. A class attribute is read fastest."""
 
-    now = False
+    active = False
 
 
-ASKING = _Asking()
+CHECKING = _Checking()
 
 
 def refuse_kernel() -> None:
-    """Ends a question that would run a host kernel."""
-    if not is_compiling() and ASKING.now:
-        raise KernelMet
+    """Aborts a check that would run a host kernel."""
+    if not is_compiling() and CHECKING.active:
+        raise KernelReached
 
 
 @contextmanager
 def _kernels_refused(yes: bool = True) -> Iterator[None]:
-    before, ASKING.now = ASKING.now, yes
+    before, CHECKING.active = CHECKING.active, yes
     try:
         yield
     finally:
-        ASKING.now = before
+        CHECKING.active = before
 
 
 # --- is it linear? -----------------------------------------------------------------------
 
 
-def hold_linear(question: Question) -> None:
-    """Sums and multiples must go through, else the map is not linear.
+def check_linear(linear_map: LinearMap) -> None:
+    """Raises if a map does not preserve sums and multiples.
 
-    Asked once of each rule, with vectors of its own, so that it draws no random numbers.
+    Runs once for each rule, with fixed vectors, so that it draws no random numbers.
     """
-    rule, which = question.rule, question.which
-    hold_zero(question)
+    rule, which = linear_map.rule, linear_map.which
+    check_zero(linear_map)
     if rule.origin in _LINEAR or (rule.contract is not None and rule.contract.check == "never"):
         return
-    there = [like is not None for like in question.likes]
+    mask = [like is not None for like in linear_map.likes]
 
     def run(linear: Map, at: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
-        return linear(at, spread(vs, there))
+        return linear(at, spread(vs, mask))
 
-    with upstream.disable_current_modes(), torch.no_grad(), restored(Randomness.now(question.at)):
-        linear, at, made_up = question.points()
-        likes = [like for like in question.likes if like]
+    drawn = Randomness.now(linear_map.at)
+    with upstream.disable_current_modes(), torch.no_grad(), restored(drawn):
+        linear, at, made_up = linear_map.at_numbers()
+        likes = [like for like in linear_map.likes if like]
         v, w = ([_wave(like, shift, 0.0) for like in likes] for shift in (1.0, 2.0))
         try:
             same = is_linear(partial(run, linear, at), v, w, _gap, _slack)
@@ -203,10 +207,10 @@ def hold_linear(question: Question) -> None:
 
 
 def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
-    """Runs fun on copies of xs, or as it is being compiled on fake tensors like them.
+    """Runs fun on copies of xs, or on fake tensors while it is being compiled.
 
-    A mode of our own for fake tensors would import PyTorch's whole compiler, and leave tensors
-    without numbers in what fun keeps for later calls.
+    A FakeTensorMode of our own would import PyTorch's compiler, and leave fake tensors in fun's
+    caches.
     """
     with upstream.disable_current_modes(), torch.no_grad():
         mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
@@ -217,7 +221,7 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
                     fun(*[torch.empty_like(x) if not is_plain(x) else _empty(x) for x in xs])
             elif not any(x is None for x in values):
                 _run_on_copies(fun, values)
-        except Exception:  # a function that does not run says nothing of its rule
+        except Exception:  # f's own error will surface in the real call
             return
 
 
@@ -235,7 +239,7 @@ def value_pairs(
             if not drawn.stands() or len(own) != len(ys):
                 return []
             return [(_numbers(a), _numbers(y)) for a, y in zip(own, known[len(xs) :], strict=True)]
-        except Exception:  # a function that does not run says nothing of its rule
+        except Exception:  # f's own error will surface in the real call
             return []
 
 
@@ -252,7 +256,7 @@ def _run_on_copies(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor]) -> No
     try:
         with restored(Randomness.everywhere({x.device.type for x in xs})), _kernels_refused():
             fun(*[x.clone() for x in xs])
-    except KernelMet:  # a kernel says by its `out` what it returns
+    except KernelReached:  # on the meta device a kernel returns its `out` specs
         fun(*[torch.empty_like(x, device="meta") for x in xs])
 
 
@@ -260,12 +264,12 @@ def _run_on_copies(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor]) -> No
 
 
 def _sizes(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The lengths of axes; those that PyTorch's compiler keeps open look alike, unhashable."""
+    """The lengths of axes; None for a SymInt, which is not hashable."""
     return tuple([n if isinstance(n, int) else None for n in shape])
 
 
 def _concrete(like: Any) -> Any:
-    """The same with lengths that are open as they are at present, which fixes none."""
+    """`like` with size hints for SymInts, which adds no guard."""
     return like and ([_length(n) for n in like[0]], like[1], like[2])
 
 
@@ -274,14 +278,14 @@ def _length(n: Any) -> int:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is of no subclass that computes otherwise."""
+    """Whether x is a Tensor or Parameter and of no other subclass."""
     return type(x) in (Tensor, torch.nn.Parameter)
 
 
 def value_of(x: Any) -> Any:
-    """The number behind a tensor, of one example under vmap; None where there is none.
+    """The concrete tensor inside functorch wrappers, one example of it under vmap.
 
-    That is in code being compiled, and on the meta device.
+    None in code being compiled and on the meta device.
     """
     if upstream.TracingContext.try_get() is not None or x.device.type == "meta":
         return None
@@ -293,7 +297,7 @@ def value_of(x: Any) -> Any:
 
 
 def _wave(aval: Any, shift: float, around: float) -> Any:
-    """Numbers of few binary digits, as `is_linear` asks for."""
+    """Test numbers of few binary digits, so that sums of them are exact; see `is_linear`."""
     shape, dtype, device = _concrete(aval)
     device = "cpu" if device.type == "meta" else device
     if not (dtype.is_floating_point or dtype.is_complex):

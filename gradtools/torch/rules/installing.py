@@ -1,15 +1,15 @@
-"""How a rule enters PyTorch: one `torch.autograd.Function` with both modes and its own vmap.
+"""Installs rules in PyTorch: one `torch.autograd.Function` with both modes and its own vmap.
 
 Double backward differentiates the code of the cotangent map, so a rule is differentiated at any
-order. Three things are not as PyTorch's manual has them:
+order. Three things differ from PyTorch's manual:
 
 - A `jvp` staticmethod runs with forward gradients switched off, so nested forward mode drops a
   term in silence (torch#197867). Ours reads the primal part of what was saved and switches them
-  on again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` tells when that is over.
+  on again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` fails once it is fixed.
 - Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func`
   (torch#192985, torch#193279). It sees one opaque call, which functorch's levels then enter.
-- A missing map is the transpose of the other one. PyTorch transposes without asking whether the
-  map is linear, so linearity is checked, once for each rule.
+- A missing map is the transpose of the other one. PyTorch transposes nonlinear maps as well, so
+  linearity is checked, once for each rule.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from gradtools.torch.operation_marks import RULE
 from gradtools.torch.patches import are_watched
 from gradtools.torch.plain_programs.backward_nodes import corrected_vjp
 from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.rules.checking import Question, hold_linear, hold_zero
+from gradtools.torch.rules.checking import LinearMap, check_linear, check_zero
 from gradtools.torch.rules.transposing import in_eager, in_own_transpose, transposed
 
 Tensor = torch.Tensor
@@ -78,10 +78,10 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
 
 
 def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
-    """`apply_rule` of a rule that compiled code knows by its key alone."""
+    """`apply_rule` for compiled code, which holds the rule's key as a constant."""
     if not is_compiling():
         return apply_rule(by_key(key), *xs)
-    # Dynamo does not say of an input whether it is differentiated; here it counts as if it were.
+    # Dynamo does not show whether an input is differentiated, so it counts as differentiated.
     if _pushing() and _reverse_only(key):
         raise GradtoolsError(reverse_only_text(_pushing()[-1], _reverse_only(key)))
     return list(_apply_by_key(key, *xs))
@@ -103,7 +103,7 @@ _compiled: list[str] = []  # dynamo follows a plain list; it is empty before and
 
 
 def _pushing() -> list[str]:
-    """The operators that transpose f's pullback right now, which a nonlinear rule cannot take."""
+    """This thread's stack of operators that transpose f's pullback, where rules must be linear."""
     return _compiled if is_compiling() else _eager.__dict__.setdefault("pushing", [])
 
 
@@ -119,11 +119,11 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BatchedRule(Rule):
-    """A rule that knows the rule of a batch itself.
+    """A rule with its own batching rule.
 
     Attributes:
-        batching_rule: `batching_rule(size, axes, xs, randomness)` gives the rule of a batch, its
-            inputs, and a function of its outputs that gives their axes.
+        batching_rule: `batching_rule(size, axes, xs, randomness)` returns the rule of a batch, its
+            inputs, and a function from its outputs to their axes.
     """
 
     batching_rule: Callable[..., Any]
@@ -131,20 +131,20 @@ class BatchedRule(Rule):
 
 @dataclass(eq=False, slots=True)
 class RuleApplication:
-    """One application of a rule: what its evaluation left for the linear maps.
+    """One application of a rule: its maps and everything else that is no tensor.
 
-    Tensors are in autograd's own store; here is only what is no tensor.
+    Tensors are saved by autograd.
 
     Attributes:
         rule: The rule.
         linearized: Its maps at this evaluation, without arrays.
-        count: How many outputs there are; extras follow.
-        randomness: Where the generators stood, if what is evaluated again draws from them.
-        own: Whether no output may be a view, of which a transform would not know.
-        perturbed: Which inputs are differentiated, where that is known.
-        signature: What is known of such calls in plain eager mode (`signatures.py`), if anything.
-        plan: How what this evaluation saved is found again, of a call with a signature. Where
-            nothing but arguments and outputs was saved, one application serves all calls.
+        count: The number of outputs; extras follow them.
+        randomness: The generators' states before the evaluation, if a second one draws from them.
+        own: Whether outputs must not be views, because a torch.func transform is active.
+        perturbed: Which inputs are differentiated, None if unknown.
+        signature: The cache entry of the fast path (`signatures.py`), if any.
+        plan: With a signature, how to rebuild the residuals. If these are arguments and outputs
+            only, one application serves all calls.
     """
 
     rule: Rule
@@ -156,8 +156,8 @@ class RuleApplication:
     signature: Any = None
     plan: Any = None
 
-    def note(self, linearized: Linearized) -> None:
-        """Keeps the maps, without the arrays."""
+    def record(self, linearized: Linearized) -> None:
+        """Stores the maps without arrays."""
         self.count = len(linearized.ys)
         self.linearized = linearized.without_arrays()
 
@@ -193,11 +193,11 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     return out[: point.count]
 
 
-_APPLICATION = "_application"  # kept with an edit, which it must not outlive
+_APPLICATION = "_application"  # the attribute of an edit's rule that caches its application
 
 
 def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
-    """Whether autograd alone differentiates here, and nothing records."""
+    """Whether autograd alone is active: no transform, mode, recording or dual numbers."""
     if not in_eager() or upstream.forward_level() >= 0 or are_watched():
         return False
     if upstream.count_of_function_modes() or upstream.count_of_dispatch_modes():
@@ -206,7 +206,7 @@ def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
 
 
 def _point(rule: Rule, xs: Sequence[Tensor]) -> RuleApplication:
-    """An application of a rule at xs that is about to begin."""
+    """A new application of a rule at xs."""
     point = RuleApplication(rule)
     if "cotangent" in rule.symbolic_zeros and in_eager():
         point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
@@ -214,10 +214,10 @@ def _point(rule: Rule, xs: Sequence[Tensor]) -> RuleApplication:
 
 
 def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The value alone: an exported program holds operations, and PyTorch's own derivatives.
+    """The value alone, detached, with a warning: `torch.export` cannot keep a rule.
 
-    PyTorch inlines a Function there, whose gradient is then that of its operations or, exported
-    strictly, none (both in silence). Where torch.export takes derivatives, it fails before
+    PyTorch inlines a Function there, so that its gradient silently becomes that of its operations
+    or, exported strictly, none. Exporting a program that takes derivatives fails earlier
     (torch#125984).
     """
     ys = rule.primal(*[x.detach() if x.requires_grad else x for x in xs])
@@ -233,25 +233,25 @@ def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _forward_mode_alone(xs: Sequence[Tensor]) -> bool:
-    """Whether dual numbers are all that is differentiated here."""
+    """Whether dual numbers are active, and no graph is recorded."""
     if upstream.forward_level() < 0 or not in_eager():
         return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
 
 
 def _pushed(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs with their tangents, without a graph: no Function is needed for that."""
+    """Outputs with their tangents, without a graph and so without a Function."""
     point = _point(rule, xs)
     duals = [forward_ad.unpack_dual(x) if may_be_dual(x) else (x, None) for x in xs]
     dxs = [t for _, t in duals]
     if all(dx is None for dx in dxs) or any(dx is not None and dx.requires_grad for dx in dxs):
-        return list(_apply_at(point, xs)[: point.count])  # nothing to push, or along a graph
+        return list(_apply_at(point, xs)[: point.count])  # no tangents, or tangents with a graph
     xs = [x for x, _ in duals]
     if isinstance(rule, JvpRule):
         likes = [like(x) for x in xs]
         if rule.fills("tangent"):
             dxs = filled(dxs, likes)
-        hold_zero(Question(rule, "tangent", lambda xs, dxs: rule.jvp(xs, dxs)[1], xs, likes))
+        check_zero(LinearMap(rule, "tangent", lambda xs, dxs: rule.jvp(xs, dxs)[1], xs, likes))
         return as_duals(rule, xs, dxs, *rule.jvp(xs, dxs))
     out = _evaluate(point, xs)
     assert point.linearized is not None
@@ -265,16 +265,16 @@ def _pushed(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def as_duals(rule: Rule, xs: Any, dxs: Any, ys: Any, dys: Any) -> list[Tensor]:
-    """The outputs of a rule at xs with their tangents, of one evaluation."""
+    """The outputs ys with the tangents dys as dual numbers."""
     if any(map(_is_captured, ys)):
         raise closed_over_error(rule)
-    pairs = zip(_own(ys, xs), _own(dys, dxs, xs, ys), strict=True)
+    pairs = zip(_without_aliases(ys, xs), _without_aliases(dys, dxs, xs, ys), strict=True)
     level = upstream.forward_level()
     return [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in pairs]
 
 
 def _closes_over_tracked(rule: Rule) -> bool:
-    """Whether a rule holds a tensor whose derivative its forward pass would strip."""
+    """Whether a rule captures a differentiated tensor, whose derivative would be lost."""
     if _is_derived(rule):
         return False
     if closes_over(rule, lambda x: isinstance(x, Tensor) and x.requires_grad, Tensor, False):
@@ -285,12 +285,12 @@ def _closes_over_tracked(rule: Rule) -> bool:
 
 
 def _is_derived(rule: Rule) -> bool:
-    """Whether gradtools made the rule's value, as a derivative, whose graph is not wanted."""
+    """Whether gradtools computes the rule's value, as a derivative whose graph is not wanted."""
     return rule.contract is None and rule.linearize is None
 
 
 def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The value alone. A rule may use itself: here ends what else would never end."""
+    """The value alone, for inputs that are not differentiated, where a recursive rule ends."""
     if _is_derived(rule):
         with torch.no_grad():
             return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
@@ -305,13 +305,13 @@ def _apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...
     if upstream.peek_interpreter_stack() is not None:
         point.own = True
     elif not any(map(is_wrapped, xs)):
-        # `Function.apply` without its signature, which it makes anew at each call: half the time.
+        # `Function.apply` without building its signature in each call, which is half the time.
         return super(torch.autograd.Function, function).apply(point, None, *_apart(xs))
     return function.apply(point, None, *_apart(xs))
 
 
 def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
-    """The same, one tensor given twice under two names: a saved input may not be an output."""
+    """xs with a view for each repeated tensor, since autograd tells inputs apart by identity."""
     if len(set(map(id, xs))) == len(xs):
         return list(xs)
     first = {id(x): i for i, x in reversed([*enumerate(xs)])}
@@ -319,21 +319,21 @@ def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs and extras at plain tensors. What else than these requires grad was captured."""
+    """Outputs and extras at detached inputs; an output that requires grad shows a capture."""
     rule = point.rule
     if not rule.user_functions:
         result = rule.at(*xs)
     elif _is_derived(rule):
         result = rule.linearized_from(xs, _undifferentiated(rule, xs))
     else:
-        twice = isinstance(rule, JvpRule)  # the value by f, and a tangent by the forward rule
+        twice = isinstance(rule, JvpRule)  # f for the value, the forward rule for a tangent
         unsure = twice or (rule.linearize and rule not in SAVES_NO_EXTRAS)
         before = Randomness.now(xs) if unsure else None
         versions = versions_of(xs)
         try:
             with torch.enable_grad():
                 result = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
-        except GradtoolsError:  # another value may be due to what was written
+        except GradtoolsError:  # an in-place write may be the cause, and is reported below
             if versions == versions_of(xs):
                 raise
         if versions != versions_of(xs):
@@ -349,12 +349,12 @@ def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
         if before is not None and not before.stands():
             point.randomness = before
             result = drawing_again(result, before) if twice else result
-    point.note(result)
+    point.record(result)
     return [*result.ys, *result.extras]
 
 
 def drawing_again(linearized: Linearized, randomness: Randomness) -> Linearized:
-    """The same with a tangent map that draws what f drew, each time."""
+    """The maps with a tangent map that draws f's random numbers again."""
     tangent = linearized.tangent
     assert tangent is not None
 
@@ -366,9 +366,10 @@ def drawing_again(linearized: Linearized, randomness: Randomness) -> Linearized:
 
 
 def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs; those that share memory with an input or each other as views, which says so.
+    """The outputs, as views where they share memory with an input or each other.
 
-    Autograd cannot follow what is then written in place, and refuses that of a custom view alone.
+    Autograd cannot track in-place writes to such outputs; it refuses them if they are marked as
+    views of a custom Function.
     """
     if len(ys) == 1:
         y = ys[0]
@@ -391,52 +392,55 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
 is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
 
 
-def _own(result: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
-    """The same, each in memory of its own, for dual numbers may be written in place."""
-    held: list[Tensor] = []
+def _without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
+    """ys, cloned where they share memory with each other or with `others`.
+
+    Dual numbers may be written in place.
+    """
+    known: list[Tensor] = []
     for xs in others:
-        held += [unwrapped(x) for x in xs if x is not None and _is_strided(x)]
-    own = list(result)
-    keys: set[int] | None = None  # few are compared faster in pairs
-    for i, y in enumerate(own):
+        known += [unwrapped(x) for x in xs if x is not None and _is_strided(x)]
+    cloned = list(ys)
+    keys: set[int] | None = None  # a few tensors are compared faster in pairs
+    for i, y in enumerate(cloned):
         if y is None or not _is_strided(y):
             continue
         inner = unwrapped(y)
-        if len(held) > _FEW:
-            keys = set(map(upstream.storage_key, held)) if keys is None else keys
+        if len(known) > _FEW:
+            keys = set(map(upstream.storage_key, known)) if keys is None else keys
             shares = (key := upstream.storage_key(inner)) in keys
             keys.add(key)
         else:
-            shares = any(map(is_alias_of, held, repeat(inner)))
+            shares = any(map(is_alias_of, known, repeat(inner)))
         if shares:
-            own[i] = y.clone()
+            cloned[i] = y.clone()
         else:
-            held.append(inner)
-    return own
+            known.append(inner)
+    return cloned
 
 
 _FEW = 8
 
 
 def _is_strided(x: Tensor) -> bool:
-    """Whether x has a memory that can be shared, as a sparse tensor has not."""
+    """Whether x has strides, and so one storage that views can share."""
     return x.layout is torch.strided
 
 
 def _note_avals(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    """Keeps what the inputs and outputs look like."""
+    """Stores the shapes, dtypes and devices of inputs and outputs in ctx."""
     ctx.avals = [(x.shape, x.dtype, x.device) for x in xs]
     ctx.like_xs, ctx.like_ys = list(map(like, xs)), list(map(like, ys))
 
 
 def _unusual(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layout | None:
-    """The first layout that is not strided, of what may be differentiated."""
+    """The first layout without a transpose among differentiated inputs and outputs."""
     needed = [x for x, need in zip(xs, ctx.needs_input_grad[2:], strict=True) if need]
     return unusual((*needed, *ys))
 
 
 def unusual(xs: Sequence[Any]) -> torch.layout | None:
-    """The first layout that maps are not transposed in."""
+    """The first layout that is neither strided nor sparse_coo; maps cannot be transposed in it."""
     for x in xs:
         if x is not None and x.layout is not torch.strided and x.layout is not torch.sparse_coo:
             return x.layout
@@ -444,7 +448,7 @@ def unusual(xs: Sequence[Any]) -> torch.layout | None:
 
 
 def _refuse_layout(ctx: Any, which: str) -> None:
-    """Raises where a map is to be transposed through tensors that have no strides."""
+    """Raises if a map must be transposed at a tensor of an unsupported layout."""
     if ctx.unusual is not None:
         name = str(ctx.unusual).removeprefix("torch.").lstrip("_")
         raise GradtoolsError(
@@ -455,7 +459,7 @@ def _refuse_layout(ctx: Any, which: str) -> None:
 
 
 def _cloned(y: Tensor) -> Tensor:
-    """A copy, no view; what functions give a tensor of a subclass is one."""
+    """A copy that is not a view. Cloning a tensor subclass gives a view."""
     copied = y.clone()
     return upstream.make_subclass(type(y), copied) if upstream.is_view(copied) else copied
 
@@ -465,13 +469,13 @@ def _shares(x: Tensor, y: Tensor) -> bool:
 
 
 def _view_like(x: Tensor, y: Tensor) -> Tensor:
-    """The view of x that y is, or y's own copy."""
+    """y as a view of x, or a copy of y if the dtypes differ."""
     if x.dtype != y.dtype:
         return y.clone()
     return x.as_strided(y.shape, y.stride(), y.storage_offset())
 
 
-# They are not evaluated again, so where the generators stood need not be known.
+# Rules that need no second evaluation, so that generator states need not be saved.
 SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
 
 
@@ -484,7 +488,7 @@ def _is_tracked(y: Tensor) -> bool:
 
 
 def _differentiated(xs: Sequence[Tensor]) -> bool:
-    """Whether any derivative is being taken here that may ask for one of xs."""
+    """Whether any of xs may be differentiated, in any mode or transform."""
     levels = upstream.get_interpreter_stack() or ()
     if any(level.key() in _DERIVATIVES for level in levels):
         return True
@@ -498,7 +502,7 @@ _DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)
 
 
 def versions_of(xs: Sequence[Tensor]) -> list[int]:
-    """How often each tensor that requires grad was written in place."""
+    """The version counters of the tensors that require grad."""
     return [upstream.version_of(x) for x in xs if x.requires_grad and not is_wrapped(x)]
 
 
@@ -527,18 +531,18 @@ class _ReverseOnly(torch.autograd.Function):
 
     @staticmethod
     def forward(point: RuleApplication, evaluated: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-        if evaluated is not None:  # the outputs and extras, by `signatures.py`
+        if evaluated is not None:  # outputs and extras, computed by `signatures.py`
             if point.plan.fresh:
                 return evaluated
             return (*as_views(evaluated[: point.count], xs), *evaluated[point.count :])
         out = _evaluate(point, xs)
         assert point.linearized is not None
         if point.own or upstream.forward_level() >= 0:
-            # The tangent of an output that is a view would have to be one too.
-            out = [_cloned(y) if upstream.is_view(y) else y for y in _own(out, xs)]
+            # PyTorch requires that the tangent of a view is a view as well.
+            out = [_cloned(y) if upstream.is_view(y) else y for y in _without_aliases(out, xs)]
         else:
             out[: point.count] = as_views(out[: point.count], xs)
-        # What torch.func unwraps may be one tensor under two names, as in `_apart`.
+        # torch.func may unwrap two inputs to one tensor; see `_apart`.
         saved = {id(xs[i]) for i in point.linearized.saves if i < len(xs)}
         return tuple([y.view_as(y) if id(y) in saved else y for y in out])
 
@@ -555,19 +559,19 @@ class _ReverseOnly(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, point: RuleApplication, _: None, *xs: Tensor) -> Any:
-        """The rule of a batch under whatever transform comes next, the maps of one example."""
+        """Applies the rule of a batch, made from the maps of one example, at the level below."""
         one = point.rule
         if one.linearize is None:
             point.linearized = one.linearized_from(xs, [])
         else:
             linearize = one.linearize
 
-            def noted(*xs: Tensor, **told: Any) -> Linearized:
-                result = linearize(*xs, **told)
-                point.note(result)
-                return result
+            def recorded(*xs: Tensor, **kwargs: Any) -> Linearized:
+                linearized = linearize(*xs, **kwargs)
+                point.record(linearized)
+                return linearized
 
-            one = replace(one, linearize=noted)
+            one = replace(one, linearize=recorded)
         if isinstance(one, BatchedRule):
             rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims[2:], xs, info.randomness)
             out = _apply_at(replace(point, rule=rule, linearized=None), xs)
@@ -582,12 +586,12 @@ class _ReverseOnly(torch.autograd.Function):
         return tuple(out), (0,) * len(out)
 
 
-# PyTorch asks for this signature at every call, and building it costs as much as the call.
+# PyTorch reads this signature in every call; building it takes as long as the call.
 _ReverseOnly.forward.__signature__ = inspect.signature(_ReverseOnly.forward)  # type: ignore[attr-defined]
 
 
 def reverse_only_at(node: Any) -> str | None:
-    """The name of the rule without forward mode that a node of a graph stands for."""
+    """The name of the reverse-only rule that recorded this node, if one did."""
     is_one = type(node) is upstream.backward_class(_ReverseOnly)
     return node.point.rule.name if is_one else None
 
@@ -636,7 +640,7 @@ class _BothModes(_ReverseOnly):
             return *_NO_TENSORS, *signature.pulled_back(ctx, cts)
         if len(cts) > 1 and any(ct is not None for ct in cts[1:]):  # of extras
             return *_NO_TENSORS, *signature.pulled_back(ctx, cts)
-        # What is left for every call of a signature but the first.
+        # The fast path of all but the first backward pass of a signature.
         saved = ctx.saved_tensors
         residuals = saved[0] if plan.form is Tensor else plan.residuals(saved)
         cotangents = signature.bwd(residuals, ct)
@@ -661,15 +665,12 @@ class _BothModes(_ReverseOnly):
             dys = _tangent(ctx, tensors, moving)
             if len(ctx.like_ys) > point.count:
                 dys += _extras_pushed(ctx, _xs(ctx, ctx.pushing, tensors), moving)
-            return tuple(filled(_own(dys, dxs, tensors), ctx.like_ys))
+            return tuple(filled(_without_aliases(dys, dxs, tensors), ctx.like_ys))
 
 
 @dataclass(eq=False, slots=True)
 class _EditPlan:
-    """What an edit leaves, at any shape; its maps need no check.
-
-    It is the signature and the plan of the edit's one application.
-    """
+    """The signature and plan of an edit's application, for any shapes; its maps need no checks."""
 
     pulled_back: Callable[[Any, Sequence[Any]], Sequence[Any]]
     pulling: tuple[int, ...] = ()
@@ -679,7 +680,7 @@ class _EditPlan:
 
 
 def edit_application(rule: Rule, inputs: int) -> RuleApplication:
-    """An application of an edit, with so many inputs, that serves all of its calls."""
+    """The application that all calls of an edit share."""
     cotangent = rule.cotangent
     assert cotangent is not None
 
@@ -696,9 +697,10 @@ def edit_application(rule: Rule, inputs: int) -> RuleApplication:
 
 
 class _Recorded(_BothModes):
-    """A forward rule's value, whose tangent at dx = x is the last input.
+    """A forward rule's value; its tangent at dx = x is the last input.
 
-    The tangent is linear, so its graph is the same at any dx, and leads a cotangent on to x.
+    The tangent is linear in dx, so its graph is the same at any dx, and at dx = x leads a cotangent
+    to x.
     """
 
     @staticmethod
@@ -713,10 +715,10 @@ class _Recorded(_BothModes):
 
 
 for _function in (_ReverseOnly, _BothModes, _Recorded):
-    # Without a look at each call for which of its methods is the backward pass.
+    # Saves the lookup of `backward` or `vjp` in each call.
     upstream.backward_class(_function).apply = _function.backward
 
-# `Function.apply` less its look for transforms of torch.func, where there are none.
+# `Function.apply` without its check for torch.func transforms, for plain eager mode.
 attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _BothModes).apply
 attach_reverse_only: Callable[..., tuple[Tensor, ...]] = super(
     torch.autograd.Function, _ReverseOnly
@@ -725,7 +727,7 @@ attach_recorded: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Functi
 
 
 def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
-    """The backward pass, of any order."""
+    """The backward pass, at any order."""
     point, tensors = ctx.point, [alive(x) for x in ctx.saved_tensors]
     cts = tuple([None if ct is None else alive(ct) for ct in cts])
     inner, hidden = cts[: point.count], cts[point.count :]
@@ -741,20 +743,20 @@ def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
 
 
 def _xs(ctx: Any, kept: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs, where they were kept for a second evaluation."""
+    """The inputs, which were saved for a second evaluation."""
     return [tensors[kept.index(i)] for i in range(len(ctx.like_xs))]
 
 
-# --- the maps, and the one that was not given --------------------------------------------
+# --- the maps, and the transpose of one for the other -------------------------------------
 
 
 def _saved(ctx: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors[: len(ctx.point.linearized.saves)]
 
 
-def _asked(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> Question:
-    """A question about one of the maps; in compiled code it is asked of another evaluation."""
-    return Question(ctx.point.rule, which, run, at, likes, ctx.avals)
+def _linear_map(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> LinearMap:
+    """A map to check; with avals, so that compiled code can evaluate the rule at made-up inputs."""
+    return LinearMap(ctx.point.rule, which, run, at, likes, ctx.avals)
 
 
 def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
@@ -763,7 +765,7 @@ def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
         dxs = filled(dxs, ctx.like_xs)
     if result.tangent is not None:
         if rule.contract is not None:
-            hold_zero(_asked(ctx, "tangent", result.tangent, saved, ctx.like_xs))
+            check_zero(_linear_map(ctx, "tangent", result.tangent, saved, ctx.like_xs))
         return list(result.tangent(saved, dxs))
     likes = ctx.like_ys[: ctx.point.count]
     mask = [like is not None for like in likes]
@@ -774,7 +776,7 @@ def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
         return [pulled[i] for i in present]
 
     _refuse_layout(ctx, "cotangent")
-    hold_linear(_asked(ctx, "cotangent", result.cotangent, saved, likes))
+    check_linear(_linear_map(ctx, "cotangent", result.cotangent, saved, likes))
     examples = [ones(*like) for like in likes if like]
     return spread(transposed(rule, run, saved, examples, [dxs[i] for i in present]), mask)
 
@@ -784,7 +786,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
     likes = ctx.like_ys[: ctx.point.count]
     is_checked = ctx.point.signature is not None and ctx.point.signature.pulled
     if result.cotangent is not None and rule.contract is not None and not is_checked:
-        hold_zero(_asked(ctx, "cotangent", result.cotangent, saved, likes))
+        check_zero(_linear_map(ctx, "cotangent", result.cotangent, saved, likes))
     if result.opaque_residuals and torch.is_grad_enabled():
         xs = _xs(ctx, ctx.pulling, tensors)
         with restored(ctx.point.randomness):
@@ -809,24 +811,24 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
 
     kept = [like if m else None for like, m in zip(ctx.like_xs, mask, strict=True)]
     _refuse_layout(ctx, "tangent")
-    hold_linear(_asked(ctx, "tangent", result.tangent, saved, kept))
+    check_linear(_linear_map(ctx, "tangent", result.tangent, saved, kept))
     examples = [ones(*like) for like in kept if like]
     return spread(transposed(rule, run, saved, examples, list(cts)), mask)
 
 
 def refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
-    """Raises if the results' graph holds a leaf that is not behind what the map was handed."""
+    """Raises if the results depend on a leaf that none of the map's arguments depends on."""
     if any(True for _ in other_leaves(results, known)):
         raise closed_over_error(rule)
 
 
 def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
-    """The nodes of leaves in the results' graph that are not behind what is known.
+    """The nodes of leaves in the results' graph that `known` tensors do not reach.
 
-    A derivative that the map took itself leaves its own aliases there.
+    The aliases of a derivative that the map itself took are skipped.
     """
     if any(x is not None and is_wrapped(x) for x in (*results, *known)):
-        return  # a transform's wrapper shows no graph
+        return  # functorch wrappers hide the graph
     known = [x for x in known if x is not None and x.requires_grad]
     seen = {x.grad_fn or get_gradient_edge(x).node for x in known}
     todo = [x for x in results if x is not None and x.requires_grad]
@@ -846,15 +848,15 @@ def transpose(
 ) -> list[Any]:
     """The transpose of `vs -> linear(at, *vs)`, of tensors like `examples`, at `values`."""
     run = lambda at, vs: linear(at, *vs)
-    hold_linear(Question(rule, which, run, at, [like(e) for e in examples]))
+    check_linear(LinearMap(rule, which, run, at, [like(e) for e in examples]))
     return transposed(rule, run, at, examples, values)
 
 
-# --- extras: differentiated through the code that made them -------------------------------
+# --- extras: differentiated through the code that computed them ---------------------------
 
 
 def _extras_vjp(ctx: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
-    """The pullback from the wanted extras to the inputs, by a second evaluation."""
+    """The pullback from the wanted extras to the inputs, by evaluating the rule again."""
     point, mask = ctx.point, [like is not None for like in ctx.like_xs]
     moving = [x for x, m in zip(xs, mask, strict=True) if m]
     extras: list[Tensor] = []
@@ -877,7 +879,7 @@ def _extras_pullback(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Any]) -> list
 
 
 def _extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    """Tangents of the extras. Dual levels do not nest, so it is the transpose of the pullback."""
+    """Tangents of the extras, by the transposed pullback, since dual levels do not nest."""
     likes = ctx.like_ys[ctx.point.count :]
     wanted = [like is not None for like in likes]
     if not any(wanted) or _first_order(xs):
@@ -892,7 +894,7 @@ def _extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[A
 
 
 def _first_order(xs: Sequence[Tensor]) -> bool:
-    """Whether forward mode at xs is all that is asked, so nothing reads a tangent of an extra."""
+    """Whether only forward mode is active, so that the tangents of extras are not needed."""
     return in_eager() and not any(x.requires_grad for x in xs)
 
 
@@ -901,9 +903,9 @@ def _first_order(xs: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class _Lists:
-    """What `rules.batched` asks of a framework.
+    """The `backend` argument of `rules.batched`.
 
-    one_draw: Whether the examples share the random numbers that are drawn.
+    one_draw: Whether all examples share random numbers.
     """
 
     one_draw: bool
@@ -928,13 +930,13 @@ class _Lists:
 
 @opaque_to_dynamo
 def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
-    """`apply_rule` as one node of dynamo's graph, which holds no Python objects."""
+    """`apply_rule` as one opaque node of dynamo's graph, which cannot hold Python objects."""
     with _real_tensors_too(xs):
         return tuple(_apply(by_key(key), xs))
 
 
 def _real_tensors_too(xs: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Lets a compiled graph take the tensors that a rule closes over for constants."""
+    """Lets a compiled graph embed the tensors that a rule closes over as constants."""
     return _NOTHING if upstream.TracingContext.try_get() is None else _real_tensors(xs)
 
 

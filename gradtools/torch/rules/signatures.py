@@ -1,12 +1,12 @@
-"""What the first call of a rule at a signature leaves for the later ones.
+"""The fast path of rules in plain eager mode: an inline cache for each signature of a call.
 
-A signature is the shapes, dtypes and devices of a call's tensors. All that is the same for its
-calls is settled at the first one, which `installing.py` makes: the rule, its structures, whether
-its functions pass the contract, what they close over. A later call in plain eager mode runs the
-author's function, compares what it returned with what was seen, and attaches the node.
+A signature is the shapes, dtypes and devices of a call's tensors. The first call goes through
+`installing.py`, and leaves what is the same for all calls: the rule, its structures, whether its
+functions passed the contract, what they close over. A later call runs the author's function,
+compares the structure of its result with the cached one, and attaches the node.
 
-Where anything else looks on (a transform, a compiler, dual numbers beside a graph, another class of
-tensor), and where a backward pass is differentiated, `installing.py` does the same in general.
+Under a transform, a compiler, dual numbers with a graph, or a tensor subclass, and where a backward
+pass is differentiated, `installing.py` handles the general case.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from gradtools.custom_rules import CustomRule
-from gradtools.custom_structure import Residuals, Shaped
+from gradtools.custom_structure import Residuals, Specialization
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import told_apart
+from gradtools.host_kernels import type_key
 from gradtools.rules import Linearized
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, like
@@ -31,14 +31,14 @@ from gradtools.torch.patches import WATCHING
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import installing
-from gradtools.torch.rules.checking import Question, hold_linear
+from gradtools.torch.rules.checking import LinearMap, check_linear
 from gradtools.torch.rules.installing import (
     RuleApplication,
     attach,
     attach_recorded,
     is_alias_of,
 )
-from gradtools.torch.rules.transposing import EAGER, HERE, Transposing, unpacked
+from gradtools.torch.rules.transposing import EAGER, ONGOING, Transposing, unpacked
 
 Tensor = torch.Tensor
 _is_tracked = attrgetter("requires_grad")
@@ -56,23 +56,23 @@ def _as_they_are(xs: Any) -> Any:
 
 @dataclass(eq=False)
 class _Signature:
-    """What is known of the calls with tensors of the same shapes, dtypes and devices.
+    """The cache entry of calls with tensors of the same shapes, dtypes and devices.
 
     Attributes:
-        shaped: The rule at this structure of its arguments.
-        flat: Whether these are tensors alone.
+        specialized: The rule at this structure of its arguments.
+        flat: Whether the arguments are tensors only.
         avals: The shape, dtype and device of each.
-        question: Under what the contract keeps that the forward pass was held to it.
-        ready: Whether it was.
+        contract_key: The key of the forward pass's check in the contract.
+        ready: Whether the forward pass was checked.
         pulled: Whether the backward pass was.
         pushed: Whether the forward rule was.
-        valued: Whether it is known what f returns.
+        valued: Whether the structure of f's output is known.
     """
 
-    shaped: Shaped
+    specialized: Specialization
     flat: bool
     avals: tuple[Any, ...]
-    question: Any
+    contract_key: Any
     ready: bool = False
     pulled: bool = False
     pushed: bool = False
@@ -80,46 +80,46 @@ class _Signature:
 
     def __post_init__(self) -> None:
         self.count = len(self.avals)
-        of, shaped, statics = self.shaped.of, self.shaped, self.shaped.statics
+        of, specialized, statics = self.specialized.of, self.specialized, self.specialized.statics
         self.fun: Any = of.fun
         self.fwd: Any = of.fwd
         self.bwd: Any = of.bwd
         self.jvp: Any = of.jvp
         if statics or not self.flat:
-            self._of_trees(of, shaped, statics)
+            self._of_trees(of, specialized, statics)
         self.nothing = (None,) * (2 + self.count)
         self.recorded: _Plan | None = None  # of a forward rule alone
-        self.own = Transposing(self.shaped.rule, EAGER)
+        self.own = Transposing(self.specialized.rule, EAGER)
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.avals]
         pairs = zip(self.avals, self.likes, strict=True)
         self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
-        self.plan: Any = None  # of the last forward pass, and mostly of the next
+        self.plan: Any = None  # of the latest forward pass
         self.plans: dict[Any, _Plan] = {}
-        # The maps of kernels, to be differentiated again, are evaluated at the arguments; a forward
-        # rule reads these as well.
-        times = 0 if self.shaped.refined is None else 1 if self.jvp is None else 2
+        # The maps of kernels are rules themselves, evaluated at the arguments, which are residuals
+        # of the forward rule as well.
+        times = 0 if self.specialized.refined is None else 1 if self.jvp is None else 2
         self.again = tuple(range(self.count)) * times
-        self.ready = self.pushed = self.shaped.contract.check == "never"
-        opaque = hasattr(self.shaped.of, "kernel")  # what it does to tangents leaves no graph
+        self.ready = self.pushed = self.specialized.contract.check == "never"
+        opaque = hasattr(self.specialized.of, "kernel")  # a kernel leaves no graph
         self.pushes = not opaque and None not in self.likes
         self.records = self.pushes and self.bwd is None
         self.saves_no_extras = False
         if self.bwd is None:
             self.fwd, self.ready = self.fun, True  # its forward pass is f
 
-    def _of_trees(self, of: Any, shaped: Shaped, statics: tuple[Any, ...]) -> None:
+    def _of_trees(self, of: Any, specialized: Specialization, statics: tuple[Any, ...]) -> None:
         """The author's functions as functions of flat tensors."""
-        arguments = _as_they_are if self.flat else shaped.arguments
-        self.fun = lambda *xs: of._taken.call(of.fun, statics, arguments(xs))
+        arguments = _as_they_are if self.flat else specialized.arguments
+        self.fun = lambda *xs: of._binding.call(of.fun, statics, arguments(xs))
         if of.bwd is not None:
             self.fwd = lambda *xs: of.fwd(*statics, *arguments(xs))
             self.bwd = partial(of.bwd, *statics)
         if of.jvp is not None:
-            tangents = _as_they_are if self.flat else shaped.tangents
+            tangents = _as_they_are if self.flat else specialized.tangents
             self.jvp = lambda xs, dxs: of.jvp(*statics, arguments(xs), tangents(dxs))
 
     def pulled_back(self, ctx: Any, cts: tuple[Any, ...]) -> Sequence[Any]:
-        """The backward pass of any order, with what `setup_context` left out."""
+        """The backward pass at any order, after setting the attributes that `ctx` lacks."""
         point, plan = ctx.point, ctx.point.plan
         ctx.like_ys = plan.likes or [None if ct is None else like(ct) for ct in cts]
         ctx.unusual = installing.unusual(cts)
@@ -133,50 +133,47 @@ class _Signature:
 
     def _maps(self, point: Any, like_ys: Sequence[Any]) -> Linearized:
         """The maps of one evaluation."""
-        shaped, plan = self.shaped, point.plan
+        specialized, plan = self.specialized, point.plan
         if self.bwd is None:
-            maps = shaped.rule.linearized_from([None] * self.count, [])
+            maps = specialized.rule.linearized_from([None] * self.count, [])
             given = point.randomness
             return maps if given is None else installing.drawing_again(maps, given)
-        maps = shaped.maps([], [], plan.kept, plan.out_def, self.expected)
-        if shaped.refined is None:
+        maps = specialized.maps([], [], plan.kept, plan.out_def, self.expected)
+        if specialized.refined is None:
             return maps
         outs = [one and one[:2] for one in like_ys[: point.count]]
-        return shaped.refined(maps, [one is not None for one in self.likes], outs)
+        return specialized.refined(maps, [one is not None for one in self.likes], outs)
 
     def cotangents(self, cotangents: Any) -> Sequence[Any]:
-        """What bwd returned, one for each argument."""
+        """The checked cotangents that bwd returned, one for each argument."""
         if self.flat and type(cotangents) is tuple and len(cotangents) == self.count:
             pairs = zip(cotangents, self.avals, strict=True)
             if all(type(g) is Tensor and (g.shape, g.dtype) == aval[:2] for g, aval in pairs):
                 return cotangents
-        return filled(self.shaped.cotangents(cotangents, self.expected), self.likes)
+        return filled(self.specialized.cotangents(cotangents, self.expected), self.likes)
 
     def out_def(self) -> Any:
-        """The structure that came out of such arguments at last, whatever other threads call."""
-        return self.shaped.outs[self.question[1]]
+        """The structure of f's latest output at these avals."""
+        return self.specialized.outs[self.contract_key[1]]
 
     def is_sure(self) -> bool:
-        """Whether fwd is known to save nothing that it would have to be run again for."""
+        """Whether fwd is known to save inputs and outputs only, so that it never runs again."""
         self.saves_no_extras = (
-            self.bwd is not None and self.shaped.rule in installing.SAVES_NO_EXTRAS
+            self.bwd is not None and self.specialized.rule in installing.SAVES_NO_EXTRAS
         )
         return self.saves_no_extras
 
     def is_pushed(self) -> bool:
-        """Whether the forward rule was held to its contract, if there is one."""
+        """Whether the forward rule, if there is one, was checked."""
         if self.jvp is not None and not self.pushed:
-            answered, zero = self.shaped.contract.answered, tuple([x[:2] for x in self.expected])
-            avals = self.question[1]
-            self.pushed = {
-                ("the forward rule", avals),
-                ("zero", "tangent", (avals, zero)),
-            } <= answered
+            avals, tangents = self.contract_key[1], tuple([x[:2] for x in self.expected])
+            keys = {("the forward rule", avals), ("zero", "tangent", (avals, tangents))}
+            self.pushed = keys <= self.specialized.contract.passed
         return self.pushed or (self.jvp is None and _graphs())
 
     def is_ready(self) -> bool:
-        """Whether the long way was gone once, and the forward pass is held to f."""
-        self.ready = self.ready or self.question in self.shaped.contract.answered
+        """Whether the forward pass was checked, in an earlier call through `installing.py`."""
+        self.ready = self.ready or self.contract_key in self.specialized.contract.passed
         return self.ready
 
 
@@ -185,17 +182,19 @@ class DirectCalls:
 
     def __init__(self, of: Any) -> None:
         self.of = of
-        self.count = 0 if of._binds else len(of._taken.names)  # 0 where any number may come
+        self.count = (
+            0 if of._needs_binding else len(of._binding.names)
+        )  # 0 where any number may come
         self.signatures: dict[Any, _Signature] = {}
         self.closed = _Closed((of.fun, of.fwd, of.bwd, of.jvp))
 
     @staticmethod
     def fit(of: CustomRule) -> bool:
-        """Whether the rule has calls that may go this way."""
+        """Whether the rule has calls that the fast path covers."""
         return not of.symbolic_zeros and of.check != "always" and bool(of.bwd or of.jvp)
 
     def call(self, args: tuple[Any, ...], statics: tuple[Any, ...]) -> Any:
-        """What the rule gives, or NotImplemented."""
+        """The rule's output, or NotImplemented if the fast path does not cover the call."""
         if _is_compiling() or (len(args) != self.count and self.count) or _levels() is not None:
             return NotImplemented
         structure, key = None, ()
@@ -226,7 +225,7 @@ class DirectCalls:
             if _forward_level() >= 0:
                 return self._push(signature, args)
             return self._value(signature, args, tracked)
-        if _forward_level() >= 0 or HERE.running or WATCHING.count:
+        if _forward_level() >= 0 or ONGOING.running or WATCHING.count:
             return NotImplemented
         if not (signature.ready or signature.is_ready()):
             return NotImplemented
@@ -255,7 +254,7 @@ class DirectCalls:
         if signature.bwd is None:
             return _linearized(signature, args, plain, result, plain, before)
         if type(result) is not tuple or len(result) != 2:
-            result = signature.shaped.pair(result, "fwd", "(out, residuals)")
+            result = signature.specialized.pair(result, "fwd", "(out, residuals)")
         out, res = result
         if type(out) is Tensor and out.dtype.is_floating_point and not out.requires_grad:
             known = plain + (out,)
@@ -276,7 +275,7 @@ class DirectCalls:
 
     def _push(self, signature: _Signature, args: tuple[Any, ...]) -> Any:
         if (
-            HERE.running
+            ONGOING.running
             or WATCHING.count
             or upstream.count_of_function_modes()  # which may hide that gradients are off
             or not (signature.pushes and signature.is_pushed())
@@ -292,7 +291,7 @@ class DirectCalls:
                 upstream.set_grad_enabled(enabled)
 
     def _structure(self, args: Any, statics: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-        """The tensors of a call, and what tells its structure and constants; none of others."""
+        """The tensors of a call, and a key of its structure and constants; empty if unhashable."""
         xs, treedef, others, arrays = args, None, (), ()
         if any(type(x) not in _PLAIN for x in args):
             leaves, treedef = self.of._backend.flatten_static(args)
@@ -304,21 +303,21 @@ class DirectCalls:
         constants = (*statics, *others)
         if any(type(x) not in _CONSTANTS for x in constants):
             return (), ()
-        return xs, (treedef, statics, others, arrays, told_apart(constants))
+        return xs, (treedef, statics, others, arrays, type_key(constants))
 
     def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> _Signature | None:
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
-            return None  # where sizes are tensors
+            return None  # sizes are tensors there
         of, backend = self.of, self.of._backend
         treedef, statics, others, arrays, _ = structure[1] if structure else (None, (), (), (), ())
         flat = treedef is None
         if flat:
             treedef, arrays = backend.flatten_static(args)[1], (True,) * len(args)
-        shaped = of._shape(statics, treedef, arrays, others)
+        specialized = of._specialized(statics, treedef, arrays, others)
         who = "fwd" if of.bwd is not None else "the forward rule"
         avals = tuple([(x.shape, x.dtype, x.device) for x in args])
-        question = who, tuple([(tuple(shape), dtype) for shape, dtype, _ in avals])
-        result = self.signatures[key] = _Signature(shaped, flat, avals, question)
+        contract_key = who, tuple([(tuple(shape), dtype) for shape, dtype, _ in avals])
+        result = self.signatures[key] = _Signature(specialized, flat, avals, contract_key)
         if len(self.signatures) > _MOST:
             del self.signatures[next(iter(self.signatures))]
         return result
@@ -328,13 +327,13 @@ class DirectCalls:
         if signature.valued and type(out) is Tensor:
             ys = [out]
         else:
-            shaped = signature.shaped
-            ys = shaped.outputs(args, out, "it")
+            specialized = signature.specialized
+            ys = specialized.outputs(args, out, "it")
             out = self.of._backend.unflatten(signature.out_def(), ys)
             signature.valued = True
         for y in ys:
             if y.requires_grad and not tracked:
-                raise installing.closed_over_error(signature.shaped.rule)
+                raise installing.closed_over_error(signature.specialized.rule)
         return out
 
 
@@ -342,9 +341,9 @@ _MOST = 256
 
 
 class _Closed:
-    """What the functions of a rule's author close over, as far as it need not be searched again.
+    """The closure cells and tensors of the rule's functions, cached between calls.
 
-    Cells with the objects in them, and tensors. A list or dict may change without being seen.
+    A rebound cell triggers a new search. A list or dict may change unnoticed, so it is not cached.
     """
 
     def __init__(self, user_functions: Sequence[Any]) -> None:
@@ -352,7 +351,7 @@ class _Closed:
         self.search()
 
     def untracked(self) -> bool:
-        """Whether nothing that is held requires grad; False where that is not known."""
+        """Whether no captured tensor requires grad; False if unknown."""
         for cell, content in self.cells:
             if cell.cell_contents is not content:
                 self.search()
@@ -362,9 +361,9 @@ class _Closed:
         return self.known and not any(x.requires_grad for x in self.tensors)
 
     def search(self) -> None:
-        """Looks at what is held now."""
+        """Searches the closures again."""
         self.known = self._search()
-        self.unsure = bool(self.tensors) or not self.known  # whether the cells alone do not tell
+        self.unsure = bool(self.tensors) or not self.known  # whether checking cells is not enough
 
     def _search(self) -> bool:
         self.cells: list[tuple[Any, Any]] = []
@@ -405,17 +404,17 @@ def _is_partial(x: Any) -> bool:
 
 @dataclass(eq=False)
 class _Plan:
-    """How what a forward pass saved is found again, besides tensors.
+    """How to rebuild the residuals of a forward pass from saved tensors.
 
     Attributes:
-        kept: What fwd saved.
+        kept: The structure of the residuals.
         out_def: The structure of the output.
-        pulling: What is kept, positions in `[*xs, *ys, *extras]`.
-        form: Tensor or tuple, if a tensor or a tuple of tensors was saved, and nothing else.
-        single: Whether f returned one tensor, and no tree.
-        likes: What the outputs and extras look like; None: as their cotangents do.
+        pulling: The tensors to save, as positions in `[*xs, *ys, *extras]`.
+        form: Tensor or tuple, if the residuals are a single tensor or a tuple of tensors.
+        single: Whether f returned a single tensor in no tree.
+        likes: The shapes, dtypes and devices of outputs and extras; None: those of the cotangents.
         fresh: Whether no output may share memory with an input or another output.
-        point: The application of all calls that leave this, if nothing else is of one call.
+        point: A `RuleApplication` shared by all calls with this plan, if it has no state of one.
     """
 
     backend: Any
@@ -432,13 +431,13 @@ class _Plan:
         self.places = self.kept.places
 
     def fits(self, res: Any, known: Sequence[Tensor]) -> bool:
-        """Whether the tuple that fwd saved is of the same arrays as when this was made."""
+        """Whether the tuple `res` holds the same inputs and outputs as this plan."""
         if type(res) is not tuple or len(res) != len(self.places):
             return False
         return False not in [x is known[i] for x, i in zip(res, self.places, strict=True)]
 
     def residuals(self, saved: Sequence[Tensor]) -> Any:
-        """What fwd saved, from its arrays; of one tensor alone it is not asked."""
+        """The residuals, rebuilt from saved tensors; not called if they are a single tensor."""
         saved = saved[: len(self.places)]
         return saved if self.form is tuple else self.kept.restored(self.backend, saved)
 
@@ -447,11 +446,11 @@ def _refuse_written(signature: _Signature, xs: Sequence[Tensor], versions: Seque
     """Raises if one of xs that is differentiated has another version now."""
     pairs = zip(versions, xs, strict=True)
     if any(x.requires_grad and _version(x) != version for version, x in pairs):
-        raise installing.written_error(signature.shaped.rule)
+        raise installing.written_error(signature.specialized.rule)
 
 
 def _plan_of(signature: _Signature, res: Any, known: Sequence[Tensor]) -> _Plan | None:
-    """Where fwd saved arguments and the output alone, in no tree."""
+    """The plan if fwd saved only arguments and the output, as a tensor or a tuple; else None."""
     form, leaves = (Tensor, (res,)) if type(res) is Tensor else (tuple, res)
     if type(leaves) is not tuple:
         return None
@@ -461,36 +460,38 @@ def _plan_of(signature: _Signature, res: Any, known: Sequence[Tensor]) -> _Plan 
         return None
     plan = signature.plans.get((form, places))
     if plan is None:
-        backend = signature.shaped.backend
+        backend = signature.specialized.backend
         kept = Residuals.of_arrays(backend.flatten(res)[1], places)
         out_def, pulling = backend.flatten(known[-1])[1], (*places, *signature.again)
         plan = _Plan(backend, kept, out_def, pulling, form)
-        plan.point = RuleApplication(signature.shaped.rule, count=1, signature=signature, plan=plan)
+        plan.point = RuleApplication(
+            signature.specialized.rule, count=1, signature=signature, plan=plan
+        )
         signature.plans[form, places] = plan
     signature.plan = plan
     return plan
 
 
 def _linearized(signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, before: Any) -> Any:
-    """With a tree of outputs, with views, extras, or what else fwd may save."""
-    shaped, backend = signature.shaped, signature.shaped.backend
+    """The outputs with their node, for any tree of outputs and residuals, views and extras."""
+    specialized, backend = signature.specialized, signature.specialized.backend
     single = type(out) is Tensor
     if single and signature.bwd is not None:
         ys, out_def = [out], backend.flatten(out)[1]
-    else:  # what f returns is what the forward rule is held to
-        ys = shaped.outputs(plain, out, "it" if signature.bwd is None else "fwd")
+    else:  # f's output is the reference for the forward rule
+        ys = specialized.outputs(plain, out, "it" if signature.bwd is None else "fwd")
         out_def = signature.out_def()
     kept, extras = Residuals.of(backend, res, plain, ys)
     outs = (*ys, *extras)
     if True in map(_is_tracked, outs):
-        raise installing.closed_over_error(shaped.rule)
-    point = RuleApplication(shaped.rule, count=len(ys), signature=signature)
+        raise installing.closed_over_error(specialized.rule)
+    point = RuleApplication(specialized.rule, count=len(ys), signature=signature)
     if extras or kept.opaque_residuals or signature.bwd is None:
         if before is None and signature.bwd is not None:
-            installing.SAVES_NO_EXTRAS.discard(shaped.rule)
+            installing.SAVES_NO_EXTRAS.discard(specialized.rule)
             signature.saves_no_extras = False
             before = Randomness.now(xs)
-            out, res = shaped.pair(signature.fwd(*plain), "fwd", "(out, residuals)")
+            out, res = specialized.pair(signature.fwd(*plain), "fwd", "(out, residuals)")
             return _linearized(signature, xs, plain, out, res, before)
         point.randomness = None if before is None or before.stands() else before
     again = range(len(xs)) if extras or kept.opaque_residuals else ()
@@ -505,18 +506,18 @@ def _linearized(signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, 
 
 # --- a forward rule alone ----------------------------------------------------------------
 #
-# Its tangent map is transposed by autograd where it stands. It is linear, so the graph of T(x) dx
-# is the same at any dx, and at dx = x it leads a cotangent on to x.
+# Autograd transposes its tangent map T(x) in the graph of the call. T(x) is linear in dx, so its
+# graph is the same at any dx; at dx = x the graph leads a cotangent to x.
 
 
 def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
-    """The value, by one evaluation of the forward rule; None where it has to go another way."""
+    """The value, by one evaluation of the forward rule; None if that does not cover the call."""
     plain = tuple(map(_detach, xs))
     if signature.recorded is None and not _may_record(signature, plain):
         signature.records = False
         return None
     versions = [*map(_version, plain)]
-    running, own = HERE.running, signature.own
+    running, own = ONGOING.running, signature.own
     running.append(own)
     try:
         result = signature.jvp(plain, xs)
@@ -535,54 +536,56 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     if not (type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype):
         return None
     if y.requires_grad:
-        raise installing.closed_over_error(signature.shaped.rule)
+        raise installing.closed_over_error(signature.specialized.rule)
     if not dy.requires_grad:
         return None
     plan = signature.recorded
     if plan is None:
         every = tuple(range(signature.count))
-        backend, kept = signature.shaped.backend, Residuals.of_arrays(None, every)
+        backend, kept = signature.specialized.backend, Residuals.of_arrays(None, every)
         plan = signature.recorded = _Plan(backend, kept, None, every)
-        plan.point = RuleApplication(signature.shaped.rule, count=1, signature=signature, plan=plan)
+        plan.point = RuleApplication(
+            signature.specialized.rule, count=1, signature=signature, plan=plan
+        )
     point = plan.point
     for x in plain:
         if is_alias_of(x, y):
             point = replace(point, plan=replace(plan, likes=[like(y)], fresh=False))
-    # Detached, for y itself may be held by the graph that it would hold.
+    # Detached: the graph may hold y itself, which would be a reference cycle.
     return attach_recorded(point, (y.detach(),), *xs, dy)[0]
 
 
 def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
-    """Whether the tangent map may be transposed, and belongs to one tensor that f returns.
+    """Whether f returns one tensor, and its tangent map passes the checks for transposition.
 
-    Nothing is saved for a backward pass meanwhile, of which a checkpoint would keep count.
+    Runs under identity saved-tensors hooks, so that no checkpoint counts its tensors.
     """
-    shaped, avals = signature.shaped, signature.question[1]
-    question = (signature.likes, signature.avals)
+    specialized, avals = signature.specialized, signature.contract_key[1]
+    types = signature.likes, signature.avals
     with unpacked():
         try:
-            hold_linear(Question(shaped.rule, "tangent", shaped.tangent, xs, *question))
-            if avals not in shaped.outs:
+            check_linear(LinearMap(specialized.rule, "tangent", specialized.tangent, xs, *types))
+            if avals not in specialized.outs:
                 with torch.no_grad(), restored(Randomness.now(xs)):
-                    shaped.tangent(xs, [torch.zeros_like(x) for x in xs])
-        except GradtoolsError:  # it will be said where a derivative is asked for
+                    specialized.tangent(xs, [torch.zeros_like(x) for x in xs])
+        except GradtoolsError:  # raised again when a derivative is taken
             return False
-        single = signature.out_def() == shaped.backend.flatten(0)[1]
+        single = signature.out_def() == specialized.backend.flatten(0)[1]
         return single and not _has_leaves(signature, xs)
 
 
 def _has_leaves(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
-    """Whether the tangent's graph ends in leaves of a derivative within the rule.
+    """Whether the tangent's graph ends in leaves that the rule itself created.
 
-    Raises if two evaluations end in the same leaf: it is the caller's, whose derivative by it would
-    be lost.
+    Raises if two evaluations end in the same leaf, which is a captured tensor whose derivative
+    would be lost.
     """
-    rule = signature.shaped.rule
+    rule = signature.specialized.rule
 
     def leaves() -> list[Any]:
         dxs = [torch.ones_like(x, requires_grad=True) for x in xs]
         with restored(Randomness.now(xs)), Transposing(rule, EAGER):
-            dys = signature.shaped.tangent(xs, dxs)
+            dys = signature.specialized.tangent(xs, dxs)
         return [node.variable for node in installing.other_leaves(dys, dxs)]
 
     first = leaves()
@@ -600,7 +603,7 @@ def _are_alike(y: Any, dy: Any) -> bool:
 
 def _pushed(signature: _Signature, args: tuple[Tensor, ...]) -> Any:
     """Outputs with their tangents, by one evaluation of the forward rule if there is one."""
-    shaped, level = signature.shaped, upstream.forward_level()
+    specialized, level = signature.specialized, upstream.forward_level()
     xs, dxs = zip(*[upstream.unpack_dual(x, level) for x in args], strict=True)
     if None in dxs:
         if not any(t is not None for t in dxs):
@@ -615,24 +618,24 @@ def _pushed(signature: _Signature, args: tuple[Tensor, ...]) -> Any:
     if type(result) is tuple and len(result) == 2 and _are_alike(*result):
         ys, dys, out_def = [result[0]], [result[1]], None
     else:
-        ys, dys = shaped.pushed(xs, result)
+        ys, dys = specialized.pushed(xs, result)
         out_def = signature.out_def()
-    duals = installing.as_duals(shaped.rule, xs, dxs, ys, dys)
-    return duals[0] if out_def is None else shaped.backend.unflatten(out_def, duals)
+    duals = installing.as_duals(specialized.rule, xs, dxs, ys, dys)
+    return duals[0] if out_def is None else specialized.backend.unflatten(out_def, duals)
 
 
 def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[Tensor]) -> Any:
-    """The same by transposing bwd, where it stands."""
-    shaped = signature.shaped
-    out, res = shaped.pair(signature.fwd(*xs), "fwd", "(out, residuals)")
-    if not _graphs():  # for what transposes bwd
+    """Output and tangent without a forward rule, by transposing bwd with autograd."""
+    specialized = signature.specialized
+    out, res = specialized.pair(signature.fwd(*xs), "fwd", "(out, residuals)")
+    if not _graphs():  # transposing needs a graph
         upstream.set_grad_enabled(True)
     if type(out) is not Tensor or not out.dtype.is_floating_point:
         return NotImplemented
     if not signature.pushed:
         signature.pushed = _may_transpose(signature, xs, out, res)
     ct = torch.ones_like(out, requires_grad=True)
-    with Transposing(shaped.rule, EAGER):
+    with Transposing(specialized.rule, EAGER):
         pulled = signature.cotangents(signature.bwd(res, ct))
     pairs = [(g, dx) for g, dx in zip(pulled, dxs, strict=True) if g.requires_grad]
     dy = None
@@ -642,17 +645,17 @@ def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[
             (dy,) = upstream.run_engine(
                 ends, seeds, False, False, (ct,), allow_unreachable=True, accumulate_grad=False
             )
-    (dual,) = installing.as_duals(shaped.rule, xs, dxs, [out], filled([dy], [like(out)]))
+    (dual,) = installing.as_duals(specialized.rule, xs, dxs, [out], filled([dy], [like(out)]))
     return dual
 
 
 def _may_transpose(signature: _Signature, xs: Any, out: Tensor, res: Any) -> bool:
-    """True; raises if fwd or bwd is not what it must be."""
-    shaped = signature.shaped
-    ys = shaped.outputs(xs, out, "fwd")
-    kept, extras = Residuals.of(shaped.backend, res, xs, ys)
-    maps = shaped.maps(ys, extras, kept, signature.out_def(), signature.expected)
+    """True; raises if fwd or bwd violates the contract."""
+    specialized = signature.specialized
+    ys = specialized.outputs(xs, out, "fwd")
+    kept, extras = Residuals.of(specialized.backend, res, xs, ys)
+    maps = specialized.maps(ys, extras, kept, signature.out_def(), signature.expected)
     at = maps.saved(xs)[: len(kept.places)]
     assert maps.cotangent is not None
-    hold_linear(Question(shaped.rule, "cotangent", maps.cotangent, at, [like(out)]))
+    check_linear(LinearMap(specialized.rule, "cotangent", maps.cotangent, at, [like(out)]))
     return True

@@ -1,13 +1,13 @@
-"""The jvp or vjp map that a rule lacks, by differentiating the one that it has, which is linear.
+"""The transpose of a rule's jvp map, or of its vjp map, for the mode that it lacks.
 
-A linear map is transposed by differentiating it, which PyTorch does without asking whether it is
-linear; `checking.py` asks.
+A linear map is transposed by differentiating it. PyTorch does so for nonlinear maps as well;
+`checking.py` checks linearity first.
 
-One rule is of no use there: that which is applied to the tangents themselves. The forward rule of
-a linear function may be the function, df(x)[t] = f(t). Its transpose asks for the derivative of
-t -> f(t), which by the rule is df(t)[s] = f(s), and so on without end. What is linear is its own
-derivative: there the function's own code is transposed, as JAX does, where a `custom_jvp` that
-meets a transposition is evaluated as plain code.
+Recursion must be broken where a rule applies itself to tangents. The forward rule of a linear
+function may be the function, df(x)[t] = f(t). Transposing it needs the derivative of t -> f(t),
+which by the rule is df(t)[s] = f(s), and so on without end. A linear function is its own
+derivative, so there the function's code is transposed, as in JAX, which evaluates a `custom_jvp`
+as plain code when it is transposed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
 def unpacked() -> AbstractContextManager[Any]:
-    """A graph of our own that ends inside is saved as it is; no checkpoint keeps count of it."""
+    """Identity saved-tensors hooks for an inner graph, so that no checkpoint counts its tensors."""
     if upstream.saved_tensors_hooks_on(False) is None:
         return nullcontext()
     return saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def in_eager() -> bool:
-    """Whether no transform of torch.func and no compiler is at work."""
+    """Whether no torch.func transform and no compiler is active."""
     stack = upstream.peek_interpreter_stack()
     return stack is None and not is_compiling() and upstream.TracingContext.try_get() is None
 
@@ -62,7 +62,7 @@ def transposed(
 
 
 def _by_backward(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> list[Any]:
-    """For numbers alone, by autograd itself, which takes a third of the time of torch.func."""
+    """By autograd itself, which takes a third of the time of torch.func; not differentiable."""
     with Transposing(rule) as own, torch.enable_grad():
         vs = [e.detach().requires_grad_() for e in examples]
         with own.traced(EAGER):
@@ -77,7 +77,7 @@ def _by_backward(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -
 
 
 def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> list[Any]:
-    """`torch.func.vjp` takes no function without an output, as a map is that gives None."""
+    """By `torch.func.vjp`, under any transform."""
     for x in at:
         if x.layout not in (torch.strided, torch.sparse_coo):
             name = str(x.layout).removeprefix("torch.").lstrip("_")
@@ -85,27 +85,26 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
                 f"rule {rule.name!r}: one of its maps is transposed at a {name} tensor, which "
                 "torch.func does not take. Give the missing map as well, or use sparse_coo."
             )
-    came_out: list[int] = []
+    present: list[int] = []
 
     def dense(*vs: Tensor) -> tuple[Tensor, ...]:
         with own.traced(upstream.peek_interpreter_stack().level()):
             out = linear(at, vs)
-        came_out[:] = [i for i, o in enumerate(out) if o is not None]
-        return tuple(out[i] for i in came_out) or (torch.zeros(()),)
+        present[:] = [i for i, o in enumerate(out) if o is not None]
+        return tuple(out[i] for i in present) or (torch.zeros(()),)  # vjp needs an output
 
     with Transposing(rule) as own:
         outs, pullback = corrected_vjp(dense, *examples)
-        given = [values[i] for i in came_out] or [None]
-        pairs = zip(outs, given, strict=True)
-        filled = [torch.zeros_like(o) if v is None else v for o, v in pairs]
-        # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
+        cts = [values[i] for i in present] or [None]
+        filled = [torch.zeros_like(o) if v is None else v for o, v in zip(outs, cts, strict=True)]
+        # A view, since a tensor that the map returns unchanged may be a wrapper of a dead level.
         return [v.view_as(v) for v in pullback(tuple(filled))]
 
 
 def vjp_of_inexact(
     fun: Callable[..., Sequence[Tensor]], *xs: Tensor
 ) -> tuple[list[Tensor], list[bool], Any]:
-    """All outputs, which of them have a derivative, and the pullback of these."""
+    """All outputs, a mask of the floating and complex ones, and the pullback of these."""
     carried: list[bool] = []
 
     def run(*xs: Tensor) -> Any:
@@ -127,7 +126,7 @@ def pull(
 ) -> list[Any]:
     """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs.
 
-    reached: Is filled, if it is empty, with whether each of xs reaches the outputs.
+    reached: An empty list to fill with whether each of xs reaches the outputs.
     """
 
     def noting(*xs: Tensor) -> list[Tensor]:
@@ -143,7 +142,7 @@ def pull(
     outs, carried, pullback = vjp_of_inexact(noting if reached == [] else fun, *xs)
     triples = zip(outs, cts(outs) if callable(cts) else cts, carried, strict=True)
     full = [torch.zeros_like(y) if ct is None else ct for y, ct, c in triples if c]
-    del outs, triples  # as large as a tile
+    del outs, triples  # frees the memory of a tile
     return [v.view_as(v) for v in pullback(tuple(full))]
 
 
@@ -155,7 +154,7 @@ def push(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[A
 def value_and_push(
     fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The outputs and the pushforward, of one evaluation."""
+    """The outputs and their tangents, of one evaluation."""
     outs, carried, pullback = vjp_of_inexact(fun, *xs)
     zeros = [torch.zeros_like(y) for y, c in zip(outs, carried, strict=True) if c]
     again = torch.func.vjp(pullback, tuple(zeros))[1]
@@ -164,26 +163,26 @@ def value_and_push(
 
 # --- a rule that is applied to the tangents of its own map --------------------------------
 
-EAGER = -1  # the level of autograd itself, beside the levels of torch.func
+EAGER = -1  # autograd's own level, below the levels of torch.func
 
 
-class _Here(threading.local):
-    """This thread's transpositions under way, the innermost last."""
+class _Ongoing(threading.local):
+    """This thread's running transpositions, the innermost last."""
 
     def __init__(self) -> None:
         self.running: list[Transposing] = []
 
 
-HERE = _Here()
+ONGOING = _Ongoing()
 
 
 class Transposing:
-    """While one of the rule's maps is transposed.
+    """Context manager around the transposition of one of a rule's maps.
 
     Attributes:
         rule: The rule.
-        level: That of the vectors while the map is traced, on torch.func's levels or `EAGER`.
-        by_code: Whether the rule's own code is transposed.
+        level: The torch.func level at which the map is traced, or `EAGER`.
+        by_code: Whether the rule met itself, so that its own code is transposed.
     """
 
     __slots__ = ("by_code", "level", "rule", "stack")
@@ -193,7 +192,7 @@ class Transposing:
         self.by_code = False
 
     def __enter__(self) -> Transposing:
-        self.stack = HERE.running
+        self.stack = ONGOING.running
         self.stack.append(self)
         return self
 
@@ -203,7 +202,7 @@ class Transposing:
             self.explain(error)
 
     def explain(self, error: GradtoolsError) -> None:
-        """Raises what says that it is the rule's own code that failed, where it is that."""
+        """Re-raises the error, naming the rule, if the rule's own code was being transposed."""
         if self.by_code:
             name = self.rule.name
             raise GradtoolsError(
@@ -214,7 +213,7 @@ class Transposing:
 
     @contextmanager
     def traced(self, level: int) -> Iterator[None]:
-        """While the map is traced, on this level of torch.func."""
+        """Around the tracing of the map at this torch.func level."""
         before, self.level = self.level, level
         try:
             yield
@@ -223,12 +222,12 @@ class Transposing:
 
 
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
-    """Whether the rule is applied to vectors through which its own map is being transposed.
+    """Whether xs are vectors of a running transposition of the rule's own tangent map.
 
-    Its own, or that of a rule that its map applied in turn. A rule with a cotangent map needs no
-    transposition there.
+    Also if that map applied another rule, which applies this one. A rule with a cotangent map
+    needs no transposition.
     """
-    stack = HERE.running
+    stack = ONGOING.running
     if not stack or rule.cotangent is not None or rule.linearize is not None:
         return False
     origins = [t.rule.origin for t in stack]
@@ -246,5 +245,5 @@ def _is_tracked_at(levels: set[int | None], x: Tensor) -> bool:
     while upstream.is_wrapped(x):
         if upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in levels:
             return True
-        x = upstream.get_unwrapped(x)  # a batch does not say whether what it holds is tracked
+        x = upstream.get_unwrapped(x)  # a BatchedTensor does not show a tracked inner tensor
     return EAGER in levels and x.requires_grad

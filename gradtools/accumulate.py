@@ -486,11 +486,11 @@ class GradientAccumulator:
             return [self._where_counted(self._factor(term.weight, x), x) for x in cast]
         if term.weight == 0:
             return [*map(self._backend.zeros_like, cast)]
-        return cast if term.weight == 1 else self._wing.times(cast, float(term.weight))
+        return cast if term.weight == 1 else self._arrays.times(cast, float(term.weight))
 
     def _over(self, totals: Sequence[Any], weight: Any) -> list[Any]:
         if isinstance(weight, (int, float)):
-            return self._wing.over(totals, float(weight))
+            return self._arrays.over(totals, float(weight))
         return [total / self._factor(weight, total) for total in totals]
 
     def _where_counted(self, weight: Any, x: Any) -> Any:

@@ -216,7 +216,7 @@ class TorchBackend(FrameworkBackend):
     # --- chunks
 
     weighs_sums = True
-    is_recomputing = LazyMember("replaying.guards", "asks_is_recomputing")
+    is_recomputing = LazyMember("replaying.guards", "user_is_recomputing")
     frozen_uses = LazyMember("freezing", "Uses")
 
 

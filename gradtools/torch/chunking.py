@@ -1,9 +1,9 @@
 """Chunks in PyTorch: a first pass that keeps no graph, and one backward pass for each chunk.
 
-The first pass runs in the caller's grad mode, since without one some modules compute otherwise;
-each chunk's graph tells which leaves it reached and is dropped. Then one autograd node takes all
-pieces, shared arguments and leaves in, and gives all outputs out: so gradients arrive once, as
-one sum, and an exception in a chunk leaves none behind. `programs` computes all of that.
+The first pass runs in the user's grad mode, since some modules compute otherwise without it. Each
+chunk's graph is read for the leaves that it reaches, and dropped. One autograd node has all pieces,
+shared arguments and leaves as inputs, and all outputs as outputs. So gradients reach each leaf
+once, as one sum, and an exception in a chunk leaves no partial ones. See `replaying/nodes.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
 from gradtools.torch.modes import NOTHING, without_cached_weights
-from gradtools.torch.replaying.again import as_it_began
-from gradtools.torch.replaying.consistency import Way, is_compiled, is_shown, way_of
+from gradtools.torch.replaying.consistency import RunKey, is_compiled, is_readable, run_key
 from gradtools.torch.replaying.guards import (
-    here,
     is_plain,
     is_recomputing,
     is_recorded,
     marked,
+    thread_state,
 )
 from gradtools.torch.replaying.nodes import node_of
+from gradtools.torch.replaying.recomputing import first_pass_state
 from gradtools.torch.replaying.replay import Forward
 from gradtools.torch.replaying.slicing import Rows, flattened, pieces_of, untracked
 from gradtools.torch.replaying.summing import Sums, Weigh
@@ -39,16 +39,16 @@ left_to_python(__name__)
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    before, here.mark = here.mark, here.mark or chunks.caller
+    before, thread_state.mark = thread_state.mark, thread_state.mark or chunks.caller
     try:
-        exporting = torch.compiler.is_exporting()  # a program in which nothing is run again
+        exporting = torch.compiler.is_exporting()  # exported programs cannot recompute
         return plain_loop(chunks) if exporting or is_plain() else _run(chunks)
     finally:
-        here.mark = before
+        thread_state.mark = before
 
 
 def plain_loop(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    """The same by the loop whose graphs are all kept."""
+    """`run_chunks` without recomputation: a loop that keeps all graphs."""
     rows, carry = [], [untracked(x) for x in chunks.carry]
     for i, piece in enumerate(pieces_of(chunks)):
         outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
@@ -65,7 +65,7 @@ def _check_rows(chunks: Chunks, rows: Rows, rerun: Rerun | None = None) -> None:
     shapes = [[x.shape for x in row] for row in rows]
     if len(rows) > 1 and not any(map(_is_doubtful, repeat(size), chunks.outputs.axes, *rows[:2])):
         rerun = None
-    # the fewer examples the cheaper, but a single one may be no batch to f
+    # few examples are cheap, but f may not accept a single one
     sizes = size // 2 or 2, size + 1
     chunks.check_rows([*zip(chunks.cut.sizes, shapes, strict=True)], rerun, sizes, by_data=True)
     if rerun is not None:
@@ -73,17 +73,17 @@ def _check_rows(chunks: Chunks, rows: Rows, rerun: Rerun | None = None) -> None:
 
 
 def _is_doubtful(size: int, axis: int, y: Tensor, of_next: Tensor) -> bool:
-    """Whether a chunk's output may be no rows of examples, where chunks are equal.
+    """Whether an output of equally large chunks may not consist of rows of examples.
 
-    It may be state, one number for each feature or the same memory for every chunk, or a table of
-    pairs. Of others f need not run once more.
+    It may be state (one number for each feature, or the same memory for every chunk), or a table of
+    pairs. If not, f need not run again at another size.
     """
     rest = list(y.shape)
     length = rest.pop(axis)
-    single = size == length == 1  # f may be written for one example
+    single = size == length == 1  # f may be a function of one example
     if not single and (length != size or size == 1 or not rest or size in rest):
         return True
-    return is_shown(y) and y.data_ptr() == of_next.data_ptr()
+    return is_readable(y) and y.data_ptr() == of_next.data_ptr()
 
 
 def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
@@ -98,22 +98,22 @@ def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     return _joined(chunks, rows), [*map(untracked, carry)] if beneath else forward.carry
 
 
-# --- f once more for another number of examples, to tell which outputs are rows of examples ------
+# --- f at another number of examples, to see which outputs are rows of examples ------------------
 
 
 class Rerun:
-    """The shapes of f's outputs at another chunk; everything stands afterwards as it stood.
+    """Evaluates f at another chunk size for the shapes of its outputs, and restores all state.
 
-    f is not run where it was seen to be right before; under modes that count or record what runs;
-    where it would be compiled for another size, or wait for processes that do not run it.
+    f is not run if this was checked before, under modes that count or record operations, if it
+    would be compiled for another size, or would wait for processes that do not run it.
     """
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
         self._given = [x for x in forward.chunks.shared if isinstance(x, Tensor)]
         self._versions = [*map(upstream.version_of, self._given)]
-        self._way: Way | None = None
-        self._start = 0  # of the examples that the next run takes
+        self._run_key: RunKey | None = None
+        self._start = 0  # the first example of the next run
 
     def __call__(self, other: Chunks) -> list[torch.Size] | None:
         forward = self._forward
@@ -122,9 +122,9 @@ class Rerun:
         if upstream.count_of_dispatch_modes() or torch.distributed.is_initialized():
             return None
         if self._versions != [*map(upstream.version_of, self._given)]:
-            return None  # what f changes would change once more
-        way = way_of(forward).about("rows")
-        if way.is_known():
+            return None  # f changes its arguments in place
+        key = run_key(forward).for_aspect("rows")
+        if key.is_verified():
             return None
         size = other.cut.sizes[0]
         pieces = []
@@ -134,15 +134,15 @@ class Rerun:
         pieces += [_apart(x) for x in other.lists[0]]
         carry = [_apart(x) for x in forward.first_carry]
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
-        with as_it_began(forward), cached:
+        with first_pass_state(forward), cached:
             outs, _ = other.call(0, 0, pieces, other.shared, carry)
-        self._way, self._start = way, self._start + size
+        self._run_key, self._start = key, self._start + size
         return [y.shape for y in outs]
 
     def was_right(self) -> None:
-        """Notes that the outputs can be joined: f need not be run again."""
-        if self._way is not None:
-            self._way.is_right()
+        """Records that the outputs can be joined, so that f is not run again for it."""
+        if self._run_key is not None:
+            self._run_key.mark_verified()
 
 
 def _apart(x: Any) -> Any:
@@ -155,7 +155,7 @@ def _apart(x: Any) -> Any:
 def checkpointed(
     backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: ChunkOptions
 ) -> Any:
-    """f as a program of one chunk, which is computed again in the backward pass."""
+    """f as one chunk, which is recomputed in the backward pass."""
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
     every = [leaf.value for flat in batch.arguments for leaf in flat.leaves]
     leaves = [x for x in every if isinstance(x, Tensor)]
@@ -166,13 +166,13 @@ def checkpointed(
 
 
 def _is_differentiated(leaves: list[Tensor]) -> bool:
-    """Whether reverse mode may ask for a derivative, at a level of functorch or beneath."""
+    """Whether f may be differentiated in reverse mode, by autograd or torch.func."""
     levels = upstream.get_interpreter_stack() or ()
     if any(level.key() == upstream.TransformType.Grad for level in levels):
         return True
     if not torch.is_grad_enabled():
         return False
-    pushed = any(map(is_dual, leaves))  # forward mode alone keeps nothing
+    pushed = any(map(is_dual, leaves))  # forward mode alone saves nothing
     both = any(unwrapped(x).requires_grad for x in leaves) and not is_recomputing()
     return not pushed or both
 
@@ -187,12 +187,12 @@ def sum_chunks(chunks: Chunks, weigh: Weigh | None = None) -> tuple[list[Tensor]
                 sums.add(outs)
             else:
                 sums.add_weighted(outs, weigh)
-            del outs  # before the next chunk runs
+            del outs  # frees memory before the next chunk
     return (sums.total() if weigh is None else sums.means()), carry
 
 
 def _joined(chunks: Chunks, rows: Rows) -> list[Tensor]:
-    """The outputs of all chunks, joined; those of lists one after the other."""
+    """The outputs of all chunks, concatenated; those of lists as one flat list."""
     axes = chunks.outputs.axes
     if axes is None:
         return flattened(rows)

@@ -58,7 +58,7 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         own = {id(x): x for x in [*given, *leaves] if x.requires_grad}
 
         def again() -> list[Tensor]:
-            if before is not None and not before.stood(after):
+            if before is not None and not before.equals(after):
                 raise GradtoolsError(
                     f"compile: {_name(f)} draws random numbers, and outside of the compiled graph "
                     "it would draw others, so its double backward cannot be had by running it "

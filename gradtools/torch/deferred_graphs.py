@@ -207,7 +207,7 @@ class Recomputed:
             modes, randomness = self.start
             if randomness is not None:
                 randomness.restore()
-            with modes.again():
+            with modes.restored():
                 yield
 
 

@@ -54,7 +54,7 @@ from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.nondifferentiable import beside
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.plain_programs.backward_nodes import corrected
-from gradtools.torch.rerunning import Trying, rerun
+from gradtools.torch.rerunning import Rerunnable, rerun
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
@@ -573,8 +573,8 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
 
     operators = _OperatorCalls(key, tried)
     run: Any = lambda xs: fun(*xs)[0]
-    if isinstance(fun, Trying):
-        run = Trying(run, fun.roots)
+    if isinstance(fun, Rerunnable):
+        run = Rerunnable(run, fun.roots)
     try:
         with _forwards(key) as calls, operators, upstream.temporarily_clear_interpreter_stack():
             rerun(run, leaves)

@@ -1,10 +1,10 @@
-"""Frozen functions in PyTorch: one program of a single chunk, differentiated twice in its own way.
+"""Frozen functions in PyTorch: a program of one chunk with its own second derivative.
 
-A use is a `Forward` of one chunk whose arguments are shared, so what it needs to be computed
-again is kept as for `chunked`. The graph of its first pass stays until the pullback has used it,
-or until the next use begins. The pullback's own pullback is the pushforward, in forward mode; its
-part along the arguments stands behind a node of its own, which the engine reaches only if it is
-asked for that.
+A use is a `Forward` of one chunk whose arguments are shared, so that it is recomputed as in
+`chunked`. The graph of its first pass is kept until the pullback has used it, or the next use
+begins. The pullback's pullback is the pushforward, in forward mode. Its part with respect to the
+arguments is computed by a separate node, `_PullbackInputs`, which the engine runs only if that
+derivative is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
 from gradtools.torch.modes import NOTHING, Modes, NoForwardMode, batchings, dual_level, dual_of
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import CHUNK, detached
-from gradtools.torch.replaying.again import as_it_began, without_hooks
 from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked, own_wrapper
 from gradtools.torch.replaying.nodes import (
     Backward,
@@ -44,6 +43,7 @@ from gradtools.torch.replaying.nodes import (
     outputs_of,
     pulled_back,
 )
+from gradtools.torch.replaying.recomputing import first_pass_state, without_hooks
 from gradtools.torch.replaying.replay import Forward
 from gradtools.torch.replaying.slicing import Entries, Rows, alias_of, flattened, primal_of
 from gradtools.torch.replaying.summing import Sums
@@ -55,30 +55,30 @@ left_to_python(__name__)
 
 
 class Uses:
-    """What the uses of one frozen function know of each other."""
+    """The state that all uses of one frozen function share."""
 
-    never_changes = True  # for a search of what f holds: it is no state of the user's
+    never_changes = True  # searches for mutable state that a function captures skip it
 
     def __init__(self, budget: int | None) -> None:
         self.budget, self.held, self.size = budget or 0, 0, 0
-        self.is_complex = False  # whether complex numbers were seen in G's derivatives
-        self.state: Snapshot | None = None  # what stood behind G at the latest use
-        self.linear: weakref.WeakSet[Any] = weakref.WeakSet()  # Functions with such a backward
-        self.skipped: dict[tuple[str, int], int] = {}  # ways that failed, see `by_any_kernel`
+        self.is_complex = False  # whether G's derivatives hold complex numbers
+        self.state: Snapshot | None = None  # the state behind G in the latest use
+        self.linear: weakref.WeakSet[Any] = weakref.WeakSet()  # Functions with a linear backward
+        self.skipped: dict[tuple[str, int], int] = {}  # failed methods, see `by_any_kernel`
         self._latest: Callable[[], _Use | None] = lambda: None
 
     def __reduce__(self) -> Any:
         return Uses, (self.budget,)
 
     def begin(self, use: _Use) -> None:
-        """A new use: the graph of the one before goes, unless it is within the budget."""
+        """Registers a new use; drops the graph of the one before, unless it is in the budget."""
         before = self._latest()
         if before is not None and not before.holds:
             before.retained.clear()
         self._latest = weakref.ref(use)
 
     def reserve(self, use: _Use, size: int) -> bool:
-        """Whether graphs of this size fit as well."""
+        """Whether graphs of this size still fit into the budget; if so, reserves it."""
         if self.held + size > self.budget:
             return False
         self.held += size
@@ -102,14 +102,14 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
 
 
 _MAY_CAST = ("ToCopyBackward", "_ProgramNodeBackward")
-"""Kinds of nodes behind which G may compute in fewer bits than it returns."""
+"""Classes of nodes inside of which G may compute in a narrower dtype than it returns."""
 
 
 class _Use(Forward):
     """One evaluation of a frozen function."""
 
     saves_parameters = False  # they are constants
-    compares_leaves = compares_bits = False  # others, of the same numbers
+    compares_leaves = compares_bits = False  # a recomputation may use other kernels
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
@@ -120,7 +120,7 @@ class _Use(Forward):
             uses.state = self.start if self.start.reached.lasts else None
 
     def _check_modules(self) -> None:
-        """A module sees whole arguments, as in a plain call, and its parameters are constants."""
+        """Raises for wrappers that manage parameters; batch norm sees the whole batch here."""
         known = self.uses.state
         if known is not None and known.reached is self.start.reached:
             return
@@ -138,7 +138,7 @@ class _Use(Forward):
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         self.uses.begin(self)
-        self.keeps = self._may_keep()  # asked before hooks of our own stand there
+        self.keeps = self._may_keep()  # before `bytes_saved` sets saved tensors hooks
         if not (self.uses.budget and self.keeps):
             return super()._first_pass(rows, shared)
         with bytes_saved(self) as size:
@@ -167,9 +167,9 @@ class _Use(Forward):
         return self.constants
 
     def guarded(self, outs: Sequence[Any]) -> list[Any]:
-        """The outputs, whose derivative along a parameter of G raises."""
+        """The outputs, with a gate that raises if a parameter of G is differentiated."""
         constants = [x for x in self.constants if x.requires_grad]
-        if not constants or not self.modes.grad:  # G's own outputs are tracked as these are
+        if not constants or not self.modes.grad:  # G's own outputs require grad likewise
             return list(outs)
         which = [isinstance(y, Tensor) and is_inexact(y) for y in outs]
         if not any(which):
@@ -213,11 +213,11 @@ class _Use(Forward):
         return node_of(_Pushforward(self, widths, width, mask), rows, shared, ([dys], []))[0][0]
 
     def may_use_graph(self) -> bool:
-        """Whether nothing differentiates the result."""
+        """Whether the result is not differentiated, so that the kept graph serves."""
         return not torch.is_grad_enabled() and upstream.forward_level() < 0
 
     def shows_numbers(self) -> bool:
-        """Whether no transform is under way, and nothing traces."""
+        """Whether concrete values are available: no transform and no tracing."""
         batched = batchings() > 0  # of is_grads_batched
         beneath = upstream.peek_interpreter_stack() is not None
         return not (beneath or batched or self.batches or upstream.is_traced_by_make_fx())
@@ -225,42 +225,44 @@ class _Use(Forward):
     def by_any_kernel(
         self, quantity: str, fast: Any, slow: Callable[[_Use], list[Any]]
     ) -> list[Any]:
-        """The result of forward mode, else of double backward; by other kernels where one fails.
+        """Tries forward mode, then double backward, each with fused kernels and then without.
 
-        The next use begins with what worked for this one.
+        The next use starts with the method that worked for this one.
 
-        quantity: What is computed, by which the way that worked is remembered.
+        quantity: The name of the computed quantity, under which that method is stored.
+        fast: Computes it by forward mode; None if that is impossible.
+        slow: Computes it by double backward.
         """
         if self.hooked and fast is not None:
-            _tell("a hook on a gradient in G", again=False)
+            _warn_of_fallback("a hook on a gradient in G", again=False)
             fast = None
-        ways = [(way, other) for way in (fast, slow) if way is not None for other in (False, True)]
-        count = len(ways)
+        methods = [(m, other) for m in (fast, slow) if m is not None for other in (False, True)]
+        count = len(methods)
         self.refuse_edit()
-        ways = ways[self.uses.skipped.get((quantity, count), 0) :]
+        methods = methods[self.uses.skipped.get((quantity, count), 0) :]
         while True:
-            way, other = ways.pop(0)
-            if way is slow:
+            method, other = methods.pop(0)
+            if method is slow:
                 self.refuse_once("give it a jvp, or ")
             try:
-                result = way(self.with_modes(self.modes.by_other_kernels()) if other else self)
+                value = method(self.with_modes(self.modes.by_other_kernels()) if other else self)
             except NoForwardMode:
                 return self.by_any_kernel(quantity, None, slow)
             except (RuntimeError, NotImplementedError) as error:
                 kernel = lacks_derivative(error)
-                if kernel in NO_KERNELS.values():  # flags choose no other
-                    ways = [(w, o) for w, o in ways if w is not way]
+                if kernel in NO_KERNELS.values():  # flags select no other kernel
+                    methods = [(m, o) for m, o in methods if m is not method]
                 if kernel is None:
                     raise
-                if not ways:
+                if not methods:
                     raise refusal(error, _without(kernel, error)) from error
-                _tell(kernel, again=ways[0][0] is way)
+                _warn_of_fallback(kernel, again=methods[0][0] is method)
             else:
-                self.uses.skipped[quantity, count] = count - 1 - len(ways)
-                return result
+                self.uses.skipped[quantity, count] = count - 1 - len(methods)
+                return value
 
     def refuse_edit(self) -> None:
-        """Raises if G edits a cotangent: the derivative of its pullback is forward mode's."""
+        """Raises if G holds a reverse-only rule, since its pullback is differentiated forward."""
         if self.edit is not None:
             raise GradtoolsError(
                 f"frozen: G holds {self.edit}, which has a reverse rule only, and a derivative of "
@@ -268,17 +270,17 @@ class _Use(Forward):
                 "outside of G, or take G itself."
             )
 
-    def refuse_once(self, mend: str = "") -> None:
-        """Raises if G's pullback has no derivative; PyTorch's would lack a part, in silence."""
+    def refuse_once(self, fix: str = "") -> None:
+        """Raises for @once_differentiable in G, where PyTorch would silently drop a term."""
         if self.once is not None:
             raise GradtoolsError(
                 f"frozen: G holds the autograd.Function {self.once}, whose backward is marked with "
                 "@once_differentiable, and its derivative is needed. To have one, "
-                f"{mend}write a backward of PyTorch's operations, without that mark."
+                f"{fix}write a backward of PyTorch's operations, without that mark."
             )
 
     def with_modes(self, modes: Modes) -> _Use:
-        """The same use, computed again in other modes."""
+        """A copy of the use that is recomputed in other modes."""
         use = copy(self)
         use.modes, use.retained = modes, {}
         return use
@@ -287,7 +289,7 @@ class _Use(Forward):
         """Tangents of the outputs, in forward mode without any graph."""
         recorded = nodes_made()
         dys = self._pushed(zs, dzs)
-        if nodes_made() != recorded:  # by what no mode sees
+        if nodes_made() != recorded:  # by TorchScript, which no mode sees
             with scripts_refused("frozen"):
                 self._pushed(zs, dzs)
         return dys
@@ -296,7 +298,7 @@ class _Use(Forward):
         use = self.with_modes(self.modes)
         fixed = self.start.reached.tensors
         use.within = lambda: OneTangent(fixed)
-        with as_it_began(use), dual_level():  # where nothing is differentiated
+        with first_pass_state(use), dual_level():
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             ys, _ = use.one(0, [], duals)
             return [_tangent(y) for y in ys]
@@ -311,26 +313,27 @@ class _Use(Forward):
         return self._second(zs, dzs, cts, NOTHING)
 
     def _second(self, zs: Entries, dzs: Entries, cts: Entries, products: Any) -> list[Any]:
-        # Others cannot pack symbolic zeros. Where there are none a rule may use torch.func.
+        # Users' saved tensors hooks cannot pack symbolic zeros; rules may use torch.func only if
+        # no hooks are set.
         own = unpacked()
         use = self.with_modes(self.modes)
         use.within = stops = lambda: NoGradStopsTangents(hidden=False)
         level, graph = dual_level(), torch.enable_grad()
-        with without_hooks(use.leaves), as_it_began(use), own, level, graph, products:
+        with without_hooks(use.leaves), first_pass_state(use), own, level, graph, products:
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
             ys, _ = use.one(0, [], duals)
             run: Any
-            run, tried = use.to_try(0, [], duals)
+            run, tried = use.rerunnable(0, [], duals)
             gate_graph("frozen", run, tried, ys, duals)
-            # With a graph of its own, without which the tangents of some gradients go wrong.
+            # With create_graph=True, without which some gradients have wrong tangents.
             with stops():
                 grads = pulled_back(ys, duals, cts, True, True)
             return [_tangent(g) for g in grads]
 
 
 class _Pushforward(Pushed):
-    """The pushforward of a use as a node: forward mode gave its values, which leave no graph."""
+    """The node of a use's pushforward, whose values forward mode computed without a graph."""
 
     def pull(
         self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
@@ -338,24 +341,29 @@ class _Pushforward(Pushed):
         use: Any = self.of
 
         def slow(use: _Use) -> list[Any]:
-            same = Pushed(use, self.widths, self.shared_width, self.mask)
-            return outputs_of(Backward(same, widths, width, mask, joint), rows, shared)
+            pushed = Pushed(use, self.widths, self.shared_width, self.mask)
+            return outputs_of(Backward(pushed, widths, width, mask, joint), rows, shared)
 
         return use.by_any_kernel("pushforward", None, slow)
 
 
 class _FrozenBackward(Backward):
-    """The pullback of a use. It is linear in the cotangents: its pullback is the pushforward.
+    """The pullback of a use, linear in the cotangents: its pullback is the pushforward.
 
-    In eager code its arguments come in by `_PullbackInputs`, to which it hands back what comes in
-    along them; `arguments` are these as they are, for all that is computed.
+    Attributes:
+        arguments: In eager mode the arguments themselves. As inputs of the node they pass through
+            `_PullbackInputs`, which gets the cotangents of the arguments and differentiates.
+        constant: Whether no cotangent has a derivative, such as the 1 of a gradient.
+        graph: The kept graph, if it fits into the budget.
+        is_linear: Whether linearity was checked, if hooks or Functions may break it.
+        pulled_first: The result of the first pullback with its versions, for the comparison.
     """
 
     arguments: list[Any] | None = None
-    constant = False  # whether no cotangent has a derivative, such as the 1 of a gradient
-    graph: tuple[list[Any], list[Any], list[Any]] | None = None  # within the budget
-    is_linear = False  # seen to be so, where hooks might make it another map
-    pulled_first: Sequence[tuple[Any, int]] = ()  # the first pullback's result, to compare
+    constant = False
+    graph: tuple[list[Any], list[Any], list[Any]] | None = None
+    is_linear = False
+    pulled_first: Sequence[tuple[Any, int]] = ()
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result, wanted = super().batched(size, on, randomness, whole)
@@ -390,9 +398,9 @@ class _FrozenBackward(Backward):
             return None
 
     def refuse_nonlinear(self, zs: Entries, cts: Entries) -> None:
-        """Raises if hooks or Functions in G make the pullback a map that is not linear in cts.
+        """Raises if hooks or Functions in G make the pullback nonlinear in cts.
 
-        Hooks may be others at each use; a Function is tried once, at large cotangents, too.
+        Hooks are tested in each use, a Function once, with large cotangents as well.
         """
         use: Any = self.of
         untried = {f for f in use.functions if _is_users(f) and f not in use.uses.linear}
@@ -400,21 +408,20 @@ class _FrozenBackward(Backward):
             return
         known = self._of_multiple(1.0, zs, cts)
         for factor in (-0.5, 1e4) if untried else (-0.5,):
-            result = self._of_multiple(factor, zs, cts)
-            pairs = zip(known, result, strict=True)
+            pairs = zip(known, self._of_multiple(factor, zs, cts), strict=True)
             if not all(a is None or _is_times(factor, a, b) for a, b in pairs):
                 raise GradtoolsError(_nonlinear(use.hooked, untried))
         self.is_linear = True
         use.uses.linear.update(untried)
 
     def _of_multiple(self, factor: float, zs: Entries, cts: Entries) -> list[Any]:
-        """The pullback of factor times cts, computed anew."""
+        """The pullback of factor times cts, by another recomputation."""
         use: Any = self.of
         fresh = use.with_modes(use.modes)
-        same = _FrozenBackward(fresh, self.widths, self.shared_width, self.mask)
+        back = _FrozenBackward(fresh, self.widths, self.shared_width, self.mask)
         scaled = [None if ct is None else detached(ct, CHUNK) * factor for ct in cts]
         with torch.no_grad():
-            return same.evaluate([scaled], zs)[1]
+            return back.evaluate([scaled], zs)[1]
 
     def pull(
         self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
@@ -440,31 +447,32 @@ class _FrozenBackward(Backward):
         if compares:
             self._compare_transposes(us, along, cts)
         if self.arguments is not None:
-            return [*along, *us]  # `_PullbackInputs` makes of us what is asked
+            return [*along, *us]  # `_PullbackInputs` differentiates along us
         return [*along, *_along_arguments(self, zs, us, cts)]
 
     def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
         if self.arguments is not None:
-            # `_PullbackInputs` would take their cotangents for the pullback's.
+            # Bypasses `_PullbackInputs`, which would take these for the pullback's cotangents.
             shared = [*map(primal_of, self.arguments), *shared[width:]]
         return super().push(widths, width, mask, rows, shared)
 
     def _compare_transposes(self, us: Entries, along: Entries, cts: Entries) -> None:
-        """Raises if the pushforward is not the transposed of the pullback: <u, J^H v> = <Ju, v>.
+        """Raises if pushforward and pullback are not adjoint: <u, J^H v> = <J u, v>.
 
-        What G changes only while it runs, and puts back, is another thing in a backward pass.
+        They are not if G changes state while it runs and restores it, since the backward pass then
+        sees another state.
         """
-        stand = all(
+        unchanged = all(
             g is None or upstream.version_of(g) == version for g, version in self.pulled_first
         )
         given = [x for x in (*us, *along, *cts) if x is not None]
-        if not stand or any(x.layout is not torch.strided or x.is_meta for x in given):
+        if not unchanged or any(x.layout is not torch.strided or x.is_meta for x in given):
             return
         with torch.no_grad():
             pulled, width = _product(us, [g for g, _ in self.pulled_first])
             pushed, other = _product(along, cts)
         use: Any = self.of
-        # What G casts inside of chunked, checkpoint or frozen its own graph does not show.
+        # G's graph does not show casts inside of chunked, checkpoint or frozen.
         casts = any(kind.startswith(_MAY_CAST) for kind in use.verification.kinds[0])
         dtypes = {x.dtype for x in given} | ({torch.bfloat16} if casts else set())
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
@@ -482,9 +490,9 @@ class _FrozenBackward(Backward):
 
 
 def _are_spent(zs: Entries) -> bool:
-    """Whether all are aliases of a finished gt.grad, which a plain backward() reaches, too.
+    """Whether all are aliases of a finished `gt.grad`, whose gradients are not used.
 
-    Nobody reads their `.grad`.
+    A later plain backward() reaches them as well.
     """
     tracked = [z for z in zs if z.requires_grad and not upstream.is_wrapped(z)]
     return len(tracked) == len(zs) > 0 and all(z.is_leaf and is_spent(z) for z in tracked)
@@ -521,7 +529,7 @@ def _nonlinear(hooked: bool, functions: set[Any]) -> str:
 
 
 def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entries) -> list[Any]:
-    """The pullback of the pullback, to the arguments: its tangent along us."""
+    """The pullback's pullback with respect to the arguments: the pullback's tangent along us."""
     use: Any = back.of
     if all(u is None for u in us):
         return [None] * len(zs)
@@ -537,8 +545,8 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
     given = [*zs, *(u for u in us if u is not None)]
 
     def pushed(use: _Use) -> Pushed:
-        same = _FrozenBackward(use, back.widths, back.shared_width, back.mask)
-        return Pushed(same, [len(cts)], len(zs), mask)
+        pullback = _FrozenBackward(use, back.widths, back.shared_width, back.mask)
+        return Pushed(pullback, [len(cts)], len(zs), mask)
 
     fast = lambda use: use.second(zs, us, full)
     slow = lambda use: outputs_of(pushed(use), [list(cts)], given)
@@ -555,10 +563,11 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
 
 
 class _PullbackInputs(torch.autograd.Function):
-    """Hands arguments on to a pullback; whoever asks for their derivative has it computed here.
+    """Identity on a pullback's arguments, whose backward is the derivative along them.
 
-    The cotangents come in unseen by the engine: from here no way leads to what they depend on,
-    for which this would be computed in vain. The pullback's own node saves them and checks them.
+    So that derivative is computed only if it is needed. The cotangents are no tensor inputs:
+    otherwise the engine would run this for a derivative with respect to the cotangents alone. The
+    pullback's own node saves them and checks their versions.
     """
 
     recorded_as = "frozen"
@@ -586,7 +595,7 @@ class _PullbackInputs(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, cts: None, *tangents: Tensor | None) -> Any:
-        # Among others that have one PyTorch takes no view without a tangent.
+        # PyTorch requires a tangent for each view if another output has one.
         return tuple([None if t is None else t.view_as(t) for t in filled(tangents, ctx.likes)])
 
 
@@ -616,12 +625,12 @@ def _tangent(y: Any) -> Tensor | None:
 
 
 def _is_times(factor: float, x: Tensor, y: Tensor) -> bool:
-    """Whether y is factor times x, but for rounding; what is not finite tells nothing."""
+    """Whether y is factor times x up to rounding; True if either is not finite."""
     off, size = (y - factor * x).norm(), (factor * x).norm()
     return not bool(off > torch.finfo(x.dtype).eps ** 0.5 * size)
 
 
-_TOLD: set[tuple[str, bool]] = set()
+_WARNED: set[tuple[str, bool]] = set()
 
 
 def _without(kernel: str, error: Exception) -> str:
@@ -632,10 +641,11 @@ def _without(kernel: str, error: Exception) -> str:
     )
 
 
-def _tell(kernel: str, again: bool) -> None:
-    if (kernel, again) in _TOLD:
+def _warn_of_fallback(kernel: str, again: bool) -> None:
+    """Warns once for each kernel. again: Whether forward mode is tried with other kernels."""
+    if (kernel, again) in _WARNED:
         return
-    _TOLD.add((kernel, again))
+    _WARNED.add((kernel, again))
     done = (
         "that pass uses PyTorch's own alternatives to fused kernels."
         if again

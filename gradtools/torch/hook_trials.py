@@ -40,7 +40,7 @@ from gradtools.torch.nondifferentiable import beside
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.replaying.guards import mark, marked
-from gradtools.torch.rerunning import Trying, put_back
+from gradtools.torch.rerunning import Rerunnable, put_back
 from gradtools.torch.rules.checking import value_of
 from gradtools.torch.state import Snapshot
 
@@ -321,8 +321,8 @@ class _Trial:
         self.xs = [x.detach().clone() for x in leaves]
         self.randomness = Randomness.now([*self.xs, *captured])
         self.run: Any = lambda xs: fun(*xs)[0]
-        if isinstance(fun, Trying):
-            self.run = Trying(self.run, fun.roots)
+        if isinstance(fun, Rerunnable):
+            self.run = Rerunnable(self.run, fun.roots)
 
     def lost(self, linear: bool, pushed: Sequence[Tensor] | None) -> set[str]:
         """Along what a hook loses its derivative.

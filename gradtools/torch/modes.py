@@ -1,7 +1,7 @@
-"""The modes and flags of PyTorch that change numbers, so that a function can be run again in them.
+"""Saves and restores PyTorch's modes and flags that change results, for recomputations.
 
-Autocast, grad mode, the default device and dtype, and the switches that choose kernels. Reading
-all of them is quick; they are set only where they stand otherwise.
+These are autocast, grad mode, the default device and dtype, and the flags that select kernels.
+Reading all of them is fast; only those that differ are set.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Tensor = torch.Tensor
 
 
 def batchings() -> int:
-    """How many levels of autograd's own vmap, that of ``is_grads_batched``, are open.
+    """The number of open levels of autograd's legacy vmap, that of ``is_grads_batched``.
 
-    Dynamo must not see the counting: of a compiled pair of increment and decrement it drops the
-    one of which the result is not used, and the level stays open.
+    Dynamo must not trace this: it would drop the increment, whose result is unused, and keep the
+    decrement.
     """
     if torch.compiler.is_dynamo_compiling():
         return 0  # its backward is not traced under that vmap
@@ -34,14 +34,14 @@ def batchings() -> int:
 
 
 class NoForwardMode(Exception):
-    """PyTorch's one level of forward mode is taken (by an outer call, a thread), or x has none."""
+    """PyTorch's only forward-mode level is in use, or the tensor does not support forward mode."""
 
 
 _FORWARD_MODE = threading.Lock()
 
 
 def dual_of(x: Tensor, tangent: Tensor) -> Tensor:
-    """A dual number of the open level. Raises `NoForwardMode` for a DTensor, which has none."""
+    """A dual tensor at the current level. Raises `NoForwardMode` for a DTensor."""
     try:
         return upstream.make_dual(x, tangent, level=upstream.forward_level())
     except NotImplementedError as error:
@@ -49,10 +49,10 @@ def dual_of(x: Tensor, tangent: Tensor) -> Tensor:
 
 
 class forward_mode:
-    """The right to enter forward mode, of which PyTorch has one level for all threads.
+    """A lock for forward mode, since PyTorch has a single level for all threads.
 
-    Raises `NoForwardMode`, upon which a derivative goes by reverse mode twice. Waiting would not
-    do: who is in the level may himself be waiting for this thread.
+    Raises `NoForwardMode` instead of waiting, which could deadlock: the thread in the level may
+    wait for this one. The derivative then is computed by reverse mode twice.
     """
 
     def __enter__(self) -> None:
@@ -67,7 +67,7 @@ class forward_mode:
 
 
 class dual_level(forward_mode):
-    """The level of forward mode. Raises `NoForwardMode`."""
+    """`torch.autograd.forward_ad.dual_level`, or `NoForwardMode` if the level is in use."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -89,23 +89,23 @@ NOTHING = nullcontext()
 
 @contextmanager
 def without_cached_weights() -> Iterator[dict[Any, Any]]:
-    """Inside, `parametrize.cached` starts anew: what it keeps is in the graph of another call.
+    """Gives `parametrize.cached` an empty cache, since cached weights have another call's graph.
 
-    Yields the dictionary in which what is computed and kept inside is afterwards.
+    Yields that cache.
     """
-    kept, result = upstream.cached_weights(), dict[Any, Any]()
-    upstream.set_cached_weights(result)
+    outer, cache = upstream.cached_weights(), dict[Any, Any]()
+    upstream.set_cached_weights(cache)
     try:
-        yield result
+        yield cache
     finally:
-        upstream.set_cached_weights(kept)
+        upstream.set_cached_weights(outer)
 
 
 @dataclass(eq=False)
 class Modes:
-    """Autocast, grad mode and flags, as they stood when a function ran first."""
+    """Autocast, grad mode, default device and flags in a function's first run."""
 
-    flags: list[Any]  # as `_standing` gives them
+    flags: list[Any]  # in the order of `_NAMES`
     autocast: list[tuple[str, bool, torch.dtype]]
     cached: bool
     grad: bool
@@ -114,7 +114,7 @@ class Modes:
     @classmethod
     def now(cls, kinds: Iterable[str]) -> Modes:
         return cls(
-            _standing(),
+            _current_flags(),
             _casts(sorted({"cpu", *kinds} - {"meta"})),
             torch.is_autocast_cache_enabled(),
             torch.is_grad_enabled(),
@@ -122,7 +122,7 @@ class Modes:
         )
 
     def by_other_kernels(self) -> Modes:
-        """With the framework's own alternatives to fused kernels."""
+        """The modes with PyTorch's unfused alternatives to fused kernels."""
         fused = ("flash attention", "lean attention", "cudnn attention", "encoder fast path")
         others = dict.fromkeys((*fused, "cudnn.enabled", "mkldnn.enabled"), False)
         others["plain attention"] = True
@@ -130,31 +130,31 @@ class Modes:
         return replace(self, flags=[others.get(name, flag) for name, flag in pairs])
 
     def outside_of_batchings(self) -> AbstractContextManager[None]:
-        """As `again`, and outside of the levels of ``is_grads_batched``."""
+        """As `restored`, and outside of the levels of ``is_grads_batched``."""
         depth = batchings()
-        return self._outside(depth) if depth > 0 else self.again()
+        return self._outside(depth) if depth > 0 else self.restored()
 
     @contextmanager
     def _outside(self, depth: int) -> Iterator[None]:
         for _ in range(depth):
             upstream.leave_vmap()
         try:
-            with self.again():
+            with self.restored():
                 yield
         finally:
             for _ in range(depth):
                 upstream.enter_vmap()
 
-    def stand(self) -> bool:
-        """Whether they are those of now, grad mode apart."""
-        return _standing() == self.flags and batchings() == 0 and self._others() is NOTHING
+    def are_current(self) -> bool:
+        """Whether they are the current ones, apart from grad mode."""
+        return _current_flags() == self.flags and batchings() == 0 and self._others() is NOTHING
 
-    def again(self) -> AbstractContextManager[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """A block in which the recorded modes and flags are set."""
         return _Restored(self.flags, self.grad, self._others())
 
     def _others(self) -> AbstractContextManager[Any]:
-        """The contexts of autocast, device and inference mode, where they are others now."""
+        """A context that sets autocast, default device and inference mode if they differ."""
         casts = _casts([kind for kind, _, _ in self.autocast])
         cast_as_here = casts == self.autocast and not any(on for _, on, _ in casts)
         device_as_here = default_device() == self.device
@@ -165,7 +165,7 @@ class Modes:
     @contextmanager
     def _entered(self, device: bool, casts: bool) -> Iterator[None]:
         with ExitStack() as inside:
-            if torch.is_inference_mode_enabled():  # a backward pass may be called, not recorded
+            if torch.is_inference_mode_enabled():  # backward() may be called in inference mode
                 inside.enter_context(torch.inference_mode(False))
                 inside.enter_context(torch.set_grad_enabled(self.grad))
             if device:
@@ -178,13 +178,13 @@ class Modes:
 
 
 class _Restored:
-    """A block with these flags and this grad mode. others: A context entered as well."""
+    """A context that sets flags and grad mode, and enters `others`."""
 
     def __init__(self, flags: list[Any], grad: bool, others: AbstractContextManager[Any]) -> None:
         self._flags, self._wanted, self._others = flags, grad, others
 
     def __enter__(self) -> None:
-        self._before, self._grad = _standing(), torch.is_grad_enabled()
+        self._before, self._grad = _current_flags(), torch.is_grad_enabled()
         _set(self._before, self._flags)
         upstream.set_grad_enabled(self._wanted)
         self._others.__enter__()
@@ -192,11 +192,11 @@ class _Restored:
     def __exit__(self, *error: Any) -> None:
         self._others.__exit__(*error)
         upstream.set_grad_enabled(self._grad)
-        _set(_standing(), self._before)
+        _set(_current_flags(), self._before)
 
 
 def casts_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:
-    """The devices for which autocast is on, and to what."""
+    """The device types for which autocast is on, and its dtypes."""
     if not upstream.is_any_autocast_enabled():
         return ()
     casts = _casts(sorted({"cpu", *kinds} - {"meta"}))
@@ -204,9 +204,9 @@ def casts_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:
 
 
 def as_cast_now(fun: Callable[..., Any], kinds: Iterable[str]) -> Callable[..., Any]:
-    """fun under the autocast of now; what it gives in 16 bits is then in float32.
+    """fun under the current autocast, with 16-bit outputs cast to float32.
 
-    So autocast takes the result of a matrix product where it is exponentiated or summed.
+    This is what autocast does to the result of a matrix product before exp or sum.
     """
     casts = casts_now(kinds)
 
@@ -234,7 +234,7 @@ def without_casts(kinds: Iterable[str]) -> Iterator[None]:
 
 
 def default_device() -> torch.device:
-    """PyTorch's, which imports and searches at every call even where nothing was set."""
+    """`torch.get_default_device()`, which is slow, with a fast path if no device was set."""
     if upstream.device_set() is None and upstream.count_of_function_modes() == 0:
         return _CPU
     return torch.get_default_device()
@@ -247,7 +247,7 @@ def _casts(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
     return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
 
 
-def _standing() -> list[Any]:
+def _current_flags() -> list[Any]:
     """The flags, in the order of `_NAMES`."""
     return [*map(operator.call, _GETTERS)]
 
@@ -260,7 +260,7 @@ def _set(now: list[Any], wanted: list[Any]) -> None:
 
 
 def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """The flags of PyTorch that change numbers, how each is read and how it is set, in order."""
+    """The flags that change results, with their getters and setters, in the order of setting."""
     cuda, mha, read = torch.backends.cuda, torch.backends.mha, upstream.flag_getters
     result: dict[str, Any] = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -282,10 +282,10 @@ def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 
 def _precisions() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How each setting by which products of float32 may lose bits is read and set.
+    """The getters and setters of the flags that allow reduced precision in float32 products.
 
-    Two are older, for matrices and for cuDNN. They write the newer ones, by library and operation,
-    and so come first. An older one that the newer ones contradict cannot be read, and is None.
+    Two legacy flags, for matrices and for cuDNN, write the newer ones (by library and operation),
+    and so come first. A legacy flag that contradicts the newer ones cannot be read, and is None.
     """
     cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
     newer: dict[str, Any] = {}
@@ -324,16 +324,16 @@ def _newer(name: str, where: Any) -> tuple[Callable[[], Any], Callable[[Any], An
 
 
 def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """By the property's own functions: setting it is refused where flags were frozen.
+    """The getter and setter of a flag, bypassing `torch.backends.disable_global_flags`.
 
-    `torch.backends.disable_global_flags` does that, which `torch.testing._internal` calls.
+    (`torch.testing._internal` calls that, after which assigning to the property raises.)
     """
     flag = vars(type(holder))[name]
     return flag.getter, flag.setter
 
 
-# Read once: a use of a frozen function reads the flags several times. No cached function, of which
-# dynamo would warn.
+# Computed once, since each use of a frozen function reads the flags several times. Not a cached
+# function, about which dynamo warns.
 PRECISIONS = _precisions()
 _NAMES = [*_flags()]
 _GETTERS, _SETTERS = zip(*_flags().values(), strict=True)

@@ -16,19 +16,19 @@ import torch
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
-Stream = torch.device | str  # PyTorch's on a device, or one of these two
+Stream = torch.device | str  # PyTorch's default generator of a device, or one of these two
 PYTHON, NUMPY = "Python's random stream", "NumPy's random stream"
 
 
 @dataclass(eq=False, repr=False)
 class Randomness:
-    """The states of random streams, and of each what tells it from another state."""
+    """The states of random generators, each with a hashable value for comparisons."""
 
     states: dict[Stream, tuple[Any, Any]]
 
     @classmethod
     def now(cls, xs: Sequence[Tensor]) -> Randomness | None:
-        """PyTorch's, for a function of these tensors; None in code that is being compiled."""
+        """PyTorch's generators of these tensors' devices and the CPU; None while compiling."""
         if torch.compiler.is_dynamo_compiling() or upstream.TracingContext.try_get() is not None:
             return None
         devices = {torch.device("cpu"), *(x.device for x in xs)}
@@ -40,7 +40,7 @@ class Randomness:
 
     @classmethod
     def everywhere(cls, kinds: Iterable[str]) -> Randomness:
-        """Python's, NumPy's, and PyTorch's on the CPU and all devices of these kinds."""
+        """Python's, NumPy's, and PyTorch's generators of the CPU and all devices of these types."""
         devices = [torch.device("cpu")]
         for kind in sorted(set(kinds) - {"cpu", "meta"}):
             count = torch.get_device_module(kind).device_count()
@@ -48,30 +48,30 @@ class Randomness:
         return cls.of([*devices, PYTHON, NUMPY])
 
     def __bool__(self) -> bool:
-        """Whether it holds any stream's state."""
+        """Whether it holds any state."""
         return bool(self.states)
 
     def seeded(self, seed: int) -> Randomness:
-        """PyTorch's on the same devices, as a seed makes them.
+        """The states of PyTorch's generators of the same devices after seeding.
 
-        By new generators, which every kind of device has: not all give out the one they draw from.
+        Made by new generators, since not all devices expose their default generator.
         """
         made = {d: torch.Generator(d).manual_seed(seed).get_state() for d in self.states}
         return Randomness({d: (state, b"") for d, state in made.items()})
 
-    def again(self) -> Randomness:
-        """The same streams' states, where they stand now; itself, if nothing was drawn."""
+    def current(self) -> Randomness:
+        """The current states of the same generators; self if nothing was drawn."""
         now = {stream: _state(stream) for stream in self.states}
         moved = any(now[stream][1] != bits for stream, (_, bits) in self.states.items())
         return Randomness(now) if moved else self
 
-    def used(self) -> Randomness:
-        """The same, less the streams of which nothing was drawn since."""
+    def advanced(self) -> Randomness:
+        """The states of those generators only that have advanced since."""
         pairs = self.states.items()
         return Randomness({s: state for s, state in pairs if state[1] != _state(s)[1]})
 
-    def marks(self) -> dict[str, int]:
-        """Where the streams stand, by their names: equal where they stand alike."""
+    def fingerprints(self) -> dict[str, int]:
+        """The hashes of the current states, by the generators' names."""
         name = lambda s: s if isinstance(s, str) else f"PyTorch's random stream on {s}"
         return {name(stream): hash(_state(stream)[1]) for stream in self.states}
 
@@ -79,10 +79,12 @@ class Randomness:
         for stream, (state, _) in self.states.items():
             _set_state(stream, state)
 
-    def stands(self) -> bool:
-        return not self.used()
+    def is_unchanged(self) -> bool:
+        """Whether the generators still have these states."""
+        return not self.advanced()
 
-    def stood(self, later: Randomness | None) -> bool:
+    def equals(self, later: Randomness | None) -> bool:
+        """Whether `later` holds the same states."""
         if later is None:
             return False
         return all(later.states[d][1] == bits for d, (_, bits) in self.states.items())
@@ -90,32 +92,32 @@ class Randomness:
 
 @contextmanager
 def restored(randomness: Randomness | None) -> Iterator[None]:
-    """What is evaluated again draws what it drew; then the generators go on from where they were.
+    """Restores these states for the block, so that it repeats its draws; then the current ones.
 
-    None: it drew nothing.
+    None: does nothing.
     """
     if randomness is None:
         yield
         return
-    standing = randomness.again()
+    current = randomness.current()
     try:
         randomness.restore()
         yield
     finally:
-        standing.restore()
+        current.restore()
 
 
-# --- one stream: its state, by the calls that its owner has for it -----------------------------
+# --- the state of one generator ------------------------------------------------------------------
 
 
 @cache
 def _numpy() -> Any:
-    """The generator behind `numpy.random`, which is imported when it is first asked for."""
+    """The global generator of `numpy.random`, which is imported lazily."""
     return np.random.get_state.__self__  # type: ignore[attr-defined]
 
 
 def _state(stream: Stream) -> tuple[Any, Any]:
-    """A stream's state, and what it is compared by, which has a hash."""
+    """A generator's state, and a hashable value that is equal for equal states."""
     if isinstance(stream, str):
         state: Any = random.getstate() if stream == PYTHON else _numpy().get_state(legacy=False)
         return state, _bits_of(state)
@@ -123,11 +125,11 @@ def _state(stream: Stream) -> tuple[Any, Any]:
         state = torch.default_generator.get_state()
     else:
         state = torch.get_device_module(stream).get_rng_state(stream)
-    return state, ctypes.string_at(state.data_ptr(), state.numel())  # in transforms as well
+    return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
 
 
 def _bits_of(state: Any) -> Any:
-    """A state as what has a hash: NumPy's is a dict of arrays and numbers, Python's a tuple."""
+    """A hashable form of a state: NumPy's is a dict of arrays and numbers, Python's a tuple."""
     if isinstance(state, dict):
         return tuple([_bits_of(x) for x in state.values()])
     return state.tobytes() if isinstance(state, np.ndarray) else state

@@ -1,7 +1,7 @@
-"""Runs a user's function again, and puts back everything that it changed.
+"""Runs a user's function again, and undoes everything that it changes.
 
-What a `Snapshot` holds is restored from it. Memory, flags and `.grad` beyond that are copied on
-write, just before a call changes them; most runs change none.
+The state in a `Snapshot` is restored from it. Other memory, flags and `.grad` are backed up by
+copy-on-write, just before a call changes them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
 Run = Callable[[Sequence[Any]], Sequence[Any]]
-_ONE = threading.RLock()  # what a run changes belongs to the process
+_LOCK = threading.RLock()  # a run changes state of the process
 
 
 def rerun(run: Run, leaves: Sequence[Any]) -> list[Any]:
-    """`run(leaves)` from the state of now, which is put back; its results have no graph.
+    """`run(leaves)` with all its effects undone; the results are detached.
 
-    The leaves require grad, for f may take a derivative itself.
+    The leaves require grad, since f itself may take a derivative.
     """
     with put_back(run, leaves), torch.inference_mode(False), torch.enable_grad():
         outs = run([copied(x) for x in leaves])
@@ -36,8 +36,8 @@ def rerun(run: Run, leaves: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def put_back(run: Callable[..., Any], leaves: Sequence[Any]) -> Iterator[Undo]:
-    """Inside, f may run; afterwards all that it can reach is as it was."""
-    with _ONE:
+    """Undoes, at the end of the block, all changes to state that f can reach."""
+    with _LOCK:
         undo = Undo(Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)]))
         try:
             with as_written(), undo:
@@ -48,11 +48,11 @@ def put_back(run: Callable[..., Any], leaves: Sequence[Any]) -> Iterator[Undo]:
 
 
 def _roots(run: Callable[..., Any]) -> list[Any]:
-    """What may change: what the user's function can reach, and what it is given.
+    """The roots of the search for state: the user's function and its arguments.
 
-    The leaves are copied for it, and what is last is walked first and gives the names.
+    The last root is searched first, and names what it reaches.
     """
-    if isinstance(run, Trying):
+    if isinstance(run, Rerunnable):
         return run.roots
     owner: Any = getattr(run, "__self__", None)
     if not hasattr(owner, "f"):
@@ -60,8 +60,8 @@ def _roots(run: Callable[..., Any]) -> list[Any]:
     return [getattr(owner, "statics", None), owner.f]
 
 
-class Trying(NamedTuple):
-    """A function that may run once more, and what it can reach."""
+class Rerunnable(NamedTuple):
+    """A function for a trial run, and the roots of the state that it can reach."""
 
     run: Callable[..., Any]
     roots: list[Any]
@@ -71,43 +71,43 @@ class Trying(NamedTuple):
 
 
 def copied(x: Any, tracked: bool = True) -> Any:
-    """A copy of a leaf, which requires grad if asked for and if it may."""
+    """A copy of a leaf; it requires grad if `tracked` and if it is floating or complex."""
     if not isinstance(x, Tensor):
         return x
     return x.detach().clone().requires_grad_(tracked and is_inexact(x))
 
 
 class Undo(TorchFunctionMode):
-    """Inside, what was there before is kept before a call changes it.
+    """Copy-on-write backup of tensors that existed before: a mode that sees each in-place call.
 
-    Of a tensor its memory is kept: that can be written to whatever the tensor is a view of, be its
-    entries in one place, as an expanded tensor's are, or made in inference mode.
+    Whole storages are backed up, which works for views, expanded tensors and inference tensors
+    alike.
 
     Args:
-        start: What was there before; a recording may `watch` more.
+        start: The snapshot of the state before; `watch` adds more tensors.
     """
 
     def __init__(self, start: Snapshot) -> None:
         super().__init__()
         self.start = start
-        self._owners: dict[int, Any] = {}  # of memory that was there before
+        self._owners: dict[int, Any] = {}  # the storages that existed before, by id
         self._memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._sparse: dict[int, tuple[Tensor, Tensor]] = {}
         self._data: list[tuple[Tensor, Tensor]] = []
         self._flags: list[tuple[Tensor, bool]] = []
-        with upstream.DisableTorchFunction():  # a mode around may put others in their places
-            held = [unwrapped(x) for x, _ in start.reached.watched]
-            self._grads = [(x, x.grad) for x in held if x.requires_grad and x.is_leaf]
-        for x in [*held, *[grad for _, grad in self._grads if grad is not None]]:
+        with upstream.DisableTorchFunction():  # an outer mode may substitute tensors
+            tensors = [unwrapped(x) for x, _ in start.reached.watched]
+            self._grads = [(x, x.grad) for x in tensors if x.requires_grad and x.is_leaf]
+        for x in [*tensors, *[grad for _, grad in self._grads if grad is not None]]:
             self.watch(x)
 
     def names(self) -> dict[int, str]:
-        """The names of what f can reach, as its author writes them, by id."""
+        """The names in the user's code of tensors that f can reach, by id."""
         watched = reversed(self.start.reached.watched)
         return {id(x): name.removeprefix("f.") for x, name in watched}
 
     def watch(self, x: Tensor) -> None:
-        """x was there before, too."""
+        """Adds a tensor that existed before."""
         owner = owner_of(x)
         self._owners[id(owner)] = owner
 
@@ -117,7 +117,7 @@ class Undo(TorchFunctionMode):
             for _, grad in self._grads:
                 if grad is not None:
                     self.keep(grad)
-        elif raw in _HANDS_OUT or changes_in_place(raw, kwargs):
+        elif raw in _EXPOSES_MEMORY or changes_in_place(raw, kwargs):
             self._keep_all(name_of(fun), args, kwargs)
         return fun(*args, **kwargs)
 
@@ -127,7 +127,7 @@ class Undo(TorchFunctionMode):
             if name in ("requires_grad", "set_requires_grad"):
                 self._flags += [(x, x.requires_grad) for x in known if x.is_leaf]
                 return
-            if name == "set_data" and known and known[0] is args[0]:  # it has other memory then
+            if name == "set_data" and known and known[0] is args[0]:  # replaces the storage
                 self._data.append((args[0], args[0].data))
         for x in known:
             self.keep(x)
@@ -136,7 +136,7 @@ class Undo(TorchFunctionMode):
         return memory_of(x) in self._owners
 
     def keep(self, x: Tensor) -> None:
-        """The contents of x, which is about to be written to; if it was there before."""
+        """Backs up x, which is about to be written to, if it existed before."""
         key = memory_of(x)
         if not self._is_known(x) or key in self._memory or key in self._sparse or x.is_meta:
             return
@@ -148,7 +148,7 @@ class Undo(TorchFunctionMode):
                 self._sparse[key] = x, x.detach().clone()
 
     def put_back(self) -> None:
-        """All of it, as it stood."""
+        """Restores everything that was backed up."""
         with upstream.DisableTorchFunction(), torch.no_grad():
             for x, data in reversed(self._data):
                 x.data = data
@@ -167,14 +167,14 @@ class Undo(TorchFunctionMode):
                     x.grad = grad
 
 
-_HANDS_OUT = ("numpy", "__array__", "__dlpack__", "untyped_storage")  # memory that may be written
+_EXPOSES_MEMORY = ("numpy", "__array__", "__dlpack__", "untyped_storage")
 
 
-# --- calls, and the memory that they write to ---------------------------------------------
+# --- which calls write, and to which memory -----------------------------------------------
 
 
 def name_of(function: Any) -> str:
-    """PyTorch's name of what is called, without the marks of its variants."""
+    """The name of a PyTorch function without underscores of in-place and dunder variants."""
     name = getattr(function, "__name__", None) or type(function).__name__
     if name in ("__get__", "__set__"):
         name = ("" if name == "__get__" else "set_") + function.__self__.__name__
@@ -184,18 +184,18 @@ def name_of(function: Any) -> str:
 
 
 def changes_in_place(raw: str, kwargs: Any) -> bool:
-    """Whether a call, by the name as PyTorch spells it, may overwrite its arguments."""
+    """Whether a call of the function with this `__name__` may write to its arguments."""
     if raw.startswith("__"):
         return raw.startswith("__i") or raw in ("__setitem__", "__set__")
     return raw.endswith("_") or "out" in kwargs or kwargs.get("inplace") is True
 
 
 def owner_of(x: Tensor) -> Any:
-    """The storage of a tensor, or itself: where two tensors have one owner, they share memory."""
-    with upstream.DisableTorchFunction():  # a mode may give another tensor in its place
+    """The storage of a strided tensor, else the tensor itself. Equal owners share memory."""
+    with upstream.DisableTorchFunction():  # a mode may substitute another tensor
         return x.untyped_storage() if x.layout is torch.strided else x
 
 
 def memory_of(x: Tensor) -> int:
-    """Which piece of memory a tensor shows."""
+    """The id of the tensor's owner."""
     return id(owner_of(x))

@@ -1,15 +1,15 @@
-"""Snapshot and restore of what a function's result depends on besides its arguments.
+"""Snapshot and restore of the mutable state that a function can reach besides its arguments.
 
-A snapshot holds where the random streams stand, and the buffers and attributes of modules. Modules
-are found from what a function closes over: the variables of its closure, its defaults, and the
-globals that code of the user's names. Variables, plain containers, and attributes of objects and of
-the user's classes that are met on the way are put back as well. Everything else that changes a
-result (a slot, an iterator, a file) is for `replaying/consistency.py` to see. A tensor's contents
-are copied only where they belong to a module or are few; of others it is noticed if they changed.
+A snapshot holds the states of random generators, and the buffers and attributes of modules. Modules
+are found by a search that starts from the function's closure, its defaults, and the globals that
+user code names. Variables, plain containers, and attributes of objects and of the user's classes
+that the search reaches are restored as well. Other state (slots, iterators, files) is left to
+`replaying/consistency.py`, which detects its effects. A tensor's contents are copied only if it
+belongs to a module or is small; for others changes are detected by version counters.
 
-Snapshots of one function follow each other, and mostly nothing changed in between. So a snapshot is
-taken from an earlier one where it can: if every holder still holds the very same objects, the
-search is spared, and contents whose bits are the same are shared.
+Mostly nothing changes between snapshots of one function. So a snapshot is derived from an earlier
+one where possible: if all containers still hold the identical objects, the search is skipped, and
+contents with equal bits are shared.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ ATOMS = frozenset(
     | {torch.dtype, torch.device, torch.Size, torch.layout, np.dtype}
 )
 _FOREIGN = ("torch", "numpy", "jax", "builtins", "weakref", "logging", "threading")
-_LARGE = 1 << 20  # bytes of an array that is not a module's: it is taken for data, and only watched
+_LARGE = 1 << 20  # bytes above which an array outside of modules counts as data: not copied
 _CONTAINERS = OrderedDict, dict, list, deque, set, tuple, frozenset
-_UNBOUND = object()  # what a variable holds that holds nothing yet
+_UNBOUND = object()  # the value of an unbound variable
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """What can change behind a function, as it stood.
+    """The state behind a function at one time.
 
     Attributes:
-        streams: The random streams of the process; None if the function draws from none.
-        reached: The objects that were reached, and what they held.
-        versions: Those of the tensors that are watched.
+        streams: The states of random generators; None if the function draws from none.
+        reached: The objects that were reached, and their contents.
+        versions: The version counters of the watched tensors.
     """
 
     streams: Randomness | None
@@ -71,15 +71,19 @@ class Snapshot:
     def of(
         cls, roots: Iterable[Any], tensors: Iterable[Tensor], like: Snapshot | None = None
     ) -> Snapshot:
-        """What stands behind `roots` now.
+        """The current state that can be reached from `roots`.
 
-        tensors: Those whose devices' random streams count, besides those that are found.
-        like: An earlier one with all its streams, which is shared as far as nothing changed since.
+        tensors: Further tensors, for the random generators of their devices.
+        like: An earlier snapshot with all generators, which is shared as far as nothing changed.
         """
         roots = [x for x in roots if type(x) not in ATOMS]
         kinds = {x.device.type for x in tensors}
-        if like is not None and like.reached.starts_from(roots, kinds) and like.reached.stands():
-            return like._taken_again()
+        if (
+            like is not None
+            and like.reached.starts_from(roots, kinds)
+            and like.reached.is_unchanged()
+        ):
+            return like._retaken()
         reached = _Search(roots, kinds).run()
         contents = [x.detach().clone() for x in reached.owned]
         states = [get() for get, _ in reached.generators]
@@ -87,14 +91,14 @@ class Snapshot:
         return cls(Randomness.everywhere(reached.kinds), reached, versions, contents, states)
 
     def now(self) -> Snapshot:
-        """A snapshot of the same objects as they are now; this one if nothing changed."""
-        start = self if self.reached.stands() else replace(self, reached=self.reached.now())
-        return start._taken_again()
+        """A snapshot of the same objects now; self if nothing changed."""
+        start = self if self.reached.is_unchanged() else replace(self, reached=self.reached.now())
+        return start._retaken()
 
     def watched_now(self) -> list[tuple[Tensor, str]]:
         return _Search(self.reached.roots, self.reached.kinds).run().watched
 
-    def _taken_again(self) -> Snapshot:
+    def _retaken(self) -> Snapshot:
         reached = self.reached
         versions = reached.versions()
         changed = changed_contents(reached.owned, self._contents)
@@ -104,19 +108,19 @@ class Snapshot:
             contents = [x.detach().clone() if c else old for x, old, c in triples]
         if versions == self.versions:
             versions = self.versions
-        streams = self.streams and self.streams.again()
+        streams = self.streams and self.streams.current()
         pairs = (contents, self._contents), (streams, self.streams), (versions, self.versions)
         if not states and all(new is old for new, old in pairs):
             return self
         return Snapshot(streams, reached, versions, contents, states)
 
-    def settled(self) -> Snapshot:
-        """For after the first run: without the random streams that it drew nothing from."""
-        return replace(self, streams=(self.streams and self.streams.used()) or None)
+    def without_unused_streams(self) -> Snapshot:
+        """The snapshot without the generators that the function has not advanced since."""
+        return replace(self, streams=(self.streams and self.streams.advanced()) or None)
 
     def restore(self) -> None:
         reached = self.reached
-        if not reached.stands():
+        if not reached.is_unchanged():
             reached.restore()
         changed = changed_contents(reached.owned, self._contents)
         for tensor, contents, differs in zip(reached.owned, self._contents, changed, strict=True):
@@ -129,26 +133,26 @@ class Snapshot:
             self.streams.restore()
 
     def _restore_versions(self) -> None:
-        """Of those that hold again what they held, so that a graph which saved them is good."""
+        """Resets the version counters of restored tensors, so that graphs that saved them work."""
         if self.reached.versions() == self.versions:
             return
         pairs = zip(self.reached.watched, self.versions, strict=True)
-        moved = [(x, version) for (x, _), version in pairs if upstream.version_of(x) != version]
-        held = {id(x) for x in self.reached.owned}
-        if own := [pair for pair in moved if id(pair[0]) in held]:
-            upstream.set_version_counters(*zip(*own, strict=True))
+        changed = [(x, version) for (x, _), version in pairs if upstream.version_of(x) != version]
+        owned = {id(x) for x in self.reached.owned}
+        if restored := [pair for pair in changed if id(pair[0]) in owned]:
+            upstream.set_version_counters(*zip(*restored, strict=True))
 
     def changed(self, parameters: bool) -> list[str]:
-        """The names of tensors that were changed in place since, and cannot be put back."""
+        """The names of tensors that were changed in place since, and cannot be restored."""
         reached = self.reached
         if reached.versions() == self.versions:
             return []
-        held = {id(x) for x in reached.owned}
+        owned = {id(x) for x in reached.owned}
         return [
             name
             for (x, name), version in zip(reached.watched, self.versions, strict=True)
             if upstream.version_of(x) != version
-            and id(x) not in held
+            and id(x) not in owned
             and (parameters or not x.requires_grad)
         ]
 
@@ -156,29 +160,29 @@ class Snapshot:
         return next((name for x, name in self.reached.watched if wanted(x)), None)
 
 
-# --- what is reached ---------------------------------------------------------------------------
+# --- the reached objects -----------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Reached:
-    """The objects behind a function, and what each of them held.
+    """The objects behind a function, and their contents at one time.
 
     Attributes:
-        roots: Where the search began.
-        kinds: The types of devices.
+        roots: The roots of the search.
+        kinds: The device types of reached tensors.
         modules: Every module, with its name.
-        functions: Every function of the user's.
+        functions: Every function in user code.
         watched: Tensors, with their names.
-        owned: Tensors whose contents count, as those of modules' buffers do.
-        generators: How the state of each is read and set; of arrays that are no tensors as well.
-        empty: Containers in attributes that held nothing, of which modules have many.
-        maps: Dictionaries by text, as those of attributes are, and what they held.
-        places: Other containers, and variables: how each is read and written, what it held.
-        comparable: Whether what is read is the same object each time.
-        lasts: Whether the next call may find the same; else it is let go of, with the graphs in
-            it. So are objects that were arguments, a batch of a class of its own for one.
+        owned: Tensors whose contents are restored, such as buffers of modules.
+        generators: Getters and setters of random generators, and of NumPy arrays.
+        empty: Empty containers in attributes, of which modules have many.
+        maps: Dictionaries with string keys, such as `__dict__`, and copies of them.
+        places: Other containers, and variables: getter, setter and contents.
+        comparable: Whether getters return the identical object in each call.
+        lasts: Whether the next call may find the same objects, so that the snapshot is kept. It is
+            not if that would keep graphs or arguments alive.
         tensors: The watched tensors.
-        counted: Those whose contents count, and of which PyTorch counts the changes.
+        counted: The owned tensors with a version counter.
     """
 
     roots: list[Any]
@@ -197,7 +201,7 @@ class Reached:
     counted: list[Tensor] = field(default_factory=list)
 
     def starts_from(self, roots: list[Any], kinds: set[str]) -> bool:
-        """Whether a search from these would be this one, if nothing changed."""
+        """Whether a search would have these roots and devices."""
         same = len(roots) == len(self.roots) and all(map(is_, roots, self.roots))
         return same and kinds <= self.kinds
 
@@ -205,17 +209,17 @@ class Reached:
         return [*map(upstream.version_of, self.tensors)]
 
     def counted_versions(self) -> list[int]:
-        """How often each buffer was changed."""
+        """The version counters of the buffers."""
         return [*map(upstream.version_of, self.counted)]
 
     @cached_property
     def _flat(self) -> tuple[list[Any], ...]:
-        """The maps as lists, to be compared without a step of Python's for each."""
+        """The maps as flat lists, which compare without a Python loop."""
         values = [v for _, held in self.maps for v in held.values()]
         return [x for x, _ in self.maps], [list(held) for _, held in self.maps], values
 
-    def stands(self) -> bool:
-        """Whether everything holds the very objects that it held; text may be equal."""
+    def is_unchanged(self) -> bool:
+        """Whether all containers hold the identical objects; keys need only be equal."""
         maps, keys, values = self._flat
         return (
             self.comparable
@@ -249,16 +253,16 @@ def _same(xs: tuple[Any, ...], held: tuple[Any, ...]) -> bool:
     return len(xs) == len(held) and all(map(is_, xs, held))
 
 
-# --- what holds objects: how it is read, as a tuple, and written ----------------------------------
+# --- getters and setters of variables and containers, whose contents are tuples -------------------
 
 
 def contents_of(cell: CellType) -> Any:
-    """What a variable of a closure holds; a mark if nothing yet."""
+    """The contents of a closure's cell; `_UNBOUND` if it is empty."""
     return _entry(partial(getattr, cell, "cell_contents"))[0]
 
 
 def _variable(read: Get, write: Put) -> tuple[Get, Put]:
-    """A variable that may be unbound."""
+    """The getter and setter of a variable that may be unbound."""
 
     def put(held: tuple[Any]) -> None:
         if held[0] is not _UNBOUND:
@@ -275,7 +279,7 @@ def _entry(read: Get) -> tuple[Any]:
 
 
 def _place(x: Any) -> tuple[Get, Put]:
-    """A container, by the class that stores what it holds: no code of a user's subclass runs."""
+    """The getter and setter of a container, by its builtin base: a subclass's code never runs."""
     kind = _kind_of(x)
     if isinstance(x, dict):
         return partial(_items, x), partial(_refill_items, x)
@@ -292,7 +296,7 @@ def _kind_of(x: Any) -> Any:
 
 
 def _items(x: Any) -> tuple[Any, ...]:
-    """The keys, then the values, at one moment: another thread may write to it."""
+    """The keys, then the values, read atomically: another thread may write to the dict."""
     items = vars(x).copy() if isinstance(x, type) else _copy(x)
     return (*items, *items.values())
 
@@ -307,7 +311,7 @@ def _refill_items(x: dict[Any, Any], held: tuple[Any, ...]) -> None:
 
 
 def _refill_class(x: type, held: tuple[Any, ...]) -> None:
-    """Not the names that Python itself writes."""
+    """Restores a class's attributes except dunder names, which Python itself writes."""
     half = len(held) // 2
     kept = dict(zip(held[:half], held[half:], strict=True))
     for key in [key for key in vars(x).copy() if key not in kept and not key.startswith("__")]:
@@ -318,13 +322,13 @@ def _refill_class(x: type, held: tuple[Any, ...]) -> None:
 
 
 def _refill_map(x: dict[Any, Any], held: dict[Any, Any]) -> None:
-    """Writes only the entries that differ: another thread may read the others."""
+    """Restores a dict by writing only the entries that differ: other threads may read the rest."""
     kind, now = _kind_of(x), _copy(x)
     if any(a is not b for a, b in zip(now, held, strict=False)):
-        kind.clear(x)  # its order may count, too
+        kind.clear(x)  # to restore the order as well
         now = {}
     for key in now.keys() - held.keys():
-        with suppress(KeyError):  # another thread did so
+        with suppress(KeyError):  # another thread deleted it
             kind.__delitem__(x, key)
     for key, value in held.items():
         if kind.get(x, key, _UNBOUND) is not value:
@@ -335,9 +339,9 @@ def _refill_map(x: dict[Any, Any], held: dict[Any, Any]) -> None:
 
 
 class _Search:
-    """Visits what a function closes over and what modules and plain objects hold, each once.
+    """Depth-first search through closures, modules, containers and plain objects.
 
-    kinds: The types of devices that count besides.
+    kinds: Further device types.
     """
 
     def __init__(self, roots: list[Any], kinds: set[str]) -> None:
@@ -348,7 +352,7 @@ class _Search:
             self.visit(root, "f", False)
 
     def visit(self, x: Any, name: str, owned: bool) -> None:
-        """Notes what is to be looked at. owned: whether it belongs to a module."""
+        """Schedules an object. owned: Whether it belongs to a module."""
         if type(x) not in ATOMS and id(x) not in self._seen:
             self._seen[id(x)] = x
             self._todo.append((x, name, owned))
@@ -363,10 +367,11 @@ class _Search:
         reached.lasts = again and all(x.grad_fn is None for x in reached.tensors)
         return reached
 
-    def _held(self, place: tuple[Get, Put]) -> tuple[Any, ...]:
-        held: tuple[Any, ...] = place[0]()
-        self.reached.places.append((*place, held))
-        return held
+    def _record(self, place: tuple[Get, Put]) -> tuple[Any, ...]:
+        """Adds a place to `reached`; returns its contents."""
+        contents: tuple[Any, ...] = place[0]()
+        self.reached.places.append((*place, contents))
+        return contents
 
     def _look(self, x: Any, name: str, owned: bool) -> None:
         if isinstance(x, Tensor):
@@ -402,18 +407,18 @@ class _Search:
             items = dict.copy(x)
             self.reached.maps.append((x, items))
         elif isinstance(x, dict):
-            held = self._held(_place(x))
+            held = self._record(_place(x))
             items = dict(zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True))
         else:
             constant = next((kind for kind in (tuple, frozenset) if isinstance(x, kind)), None)
-            items = dict(enumerate(constant.__iter__(x) if constant else self._held(_place(x))))
+            items = dict(enumerate(constant.__iter__(x) if constant else self._record(_place(x))))
         for key, part in items.items():
             if type(part) not in ATOMS:
                 self.visit(part, f"{name}[{key!r}]", owned)
         self._attributes(x, name, owned)
 
     def _attributes(self, x: Any, name: str, owned: bool, unset: bool = False) -> None:
-        """What was set on an object. unset: Whether that counts if there is nothing yet."""
+        """The attributes of an object. unset: Whether to record an empty `__dict__` as well."""
         fields = getattr(x, "__dict__", None)
         if type(fields) is dict and (fields or unset):
             held = dict(fields)
@@ -451,17 +456,17 @@ class _Search:
             self._scripted(x, name)
 
     def _scripted(self, x: torch.jit.ScriptModule, name: str) -> None:
-        """The attributes of a compiled module, which hands out copies of all but tensors."""
+        """The attributes of a ScriptModule, which returns copies of everything except tensors."""
         self.reached.comparable = False
         for key, is_parameter, holder in upstream.scripted_attributes(x):
             place = _variable(partial(holder.getattr, key), partial(holder.setattr, key))
-            (value,) = place[0]() if is_parameter else self._held(place)
+            (value,) = place[0]() if is_parameter else self._record(place)
             self.visit(value, f"{name}.{key}", True)
         for key, module in x.named_children():
             self.visit(module, f"{name}.{key}", True)
 
     def _function(self, x: FunctionType, owned: bool) -> None:
-        """Of the user's code also the globals that it names."""
+        """The closure and defaults of a function; in user code also the globals that it names."""
         names = _names(x.__code__)
         for part in (x.__defaults__, x.__kwdefaults__):
             self.visit(part, f"{x.__name__}'s default", owned)
@@ -478,7 +483,7 @@ class _Search:
                 self._globals(space, names, owned)
 
     def _globals(self, space: dict[str, Any], names: frozenset[str], owned: bool) -> None:
-        """What code means by these names, in a module and in those of the user's that it names."""
+        """The globals of these names in a module, and in the user's modules among them."""
         for key in names.intersection(space):
             if (id(space), key) not in self._seen:
                 self._seen[id(space), key] = space
@@ -488,7 +493,7 @@ class _Search:
                     self._globals(vars(space[key]), names, owned)
 
     def _variable(self, key: str, place: tuple[Get, Put], owned: bool) -> None:
-        (value,) = self._held(place)
+        (value,) = self._record(place)
         if value is not _UNBOUND:
             self.visit(value, key, owned)
 
@@ -499,11 +504,11 @@ class _Search:
             self._attributes(x, name, owned, unset=True)
 
     def _class(self, x: type, name: str) -> None:
-        """The attributes and methods of a class of the user's, and of those it inherits from."""
+        """The attributes and methods of a user's class and of its bases."""
         for kind in x.__mro__:
             if whose(kind) == USER and (kind is x or id(kind) not in self._seen):
                 self._seen[id(kind)] = kind
-                held = self._held((partial(_items, kind), partial(_refill_class, kind)))
+                held = self._record((partial(_items, kind), partial(_refill_class, kind)))
                 for key, part in zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True):
                     part = getattr(part, "fget", None) or getattr(part, "__func__", part)
                     if isinstance(part, FunctionType) or not hasattr(type(part), "__get__"):
@@ -511,7 +516,7 @@ class _Search:
 
 
 def _generator(x: Any) -> tuple[Get, Put] | None:
-    """How a generator of random numbers is read and set."""
+    """The getter and setter of a random generator's state; None for another object."""
     if isinstance(x, torch.Generator):
         return x.get_state, x.set_state
     if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
@@ -526,7 +531,7 @@ def _generator(x: Any) -> tuple[Get, Put] | None:
 
 @cache
 def _names(code: CodeType) -> frozenset[str] | None:
-    """The names in code of the user's; None for other code."""
+    """The names in user code; None for other code."""
     return frozenset(names_in(code)) if whose(code) == USER else None
 
 
@@ -535,7 +540,7 @@ def _is_users_module(x: Any) -> bool:
 
 
 def _nbytes(x: Tensor) -> int:
-    """The bytes of a tensor's entries, those of a sparse tensor's that it stores."""
+    """The bytes of a tensor's stored entries."""
     if x.layout is torch.sparse_coo:
         return upstream.values_of(x).nbytes
     return x.nbytes if x.layout is torch.strided else x.values().nbytes
@@ -545,10 +550,9 @@ def _nbytes(x: Tensor) -> int:
 
 
 def _put_back(tensor: Tensor, contents: Tensor) -> None:
-    """Has a tensor hold again what it held.
+    """Restores a tensor's contents without changing its version counter.
 
-    The version counts changes that a graph must know of; this is none, for the contents are what
-    they were or will be again before anything else reads them.
+    Graphs that saved the tensor stay valid: nothing else reads it before it has its contents again.
     """
     counted = not tensor.is_inference()
     uncounted = upstream.version_counter_kept(tensor) if counted else torch.inference_mode()
@@ -562,9 +566,9 @@ def _put_back(tensor: Tensor, contents: Tensor) -> None:
 
 
 def changed_contents(tensors: list[Tensor], contents: list[Tensor]) -> list[bool]:
-    """Whether tensors' contents are other bits than these copies; asked once for each device."""
+    """Whether tensors differ bitwise from these copies, with one synchronization per device."""
     if not tensors or upstream.peek_interpreter_stack() is not None:
-        return [True] * len(tensors)  # nothing can be asked of numbers in a transform
+        return [True] * len(tensors)  # values cannot be read under a transform
     differing: list[Any] = [_differs(x, c) for x, c in zip(tensors, contents, strict=True)]
     for device in {x.device for x in differing if isinstance(x, Tensor)}:
         which = [k for k, x in enumerate(differing) if isinstance(x, Tensor) and x.device == device]
@@ -576,7 +580,7 @@ def changed_contents(tensors: list[Tensor], contents: list[Tensor]) -> list[bool
 
 
 def _differs(x: Tensor, copy: Tensor) -> bool | Tensor:
-    """On an accelerator the answer stays there, for it to be waited for once."""
+    """Whether x differs from a copy; a tensor on x's device if that is an accelerator."""
     plain = type(x) in _PLAIN and x.layout is torch.strided and not (x.is_conj() or x.is_neg())
     alike = x.shape == copy.shape and x.dtype == copy.dtype and x.device == copy.device
     if not (plain and alike) or x.is_quantized:
@@ -592,6 +596,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The same memory as integers, in which NaN is itself and -0.0 is not 0.0."""
+    """The same memory as integers, so that NaN equals itself and -0.0 differs from 0.0."""
     x = torch.view_as_real(x) if x.is_complex() else x
     return x.view(_INTEGERS[x.itemsize]) if x.is_floating_point() else x

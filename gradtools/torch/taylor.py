@@ -205,7 +205,7 @@ class _Operation:
             if not rows:
                 raise
             raise _NotSeen from error  # what vmap does not support is right one by one
-        if rows and start.used().states:
+        if rows and start.advanced().states:
             raise _NotSeen  # its evaluations drew other numbers
         outdef, kinds, ys = shape
         left, rest = iter(outs), iter(extras)

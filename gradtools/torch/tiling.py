@@ -25,7 +25,7 @@ from gradtools.torch.functorch_wrappers import batches_first, is_inexact, levels
 from gradtools.torch.live_bytes import LiveBytes
 from gradtools.torch.modes import as_cast_now, casts_now, without_casts
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.replaying.consistency import Figures, Way, differ, figures, part_of
+from gradtools.torch.replaying.consistency import Figures, RunKey, differ, figures, part_of
 from gradtools.torch.rules.transposing import pull
 
 Tensor = torch.Tensor
@@ -115,7 +115,7 @@ class Watch:
     """
 
     def __init__(
-        self, call: Any, held: Sequence[Tensor], numbers: Way | None, reads: Way | None
+        self, call: Any, held: Sequence[Tensor], numbers: RunKey | None, reads: RunKey | None
     ) -> None:
         self.caller, self.each = call.caller, call.options.verify is True
         self._held = [(x, _version(x)) for x in held]
@@ -141,17 +141,17 @@ class Watch:
         training = tuple([m.training for m in modules])
         casts = casts_now(x.device.type for x in xs)
         others = [*map(part_of, call.user_functions[1:])]
-        way = Way.of(call.f, call.caller, looks, call.cut, training, casts, *others)
-        reads = way.about("arguments")
-        is_looked_at = call.options.verify or not way.is_known()
+        key = RunKey.of(call.f, call.caller, looks, call.cut, training, casts, *others)
+        reads = key.for_aspect("arguments")
+        is_looked_at = call.options.verify or not key.is_verified()
         watch = cls(
             call,
             tensors,
-            way if is_looked_at else None,
-            None if reads.is_known() else reads,
+            key if is_looked_at else None,
+            None if reads.is_verified() else reads,
         )
         if not call.options.verify and is_looked_at:
-            way.wait_for(watch)
+            key.mark_pending(watch)
         return watch
 
     def begun(self, xs: Sequence[Tensor]) -> Watch:
@@ -178,10 +178,10 @@ class Watch:
                 "Clone it in f first."
             )
         if self._reads is not None:
-            self._reads.is_right()
+            self._reads.mark_verified()
             self._reads = None
         self._refuse_changed()
-        if self._stream is not None and not self._stream.stands():
+        if self._stream is not None and not self._stream.is_unchanged():
             raise GradtoolsError(
                 f"{self.caller}: f draws random numbers, which would be others when a tile is "
                 "computed again. Draw them outside, and pass them as arguments."
@@ -225,12 +225,12 @@ class Watch:
 
     def _is_right(self) -> None:
         if self._numbers is not None and not self.each:
-            self._numbers.is_right()
+            self._numbers.mark_verified()
             self._numbers = None
 
     def _other(self) -> GradtoolsError:
         if self._numbers is not None:
-            self._numbers.is_wrong()
+            self._numbers.discard()
         return GradtoolsError(
             f"{self.caller}: f gives other numbers when a tile is computed again, so its "
             "derivative would be wrong: it draws from a random stream, counts its calls, or "

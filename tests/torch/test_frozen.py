@@ -22,7 +22,7 @@ import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
 from gradtools.torch.forward_mode.one_tangent import OneTangent
 from gradtools.torch.forward_mode.symbolic_zeros import NoProductsOfZero
-from gradtools.torch.freezing import _TOLD, _Use
+from gradtools.torch.freezing import _WARNED, _Use
 from gradtools.torch.modes import Modes
 
 D = torch.float64
@@ -31,7 +31,7 @@ CPU = {"cpu"}
 
 @pytest.fixture(autouse=True)
 def nothing_told_yet():
-    _TOLD.clear()
+    _WARNED.clear()
 
 
 def loss(y, g):

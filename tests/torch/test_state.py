@@ -131,9 +131,9 @@ def test_an_earlier_snapshot_puts_back_what_changed(model, change):
 
 def test_what_did_not_change_is_shared():
     model = Model()
-    first = Snapshot.of([model], []).settled()
+    first = Snapshot.of([model], []).without_unused_streams()
     del model.generator, model.array  # whose states are read out each time
-    first = Snapshot.of([model], []).settled()
+    first = Snapshot.of([model], []).without_unused_streams()
     assert first.now() is first
     model.b.add_(1)
     later = first.now()
@@ -147,7 +147,7 @@ def test_streams_that_were_drawn_from_are_kept():
     ):
         before = Snapshot.of([], [])
         first = draw()
-        settled = before.settled().streams
+        settled = before.without_unused_streams().streams
         assert [*settled.states] == [stream]
         settled.restore()
         assert draw() == first
@@ -159,17 +159,17 @@ def test_a_number_that_a_stream_kept_back_counts_as_drawn(stream):
     draw()
     before = Randomness.everywhere([])
     draw()  # the number that was left over, which takes nothing more from the stream
-    assert [*before.used().states] == [stream]
-    assert before.again() is not before
+    assert [*before.advanced().states] == [stream]
+    assert before.current() is not before
 
 
 def test_streams_are_read_again_once_something_is_drawn():
     first = Randomness.everywhere([])
-    assert first.again() is first and not first.used()
+    assert first.current() is first and not first.advanced()
     for draw in (random.random, lambda: random.seed(1), lambda: random.gauss(0, 1), random.random):
         before = Randomness.everywhere([])
         draw()
-        later = before.again()
+        later = before.current()
         assert later is not before
         assert later.states[randomness.PYTHON][0] == random.getstate()
         before.restore()
@@ -189,9 +189,9 @@ def test_another_numpy_generator_is_read_as_well():
     try:
         np.random.set_bit_generator(np.random.PCG64(0))
         known = Randomness.everywhere(())
-        assert randomness.NUMPY not in known.used().states
+        assert randomness.NUMPY not in known.advanced().states
         draw_numpy()
-        assert randomness.NUMPY in known.used().states
+        assert randomness.NUMPY in known.advanced().states
     finally:
         np.random.set_bit_generator(before)
 

@@ -59,7 +59,7 @@ def test_the_order_of_an_ordered_dict_is_put_back():
     table = collections.OrderedDict(a=1, b=2)
     start = Snapshot.of([lambda: table], [])
     table.move_to_end("a")
-    assert not start.reached.stands()
+    assert not start.reached.is_unchanged()
     start.restore()
     assert list(table) == ["a", "b"]
 

@@ -69,7 +69,7 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
             raise
     _warn_of_missing_derivative(kernel)
     kinds = {x.device.type for x in request.program.leaves if isinstance(x, Tensor)}
-    with Modes.now(kinds).by_other_kernels().again():
+    with Modes.now(kinds).by_other_kernels().restored():
         return _hooked_or_not(request)
 
 

@@ -202,7 +202,7 @@ class _ByAnyKernel(TorchFunctionMode):
                 raise
             kernel = kernel_without(NO_FORWARD_MODE, error) or fun.__name__
         streams.restore()
-        with Modes.now(kinds).by_other_kernels().again():
+        with Modes.now(kinds).by_other_kernels().restored():
             result = fun(*args, **kwargs)
         warn_once(
             (self.caller, kernel),

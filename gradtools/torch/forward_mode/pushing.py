@@ -291,7 +291,7 @@ class _OneDraw:
             return
         self._start = Randomness.everywhere(self._kinds)
         yield
-        if self._one_by_one and self._start.used():
+        if self._one_by_one and self._start.advanced():
             raise GradtoolsError(
                 f"jvp: {self._name} draws random numbers and is pushed by transposing its backward "
                 "pass, which evaluates it again; inside of torch.func's transforms the draws of "

@@ -1,10 +1,10 @@
-"""A recomputation compared with the first pass: figures of the outputs, and the leaves reached.
+"""Verifies that a recomputation equals the first pass, in its outputs and in the leaves reached.
 
-What a function's result depends on is put back before it runs again (`state`), as far as it can
-be reached; that the rest made no difference is seen here. Of each chunk the first pass keeps
-figures of its outputs, a few numbers each, and the leaves that its graph reaches; the pass that
-computes it again must give the same. That is asked of the first backward pass in each way to run:
-of a function, the shapes and dtypes of its arguments, the modes of its modules, autocast.
+Before a function runs again, the state that it can reach is restored (`state`). Other state may
+differ, which this module detects. The first pass stores checksums ("figures") of each chunk's
+outputs, and the leaves that its graph reaches; the recomputation must have the same. This is done
+in the first backward pass for each `RunKey`: the function, the shapes and dtypes of its arguments,
+the training mode of its modules, autocast.
 """
 
 from __future__ import annotations
@@ -46,113 +46,113 @@ _KEEPS = (
     "f keeps something from one call to the next (a cached function of a weight, an attached "
     "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
 )
-_WAYS = 256  # of one function that are remembered, where each batch has another shape
-_PARTS = 64  # of a list or tuple that are looked at
-_DEPTH = 3  # of functions that functions close over, by which they are known
-_RULES = ("gradtools.torch.rules.", "gradtools.torch.hooks")  # where Functions of rules are
+_MOST_KEYS = 256  # remembered for one function, if each batch has another shape
+_PARTS = 64  # the most entries of a list or tuple in a key
+_DEPTH = 3  # of nested closures in a key
+_RULES = ("gradtools.torch.rules.", "gradtools.torch.hooks")  # the modules of rules' Functions
 _BLOCK = 1 << 18  # entries that are summed at a time
-_SAMPLE = 1 << 16  # entries of a module's output that are looked at, to say where it differs
+_SAMPLE = 1 << 16  # entries of a module's output that are compared, to locate a difference
 
 
-class Way:
-    """One way to run a function: whether a second run was seen to be right, or is about to be.
+class RunKey:
+    """The configuration in which a function runs, and whether its recomputation was verified.
 
-    known: What is known of the function's ways.
+    known: The verified and pending configurations of the function.
     """
 
     def __init__(self, known: dict[Any, Callable[[], Any]], key: tuple[Any, ...]) -> None:
         self._known, self._key = known, key
 
     @classmethod
-    def of(cls, f: Callable[..., Any], *key: Any) -> Way:
-        """That in which f runs now. key: What besides f makes it another one."""
-        f, parts = _looks(f)
+    def of(cls, f: Callable[..., Any], *key: Any) -> RunKey:
+        """The key of f, with further parts `key`."""
+        f, parts = _identity(f)
         return cls(_verified(f), (*key, parts))
 
-    def about(self, what: str) -> Way:
-        """The same, of which something else is to be known."""
-        return Way(self._known, (what, self._key))
+    def for_aspect(self, what: str) -> RunKey:
+        """A key of the same configuration for another property than equal numbers."""
+        return RunKey(self._known, (what, self._key))
 
-    def is_known(self) -> bool:
+    def is_verified(self) -> bool:
         known = self._known.get(self._key)
         return known is not None and known() is not None
 
-    def wait_for(self, looking: Any) -> None:
-        """Notes that an object looks at the second run: while it lives, none else needs to."""
+    def mark_pending(self, verifier: Any) -> None:
+        """Records that `verifier` will verify it: while that is alive, nothing else needs to."""
         known = self._known
         for old, value in list(known.items()):
-            if value() is None or _is_gone(old):
+            if value() is None or _is_dead(old):
                 known.pop(old, None)
-        if len(known) >= _WAYS:
+        if len(known) >= _MOST_KEYS:
             known.clear()
-        known[self._key] = weakref.ref(looking)
+        known[self._key] = weakref.ref(verifier)
 
-    def is_right(self) -> None:
+    def mark_verified(self) -> None:
         self._known[self._key] = lambda: True
 
-    def is_wrong(self) -> None:
+    def discard(self) -> None:
         self._known.pop(self._key, None)
 
 
 class Verification:
-    """What the first pass of one call gave, for those that compute it again.
+    """The checksums and leaves of one call's first pass, to compare recomputations with.
 
-    exact: Whether to compare bits, at every chunk and module. Otherwise outputs on another device
-        than the CPU may differ by rounding, and modules are looked at for the first chunk only.
+    exact: Whether to compare bits, in every chunk and module. Otherwise outputs on accelerators may
+        differ by rounding, and modules are compared in the first chunk only.
     """
 
-    def __init__(self, forward: Forward, way: Way | None, exact: bool) -> None:
+    def __init__(self, forward: Forward, key: RunKey | None, exact: bool) -> None:
         self.caller, self.reached = forward.caller, forward.start.reached
-        self.way, self.exact = way, exact
-        self.is_compiled = is_compiled(forward)  # and would be compiled anew for a hook
-        # Kernels are deterministic there; compiled code may be another the second time.
+        self.run_key, self.exact = key, exact
+        self.is_compiled = is_compiled(forward)  # a hook would recompile it
+        # CPU kernels are deterministic, but compiled code may be recompiled.
         self._outputs_exactly = self.exact or (forward.compares_bits and not self.is_compiled)
-        self.places: dict[int, list[int]] = {}  # among a chunk's outputs, of what is compared
+        self.places: dict[int, list[int]] = {}  # the positions of compared outputs
         self.outs: dict[int, list[Figures]] = {}
         self.modules: dict[int, list[tuple[torch.nn.Module, list[Figures]]]] = {}
         self.leaves: dict[int, dict[int, Tensor]] = {}
         self.kinds: dict[int, Counter[str]] = {}  # of the nodes of each chunk's graph
         self.batches: Any = ()
-        self.held: list[tuple[Tensor, str]] = []  # what f can reach after the first pass besides
+        self.later: list[tuple[Tensor, str]] = []  # tensors that f can reach after the first pass
         self.compared = False  # whether anything was
-        # Of chunks whether they differ, on an accelerator, and what their modules gave.
-        self._answers: list[tuple[int, Tensor, Any]] = []
+        # Asynchronous results of accelerators: chunk, whether it differs, its modules' figures.
+        self._pending: list[tuple[int, Tensor, Any]] = []
 
     @classmethod
     def of(cls, forward: Forward, exact: bool | None) -> Verification | None:
-        """That of a call; None where it need not be verified again, or never (exact=False)."""
+        """The verification of a call; None if it was verified before, or if exact is False."""
         if exact is False or not forward.modes.grad or is_recorded():
             return None
         if exact:
             return cls(forward, None, forward.compares_bits)
-        way = way_of(forward)
-        if way.is_known():
+        key = run_key(forward)
+        if key.is_verified():
             return None
-        result = cls(forward, way, False)
-        way.wait_for(result)
+        result = cls(forward, key, False)
+        key.mark_pending(result)
         return result
 
     def done(self) -> None:
-        """Notes that a backward pass in this way was seen to be right.
+        """Marks the configuration as verified, at the end of a backward pass.
 
-        An accelerator is waited for here, once for all chunks.
+        Synchronizes with an accelerator here, once for all chunks.
         """
-        answers, self._answers = self._answers, []
-        if answers:
-            differ_there = torch.stack([x.to(answers[0][1].device) for _, x, _ in answers])
-            for (i, _, modules), differs in zip(answers, differ_there.tolist(), strict=True):
+        pending, self._pending = self._pending, []
+        if pending:
+            on_device = torch.stack([x.to(pending[0][1].device) for _, x, _ in pending])
+            for (i, _, modules), differs in zip(pending, on_device.tolist(), strict=True):
                 if differs:
                     raise self._other(i, self._where(i, modules))
-        if self.way is not None and self.compared:
-            self.way.is_right()
+        if self.run_key is not None and self.compared:
+            self.run_key.mark_verified()
 
     def wrong(self) -> None:
-        if self.way is not None:
-            self.way.is_wrong()
+        if self.run_key is not None:
+            self.run_key.discard()
 
     @contextmanager
     def watching(self, i: int) -> Iterator[list[tuple[torch.nn.Module, list[Figures]]]]:
-        """What modules give inside, in their order."""
+        """Yields a list to which the outputs of modules are added as they run."""
         seen: list[tuple[torch.nn.Module, list[Figures]]] = []
         if not (self.exact or (i == 0 and not self.is_compiled)):
             yield seen
@@ -171,25 +171,25 @@ class Verification:
             handle.remove()
 
     def keep(self, i: int, outs: Sequence[Any], modules: Any, batches: Any) -> None:
-        """What the first pass gave at chunk i. batches: Of vmap, that it ran under."""
+        """Stores the first pass's chunk i. batches: The vmaps under which it ran."""
         self.batches, self.modules[i] = batches, modules
         self.places[i] = _differentiated(outs)
         self.outs[i] = self._figures_of_outputs(outs, i)
 
     def compare(self, i: int, outs: Any, modules: Any, own: Any, batches: Any) -> None:
-        """Raises if chunk i, computed again, is another one.
+        """Raises if the recomputation of chunk i differs.
 
-        own: The inputs of its graph, where that is to be compared as well.
+        own: The inputs of its graph, if the graph is compared as well.
         """
         if batches != self.batches:
-            return  # a batch is computed where one was alone before
-        result = self._figures_of_outputs(outs, i)
-        self.compared |= list(map(len, result)) == list(map(len, self.outs[i]))
-        answers = _differences(self.outs[i], result)
-        if any(x is True for x in answers):
+            return  # a batch of examples is recomputed for a first pass of one
+        new = self._figures_of_outputs(outs, i)
+        self.compared |= list(map(len, new)) == list(map(len, self.outs[i]))
+        differences = _differences(self.outs[i], new)
+        if any(x is True for x in differences):
             raise self._other(i, self._where(i, modules))
-        if waiting := [x for x in answers if isinstance(x, Tensor)]:
-            self._answers.append((i, torch.stack(waiting).any(), modules))
+        if asynchronous := [x for x in differences if isinstance(x, Tensor)]:
+            self._pending.append((i, torch.stack(asynchronous).any(), modules))
         if self.exact and not self._same_modules(self.modules[i], modules):
             raise self._other(i, self._where(i, modules))
         if own is not None and torch.is_grad_enabled() and i in self.leaves:
@@ -221,7 +221,7 @@ class Verification:
         return not any(map(bool, _differences(old, new)))
 
     def _same_modules(self, old: Any, new: Any) -> bool:
-        pairs = zip(old, new, strict=False)  # f may make modules anew
+        pairs = zip(old, new, strict=False)  # f may create modules in each call
         same = [type(a[0]) is type(b[0]) and self._same(a[1], b[1]) for a, b in pairs]
         return len(old) == len(new) and all(same)
 
@@ -252,20 +252,20 @@ class Verification:
         ends = {id(x) for x in own}
         stop = {x.grad_fn for x in own if isinstance(x, Tensor) and x.grad_fn is not None}
         nodes = nodes_of([y for y in outs if isinstance(y, Tensor)], stop)
-        result = {
+        leaves = {
             id(node.variable): node.variable
             for node in nodes
             if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in ends
         }
         first = self.leaves[i]
-        if result.keys() == first.keys():
-            # Compiled code gets other nodes while it is optimised.
+        if leaves.keys() == first.keys():
+            # Recompiled code may have other nodes.
             if self.reached.comparable and not self.is_compiled:
                 self._compare_nodes(i, kinds_of(nodes))
             return
-        names = {id(x): name for x, name in (*self.reached.watched, *self.held)}
-        others = [x for k, x in {**first, **result}.items() if (k in first) != (k in result)]
-        # A leaf that f makes anew is another one each time.
+        names = {id(x): name for x, name in (*self.reached.watched, *self.later)}
+        others = [x for k, x in {**first, **leaves}.items() if (k in first) != (k in leaves)]
+        # Leaves that f itself creates differ in each run.
         lasting = [x for x in others if id(x) in names or isinstance(x, torch.nn.Parameter)]
         gone, new = ([x for x in lasting if (id(x) in first) == was] for was in (True, False))
         if not any(id(x) in names for x in lasting) and _shapes(gone) == _shapes(new):
@@ -281,9 +281,9 @@ class Verification:
         )
 
     def _compare_nodes(self, i: int, found: Counter[str]) -> None:
-        """Of the same leaves and numbers there may still be less of a graph."""
+        """Raises if the graphs have other nodes, although leaves and numbers are the same."""
         if any(kind.startswith("CompiledFunction") for kind in (*self.kinds[i], *found)):
-            return  # f is compiled where it is called from compiled code, and not in its backward
+            return  # compiled in the first pass, but not in the recomputation, or vice versa
         other = (self.kinds[i] - found) + (found - self.kinds[i])
         if other:
             kind = min(other)
@@ -299,22 +299,25 @@ def _shapes(xs: list[Tensor]) -> list[tuple[Any, ...]]:
 
 
 def _differentiated(outs: Sequence[Any]) -> list[int]:
-    """The places of those on which the gradient depends; what a clock says does not matter."""
-    result = [k for k, y in enumerate(outs) if isinstance(y, Tensor) and y.requires_grad]
-    return result or list(range(len(outs)))
+    """The positions of outputs that require grad; all if none does."""
+    tracked = [k for k, y in enumerate(outs) if isinstance(y, Tensor) and y.requires_grad]
+    return tracked or list(range(len(outs)))
 
 
 def register_own_hook(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-    """As x.register_hook, that is not counted."""
+    """`x.register_hook(hook)` that does not count as the user's hook."""
     OWN_HOOKS[0] += 1
     return x.register_hook(hook)
 
 
-def refuse_others(reading: list[bool], *xs: Any) -> None:
-    """Has whoever else differentiates a graph that begins at xs be told that it ends there."""
+def refuse_other_differentiation(in_kept_graph: list[bool], *xs: Any) -> None:
+    """Hooks on xs that raise if a kept chunk graph is differentiated outside of its node.
+
+    in_kept_graph: A cell that holds True while the node differentiates the graph.
+    """
 
     def refuse(ct: Tensor) -> None:
-        if not reading[0]:
+        if not in_kept_graph[0]:
             raise GradtoolsError(
                 "chunked: what f kept aside (in an attribute, a list, a hook) is differentiated, "
                 "and of its gradient the part of an argument would be lost. Return it from f, "
@@ -327,19 +330,19 @@ def refuse_others(reading: list[bool], *xs: Any) -> None:
 
 
 def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
-    """How many nodes of each kind there are, leaves apart, and on how many inputs they depend.
+    """Counts nodes by class and number of connected inputs, without leaves.
 
-    A rule of gradtools' is one kind, by whichever Function of ours it was called.
+    All Functions of gradtools' rules count as one class.
     """
-    result = Counter[str]()
+    counts = Counter[str]()
     for node in nodes:
         kind, count = type(node).__name__, sum(x is not None for x, _ in node.next_functions)
         if isinstance(node, BackwardCFunction):
             home = upstream.forward_class(type(node)).__module__
             kind = "a rule" if home.startswith(_RULES) else kind
         if kind != "AccumulateGrad":
-            result[f"{kind} on {count}"] += 1
-    return result
+            counts[f"{kind} on {count}"] += 1
+    return counts
 
 
 def is_compiled(forward: Forward) -> bool:
@@ -348,16 +351,16 @@ def is_compiled(forward: Forward) -> bool:
     return any(map(upstream.is_compiled, (forward.chunks.call.f, *functions, *modules)))
 
 
-def way_of(forward: Forward) -> Way:
+def run_key(forward: Forward) -> RunKey:
     shapes = tuple([(x.shape, x.dtype, x.requires_grad) for x in forward.tensors])
     modes, modules = forward.modes, forward.start.reached.modules.values()
     training = tuple([module.training for module, _ in modules])
     key = forward.caller, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
-    return Way.of(forward.chunks.call.f, *key)
+    return RunKey.of(forward.chunks.call.f, *key)
 
 
-class _Same:
-    """An object, equal to itself alone, which is not kept alive."""
+class _WeakIdentity:
+    """A weak reference that is equal only to one to the same living object."""
 
     def __init__(self, x: Any) -> None:
         self.of, self.number = weakref.ref(x), id(x)
@@ -366,28 +369,28 @@ class _Same:
         return self.number
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Same) and self.of() is other.of() is not None
+        return isinstance(other, _WeakIdentity) and self.of() is other.of() is not None
 
 
-def _is_gone(part: Any) -> bool:
-    """Whether part of a way is an object that died, so that no call can go this way again."""
+def _is_dead(part: Any) -> bool:
+    """Whether a key refers to an object that was garbage collected."""
     if isinstance(part, tuple):
-        return any(map(_is_gone, part))
-    return isinstance(part, _Same) and part.of() is None
+        return any(map(_is_dead, part))
+    return isinstance(part, _WeakIdentity) and part.of() is None
 
 
-def _looks(f: Any) -> tuple[Any, Any]:
-    """Whom it is remembered for that f is right, and what of f must be the same.
+def _identity(f: Any) -> tuple[Any, Any]:
+    """The object under which f's keys are cached, and a key of what f closes over.
 
-    A function that is made anew at each step, a lambda or a method, is known by its code and by
-    what it closes over: of tensors and numbers the kind, of lists and tuples the parts, of all else
-    the very object.
+    A function that is created in each step (a lambda, a method) is identified by its code and its
+    closure: tensors by shape and dtype, numbers by type, lists and tuples by their entries, other
+    objects by identity.
     """
     if isinstance(f, MethodType):
-        of, parts = _looks(f.__func__)
+        of, parts = _identity(f.__func__)
         return of, (parts, part_of(f.__self__))
     if isinstance(f, partial):
-        of, parts = _looks(f.func)
+        of, parts = _identity(f.func)
         given = (*f.args, *f.keywords.values())
         return of, (parts, tuple(f.keywords), *[part_of(x, 0) for x in given])
     if type(f) is not FunctionType:
@@ -397,12 +400,12 @@ def _looks(f: Any) -> tuple[Any, Any]:
 
 def _parts(f: FunctionType, depth: int) -> tuple[Any, ...]:
     cells = [contents_of(cell) for cell in f.__closure__ or ()]
-    held = (*cells, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
-    return (id(f.__globals__), *[part_of(x, depth + 1) for x in held])
+    captured = (*cells, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
+    return (id(f.__globals__), *[part_of(x, depth + 1) for x in captured])
 
 
 def part_of(x: Any, depth: int = 0) -> Any:
-    """What of an object that a function closes over must be the same."""
+    """The key of an object that a function closes over."""
     kind = type(x)
     if kind in (bool, str, type(None)):
         return x
@@ -417,34 +420,35 @@ def part_of(x: Any, depth: int = 0) -> Any:
     if kind in (int, float, complex, list, dict, tuple, set):
         return kind
     try:
-        return _Same(x)
-    except TypeError:  # it cannot be referred to weakly
+        return _WeakIdentity(x)
+    except TypeError:  # x does not support weak references
         return kind
 
 
 def _verified(f: Callable[..., Any]) -> dict[Any, Callable[[], Any]]:
-    """The ways of f that were seen to be right, or are about to be."""
+    """The verified and pending configurations of f."""
     try:
         return _VERIFIED.setdefault(f, {})
-    except TypeError:  # it cannot be referred to weakly, or has no hash
+    except TypeError:  # f does not support weak references, or has no hash
         return {}
 
 
-def is_shown(x: Tensor) -> bool:
-    """Whether the numbers can be read."""
+def is_readable(x: Tensor) -> bool:
+    """Whether the values can be read: a plain, strided tensor on a real device."""
     plain = type(x) in (Tensor, torch.nn.Parameter)
     known = plain and x.layout is torch.strided and x.device.type != "meta" and not x.is_quantized
     return known and not (upstream.is_wrapped(x) or upstream.is_legacy_batched(x))
 
 
 def figures(x: Tensor, sample: int | None = None) -> Figures:
-    """Shape, dtype, and for each entry of the first axis its size and weighted sums.
+    """Shape, dtype, and for each entry of the first axis the sums of moduli, weighted and plain.
 
-    The weights all differ. An entry is an example, so that a difference in one of many shows.
+    The weights are all different. An entry of the first axis is an example, so that a difference
+    in a single example is detected.
     """
-    looks = (x.shape, x.dtype)
-    if not is_shown(x) or not x.numel():
-        return looks
+    aval = (x.shape, x.dtype)
+    if not is_readable(x) or not x.numel():
+        return aval
     with torch.no_grad():
         x = x.resolve_conj().resolve_neg()
         x = torch.view_as_real(x) if x.is_complex() else x
@@ -459,8 +463,8 @@ def figures(x: Tensor, sample: int | None = None) -> Figures:
             parts = [_sums(part, weights) for part in some.split(width, 1)]
             totals.append(sum(parts[1:], parts[0]))
         total = torch.cat(totals, 1)
-        # Asked of an accelerator only once it is compared.
-        return *looks, total.numpy().copy() if total.device.type == "cpu" else total
+        # On an accelerator it stays there, without synchronization, until it is compared.
+        return *aval, total.numpy().copy() if total.device.type == "cpu" else total
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -468,16 +472,16 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _sums(part: Tensor, weights: Tensor) -> Tensor:
-    """Of each row the sum of the moduli, of the weighted entries, and of the entries."""
+    """For each row the sums of the moduli, of the weighted entries, and of the entries."""
     wide = part.to(_wide(part))
     if part.dtype == torch.float64:
-        wide = wide * 2.0**-64  # sums of the largest numbers are finite
+        wide = wide * 2.0**-64  # so that sums do not overflow
     wide = wide.nan_to_num(nan=1.25, posinf=1.5, neginf=-1.75)
     return torch.stack([wide.abs().sum(1), wide @ weights[: wide.shape[1]], wide.sum(1)])
 
 
 def is_near(a: Figures, b: Figures) -> bool:
-    """Whether two figures are the same but for rounding; checksums exactly."""
+    """Whether two figures are equal up to rounding; checksums are compared exactly."""
     return not bool(differ(a, b))
 
 
@@ -488,9 +492,9 @@ def _differences(old: list[Figures], new: list[Figures]) -> list[bool | Tensor]:
 
 
 def differ(a: Figures, b: Figures) -> bool | Tensor:
-    """Whether two figures differ by more than rounding; of an accelerator's the answer is there."""
+    """Whether two figures differ by more than rounding: on an accelerator as a tensor there."""
     if len(a) != len(b):
-        return False  # one of them could not be read: it is a batch of vmap's, say
+        return False  # one of them could not be read, as under vmap
     if a[:2] != b[:2] or len(a) == 2 or isinstance(a[2], int):
         return bool(a != b)
     dtype = a[1]
@@ -503,7 +507,7 @@ def differ(a: Figures, b: Figures) -> bool | Tensor:
 
 def _checksum(x: Tensor) -> Figures:
     """Shape, dtype and a checksum of all bits."""
-    if not is_shown(x) or not x.numel():
+    if not is_readable(x) or not x.numel():
         return x.shape, x.dtype
     plain = x.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return x.shape, x.dtype, zlib.crc32(plain.view(torch.uint8).numpy().tobytes())

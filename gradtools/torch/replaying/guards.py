@@ -1,7 +1,6 @@
-"""Refusals, captured tensors, counted bytes and progress bars of a recomputation over chunks.
+"""Guards of a recomputation over chunks: thread state, captured tensors, unsupported modules.
 
-Whether f is computed again, and by whom; how far it is; how many bytes a graph keeps; modules and
-captured tensors with which it cannot.
+Also the progress bar, and the count of bytes that a graph keeps.
 """
 
 from __future__ import annotations
@@ -34,70 +33,72 @@ Tensor = torch.Tensor
 left_to_python(__name__)
 is_wrapped = upstream.is_wrapped
 
-REPLAYS = threading.RLock()  # random streams and the leaves' hooks are the process's
+REPLAYS = threading.RLock()  # recomputations set process-wide state: generators, leaves' hooks
 
 
-class _Noted(threading.local):
-    """What is noted of a thread; defaults of the class, for a miss is slow.
+class _ThreadState(threading.local):
+    """Thread-local flags, with class attributes as defaults, which are read fastest.
 
     Attributes:
-        replaying: Whether it computes a chunk again.
-        wanted: Whether the user's code has asked that since it began to.
-        mark: The operator in whose way it computes, or nothing.
+        replaying: Whether the thread recomputes a chunk.
+        was_queried: Whether user code called `is_recomputing` in this recomputation.
+        mark: The operator whose own machinery is running, or "".
+        recorded: Whether a recorder writes down each operation.
+        plain: Whether chunks run as a plain loop, without recomputation.
     """
 
-    replaying = wanted = recorded = plain = False
+    replaying = was_queried = recorded = plain = False
     mark = ""
 
 
-here = _Noted()
-is_recomputing: Callable[[], bool] = partial(getattr, here, "replaying")
-"""Whether this thread computes a chunk again."""
-has_asked: Callable[[], bool] = partial(getattr, here, "wanted")
-"""Whether the user's code has asked that since this thread began to."""
-mark: Callable[[], str] = partial(getattr, here, "mark")
-"""The operator in whose way this thread computes, or nothing."""
-is_recorded: Callable[[], bool] = partial(getattr, here, "recorded")
-is_plain: Callable[[], bool] = partial(getattr, here, "plain")
+thread_state = _ThreadState()
+is_recomputing: Callable[[], bool] = partial(getattr, thread_state, "replaying")
+"""Whether this thread recomputes a chunk."""
+was_queried: Callable[[], bool] = partial(getattr, thread_state, "was_queried")
+"""Whether user code called `is_recomputing` in this recomputation."""
+mark: Callable[[], str] = partial(getattr, thread_state, "mark")
+"""The operator whose own machinery this thread runs, or ""."""
+is_recorded: Callable[[], bool] = partial(getattr, thread_state, "recorded")
+is_plain: Callable[[], bool] = partial(getattr, thread_state, "plain")
 
 
-def asks_is_recomputing() -> bool:
-    """As `is_recomputing`, where the user's code asks, which then may do something else."""
-    here.wanted = True
+def user_is_recomputing() -> bool:
+    """The public `is_recomputing`: user code that calls it may act otherwise in recomputations."""
+    thread_state.was_queried = True
     return is_recomputing()
 
 
 class marked:
-    """Inside runs what `caller` computes in its own way; what it is inside of has its own mark.
+    """Marks operations inside as machinery of `caller`, unless an outer operator's mark is set.
 
-    An empty mark: what runs inside is the user's, whoever runs it.
+    An empty `caller` marks them as the user's.
     """
 
     def __init__(self, caller: str) -> None:
         self._caller = caller
 
     def __enter__(self) -> None:
-        self._before = here.mark
-        here.mark = self._caller and (self._before or self._caller)
+        self._before = thread_state.mark
+        thread_state.mark = self._caller and (self._before or self._caller)
 
     def __exit__(self, *error: Any) -> None:
-        here.mark = self._before
+        thread_state.mark = self._before
 
 
 @contextmanager
 def _noted(name: str) -> Iterator[None]:
-    before = getattr(here, name)
-    setattr(here, name, True)
+    before = getattr(thread_state, name)
+    setattr(thread_state, name, True)
     try:
         yield
     finally:
-        setattr(here, name, before)
+        setattr(thread_state, name, before)
 
 
 recorded = partial(_noted, "recorded")
-"""Inside, each operation is written down, and nothing runs that is not asked for."""
+"""Context in which a recorder writes down each operation, so that no extra runs happen."""
 plainly = partial(_noted, "plain")
-"""Inside, what would be computed again is kept, as by the plain loop: f is written down."""
+"""Context in which graphs are kept instead of recomputed, so that f's operations are recorded."""
 
 
 def steps(count: int) -> Iterator[int]:
@@ -110,7 +111,7 @@ def steps(count: int) -> Iterator[int]:
 
 @contextmanager
 def bytes_saved(forward: Forward) -> Iterator[list[int]]:
-    """Counts what a graph saves besides inputs, parameters and buffers."""
+    """Yields a cell with the bytes that the graph saves besides inputs, parameters and buffers."""
     known = [*forward.tensors, *(x for x, _ in forward.start.reached.watched)]
     for module, _ in forward.start.reached.modules.values():
         known += module.buffers()
@@ -137,7 +138,7 @@ def bytes_saved(forward: Forward) -> Iterator[list[int]]:
         ) from error
 
 
-# --- what is refused ---------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------
 
 _OWN_WRAPPERS = {
     "DistributedDataParallel": "It would reduce gradients once for each chunk. Wrap the other way "
@@ -153,13 +154,13 @@ _OWN_WRAPPERS = {
 
 
 def own_wrapper(module: Any) -> str | None:
-    """The kind of a module of PyTorch's that has its own way with parameters."""
+    """The class name of a PyTorch wrapper that manages parameters itself (DDP, FSDP, ...)."""
     kinds = [kind for kind in type(module).__mro__ if kind.__name__ in _OWN_WRAPPERS]
     return next((k.__name__ for k in kinds if k.__module__.startswith("torch.")), None)
 
 
 def check_modules(caller: str, start: Snapshot, f: Any) -> None:
-    """Raises for modules that chunks cannot have; tells of those that mean another thing there."""
+    """Raises for unsupported modules, and warns of batch norm, which sees each chunk alone."""
     for module, name in start.reached.modules.values():
         kind = own_wrapper(module)
         if kind is not None:
@@ -172,7 +173,7 @@ def check_modules(caller: str, start: Snapshot, f: Any) -> None:
 
 
 def check_cached(caller: str, start: Snapshot) -> None:
-    """Raises where `parametrize.cached` would have computed a weight once that changes state."""
+    """Raises if `parametrize.cached` is active for a parametrization that updates buffers."""
     for module, name in start.reached.modules.values():
         if isinstance(module, ParametrizationList) and any(True for _ in module.buffers()):
             raise GradtoolsError(
@@ -183,17 +184,17 @@ def check_cached(caller: str, start: Snapshot) -> None:
 
 
 class Captures(TorchFunctionMode):
-    """Refuses what f captured of a transform, which is a constant to it: the zero is silent."""
+    """Mode that raises if f uses a captured functorch wrapper, whose derivative would be lost."""
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()
         self.forward = forward
-        # Under a batch, or a transform of its own, f sees others that are not captured.
+        # Under vmap, or transforms within f, there are wrappers that are not captured.
         self.known = {id(x) for x, _ in forward.start.reached.watched if is_wrapped(x)}
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = upstream.peek_interpreter_stack() is None
-        if getattr(fun, "__name__", "") == "__get__":  # a shape, say
+        if getattr(fun, "__name__", "") == "__get__":  # attributes such as shape
             return fun(*args, **(kwargs or {}))
         for x in trees.flatten((args, kwargs))[0]:
             if isinstance(x, Tensor) and is_wrapped(x) and (plain or id(x) in self.known):
@@ -202,11 +203,11 @@ class Captures(TorchFunctionMode):
 
 
 class Substituted(TorchFunctionMode):
-    """Has operations see other tensors in the place of those that a function captured."""
+    """Mode that substitutes other tensors for those that a function captured."""
 
     def __init__(self, captured: list[Tensor], others: list[Tensor]) -> None:
         super().__init__()
-        self.captured = captured  # so that no other tensor has their ids
+        self.captured = captured  # keeps them alive, so that ids are unique
         self.others = {id(x): other for x, other in zip(captured, others, strict=True)}
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -214,7 +215,7 @@ class Substituted(TorchFunctionMode):
         return fun(*args, **kwargs)
 
     def __enter__(self) -> Substituted:
-        # A bound `apply` may pass by: then the graph leads on to what is captured, and is refused.
+        # A bound `apply` bypasses the patch; then the graph reaches the captured tensor: an error.
         self._functions = functions_applied(self._applied, of_rules=False)
         self._functions.__enter__()
         super().__enter__()
@@ -232,7 +233,10 @@ class Substituted(TorchFunctionMode):
 
 
 def captured_error(forward: Forward, what: Any) -> GradtoolsError:
-    """what: The tensor, or the node that made it; None for one of a transform."""
+    """The error of a captured tensor.
+
+    what: The tensor, or the node that made it; None for a functorch wrapper.
+    """
     name = forward.start.name_of(
         lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))
     )
@@ -245,9 +249,9 @@ def captured_error(forward: Forward, what: Any) -> GradtoolsError:
 
 
 def edge_error(forward: Forward, i: int, node: Any) -> GradtoolsError:
-    """node: What an earlier chunk computed, with a derivative, and chunk i goes on from."""
-    held = [name for x, name in forward.start.watched_now() if x.grad_fn is node]
-    name = repr(held[0]) if held else "something"
+    """The error of a graph edge from chunk i to a node of an earlier chunk."""
+    names = [name for x, name in forward.start.watched_now() if x.grad_fn is node]
+    name = repr(names[0]) if names else "something"
     return GradtoolsError(
         f"{forward.caller}: chunk {i} goes on from {name} that an earlier chunk computed and kept "
         "attached to its graph, and one chunk's graph is all that there is at a time: a gradient "
@@ -257,6 +261,6 @@ def edge_error(forward: Forward, i: int, node: Any) -> GradtoolsError:
 
 
 def parameters_of(start: Snapshot) -> list[Tensor]:
-    """The leaves that can be reached from f and are differentiated."""
+    """The leaves that require grad among the tensors that f can reach."""
     tensors = [x for x, _ in start.reached.watched if not is_wrapped(x)]
     return [x for x in tensors if x.requires_grad and x.is_leaf]

@@ -1,9 +1,9 @@
 """Programs over chunks, each of them one node of autograd's graph.
 
-What `chunked` and `frozen` run is a program: `replay.Forward` is f itself, with what a chunk needs
-to be computed again; `Backward` and `Pushed` are the two linear maps of another program, and
-programs in their turn. A program is evaluated without a graph, and its node differentiates it by
-the program derived from it, so that derivatives of any order run at the memory of one chunk.
+`chunked` and `frozen` run programs: `replay.Forward` is f itself, with the state to recompute a
+chunk; `Backward` and `Pushed` are the pullback and the pushforward of another program, and programs
+themselves. A program is evaluated without a graph, and its node's derivative is the program derived
+from it, so that derivatives of any order run at the memory of one chunk.
 """
 
 from __future__ import annotations
@@ -29,8 +29,13 @@ from gradtools.torch.hook_trials import gated_at_hooks
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
-from gradtools.torch.replaying.again import as_it_began, check_storages, going_back, without_hooks
-from gradtools.torch.replaying.guards import here, marked, steps
+from gradtools.torch.replaying.guards import marked, steps, thread_state
+from gradtools.torch.replaying.recomputing import (
+    check_storages,
+    differentiating,
+    first_pass_state,
+    without_hooks,
+)
 from gradtools.torch.replaying.slicing import (
     Entries,
     Rows,
@@ -56,23 +61,29 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def applied(kind: Any, *args: Any) -> Any:
-    """`kind.apply(*args)` of a Function without setup_context, where no transform is under way.
+    """`kind.apply(*args)` of a Function without setup_context, outside of torch.func transforms.
 
-    Where `apply` itself binds defaults and looks into each argument. It stands in a room that
-    dynamo leaves alone, for it compiles no `apply` but that of `torch.autograd.Function`.
+    Skips the argument binding and checks of `Function.apply`. It is in a module that dynamo does
+    not trace, since dynamo compiles no other `apply` than that of `torch.autograd.Function`.
     """
     wrapped = map(upstream.is_wrapped, [x for x in args if isinstance(x, Tensor)])
-    if any(wrapped):  # it may have ended
+    if any(wrapped):  # a wrapper whose transform may have ended
         return kind.apply(*args)
     return super(torch.autograd.Function, kind).apply(*args)  # type: ignore[misc]
 
 
 class ChunkProgram:
-    """A function of each chunk's tensors and of shared ones, that is run chunk by chunk."""
+    """A function of each chunk's tensors and of shared ones, which is run chunk by chunk.
 
-    caller: str  # the operator
-    leaves: list[Tensor]  # what it reaches by itself
-    attached: list[list[bool]] | None = None  # which outputs of each chunk have a derivative
+    Attributes:
+        caller: The operator.
+        leaves: The captured leaves that it reaches.
+        attached: Which outputs of each chunk have a derivative.
+    """
+
+    caller: str
+    leaves: list[Tensor]
+    attached: list[list[bool]] | None = None
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Chunk i's outputs, and terms that are summed over chunks; entries may be None."""
@@ -82,36 +93,36 @@ class ChunkProgram:
         """All chunks' outputs and the sums, without a graph."""
         raise NotImplementedError
 
-    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
-        """Runs f on a chunk only for what it does to the state of later ones."""
+    def advance(self, i: int, xs: Entries, shared: Entries) -> None:
+        """Runs f on a chunk only for its effects on the state of later chunks."""
         raise NotImplementedError
 
     def pull(
         self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
     ) -> list[Any]:
-        """Cotangents of the inputs; rows and shared end in the vectors, as in `_Derived`."""
+        """Cotangents of the inputs; rows and shared end with the cotangents, as in `_Derived`."""
         return outputs_of(Backward(self, widths, width, mask, joint), rows, shared)
 
     def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
         return outputs_of(Pushed(self, widths, width, mask), rows, shared)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
-        """The same for a batch, and which of its inputs then have its axis in front.
+        """The program under vmap, and which of its inputs then have a leading batch axis.
 
-        on: Which of the inputs have it, row by row, the shared ones last; at least one does.
+        on: Which of the inputs are batched, row by row, the shared ones last; at least one is.
         randomness: As in torch.vmap.
-        whole: Whether all inputs are to have it.
+        whole: Whether all inputs must be batched.
         """
         raise NotImplementedError
 
 
 def _forward_of(program: ChunkProgram) -> Any:
-    """The `Forward` beneath a program, which may be itself."""
+    """The `Forward` from which a program is derived, possibly itself."""
     return program.forward if isinstance(program, _Derived) else program
 
 
 def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
-    """Rows of these widths, then a row of what is left."""
+    """Splits a flat list into rows of these widths, and a last row of the rest."""
     rows: Rows = []
     at = 0
     for width in widths:
@@ -122,17 +133,17 @@ def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
 
 
 def _spread(values: Entries, mask: list[bool]) -> list[Any]:
-    """The values where the mask says so, None elsewhere."""
+    """The values at the positions of the mask, None elsewhere."""
     return list(values) if all(mask) else spread(values, mask)
 
 
 class _Derived(ChunkProgram):
-    """A program made of another, which it evaluates with a graph, chunk by chunk.
+    """A linear map of another program, which it evaluates with a graph, chunk by chunk.
 
-    Its inputs are the other's, followed by vectors: those for which `mask` says so.
+    Its inputs are the other's inputs, followed by the vectors that `mask` marks as present.
     """
 
-    transposes = False  # whether it differentiates the other's pullback along its cotangents
+    transposes = False  # whether it transposes the other's pullback
 
     def __init__(
         self, of: ChunkProgram, widths: list[int], width: int, mask: Any, joint: Joint | None = None
@@ -140,10 +151,10 @@ class _Derived(ChunkProgram):
         self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, _forward_of(of)
         self.caller = of.caller
         self.widths, self.shared_width, self.mask = widths, width, mask
-        # One entry for each batch of vmap, the outermost first: whether the vectors alone have
-        # it. The other program then runs as it ran before, and a graph serves many vectors.
+        # For each vmap, the outermost first: whether only the vectors are batched. The other
+        # program then runs unbatched, and one graph serves all vectors.
         self.vectors_only: tuple[bool, ...] = ()
-        self.adding: LeafHooks | None = None  # while it is evaluated, chunk after chunk
+        self.adding: LeafHooks | None = None  # active during an evaluation
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result, widths = copy.copy(self), [*self.widths, self.shared_width]
@@ -160,9 +171,9 @@ class _Derived(ChunkProgram):
     def pulled(
         self, outs: Entries, inputs: Entries, cts: Entries, own: int, *how: bool
     ) -> list[Any]:
-        """As `pulled_back`, for every batch that the vectors alone have.
+        """`pulled_back` under vmap over the batches of the vectors alone.
 
-        own: How many inputs there are before the leaves.
+        own: The number of inputs before the leaves.
         """
         if not any(self.vectors_only):
             return pulled_back(outs, inputs, cts, *how)
@@ -183,32 +194,32 @@ class _Derived(ChunkProgram):
         return spread([*result, *sums], counts)
 
     def explain(self, error: RuntimeError) -> None:
-        """Raises PyTorch's errors in our words; frozen reads them, to go another way."""
+        """Raises a better error for one of PyTorch's, except for frozen, which falls back."""
         if self.caller != "frozen":
             explain(self.caller, error)
 
     def needs(self, i: int) -> bool:
-        """Whether anything is asked of chunk i."""
+        """Whether chunk i contributes to the result."""
         return True
 
     def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
-        """The inputs of the other program at chunk i, then the vectors, None where not there."""
+        """The other program's inputs at chunk i, then the vectors, None for absent ones."""
         k, m = self.widths[i], self.shared_width
         vectors, of_shared = _spread(xs[k:], self.mask[i]), _spread(shared[m:], self.mask[-1])
         return xs[:k], shared[:m], vectors, of_shared
 
-    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
-        self.of.pass_by(i, *self.split(i, xs, shared)[:2])
+    def advance(self, i: int, xs: Entries, shared: Entries) -> None:
+        self.of.advance(i, *self.split(i, xs, shared)[:2])
 
     def _drop_hooks_set_again(self, adding: LeafHooks | None) -> None:
-        """Those that f set on leaves just now: it set them before, and they fire on the sum."""
+        """Removes hooks that the recomputation of f set on leaves a second time."""
         for k, x in enumerate(self.leaves):
             hooks = upstream.tensor_hooks(x)
             if hooks and not (adding is not None and adding.takes(k)):
                 hooks.clear()
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
-        """Which chunks were had from graphs that were kept."""
+        """Computes chunks with kept graphs into `found` and `sums`; returns their indices."""
         return set()
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
@@ -218,42 +229,42 @@ class _Derived(ChunkProgram):
         result: Rows = [self.nothing(i) for i in range(count)]
         bare = without_hooks(self.forward.leaves) if self.forward.leaves else NOTHING
         with bare, torch.set_grad_enabled(False), self._adding(sums) as self.adding:
-            had = self.from_retained(rows, shared, result, sums)
-            again = [i for i in range(count) if self.needs(i) and i not in had]
-            if again:
-                with as_it_began(self.forward):
-                    self._run(again, result, sums, rows, shared)
+            done = self.from_retained(rows, shared, result, sums)
+            rest = [i for i in range(count) if self.needs(i) and i not in done]
+            if rest:
+                with first_pass_state(self.forward):
+                    self._run(rest, result, sums, rows, shared)
         self.adding = None
         if sums.terms:
             return result, sums.total()
         return result, [] if self.transposes else [None] * (self.shared_width + len(self.leaves))
 
     def _adding(self, sums: Sums) -> Any:
-        """Where hooks add up what leaves get, chunk after chunk."""
+        """A context with hooks that add up the leaves' gradients over chunks."""
         return NOTHING
 
-    def _run(self, again: list[int], found: Rows, sums: Sums, rows: Rows, shared: Entries) -> None:
-        """Those chunks of which something is asked; the others up to the last of them pass by."""
-        count, shown, these = again[-1] + 1, self.forward.chunks.options.progress, {*again}
+    def _run(self, which: list[int], found: Rows, sums: Sums, rows: Rows, shared: Entries) -> None:
+        """Computes these chunks; those in between only run for their effects on the state."""
+        count, shown, these = which[-1] + 1, self.forward.chunks.options.progress, {*which}
         for i in steps(count) if shown and count > 1 else range(count):
             if i not in these:
-                self.pass_by(i, rows[i], shared)
+                self.advance(i, rows[i], shared)
                 continue
             found[i], terms = self.one(i, rows[i], shared)
             if terms:
                 sums.add(terms)
-            del terms  # when the next chunk runs, nobody but the sums holds them
+            del terms  # frees memory before the next chunk
 
     def _begun(self) -> Sums:
-        """What earlier nodes of this backward pass gave for the leaves; nobody else holds it."""
+        """New sums, which start from the leaves' gradients of earlier nodes in this pass."""
         sums = Sums()
-        handed = self.joint.handed(self.leaves) if self.joint and self.joint.sums else []
+        handed = self.joint.take(self.leaves) if self.joint and self.joint.sums else []
         if any(x is not None for x in handed):
             sums.add([*[None] * self.shared_width, *handed])
         return sums
 
     def nothing(self, i: int) -> list[Any]:
-        """The outputs of a chunk of which nothing is asked."""
+        """The outputs of a chunk that does not contribute."""
         raise NotImplementedError
 
     def _within(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], Any, Any]:
@@ -268,43 +279,43 @@ class _Derived(ChunkProgram):
             upstream.set_grad_enabled(create)
         if create:
             refuse_lost(self.caller, tensors_of((*ys, *terms)))
-        # A pullback that is transposed gates what runs in it by itself.
+        # A transposed pullback adds its own gates.
         if create or (self.transposes and not isinstance(self.of, _Derived)):
-            run, leaves = self.forward.to_try(i, a, b)
+            run, leaves = self.forward.rerunnable(i, a, b)
             gate_graph(self.caller, run, leaves, tensors_of((*ys, *terms)), [*a, *b])
         return [*a, *b, *self.leaves], ys, terms
 
     def _gated_at_hooks(
         self, i: int, inputs: Entries, xs: Entries, outs: Entries, cts: Entries, grads: Any
     ) -> list[Any]:
-        """A gradient of chunk i, of whose hooks is asked what they lose."""
-        run, leaves = self.forward.to_try(i, inputs[: len(xs)], inputs[len(xs) :])
+        """The gradients of chunk i, with gates where gradient hooks lose a derivative."""
+        run, leaves = self.forward.rerunnable(i, inputs[: len(xs)], inputs[len(xs) :])
         return gated_at_hooks(self.caller, run, leaves, inputs, outs, cts, grads, linear=True)
 
 
 class Backward(_Derived):
-    """The pullback: of cotangents, to cotangents of each chunk's inputs; the others are summed."""
+    """The pullback: cotangents of each chunk's inputs, and sums for shared inputs and leaves."""
 
     def needs(self, i: int) -> bool:
-        """Whether a cotangent comes in, at the chunk or at what is summed."""
+        """Whether the chunk's outputs, or the sums, have a cotangent."""
         return any(self.mask[i]) or any(self.mask[-1])
 
     def nothing(self, i: int) -> list[Any]:
         return [None] * self.widths[i]
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
-        """Cotangents of the chunk's inputs, then of what all chunks share."""
+        """Cotangents of the chunk's inputs, then of shared inputs and leaves."""
         create = torch.is_grad_enabled()
         xs, shared, cts, shared_cts = self.split(i, xs, shared)
         inputs, ys, terms = self._within(i, xs, shared)
         own, outs = len(xs) + len(shared), [*ys, *terms] if terms else ys
         cts = [*cts, *shared_cts] if terms else cts
         adding, forward = None if create else self.adding, self.forward
-        # The graph is that of the first pass, of which it is known.
+        # A recomputed graph has the same nodes as in the first pass, where they were examined.
         same = self.of is self.forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
         if forward.hooked or forward.counts:
-            with going_back(forward, create):
+            with differentiating(forward, create):
                 grads = self._pulled_adding(adding, outs, inputs, cts, own, *how)
         else:
             grads = self._pulled_adding(adding, outs, inputs, cts, own, *how)
@@ -328,7 +339,7 @@ class Backward(_Derived):
         own: int,
         *how: bool,
     ) -> list[Any]:
-        """As `pulled`; what hooks on leaves add to the sums is None."""
+        """As `pulled`, with None for gradients that hooks on leaves add to the sums."""
         roots = outs if adding is None else adding.roots(outs)
         if self.forward.hooked:
             self._drop_hooks_set_again(adding)
@@ -347,31 +358,31 @@ class Backward(_Derived):
         if not retained:
             return set()
         keep = upstream.keeps_graph()
-        # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
+        # In one pass, since the graphs may share nodes (a cast weight, a cached parametrization).
         xs, own, ys = zip(*retained.values(), strict=True)
         inputs, outs = [*chain(*xs), *own[0]], [*chain(*ys)]
         inputs, width = [*inputs, *self.leaves], len(inputs)
         cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
         check_storages(forward)
-        forward.reading[0] = True
+        forward.in_kept_graph[0] = True
         try:
-            with going_back(forward) if forward.counts and not forward.hooked else NOTHING:
+            with differentiating(forward) if forward.counts and not forward.hooked else NOTHING:
                 how = keep, False, forward.is_right
                 grads = self._pulled_adding(self.adding, outs, inputs, cts, width, *how)
         finally:
-            forward.reading[0] = False
-        had, left = set(retained), iter(grads)
+            forward.in_kept_graph[0] = False
+        done, left = set(retained), iter(grads)
         for i in retained:
             found[i] = [next(left) for _ in range(self.widths[i])]
         if rest := list(left):
             sums.add(rest)
         if not keep:
             retained.clear()
-        return had
+        return done
 
 
 def _refuse_edits(outs: Entries) -> None:
-    """An edited cotangent is no linear map, whose transposed would be the pushforward."""
+    """Raises if f's graph holds a reverse-only rule, whose pullback cannot be transposed."""
     for node in nodes_of(tensors_of(outs)):
         edit = reverse_only_at(node)
         if edit is not None:
@@ -384,7 +395,7 @@ class Pushed(_Derived):
     transposes = True
 
     def nothing(self, i: int) -> list[Any]:
-        """Outputs with no tangent have no place."""
+        """Nothing: a chunk without tangents has no outputs."""
         return []
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
@@ -409,9 +420,9 @@ class Pushed(_Derived):
 def pulled_back(
     outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool, is_right: bool = False
 ) -> list[Any]:
-    """Cotangents of outs to cotangents of inputs, where there is a way.
+    """Pulls cotangents of outs back to inputs; None for an input without a path.
 
-    is_right: Whether PyTorch is known to have all gradients right there.
+    is_right: Whether all of PyTorch's gradients in the graph are known to be right.
     """
     ys, seeds = list[Tensor](), list[Any]()
     for y, ct in zip(outs, cts, strict=True):
@@ -441,8 +452,8 @@ def node_of(
 ) -> tuple[Rows, list[Any]]:
     """The outputs and sums of a program, differentiable with respect to its inputs and leaves.
 
-    known: The outputs and sums, if they were evaluated already. Beneath functorch they cannot
-    be, since there the evaluation stands under the transforms' levels.
+    known: The outputs and sums, if they were evaluated already. Under torch.func they cannot be,
+        since there the evaluation runs below the transforms' levels.
     """
     inputs = [*chain(*rows), *shared, *program.leaves]
     maps = _Maps(program, [*map(len, rows)], len(shared), [])
@@ -468,13 +479,13 @@ def node_of(
 
 
 def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
-    """The outputs and sums that are the node's outputs; shape tells afterwards which."""
+    """The outputs and sums that are the node's outputs; stores their layout in `shape`."""
     outs: list[Tensor] = []
     mask: list[bool] = []
     for i, ys in enumerate([*found[0], found[1]]):
         for k, y in enumerate(ys):
-            has_way = not known or program.attached is None or program.attached[i][k]
-            mask.append(isinstance(y, Tensor) and has_way)
+            attached = not known or program.attached is None or program.attached[i][k]
+            mask.append(isinstance(y, Tensor) and attached)
             if mask[-1]:
                 outs.append(y)
     shape[:] = [list(map(len, found[0])), mask]
@@ -488,19 +499,19 @@ class _Maps:
     program: ChunkProgram
     widths: list[int]
     width: int
-    shape: list[Any]  # as `_chosen` says it
+    shape: list[Any]  # the rows' lengths and the mask of the node's outputs, see `_chosen`
 
     def cotangent(self, saved: Entries, cts: Entries, joint: Joint | None = None) -> list[Any]:
         counts, mask = self.shape
         full = _spread(cts, mask)
-        if not isinstance(self.program, _Derived):  # its sums are carries
+        if not isinstance(self.program, _Derived):  # the sums of `Forward` are carries
             full = full[: sum(counts)]
         rows, shared, those = self._vectors(saved, full, counts)
-        before, here.mark = here.mark, here.mark or self.program.caller
+        before, thread_state.mark = thread_state.mark, thread_state.mark or self.program.caller
         try:
             return self.program.pull(self.widths, self.width, those, rows, shared, joint)
         finally:
-            here.mark = before
+            thread_state.mark = before
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
         result = self._vectors(saved, dxs, self.widths)
@@ -520,9 +531,9 @@ class _Maps:
 
 
 class _ProgramNode(torch.autograd.Function):
-    """A program where the engine alone differentiates: no transform, and no dual number yet.
+    """The node of a program in plain eager mode, without transforms and dual numbers.
 
-    A rule's node is for those as well, and takes longer than a small network.
+    A rule's node handles these as well, but takes longer than a small network.
     """
 
     recorded_as = "chunked"
@@ -548,15 +559,15 @@ class _ProgramNode(torch.autograd.Function):
             if ct is not None and upstream.is_wrapped(ct):
                 living[k] = alive(ct)
         with upstream.EnableTorchFunction():  # which backward() of a subclass switches off
-            result = ctx.maps.cotangent(_unchanged(ctx), living, joint)
+            grads = ctx.maps.cotangent(_unchanged(ctx), living, joint)
         if joint is not None:
-            own = len(result) - len(ctx.leaves)
-            result[own:] = joint.handed_on(ctx.leaves, result[own:])
-        return None, None, *result
+            own = len(grads) - len(ctx.leaves)
+            grads[own:] = joint.pass_on(ctx.leaves, grads[own:])
+        return None, None, *grads
 
 
 def _unchanged(ctx: Any) -> Any:
-    """What was saved; autograd tells of a tensor that was changed since, in words of its own."""
+    """The saved tensors, with a better error than autograd's if one was changed in place."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
@@ -593,7 +604,7 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
         def axes_of(out: Entries) -> tuple[int | None, ...]:
             batched = [True] * len(shape[1])
             if isinstance(result, Backward) and not result.vectors_only[0]:
-                # the sums of leaves are sums over the batch, too
+                # the leaves' gradients are summed over the batch as well
                 batched[len(batched) - len(result.leaves) :] = [False] * len(result.leaves)
             pairs = zip(batched, shape[1], strict=True)
             return tuple([0 if b else None for b, m in pairs if m])
@@ -606,7 +617,7 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
 
 
 def outputs_of(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:
-    """What a program derived from another gives, differentiable where that is asked."""
+    """The outputs and sums of a derived program, differentiable if gradients are enabled."""
     known = None
     if upstream.peek_interpreter_stack() is None:
         known = program.evaluate(rows, shared)

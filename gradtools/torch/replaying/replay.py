@@ -1,7 +1,7 @@
-"""f over chunks: a first pass that keeps no graph, and chunks that are computed again.
+"""f over chunks: the first pass, which keeps no graph, and the recomputation of a chunk.
 
-Chunks run in order from one snapshot of all that f's result depends on, and so go through the same
-states as in the first pass; afterwards everything is put back.
+Chunks are recomputed in order from one snapshot of the state that f depends on, and so see the same
+states as in the first pass; afterwards the current state is restored.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached
 from gradtools.torch.operation_marks import hooks_of_users
 from gradtools.torch.plain_programs.backward_nodes import WRONG
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.replaying.again import check_end
-from gradtools.torch.replaying.consistency import Verification, kinds_of, refuse_others
+from gradtools.torch.replaying.consistency import (
+    Verification,
+    kinds_of,
+    refuse_other_differentiation,
+)
 from gradtools.torch.replaying.guards import (
     Captures,
     Substituted,
@@ -43,19 +46,20 @@ from gradtools.torch.replaying.guards import (
     steps,
 )
 from gradtools.torch.replaying.nodes import ChunkProgram, cut_up
+from gradtools.torch.replaying.recomputing import check_end
 from gradtools.torch.replaying.slicing import (
     Entries,
     Rows,
     Tensor,
     alias_of,
+    as_input,
     cut_off,
-    entered,
-    is_looked_on,
+    is_observed,
     pieces_of,
     tensors_of,
     untracked,
 )
-from gradtools.torch.rerunning import Trying
+from gradtools.torch.rerunning import Rerunnable
 from gradtools.torch.rules.installing import reverse_only_at
 from gradtools.torch.state import Snapshot, changed_contents
 
@@ -67,15 +71,15 @@ _first_of = operator.itemgetter(0)
 
 
 class Forward(ChunkProgram):
-    """f itself, with what a chunk needs to be computed again.
+    """f itself, with the state that is needed to recompute a chunk.
 
-    Beneath functorch's levels all tensors are inputs, since the levels' own are gone when the
-    backward pass runs, the carry among the shared ones; it comes out where sums stand.
+    Under torch.func all tensors are inputs, since wrappers of its levels are dead when the backward
+    pass runs. The carry then is among the shared inputs, and is returned in the place of sums.
     """
 
-    saves_parameters = True  # so that autograd itself tells of those that are changed
-    compares_leaves = compares_bits = True  # where f is computed again
-    within: Callable[[], Any] | None = None  # what f runs in
+    saves_parameters = True  # so that autograd detects in-place changes of them
+    compares_leaves = compares_bits = True  # in the verification
+    within: Callable[[], Any] | None = None  # a context manager in which f runs
 
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
         self.chunks, self.beneath = chunks, beneath
@@ -92,7 +96,7 @@ class Forward(ChunkProgram):
         self.verification: Verification | None = None
         if self.start.reached.modules:
             self._check_modules()
-        one = self._moving(self.pieces[0])  # as in all, but for lists
+        one = self._moving(self.pieces[0])  # the same in all chunks, except for lists
         listed = any(chunks.lists)
         self.moving = [self._moving(p) if listed else one for p in self.pieces]
         self.moving_shared = self._moving(chunks.shared)
@@ -102,56 +106,57 @@ class Forward(ChunkProgram):
         self.leaves: list[Tensor] = []
         self.attached: list[list[bool]] = []
         self.captured = self._captured() if chunks.caller == "checkpoint" else []
-        self.begun: set[Any] = set()  # nodes at which the first pass's graph begins
+        self.begun: set[Any] = set()  # the nodes of the inputs that the first pass's graph reaches
         self.shared += self.captured
         if beneath:
             self.shared += self.carry
             self.leaves = parameters_of(self.start)
         self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
-        self.reading = [False]  # whether a graph that was kept is differentiated here
-        self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
-        self.is_again = False  # whether chunks are computed again
-        self.is_bare = False  # whether f runs in the modes that stand
-        self.standing = self.start  # then: what stands for everyone else
-        # Where buffers and streams stand when so many chunks have run, see `check_end`.
+        self.in_kept_graph = [False]  # whether a kept graph is being differentiated, a shared cell
+        self.originals: dict[int, dict[int, Tensor]] = {}  # copies of pieces changed in place
+        self.is_recomputing_chunks = False
+        self.is_bare = False  # whether f runs in the current modes, without setting any
+        self.outer_state = self.start  # during recomputation, the state outside of it
+        # Buffer versions and generator states after so many chunks, see `check_end`.
         self.ends: dict[int, tuple[list[int], dict[str, int]]] = {}
-        self.hooked = False  # whether hooks on gradients were set in f
+        self.hooked = False  # whether f sets gradient hooks
         self.counts = self.compares_bits and bool(self.start.reached.counted)
-        self.accumulates = False  # whether f itself adds to its leaves' .grad
+        self.accumulates = False  # whether f itself accumulates into its leaves' .grad
         self.versions: list[tuple[Tensor, int, str]] = []
-        self.storages: list[tuple[Tensor, Any]] = []  # where the leaves' entries lie
-        self.drawn: Randomness | None = None
-        self.once: str | None = None  # a Function in f's graph that has no second derivative
-        self.edit: str | None = None  # a rule there that has a reverse rule only
-        self.is_right = True  # whether PyTorch has all gradients there right
-        self.functions: set[Any] = set()  # the autograd.Functions there
-        self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
+        self.storages: list[tuple[Tensor, Any]] = []  # the leaves' storages
+        self.drawn: Randomness | None = None  # generator states after the chunk before
+        # What f's graph holds:
+        self.once: str | None = None  # the name of a once_differentiable Function
+        self.edit: str | None = None  # the name of a reverse-only rule
+        self.is_right = True  # whether all of PyTorch's gradients there are right
+        self.functions: set[Any] = set()  # the autograd.Functions
+        self.batches: tuple[tuple[int, str], ...] = ()  # vmap's (size, randomness), outermost first
 
     def _check_modules(self) -> None:
         check_modules(self.caller, self.start, self.chunks.call.f)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result = copy.copy(self)
-        # What was drawn before there was a batch is drawn again once for all of it.
+        # A recomputation of an unbatched first pass draws once for all examples.
         randomness = randomness if any(map(any, on)) else "same"
         result.batches = ((size, randomness), *self.batches)
         return result, [[True for _ in row] for row in on]
 
     def _captured(self) -> list[Tensor]:
-        """What f closes over that is computed, or a transform's: arguments that have no name."""
-        result = [x for x, _ in self.start.reached.watched]
+        """The computed tensors, or functorch wrappers, that f closes over: implicit arguments."""
+        tensors = [x for x, _ in self.start.reached.watched]
         if self.beneath:
-            return [x for x in result if is_wrapped(x)]
-        with upstream.DisableTorchFunction():  # what another program stands for is asked itself
-            return [x for x in result if is_dual(x) or (self.modes.grad and not x.is_leaf)]
+            return [x for x in tensors if is_wrapped(x)]
+        with upstream.DisableTorchFunction():  # an outer `Substituted` would replace them
+            return [x for x in tensors if is_dual(x) or (self.modes.grad and not x.is_leaf)]
 
     def _given(self) -> list[Tensor]:
-        """The tensors that all chunks see as they are: what f does to them stays."""
+        """The tensors that are passed to all chunks uncopied: in-place changes persist."""
         own = [x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared]
         return [x for x in (*own, *self.first_carry) if isinstance(x, Tensor)]
 
     def _moving(self, xs: Entries) -> list[int]:
-        """Which of xs are inputs of the node."""
+        """The indices of those of xs that are inputs of the node."""
         pushed, beneath = upstream.forward_level() >= 0, self.beneath
         return [
             k
@@ -160,9 +165,9 @@ class Forward(ChunkProgram):
         ]
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
-        """f at one chunk, whose carry stays for the next one."""
+        """f at one chunk; its carry is stored for the next one."""
         if self.drawn is not None:
-            self.drawn.restore()  # to where the streams stood when the chunk before had run
+            self.drawn.restore()  # the generators' states after the chunk before
         if self.beneath and i == 0:
             carry_at = len(self.moving_shared) + len(self.captured)
             self.carry = [untracked(x) for x in shared[carry_at:]]
@@ -173,39 +178,39 @@ class Forward(ChunkProgram):
         else:
             outs, carry = self._one_within(i, partial(call, i, i, pieces, own), [*xs, *shared])
         self.carry = [untracked(x) for x in carry] if carry else carry
-        if self.is_again:
+        if self.is_recomputing_chunks:
             if i + 1 in self.ends and not self.batches:
                 check_end(self, i + 1)
             if self.start.streams and i + 1 < self.count:
-                self.drawn = self.start.streams.again()
+                self.drawn = self.start.streams.current()
         return outs, []
 
     def _one_within(
         self, i: int, call: Callable[..., Any], given: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """f at one chunk in the modes of the first pass, compared with it where that is asked."""
+        """f at one chunk in the modes of the first pass, verified if required."""
         check, inside = self.verification, self.within() if self.within else NOTHING
-        again = self.modes.outside_of_batchings() if self.is_again else NOTHING
+        again = self.modes.outside_of_batchings() if self.is_recomputing_chunks else NOTHING
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
         watched = check.watching(i) if check else NOTHING
         with again, cached as weights, watched as seen, inside:
             outs, carry = call(self.carry)
             if weights:
                 check_cached(self.caller, self.start)
-        if check is not None and self.is_again:
+        if check is not None and self.is_recomputing_chunks:
             inputs = given if self.compares_leaves else None
             check.compare(i, outs, seen, inputs, self.batches)
         elif check is not None:
             check.keep(i, outs, seen, self.batches)
         return outs, carry
 
-    def look_at_modes(self) -> None:
-        """Notes whether f may be called as it is, in the modes that stand."""
+    def compare_modes(self) -> None:
+        """Sets `is_bare`: whether the current modes are those of the first pass."""
         caches = self.within is not None or upstream.caches_weights()
-        self.is_bare = not caches and (not self.is_again or self.modes.stand())
+        self.is_bare = not caches and (not self.is_recomputing_chunks or self.modes.are_current())
 
     def _arguments(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
-        """What f is called with at chunk i: its pieces, and what all share and what is captured."""
+        """f's arguments at chunk i: its pieces, then shared and captured tensors."""
         pieces, own = self.pieces[i], self.chunks.shared
         if not (xs or shared or self.originals):
             return pieces, own
@@ -219,8 +224,8 @@ class Forward(ChunkProgram):
         own += shared[len(self.moving_shared) :][: len(self.captured)]
         return pieces, own
 
-    def to_try(self, i: int, xs: Entries, shared: Entries) -> tuple[Trying, list[Tensor]]:
-        """f at chunk i, for a run whose effects are undone, and what is differentiated there."""
+    def rerunnable(self, i: int, xs: Entries, shared: Entries) -> tuple[Rerunnable, list[Tensor]]:
+        """f at chunk i for a trial run whose effects are undone, and its differentiated inputs."""
         pieces, own = self._arguments(i, xs[: len(self.moving[i])], shared)
         flat, carry, count = [*pieces, *own], self.carry, len(pieces)
         moving = [k for k, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
@@ -231,28 +236,29 @@ class Forward(ChunkProgram):
                 given[k] = x
             return self._function()(i, i, given[:count], given[count:], carry)
 
-        return Trying(run, self.roots), [flat[k] for k in moving]
+        return Rerunnable(run, self.roots), [flat[k] for k in moving]
 
     def _sets_hooks(self, first: int, before: int) -> bool:
-        """Whether f set hooks on gradients, of those with numbers from `first` on.
+        """Whether f set gradient hooks, which share a counter with hooks of modules.
 
-        before: How many of the user's there were.
+        first: The number of the first hook that f may have set.
+        before: The count of the user's hooks before f ran.
         """
         count = hooks_of_users() - before
         if not count:
             return False
-        held = [module for module, _ in self.start.reached.modules.values()]
-        keys = [key for m in held for key in upstream.forward_hook_numbers(m)]
+        modules = [module for module, _ in self.start.reached.modules.values()]
+        keys = [key for m in modules for key in upstream.forward_hook_numbers(m)]
         return count != sum(key >= first for key in keys)
 
     def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
-        """f at one chunk, as `ChunkFunction` says; what it captured follows what is shared."""
+        """f at one chunk, like `ChunkFunction`, with captured tensors after the shared leaves."""
         if self.batches:
             return self._batched_call
         return self._substituted_call if self.captured else self.chunks.call
 
     def _batched_call(self, i: int, index: int, pieces: Any, own: Any, carry: Any) -> Any:
-        """f at one chunk under vmap, once for each of `batches`."""
+        """f at one chunk, under one vmap for each of `batches`."""
         call = self._substituted_call if self.captured else self.chunks.call
         flat = [*pieces, *own, *carry]
         there = [isinstance(x, Tensor) for x in flat]
@@ -273,25 +279,25 @@ class Forward(ChunkProgram):
         in_dims = tuple([axis for axis, t in zip(axes, there, strict=True) if t])
         for _, randomness in reversed(self.batches):
             fun = torch.vmap(fun, in_dims, randomness=randomness)
-        result = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
-        return result[: counts[0]], result[counts[0] :]
+        flat_outs = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
+        return flat_outs[: counts[0]], flat_outs[counts[0] :]
 
     def _substituted_call(self, i: int, index: int, pieces: Any, own: Any, carry: Any) -> Any:
-        """f at one chunk, which sees others in the place of what it captured."""
+        """f at one chunk, with other tensors substituted for the captured ones."""
         count = len(self.chunks.shared)
         with Substituted(self.captured, own[count:]) as substituted:
             outs, carry = self.chunks.call(i, index, pieces, own[:count], carry)
             return substituted.within(outs), carry
 
-    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
-        """f once more, for what it does to streams, buffers and the carry."""
+    def advance(self, i: int, xs: Entries, shared: Entries) -> None:
+        """Runs f for its effects on random generators, buffers and the carry."""
         with torch.set_grad_enabled(self.modes.grad):
             self.one(i, [*map(alias_of, xs)], [*map(alias_of, shared)])
 
     # --- the first pass
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
-        """The first pass. Notes leaves, and keeps the last chunks' graphs."""
+        """The first pass. Records the leaves, and keeps the last chunks' graphs."""
         before, keep = self._grads(), torch.is_grad_enabled()
         try:
             upstream.set_grad_enabled(self.modes.grad)
@@ -305,7 +311,7 @@ class Forward(ChunkProgram):
         return result, self.carry if self.beneath else []
 
     def _grads(self) -> list[tuple[int, int]]:
-        """The `.grad` of leaves, and in which version they are."""
+        """The ids and versions of the leaves' `.grad`."""
         grads = map(_grad_of, filter(_is_leaf, self.start.reached.tensors))
         return [(id(g), upstream.version_of(g)) for g in grads if g is not None]
 
@@ -316,19 +322,19 @@ class Forward(ChunkProgram):
         versions = [upstream.version_of(x) for x in given]
         sources = self._fixed_sources() if grad else []
         standing = [*map(upstream.version_of, sources)]
-        # What f keeps aside may reach the loss, through a graph that is used for nothing else.
+        # An intermediate that f stores elsewhere may reach the loss: then it needs its own graph.
         apart = kept or self.beneath or is_recorded()
-        enter = alias_of if apart else entered
+        enter = alias_of if apart else as_input
         leaves, began = dict[int, Tensor](), [upstream.nodes_made()]
         own, *inputs = [[*map(enter, xs)] if grad else list(xs) for xs in (shared, *rows)]
-        cut = cut_off if is_looked_on() else Tensor.detach
-        if self.verification is None:  # a batch of it takes over what is known
+        cut = cut_off if is_observed() else Tensor.detach
+        if self.verification is None:  # else that of the unbatched program
             self.verification = Verification.of(self, self.chunks.options.verify)
         if grad and kept and self.caller == "chunked":
-            refuse_others(self.reading, *own, *chain(*inputs))
+            refuse_other_differentiation(self.in_kept_graph, *own, *chain(*inputs))
         hooks = upstream.hooks_made(), hooks_of_users()
         shown = self.chunks.options.progress and self.count > 1
-        self.look_at_modes()
+        self.compare_modes()
         for i in steps(self.count) if shown else range(self.count):
             if i:
                 began.append(upstream.nodes_made())
@@ -350,7 +356,7 @@ class Forward(ChunkProgram):
                     self.retained[i] = (xs, own, outs)
             self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
             result.append([cut(y) if a else y for y, a in zip(outs, self.attached[i], strict=True)])
-            del outs  # and with it the graph, before the next one grows
+            del outs  # frees the graph before the next chunk
         if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
             raise self._in_place("")
         if [*map(upstream.version_of, sources)] != standing:
@@ -362,28 +368,28 @@ class Forward(ChunkProgram):
         return result
 
     def _settle(self, leaves: list[Tensor], captured: list[Tensor]) -> None:
-        """Notes what the backward pass is held to. captured: What stood for what f captured."""
+        """Records the state that the backward pass requires. captured: f's substituted tensors."""
         self._note_leaves(leaves)
-        changed, stands = self.start.changed(parameters=True), self.start.reached.stands()
-        self.start = self.start.settled()
+        changed, unchanged = self.start.changed(parameters=True), self.start.reached.is_unchanged()
+        self.start = self.start.without_unused_streams()
         self._note_versions(changed)
-        if self.retained and not stands:
-            self._let_go_of_kept()
+        if self.retained and not unchanged:
+            self._drop_shared_graphs()
         if captured and self.captured:
-            self._let_go_of_unused(captured)
+            self._drop_unused_captures(captured)
         if self.start.streams is None and not self.start.reached.counted:
-            self.ends.clear()  # for nothing can stand elsewhere
+            self.ends.clear()  # there is nothing to compare
         else:
             self._note_end(self.count)
-        if self.verification is not None and not stands:
+        if self.verification is not None and not unchanged:
             self.verification.held = self.start.watched_now()
 
     def _check_modes(self) -> None:
-        """Raises if f leaves a mode switched, in which the next chunk would run."""
+        """Raises if f changes a global mode, in which the next chunk would run."""
         grad, device = torch.is_grad_enabled() != self.modes.grad, self.modes.device
         if upstream.device_set() is not self.device or upstream.count_of_function_modes():
             device = default_device()
-        grad = grad and self.caller != "frozen"  # whose use is one call
+        grad = grad and self.caller != "frozen"  # which has a single chunk
         if grad or device != self.modes.device:
             what = "whether gradients are taken" if grad else f"the default device (to {device})"
             how = "torch.no_grad()" if grad else "torch.device(...)"
@@ -393,27 +399,28 @@ class Forward(ChunkProgram):
             )
 
     def _note_end(self, count: int) -> None:
-        """Notes where buffers and streams stand when so many chunks have run first."""
+        """Records buffer versions and generator states after `count` chunks of the first pass."""
         if self.verifies and not self.beneath:
             self.ends[count] = self.end()
 
     def end(self) -> tuple[list[int], dict[str, int]]:
+        """The current versions of buffers, and fingerprints of the generators' states."""
         versions = [*map(upstream.version_of, self.start.reached.counted)]
-        return versions, self.start.streams.marks() if self.start.streams else {}
+        return versions, self.start.streams.fingerprints() if self.start.streams else {}
 
-    def _let_go_of_kept(self) -> None:
-        """Computes again what f keeps a part of: a graph that the loss may reach is used once."""
+    def _drop_shared_graphs(self) -> None:
+        """Drops kept graphs if f stored an intermediate of them, which the loss may reach too."""
         nodes = {n for _, _, outs in self.retained.values() for n in nodes_of(tensors_of(outs))}
-        held = [x for x, _ in self.start.watched_now() if x.grad_fn is not None]
-        if not nodes.isdisjoint(nodes_of(held)):
+        stored = [x for x, _ in self.start.watched_now() if x.grad_fn is not None]
+        if not nodes.isdisjoint(nodes_of(stored)):
             self.retained.clear()
 
-    def _let_go_of_unused(self, entered: list[Tensor]) -> None:
-        """Of what f captured only what its outputs reach is an input: a loss that is kept is none.
+    def _drop_unused_captures(self, substituted: list[Tensor]) -> None:
+        """Keeps only the captured tensors that f's outputs depend on.
 
-        entered: What stood for it.
+        substituted: The tensors that f saw instead.
         """
-        pairs = zip(self.captured, entered, strict=True)
+        pairs = zip(self.captured, substituted, strict=True)
         self.captured = [
             x for x, alias in pairs if is_dual(x) or get_gradient_edge(alias).node in self.begun
         ]
@@ -421,15 +428,16 @@ class Forward(ChunkProgram):
         self.begun.clear()
 
     def _kept(self) -> int:
+        """How many chunks keep their graph."""
         packed = upstream.saved_tensors_hooks_on(False) is not None
         if packed or self.beneath or not self.modes.grad:
-            return 0  # what a checkpoint or an offload packs is unpacked once, in its own way
+            return 0  # saved tensors hooks (checkpoint, offloading) may unpack only once
         options = self.chunks.options
         given = options.keep_graphs is not None and options.memory_budget is None
         return options.keep_graphs if given else 1
 
     def _one_keeping_originals(self, i: int, xs: Entries, own: Entries) -> list[Any]:
-        """One chunk; copies of the pieces that it changes in place stay."""
+        """One chunk of the first pass; stores copies of the pieces that f changes in place."""
         pieces, moving = self.pieces[i] if self.modes.grad else [], self.moving[i]
         before = [
             (k, x, x.clone(), upstream.version_of(x))
@@ -451,17 +459,17 @@ class Forward(ChunkProgram):
         return outs
 
     def _source(self, i: int, k: int) -> Any:
-        """What piece k of chunk i is a part of."""
+        """The argument of which piece k of chunk i is a slice."""
         splits = self.chunks.splits
         return splits[k][0] if k < len(splits) else self.chunks.lists[i][k - len(splits)]
 
     def _fixed_sources(self) -> list[Tensor]:
-        """What the pieces are parts of that are no inputs; f changes the pieces alone."""
+        """The arguments of pieces that are not inputs of the node. f may change only the pieces."""
         count = len(self.chunks.splits)
         every = [(0, k) for k in range(count)]
         every += [(i, k) for i, piece in enumerate(self.pieces) for k in range(count, len(piece))]
-        found = [self._source(i, k) for i, k in every if k not in self.moving[i]]
-        return [x for x in found if isinstance(x, Tensor) and not x.is_inference()]
+        sources = [self._source(i, k) for i, k in every if k not in self.moving[i]]
+        return [x for x in sources if isinstance(x, Tensor) and not x.is_inference()]
 
     def _written_elsewhere(self) -> GradtoolsError:
         return GradtoolsError(
@@ -479,10 +487,10 @@ class Forward(ChunkProgram):
     def _find_leaves(
         self, i: int, outs: Entries, began: list[int], own: list[Tensor]
     ) -> dict[int, Tensor]:
-        """The leaves that chunk i's graph reaches; refuses what belongs to another computation.
+        """The leaves that chunk i's graph reaches; raises for nodes of another computation.
 
-        began: Autograd's count of nodes when each chunk began.
-        own: Where the graph begins.
+        began: Autograd's sequence number at the beginning of each chunk.
+        own: The chunk's inputs, where the graph begins.
         """
         leaves, ends = dict[int, Tensor](), {*map(id, own)}
         pushed, tensors = upstream.forward_level() >= 0, [y for y in outs if isinstance(y, Tensor)]
@@ -494,7 +502,7 @@ class Forward(ChunkProgram):
         seen, nodes, begin = {None, *map(_node_of, own)}, list[Any](), began[-1]
         accumulates, number_of = upstream.AccumulateGrad, upstream.sequence_of
         node: Any
-        for node in todo:  # which grows
+        for node in todo:  # appended to below
             if node in seen:
                 continue
             seen.add(node)
@@ -519,7 +527,7 @@ class Forward(ChunkProgram):
         return leaves
 
     def _note_kind(self, kind: Any, node: Any) -> None:
-        """What a kind of node means for derivatives of the pullback; PyTorch's own nothing."""
+        """Records what a class of nodes implies for derivatives of the pullback."""
         if kind.__name__ in WRONG:
             self.is_right = False
         elif not issubclass(kind, BackwardCFunction):
@@ -540,9 +548,9 @@ class Forward(ChunkProgram):
                 raise captured_error(self, leaf)
 
     def _note_versions(self, moved: list[str]) -> None:
-        """What the backward pass reads must be then what it is now.
+        """Records versions and storages, which must be the same in the backward pass.
 
-        moved: The names of what f changed in place, and cannot be put back.
+        moved: The names of tensors that f changed in place and that cannot be restored.
         """
         if not any(map(any, self.attached)):
             return
@@ -559,25 +567,25 @@ class Forward(ChunkProgram):
             if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
                 self.versions.append((x, upstream.version_of(x), "an argument"))
         split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
-        own = [] if self.beneath else [*self.shared, *given, *split]  # other rows are views by now
-        result = (*self.reached_leaves(), *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
-        plain = [x for x in result if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
+        own = [] if self.beneath else [*self.shared, *given, *split]  # other rows are views
+        leaves = (*self.reached_leaves(), *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
+        plain = [x for x in leaves if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
         self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
 
     def reached_leaves(self) -> list[Tensor]:
-        """The leaves that f reaches by itself, differentiated or not."""
+        """The leaves that f captures, differentiated or not."""
         return self.leaves
 
 
 def _is_other(x: Tensor, copy: Tensor) -> bool:
-    """Whether x holds other bits than a copy of it, where both can be read."""
+    """Whether x differs bitwise from an earlier copy; False if that cannot be read."""
     plain = type(x) is Tensor and x.device.type == "cpu" and not (x.is_conj() or x.is_neg())
     hidden = upstream.peek_interpreter_stack() is not None or upstream.is_traced_by_make_fx()
     return plain and not (hidden or x.is_quantized) and any(changed_contents([x], [copy]))
 
 
 def _is_cast_of_leaf(node: Any) -> bool:
-    """Whether a node is a weight in another dtype, which autocast keeps: it may be of any call."""
+    """Whether a node is autocast's cached cast of a weight, which any call may have made."""
     parents = [parent for parent, _ in node.next_functions]
     leaf = len(parents) == 1 and type(parents[0]).__name__ == "AccumulateGrad"
     return leaf and type(node).__name__ == "ToCopyBackward0"

@@ -31,7 +31,7 @@ def flattened(rows: Sequence[Sequence[Any]]) -> list[Any]:
 def pieces_of(chunks: Chunks, apart: bool = True) -> list[list[Any]]:
     """Each chunk's part of every array that is split, then its part of lists.
 
-    apart: Whether graphs of several chunks live at a time, and changes in place are counted apart.
+    apart: Whether the pieces have version counters of their own, if several graphs live at a time.
     """
     one: Callable[[Any], Any] = _apart if apart else lambda x: x
     columns = [_parts(chunks, x, axis, one) for x, axis in chunks.splits]
@@ -58,8 +58,8 @@ def _parts(chunks: Chunks, x: Tensor, axis: int, one: Callable[[Any], Any]) -> S
 
 
 def _apart(x: Any) -> Any:
-    """The same memory, whose changes are counted apart: a graph of another piece is untouched."""
-    if torch.compiler.is_exporting():  # which does not see what `.data` gives
+    """x with its own version counter, so that in-place changes do not invalidate other graphs."""
+    if torch.compiler.is_exporting():  # which does not trace `.data`
         return x
     plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or is_wrapped(x))
     return data_of(x, CHUNK) if plain and not is_dual(x) else x
@@ -70,31 +70,31 @@ def tensors_of(xs: Entries) -> list[Tensor]:
 
 
 def primal_of(x: Any) -> Any:
-    """A dual number's primal; anything else as it is."""
+    """A dual number's primal; anything else unchanged."""
     return forward_ad.unpack_dual(x).primal if is_dual(x) else x
 
 
 def untracked(x: Any) -> Any:
-    """The same numbers, in no graph."""
+    """x detached."""
     return detached(x, CHUNK) if isinstance(x, Tensor) else x
 
 
-def is_looked_on() -> bool:
-    """Whether a mode sees what is detached, and is to know for whose sake."""
+def is_observed() -> bool:
+    """Whether a mode may record a detach, which then needs a mark of its origin."""
     return bool(upstream.count_of_dispatch_modes() or upstream.count_of_function_modes())
 
 
 def cut_off(y: Any) -> Any:
-    """A chunk's output without its graph."""
+    """A chunk's output, detached."""
     return detached(y, CHUNK) if isinstance(y, Tensor) and y.requires_grad else y
 
 
 def alias_of(x: Tensor) -> Tensor:
-    """The same numbers as a leaf of a graph of its own; integers as they are."""
+    """x as a new leaf that requires grad; integers unchanged."""
     if not (x.is_floating_point() or x.is_complex()):
         return x
     if not (torch.is_inference_mode_enabled() or x.is_inference()):
-        if upstream.forward_level() < 0 and not is_looked_on():
+        if upstream.forward_level() < 0 and not is_observed():
             return x.detach().requires_grad_()
         return detached(primal_of(x), CHUNK).requires_grad_()
     with torch.inference_mode(False):
@@ -102,11 +102,11 @@ def alias_of(x: Tensor) -> Tensor:
         return x.requires_grad_()
 
 
-def entered(x: Tensor) -> Tensor:
-    """As `view_of`, but dual numbers and sparse ones are leaves."""
+def as_input(x: Tensor) -> Tensor:
+    """As `view_of`, but dual and sparse tensors become leaves."""
     return view_of(x) if x.layout is torch.strided and not is_dual(x) else alias_of(x)
 
 
 def view_of(x: Tensor) -> Tensor:
-    """The same numbers, in the graph that they are in, or as a leaf of a graph of their own."""
-    return x[...] if x.requires_grad else alias_of(x)  # view_as has other strides
+    """A view of x in its graph if x requires grad, else a new leaf."""
+    return x[...] if x.requires_grad else alias_of(x)  # view_as changes strides

@@ -1,14 +1,14 @@
-"""Sums of gradients: of chunks, as soon as autograd has computed each, and of several nodes.
+"""In-place sums of gradients, over the chunks of a node and over several nodes.
 
-`torch.autograd.grad` hands all gradients over at the end: beside the sum so far a whole second set
-of them. Here a hook on each large leaf takes its gradient when it is complete, adds it to the sum,
-and leaves a zero of no memory in its place, so that one set is alive and one leaf's gradient. A
-hook takes longer than the sum of a small leaf: those of the small ones are added together.
+`torch.autograd.grad` returns all gradients at the end: a second full set in addition to the sum so
+far. Here a hook on each large leaf adds its gradient to the sum as soon as it is complete, and
+returns an expanded zero instead, so that only one set and one leaf's gradient are alive. A hook
+takes longer than adding a small leaf's gradient; these are added together at the end.
 
-Two towers that share an encoder are two nodes, and autograd adds what they give for a leaf once
-both have run: until then the gradients of each are alive. Here a node hands what it has for a leaf
-on to the next one that runs in the same pass, and the last one gives the sum to autograd, which
-waits for all of them either way.
+Two towers that share an encoder are two nodes, and autograd adds their gradients of a leaf when
+both have run: until then both sets are alive. Here a node passes its gradient of a leaf on to the
+next node in the same backward pass, and the last one returns the sum to autograd, which waits for
+all of them anyway.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _NARROW = (torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LARGE = 1 << 13  # entries of a leaf whose gradient a hook takes
 Weigh = Callable[[Tensor, Tensor], Tensor]
-_task = upstream.current_graph_task  # which call of the engine runs a hook
+_task = upstream.current_graph_task  # the id of the engine call that runs a hook
 
 
 @dataclass(eq=False, repr=False)
 class Sums:
-    """Terms that add up, narrow ones in float32, in place where nobody else sees it.
+    """Running sums, in float32 for 16-bit terms, in place where the memory is owned.
 
-    terms: The sums so far; none before the first terms.
+    terms: The sums so far; empty before the first terms.
     in_place: Whether weighted terms are added in place.
     """
 
@@ -49,7 +49,7 @@ class Sums:
     in_place: bool = False
 
     def begin(self, count: int) -> None:
-        """So many sums, of nothing yet."""
+        """Starts `count` empty sums, unless they were started before."""
         if not self.terms:
             self.terms = [None] * count
             self._dtypes: list[Any] = [None] * count
@@ -57,7 +57,7 @@ class Sums:
             self._each = upstream.peek_interpreter_stack() is None and not batchings()
 
     def add(self, terms: Sequence[Any]) -> None:
-        """One more of each; None is zero."""
+        """Adds one term to each sum; None is zero."""
         self.begin(len(terms))
         each, totals, more = self._each and not torch.is_grad_enabled(), list[Any](), list[Any]()
         for k, term in enumerate(terms):
@@ -82,9 +82,9 @@ class Sums:
             self.terms[k], self._owned[k] = wide + term, True
 
     def add_weighted(self, terms: list[Tensor], weigh: Weigh) -> None:
-        """One more of each, times their weight, which stands before them and is added as well.
+        """Adds `[w, *xs]`: w to the first sum, w times x to the others.
 
-        weigh: Gives a term. Numbers on the CPU are added in place, without a copy of the terms.
+        weigh: `weigh(w, x)` computes a term; on the CPU terms are added in place, without a copy.
         """
         w, *xs = terms
         if not _is_plain(terms) or not (self.in_place or not self.terms):
@@ -93,7 +93,7 @@ class Sums:
             return
         number = w.item()
         if not self.terms:
-            # Where the weight is zero a mean over nothing, 0/0, does not count.
+            # With weight zero, xs may be NaN: means over no examples.
             scaled = (
                 [*upstream.multiply_each(xs, number)] if number else [*map(torch.zeros_like, xs)]
             )
@@ -105,7 +105,7 @@ class Sums:
             upstream.add_each_(self.terms[1:], xs, alpha=number)
 
     def means(self) -> list[Any]:
-        """The sum of the weights, and the sums over that."""
+        """The sum of the weights, and the other sums divided by it."""
         total, *sums = self.total()
         if self.in_place:
             upstream.divide_each_(sums, total.item())
@@ -121,7 +121,7 @@ class Sums:
 
 
 def _is_plain(xs: Sequence[Any]) -> bool:
-    """Whether these are numbers on the CPU, whose sum nobody differentiates or maps."""
+    """Whether these are plain CPU tensors that are not differentiated, outside of transforms."""
     if upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
         return False
     return all(
@@ -134,20 +134,22 @@ def _is_plain(xs: Sequence[Any]) -> bool:
 
 
 class LeafHooks:
-    """Inside, what autograd computes for leaves is added to sums; autograd itself gets zeros.
+    """Context with hooks that add the leaves' gradients to sums, and give autograd zeros instead.
 
-    The hooks are set once for all chunks of a backward pass. Another thread's backward pass through
-    the same leaves is another call of the engine, and goes by.
+    The hooks are set once for all chunks of a backward pass. They ignore other engine calls, such
+    as another thread's backward pass through the same leaves.
 
     Args:
-        at: From which of the sums on those of the leaves are.
+        sums: The sums.
+        at: The index of the first leaf's sum.
+        leaves: The leaves.
     """
 
     def __init__(self, sums: Sums, at: int, leaves: Sequence[Tensor]) -> None:
         self.added: set[int] = set()  # the leaves whose gradient was added in the latest call
         self._sums, self._at = sums, at
         self._large = [(k, x) for k, x in enumerate(leaves) if _is_large(x)]
-        self._calls = set[int]()  # of the engine, that began at our roots
+        self._calls = set[int]()  # the ids of engine calls that began at our roots
         self._zeros: dict[int, Tensor] = {}
 
     def __enter__(self) -> LeafHooks:
@@ -162,15 +164,15 @@ class LeafHooks:
             upstream.set_tensor_hooks(x, None)
 
     def takes(self, k: int) -> bool:
-        """Whether a hook takes the gradient of leaf k, before any other hook on it."""
+        """Whether a hook takes the gradient of leaf k."""
         return any(k == place for place, _ in self._large)
 
     def roots(self, outs: Sequence[Any]) -> Sequence[Any]:
-        """The outputs, for autograd to begin at."""
+        """Views of the outputs, with hooks by which an engine call is recognized."""
         self.added.clear()
         tracked = [isinstance(y, Tensor) and y.requires_grad for y in outs]
         if any(t and y.layout is not torch.strided for y, t in zip(outs, tracked, strict=True)):
-            return outs  # whose gradients are handed over at the end
+            return outs  # without hooks: gradients are added at the end
         with torch.enable_grad():
             roots = [y.view_as(y) if t else y for y, t in zip(outs, tracked, strict=True)]
         for y, t in zip(roots, tracked, strict=True):
@@ -187,7 +189,7 @@ class LeafHooks:
         self._sums.add_one(self._at + k, grad)
         self.added.add(k)
         zero = self._zeros.get(k)
-        if zero is None:  # of no memory
+        if zero is None:  # expanded from one entry
             zero = self._zeros[k] = grad.new_zeros(()).expand(grad.shape)
         return zero
 
@@ -197,42 +199,42 @@ def _is_large(x: Tensor) -> bool:
 
 
 def adds_leaves(leaves: Sequence[Tensor]) -> bool:
-    """Whether hooks are to add up what these get: on a subclass they are other code's."""
+    """Whether hooks add up these leaves' gradients: if one is large, and none is a subclass."""
     return any(map(_is_large, leaves)) and all(type(x) in _PLAIN for x in leaves)
 
 
 # --- one sum for several nodes --------------------------------------------------------------
 
-_will_run = upstream.will_run  # in that call
-_LOCK = threading.Lock()  # devices have threads of their own
+_will_run = upstream.will_run  # whether the current engine call will run a node
+_LOCK = threading.Lock()  # the engine has a thread for each device
 _NODES: weakref.WeakSet[Any] = weakref.WeakSet()
 _JOINTS: weakref.WeakValueDictionary[int, Joint]
 
 
 class Joint:
-    """What is handed on between the nodes of one backward pass.
+    """The partial sums that the nodes of one backward pass share.
 
-    left: How many nodes are yet to give their part of a leaf, by the leaf's id.
-    sums: What those that have run gave, and the stream on which it is computed.
+    left: How many nodes have yet to contribute to a leaf, by the leaf's id.
+    sums: The sum so far of each leaf, and the stream on which it is computed.
     """
 
     def __init__(self, nodes: Sequence[Any]) -> None:
         self.left = Counter(id(x) for node in nodes for x in node.leaves)
         self.sums: dict[int, tuple[Tensor, Any]] = {}
 
-    def handed(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """What earlier nodes gave for these leaves, which is the caller's from now on."""
+    def take(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """Removes and returns the sums of earlier nodes for these leaves."""
         if not self.sums:
             return [None] * len(leaves)
         with _LOCK:
-            result = [self.sums.pop(id(x), None) for x in leaves]
-        return [None if entry is None else _here(*entry) for entry in result]
+            entries = [self.sums.pop(id(x), None) for x in leaves]
+        return [None if entry is None else _synchronized(*entry) for entry in entries]
 
-    def handed_on(self, leaves: Sequence[Tensor], grads: Sequence[Any]) -> list[Any]:
-        """Of gradients those that nobody adds to any more, for autograd; a node calls it once."""
+    def pass_on(self, leaves: Sequence[Tensor], grads: Sequence[Any]) -> list[Any]:
+        """Adds a node's gradients; returns the completed sums, None for those passed on."""
         grads = [
             g if more is None else more if g is None else more + g
-            for g, more in zip(grads, self.handed(leaves), strict=True)
+            for g, more in zip(grads, self.take(leaves), strict=True)
         ]
         with _LOCK:
             for k, x in enumerate(leaves):
@@ -247,19 +249,19 @@ _JOINTS = weakref.WeakValueDictionary()
 
 
 def join(node: Any, leaves: Sequence[Tensor]) -> None:
-    """Has a node take part. The nodes that wait hold what they share, so that it goes with them.
+    """Registers a node. Waiting nodes hold the joint, so that it dies with them.
 
-    leaves: Its last inputs.
+    leaves: The node's last inputs.
     """
     node.leaves, node.joints = leaves, {}
-    if leaves and all(x.requires_grad for x in leaves):  # else autograd takes nothing for some
+    if leaves and all(x.requires_grad for x in leaves):  # else autograd ignores some gradients
         with _LOCK:
             _NODES.add(node)
 
 
 def joint_of(node: Any) -> Joint | None:
-    """What the nodes of this backward pass share; None where gradients are differentiated, say."""
-    task = _task()  # none where a node is called by hand
+    """The joint of this backward pass; None under transforms, vmap or create_graph=True."""
+    task = _task()  # negative if a node is called directly
     if task < 0 or torch.is_grad_enabled() or node not in _NODES:
         return None
     if upstream.peek_interpreter_stack() is not None or batchings():
@@ -280,10 +282,10 @@ def _stream(x: Tensor) -> Any:
     return None if x.device.type == "cpu" else torch.accelerator.current_stream(x.device)
 
 
-def _here(x: Tensor, stream: Any) -> Tensor:
-    """A tensor that another stream computes, once it is there."""
-    here = _stream(x)
-    if stream is not None and here != stream:
-        here.wait_stream(stream)
-        x.record_stream(here)
+def _synchronized(x: Tensor, stream: Any) -> Tensor:
+    """x for use on the current stream, which waits for the stream that computes it."""
+    current = _stream(x)
+    if stream is not None and current != stream:
+        current.wait_stream(stream)
+        x.record_stream(current)
     return x

@@ -236,7 +236,7 @@ def value_pairs(
     with upstream.disable_current_modes(), torch.no_grad(), restored(drawn), _kernels_refused():
         try:
             own = [value_of(y) for y in fun(*[x.clone() for x in known[: len(xs)]])]
-            if not drawn.stands() or len(own) != len(ys):
+            if not drawn.is_unchanged() or len(own) != len(ys):
                 return []
             return [(_numbers(a), _numbers(y)) for a, y in zip(own, known[len(xs) :], strict=True)]
         except Exception:  # f's own error will surface in the real call

@@ -346,7 +346,7 @@ def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
             before = before if twice else None
         if any(_is_captured(y) for y in (*result.ys, *result.extras)):
             raise closed_over_error(rule)
-        if before is not None and not before.stands():
+        if before is not None and not before.is_unchanged():
             point.randomness = before
             result = drawing_again(result, before) if twice else result
     point.record(result)

@@ -493,7 +493,7 @@ def _linearized(signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, 
             before = Randomness.now(xs)
             out, res = specialized.pair(signature.fwd(*plain), "fwd", "(out, residuals)")
             return _linearized(signature, xs, plain, out, res, before)
-        point.randomness = None if before is None or before.stands() else before
+        point.randomness = None if before is None or before.is_unchanged() else before
     again = range(len(xs)) if extras or kept.opaque_residuals else ()
     pulling = (*kept.places, *signature.again)
     pulling = (*pulling, *(i for i in again if i not in pulling))

@@ -72,7 +72,7 @@ def _run_with_others(
     place = {id(x): v for x, v in zip(held, values[count:], strict=True)}
     kinds = {v.device.type for v in values if isinstance(v, Tensor)}
     others = Modes.now(kinds).by_other_kernels()  # fused ones are differentiated once
-    with reading(place, wide=False), others.again():
+    with reading(place, wide=False), others.restored():
         return program.run(values[:count])
 
 

@@ -1,7 +1,7 @@
-"""f computed again from where it began, after which everything stands as it stood.
+"""Contexts for the recomputation: restore the first pass's state, then the current one.
 
-What is refused is what cannot be put back: a tensor that was changed since the first pass, and a
-run that leaves streams or buffers elsewhere than the first one did.
+Raises if a tensor was changed since the first pass, or if a recomputation leaves random generators
+or buffers in another state than the first pass did.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.replaying.guards import REPLAYS, has_asked, here
+from gradtools.torch.replaying.guards import REPLAYS, thread_state, was_queried
 
 if TYPE_CHECKING:
     from gradtools.torch.replaying.replay import Forward
@@ -25,7 +25,7 @@ left_to_python(__name__)
 
 
 def check_storages(forward: Forward) -> None:
-    """Raises if leaves have other entries by `.data`, of which no version tells."""
+    """Raises if leaves have another storage, as after `.data = ...`, which changes no version."""
     moved = [x for x, storage in forward.storages if x.untyped_storage() is not storage]
     if moved:
         reached = any(x is moved[0] for x in forward.reached_leaves())
@@ -39,8 +39,8 @@ def check_storages(forward: Forward) -> None:
 
 
 @contextmanager
-def as_it_began(forward: Forward) -> Iterator[None]:
-    """Inside, f runs from where it began; outside, everything is as it stands now."""
+def first_pass_state(forward: Forward) -> Iterator[None]:
+    """Restores the state of the first pass for the block, and the current state after it."""
     check_storages(forward)
     changed = [name for x, version, name in forward.versions if upstream.version_of(x) != version]
     changed += forward.start.changed(parameters=not forward.saves_parameters)
@@ -50,28 +50,32 @@ def as_it_began(forward: Forward) -> Iterator[None]:
             "backward pass needs it as it was. Clone it before you change it."
         )
     with REPLAYS:
-        replaying, bare = here.replaying, forward.is_bare
-        outer = forward.is_again, forward.carry, forward.drawn
-        before = forward.standing if forward.is_again else None
-        forward.standing = forward.start.now()
-        # Where f goes backward itself, what it adds was added before. Elsewhere .grad is left
-        # alone: another thread's backward pass may add to it meanwhile.
+        replaying, bare = thread_state.replaying, forward.is_bare
+        outer = forward.is_recomputing_chunks, forward.carry, forward.drawn
+        before = forward.outer_state if forward.is_recomputing_chunks else None
+        forward.outer_state = forward.start.now()
+        # If f itself calls backward(), it must not accumulate a second time. Otherwise .grad is
+        # not touched, since another thread's backward pass may add to it.
         watched = forward.start.reached.watched if forward.accumulates else []
         grads = [(x, x.grad) for x, _ in watched if x.is_leaf] if watched else []
         try:
             for x, _ in grads:
                 x.grad = None
-            if forward.standing is not forward.start:
+            if forward.outer_state is not forward.start:
                 forward.start.restore()
-            forward.carry, forward.drawn, forward.is_again = forward.first_carry, None, True
-            forward.look_at_modes()
-            here.replaying, here.wanted = True, False
+            forward.carry, forward.drawn, forward.is_recomputing_chunks = (
+                forward.first_carry,
+                None,
+                True,
+            )
+            forward.compare_modes()
+            thread_state.replaying, thread_state.was_queried = True, False
             yield
         finally:
-            here.replaying, forward.is_bare = replaying, bare
-            forward.is_again, forward.carry, forward.drawn = outer
-            forward.standing.restore()
-            forward.standing = before or forward.standing
+            thread_state.replaying, forward.is_bare = replaying, bare
+            forward.is_recomputing_chunks, forward.carry, forward.drawn = outer
+            forward.outer_state.restore()
+            forward.outer_state = before or forward.outer_state
             for x, grad in grads:
                 if x.grad is not grad:
                     x.grad = grad
@@ -80,12 +84,12 @@ def as_it_began(forward: Forward) -> Iterator[None]:
 
 
 @contextmanager
-def going_back(forward: Forward, again: bool = False) -> Iterator[None]:
-    """Inside, a chunk that was computed again is differentiated.
+def differentiating(forward: Forward, again: bool = False) -> Iterator[None]:
+    """Around the backward pass of a recomputed chunk: the effects of gradient hooks persist.
 
-    What hooks on gradients do then stays. again: For a second derivative; they did it before.
+    again: Whether it is for a second derivative, when the hooks' effects are discarded.
     """
-    if again or not (forward.is_again and forward.hooked):
+    if again or not (forward.is_recomputing_chunks and forward.hooked):
         reached = forward.start.reached
         before = reached.counted_versions() if forward.compares_bits else []
         yield
@@ -98,44 +102,44 @@ def going_back(forward: Forward, again: bool = False) -> Iterator[None]:
             )
         return
     state = forward.start.now()
-    forward.standing.restore()
-    here.replaying = False
+    forward.outer_state.restore()
+    thread_state.replaying = False
     try:
         yield
     finally:
-        here.replaying, here.wanted = True, False
-        forward.standing = forward.start.now()
+        thread_state.replaying, thread_state.was_queried = True, False
+        forward.outer_state = forward.start.now()
         state.restore()
 
 
 @contextmanager
 def without_hooks(leaves: list[torch.Tensor]) -> Iterator[None]:
-    """The leaves' hooks fire once, on the sum, and not for each chunk."""
+    """Removes the leaves' hooks for the block, so that they run once on the sum of all chunks."""
     with REPLAYS:
-        held = [hooks for x in leaves if (hooks := upstream.tensor_hooks(x)) is not None]
+        hook_dicts = [hooks for x in leaves if (hooks := upstream.tensor_hooks(x)) is not None]
         bare = [x for x in leaves if upstream.tensor_hooks(x) is None]
-        kept = [dict(hooks) for hooks in held]
+        kept = [dict(hooks) for hooks in hook_dicts]
         try:
-            for hooks in held:
+            for hooks in hook_dicts:
                 hooks.clear()
             yield
         finally:
-            # Those that f set when it was computed again it had set before.
-            for hooks, those in zip(held, kept, strict=True):
+            # The recomputation sets f's hooks a second time: they are dropped.
+            for hooks, original in zip(hook_dicts, kept, strict=True):
                 hooks.clear()
-                hooks.update(those)
+                hooks.update(original)
             for x in bare:
                 if upstream.tensor_hooks(x) is not None:
                     upstream.set_tensor_hooks(x, None)
 
 
 def check_end(forward: Forward, count: int) -> None:
-    """Raises if streams or buffers stand elsewhere when so many chunks have run again.
+    """Raises if generators or buffers differ from the first pass after `count` recomputed chunks.
 
-    f then draws more or less than it did, or another thread draws, or calls f's modules.
+    f then draws more or fewer numbers, or another thread draws from them, or calls f's modules.
     """
-    (versions, marks), (now, streams) = forward.ends[count], forward.end()
-    moved = [stream for stream, stands in streams.items() if stands != marks[stream]]
+    (versions, expected), (now, streams) = forward.ends[count], forward.end()
+    moved = [stream for stream, state in streams.items() if state != expected[stream]]
     if moved:
         raise GradtoolsError(
             f"{forward.caller}: {moved[0]} stands elsewhere after f was computed again than after "
@@ -143,8 +147,8 @@ def check_end(forward: Forward, count: int) -> None:
             "or another thread draws from it meanwhile, whose numbers would come twice: give "
             "that thread a generator of its own."
         )
-    # What f leaves out when it is computed again, by `is_recomputing`, is its own affair.
-    off = operator.gt if has_asked() else operator.ne
+    # An f that asks `is_recomputing` may skip updates of buffers.
+    off = operator.gt if was_queried() else operator.ne
     moved_too = [k for k, pair in enumerate(zip(now, versions, strict=True)) if off(*pair)]
     if forward.compares_bits and moved_too:
         k = moved_too[0]

@@ -1,9 +1,9 @@
 """Writing gradients in PyTorch: into `.grad` of the real parameters.
 
-The engine adds into `.grad` in place where it can and creates it where it is None; so does this,
-under one lock for the whole process, since Python's `p.grad = p.grad + g` loses what another
-thread adds between the read and the write. Everything that can fail (checks, allocation) comes
-before the first write. `gradtools.accumulate` documents the public names.
+Like the autograd engine, this adds to `.grad` in place where possible and creates it if it is None.
+A process-wide lock serializes it, since `p.grad = p.grad + g` would lose what another thread adds
+between the read and the write. Everything that can fail (checks, allocation) comes before the first
+write. `gradtools.accumulate` documents the public names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Write = tuple[Callable[[Any, Any], Any], torch.Tensor, torch.Tensor]
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
-    """Adds to, or sets, `.grad` of every parameter that grads names: of all or of none."""
+    """Adds to, or sets, `.grad` of every parameter that grads names; atomic if anything fails."""
     caller = "accumulate_gradients" if add else "assign_gradients"
     parameters = _parameters(caller, target)
     if trees.is_flat(parameters) and _is_named(parameters, grads):
@@ -49,7 +49,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def _is_named(parameters: dict[Any, Any], grads: Any) -> bool:
-    """Whether grads gives tensors by names of these parameters: then no tree is walked."""
+    """Whether grads is a flat dict of tensors with names of these parameters."""
     if type(grads) is not dict or not grads.keys() <= parameters.keys():
         return False
     return all(g is None or isinstance(g, torch.Tensor) for g in grads.values())
@@ -59,7 +59,7 @@ def _is_named(parameters: dict[Any, Any], grads: Any) -> bool:
 
 
 def detached(x: Any) -> torch.Tensor | None:
-    """The tensor outside of every graph, its memory shared; None if x is no tensor."""
+    """The detached tensor; None if x is no tensor."""
     return x.detach() if isinstance(x, torch.Tensor) else None
 
 
@@ -68,17 +68,17 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 
 
 def current_trace() -> Any:
-    """What tells one nest of `torch.func` transforms from another; None outside of all."""
+    """An identifier of the current `torch.func` nesting; None outside of all transforms."""
     return upstream.maybe_current_level()
 
 
 def spec(x: torch.Tensor) -> tuple[Any, ...]:
-    """What two gradients of one parameter have in common."""
+    """The properties that all gradients of a parameter must share."""
     return x.layout, x.dtype, x.shape, x.device
 
 
 def varies(x: torch.Tensor) -> frozenset[Any]:
-    """No mesh axes: types say nothing of them."""
+    """No mesh axes, which only JAX tracks."""
     return frozenset()
 
 
@@ -105,7 +105,7 @@ def _are_plain(xs: Sequence[torch.Tensor]) -> bool:
 
 
 def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: Any) -> bool:
-    """Adds weight times xs to the sums in place, where that is a sum of plain numbers."""
+    """Adds weight times xs to the sums in place; False if that is not possible."""
     if type(weight) not in (int, float) or not (_are_plain(totals) and _are_plain(xs)):
         return False
     if any(x.is_inference() for x in totals):
@@ -125,8 +125,8 @@ def _promoted(a: torch.Tensor, b: torch.Tensor) -> torch.dtype:
 def sums_over_ranks(
     own: RankSums | None, group: Any, axis_name: Any
 ) -> tuple[Any, list[torch.Tensor], Any]:
-    """`(treedef, sums, weight)` of all processes, which first compare what they hold."""
-    # Imported here: torch.distributed takes its time, and few programs use it.
+    """`(treedef, sums, weight)` over all processes, which first compare structures."""
+    # Imported here, since importing torch.distributed is slow and few programs use it.
     from gradtools.torch.gathering import add_over_ranks_, check_group, values_of_ranks
 
     check_group(_MEAN, axis_name, group)
@@ -135,8 +135,8 @@ def sums_over_ranks(
             f"{_MEAN}: sums over processes are taken outside of torch.func's transforms. Use "
             "mean() inside, and add its result to an accumulator outside."
         )
-    held = None if own is None else _held(own)
-    ranks = values_of_ranks((held, 0 if own is None else own.weight), group)
+    layout = None if own is None else _layout_of(own)
+    ranks = values_of_ranks((layout, 0 if own is None else own.weight), group)
     _check_ranks(ranks)
     weights = [weight for _, weight in ranks]
     first = next(h for h, _ in ranks if h is not None)
@@ -149,7 +149,7 @@ def sums_over_ranks(
         return own.treedef, own.totals, sum(weights)
     plain = [x for x in own.totals if not _is_distributed(x)]
     add_over_ranks_(plain, group)
-    for x in own.totals:  # one and the same on all ranks, so that their sum is a multiple
+    for x in own.totals:  # a DTensor is the same on all ranks, so its sum is a multiple
         if _is_distributed(x):
             x *= len(weights)
     return own.treedef, own.totals, sum(weights)
@@ -158,11 +158,13 @@ def sums_over_ranks(
 _MEAN = "GradientAccumulator.mean"
 
 
-class _Held(NamedTuple):
-    """What a process holds, without the numbers.
+class _Layout(NamedTuple):
+    """The structure of a process's sums.
 
-    leaves: The kind, dtype and shape of each.
-    tree: Their tree with numbers at its leaves, pickled; empty where that is not possible.
+    paths: The leaf paths.
+    leaves: The kind, dtype and shape of each leaf.
+    tree: The pickled tree with indices as leaves; empty if it cannot be pickled.
+    device: The device type.
     """
 
     paths: tuple[str, ...]
@@ -171,7 +173,7 @@ class _Held(NamedTuple):
     device: str
 
 
-def _held(own: RankSums) -> _Held:
+def _layout_of(own: RankSums) -> _Layout:
     leaves = [
         ("DTensor" if _is_distributed(x) else _short(x.layout), x.dtype, tuple(x.shape))
         for x in own.totals
@@ -179,22 +181,23 @@ def _held(own: RankSums) -> _Held:
     try:
         tree = pickle.dumps(trees.unflatten(own.treedef, [*range(len(leaves))]))
     except (pickle.PicklingError, AttributeError, TypeError):
-        tree = b""  # which only a process that holds nothing needs
-    return _Held(own.paths, leaves, tree, own.totals[0].device.type if own.totals else "cpu")
+        tree = b""  # needed only by a process without sums
+    return _Layout(own.paths, leaves, tree, own.totals[0].device.type if own.totals else "cpu")
 
 
-def _check_ranks(ranks: Sequence[tuple[_Held | None, Any]]) -> None:
-    """Raises, on all processes alike, unless their sums can be added."""
-    held = [(rank, h) for rank, (h, _) in enumerate(ranks) if h is not None]
-    if not held:
+def _check_ranks(ranks: Sequence[tuple[_Layout | None, Any]]) -> None:
+    """Raises, on all processes equally, unless their sums can be added."""
+    layouts = [(rank, layout) for rank, (layout, _) in enumerate(ranks) if layout is not None]
+    if not layouts:
         raise GradtoolsError(
             f"{_MEAN}: nothing has been added on any rank, so there is no mean. Call add(grads) "
             "first."
         )
-    first, expected = held[0]
-    for rank, h in held[1:]:
+    first, expected = layouts[0]
+    for rank, layout in layouts[1:]:
         for ours, theirs in zip_longest(
-            zip(expected.paths, expected.leaves, strict=True), zip(h.paths, h.leaves, strict=True)
+            zip(expected.paths, expected.leaves, strict=True),
+            zip(layout.paths, layout.leaves, strict=True),
         ):
             if ours != theirs:
                 raise GradtoolsError(
@@ -202,10 +205,12 @@ def _check_ranks(ranks: Sequence[tuple[_Held | None, Any]]) -> None:
                     f"{_in_words(ours)}. Add gradients of one structure on all ranks; where a "
                     "parameter got none, add zeros."
                 )
-    _check_kinds(ranks, expected, len(held) < len(ranks))
+    _check_kinds(ranks, expected, len(layouts) < len(ranks))
 
 
-def _check_kinds(ranks: Sequence[tuple[_Held | None, Any]], expected: _Held, empty: bool) -> None:
+def _check_kinds(
+    ranks: Sequence[tuple[_Layout | None, Any]], expected: _Layout, empty: bool
+) -> None:
     kinds = {kind for kind, _, _ in expected.leaves}
     if kinds - {"strided", "DTensor"} or (empty and ("DTensor" in kinds or not expected.tree)):
         raise GradtoolsError(
@@ -238,7 +243,7 @@ def _is_distributed(x: Any) -> bool:
 
 
 def _parameters(caller: str, target: Any) -> Any:
-    """The pytree of parameters that target stands for."""
+    """The pytree of parameters in target, with modules replaced by their parameter dicts."""
     if target is None:
         raise GradtoolsError(
             f"{caller}: target is None; expected the parameters whose .grad is to be written. Give "
@@ -248,7 +253,7 @@ def _parameters(caller: str, target: Any) -> Any:
 
 
 def _assignments(merged: Sequence[tuple[Any, Any]]) -> list[Write]:
-    """The writes, ready to be done; no caller's tensor is touched or kept by them."""
+    """The prepared writes; they neither change nor keep the user's gradient tensors."""
     copies = upstream.clone_each([g.detach() for _, g in merged])
     return [(_set, p, copy) for (p, _), copy in zip(merged, copies, strict=True)]
 
@@ -260,12 +265,12 @@ def _additions(merged: Sequence[tuple[Any, Any]]) -> list[Write]:
 
 
 def _merged(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple[Any, Any]]:
-    """(parameter, gradient), each parameter once."""
-    result: dict[int, tuple[str, Any, Any]] = {}
+    """`(parameter, gradient)` pairs, with one sum for a parameter that occurs several times."""
+    by_id: dict[int, tuple[str, Any, Any]] = {}
     for entry in entries:
         path, grad = entry.path, entry.grad
-        if id(entry.target) in result:
-            path, _, other = result[id(entry.target)]
+        if id(entry.target) in by_id:
+            path, _, other = by_id[id(entry.target)]
             if not add:
                 raise GradtoolsError(
                     f"{caller}: target{path} and target{entry.path} are one parameter, and each "
@@ -273,8 +278,8 @@ def _merged(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple
                     "with accumulate_gradients."
                 )
             grad = other.detach() + grad.detach()
-        result[id(entry.target)] = (path, entry.target, grad)
-    return [(target, grad) for _, target, grad in result.values()]
+        by_id[id(entry.target)] = (path, entry.target, grad)
+    return [(target, grad) for _, target, grad in by_id.values()]
 
 
 def _addition(p: torch.Tensor, g: torch.Tensor) -> Write:
@@ -291,7 +296,7 @@ def _set(p: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _is_writable(grad: torch.Tensor) -> bool:
-    """Whether adding in place is allowed and changes no graph and no entry twice."""
+    """Whether `.grad` can be added to in place: no graph, and no entries that overlap."""
     if grad.requires_grad or grad.is_inference():
         return False
     if grad.layout != torch.strided:
@@ -300,13 +305,13 @@ def _is_writable(grad: torch.Tensor) -> bool:
 
 
 def _apart(g: torch.Tensor, buffers: set[Any]) -> torch.Tensor:
-    """g, or a copy of it where it lies in a buffer that is about to be written."""
+    """g, or a copy if it shares memory with a buffer that is about to be written."""
     memory = _memory(g)
     return g.clone() if memory is not None and memory in buffers else g
 
 
 def _memory(x: torch.Tensor) -> Any:
-    """What tells the storage of x; None where x has none (sparse, wrapped, fake)."""
+    """The address of x's storage; None if x has none (sparse, wrapped, fake)."""
     try:
         return x.untyped_storage().data_ptr() or None
     except (NotImplementedError, RuntimeError):

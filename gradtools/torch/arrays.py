@@ -1,8 +1,7 @@
-"""Arrays, keys and the array-API namespace of the PyTorch wing.
+"""Arrays, keys and the array-API namespace in PyTorch.
 
-Arrays come in with the dtype that NumPy gave them, or not at all. A key is an int64 tensor
-of two words; child i of the key (a, b) is, with the splitmix64 finaliser m and odd constants
-C, D,
+Conversions from NumPy keep the dtype or raise. A key is an int64 tensor of two words; child i of
+the key (a, b) is, with the splitmix64 finalizer m and odd constants C, D,
 
     a_i = m(a + (i + 1) C),    b_i = m(m(b + D a_i) + i),
 
@@ -108,7 +107,7 @@ def check_key(caller: str, key: Any) -> None:
 
 
 def xp() -> ModuleType:
-    """The array-API namespace of PyTorch, imported when it is first asked for."""
+    """The array-API namespace of PyTorch, imported lazily."""
     try:
         import array_api_compat.torch as namespace
     except ImportError as error:
@@ -127,7 +126,7 @@ def _default_dtype(dtype: np.dtype) -> torch.dtype:
 
 
 def _from_numpy(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A tensor on memory of its own (``array`` may be read-only, reversed or byte-swapped)."""
+    """A tensor that owns its memory (``array`` may be read-only, reversed or byte-swapped)."""
     owned = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
     try:
         result = torch.from_numpy(owned)
@@ -137,7 +136,7 @@ def _from_numpy(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _reinterpreted(array: np.ndarray) -> torch.Tensor:
-    """Dtypes that NumPy knows only through ml_dtypes: the same bits under PyTorch's name."""
+    """A tensor of an ml_dtypes dtype, by reinterpreting its bits."""
     dtype = getattr(torch, array.dtype.name, None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.dtype.itemsize:
         raise GradtoolsError(
@@ -149,7 +148,7 @@ def _reinterpreted(array: np.ndarray) -> torch.Tensor:
 
 def _to_numpy(x: torch.Tensor) -> np.ndarray:
     x = x.cpu().resolve_conj().resolve_neg()
-    x = x.clone() if upstream.is_zero(x) else x  # a zero without memory, from double backward
+    x = x.clone() if upstream.is_zero(x) else x  # a ZeroTensor, from double backward
     try:
         return x.numpy().copy()
     except TypeError:

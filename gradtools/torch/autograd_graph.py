@@ -1,11 +1,10 @@
 """A walk over autograd's graph: its leaves, custom Functions, and nodes with wrong gradients.
 
-One walk over the graph of a function's outputs finds its leaves, and the nodes that are no plain
-operations of PyTorch's: those of custom code, whose own derivatives `double_backward.py` checks
-where they are asked for, and those whose gradient PyTorch has wrong.
+One walk over the graph of a function's outputs finds its leaves, the nodes of custom code, whose
+own derivatives `double_backward.py` checks, and the nodes whose gradient PyTorch computes wrongly.
 
-Here is also what a derivative taken inside a function depends on: so that what is cut from it
-afterwards can be told from what is constant.
+This module also records which leaves an inner derivative depends on, to distinguish a leaf that is
+cut from it afterwards from one on which it does not depend.
 """
 
 from __future__ import annotations
@@ -43,17 +42,18 @@ CPP_FUNCTION = "torch::autograd::CppNode<"
 
 
 class Survey(NamedTuple):
-    """What one walk over a graph finds.
+    """The findings of one walk over a graph.
 
     Attributes:
-        leaves: The tensors at its ends.
-        custom: Nodes of code that is not PyTorch's, nor gradtools' own.
-        lost: Nodes of operators without a backward pass, where PyTorch only warns; and those that
-            take a deviation for a constant, as in PyTorch's own vmap of a normalisation's gradient.
-        wrong: Nodes of operations whose gradient PyTorch has wrong.
-        hooked: Whether hooks were set where it was made.
+        leaves: The leaf tensors.
+        custom: Nodes of code that is neither PyTorch's nor gradtools' own.
+        lost: Nodes of operators without a backward pass, for which PyTorch only warns; and nodes
+            that treat a standard deviation as a constant, as PyTorch's vmap of a normalization's
+            gradient does.
+        wrong: Nodes of operations whose gradient PyTorch computes wrongly.
         compiled: Nodes of compiled code, whose backward passes lose derivatives.
-        norms: Nodes of normalisations.
+        norms: Nodes of normalizations.
+        hooked: Whether gradient hooks were set during the evaluation.
     """
 
     leaves: list[Tensor]
@@ -76,7 +76,7 @@ def surveyed(outs: Sequence[Tensor]) -> Survey:
         if y.requires_grad:
             todo.append(y.grad_fn or get_gradient_edge(y).node)
     seen = set(todo)
-    for node in todo:  # as `nodes_of`, at every derivative
+    for node in todo:  # inlined `nodes_of`, since every derivative runs this
         kind = type(node)
         if kind not in plain:
             if kind is accumulates:
@@ -115,7 +115,7 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
 
 
 def is_cpp_function(node: Any) -> bool:
-    """Whether a node is of a torch::autograd::Function that is written in C++."""
+    """Whether a node belongs to a C++ torch::autograd::Function."""
     return type(node).__name__ == CPP_NODE and node.name().startswith(CPP_FUNCTION)
 
 
@@ -125,7 +125,7 @@ def is_torchscript(node: Any) -> bool:
 
 
 def tracked(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Those that require grad."""
+    """The tensors that require grad."""
     return [x for x in xs if x.requires_grad]
 
 
@@ -135,7 +135,7 @@ def graph_of(outs: Sequence[Tensor]) -> set[Any]:
 
 
 def node_of(x: Tensor) -> Any:
-    """The node that ends in x; None if x is of another level of functorch than what runs."""
+    """The node whose output is x; None if x belongs to another functorch level."""
     if not x.requires_grad or (is_wrapped(x) and not _is_here(x)):
         return None
     if x.grad_fn is None and not is_wrapped(x) and upstream.peek_interpreter_stack() is not None:
@@ -144,9 +144,9 @@ def node_of(x: Tensor) -> Any:
 
 
 def _is_here(x: Tensor) -> bool:
-    """Whether a tensor of functorch's belongs to the level that runs, or is mapped in it.
+    """Whether a functorch wrapper belongs to the current level.
 
-    Levels are numbered as they begin: another one may have had this number.
+    Level numbers are reused, so the kind of wrapper must match as well.
     """
     level = upstream.peek_interpreter_stack()
     if level is None or upstream.maybe_get_level(x) != level.level():
@@ -155,7 +155,7 @@ def _is_here(x: Tensor) -> bool:
 
 
 def all_behind(nodes: Sequence[Any]) -> set[Any]:
-    """These nodes, and all that lead to them."""
+    """These nodes and all of their ancestors."""
     seen: set[Any] = set()
     todo = list(nodes)
     while todo:
@@ -174,11 +174,11 @@ def guarded(
     aliases: Sequence[Tensor],
     again: bool,
 ) -> AbstractContextManager[None] | None:
-    """Around a pullback: what custom code loses is refused, and what PyTorch has wrong is right.
+    """A context for a pullback that corrects wrong gradients and gates lost derivatives.
 
-    None where there is neither.
+    None if the graph has neither.
 
-    again: Whether its result may be differentiated.
+    again: Whether the pullback's result may be differentiated.
     """
     if not (survey.lost or survey.wrong or (again and survey.custom)):
         return None
@@ -194,7 +194,7 @@ _UNSPENT = [False]
 
 
 class _OpenDerivatives(threading.local):
-    """The derivatives of this thread whose functions are being evaluated, the innermost last."""
+    """This thread's stack of derivatives whose functions are being evaluated."""
 
     def __init__(self) -> None:
         self.opened: list[OpenDerivative] = []
@@ -204,10 +204,7 @@ here = _OpenDerivatives()
 
 
 def is_spent(x: Tensor) -> bool:
-    """Whether x is an alias of a derivative whose function was evaluated.
-
-    Aliases of a finished call do not count as captured: no other result stays attached for them.
-    """
+    """Whether x is an alias of a finished call. Such aliases do not count as captured tensors."""
     return getattr(x, SPENT, _UNSPENT)[0]
 
 
@@ -215,12 +212,12 @@ class OpenDerivative(NamedTuple):
     """A derivative whose function is being evaluated.
 
     Attributes:
-        aliases: The tensors at which it is.
-        entered: Which of these reach a derivative taken inside.
-        constant: Which of these reach one that is constant.
-        before: Which had entered one in the functions around when this one began.
-        spent: Whether the aliases are spent, one flag that all of them hold.
-        leaves: What the aliases stand for.
+        aliases: The tensors at which the function is evaluated.
+        entered: The indices of those on which an inner derivative depends.
+        constant: The indices of those that reach an inner derivative which is constant in them.
+        before: For each outer function its `entered` when this evaluation began.
+        spent: Whether the call is finished, one flag shared by all aliases.
+        leaves: The tensors of which these are aliases.
     """
 
     aliases: Sequence[Tensor]
@@ -231,19 +228,19 @@ class OpenDerivative(NamedTuple):
     leaves: Sequence[Tensor]
 
     def cut(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[int]:
-        """Of what is not reached, what entered a derivative: it was cut afterwards."""
+        """The unreached leaves on which an inner derivative depends: cut after it."""
         if not self.entered:
             return []
         lost = [i for i in sorted(self.entered) if grads[i] is None]
         return [i for i in lost if i not in self._led_to(outs)] if lost else lost
 
     def _led_to(self, outs: Sequence[Tensor]) -> set[int]:
-        """What the graph of outs leads to: if no gradient comes, it is zero on the way."""
+        """The aliases in the graph of outs: one without a gradient has a zero on its path."""
         nodes = graph_of(outs)
         return {i for i, x in enumerate(self.aliases) if node_of(x) in nodes}
 
     def filled(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Zeros for what is not reached because a derivative inside is constant."""
+        """The gradients, with zeros for leaves in which inner derivatives are constant."""
         if not (self.entered or self.constant):
             return list(grads)
         lost = {i for i in self.entered if grads[i] is None}
@@ -256,15 +253,15 @@ class OpenDerivative(NamedTuple):
 
 
 SOURCE = "_gradtools_source"
-"""The attribute of an alias that a derivative is taken at: refers to the parameter."""
+"""The attribute of an alias with a reference to the parameter."""
 
 
 def refuse_read_elsewhere(
     fun: Any, outs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> None:
-    """Raises for a parameter that outs depend on by another reference than the leaf.
+    """Raises if outs depend on a parameter by another reference than the leaf.
 
-    A loss that closes over a module and is differentiated at a module that holds it, say.
+    For example a loss that closes over a submodule of the module argument.
     """
     around = {id(a): x for o in here.opened for a, x in zip(o.aliases, o.leaves, strict=True)}
     lost: dict[int, int] = {}
@@ -304,13 +301,14 @@ def note_taken(
     kept: bool,
     inside: OpenDerivative | None = None,
 ) -> None:
-    """Notes, where a function is being evaluated, what a derivative that it takes depends on.
+    """Records in all open derivatives which of their aliases an inner derivative depends on.
 
-    found: The derivative of outs at the leaves, which stand under the names `aliases` in outs'
-        graph. What that graph reaches and its own does not is constant.
+    outs: The outputs of the inner function.
+    found: Their derivative at the leaves, whose aliases are in the graph of outs. It is constant in
+        what the graph of outs reaches and its own graph does not.
     kept: Whether found has a graph.
-    inside: The evaluation of outs: what entered a derivative there, of which this one is constant,
-        is not cut.
+    inside: The inner evaluation. Where this derivative is constant in an alias that entered one
+        inside of it, the alias is not cut.
     """
     around = here.opened
     if not around:
@@ -332,31 +330,31 @@ def note_taken(
 
 
 def tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with respect to which somebody may differentiate a graph again.
+    """The tensors with respect to which a graph may be differentiated again.
 
-    aliases: Leaves that belong to the derivative itself are not among them.
+    aliases: The derivative's own aliases, which do not count if they are leaves.
     """
     own = {id(x) for x in aliases}
     leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
-    result = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
+    tensors = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
     for x in (*aliases, *(x for opened in here.opened for x in opened.aliases)):
         if x.grad_fn is not None and x.grad_fn in nodes:
-            result[id(x)] = x
-    return list(result.values())
+            tensors[id(x)] = x
+    return list(tensors.values())
 
 
 # --- TorchScript ----------------------------------------------------------------------------
 
 
 def refuse_torchscript(caller: str, outs: Sequence[Tensor]) -> None:
-    """Raises if a function that was pushed along, or entered by torch.func, holds TorchScript."""
+    """Raises if the graph of outs, in forward mode or torch.func, holds TorchScript nodes."""
     beneath = [unwrapped(y) for y in outs if is_wrapped(y)]
     if any(is_torchscript(node) for node in nodes_of(tracked([*outs, *beneath]))):
         raise LostDerivativeError(f"{caller}: {TORCHSCRIPT_LOSES}")
 
 
 def scripts_refused(caller: str) -> AbstractContextManager[None]:
-    """Around a function that is pushed along once more: no call of TorchScript may make a node."""
+    """Around a function in forward mode: raises if a TorchScript call records a node."""
 
     def around(script: Any, call: Any, args: Any, kwargs: Any) -> Any:
         before = nodes_made()
@@ -368,7 +366,7 @@ def scripts_refused(caller: str) -> AbstractContextManager[None]:
     return scripts_called(around)
 
 
-# How many nodes this thread has made: TorchScript makes them under no_grad, too.
+# The number of nodes that this thread has made; TorchScript makes them under no_grad as well.
 nodes_made = upstream.nodes_made
 TORCHSCRIPT_LOSES = (
     "f holds a function of TorchScript (torch.jit), in which PyTorch loses tangents, and second "

@@ -1,4 +1,4 @@
-"""The waist in PyTorch: what `gradtools.backend.Backend` asks. `engines.py` differentiates."""
+"""The PyTorch backend, an implementation of `gradtools.backend.Backend`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ _REAL = {
 
 
 class TorchBackend(FrameworkBackend):
-    """What `gradtools.backend.Backend` asks, by PyTorch.
+    """`gradtools.backend.Backend` for PyTorch.
 
-    The engines and the rules come with it; a lazily imported member is one of those that most
-    programs never ask for, so that an import of gradtools stays light.
+    The engines and rules are imported with it, members that most programs do not use lazily.
     """
 
     name, package = "torch", "gradtools.torch"
@@ -64,7 +63,7 @@ class TorchBackend(FrameworkBackend):
     array_type = Tensor
 
     def is_array(self, x: Any, /) -> bool:
-        return isinstance(x, Tensor)  # of NumPy's arrays dynamo says that torch.is_tensor holds
+        return isinstance(x, Tensor)  # torch.is_tensor is True of NumPy arrays in dynamo
 
     is_inexact = staticmethod(is_inexact)
 
@@ -83,7 +82,7 @@ class TorchBackend(FrameworkBackend):
     split_key = staticmethod(arrays.split_key)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
-        # NumPy's float64 and complex128 are Python's numbers too, and weak as these.
+        # NumPy's float64 and complex128 are Python numbers, and weakly typed like these.
         is_number = isinstance(x, float | complex) or not hasattr(x, "__array__")
         return x if is_number else self.asarray(x)
 
@@ -101,7 +100,7 @@ class TorchBackend(FrameworkBackend):
         dtype = _REAL.get(like.dtype, like.dtype)
         if isinstance(x, Tensor):
             return x.to(dtype)
-        # A single number on the CPU goes with arrays anywhere; the default device may be another.
+        # A scalar on the CPU combines with tensors on any device, unlike one on another device.
         make = partial(torch.full, ()) if isinstance(x, float | int) else torch.tensor
         return make(x, dtype=dtype, device="cpu")
 
@@ -157,7 +156,7 @@ class TorchBackend(FrameworkBackend):
         return x.detach()
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """`f(args)`; an f that needs NumPy arrays runs on unwrapped tensors under functorch."""
+        """`f(args)`; under torch.func an f that needs NumPy arrays gets unwrapped tensors."""
         try:
             return f(args)
         except RuntimeError as error:
@@ -193,7 +192,7 @@ class TorchBackend(FrameworkBackend):
         with explained(caller_of(f)):
             mapped = torch.vmap(
                 lambda *xs: tuple(f(*xs)),
-                # In compiled code chunks cannot go back to where the random streams stood.
+                # Compiled code cannot restore the random state for each chunk.
                 randomness="same"
                 if one_draw and not (chunk_size and is_compiling())
                 else "different",
@@ -224,19 +223,19 @@ def _checkpointed(
     backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     if is_compiling() and engines.is_pushed_in_trace():
-        return f(*args, **kwargs)  # PyTorch traces no tangents through a checkpoint's operator
+        return f(*args, **kwargs)  # dynamo does not trace tangents through checkpoint's operator
     if is_compiling() and not engines.is_inside():
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(f, *args, use_reentrant=False, **kwargs)
     from gradtools.torch import chunking
 
-    # torch.func, which differentiates in compiled code, does not go through a checkpoint there.
+    # In compiled code torch.func, which differentiates there, does not support checkpoint.
     return uncompiled(chunking.checkpointed, backend, f, args, kwargs, options)
 
 
 class _OnHost(torch.autograd.Function):
-    """A function on plain tensors, called beneath functorch's levels. It has no derivative."""
+    """A function of plain tensors, called below functorch's levels, without a derivative."""
 
     @staticmethod
     def forward(run: Callable[..., list[Tensor]], *xs: Any) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """`gt.compile` in PyTorch: a compiled function with the derivatives that compiled code lacks.
 
-Forward mode and double backward run the function as it is, outside of its graph.
+Forward mode and double backward run the function eagerly.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Tensor = torch.Tensor
 
 
 def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(f)`; f is run as it is in forward mode, and where a double backward is asked.
+    """`torch.compile(f)`, which runs f eagerly in forward mode and for a double backward.
 
-    PyTorch's compiled code has neither, and drops tangents in silence.
+    PyTorch's compiled code supports neither, and silently drops tangents.
     """
     code = torch.compile(f, **options)
     if isinstance(f, torch.nn.Module):
@@ -57,20 +57,20 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         leaves = leaves_of([outs[i] for i in tracked])
         own = {id(x): x for x in [*given, *leaves] if x.requires_grad}
 
-        def again() -> list[Tensor]:
+        def run_eagerly() -> list[Tensor]:
             if before is not None and not before.equals(after):
                 raise GradtoolsError(
                     f"compile: {_name(f)} draws random numbers, and outside of the compiled graph "
                     "it would draw others, so its double backward cannot be had by running it "
                     "again. Compile the derivative instead: " + NO_DOUBLE_BACKWARD
                 )
-            result = trees.flatten(f(*args, **kwargs))[0]
-            return [result[i] for i in tracked]
+            eager = trees.flatten(f(*args, **kwargs))[0]
+            return [eager[i] for i in tracked]
 
         after = Randomness.now(given)
-        result = [outs[i] for i in tracked]
-        point = _CompiledCall(_name(f), again, [get_gradient_edge(y) for y in result])
-        for i, y in zip(tracked, _Twice.apply(point, result, *own.values()), strict=True):
+        ys = [outs[i] for i in tracked]
+        point = _CompiledCall(_name(f), run_eagerly, [get_gradient_edge(y) for y in ys])
+        for i, y in zip(tracked, _Twice.apply(point, ys, *own.values()), strict=True):
             outs[i] = y
         return trees.unflatten(treedef, outs)
 
@@ -83,15 +83,15 @@ def _name(f: Any) -> str:
 
 @dataclass
 class _CompiledCall:
-    """A call of a compiled function: how to run it again as it is, and the ends of its graph."""
+    """A call of a compiled function: how to run it eagerly, and the ends of its graph."""
 
     name: str
-    again: Callable[[], list[Tensor]]
+    run_eagerly: Callable[[], list[Tensor]]
     ends: list[GradientEdge]
 
 
 class _Twice(torch.autograd.Function):
-    """A compiled function's outputs: the compiled backward pass, or a graph where one is asked."""
+    """A compiled function's outputs, whose backward runs f eagerly if it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, point: _CompiledCall, outs: list[Tensor], *inputs: Tensor) -> Any:
@@ -104,8 +104,8 @@ class _Twice(torch.autograd.Function):
         inputs, point, create = ctx.saved_tensors, ctx.point, torch.is_grad_enabled()
         keep = upstream.keeps_graph()
         if create:
-            _tell(point.name)
-        outs: Sequence[Any] = point.again() if create else point.ends
+            _warn_of_eager_run(point.name)
+        outs: Sequence[Any] = point.run_eagerly() if create else point.ends
         if not keep:
             point.ends = []
         pairs = zip(outs, cts, strict=True)
@@ -121,7 +121,7 @@ class _Twice(torch.autograd.Function):
         return None, None, *grads
 
 
-def _tell(name: str) -> None:
+def _warn_of_eager_run(name: str) -> None:
     warn_once(
         ("compile", name),
         f"compile: {name} is run again outside of the compiled graph, because its derivative is "

@@ -1,7 +1,7 @@
-"""What gradtools asks of dynamo, without importing it, and what compiled code would lose.
+"""Configures dynamo without importing it, and detects derivatives that compiled code would lose.
 
-Dynamo takes more time to import than the rest of PyTorch together, and a program that compiles
-nothing never needs it. So functions that it must not look into are registered when it arrives.
+Importing dynamo takes longer than importing the rest of PyTorch, and programs that compile nothing
+do not need it. So functions that it must not trace are registered by an import hook.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Tensor = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 _OPAQUE: list[Callable[..., Any]] = []
 _SKIPPED: dict[str, Callable[..., Any]] = {}
-_IN_PYTHON: list[str] = []  # modules that said so of themselves
+_IN_PYTHON: list[str] = []  # modules that dynamo skips
 
 
-def is_compiling() -> bool:  # as PyTorch's own name, dynamo takes it for false in places
-    """Whether dynamo is tracing this very line."""
+def is_compiling() -> bool:  # an alias of PyTorch's function would sometimes be folded to False
+    """Whether dynamo is tracing this line."""
     return torch.compiler.is_dynamo_compiling()
 
 
@@ -44,10 +44,10 @@ def opaque_to_dynamo(fun: F) -> F:
 
 
 class _AsWritten(AbstractContextManager[None]):
-    """A stance of the compiler that all threads share: the last one to leave takes it back.
+    """A reference-counted `torch.compiler.set_stance("force_eager")` for all threads.
 
-    `torch.compiler.set_stance` is of the process and gives back what it found. Two threads that
-    leave in the order in which they came would leave it set for good.
+    `set_stance` is process-wide and restores the stance before it. Two threads that leave in the
+    order in which they entered would leave it set forever.
     """
 
     def __init__(self) -> None:
@@ -72,10 +72,9 @@ _AS_WRITTEN = _AsWritten()
 
 
 def as_written() -> AbstractContextManager[None]:
-    """Inside, functions that `torch.compile` compiled run as they were written.
+    """Runs functions that `torch.compile` compiled eagerly, in all threads.
 
-    Compiled code drops tangents in silence, and no mode sees into it. Threads that run at the same
-    time run so, too.
+    Compiled code silently drops tangents, and modes do not see its operations.
     """
     if not upstream.dynamo_is_loaded() or is_compiling():
         return nullcontext()
@@ -83,7 +82,7 @@ def as_written() -> AbstractContextManager[None]:
 
 
 def skipped_by_dynamo(fun: F) -> F:
-    """Marks `fun` as one that compiled code calls as it is (`torch.compiler.disable`)."""
+    """Marks `fun` as one that dynamo does not trace (`torch.compiler.disable`)."""
     name = f"{fun.__module__}.{fun.__qualname__}"
     _SKIPPED[name] = torch.compiler.disable(fun) if upstream.dynamo_is_loaded() else fun
 
@@ -95,10 +94,10 @@ def skipped_by_dynamo(fun: F) -> F:
 
 
 def left_to_python(module: str) -> None:
-    """Marks a module of which dynamo compiles no line, though it may what the module calls.
+    """Marks a module that dynamo does not trace; code that the module calls may be compiled.
 
-    Such a room runs a function again in other modes, nested too deeply for dynamo, which meets
-    errors of its own there. It says so itself, in its first lines: `left_to_python(__name__)`.
+    These modules run functions again in other modes, with a nesting in which dynamo itself fails.
+    They call `left_to_python(__name__)` in their first lines.
     """
     _IN_PYTHON.append(module)
     if upstream.dynamo_is_loaded():
@@ -107,12 +106,12 @@ def left_to_python(module: str) -> None:
 
 @skipped_by_dynamo
 def uncompiled(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`fun(*args, **kwargs)`, around which compiled code breaks its graph."""
+    """`fun(*args, **kwargs)` with a graph break in compiled code."""
     return fun(*args, **kwargs)
 
 
 class Dynamo(Compiler):
-    """What dynamo is told by the operators."""
+    """The operators' interface to dynamo."""
 
     is_tracing = staticmethod(is_compiling)
     uncompiled = staticmethod(uncompiled)
@@ -129,7 +128,7 @@ class Dynamo(Compiler):
 
 
 class _WhenDynamoArrives(MetaPathFinder):
-    """Finds dynamo as usual, and lets our functions be registered once it is loaded."""
+    """Import hook that registers gradtools' functions once dynamo is loaded."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != upstream.DYNAMO:
@@ -186,7 +185,7 @@ def refuse_lost(caller: str, outs: Sequence[Tensor]) -> None:
 
 
 class CompiledFunctionBackward(torch.autograd.Function):
-    """Stands for a compiled backward pass whose derivative is lost; its node is named `LOST`."""
+    """A node named `LOST`, like that of a compiled backward pass, whose derivative raises."""
 
     @staticmethod
     def forward(ctx: Any, ct: Tensor, tracked: Tensor) -> Tensor:
@@ -198,10 +197,10 @@ class CompiledFunctionBackward(torch.autograd.Function):
 
 
 def mark_lost(nodes: Sequence[Any]) -> None:
-    """Marks gradients of compiled code that come without a graph.
+    """Makes the derivative of compiled code's gradients raise if they have no graph.
 
-    Where an input is a view, PyTorch before 2.13 saves it detached, so the
-    second derivative would be zero in silence.
+    PyTorch before 2.13 saves an input that is a view detached, so that the second derivative would
+    silently be zero.
     """
     if not upstream.saved_views_are_detached:
         return
@@ -212,7 +211,7 @@ def mark_lost(nodes: Sequence[Any]) -> None:
 
 
 def _marked(saved: Sequence[Any], cts: Sequence[Any], _: Any) -> Any:
-    """The gradients of a compiled call, those without a graph behind a node named `LOST`."""
+    """Adds a node named `LOST` to gradients of a compiled call that have no graph."""
     given = [ct for ct in cts if isinstance(ct, Tensor)]
     depends = any(x is not None and x.is_floating_point() for x in saved)
     if not torch.is_grad_enabled() or not depends or any(ct.requires_grad for ct in given):
@@ -223,7 +222,7 @@ def _marked(saved: Sequence[Any], cts: Sequence[Any], _: Any) -> Any:
 
 
 def not_exported(caller: str) -> GradtoolsError:
-    """torch.export, which traces, takes no derivative of any kind (torch#125984)."""
+    """The error of a derivative inside of torch.export, which supports none (torch#125984)."""
     return GradtoolsError(
         f"{caller}: torch.export cannot trace a derivative that the program takes, PyTorch's own "
         "neither. Trace it first, as in torch.fx.experimental.proxy_tensor.make_fx(model)(x), "
@@ -232,7 +231,7 @@ def not_exported(caller: str) -> GradtoolsError:
 
 
 def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> list[Any]:
-    """The nodes of the autograd graph of outs, leaves' among them, up to those of `stop`."""
+    """The nodes of the autograd graph of outs, including leaves, up to the nodes of `stop`."""
     found: list[Any] = []
     seen: set[Any] = set(stop)
     todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]

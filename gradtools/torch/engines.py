@@ -1,12 +1,10 @@
-"""The engines that differentiate in PyTorch.
+"""The engines that differentiate in PyTorch, chosen by the context of the call.
 
-Which one does depends on where the call stands:
-
-- in eager code `torch.autograd.grad` on aliases of the inputs, which takes any eager function;
-- inside functorch's transforms and in compiled code `torch.func`, which is what traces there;
-- forward mode by dual numbers at the outermost level, by `torch.func.jvp` inside functorch, and
-  where the dual level is taken, by a call around this one or by another thread, as the transpose
-  of the pullback: there is one dual level in a process.
+- In eager mode `torch.autograd.grad` on aliases of the inputs, which takes any eager function.
+- Inside torch.func transforms and in compiled code `torch.func`, which can be traced there.
+- Forward mode by dual numbers at the outermost level, by `torch.func.jvp` inside torch.func. There
+  is one dual level in a process: if an outer call or another thread uses it, the pullback is
+  transposed instead.
 
 Results stay differentiable exactly when grad mode is on at entry and an argument or a captured
 tensor requires grad; otherwise they are detached and the graph is freed.
@@ -79,7 +77,7 @@ _is_tracked = attrgetter("requires_grad")
 
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
-    """One evaluation and its pullback, by the engine that fits."""
+    """One evaluation and its pullback, by the engine for the current context."""
     if torch.compiler.is_exporting():
         raise not_exported(caller_of(fun))
     compiling = torch.compiler.is_dynamo_compiling()
@@ -88,7 +86,7 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
     if not compiling and upstream.peek_interpreter_stack() is None:
         if upstream.DYNAMO in sys.modules:
             result = uncompiled(_eager_vjp, fun, leaves, once)
-            # Dynamo would compile what autograd calls of it in Python, such as rules.
+            # Dynamo would compile Python code that autograd calls, such as rules.
             return replace(result, pullback=partial(uncompiled, result.pullback))
         return _eager_vjp(fun, leaves, once)
     with explained(caller_of(fun)):
@@ -96,7 +94,7 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
 
 
 def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
-    """`(outs, extras, pushed)`, by the engine that fits."""
+    """`(outs, extras, pushed)`, by the engine for the current context."""
     if torch.compiler.is_exporting():
         raise not_exported(caller_of(fun))
     _note_derivative(_open_derivatives())
@@ -128,8 +126,8 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 # --- the eager engine --------------------------------------------------------------------
 #
-# Where dynamo gave up on what calls it, it would still compile f piece by piece, and a compiled
-# piece has no second derivatives. So all of it is left to Python.
+# After a graph break in the calling code dynamo would still compile f piece by piece, and compiled
+# pieces have no second derivatives. So dynamo skips all of this.
 
 
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
@@ -159,7 +157,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         if not ordinary or seen.wrong:
             guard = guarded(caller_of(fun), fun, leaves, seen, aliases, again)
         try:
-            # Without `again` tangents go wrong.
+            # Some tangents are wrong without create_graph=True.
             grads = _pulled(ys, aliases, given, create or not once, again, inside.spent, guard)
         except RuntimeError as error:
             if any(x.is_leaf and x.grad is not None for x in aliases):
@@ -192,9 +190,9 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         except RuntimeError:  # some operation's backward pass has no derivative
             return None
 
-    as_they_are = attached or not getattr(fun, "returns_output", True)
+    keeps_graph = attached or not getattr(fun, "returns_output", True)
     return Evaluation(
-        outs if as_they_are else _freed(outs),
+        outs if keeps_graph else _freed(outs),
         extras if attached or not extras else _freed(extras),
         pullback,
         cut=cut,
@@ -204,10 +202,12 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 
 
 class SetsHooks(TorchFunctionMode):
-    """Around a function whose pullback may be transposed, which hooks need not be linear for.
+    """Detects gradient hooks in a function whose pullback may be transposed.
+
+    (Hooks need not be linear.)
 
     Attributes:
-        found: Whether the function sets a hook on a gradient, or reads a node of the graph.
+        found: Whether the function sets a gradient hook, or reads a node of the graph.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class SetsHooks(TorchFunctionMode):
         self.found = False
 
     def around(self, fun: Fun) -> Fun:
-        """The function, evaluated inside."""
+        """The function, evaluated in this mode."""
 
         def inside(*xs: Tensor) -> Any:
             with self:
@@ -235,13 +235,13 @@ _REACH_THE_GRAPH = (Tensor.register_hook, _GRAD_FN.__get__)
 
 
 def _is_plain(ys: Sequence[Tensor]) -> bool:
-    """Whether the graph holds PyTorch's own operations alone, all of them differentiable."""
+    """Whether the graph consists of PyTorch's own operations, without custom Functions."""
     nodes = nodes_of([y for y in ys if y.requires_grad])
     return not any(isinstance(n, BackwardCFunction) or type(n).__name__ == CPP_NODE for n in nodes)
 
 
 def _pushing(push: Any, attached: bool) -> Any:
-    """A transposed pullback. Raises `CannotPush` where an operation has no further derivative."""
+    """A transposed pullback that raises `CannotPush` if an operation has no second derivative."""
 
     def pushed(tangents: list[Tensor]) -> list[Tensor]:
         try:
@@ -272,9 +272,9 @@ def _pulled(
 ) -> Sequence[Tensor | None]:
     """`torch.autograd.grad`.
 
-    spent: Of aliases that are not spent in the meantime: a checkpoint computes again what must be
-        attached as before. That is not inside of inference mode, where nothing is attached.
-    guard: As `guarded` gives it.
+    spent: The flag of the aliases, which is unset meanwhile: a checkpoint that recomputes in the
+        backward pass must attach to them as before.
+    guard: The context that `guarded` returned.
     """
     spent[0] = False
     try:
@@ -288,11 +288,11 @@ def _pulled(
 def pulled(
     ys: Sequence[Tensor], xs: Sequence[Tensor], cts: Sequence[Tensor], retain: bool, create: bool
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` without its checks of the arguments; None where not reached."""
-    if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
+    """`torch.autograd.grad` without its argument checks; None for unreached inputs."""
+    if torch.overrides.has_torch_function((*ys, *xs)):  # a mode or a subclass must see the call
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
     run = upstream.engine
-    # A mode that looks on, as where a picture is made, knows autograd's sums by its caller.
+    # A recording identifies autograd's accumulations by the calling function.
     if upstream.DYNAMO in sys.modules or upstream.count_of_dispatch_modes():
         run = upstream.run_engine
     ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
@@ -302,7 +302,7 @@ def pulled(
 def _pulled_within(guard: Any, ys: Any, xs: Any, cts: Any, retain: bool, create: bool) -> Any:
     keep = torch.is_grad_enabled()
     with guard or nullcontext(), outside_of_inference():
-        if torch.is_grad_enabled() != keep:  # leaving inference mode switches it on
+        if torch.is_grad_enabled() != keep:  # leaving inference mode enables it
             torch.set_grad_enabled(keep)
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
 
@@ -317,16 +317,17 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _refuse_nonlinear_hooks(fun: Fun, ys: Any, xs: Any, cts: Any, pulled: Any, spent: Any) -> None:
-    """Raises if hooks make the pullback nonlinear in the cotangents: it has no transpose then."""
+    """Raises if hooks make the pullback nonlinear in the cotangents: then it has no transpose."""
     for scale in (1e3, -1e3):
         larger = _pulled(ys, xs, [scale * ct.detach() for ct in cts], True, False, spent)
         for p, q in zip(pulled, larger, strict=True):
             if p is None or q is None or not p.numel():
                 continue
             wanted = scale * p.detach()
-            told = wanted.isfinite() & q.isfinite()  # what is not finite tells nothing
-            error = torch.where(told, q - wanted, 0).abs().max()
-            if error > torch.finfo(p.dtype).eps ** 0.5 * torch.where(told, wanted, 0).abs().max():
+            finite = wanted.isfinite() & q.isfinite()
+            error = torch.where(finite, q - wanted, 0).abs().max()
+            size = torch.where(finite, wanted, 0).abs().max()
+            if error > torch.finfo(p.dtype).eps ** 0.5 * size:
                 raise GradtoolsError(
                     f"{caller_of(fun)}: f sets a hook on a gradient that is not linear in it "
                     "(clipping, normalizing), so its pushforward is no derivative of f. Take vjp "
@@ -335,12 +336,12 @@ def _refuse_nonlinear_hooks(fun: Fun, ys: Any, xs: Any, cts: Any, pulled: Any, s
 
 
 def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
-    """The pushforward: the pullback, which is linear in the cotangents, pulled back itself."""
+    """The pushforward, as the pullback of the pullback, which is linear in the cotangents."""
     outs, _, aliases, attached, survey, inside = evaluated
     tracked = [y for y in outs if y.requires_grad]
     guard = guarded(caller_of(fun), fun, leaves, survey, aliases, True)
     with outside_of_inference(), torch.enable_grad(), guard or nullcontext():
-        # Any will do: the pullback is linear. At zero that of logcumsumexp gives NaN.
+        # Any cotangents will do, since the pullback is linear; logcumsumexp's is NaN at zero.
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         pulled = _pulled(tracked, aliases, dummies, True, True, inside.spent) if tracked else ()
         if survey.hooked and pulled:
@@ -377,10 +378,10 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
 
 
 def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
-    """f at aliases of the leaves, once, with a graph, and what is known of that."""
-    keep = torch.is_grad_enabled()  # which leaving inference mode switches on
+    """f at aliases of the leaves, once, with a graph, and a survey of the graph."""
+    keep = torch.is_grad_enabled()  # before leaving inference mode enables it
     if not is_in_inference():
-        # A mode that looks on is told that gradients are needed.
+        # Function modes must see that gradients are enabled.
         return _evaluated(fun, leaves, keep, keep and not upstream.count_of_function_modes())
     with torch.inference_mode(False):
         return _evaluated(fun, leaves, keep, False)
@@ -388,7 +389,7 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
 
 def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
     around = here.opened
-    # Of most nobody asks why they are cut off.
+    # Skip tagging these detaches; no recorder is active.
     plain = on and not upstream.count_of_dispatch_modes() and upstream.forward_level() < 0
     aliases = [
         x.detach().requires_grad_()
@@ -406,7 +407,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
                 outs, extras = fun(*aliases)
     finally:
         around.pop()
-        if on and not torch.is_grad_enabled():  # f left it off
+        if on and not torch.is_grad_enabled():  # f disabled it
             torch.set_grad_enabled(True)
     survey = surveyed(outs)
     if survey.compiled:
@@ -423,7 +424,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
 def _begun(
     aliases: Sequence[Tensor], around: Sequence[OpenDerivative], leaves: Sequence[Tensor]
 ) -> OpenDerivative:
-    """A derivative whose function is about to be evaluated, inside of others."""
+    """The record of a derivative whose function is about to be evaluated, in others' functions."""
     before, spent = [set(each.entered) for each in around] if around else [], [False]
     for alias in aliases:
         setattr(alias, SPENT, spent)
@@ -432,7 +433,7 @@ def _begun(
 
 @contextmanager
 def _opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
-    """Inside, a function is evaluated at the aliases."""
+    """Around the evaluation of a function at the aliases."""
     around = here.opened
     around.append(_begun(aliases, around, aliases))
     try:
@@ -442,17 +443,17 @@ def _opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
 
 
 def is_in_inference() -> bool:
-    """Whether `torch.inference_mode(False)`, which takes its time, would change anything."""
+    """Whether `torch.inference_mode(False)`, which is slow, would change anything."""
     return torch.is_inference_mode_enabled() or not upstream.is_forward_mode_enabled()
 
 
 def outside_of_inference() -> AbstractContextManager[Any]:
-    """`torch.inference_mode(False)` where it changes anything."""
+    """`torch.inference_mode(False)`, or nothing if it would not change anything."""
     return torch.inference_mode(False) if is_in_inference() else nullcontext()
 
 
 def _normal(x: Tensor) -> Tensor:
-    """x, or a copy that autograd may save if it was made in inference mode."""
+    """x, or a copy that autograd can save if x is an inference tensor."""
     if not x.is_inference():
         return x
     with outside_of_inference():
@@ -460,9 +461,9 @@ def _normal(x: Tensor) -> Tensor:
 
 
 def _alias(x: Tensor, keep: bool) -> Tensor:
-    """x under another name, tracked: a view of x if it is tracked already, else a leaf.
+    """An alias of x that requires grad: a view if x requires grad, else a leaf.
 
-    The tangent of a dual number stays, which `detach` alone would drop in silence.
+    A dual number keeps its tangent, which `detach` alone would silently drop.
     """
     if x.is_inference():
         return x.clone().requires_grad_()
@@ -474,11 +475,11 @@ def _alias(x: Tensor, keep: bool) -> Tensor:
 
 
 def _detached(x: Tensor) -> Tensor:
-    """x cut from its graph; its tangent, if it is a dual number, stays."""
+    """x detached; a dual number keeps its (detached) tangent."""
     if upstream.forward_level() < 0:
         if upstream.count_of_dispatch_modes() or upstream.count_of_function_modes():
             return detached(x, DERIVATIVE)
-        return x.detach()  # of which nobody asks the reason
+        return x.detach()  # no recorder is active, so no tag
     primal, tangent = forward_ad.unpack_dual(x)
     if tangent is None:
         return detached(x, DERIVATIVE)
@@ -487,12 +488,8 @@ def _detached(x: Tensor) -> Tensor:
 
 
 def _freed(xs: Sequence[Any]) -> list[Any]:
-    """The tensors, detached where there is anything to detach them from, and None."""
-    result = list(xs)
-    for i, x in enumerate(result):
-        if x is not None and x.requires_grad:
-            result[i] = _detached(x)
-    return result
+    """The tensors, detached if they require grad; None stays None."""
+    return [_detached(x) if x is not None and x.requires_grad else x for x in xs]
 
 
 def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -504,13 +501,13 @@ def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 @skipped_by_dynamo
 def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool = False) -> Any:
-    keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
+    keep = torch.is_grad_enabled()  # before leaving inference mode enables it
     with outside_of_inference(), torch.set_grad_enabled(keep), dual_level():
         pairs = zip(leaves, tangents, strict=True)
         duals = [dual_of(_unshared(_normal(x)), _normal(t)) for x, t in pairs]
         shows = keep and any(map(_is_tracked, tangents))
-        if shows:  # a graph, which shows what their derivatives go through
-            duals = [_shown(x) for x in duals]
+        if shows:  # record a graph to see which operations the tangents' derivatives pass
+            duals = [_recorded(x) for x in duals]
         recorded = nodes_made()
         with torch.enable_grad():
             caller = caller_of(fun)
@@ -518,7 +515,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
             with mode, pushed_through(caller, keep):
                 outs, extras, nested = _watched(fun, duals)
             unseen = not (keep or nested or seen) and nodes_made() != recorded
-            # Under no_grad a view of what is tracked would say that it is, and show no graph.
+            # Under no_grad a view of a tracked tensor would require grad without a graph.
             unpacked = [forward_ad.unpack_dual(y) for y in outs]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
         primals = [y.primal for y in unpacked]
@@ -529,8 +526,8 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
             entered = [x if x.requires_grad else d for x, d in zip(leaves, duals, strict=True)]
             pushed = _gated_at_custom_code(fun, leaves, entered, tangents, primals, pushed)
         if shows:
-            primals, pushed = _unshown(primals), _unshown(pushed)
-            extras = [_unshown([x])[0] if is_inexact(x) else x for x in extras]
+            primals, pushed = _without_recorded(primals), _without_recorded(pushed)
+            extras = [_without_recorded([x])[0] if is_inexact(x) else x for x in extras]
     if unseen:
         _refuse_unseen(fun, leaves, tangents)
     if nested and all(t is None for _, t in unpacked):
@@ -549,9 +546,9 @@ def _gated_at_custom_code(
     primals: list[Tensor],
     pushed: list[Tensor],
 ) -> list[Tensor]:
-    """The tangents; what custom code loses of their derivatives is refused.
+    """The tangents, with gates that raise where custom code loses a derivative of them.
 
-    entered: The leaves as they stand in the graph of the primals.
+    entered: The leaves in the graph of the primals.
     """
     tracked = [y for y in primals if y.requires_grad]
     pushed = gated_where_unseen(caller_of(fun), tracked, pushed)
@@ -566,21 +563,21 @@ def _gated_at_custom_code(
 
 
 def _is_bookkeeping(node: Any) -> bool:
-    if not isinstance(node, BackwardCFunction):  # TorchScript, and what is written in C++
+    if not isinstance(node, BackwardCFunction):  # TorchScript and C++ functions
         return False
     return upstream.forward_class(type(node)) in upstream.bookkeeping()
 
 
-def _shown(x: Tensor) -> Tensor:
-    """A dual number with a graph behind what is made of it."""
+def _recorded(x: Tensor) -> Tensor:
+    """A dual number that requires grad, only so that operations on it record a graph."""
     if x.requires_grad:
         return x
     setattr(x, SPENT, [True])
     return x.requires_grad_()
 
 
-def _unshown(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Results, of which those are freed whose graph is there for the sake of being shown."""
+def _without_recorded(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Results, detached if their graph exists only because of `_recorded`."""
     return [
         _detached(x) if x.requires_grad and all(map(is_spent, surveyed([x]).leaves)) else x
         for x in xs
@@ -588,7 +585,7 @@ def _unshown(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:
-    """Runs f again to find what made graph nodes that no mode showed, and refuses it by name."""
+    """Runs f again to find the TorchScript call that made nodes unseen by modes, and raises."""
 
     def run(xs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -599,7 +596,7 @@ def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -
 
 
 def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
-    """Leaves that are cut after a derivative inside, as reverse mode sees it; f runs once more."""
+    """The leaves that are cut after an inner derivative, found by running f in reverse mode."""
 
     def run(xs: Sequence[Tensor]) -> list[int]:
         result = uncompiled(_eager_vjp, fun, list(xs), True)
@@ -607,14 +604,11 @@ def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
 
     with upstream.temporarily_clear_interpreter_stack(), suppress(RuntimeError):
         return rerun(run, leaves)
-    return []  # reverse mode does not see it: nothing is known
-
-
-# --- what was asked ----------------------------------------------------------------------
+    return []  # reverse mode failed: unknown
 
 
 def caller_of(fun: Fun) -> str:
-    """The operator that the user called, as far as the function knows it."""
+    """The operator that the user called, if the function knows it."""
     return getattr(fun, "caller", "gradtools")
 
 
@@ -626,11 +620,11 @@ def _in_functorch() -> bool:
 
 
 def _is_differentiated_again(own: int = 0) -> bool:
-    """Whether a level below differentiates: PyTorch's forward rules may then lose a term.
+    """Whether an outer level differentiates: PyTorch's forward rules may then lose a term.
 
-    own: How many levels are the caller's.
+    (Inside plain dual numbers `torch.func.jvp` does not nest at all.)
 
-    Inside plain dual numbers `torch.func.jvp` does not nest at all.
+    own: How many levels belong to this call.
     """
     if is_compiling():
         return False
@@ -648,7 +642,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     entered: list[OpenDerivative] = []
     empty: list[bool] = []
     wrong: list[Any] = []
-    hooked: list[Tensor] = []  # where f sets hooks, the leaves of its graph
+    hooked: list[Tensor] = []  # if f sets hooks, the leaves of its graph
     hooks = SetsHooks() if getattr(fun, "may_transpose", False) else None
     plain: list[bool] = []
     keep = torch.is_grad_enabled()
@@ -690,7 +684,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         filled = tuple(
             torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
         )
-        # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
+        # A view, since a tensor that a rule returns unchanged may be a wrapper of a dead level.
         with explained(caller_of(fun)), corrected(wrong):
             grads = [g.view_as(g) for g in pull(filled)]
         if hooked:
@@ -712,7 +706,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         except RuntimeError:  # some operation's backward pass has no derivative
             return None
 
-    if not entered:  # compiled, or evaluated where dynamo broke its graph
+    if not entered:  # compiled, or evaluated after a graph break
         return Evaluation(list(outs), list(extras), pullback)
 
     def cut(grads: Sequence[Tensor | None]) -> list[int]:
@@ -724,10 +718,10 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
 
 
 def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list[bool]) -> Any:
-    """f, noting at trace time for each leaf whether its group reaches an output.
+    """f, recording at trace time for each leaf whether its group reaches an output.
 
-    Dynamo shows no graph to walk, but knows at each level whether a result depends on what that
-    level differentiates: so each group gets a level of its own. It adds nothing to what runs.
+    Dynamo exposes no graph, but `requires_grad` shows at each level whether a result depends on the
+    inputs of that level; so each group gets a level. This adds nothing to the compiled program.
     """
     if not groups:
         return fun(*xs)
@@ -772,7 +766,7 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
         outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
     if any(stopped) and not any(map(is_wrapped, leaves)):
         refuse_cut(fun, _cut_of(fun, leaves))
-    # PyTorch promotes the tangent of a batch of numbers times a Python number, as no value is.
+    # Under vmap PyTorch promotes the tangent of a scalar times a Python number, unlike its value.
     pushed = [
         t if t.dtype == y.dtype or not is_inexact(y) else t.to(y.dtype)
         for y, t in zip(outs, pushed, strict=True)
@@ -782,12 +776,12 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
 
 
 def _untracked(x: Any) -> Any:
-    """x without its graph, under no_grad; what it is a dual number of stays, and vmap's axes."""
+    """x without its graph, under no_grad, but with its tangent and functorch wrappers."""
     return x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def _unshared(x: Tensor) -> Tensor:
-    """x, or a copy if its entries share memory: PyTorch lays the tangents out as it lies."""
+    """x, or a copy if its entries overlap in memory: tangents get x's memory layout."""
     if is_compiling() or x.is_contiguous():
         return x
     if all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
@@ -796,19 +790,19 @@ def _unshared(x: Tensor) -> Tensor:
 
 
 def _is_pushed_again() -> bool:
-    """Whether a level around this one pushes tangents, or may do so in compiled code."""
+    """Whether an outer level is forward mode, or may be in compiled code."""
     stack = upstream.get_interpreter_stack() or ()
     pushes = any(level.key() == upstream.TransformType.Jvp for level in stack)
     return is_compiling() or pushes or upstream.forward_level() >= 0
 
 
 def _twice_in_trace() -> AbstractContextManager[Any]:
-    """Around what dynamo traces and differentiates again: attention by plain operations."""
+    """Unfused attention, for traced code that is differentiated again."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 def _pushed_from_outside() -> AbstractContextManager[Any]:
-    """Around a function that is pulled back inside of the framework's own `torch.func.jvp`."""
+    """`NoGradStopsTangents`, for a vjp inside of PyTorch's own `torch.func.jvp`."""
     if not _is_pushed_again():
         return nullcontext()
     modes = upstream.function_modes()
@@ -820,8 +814,8 @@ def _pushed_from_outside() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _looked_at_twice(caller: str) -> Iterator[None]:
-    """Around a function whose backward pass is differentiated; dynamo sees one kernel of it."""
+def _differentiated_twice(caller: str) -> Iterator[None]:
+    """Around a function whose backward pass is differentiated again."""
     if is_compiling():
         with _twice_in_trace():
             yield
@@ -838,7 +832,7 @@ def _calls_guarded(caller: str) -> AbstractContextManager[Any]:
 
 def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     def paired(*xs: Tensor) -> Any:
-        with _looked_at_twice(caller_of(fun)):
+        with _differentiated_twice(caller_of(fun)):
             outs, extras = evaluated_to_push(caller_of(fun), fun, *xs)
         if not is_compiling():
             refuse_torchscript(caller_of(fun), outs)
@@ -849,7 +843,7 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _pulled_back(pull: Any, outs: Sequence[Tensor]) -> Any:
-    """The pushforward, as the pullback of a pullback."""
+    """The pushforward, as the pullback of the pullback."""
     ones = tuple(torch.ones_like(y) for y in outs)
     _, push = torch.func.vjp(pull, ones)  # type: ignore[misc]
     return lambda tangents: list(push(tuple(tangents))[0])
@@ -864,24 +858,24 @@ class _OpenFlags(threading.local):
 
 
 _eager = _OpenFlags()
-_compiled: list[list[bool]] = []  # dynamo follows a plain list; it is empty before and after
+_compiled: list[list[bool]] = []  # dynamo can trace a plain list, but no thread-local
 
 
 _pushed_in_trace: list[bool] = []
 
 
 def is_pushed_in_trace() -> bool:
-    """Whether dynamo traces a function that forward mode pushes along."""
+    """Whether dynamo traces a function in forward mode."""
     return bool(_pushed_in_trace)
 
 
 def _open_derivatives() -> list[list[bool]]:
-    """One flag for each derivative whose function is being evaluated."""
+    """A stack of flags, one for each derivative whose function is being evaluated."""
     return _compiled if is_compiling() else _eager.open
 
 
 def is_inside() -> bool:
-    """Whether gradtools is evaluating a function to differentiate it."""
+    """Whether a gradtools derivative is evaluating its function."""
     return bool(_open_derivatives())
 
 

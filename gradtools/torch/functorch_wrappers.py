@@ -1,4 +1,4 @@
-"""Wrappers of functorch and forward mode around a tensor: unwrapping, and zeros like one."""
+"""Unwraps functorch and dual tensors, and creates zeros like them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ is_wrapped = upstream.is_wrapped
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """x beneath the wrappers of torch.func's transforms."""
+    """x without the wrappers of torch.func transforms."""
     while is_wrapped(x):
         x = upstream.get_unwrapped(x)
     return x
@@ -35,17 +35,18 @@ def batches_first(x: Tensor) -> Tensor:
 
 
 def levels(x: Tensor) -> Iterator[int]:
-    """The levels of functorch that x is wrapped in."""
+    """The functorch levels in which x is wrapped."""
     while is_wrapped(x):
         yield upstream.maybe_get_level(x)
         x = upstream.get_unwrapped(x)
 
 
 def levels_differentiating(xs: Iterable[Any]) -> set[int]:
-    """The levels that differentiate any of these: functorch's, and what is beneath them.
+    """The levels at which any of xs is differentiated.
 
-    `OF_AUTOGRAD` is autograd's own graph, `OF_DUAL_NUMBERS` forward mode outside of functorch,
-    which functorch hides: if it is open, any of these may be pushed.
+    These are functorch's levels, `OF_AUTOGRAD` for autograd's own graph, and `OF_DUAL_NUMBERS` for
+    forward mode outside of functorch. Functorch hides the latter's tangents, so if its level is
+    open, any of xs counts as differentiated there.
     """
     result: set[int] = set()
     hidden = upstream.forward_level() >= 0 and upstream.peek_interpreter_stack() is not None
@@ -66,7 +67,7 @@ OF_AUTOGRAD, OF_DUAL_NUMBERS = -1, -2
 
 
 def is_mapped(x: Tensor) -> bool:
-    """Whether x is a batch of vmap's."""
+    """Whether x is batched by vmap."""
     while is_wrapped(x) and not upstream.is_batchedtensor(x):
         x = upstream.get_unwrapped(x)
     return bool(is_wrapped(x))
@@ -84,9 +85,9 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 
 
 def alive(x: Tensor) -> Tensor:
-    """x without the wrappers of transforms that ended, in which a pullback may still run.
+    """x without dead wrappers of finished transforms, which a late pullback may receive.
 
-    A transform that begins then would take them for its own.
+    A new transform at the same level would mistake them for its own.
     """
     while is_wrapped(x) and upstream.maybe_get_level(x) == _ENDED:
         x = upstream.get_unwrapped(x)
@@ -101,12 +102,12 @@ def is_dual(x: Any) -> bool:
         return False
     x = unwrapped(x)
     if upstream.is_legacy_batched(x):
-        return False  # of the vmap of before functorch, in which dual numbers cannot be
+        return False  # the legacy vmap does not support dual numbers
     return forward_ad.unpack_dual(x).tangent is not None
 
 
 def may_be_dual(x: Tensor) -> bool:
-    """Whether PyTorch gives tensors of this kind tangents at all."""
+    """Whether PyTorch supports tangents for tensors of this dtype and layout."""
     return is_inexact(x) and x.layout is torch.strided
 
 
@@ -118,20 +119,20 @@ def is_inexact(x: Any) -> bool:
 
 
 def like(x: Tensor) -> Any:
-    """The shape, dtype and device of a tensor that is differentiated, None for others.
+    """The shape, dtype and device of a floating or complex tensor, None for others.
 
-    Of a subclass that wraps tensors, such as a DTensor, also how it does so.
+    For a wrapper subclass, such as DTensor, also its parts.
     """
     if not (x.is_floating_point() or x.is_complex()):
         return None
-    look = x.shape, x.dtype, x.device
+    aval = x.shape, x.dtype, x.device
     if type(x) in _PLAIN and not is_wrapped(x):
-        return look
+        return aval
     inner = unwrapped(x)
     if type(inner) in _PLAIN or inner.layout is not torch.strided or inner.shape != x.shape:
-        return look
+        return aval
     inside = _SubclassParts.of(inner)
-    return look if inside is None else (*look, inside)
+    return aval if inside is None else (*aval, inside)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -139,11 +140,11 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _SubclassParts:
-    """What a wrapper subclass is made of, by PyTorch's protocol of `__tensor_flatten__`."""
+    """The parts of a wrapper subclass, by PyTorch's `__tensor_flatten__` protocol."""
 
     kind: Any
-    parts: dict[str, Any]  # what the tensors look like
-    others: dict[str, Any]  # what else it is made of, such as a mesh
+    parts: dict[str, Any]  # `like` of the inner tensors
+    others: dict[str, Any]  # other parts, such as a mesh
     context: Any
     stride: Any
 
@@ -152,11 +153,11 @@ class _SubclassParts:
         if not hasattr(x, "__tensor_flatten__"):
             return None
         names, context = x.__tensor_flatten__()
-        held = {name: getattr(x, name) for name in names}
-        parts = {name: like(y) for name, y in held.items() if isinstance(y, Tensor)}
-        if None in parts.values():  # a quantized one, say
+        attributes = {name: getattr(x, name) for name in names}
+        parts = {name: like(y) for name, y in attributes.items() if isinstance(y, Tensor)}
+        if None in parts.values():  # integers, as in a quantized tensor
             return None
-        others = {name: y for name, y in held.items() if name not in parts}
+        others = {name: y for name, y in attributes.items() if name not in parts}
         return cls(type(x), parts, others, context, x.stride())
 
     def zeros(self, shape: Any) -> Tensor:
@@ -172,13 +173,13 @@ def zeros(shape: Any, dtype: Any, device: Any, inside: _SubclassParts | None = N
 
 
 def ones(shape: Any, dtype: Any, device: Any, inside: _SubclassParts | None = None) -> Tensor:
-    """Where a linear map is traced: a branch of it that skips zeros is not the one to follow."""
+    """Example vectors for tracing a linear map, which may branch on whether they are zero."""
     if inside is not None:
         return inside.zeros(shape)
     return torch.ones(shape, dtype=dtype, device=device)
 
 
 def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """`values` with zeros for None, where there is something to be zero."""
+    """`values` with zeros for None, except where `likes` is None."""
     pairs = zip(values, likes, strict=True)
     return [zeros(*like) if v is None and like else v for v, like in pairs]

@@ -28,7 +28,7 @@ def all_gather(x: Any, axis_name: Any, group: Any) -> Any:
 
 
 def check_group(caller: str, axis_name: Any, group: Any) -> None:
-    """Raises where there is no process group."""
+    """Raises if there is no process group, or if axis_name is given."""
     if axis_name is not None:
         raise GradtoolsError(
             f"{caller}: axis_name belongs to JAX; in PyTorch pass group, or neither."
@@ -47,13 +47,13 @@ def sum_over_ranks(caller: str, xs: Sequence[Tensor], axis_name: Any, group: Any
 
 
 def per_rank(caller: str, xs: Sequence[Any], axis_name: Any, group: Any) -> Sequence[Any]:
-    """The same tensors: a gradient is that of one process."""
+    """xs unchanged: in PyTorch a gradient is not summed over processes."""
     check_group(caller, axis_name, group)
     return xs
 
 
 def values_of_ranks(value: Any, group: Any) -> list[Any]:
-    """The values, which can be pickled, of all processes of a group or DeviceMesh."""
+    """The values (picklable objects) of all processes of a group or DeviceMesh."""
     values = [value]
     for each in _groups_of(group):
         values = [x for row in _of_all(values, each) for x in row]
@@ -92,11 +92,11 @@ def _gathered(x: Any, group: Any) -> Tensor:
 
 
 def _of_all(value: Any, group: Any) -> list[Any]:
-    """All processes' values. What is sent must be plain memory, whatever transform is under way."""
-    result: list[Any] = [None] * dist.get_world_size(group)
+    """All processes' values, sent outside of any transform."""
+    values: list[Any] = [None] * dist.get_world_size(group)
     with upstream.temporarily_clear_interpreter_stack():
-        dist.all_gather_object(result, value, group)
-    return result
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 # --- linear maps and their adjoints --------------------------------------------------------------
@@ -107,7 +107,7 @@ def _all_rows_of(x: Tensor, group: Any) -> Tensor:
 
 
 def _own_rows_of(x: Tensor, group: Any) -> Tensor:
-    """One's own rows of the sum over processes."""
+    """This process's rows of the sum over processes."""
     return _linear(_own_rows, _own_rows_of, _all_rows_of, x, group)
 
 
@@ -162,5 +162,5 @@ def _own_rows(x: Tensor, group: Any) -> Tensor:
 
 
 def _in_memory(x: Tensor) -> Tensor:
-    """What is sent is memory: of a conjugate that is yet to be taken it would be another's."""
+    """x with lazy conjugation and negation materialized, since collectives send raw memory."""
     return x.resolve_conj().resolve_neg()

@@ -1,8 +1,8 @@
-"""Hooks that edit gradients: an edit's own, and those of f, which forward mode would pass by.
+"""Scaled gradients without a rule's checks, and an error for gradient hooks in forward mode.
 
-A hook replaces the cotangent, which the transposed map, dy = J dx, knows nothing of. So the
-backward hooks of a module that is about to run on dual numbers, and a hook that f sets on a tensor
-with a tangent and that no derivative inside of f has run, are refused by name.
+A gradient hook edits cotangents, and forward mode would silently ignore it. So two cases raise: a
+module with backward hooks that runs on dual numbers, and a hook that f sets on a tensor with a
+tangent, unless a derivative inside of f runs it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Tensor = torch.Tensor
 
 
 def scaled(x: Any, factor: float) -> Tensor | None:
-    """x with the derivative times a number; None in compiled code, and of what is no tensor.
+    """x with its derivative times a number; None in compiled code, and for non-tensors.
 
-    A constant, which nothing records, is returned as it is. Where nothing looks on but autograd,
-    the rule is applied as one whose first call was made: it has nothing to be checked.
+    In plain eager mode a constant is returned unchanged, and for others the node is attached
+    directly, since the rule needs no checks.
     """
     if torch.compiler.is_dynamo_compiling() or type(x) not in _EXACT:
         return None
@@ -60,8 +60,8 @@ _EXACT = (Tensor, torch.nn.Parameter)
 
 @lru_cache(maxsize=128)
 def _scaling(factor: str) -> RuleApplication:
-    """The rule, and what one of its applications leaves: nothing that is of one call."""
-    number = float.fromhex(factor)  # zeros of two signs are equal as keys
+    """The application of the scaling rule that all calls share."""
+    number = float.fromhex(factor)  # hex, since 0.0 and -0.0 are equal as keys
     is_negation = number == -1.0
 
     def scale(_: Any, moved: Sequence[Tensor | None]) -> list[Any]:
@@ -79,20 +79,20 @@ def _scaling(factor: str) -> RuleApplication:
     return edit_application(rule, 1)
 
 
-class PassedBy:
-    """The watch over one call of an operator in forward mode, in this thread.
+class HookGuard:
+    """Raises for gradient hooks during one call of an operator in forward mode, in this thread.
 
-    moves: Whether a tensor has a tangent there.
+    moves: Whether a tensor has a tangent.
     """
 
     def __init__(self, caller: str, moves: Callable[[Tensor], bool]) -> None:
-        self._asked, self._moves = caller, moves
+        self._caller, self._moves = caller, moves
         self._set: list[tuple[RemovableHandle, list[bool]]] = []
         self._thread = threading.get_ident()
         self._watch = register_module_forward_pre_hook(self._look)
 
     def end(self, well: bool) -> None:
-        """Ends the watch. If all went well, raises if a hook that f set and left did not run."""
+        """Ends the guard. If `well`, raises if a hook that f set and did not remove never ran."""
         self._watch.remove()
         for handle, ran in self._set if well else ():
             hooks = handle.hooks_dict_ref()
@@ -100,7 +100,7 @@ class PassedBy:
                 raise self._refusal("f sets a hook on a tensor")
 
     def register(self, fun: Any, x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-        """`x.register_hook(hook)`, noting whether the hook runs."""
+        """`x.register_hook(hook)`, recording whether the hook runs."""
         if not self._moves(x):
             return fun(x, hook)
         if upstream.gathers_parameters(hook):
@@ -120,7 +120,7 @@ class PassedBy:
         return handle
 
     def _look(self, module: torch.nn.Module, args: Any) -> None:
-        """Before a module runs. Where its input is tracked PyTorch itself sets the hooks."""
+        """A forward pre-hook of all modules. If an input requires grad, PyTorch sets the hooks."""
         if threading.get_ident() != self._thread:
             return
         if not upstream.has_backward_hooks(module):
@@ -132,7 +132,7 @@ class PassedBy:
 
     def _refusal(self, what: str) -> GradtoolsError:
         return GradtoolsError(
-            f"{self._asked}: {what}, which edits gradients in reverse mode, and f is pushed along "
+            f"{self._caller}: {what}, which edits gradients in reverse mode, and f is pushed along "
             "in forward mode, which would pass it by. Take reverse mode (grad, vjp, linearize, "
             "frozen, jacobian with mode='reverse'), or remove the hook."
         )

@@ -1,8 +1,8 @@
-"""How a host kernel enters PyTorch: one custom operator, which finds the kernel by its key.
+"""Host kernels in PyTorch: one custom operator, which looks up the kernel by its key.
 
-A compiled program holds no Python objects, so the operator takes the key of a `KernelCall` and
-looks it up. It says of fake tensors what would come out, and of a batch that it is another one
-in front. It has no derivative: that is the rule's, above.
+A compiled program cannot hold Python objects, so the operator takes the key of a `KernelCall`. It
+has an implementation for fake tensors, and a vmap rule. It has no derivative: the rule around it
+has.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
     """The kernel's results, on the device of the first array."""
     refuse_kernel()
-    if not xs:  # nothing that would say of a trace which one it is
+    if not xs:  # without a tensor argument the operator would not be traced
         return _run(call.key, xs, [])
     return list(_bind(call.key, xs, []))
 
 
 class KernelCalls:
-    """Calls of a host function with plain tensors that nobody differentiates and nothing follows.
+    """The fast path of a host function: plain tensors, not differentiated, no transform or mode.
 
-    One call of ours costs PyTorch's dispatcher ten times what it costs to call the kernel.
+    The dispatcher takes ten times as long as a call of the kernel.
 
     Attributes:
-        kernel: Of the host function.
-        differentiated: The call with plain tensors of which autograd keeps track, if there is one.
-        count: How many arguments it takes; 0: any number.
-        alike: Whether one array comes that is like the first argument.
+        kernel: The host function's kernel.
+        differentiated: The fast path for tensors that require grad, if there is one.
+        count: The number of arguments; 0: any number.
+        alike: Whether the result is one array like the first argument.
     """
 
     def __init__(self, of: Any, differentiated: Callable[[Any, Any], Any] | None) -> None:
@@ -75,9 +75,9 @@ class KernelCalls:
         arrays: list[np.ndarray] = []
         try:
             for x in args:
-                # A copy: the kernel may keep it, and x may be stepped in place.
+                # A copy: the kernel may keep it, and x may change in place.
                 arrays.append(np.asarray(x.numpy().copy().data.toreadonly()))
-        except (RuntimeError, TypeError):  # what NumPy cannot read as it stands
+        except (RuntimeError, TypeError):  # tensors that NumPy cannot read directly
             return NotImplemented
         if CHECKING.active:
             refuse_kernel()
@@ -90,7 +90,7 @@ class KernelCalls:
             and y.dtype is first.dtype
             and y.shape == first.shape
             and y.flags.num & _NEW == _NEW
-            and _count(y) <= _HELD_ONCE
+            and _count(y) <= _SINGLE_REFERENCE
         ):
             return _tensor(y)
         call, expected = self._known(args, arrays)
@@ -105,28 +105,28 @@ class KernelCalls:
         return ys[0] if expected.alone else call.trees.unflatten(expected.treedef, ys)
 
     def _known(self, args: tuple[Any, ...], arrays: list[np.ndarray]) -> tuple[KernelCall, Results]:
-        """The call with arrays that look so, and what it returns."""
+        """The call with arrays of these shapes and dtypes, and its result specs."""
         avals = tuple([(array.shape, array.dtype) for array in arrays])
         return self.kernel.known_call(avals, self.backend, args)
 
 
 _NEW = 0x1 | 0x4 | 0x400
-"""NumPy's flags of an array in C order that owns its memory and may be written."""
+"""NumPy's flags of a writable array in C order that owns its memory."""
 
 
-def _held_once() -> int:
-    """What Python counts of an array that one name alone holds."""
+def _refcount_of_a_local() -> int:
+    """`sys.getrefcount` of an array to which one local variable refers."""
     y = np.empty(0)
     return sys.getrefcount(y)
 
 
-_HELD_ONCE = _held_once()
+_SINGLE_REFERENCE = _refcount_of_a_local()
 
 
 def is_followed() -> bool:
-    """Whether a transform, a mode or a trace may look at what is done with plain tensors.
+    """Whether a transform, a mode or a trace may observe operations on plain tensors.
 
-    The vmap of before functorch need not be asked for: a batch of its cannot be read by NumPy.
+    (The legacy vmap need not be checked: NumPy cannot read its batched tensors.)
     """
     if _levels() is not None or _modes() or _functions() or _tracing() is not None:
         return True
@@ -145,7 +145,7 @@ def _bind(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tens
 
 
 def _of_subclass(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:
-    """The call of tensors of a class that need not know our operator, as a DTensor does not."""
+    """The call with tensor subclasses, which may not support our operator, such as DTensor."""
     try:
         return torch.ops.gradtools.call_kernel(key, list(xs), batch)
     except NotImplementedError as error:
@@ -203,10 +203,10 @@ def _front(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> list[
 
 
 def _old_vmap(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
-    """Under the vmap of before functorch, which autograd's batched gradients still use."""
+    """The rule under the legacy vmap, which autograd's is_grads_batched still uses."""
     level = upstream.enter_vmap() - 1
     upstream.leave_vmap()
-    upstream.leave_vmap()  # the call stands outside of this level
+    upstream.leave_vmap()  # the call runs outside of this level
     try:
         mapped = [upstream.is_legacy_batched(x) for x in xs]
         front = [
@@ -229,7 +229,7 @@ torch.library.register_fake("gradtools::call_kernel", _fake, lib=_LIBRARY)
 torch.library.register_vmap("gradtools::call_kernel", _vmap, lib=_LIBRARY)
 
 
-# --- a kernel that no rule stands above --------------------------------------------------
+# --- a kernel without a rule -------------------------------------------------------------
 
 
 def _tracked(xs: Sequence[Tensor]) -> bool:
@@ -239,7 +239,7 @@ def _tracked(xs: Sequence[Tensor]) -> bool:
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """The call of a kernel; differentiating it raises."""
+    """The call of a kernel, whose derivative raises."""
 
     @staticmethod
     def forward(key: str, batch: Sequence[int], *xs: Tensor) -> tuple[Tensor, ...]:

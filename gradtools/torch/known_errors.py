@@ -1,9 +1,8 @@
-"""Errors of PyTorch: which are its own, and those known raised again with what to do about them.
+"""Recognizes PyTorch's errors by their texts, and raises them again with advice.
 
-PyTorch raises a RuntimeError for nearly everything, so one of its refusals is known by its text
-alone; that the error is PyTorch's, by what raised it. What the user raises goes by as it is. No
-other room of this wing reads what an error says: reworded upstream, PyTorch's own error is raised
-in place of ours.
+PyTorch raises a RuntimeError for nearly everything, so only the text identifies an error; that it
+is PyTorch's own follows from the frame that raised it. The user's errors pass unchanged. Only this
+module reads error texts of PyTorch: if one is reworded upstream, PyTorch's own error is raised.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ T = TypeVar("T")
 
 
 def torch_says(error: BaseException) -> str:
-    """The text of PyTorch's own error; none of any other, nor of a `raise` in TorchScript."""
+    """The text of PyTorch's own error; empty for others, and for a `raise` in TorchScript."""
     return "" if isinstance(error, torch.jit.Error) else said_by("torch", error)
 
 
 def known(error: BaseException, table: Mapping[str, T]) -> T | None:
-    """What a table has for a part of the text of PyTorch's own error; None of any other."""
+    """The table's entry whose key is in the text of PyTorch's own error; else None."""
     text = torch_says(error)
     return next((value for part, value in table.items() if part in text), None)
 
 
 def says(error: BaseException, part: str) -> bool:
-    """Whether an error is PyTorch's own, and says this."""
+    """Whether an error is PyTorch's own and contains this text."""
     return part in torch_says(error)
 
 
@@ -45,9 +44,9 @@ NO_SAVED_TENSORS_HOOKS = "yet support saved tensor hooks"
 
 
 def kernel_without(lacking: re.Pattern[str], error: BaseException) -> str | None:
-    """The kernel that lacks a derivative, by its name, if that is what an error says."""
-    result = lacking.search(torch_says(error))
-    return None if result is None else result[1]
+    """The name of the kernel that lacks a derivative, if the error says so."""
+    match = lacking.search(torch_says(error))
+    return None if match is None else match[1]
 
 
 NO_FORWARD_MODE = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
@@ -55,7 +54,7 @@ NO_DERIVATIVE = re.compile(r"derivative for (\S+) is not implemented")
 
 
 def lacks_derivative(error: BaseException) -> str | None:
-    """What in a frozen function lacks a derivative, if that is what an error says."""
+    """The kernel or function in a frozen G that lacks a derivative, if the error says so."""
     kernel = kernel_without(NO_FORWARD_MODE, error) or kernel_without(NO_DERIVATIVE, error)
     return kernel or known(error, NO_KERNELS)
 
@@ -73,7 +72,7 @@ NO_KERNELS = {
 
 
 class explained:
-    """PyTorch's refusals, in words that say what to do."""
+    """Context that raises PyTorch's known errors again with advice."""
 
     __slots__ = ("caller",)
 
@@ -89,11 +88,11 @@ class explained:
 
 
 def explain(caller: str, error: RuntimeError | AssertionError) -> None:
-    """Raises one of PyTorch's refusals in words that say what to do."""
-    mend = known(error, _MENDS)
-    if mend is not None:
-        said = f"{caller}: {mend} PyTorch says{place_of(error)}: {error}"
-        raise refusal(error, said) from error
+    """Raises a known error of PyTorch again with advice; returns for another error."""
+    advice = known(error, _ADVICE)
+    if advice is not None:
+        text = f"{caller}: {advice} PyTorch says{place_of(error)}: {error}"
+        raise refusal(error, text) from error
 
 
 GOES_BACKWARD = (
@@ -119,7 +118,7 @@ _NO_VMAP = (
     "f holds an operation that PyTorch's vmap cannot map. per_example_grad and jacobian take "
     "chunk_size=1, a plain loop; for a Hessian take gt.jacobian(gt.grad(f), chunk_size=1)."
 )
-_MENDS = {
+_ADVICE = {
     "aten::_scaled_dot_product": (
         "of fused attention PyTorch has first derivatives alone. Others gradtools takes by plain "
         "operations where it takes them itself and the kernel draws no dropout: in f use gt.grad, "

@@ -1,4 +1,4 @@
-"""The bytes that are alive at once of what operations make, storage by storage."""
+"""Counts the bytes of live storages that operations create, with a dispatch mode."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Tensor = torch.Tensor
 
 
 class LiveBytes(upstream.Watching):
-    """Counts storages that operations inside make, from when they are made to when they die.
+    """Dispatch mode that counts storages from their creation until they are freed.
 
     Attributes:
-        now: Their bytes.
-        peak: The most there were at once.
+        now: The live bytes.
+        peak: The most live bytes at once.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class LiveBytes(upstream.Watching):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        fresh = func is torch.ops.aten.lift_fresh.default  # of numbers of Python's
+        fresh = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...) of Python numbers
         before = () if fresh else upstream.tree_leaves((args, kwargs))
         given = {_key(x) for x in before if is_plain(x)}
         for x in upstream.tree_leaves(result):
@@ -38,9 +38,9 @@ class LiveBytes(upstream.Watching):
         return result
 
     def number_of(self, x: Any) -> int | None:
-        """The number of a tensor's storage, which no later one gets; None of those before."""
-        result = self._known.get(_key(x)) if is_plain(x) else None
-        return None if result is None else result[0]
+        """A unique number of a tensor's storage; None if it existed before."""
+        entry = self._known.get(_key(x)) if is_plain(x) else None
+        return None if entry is None else entry[0]
 
     def bytes_of(self, x: Tensor) -> int:
         return self._known[_key(x)][1]
@@ -70,7 +70,7 @@ def _key(x: Tensor) -> int:
 
 
 def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
-    """The most bytes that were alive at once of what `run()` made, and what it returned."""
+    """The peak of live bytes that `run()` created, and its result."""
     with LiveBytes() as live:
         result = run()
     return live.peak, result

@@ -1,7 +1,7 @@
 """Gradient reversal as a layer, for ``torch.nn`` models.
 
-Forward it is the identity, backward it multiplies by -scale: what is behind it ascends the loss
-that what is before it descends (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
+Forward it is the identity, backward it multiplies by -scale: layers before it ascend the loss that
+layers after it descend (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ class GradientReversal(nn.Module):
     """The identity, with the gradient times ``-scale``.
 
     Args:
-        scale: A real number, no parameter and no buffer. It may be assigned anew between calls,
-            for a schedule.
+        scale: A real number, no parameter and no buffer. It may be assigned between calls, for a
+            schedule.
 
     Example:
         >>> import torch
@@ -36,5 +36,5 @@ class GradientReversal(nn.Module):
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
+        """The arguments in ``repr``."""
         return f"scale={self.scale}"

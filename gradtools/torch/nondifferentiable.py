@@ -1,8 +1,8 @@
-"""Results that raise when they are differentiated with respect to certain tensors, and only then.
+"""Gates: tensors that raise if they are differentiated with respect to certain sources.
 
-They may be read, and differentiated along all else: autograd runs a node only if a way leads from
-it to what is asked for, so a node that raises, from which a way leads to those tensors alone, is
-put beside the results.
+They may be read, and differentiated with respect to everything else. Autograd runs a node only if
+it lies on a path to a requested input. So the tensors get a second edge, to a node that raises and
+that leads to the sources only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Context marks by which recordings know operations that gradtools made itself.
 
-A recording of a user's program sees what gradtools does in it, too. Whether a `detach` is the
-user's, or cuts a chunk off from the graph around it, is said here, at the call. What a Function of
-ours stands for says its class, in `recorded_as`.
+A recording of a user's program sees gradtools' own operations as well. The functions here mark a
+`detach` as gradtools' own, with a reason. A Function's class attribute `recorded_as` says what the
+Function is recorded as.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ import torch
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
-CHUNK, DERIVATIVE = "chunk", "derivative"  # for whose sake
+CHUNK, DERIVATIVE = "chunk", "derivative"  # reasons of a detach
 
 OWN_HOOKS = [0]
-"""How many hooks gradtools set on tensors, nodes and modules."""
+"""The number of hooks that gradtools has set on tensors, nodes and modules."""
 
 
 def hooks_of_users() -> int:
-    """How many hooks were set so far, but for gradtools' own."""
+    """The number of hooks set so far, without gradtools' own."""
     return upstream.hooks_made() - OWN_HOOKS[0]
 
 
-RULE = "rule"  # a Function that stands for the rule that it is given
+RULE = "rule"  # the mark of a Function that applies a rule
 
 
 def function_of_ours(kind: Any) -> str | None:
-    """What a class of Functions is recorded as; None if it is no Function of this package."""
-    said: str | None = getattr(kind, "recorded_as", None)
+    """What a Function's class is recorded as; None if it is not gradtools' own."""
+    mark: str | None = getattr(kind, "recorded_as", None)
     own = kind.__module__.startswith(__name__.rpartition(".")[0] + ".")
-    return said or (kind.__name__.strip("_").lower() if own else None)
+    return mark or (kind.__name__.strip("_").lower() if own else None)
 
 
 def is_users_function(kind: Any) -> bool:
-    """Whether it is a class of Functions, and neither this package's nor PyTorch's own."""
+    """Whether a Function's class is neither gradtools' nor PyTorch's own."""
     return function_of_ours(kind) is None and not kind.__module__.startswith("torch.")
 
 
 class _DetachReason(threading.local):
     def __init__(self) -> None:
-        self.reason = ""  # there from the beginning: dynamo guards on which attributes there are
+        self.reason = ""  # always set, since dynamo guards on the existence of attributes
 
 
 _here = _DetachReason()
 
 
 def detached(x: Tensor, reason: str) -> Tensor:
-    """`x.detach()` for our own ends, which is no cut in the user's program."""
+    """`x.detach()`, marked as gradtools' own: not a cut in the user's program."""
     before, _here.reason = _here.reason, reason
     try:
         return x.detach()
@@ -59,6 +59,7 @@ def detached(x: Tensor, reason: str) -> Tensor:
 
 
 def data_of(x: Tensor, reason: str) -> Tensor:
+    """`x.data`, marked like `detached`."""
     before, _here.reason = _here.reason, reason
     try:
         return x.data
@@ -67,5 +68,5 @@ def data_of(x: Tensor, reason: str) -> Tensor:
 
 
 def reason_of_detach() -> str:
-    """For whose sake this thread detaches; empty where it is the user who does."""
+    """The reason of gradtools' own detach in this thread; empty for the user's."""
     return _here.reason

@@ -1,9 +1,9 @@
-"""The one place that patches PyTorch, for calls that none of its modes shows.
+"""All monkey patches of PyTorch, for calls that a TorchFunctionMode cannot see.
 
-Inside of a block `around(owner, beneath, args, kwargs)` takes the place of this thread's calls
-`owner(*args, **kwargs)`; `beneath` is what was there before, the block around perhaps. Classes are
-the process's: a patch is there from the first block of any thread to the end of the last, and calls
-of threads without a block pass.
+Within a block `around(owner, beneath, args, kwargs)` replaces this thread's calls of
+`owner(*args, **kwargs)`; `beneath` calls the next outer block's function, or the original. A patch
+of a class is installed from the first block of any thread until the end of the last one; calls in
+threads without a block go to the original.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
 
 
 class _Patch:
-    """A method of a class, or what it inherits, with blocks in its place."""
+    """A patched method of a class, which calls this thread's blocks."""
 
     def __init__(self, holder: Any, name: str, kind: Callable[[Any], Any] = lambda f: f) -> None:
         self._holder, self._name, self._kind = holder, name, kind
         self._lock, self._count = threading.Lock(), 0
-        self._here, self._before = threading.local(), None
+        self._local, self._before = threading.local(), None
 
     @contextmanager
     def by(self, around: Around) -> Iterator[None]:
@@ -48,9 +48,9 @@ class _Patch:
                     self._unset()
 
     def _blocks(self) -> list[Around]:
-        """Those of this thread, outermost first."""
-        result: list[Around] = self._here.__dict__.setdefault("blocks", [])
-        return result
+        """This thread's blocks, outermost first."""
+        blocks: list[Around] = self._local.__dict__.setdefault("blocks", [])
+        return blocks
 
     def _set(self) -> None:
         def call(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -82,12 +82,12 @@ _FUNCTIONS = [_Patch(kind, "apply", classmethod) for kind in upstream.Functions]
 _PARAMETERS = _Patch(type(torch.nn.Parameter), "__call__")
 _OPERATORS = _Patch(upstream.HigherOrderOperator, "__call__")
 _CHECKPOINTS = _Patch(torch.utils.checkpoint, upstream.checkpoint_passes.__name__)
-_FLEX: dict[Any, _Patch] = {}  # by the module, which is imported when it is first used
+_FLEX: dict[Any, _Patch] = {}  # by the module, which is imported lazily
 _SCRIPTS = [_Patch(kind, "__call__") for kind in (torch.jit.ScriptFunction, torch.ScriptMethod)]
 
 
 class _Watching(threading.local):
-    """How many look on at rules in this thread; a default of the class, as a miss is slow."""
+    """How many blocks watch rules in this thread. A class attribute is read fastest."""
 
     count = 0
 
@@ -97,11 +97,11 @@ WATCHING = _Watching()
 
 @contextmanager
 def functions_applied(around: Around, of_rules: bool = True) -> Iterator[None]:
-    """Calls of a `torch.autograd.Function`; the owner is its class.
+    """Patches `Function.apply`; the owner is the Function's class.
 
-    Up to PyTorch 2.13 a bound `apply` is seen as well: the patch is in a base class.
+    Up to PyTorch 2.13 a bound `apply` is seen as well, since the patch is in a base class.
 
-    of_rules: Whether those of gradtools' rules matter, which then take their long way.
+    of_rules: Whether Functions of gradtools' rules must be seen, which disables their fast path.
     """
     WATCHING.count += of_rules
     try:
@@ -114,31 +114,31 @@ def functions_applied(around: Around, of_rules: bool = True) -> Iterator[None]:
 
 
 def are_watched() -> bool:
-    """Whether someone looks on at rules here."""
+    """Whether a block in this thread watches rules."""
     return WATCHING.count > 0
 
 
 def parameters_made(around: Around) -> AbstractContextManager[None]:
-    """Whatever wraps a tensor in a Parameter or a Buffer; the owner is that class.
+    """Patches the construction of Parameters and Buffers; the owner is that class.
 
-    The patch stands above them. PyTorch's own functions are left as they are: dynamo, which may be
-    imported in between, takes them for what it finds.
+    The patch is in their metaclass. PyTorch's functions are not replaced, since dynamo, which may
+    be imported meanwhile, identifies them by identity.
     """
     return _PARAMETERS.by(around)
 
 
 def control_flow_called(around: Around) -> AbstractContextManager[None]:
-    """Calls of PyTorch's operators that take functions, such as cond; the owner is the operator."""
+    """Patches calls of higher-order operators such as cond; the owner is the operator."""
     return _OPERATORS.by(around)
 
 
 def checkpoints_taken(around: Around) -> AbstractContextManager[None]:
-    """Passes of `torch.utils.checkpoint` without reentrance; the owner is the function."""
+    """Patches passes of the non-reentrant `torch.utils.checkpoint`; the owner is the function."""
     return _CHECKPOINTS.by(around)
 
 
 def flex_validated(around: Around) -> AbstractContextManager[Any]:
-    """Whether `flex_attention` may run where its operands are; the owner is the query."""
+    """Patches `flex_attention`'s check of the operands' device; the owner is the query."""
     module = upstream.flex_attention_module()
     if module is None:
         return nullcontext()
@@ -147,7 +147,7 @@ def flex_validated(around: Around) -> AbstractContextManager[Any]:
 
 @contextmanager
 def scripts_called(around: Around) -> Iterator[None]:
-    """Calls of TorchScript's functions and of the methods of its modules."""
+    """Patches calls of TorchScript functions and of methods of ScriptModules."""
     functions, methods = _SCRIPTS
     with functions.by(around), methods.by(around):
         yield

@@ -1,9 +1,9 @@
 """`chunked(module)` and the like: an `nn.Module` with the parameters and names of the original.
 
-As with `torch.nn.DataParallel` the result of a transformation of a module is a module; unlike
-there parameters keep their names, so that a `state_dict` does not tell whether it was saved with
-or without the transformation. Parameters, buffers and submodules are held in the module's own
-dictionaries, and what a module may define for itself is asked of it.
+As with `torch.nn.DataParallel`, transforming a module gives a module. Unlike there, parameters keep
+their names, so that a `state_dict` is the same with and without the transformation. Parameters,
+buffers and submodules are shared by using the module's own dictionaries, and methods that a module
+may override are delegated to it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _SHARED = (*upstream.SLOTS, upstream.NOT_SAVED)
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """`make(f)`, as a module if f is one of Python's; a ScriptModule holds nothing itself."""
+    """`make(f)`, as a module if f is one; a ScriptModule, which has no dictionaries, is not."""
     plain = isinstance(f, torch.nn.Module) and all(name in f.__dict__ for name in _SHARED)
     return Transformed(f, make(f)) if plain else make(f)
 
 
 class Transformed(upstream.ModuleLike):
-    """A module with another call."""
+    """A module with the state of another one, and its own call."""
 
     def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
-        held = {name: module.__dict__[name] for name in _SHARED}
+        shared = {name: module.__dict__[name] for name in _SHARED}
         name = getattr(call, "__name__", "").partition("_")[0]
-        self.__dict__.update(held, _own=module, _call=call, _name=name, __wrapped__=module)
+        self.__dict__.update(shared, _own=module, _call=call, _name=name, __wrapped__=module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformed call; hooks of every module see the user's modules alone."""
+        """The transformed call; global module hooks see only the user's modules."""
         hooked = upstream.has_hooks(self)
         return super().__call__(*args, **kwargs) if hooked else self.forward(*args, **kwargs)
 
@@ -61,13 +61,13 @@ class Transformed(upstream.ModuleLike):
             setattr(self._own, name, value)
 
     def _is_of_the_call(self, name: str) -> bool:
-        """Whether it concerns this call: another `forward`, or a note of who exchanged that."""
+        """Whether an attribute belongs to this wrapper: `forward`, or a private one of a patch."""
         return name == "forward" or (name[0] == "_" and not hasattr(self._own, name))
 
     def __repr__(self) -> str:
         return f"{self._name}({self._own!r})"
 
-    # --- what a module may define for itself
+    # --- methods that a module may override
 
     def train(self, mode: bool = True) -> Transformed:
         self._own.train(mode)

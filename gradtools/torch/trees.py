@@ -1,4 +1,4 @@
-"""Pytrees in PyTorch, as the waist speaks of them: None is an empty tree, as in JAX."""
+"""Pytrees in PyTorch, with JAX's convention that None is an empty tree."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from gradtools.torch.compiling import uncompiled
 
 @dataclass(frozen=True)
 class TreeDef:
-    """A tree's structure, and which of PyTorch's leaves are there (are not None).
+    """A tree's structure.
 
-    keys: Of a dictionary of tensors, which then PyTorch need not walk through.
+    Attributes:
+        spec: PyTorch's, in which None is a leaf.
+        present: Which of its leaves are not None.
+        keys: The keys of a flat dictionary of tensors, for a fast path.
     """
 
     spec: Any
@@ -32,10 +35,10 @@ class TreeDef:
         return sum(self.present)
 
     def __hash__(self) -> int:
-        return hash(self.present)  # that of a spec takes Python calls; equal ones are few
+        return hash(self.present)  # hashing the spec is slow, and collisions are rare
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """What stands in `tree` at this tree's leaves."""
+        """The subtrees of `tree` at this structure's leaves."""
         if self is _LEAF:
             return [tree]
         if self.keys is not None and type(tree) is dict and tuple(tree) == self.keys:
@@ -65,8 +68,8 @@ def _is_tensor(x: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves that are not None, and the structure: a `TreeDef`, or one with containers."""
-    # The commonest trees first: PyTorch takes its time with any.
+    """The leaves that are not None, and the structure: a `TreeDef` or an `OpenedTree`."""
+    # Fast paths for common trees, since PyTorch's pytrees are slow.
     if isinstance(tree, _ARRAYS):
         return [tree], _LEAF
     if type(tree) is tuple and len(tree) < 8 and all(map(_is_tensor, tree)):
@@ -87,7 +90,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def is_flat(tree: Any) -> bool:
-    """Whether it is a dictionary of tensors, as of a module's parameters."""
+    """Whether a tree is a flat dictionary of tensors, such as a module's parameters."""
     if type(tree) is not dict or torch.compiler.is_dynamo_compiling():
         return False
     return {*map(type, tree.values())} <= _PLAIN or all(map(_is_tensor, tree.values()))
@@ -105,7 +108,7 @@ def _list_of(count: int) -> TreeDef:
 
 
 def _may_hold_tensors(x: Any) -> bool:
-    """Whether a leaf is a container that may have to be opened, told as dynamo can follow it."""
+    """Whether a leaf is a container that may hold tensors. Dynamo can trace this function."""
     if isinstance(x, Mapping):
         parts = list(x.values())
     else:
@@ -117,14 +120,14 @@ _CONSTANTS = (str, bool, int, float, complex, torch.dtype, torch.device)
 
 
 def _in_python(fun: Callable[..., Any], *args: Any) -> Any:
-    """`fun(*args)`. Dynamo does not follow it, so that a compiled graph breaks here."""
+    """`fun(*args)`, with a graph break in compiled code."""
     if not torch.compiler.is_dynamo_compiling():
         return fun(*args)
     return uncompiled(fun, *args)
 
 
 def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
-    """The leaves and the structure, and whether each leaf is real, complex, exact or no tensor."""
+    """The leaves, the structure, and each leaf's kind: "real", "complex", "exact" or None."""
     if isinstance(tree, torch.Tensor):
         return [tree], _LEAF, [_kind_of(tree)]
     leaves, treedef = flatten(tree)
@@ -165,7 +168,7 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """Where each leaf that is not None stands, such as `['w'][0]`."""
+    """The path of each leaf that is not None, such as `['w'][0]`."""
     if is_flat(tree):
         return [f"[{key!r}]" for key in tree]
     if torch.compiler.is_dynamo_compiling() and not any(
@@ -186,13 +189,13 @@ def _leaf_paths(tree: Any) -> list[str]:
 
 
 def _is_nameless(x: Any) -> bool:
-    """Whether x is a container that a library registered without names for its parts."""
+    """Whether x is a container that was registered without key paths."""
     node = pytree.SUPPORTED_NODES.get(type(x))
     return node is not None and node.flatten_with_keys_fn is None
 
 
 def _paths_in(container: Any) -> list[str]:
-    """The paths of leaves in a nameless container, by its context where that is a list of names."""
+    """The leaf paths in a container without key paths; its context may be a list of names."""
     parts, context = pytree.SUPPORTED_NODES[type(container)].flatten_fn(container)
     named = isinstance(context, list | tuple) and len(context) == len(parts)
     keys = context if named else range(len(parts))
@@ -213,7 +216,7 @@ WITH_MODULES = Containers(_flattened, unflatten, _leaf_paths, _is_array_or_modul
 
 
 def flatten_static(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves, and the structure as what dynamo takes for a constant."""
+    """The leaves, and the structure in a form that dynamo can embed as a constant."""
     if not torch.compiler.is_dynamo_compiling():
         return flatten(tree)
     leaves: list[Any] = []
@@ -232,7 +235,7 @@ def _flattened_static(tree: Any, leaves: list[Any]) -> Any:
 
 
 def static_treedef(treedef: TreeDef) -> Any:
-    """The structure of a TreeDef as `flatten_static` gives it in compiled code."""
+    """Converts a TreeDef to the form of `flatten_static` in compiled code."""
     leaves: list[Any] = []
     tree = unflatten(treedef, [0] * treedef.num_leaves)
     structure = _flattened_static(tree, leaves)
@@ -246,21 +249,21 @@ def static_treedef(treedef: TreeDef) -> Any:
 
 
 def unflatten_static(structure: Any, leaves: Sequence[Any]) -> Any:
-    """The tree of this structure, a TreeDef or a static structure, with these leaves."""
+    """The tree of a TreeDef or a static structure with these leaves."""
     if isinstance(structure, TreeDef | OpenedTree):
         return unflatten(structure, leaves)
     return _unflattened_static(structure, list(leaves))
 
 
 def treedef_of_static(structure: Any) -> Any:
-    """The TreeDef of a structure that `flatten_static` gave."""
+    """The TreeDef of a structure that `flatten_static` returned."""
     if isinstance(structure, TreeDef | OpenedTree):
         return structure
     return flatten(_unflattened_static(structure, [0] * str(structure).count("'leaf'") or [0]))[1]
 
 
 def _unflattened_static(structure: Any, leaves: list[Any]) -> Any:
-    """Takes the leaves from the front of the list."""
+    """Consumes the leaves from the front of the list."""
     if structure == "none":
         return None
     if structure == "leaf":

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import as_written
 from gradtools.torch.forward_mode.pushing import pushed_rightly
-from gradtools.torch.hooks import PassedBy
+from gradtools.torch.hooks import HookGuard
 from gradtools.torch.plain_programs.rows import is_wrong_at
 
 Tensor = torch.Tensor
@@ -55,7 +55,7 @@ class NoGradStopsTangents(TorchFunctionMode):
     def __init__(self, hidden: bool, again: bool = False, caller: str | None = None) -> None:
         super().__init__()
         self._operator = caller
-        self._hooks: PassedBy | None = None
+        self._hooks: HookGuard | None = None
         self._again = again
         self._inside: Any = None  # what in C has the same name as its wrapper in Python
         self._level = upstream.forward_level()
@@ -68,7 +68,7 @@ class NoGradStopsTangents(TorchFunctionMode):
         self._compiled.__enter__()
         super().__enter__()
         if self._operator is not None:
-            self._hooks = PassedBy(self._operator, self._moves)
+            self._hooks = HookGuard(self._operator, self._moves)
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -1,4 +1,4 @@
-"""The waist in JAX: what `gradtools.backend.Backend` asks. `engines.py` differentiates."""
+"""The JAX backend, an implementation of `gradtools.backend.Backend`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 
 class JaxBackend(FrameworkBackend):
-    """What `gradtools.backend.Backend` asks, by JAX.
+    """`gradtools.backend.Backend` for JAX.
 
-    The engines and the rules come with it; a lazily imported member is one of those that most
-    programs never ask for, so that an import of gradtools stays light.
+    The engines and rules are imported with it, members that most programs do not use lazily.
     """
 
     name, package = "jax", "gradtools.jax"
@@ -58,7 +57,7 @@ class JaxBackend(FrameworkBackend):
     split_key = staticmethod(arrays.split_key)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
-        """Weakly typed for a Python number; an integer stays what it is."""
+        """An array, weakly typed for a Python float or complex; an integer is unchanged."""
         if isinstance(x, float | complex) or hasattr(x, "__array__"):
             return jnp.asarray(x)
         return x
@@ -136,7 +135,7 @@ class JaxBackend(FrameworkBackend):
         return jax.lax.stop_gradient(x)
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """`f(args)`; under a trace, if f wants NumPy arrays, by a callback of `like`'s shapes."""
+        """`f(args)`; under a trace an f that needs NumPy arrays runs in a `pure_callback`."""
         try:
             return f(args)
         except jax.errors.TracerArrayConversionError:
@@ -182,7 +181,7 @@ class JaxBackend(FrameworkBackend):
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         from gradtools.jax.recomputing import checkpointed
 
-        # what is computed again is the same program: nothing to verify
+        # the recomputation is the same program, so there is nothing to verify
         return partial(checkpointed, f)
 
     frozen_uses = LazyMember("freezing")

@@ -1,11 +1,11 @@
-"""Chunks in JAX: a scan over the chunks, whose body is computed again in the backward pass.
+"""Chunks in JAX: a scan over the chunks, whose body is rematerialized in the backward pass.
 
-    first pass   y_i, s_{i+1} = f(x_i, s_i)        nothing else is kept; the last k chunks, all
-    backward     dw += J_i^H c_i                   with J_i from x_i and s_i once more
+    first pass   y_i, s_{i+1} = f(x_i, s_i)        keeps the residuals of the last k chunks only
+    backward     dw += J_i^H c_i                   with J_i recomputed from x_i and s_i
 
-Chunks that look alike and are kept alike form a run, which is one scan; f is traced once for
-each shape of a chunk. What is read of the batch is read inside the body, by the chunk's number,
-so that no scan needs a copy of its part of the batch.
+Consecutive chunks of equal shapes, with or without residuals, form a run, which is one scan; f is
+traced once for each shape of a chunk. The body slices the batch by the chunk's number, so that no
+scan needs a copy of its part of the batch.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
 
 
 def _shapes_again(carry: list[Array], other: Chunks) -> list[tuple[int, ...]]:
-    """The shapes of f's outputs at the first chunk of the same call in other chunks."""
+    """The shapes of f's outputs at the first chunk of the recut call `other`."""
     steps = _Steps(other)
     outs, _ = jax.eval_shape(lambda: steps.of(0)(*steps.inputs(0), carry))
     return [y.shape for y in outs]
 
 
 def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Array]]:
-    """The sums over chunks of the output leaves, each chunk's graph as it is, and the carry."""
+    """The sums over chunks of the output leaves, without rematerialization, and the carry."""
     with flax_explained(chunks.caller):
         steps = _Steps(chunks)
         carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
@@ -102,8 +102,8 @@ def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Arr
     sums: list[Array] | None = None
     for run in _runs(steps, len(steps.kinds)):
         if run.count == 1:
-            result = steps.at(run.kind, state)(*steps.inputs(run.first), state)
-            outs, state = jax.tree.map(jnp.asarray, result)
+            pair = steps.at(run.kind, state)(*steps.inputs(run.first), state)
+            outs, state = jax.tree.map(jnp.asarray, pair)
             sums = outs if sums is None else [_sum(*xs) for xs in zip(sums, outs, strict=True)]
             continue
         step = steps.traced(run.kind, state)
@@ -130,10 +130,10 @@ def _add_step(step: _ChunkProgram, carry: Any, inputs: Any) -> tuple[Any, None]:
 
 
 def _refuse_shared_draws(steps: _Steps, carry: list[Array]) -> None:
-    """Raises if f draws numbers for a chunk's examples by a key that all chunks share.
+    """Raises if f draws random numbers per example by a key that all chunks share.
 
-    What is drawn for the whole batch, such as a mask of weights, has the same shape in chunks of
-    another size.
+    Draws that do not depend on the examples, such as a mask of weights, are allowed: they have the
+    same shape at other chunk sizes.
     """
     chunks = steps.chunks
     if chunks.cut.count == 1:
@@ -161,7 +161,7 @@ def _refuse_shared_draws(steps: _Steps, carry: list[Array]) -> None:
 
 @dataclass(frozen=True)
 class _ChunkRun:
-    """Chunks in a row that look alike, and whether their graphs are kept."""
+    """Consecutive chunks of the same kind, and whether their residuals are kept."""
 
     kind: int
     first: int
@@ -174,7 +174,7 @@ class _ChunkRun:
 
 
 def _runs(steps: _Steps, kept: int) -> Iterator[_ChunkRun]:
-    """The runs of a call whose last chunks, so many, are kept."""
+    """The runs of a call whose last `kept` chunks keep their residuals."""
     if steps.chunks.cut.is_symbolic:
         yield _ChunkRun(0, 0, steps.chunks.cut.count, bool(kept))
         return
@@ -192,14 +192,14 @@ def _run(
     """The output leaves of a run, stacked, and the carry after it."""
     if run.count == 1:
         inputs = steps.inputs(run.first)
-        once = steps.at(run.kind, carry) if run.kept else steps.again(run.kind, carry)
-        result = once(bar.advance(inputs[0]), *inputs[1:], carry)
-        outs, carry = jax.tree.map(jnp.asarray, result)  # a jaxpr returns constants as numbers
+        once = steps.at(run.kind, carry) if run.kept else steps.rematerialized(run.kind, carry)
+        pair = once(bar.advance(inputs[0]), *inputs[1:], carry)
+        outs, carry = jax.tree.map(jnp.asarray, pair)  # eval_jaxpr returns constants as numbers
         return [x[None] for x in outs], carry
     step = steps.traced(run.kind, carry)
-    refuse_to_repeat("chunked", step.closed)  # kept or not: reverse mode of a scan is wrong, too
+    refuse_to_repeat("chunked", step.closed)  # also if kept: a scan's reverse mode is wrong, too
     step = step.summing_widely()
-    # the bodies of two loops are not merged, so nothing need be put between them
+    # XLA does not merge the bodies of two loops, so CSE needs no barrier
     many = step if run.kept else rematerialized(step, prevent_cse=False)
 
     @chunk
@@ -216,10 +216,10 @@ def _run(
 
 @dataclass(frozen=True, eq=False)
 class _ChunkProgram:
-    """f on a chunk of some shape, seen once as a jaxpr and then run from it.
+    """f on a chunk of some shape, traced once and then evaluated from its jaxpr.
 
     Attributes:
-        wide: The constants of the jaxpr, or the same in more bits.
+        wide: The constants of the jaxpr, possibly in float32 instead of 16 bits.
     """
 
     closed: Any
@@ -237,19 +237,19 @@ class _ChunkProgram:
         return jax.tree.unflatten(self.treedef, flat)
 
     def summing_widely(self) -> _ChunkProgram:
-        """The same: a loop adds up cotangents of what its steps share, of 16 bits in float32."""
+        """The program with 16-bit constants in float32, whose cotangents a scan then sums so."""
         return replace(self, wide=[*map(_in_32_bits, self.closed.consts)])
 
     def widened(self, carry: list[Array]) -> list[Array]:
-        """A carry in the type that it has after a step: a loop keeps its types."""
+        """A carry promoted to its type after a step, since a scan's carry keeps its type."""
         return [promoted(x, aval) for x, aval in zip(carry, self.carry_avals, strict=True)]
 
     @cached_property
     def graph_bytes(self) -> int:
-        """What reverse mode keeps of a chunk, besides what is there anyway.
+        """The bytes of a chunk's residuals, without inputs and constants.
 
-        These are the arrays that go from the forward to the backward program, which XLA cannot
-        but hold; its memory analysis of the two says the same, for the price of compiling them.
+        These are the arrays that pass from the forward to the backward program. XLA's memory
+        analysis agrees, but would require compiling both.
         """
 
         def kept(consts: list[Array], args: list[Array]) -> list[Array]:
@@ -261,10 +261,10 @@ class _ChunkProgram:
                 return jax.core.eval_jaxpr(self.closed.jaxpr, values[:n], *values[n:])
 
             pullback = jax.vjp(of_inexact, *[flat[i] for i in places])[1]
-            result = {id(x): x for x in jax.tree.leaves(pullback)}
+            residuals = {id(x): x for x in jax.tree.leaves(pullback)}
             for x in flat:
-                result.pop(id(x), None)
-            return list(result.values())
+                residuals.pop(id(x), None)
+            return list(residuals.values())
 
         consts = [jnp.asarray(c) for c in self.closed.consts]
         shapes = jax.eval_shape(kept, consts, self.closed.in_avals)
@@ -274,28 +274,28 @@ class _ChunkProgram:
 class _Steps:
     """The chunks of a call as functions `(index, slots, lists, carry) -> (outs, carry)`.
 
-    slots: What the chunk's cotangents go to, one for each inexact array that is split.
+    slots: One array for each inexact split array, which receives the chunk's cotangents.
     lists: The arrays in the chunk's slices of lists.
     """
 
     def __init__(self, chunks: Chunks) -> None:
         f = chunks.call.f
-        self.held = stateful(chunks.caller, f, chunks.arguments)
+        self.modules = stateful(chunks.caller, f, chunks.arguments)
         self.name = getattr(unwrap(f), "__name__", type(f).__name__)
-        self.chunks, self.call = chunks, replace(chunks.call, f=self.held or f)
+        self.chunks, self.call = chunks, replace(chunks.call, f=self.modules or f)
         self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
         self.lists = [
             [asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
             for leaves in chunks.lists
         ]
         known: list[Any] = []
-        self.kinds: list[int] = []  # equal where chunks look alike
+        self.kinds: list[int] = []  # equal for chunks of equal structure and shapes
         for number in range(len(chunks.cut.rows)):
             each = [jax.typeof(x) if _is_array(x) else (type(x), x) for x in self.lists[number]]
-            looks = chunks.structure_of(number), each
-            if looks not in known:
-                known.append(looks)
-            self.kinds.append(known.index(looks))
+            signature = chunks.structure_of(number), each
+            if signature not in known:
+                known.append(signature)
+            self.kinds.append(known.index(signature))
         self._traced: dict[Any, _ChunkProgram] = {}
 
     @property
@@ -305,7 +305,7 @@ class _Steps:
         return [s.x for s in self.splits], lists, [x for x in self.chunks.shared if _is_array(x)]
 
     def with_arrays(self, arrays: Any) -> _Steps:
-        """The same of other arrays like these."""
+        """A copy with other arrays of the same avals."""
         xs, lists, shared = arrays
         new = copy(self)
         pairs = zip(self.chunks.splits, xs, strict=True)
@@ -317,7 +317,7 @@ class _Steps:
         return new
 
     def at(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
-        """The function of a kind of chunk; not traced ahead where there is one chunk of it."""
+        """The function of a kind of chunk, traced unless there is only one chunk of it."""
         if self.kinds.count(kind) == 1 and self.chunks.options.memory_budget is None:
             return self.of(self.kinds.index(kind))
         return self.traced(kind, carry)
@@ -330,11 +330,11 @@ class _Steps:
         number = self.kinds.index(kind)
         made, shapes = jax.make_jaxpr(lambda: self.inputs(number), return_shape=True)()
         shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
-        closed, result = jax.make_jaxpr(self.of(number), return_shape=True)(*shapes, carry)
+        closed, out = jax.make_jaxpr(self.of(number), return_shape=True)(*shapes, carry)
         if jaxprs.uses_primitive(closed, is_batch_statistic):
             warn_of_batch_norm(("jax", self.name), f"{self.chunks.caller}: {self.name} holds")
-        outs, count = closed.out_avals, len(result[0])
-        closed, treedef = owning(closed), jax.tree.structure(result)
+        outs, count = closed.out_avals, len(out[0])
+        closed, treedef = owning(closed), jax.tree.structure(out)
         step = _ChunkProgram(closed, treedef, outs[:count], outs[count:], closed.consts)
         if any(varies(a) - varies(x) for a, x in zip(step.carry_avals, carry, strict=True)):
             step = self.traced(kind, step.widened(carry))
@@ -342,15 +342,15 @@ class _Steps:
         return step
 
     def shared_draws(self, number: int, carry: list[Array]) -> set[Any]:
-        """What a chunk draws by keys that do not depend on which chunk it is."""
+        """The random draws of a chunk whose keys do not depend on the chunk's number."""
         try:
             closed = self.traced(self.kinds[number], carry).closed
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-            return set()  # a single chunk, whose values f reads
+            return set()  # f reads values, which is allowed for a single chunk
         return jaxprs.draws(closed, reachability.Flow(raw=True).propagate)
 
-    def again(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
-        """The function of a kind of chunk, computed again in the backward pass."""
+    def rematerialized(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
+        """The function of a kind of chunk, recomputed in the backward pass."""
         step = self.traced(kind, carry)
         refuse_to_repeat("chunked", step.closed)
         return rematerialized(step)
@@ -379,11 +379,11 @@ class _Steps:
             pieces += [next(given) if _is_array(x) else x for x in self.lists[number]]
             before = [jax.lax.stop_gradient(x) for x in carry]
             own = len(chunks.carry)
-            if self.held is not None:
-                self.held.now = before[own:]
+            if self.modules is not None:
+                self.modules.now = before[own:]
             outs, after = self.call(number, index, pieces, chunks.shared, before[:own])
-            if self.held is not None:
-                after = [*after, *self.held.after]
+            if self.modules is not None:
+                after = [*after, *self.modules.after]
             pairs = zip(after, carry, strict=True)
             return outs, [_next_carry(chunks, k, *pair) for k, pair in enumerate(pairs)]
 
@@ -391,38 +391,38 @@ class _Steps:
 
     @property
     def state(self) -> list[Array]:
-        """What f's modules hold, which is handed on behind the carries."""
-        leaves = [] if self.held is None else self.held.leaves
+        """The state of f's modules, which is carried after the user's carries."""
+        leaves = [] if self.modules is None else self.modules.leaves
         return [jax.lax.stop_gradient(_strong(jnp.asarray(x))) for x in leaves]
 
     def written(self, carry: list[Array]) -> list[Array]:
-        """The carries, after f's modules were given theirs."""
-        if self.held is not None:
-            self.held.write(carry[len(self.chunks.carry) :])
+        """Writes the state of f's modules; returns the user's carries."""
+        if self.modules is not None:
+            self.modules.write(carry[len(self.chunks.carry) :])
         return carry[: len(self.chunks.carry)]
 
 
 def _with_arrays(leaves: list[Any], arrays: list[Array]) -> list[Any]:
-    """Leaves of which some are arrays, with others in their places."""
+    """The leaves, with other arrays in the place of arrays."""
     new = iter(arrays)
     return [next(new) if _is_array(x) else x for x in leaves]
 
 
 class _Split:
-    """An array that is split, and its chunks by their numbers."""
+    """A split array; slices a chunk by its number."""
 
     def __init__(self, x: Array, axis: int, cut: Partition) -> None:
         self.x, self.axis, self.cut, self.inexact = x, axis, cut, is_inexact(x)
         self.entry = shardings.entries(x)[axis]
         self._rows = x if self.entry is None else shardings.whole(x, axis)
-        if cut.interleaved:  # the rows that all chunks have; behind their axis one of the chunks
+        if cut.interleaved:  # rows that all chunks have, as a table (rows of a chunk, chunks)
             self._least = cut.size // cut.count
             even = cut.size == self._least * cut.count
             part = x if even else _part(self._rows, 0, self._least * cut.count, axis)
             self._table = _parted(part, axis, self._least, cut.count, (0, self.entry))
 
     def piece(self, index: Any, size: int, slot: Array | None) -> Array:
-        """The chunk's rows; their cotangent goes to the slot."""
+        """The chunk's rows, whose cotangent is routed to the slot."""
         piece = self.at(index, size)
         return piece if slot is None else _routed(piece, slot)
 
@@ -461,11 +461,11 @@ class _Split:
 @jax.custom_jvp
 @chunk
 def _routed(piece: Array, slot: Array) -> Array:
-    """The piece; its derivative is the slot's.
+    """The piece, with the derivative of the slot.
 
-    A scan adds up the cotangents of an array that its body reads parts of, the whole array at
-    each step, but stacks those of what it runs over. As the slot's value is not used, XLA drops
-    it, and with it the copy of the batch that a scan over a part of it takes.
+    For an array that its body slices, a scan adds whole-array cotangents in each step; for its xs
+    it stacks the cotangents of the steps. So the cotangent is routed to a slot in the xs. The
+    slot's value is unused, so XLA removes it, and with it the copy of the batch in the xs.
     """
     return piece
 
@@ -476,7 +476,7 @@ def _routed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> 
 
 
 def _in_32_bits(x: Any) -> Any:
-    """A narrow array that may be differentiated, which only a tracer is."""
+    """A 16-bit tracer in float32; concrete constants are not differentiated, and unchanged."""
     narrow = isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
     return x.astype(jnp.float32) if narrow else x
 
@@ -497,7 +497,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _as_carry(chunks: Chunks, k: int, x: Any) -> Array:
-    """A leaf of a carry, as an array of its own dtype, which does not change in a loop."""
+    """A leaf of a carry as a strongly typed array, since a scan's carry keeps its type."""
     try:
         x = jnp.asarray(x) if _is_array(x) else asarray(x)
     except GradtoolsError as error:
@@ -509,7 +509,7 @@ def _as_carry(chunks: Chunks, k: int, x: Any) -> Array:
 
 
 def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
-    """What f returned, if it is like what f got."""
+    """The new carry leaf, or an error if its shape or dtype differs from the old one's."""
     new = jnp.asarray(new)
     if jax.typeof(new).weak_type and jnp.result_type(new, old) == old.dtype:
         new = jax.lax.convert_element_type(new, old.dtype)
@@ -537,7 +537,7 @@ def _sum(x: Array, y: Array) -> Array:
 
 
 def promoted(x: Array, aval: Any) -> Array:
-    """x as a value that varies over the axes that another does: a loop keeps its types."""
+    """x with the varying axes and sharding of `aval`, since a scan's carry keeps its type."""
     return shardings.like(varying(x, varies(aval)), aval)
 
 
@@ -547,9 +547,9 @@ def promoted(x: Array, aval: Any) -> Array:
 def _joined(
     cut: Partition, axis: int, parts: Sequence[tuple[_ChunkRun, Array]], entry: Any
 ) -> Array:
-    """The stacked outputs of runs, one after the other along the axis, in the batch's order.
+    """Joins the stacked outputs of runs along the axis, in the batch's order.
 
-    Over a mesh of Explicit axes the result is sharded along it as the batch is.
+    On a mesh with Explicit axes the result is sharded like the batch.
     """
     axis %= parts[0][1].ndim - 1
     if not cut.interleaved:
@@ -567,13 +567,13 @@ def _joined(
 
 
 def _parted(x: Array, axis: int, m: int, n: int, entry: tuple[int, Any]) -> Array:
-    """x with the axis in two, one of which may be sharded."""
+    """x with the axis split in two, of which one may be sharded."""
     shape = (*x.shape[:axis], m, n, *x.shape[axis + 1 :])
     return shardings.reshaped(x, shape, axis, 2, entry)
 
 
 def _merged(x: Array, axis: int) -> Array:
-    """x with the axis and that behind it in one."""
+    """x with the axis and the next one merged."""
     shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     first, second = shardings.entries(x)[axis : axis + 2]
     return shardings.reshaped(x, shape, axis, 1, (0, second if first is None else first))
@@ -589,12 +589,12 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
     return jnp.concatenate(parts, axis)
 
 
-# --- how many graphs are kept
+# --- how many chunks keep their residuals
 
 
 def _how_many_kept(steps: _Steps, carry: list[Array]) -> int:
     options, count = steps.chunks.options, steps.chunks.cut.count
-    if steps.chunks.cut.is_symbolic:  # all chunks are one loop
+    if steps.chunks.cut.is_symbolic:  # all chunks are one scan
         return 0
     if options.memory_budget is None:
         # What is kept beside a loop is compiled a second time.
@@ -609,22 +609,22 @@ def _how_many_kept(steps: _Steps, carry: list[Array]) -> int:
     return kept
 
 
-# --- what is said on the way
+# --- the progress bar
 
 
 class _Bar:
-    """The progress bar of a call, moved by the program itself; nothing in it if none is wanted."""
+    """The progress bar of a call, advanced by a callback in the program; may be disabled."""
 
     def __init__(self, chunks: Chunks) -> None:
         self.count, self.shown = chunks.cut.count, chunks.options.progress
         self.bar: Any = None
         if self.shown and find_spec("tqdm") is None:
-            progress_bar(self.count)  # which says how to get it
+            progress_bar(self.count)  # raises, naming the package
 
     def advance(self, index: Any) -> Any:
-        """The index of a chunk, which moves the bar when the program comes to it.
+        """The index of a chunk, which advances the bar when the program computes it.
 
-        A program that is lowered for another platform than this process runs on has no bar.
+        A program that is lowered for another platform has no bar.
         """
         if not self.shown:
             return index
@@ -637,7 +637,7 @@ class _Bar:
         name = jax.default_backend()
         here = dict.fromkeys(_PLATFORMS.get(name, (name,)), moved)
         choose = chunk(lambda i: jax.lax.platform_dependent(i, **here, default=chunk(lambda i: i)))
-        # JAX 0.10 drops the effects of a branch where reverse mode takes a scan apart; not of this
+        # JAX 0.10 drops a branch's effects in partial evaluation of a scan, but not a checkpoint's
         return jax.checkpoint(choose)(jnp.asarray(index))
 
     def _move(self, index: Any) -> None:

@@ -1,8 +1,8 @@
 """vjp, jvp and linearize in JAX, and which arguments reach the output, read from a jaxpr.
 
-Where it matters whether an argument reaches the output and no numbers are at hand, the function is
-traced to a jaxpr first and then run from it: the user's Python runs once, and the jaxpr tells what
-JAX's own zeros do not. JAX's pullback is the conjugate of gradtools'; it is converted here.
+To find out whether an argument reaches the output, the function is traced to a jaxpr, which then is
+evaluated, so that the user's Python code runs once. JAX's own zero cotangents do not show it. JAX's
+pullback is the conjugate of gradtools'; it is converted here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError
 
 
 def stage(fun: Fun, leaves: list[Array]) -> Staged:
-    """The function as a jaxpr, and what can be read from it."""
+    """The function as a jaxpr, with properties that are read from it."""
     traced = _traced(fun, leaves)
     if traced is None:
         return Staged(fun)
@@ -45,15 +45,15 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
     def run(*leaves: Array) -> Any:
         return traced.run(*leaves)
 
-    run.caller = _caller(fun)  # type: ignore[attr-defined]  # for messages
+    run.caller = _caller(fun)  # type: ignore[attr-defined]
     return Staged(run, traced.reverse_only, mode, pushes, traced.cut)
 
 
 def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback.
 
-    A function that was seen at such leaves is not traced where numbers are at hand: an argument
-    that does not reach the output has a gradient of zeros, so only these make it be traced.
+    With concrete leaves a function that was traced before is traced again only if a gradient is all
+    zeros, as that of an argument that does not reach the output.
     """
     _note_derivative()
     if groups is None:
@@ -67,17 +67,17 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     complex_sign.remember(fun, leaves)
     if traced is None:
         return _evaluated(fun, leaves)
-    result = _evaluated(traced.run, leaves, caller=_caller(fun))
-    if traced.hands_on:
+    evaluation = _evaluated(traced.run, leaves, caller=_caller(fun))
+    if traced.returns_inputs:  # an equation that marks the leaves as read by this derivative
         with jax.named_scope(_SCOPE):
             _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
-    return traced.told(result)
+    return traced.with_connection(evaluation)
 
 
 def _traced_if_zero(fun: Fun, leaves: list[Array], groups: Sequence[int]) -> Evaluation:
-    """The evaluation; its pullback traces fun where all leaves of a group have zeros."""
-    result = _evaluated(fun, leaves)
-    native = result.pullback
+    """The evaluation; its pullback traces fun if all gradients of a group are zero."""
+    evaluation = _evaluated(fun, leaves)
+    native = evaluation.pullback
 
     def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
         pulled = native(cts)
@@ -85,13 +85,13 @@ def _traced_if_zero(fun: Fun, leaves: list[Array], groups: Sequence[int]) -> Eva
             return pulled
         traced = _traced(fun, leaves)
         if traced is None:
-            result.checked = False
+            evaluation.checked = False
             return pulled
-        result.where_lost = traced.where_lost
+        evaluation.where_lost = traced.where_lost
         return [g if c else None for g, c in zip(pulled, traced.connected, strict=True)]
 
-    result.pullback, result.checked = pullback, True
-    return result
+    evaluation.pullback, evaluation.checked = pullback, True
+    return evaluation
 
 
 def _has_zero_group(xs: Sequence[Any], groups: Sequence[int]) -> bool:
@@ -128,7 +128,7 @@ def _evaluated(fun: Fun, leaves: list[Array], caller: str | None = None) -> Eval
 
 
 def _pulled(outs: Sequence[Array], caller: str) -> Callable[..., list[Array]]:
-    """How a pullback of JAX's is called; knows what outs look like, and not what they are."""
+    """Calls JAX's pullback in gradtools' convention; it holds the avals of outs, no arrays."""
     likes = [jax.typeof(y) for y in outs]
 
     def pulled(pull: Any, cts: Sequence[Array | None]) -> list[Array]:
@@ -163,7 +163,7 @@ def jvp(
 def jvps(
     fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
 ) -> tuple[list[Array], list[Array], list[list[Array]]]:
-    """`jvp` along many tangents. Outputs do not depend on these, so they are computed once."""
+    """`jvp` along many tangents, by vmap, with unbatched outputs."""
     if len(many) == 1:
         outs, extras, pushed = jvp(fun, leaves, many[0])
         return outs, extras, [pushed]
@@ -176,7 +176,7 @@ def jvps(
 def linearize(
     fun: Fun, leaves: list[Array]
 ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-    """`(outs, extras, pushforward)`. JAX finds a reverse-only rule when it pushes."""
+    """`(outs, extras, pushforward)`. A reverse-only rule raises when the pushforward is called."""
     _note_derivative()
     _refuse_signs(fun, leaves)
     with explained("linearize"), jax.named_scope(_SCOPE), _watched() as nested:
@@ -194,7 +194,7 @@ def _pushed(push: Any, tangents: list[Array]) -> list[Array]:
 
 @dataclass(frozen=True)
 class _TracedFunction:
-    """A function of flat arrays, seen once as a jaxpr and then run from it.
+    """A function of flat arrays that was traced once, and is evaluated from its jaxpr.
 
     eqns: The jaxpr's equations at any depth.
     """
@@ -210,19 +210,19 @@ class _TracedFunction:
         full = [y if isinstance(y, jax.Array) else jnp.asarray(y) for y in flat]
         return jax.tree.unflatten(self.treedef, full)
 
-    def told(self, result: Evaluation) -> Evaluation:
-        """An evaluation whose pullback gives None for leaves that do not reach the outputs."""
+    def with_connection(self, evaluation: Evaluation) -> Evaluation:
+        """The evaluation with a pullback that returns None for leaves that reach no output."""
 
         def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
-            pulled = result.pullback(cts)
+            pulled = evaluation.pullback(cts)
             return [g if c else None for g, c in zip(pulled, self.connected, strict=True)]
 
-        cut = lambda _: self.cut()
-        return Evaluation(result.outs, result.extras, pullback, cut, where_lost=self.where_lost)
+        outs, extras, cut = evaluation.outs, evaluation.extras, lambda _: self.cut()
+        return Evaluation(outs, extras, pullback, cut, where_lost=self.where_lost)
 
     @cached_property
     def connected(self) -> list[bool]:
-        """For each leaf, whether it reaches an output, or a constant derivative taken inside."""
+        """For each leaf, whether it reaches an output, or an inner derivative constant in it."""
         return [r or c for r, c in zip(self.reached, self._inside[0], strict=True)]
 
     @cached_property
@@ -238,14 +238,14 @@ class _TracedFunction:
         return where_lost(self.closed, len(self.out_avals), index)
 
     def refuse_signs(self, fun: Fun) -> None:
-        """Raises where a derivative goes through the sign of complex numbers."""
+        """Raises if a derivative passes through the sign of complex numbers."""
         if all(eqn.primitive.name != "sign" for eqn in self.eqns):
             return
         complex_sign.refuse(getattr(fun, "caller", "gradtools"), self.closed, len(self.out_avals))
 
     @cached_property
-    def hands_on(self) -> bool:
-        """Whether a leaf is handed on as it is: then no equation tells that it was reached."""
+    def returns_inputs(self) -> bool:
+        """Whether a leaf is an output itself, so that no equation reads it."""
         jaxpr = self.jaxpr
         return any(x is y for x in jaxpr.invars for y in jaxpr.outvars)
 
@@ -255,27 +255,27 @@ class _TracedFunction:
 
     @cached_property
     def _inside(self) -> tuple[list[bool], list[bool]]:
-        """For each leaf: does it reach a derivative taken inside, constant or cut afterwards?"""
+        """For each leaf, whether an inner derivative is constant in it, or is cut afterwards."""
         if not is_in_scope(self.eqns, _SCOPE):
             return [False] * len(self.closed.in_avals), [False] * len(self.closed.in_avals)
         inside = reachability.InnerDerivatives(_is_derivative)
         return inside.constants_and_cuts(self.closed, len(self.out_avals))
 
     def cut(self) -> list[int]:
-        """The leaves that are cut after a derivative taken inside."""
+        """The leaves that are cut after an inner derivative."""
         return [i for i, cut in enumerate(self._inside[1]) if cut]
 
 
 def _cut_of(fun: Fun, leaves: list[Array]) -> list[int]:
-    """The leaves of a user's function that are cut after a derivative inside; it is traced."""
+    """Traces a user's function for the leaves that are cut after an inner derivative."""
     traced = _traced(fun, leaves) if isinstance(fun, Call) else None
     return [] if traced is None else traced.cut()
 
 
 def _refuse_signs(fun: Fun, leaves: list[Array]) -> None:
-    """Raises where a derivative goes through the sign of complex numbers, as far as it is seen.
+    """Raises if a derivative passes through the sign of complex numbers.
 
-    What is not traced for its own sake is so only if it is given complex numbers, and once.
+    For this a user's function is traced only at complex inputs, and once.
     """
     if not isinstance(fun, Call) or not complex_sign.may_meet(fun, leaves):
         return
@@ -295,7 +295,7 @@ def _note_derivative() -> None:
 
 @contextmanager
 def _watched() -> Iterator[list[bool]]:
-    """Inside, a function is evaluated; the list is empty unless it takes a derivative itself."""
+    """Around a function's evaluation: yields a list that stays empty if f takes no derivative."""
     around = _here.__dict__.setdefault("open", [])
     around.append([])
     try:
@@ -309,10 +309,10 @@ def _is_derivative(eqn: Any) -> bool:
 
 
 def _traced(fun: Fun, leaves: list[Array]) -> _TracedFunction | None:
-    """fun as a jaxpr; None where it branches on values or leaves the framework.
+    """fun as a jaxpr; None if it branches on values or leaves the framework.
 
-    The jaxpr is what is then evaluated, so the user's function runs once. Where this fails, what
-    ran of it runs again: what else it does besides returning, it then does twice.
+    The jaxpr is evaluated afterwards, so that the user's function runs once. If tracing fails, the
+    function runs again, and its Python side effects up to the failure happen twice.
     """
     try:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*leaves)

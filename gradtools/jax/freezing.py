@@ -1,12 +1,12 @@
 """Frozen functions in JAX: a rule whose pullback is a rule again.
 
-The first evaluation leaves what the pullback reads, and only the pullback reads it: a second
-derivative starts anew from the arguments. So what differentiates a first derivative keeps
-arguments and cotangents alone, whatever the depth of G.
+The residuals of the first evaluation are read by the pullback only: a second derivative recomputes
+from the arguments. So differentiating a first derivative keeps arguments and cotangents only,
+independently of the depth of G.
 
-What is left is as large as G's graph, and that is known before anything runs. Where it fits in
-the budget of a use it is kept, and with it the derivative of the pullback, J u, is one linear
-pass. Its own derivatives start from the arguments as before.
+The size of the residuals is known before anything runs. If they fit into the budget of a use, they
+are kept, and the derivative of the pullback, J u, is one linear pass. Its own derivatives recompute
+from the arguments as before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Entries = Sequence[Any]
 
 
 def frozen_uses(budget: int | None, verify: bool | None = None) -> int:
-    """The bytes that each use may keep; what is computed again is the same program, unverified."""
+    """The bytes that each use may keep. Recomputations are the same program: no verification."""
     return budget or 0
 
 
@@ -45,31 +45,31 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
     """The outputs of one use."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     xs = [whole.shared[k] for k in arrays]
-    held = stateful("frozen", whole.call.f, whole.arguments)
-    state = [] if held is None else [jax.lax.stop_gradient(x) for x in held.leaves]
-    call = replace(whole.call, f=held or whole.call.f)
-    # A compiled program keeps the rule, and may keep no tracer.
+    modules = stateful("frozen", whole.call.f, whole.arguments)
+    state = [] if modules is None else [jax.lax.stop_gradient(x) for x in modules.leaves]
+    call = replace(whole.call, f=modules or whole.call.f)
+    # A compiled program keeps the rule, which must not hold tracers.
     rest = [None if isinstance(x, jax.Array) else x for x in whole.shared]
 
     def fun(*xs: Array) -> list[Array]:
         shared = replaced_at(rest, arrays, xs)
-        if held is not None:
-            held.now = state
+        if modules is not None:
+            modules.now = state
         outs, _ = call(0, 0, [], shared, [])
-        after = [] if held is None else [jax.lax.stop_gradient(_data(x)) for x in held.after]
+        after = [] if modules is None else [jax.lax.stop_gradient(_data(x)) for x in modules.after]
         return [y if isinstance(y, jax.Array) else asarray(y) for y in (*outs, *after)]
 
     use = _Use(fun, xs, budget)
-    result = apply_rule(use.rule, *xs, *use.captured)
-    if held is None:
-        return result
-    outs, after = result[: len(result) - len(state)], result[len(result) - len(state) :]
-    held.write([_as_key(x, like) for x, like in zip(after, state, strict=True)])
+    ys = apply_rule(use.rule, *xs, *use.captured)
+    if modules is None:
+        return ys
+    outs, after = ys[: len(ys) - len(state)], ys[len(ys) - len(state) :]
+    modules.write([_as_key(x, like) for x, like in zip(after, state, strict=True)])
     return outs
 
 
 def _data(x: Any) -> Any:
-    """A random key as the numbers that it is made of: what a rule hands on are arrays."""
+    """A random key's data: a rule's outputs are plain arrays."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
@@ -79,20 +79,20 @@ def _as_key(x: Array, like: Any) -> Any:
 
 
 class _TracedOnce:
-    """A function of flat arrays that Python runs once, for all that differentiates it.
+    """A function of flat arrays whose Python code runs once for all derivatives.
 
-    Each derivative repeats the program that was found, which is as good and does not multiply
-    where frozen functions use frozen functions. Arrays of another type, as those that vary over
-    a mesh, are the function's own matter.
+    Each derivative evaluates the jaxpr again. (Tracing the function again would take exponential
+    time in nested frozen functions.) At other avals, such as arrays that vary over a mesh, the
+    function itself runs.
 
     Attributes:
-        captured: What the program closes over, if that is no trace's: its last inputs, so that
-            what is compiled holds it once for all derivatives.
+        captured: The arrays that the program closes over, if none is a tracer. They are its last
+            inputs, so that compiled code holds them once for all derivatives.
     """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
         closed = jax.make_jaxpr(fun)(*xs)
-        # NumPy's arrays are the caller's, who may write to them before the second derivative
+        # copies, since the user may write to NumPy arrays before the second derivative
         consts = [np.array(c) if isinstance(c, np.ndarray) else c for c in constants_of(closed)]
         self.fun, self.closed = fun, ClosedJaxpr(closed.jaxpr, consts)
         self.avals = [_strong(aval) for aval in self.closed.in_avals]
@@ -102,13 +102,13 @@ class _TracedOnce:
         xs, consts = xs[: len(self.avals)], xs[len(self.avals) :] or tuple(self.closed.consts)
         if [_strong(jax.typeof(x)) for x in xs] != self.avals:
             return self.fun(*xs)
-        # JAX leaves NumPy's arrays what they are here, and a scan keeps a copy of such.
+        # JAX does not convert NumPy arrays here, and a scan would keep a copy of them.
         consts = tuple([jnp.asarray(c) if isinstance(c, np.ndarray) else c for c in consts])
         return list(jax.core.eval_jaxpr(self.closed.jaxpr, consts, *xs))
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether x is an array of numbers, and no trace's."""
+    """Whether x is an array of numbers and no tracer."""
     aval = jax.typeof(x)
     known = type(aval) is jax.core.ShapedArray and not isinstance(x, jax.core.Tracer)
     return known and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
@@ -119,18 +119,18 @@ def _strong(aval: Any) -> Any:
 
 
 class _Use:
-    """One use of a function of flat arrays.
+    """One use of a frozen function of flat arrays.
 
     Attributes:
-        captured: What the function closes over and is given after its arguments.
-        user_functions: What may hold arrays that the function closes over.
+        captured: The captured arrays, which are passed after the arguments.
+        user_functions: The objects that may capture further arrays.
     """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: list[Array], budget: int) -> None:
         self.fun, self.moving, self.budget = fun, [is_inexact(x) for x in xs], budget
         self.user_functions: Any = (fun,)
         self.captured: list[Any] = []
-        if any(isinstance(x, jax.core.Tracer) for x in xs):  # else values may decide what G does
+        if any(isinstance(x, jax.core.Tracer) for x in xs):  # else G may branch on values
             self.fun = _TracedOnce(fun, xs)
             self.captured = self.fun.captured
             self.user_functions = () if self.captured else (list(self.fun.closed.consts),)
@@ -144,7 +144,7 @@ class _Use:
         )
 
     def of_moving(self, xs: Entries) -> Callable[..., Any]:
-        """G of the arguments that can be differentiated: `(floating outputs, others)`."""
+        """G as a function of its inexact arguments: `(inexact outputs, other outputs)`."""
 
         def run(*moved: Array) -> tuple[list[Array], list[Array]]:
             ys = self.fun(*replaced_where(xs, self.moving, moved))
@@ -155,11 +155,11 @@ class _Use:
         return run
 
     def chosen(self, xs: Entries) -> list[Any]:
-        """Those that can be differentiated."""
+        """The inexact ones among entries for the arguments."""
         return [x for x, m in zip(xs, self.moving, strict=True) if m]
 
     def linearize(self, *xs: Array) -> Linearized:
-        """The evaluation, with what it leaves for the pullback."""
+        """The evaluation, with the residuals of the pullback as extras."""
         fixed = [jax.lax.stop_gradient(x) for x in xs]
         kept = self.budget > 0 and self.may_keep(fixed)
         way = jax.linearize if kept else jax.vjp
@@ -186,7 +186,7 @@ class _Use:
         return Linearized(outs, left, reads, tangent, cotangent)
 
     def reverse_only(self, xs: Entries) -> str | None:
-        """What G holds that has no forward mode: JAX tells only where it would run."""
+        """A custom_vjp in G, which has no forward mode; None if its tangents are not needed."""
         known = (
             self.fun.closed if isinstance(self.fun, _TracedOnce) else jax.make_jaxpr(self.fun)(*xs)
         )
@@ -197,7 +197,7 @@ class _Use:
         return "a jax.custom_vjp in G" if _holds(pushed.jaxpr, *_TO_TRANSPOSE) else None
 
     def may_hold(self, xs: Entries, *names: str) -> bool:
-        """Whether G may hold such an operation: where values decide what G does, any."""
+        """Whether G may contain such a primitive; True if G cannot be traced."""
         if isinstance(self.fun, _TracedOnce):
             return _holds(self.fun.closed.jaxpr, *names)
         try:
@@ -206,7 +206,7 @@ class _Use:
             return True
 
     def may_keep(self, xs: Entries) -> bool:
-        """Whether the graph fits in the budget; that of a loop of unknown length is not there."""
+        """Whether the graph fits into the budget; False for a while loop, which has no graph."""
 
         def graph(*moved: Array) -> list[Array]:
             return jax.tree.leaves(jax.linearize(self.of_moving(xs), *moved, has_aux=True)[1])
@@ -225,13 +225,13 @@ class _Use:
         return spread(dys, self.inexact)
 
     def pulled(self, mask: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
-        """The pullback, computed anew."""
+        """The pullback, recomputed from the arguments."""
         with explained("frozen"):
             ys, pull, _ = jax.vjp(self.of_moving(xs), *self.chosen(xs), has_aux=True)
         return self.through(pull, xs, _full(ys, self.inexact, mask, cts))
 
     def through(self, pull: Any, xs: Entries, cts: list[Any]) -> list[Any]:
-        """The pullback of cotangents; where G has no reverse mode, from the columns of J."""
+        """The pullback of cotangents; if G has no reverse mode, by the columns of J."""
         try:
             return _through(pull, cts)
         except ValueError as error:
@@ -267,14 +267,13 @@ class _Use:
 
 @dataclass(frozen=True)
 class _KeptLinearMap:
-    """What an evaluation left: a linear map as flat arrays.
+    """A linear map of an evaluation, as flat residual arrays.
 
     Attributes:
-        count: How many arguments the evaluation had.
-        size: How many arrays it left.
-        treedef: What the map is made of them by.
-        kept: Whether it is the pushforward, to be kept until the second derivative; else it is
-            the pullback.
+        count: The number of arguments.
+        size: The number of residuals.
+        treedef: The structure of the map.
+        kept: Whether it is the pushforward, kept until the second derivative; else the pullback.
     """
 
     count: int
@@ -284,25 +283,25 @@ class _KeptLinearMap:
 
     @property
     def stop(self) -> int:
-        """How many operands come before cotangents or tangents."""
+        """The number of operands before the cotangents or tangents."""
         return self.count + self.size
 
     def linear(self, operands: Entries) -> Any:
-        """The map, as a constant."""
+        """The map, with residuals that are not differentiated."""
         left = [jax.lax.stop_gradient(x) for x in operands[self.count : self.stop]]
         return jax.tree.unflatten(self.treedef, left)
 
     def nondifferentiable(self, moving: Sequence[bool]) -> tuple[int, ...]:
-        """The operands with respect to which nothing differentiates."""
+        """The operands that are not differentiated."""
         return tuple([i for i in range(self.stop) if i >= self.count or not moving[i]])
 
     def reads(self, more: int) -> tuple[int, ...]:
-        """What derivatives read of the operands, of which `more` come behind the map's arrays."""
+        """The operands that derivatives read; `more` of them follow the residuals."""
         return (*range(self.stop if self.kept else self.count), *range(self.stop, self.stop + more))
 
 
 def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
-    """The rule of (arguments, what the evaluation left, cotangents) to cotangents."""
+    """The pullback as a rule, from (arguments, residuals, cotangents) to cotangents."""
     count, extras = graph.count, graph.size
 
     def primal(*operands: Array) -> list[Array]:
@@ -315,7 +314,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
         push = lambda linear, *dxs: linear(*dxs)
         return transpose(rule, "tangent", push, graph.linear(operands), moved, cts)
 
-    def anew(xs: Entries) -> Callable[..., list[Any]]:
+    def recomputed(xs: Entries) -> Callable[..., list[Any]]:
         n = sum(use.moving)
 
         def run(*both: Array) -> list[Any]:
@@ -328,7 +327,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
         along = [*use.chosen(dxs[:count]), *dxs[graph.stop :]]
         if all(dx is None for dx in along[: sum(use.moving)]):  # it is linear in the cotangents
             return use.pulled(mask, xs, dxs[graph.stop :])
-        return _along(anew(xs), [*use.chosen(xs), *cts], along)
+        return _along(recomputed(xs), [*use.chosen(xs), *cts], along)
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
         xs, cts = saved[:count], list(saved[len(saved) - sum(mask) :])
@@ -336,7 +335,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
         return [*spread(second, use.moving), *([None] * extras), *to_cts]
 
     def by_either_mode(saved: Entries, xs: Entries, cts: list[Any], us: Entries) -> Any:
-        """What us pull back to, along the arguments and along the cotangents."""
+        """The pullback of us, with respect to the arguments and to the cotangents."""
         lacking = use.reverse_only(xs)
         if lacking is not None:
             check_linear(xs, cts, us)
@@ -344,20 +343,20 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
             try:
                 return in_forward_mode(saved, xs, cts, us)
             except TypeError as error:
-                # JAX fails at a tangent of a solver that is zero.
+                # JAX fails at a symbolic zero tangent of a linear solve.
                 if not (is_of("jax", error) and use.may_hold(xs, "custom_linear_solve")):
                     raise
                 lacking = "lax.custom_linear_solve in G"
-        _tell(lacking)
+        _warn_of_reverse_mode(lacking)
         return in_reverse_mode(xs, cts, us)
 
     def in_reverse_mode(xs: Entries, cts: list[Any], us: Entries) -> Any:
-        ys, pull = jax.vjp(anew(xs), *use.chosen(xs), *cts)
+        ys, pull = jax.vjp(recomputed(xs), *use.chosen(xs), *cts)
         both = _through(pull, filled(us, ys))
         return both[: sum(use.moving)], both[sum(use.moving) :]
 
     def check_linear(xs: Entries, cts: list[Any], us: Entries) -> None:
-        """Raises where a bwd is not linear: reverse mode then gives nothing's derivative."""
+        """Raises if a bwd is not linear, so that its transpose is not the pushforward."""
         of_cts = lambda xs, *cts: use.pulled(mask, xs, cts)
         likes = [jnp.zeros_like(x) for x in use.chosen(xs)]
         try:
@@ -376,7 +375,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
             forward = _pushed_by_graph(use, graph, saved, along)
         else:
             forward = use.pushed(xs, along)
-        second = _along(lambda *moved: anew(xs)(*moved, *cts), use.chosen(xs), us)
+        second = _along(lambda *moved: recomputed(xs)(*moved, *cts), use.chosen(xs), us)
         return second, [dy for dy, t in zip(forward, mask, strict=True) if t]
 
     rule = TracedRule(
@@ -393,10 +392,10 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
 
 
 def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entries) -> list[Any]:
-    """The tangents of the outputs by the graph that was kept, as a rule of all that they read.
+    """The tangents of the outputs by the kept graph, as a rule.
 
-    The graph depends on the arguments, which its arrays do not show: so its derivative is that
-    of forward mode from the arguments.
+    The graph's arrays depend on the arguments, but are constants here; so the rule's derivative is
+    that of forward mode from the arguments.
     """
     count = graph.count
     mask = [dx is not None for dx in dxs]
@@ -408,13 +407,13 @@ def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entr
         along = use.chosen(spread(operands[graph.stop :], mask))
         return graph.linear(operands)(*filled(along, use.chosen(operands[:count])))
 
-    def anew(*operands: Array) -> list[Array]:
+    def recomputed(*operands: Array) -> list[Array]:
         pushed = use.pushed(operands[:count], spread(operands[graph.stop :], mask))
         return [dy for dy in pushed if dy is not None]
 
     def tangent(read: Entries, along: Entries) -> list[Any]:
         at = [*read[:count], *[None] * graph.size, *read[len(read) - sum(mask) :]]
-        return _along(anew, at, along)
+        return _along(recomputed, at, along)
 
     rule = TracedRule(
         "frozen's pushforward",
@@ -423,7 +422,7 @@ def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entr
         saves=graph.reads(sum(mask)),
         nondifferentiable=graph.nondifferentiable(use.moving),
         user_functions=use.user_functions,
-        flow=anew,
+        flow=recomputed,
     )
     return spread(apply_rule(rule, *saved[: graph.stop], *given), use.inexact)
 
@@ -436,7 +435,7 @@ def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[A
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])
 
 
-def _tell(lacking: str) -> None:
+def _warn_of_reverse_mode(lacking: str) -> None:
     warn(
         f"frozen: {lacking} lacks the derivative that forward over reverse needs; that pass takes "
         "reverse mode twice, and keeps a graph of G while it runs."
@@ -444,11 +443,11 @@ def _tell(lacking: str) -> None:
 
 
 def _holds(jaxpr: Any, *names: str) -> bool:
-    """Whether a program holds such an operation, at any depth."""
+    """Whether a jaxpr contains one of these primitives, at any depth."""
     return uses_primitive(jaxpr, lambda eqn: eqn.primitive.name in names)
 
 
-_TO_TRANSPOSE = ("custom_lin", "unreachable")  # the tangents of a custom_vjp: they do not run
+_TO_TRANSPOSE = ("custom_lin", "unreachable")  # a custom_vjp's tangents, which cannot be evaluated
 
 
 def _through(pull: Any, cts: list[Array]) -> list[Array]:
@@ -460,7 +459,7 @@ def _real(x: Array) -> Any:
 
 
 def _full(likes: Any, inexact: Sequence[bool], mask: Sequence[bool], cts: Entries) -> list[Any]:
-    """Cotangents of all floating outputs, zero where none came."""
+    """Cotangents of all inexact outputs, with zeros for absent ones."""
     given = spread(cts, mask)
     floating = [ct for ct, i in zip(given, inexact, strict=True) if i]
     return filled(floating, likes)

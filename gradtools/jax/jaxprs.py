@@ -1,7 +1,7 @@
-"""Reading jaxprs: an equation's inner jaxprs, what it writes, dead-code elimination.
+"""Reading jaxprs: inner jaxprs of an equation, the variables it writes, dead-code elimination.
 
-The one list of the primitives that run jaxprs: calls, loops, branches, and functions with rules of
-JAX's. How data flows is read in `reachability.py`, what an equation costs in `seeing/jax/flops.py`.
+This is the only list of primitives with inner jaxprs: calls, loops, branches, and functions with
+JAX's custom rules. `reachability.py` reads the data flow, `seeing/jax/flops.py` the cost.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from jax.interpreters import partial_eval
 from gradtools.jax._upstream import Literal, bind_again
 from gradtools.jax.rules.kept_alive import LIFE
 
-Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
+Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr
 Eqn = Any
 
 
 def without_consts(closed: Jaxpr) -> Any:
-    """The open jaxpr of a closed one; from JAX 0.12 on it would hold the constants as well."""
+    """The open jaxpr of a closed one, without its constants, which JAX 0.12 keeps in it."""
     jaxpr = open_jaxpr(closed)
     return jaxpr.replace(constvars=jaxpr.constvars)
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr itself, which before jax 0.12 stands in another with its constants."""
+    """The jaxpr inside a ClosedJaxpr; from jax 0.12 on they are the same."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def sub_jaxprs(value: Any) -> Iterator[Jaxpr]:
-    """The jaxprs in a parameter of an equation, or in all of them."""
+    """The jaxprs in an equation's parameter, or in all of its parameters."""
     if hasattr(open_jaxpr(value), "eqns"):
         yield open_jaxpr(value)
     elif isinstance(value, dict):
@@ -57,7 +57,7 @@ def inexact(variables: Sequence[Any]) -> list[bool]:
 
 
 def targets(eqn: Eqn) -> list[Any]:
-    """What an equation writes: its outputs, and the mutable references it is given."""
+    """The variables that an equation writes: its outputs, and mutable references."""
     return [*eqn.outvars, *filter(_is_ref, eqn.invars)]
 
 
@@ -65,33 +65,33 @@ def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> boo
     """Is there an equation, at any depth, for which the predicate holds?
 
     Args:
-        closed_jaxpr: What ``jax.make_jaxpr(f)(*args)`` returns.
-        predicate: Called with equations until it is true; each sub-jaxpr is visited once.
+        closed_jaxpr: As ``jax.make_jaxpr(f)(*args)`` returns it.
+        predicate: Called with each equation until it is true; each sub-jaxpr is visited once.
 
     Returns:
-        Whether it was true for one.
+        Whether it was true for any.
     """
     return any(map(predicate, equations(closed_jaxpr)))
 
 
 def equations(closed_jaxpr: Jaxpr) -> list[Eqn]:
     """The equations at any depth; each sub-jaxpr is read once."""
-    pending, seen, result = [open_jaxpr(closed_jaxpr)], set[int](), list[Eqn]()
+    pending, seen, eqns = [open_jaxpr(closed_jaxpr)], set[int](), list[Eqn]()
     while pending:
         jaxpr = pending.pop()
         if id(jaxpr) not in seen:
             seen.add(id(jaxpr))
-            result += jaxpr.eqns
+            eqns += jaxpr.eqns
             for eqn in jaxpr.eqns:
                 pending += sub_jaxprs(eqn.params)
-    return result
+    return eqns
 
 
 def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """The results of an equation, run at these operands in the settings that it was traced in."""
+    """The results of an equation at these operands, in the context in which it was traced."""
     with eqn.ctx.manager:
-        result = bind_again(eqn, xs)
-    return list(result) if eqn.primitive.multiple_results else [result]
+        out = bind_again(eqn, xs)
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def read(env: dict[Any, Any], atom: Any) -> Any:
@@ -105,9 +105,10 @@ def interpreted(
     step: Callable[[int, Eqn, list[Any]], Sequence[Any]],
     constant: Callable[[Any], Any] = lambda literal: literal.val,
 ) -> list[Any]:
-    """A jaxpr run on what stands for arrays: what stands for its outputs.
+    """Abstract interpretation of a jaxpr: its abstract outputs, from abstract inputs.
 
-    step: Of an equation's number, the equation, and its operands. constant: Of a literal.
+    step: `step(index, eqn, operands)` returns an equation's abstract results.
+    constant: The abstract value of a literal.
     """
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], entries, strict=True))
     at = lambda atom: constant(atom) if isinstance(atom, Literal) else env[atom]
@@ -127,7 +128,7 @@ def overwrites(eqn: Eqn) -> bool:
 
 
 def needed(jaxpr: Jaxpr, effects: bool = True) -> list[Eqn]:
-    """The equations of which a result is read, or that have effects; see `live`."""
+    """The equations that have a used result or effects, without inner jaxprs; see `live`."""
     read, kept = {id(v) for v in jaxpr.outvars}, []
     for eqn in reversed(jaxpr.eqns):
         if (effects and eqn.effects) or any(id(v) in read for v in eqn.outvars):
@@ -137,7 +138,7 @@ def needed(jaxpr: Jaxpr, effects: bool = True) -> list[Eqn]:
 
 
 def live(jaxpr: Jaxpr) -> Jaxpr:
-    """Dead-code elimination, in inner jaxprs too; the inputs stay."""
+    """Dead-code elimination, including inner jaxprs; keeps all inputs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
@@ -145,11 +146,11 @@ DRAWS = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
 
 
 def draws(closed: Jaxpr, flow: Callable[[Jaxpr, list[int]], dict[Any, int]]) -> set[Any]:
-    """What a program draws by keys that do not depend on its inputs: the operation and the shape.
+    """The random draws whose keys do not depend on the inputs, as pairs (primitive, shape).
 
-    flow: Gives for each variable whether data of the inputs flows to it (`Flow.propagate`).
+    flow: Returns for each variable whether data of the inputs flows to it (`Flow.propagate`).
     """
-    result = set[Any]()
+    found = set[Any]()
 
     def visit(jaxpr: Jaxpr, inputs: list[int]) -> None:
         env = flow(jaxpr, inputs)
@@ -157,7 +158,7 @@ def draws(closed: Jaxpr, flow: Callable[[Jaxpr, list[int]], dict[Any, int]]) -> 
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name in DRAWS and not any(map(at, eqn.invars)):
-                result.add((name, eqn.params["shape"]))
+                found.add((name, eqn.params["shape"]))
             for body in bodies(eqn):
                 entering = [at(eqn.invars[i]) for i in body.inputs]
                 for k, i in body.carries:
@@ -166,35 +167,35 @@ def draws(closed: Jaxpr, flow: Callable[[Jaxpr, list[int]], dict[Any, int]]) -> 
 
     jaxpr = open_jaxpr(closed)
     visit(jaxpr, [1] * len(jaxpr.invars))
-    return result
+    return found
 
 
-# --- what an equation runs ---------------------------------------------------------------
+# --- inner jaxprs ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class HeldJaxpr:
-    """A jaxpr and the arrays that it holds."""
+    """A jaxpr and its constants."""
 
     jaxpr: Jaxpr
     consts: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, found: Any) -> HeldJaxpr:
-        """Of a jaxpr with its constants or without."""
+        """From a ClosedJaxpr or an open one."""
         return cls(open_jaxpr(found), tuple(getattr(found, "consts", ())))
 
 
 def programs_of(eqn: Eqn) -> list[HeldJaxpr]:
-    """What an equation runs: of a while its condition and body, of a cond its branches."""
+    """The inner jaxprs that an equation runs: a while's condition and body, a cond's branches."""
     name, params = eqn.primitive.name, eqn.params
     if name == "while":
         return [HeldJaxpr.of(params["cond_jaxpr"]), HeldJaxpr.of(params["body_jaxpr"])]
     if name == "cond":
         return [HeldJaxpr.of(branch) for branch in params["branches"]]
     keys = ("call",) if name == "custom_vmap_call" else ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    result = next((params[key] for key in keys if key in params), None)
-    return [] if result is None else [HeldJaxpr.of(result)]
+    inner = next((params[key] for key in keys if key in params), None)
+    return [] if inner is None else [HeldJaxpr.of(inner)]
 
 
 CALLS = (
@@ -206,18 +207,18 @@ CALLS = (
 RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 """Calls of functions with a custom_jvp or custom_vjp rule."""
 
-_OTHERS = ("shard_map", "custom_vmap_call")  # a device runs a part; no reverse mode leads through
+_OTHERS = ("shard_map", "custom_vmap_call")
 
 
 def is_ruled(eqn: Eqn) -> bool:
-    """Whether an equation is a function with a custom rule of JAX's."""
+    """Whether an equation calls a function with one of JAX's custom rules."""
     return eqn.primitive.name in RULED
 
 
 def moves_a_while(jaxpr: Jaxpr, moved: Sequence[bool] | None = None) -> bool:
-    """Whether a `while` depends on inputs by inexact numbers: it has no reverse mode.
+    """Whether a `while`, which has no reverse mode, depends on inexact inputs.
 
-    One that only draws random numbers, or that has a rule around it, is none.
+    A `while` that only draws random numbers, or inside a custom rule, does not count.
 
     moved: Which of the inputs count; all by default.
     """
@@ -240,13 +241,13 @@ def moves_a_while(jaxpr: Jaxpr, moved: Sequence[bool] | None = None) -> bool:
 
 
 def may_not_run(eqn: Eqn) -> bool:
-    """Whether a loop may run no time at all."""
+    """Whether a loop may have zero iterations."""
     name = eqn.primitive.name
     return name == "while" or (name == "scan" and not eqn.params["length"])
 
 
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
-    """How many constants and carries a scan has; jax 0.12 keeps them as a tree of its inputs."""
+    """The numbers of constants and carries of a scan, which jax 0.12 stores as a tree."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -255,11 +256,11 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class InnerJaxpr:
-    """A jaxpr inside an equation, and how its ends are tied to those of the equation.
+    """A jaxpr inside an equation, and how its inputs and outputs map to the equation's.
 
-    ``inputs[i]`` is the equation's input that enters as input i. Output k leaves as output k,
-    unless the body is a ``gate``, which only decides (the condition of a while). A carry
-    (k, i) is the output k of the equation that comes back as input i.
+    Input i of the jaxpr is the equation's input ``inputs[i]``. Its output k is the equation's
+    output k, unless the body is a ``gate`` (the condition of a while). A carry (k, i) says that the
+    equation's output k is fed back as input i.
     """
 
     jaxpr: Jaxpr
@@ -269,13 +270,13 @@ class InnerJaxpr:
 
 
 class Step(NamedTuple):
-    """An equation as data flows through it.
+    """An equation, for data-flow analyses.
 
     Attributes:
-        eqn: It itself.
-        targets: What it writes.
+        eqn: The equation.
+        targets: The variables that it writes.
         inexact: Which of these are floating or complex.
-        is_leaf: Whether it runs no jaxpr.
+        is_leaf: Whether it has no inner jaxpr.
     """
 
     eqn: Eqn
@@ -285,25 +286,25 @@ class Step(NamedTuple):
 
 
 def steps(eqns: Sequence[Eqn]) -> list[Step]:
-    """Equations as data flows through them."""
-    result = []
+    """The equations as `Step`s."""
+    flow = []
     for eqn in eqns:
         primitive, written = eqn.primitive, targets(eqn)
         opaque = len(written) > len(eqn.outvars)
         inner = primitive.name in _STRUCTURED or hasattr(primitive, "gradtools_flow")
-        result.append(Step(eqn, written, inexact(written), opaque or not inner))
-    return result
+        flow.append(Step(eqn, written, inexact(written), opaque or not inner))
+    return flow
 
 
 def bodies(eqn: Eqn) -> list[InnerJaxpr]:
-    """The bodies of an equation; none if it is opaque: every input may flow anywhere."""
+    """The inner jaxprs of an equation; none if it is opaque, so that every input flows anywhere."""
     if any(map(_is_ref, eqn.invars)):
         return []
     return _STRUCTURED.get(eqn.primitive.name, _own_body)(eqn)
 
 
 def _own_body(eqn: Eqn) -> list[InnerJaxpr]:
-    """The body of a primitive that says by `gradtools_flow` how data flows in an equation."""
+    """The body of gradtools' own primitives, whose `gradtools_flow` returns a jaxpr."""
     jaxpr = getattr(eqn.primitive, "gradtools_flow", lambda _: None)(eqn)
     return [] if jaxpr is None else [InnerJaxpr(open_jaxpr(jaxpr), range(len(eqn.invars)))]
 
@@ -329,7 +330,7 @@ def _scan_body(eqn: Eqn) -> list[InnerJaxpr]:
 
 
 def _while_bodies(eqn: Eqn) -> list[InnerJaxpr]:
-    """The condition, then the body: an equation's inputs are their constants, then the carry."""
+    """The condition, then the body; the inputs are their constants, then the carry."""
     gates, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = range(gates + consts, len(eqn.invars))
 

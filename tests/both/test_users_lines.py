@@ -167,7 +167,7 @@ def test_what_pytorch_lacks_is_told_at_the_line_that_holds_it(monkeypatch):
 
     import gradtools.torch as gt
 
-    monkeypatch.setattr(errors, "SAID", set())
+    monkeypatch.setattr(errors, "WARNED", set())
     layer = torch.nn.TransformerEncoderLayer(4, 1, 4, 0.0, batch_first=True)
     z, y = torch.ones(1, 1, 3, 4), torch.ones(4)
     lines: list[int] = []

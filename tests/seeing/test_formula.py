@@ -22,7 +22,7 @@ def lines(name, section=1, order=1):
 
 # What it says.
 
-WARNED = {
+SAID = {
     "linear": ["W̄ = ȳ xᵀ", "x̄ = Wᵀ ȳ", "b̄ = ȳ"],
     "layer": ["Z̄ = L̄ (1 - H^∘²)", "W̄ = Z̄ᵀ X", "X̄ = Z̄ W", "b̄ = Σᵢ Z̄"],
     "linear over time": [
@@ -63,9 +63,9 @@ WARNED = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(WARNED))
+@pytest.mark.parametrize("name", sorted(SAID))
 def test_the_adjoint_reads_as_one_would_write_it(name):
-    assert lines(name) == WARNED[name]
+    assert lines(name) == SAID[name]
 
 
 def test_the_program_reads_as_one_would_write_it():

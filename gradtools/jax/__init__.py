@@ -26,14 +26,14 @@ _LAYERS = (
 if _typing.TYPE_CHECKING:
     import jax.numpy as _jnp
 
-    from gradtools.public import *  # noqa: F403 - the names stand once, for both wings
+    from gradtools.public import *  # noqa: F403 - declared once, for both backends
 
     xp = _jnp
-else:  # where a type checker reads a __getattr__, no misspelt name is found
+else:  # hidden from type checkers, which accept any name if there is a __getattr__
     __all__ = list(_api.names)
 
     def __getattr__(name: str) -> object:
-        """A public name, when it is first read: its room is imported then, and no other."""
+        """A public name; its module is imported when the name is first read."""
         if name in _LAYERS:
             return _import_module(f"{__name__}.{name}")
         if name not in __all__:

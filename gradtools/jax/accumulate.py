@@ -1,7 +1,7 @@
-"""Writing gradients in JAX: a new buffer, since nothing can be written.
+"""Gradient accumulation in JAX, without side effects: each operator returns the new buffer.
 
-The buffer is a pytree that the caller holds, as an optimiser's state is; so these run under jit,
-and many threads need no lock. `gradtools.accumulate` documents the public names.
+The buffer is a pytree that the user passes on, like an optimizer's state, so these operators run
+under jit and need no lock. `gradtools.accumulate` documents the public names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradtools.jax.shardings import varies as varies  # of the accumulator
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
-    """The new buffer: target with grads added to it, or put into it, where grads names them."""
+    """The new buffer: target with grads added to it (or replaced by them) where grads has one."""
     caller = "accumulate_gradients" if add else "assign_gradients"
     target, grads = part_of(target), part_of(grads)
     if target is None:
@@ -40,13 +40,13 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def detached(x: Any) -> jax.Array | None:
-    """The array outside of every derivative; None if x is no array."""
+    """x with a stopped gradient, as an array; None if x is no array."""
     array = _array(x)
     return array if array is None else jnp.asarray(jax.lax.stop_gradient(array))
 
 
 def copied(x: jax.Array) -> jax.Array:
-    """The same numbers in memory of their own, which may be donated or deleted without harm."""
+    """A copy in new memory, so that the original may be donated or deleted."""
     return jnp.array(x, copy=True)
 
 
@@ -59,7 +59,7 @@ def over(xs: Any, number: float) -> list[Any]:
 
 
 def current_trace() -> Any:
-    """What tells one trace from another; equal outside of all, in every thread."""
+    """A key of the current trace; equal outside of all traces, in every thread."""
     return get_opaque_trace_state(convention="gradtools")
 
 
@@ -72,7 +72,7 @@ def spec_in_words(spec: str) -> str:
 
 
 def added(totals: Any, xs: Any, weight: Any) -> bool:
-    """False: no array is written in place."""
+    """False: JAX arrays cannot be added to in place."""
     return False
 
 
@@ -97,11 +97,11 @@ def sums_over_ranks(own: RankSums | None, group: Any, axis_name: Any) -> tuple[A
     return own.treedef, sums, weight
 
 
-# --- what is written ---------------------------------------------------------------------
+# --- leaves ------------------------------------------------------------------------------
 
 
 def _zeros(g: Any) -> Any:
-    """Zeros for a gradient; what is none is left for the check to name."""
+    """Zeros like a gradient; a leaf that is no array is returned, for the check to refuse it."""
     array = _array(g)
     return g if array is None else jnp.zeros_like(array)
 

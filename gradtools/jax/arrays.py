@@ -1,8 +1,7 @@
-"""Arrays, keys and the array-API namespace of the JAX wing.
+"""Arrays, keys and the array-API namespace of the JAX backend.
 
-Arrays come in with the dtype that NumPy gave them, or not at all: JAX would narrow float64 to
-float32 in silence unless x64 is on, and a seed beyond 32 bits to its low half.
-Keys are JAX's own.
+An array keeps NumPy's dtype, or the conversion raises: without x64, JAX would narrow float64 to
+float32 and a seed of more than 32 bits to its low half without an error. Keys are JAX's own.
 
 ``gradtools.models`` documents the public names.
 """
@@ -105,7 +104,7 @@ def _x64() -> bool:
 
 
 def _default_dtype(dtype: np.dtype) -> np.dtype:
-    """What JAX gives a Python number of this kind."""
+    """JAX's dtype for a Python number of this kind."""
     wide = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64, "c": np.complex128}
     return jax.dtypes.canonicalize_dtype(wide[dtype.kind])
 
@@ -122,9 +121,9 @@ def _too_wide(dtype: np.dtype, shape: tuple[int, ...]) -> GradtoolsError:
     name = np.dtype(dtype).name
     if name in ("float64", "complex128", "int64", "uint64"):
         narrow = jax.dtypes.canonicalize_dtype(dtype)
-        mend = f"switch x64 on, {X64}, or narrow the array yourself with x.astype(np.{narrow})"
+        advice = f"switch x64 on, {X64}, or narrow the array yourself with x.astype(np.{narrow})"
     else:
-        mend = "convert it first, for example x.astype(np.float32)"
+        advice = "convert it first, for example x.astype(np.float32)"
     return GradtoolsError(
-        f"asarray: JAX cannot hold {name} (shape {shape}) as it is set up now; {mend}."
+        f"asarray: JAX cannot hold {name} (shape {shape}) as it is set up now; {advice}."
     )

@@ -38,7 +38,7 @@ from gradtools.jax.compiled_once import run_compiled
 from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.operation_marks import chunk
 from gradtools.jax.recomputing import (
-    explained_again,
+    explained_recomputation,
     owning,
     refuse_to_repeat,
     rematerialized,
@@ -49,7 +49,7 @@ from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 
 
-@explained_again("chunked")
+@explained_recomputation("chunked")
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     steps = _Steps(chunks)
     carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]

@@ -1,15 +1,15 @@
-"""Programs that eager code builds at every call and compiles once.
+"""A compilation cache for programs that eager code rebuilds at every call.
 
-JAX compiles a loop, a `jit` or a `checkpoint` for the object that is its body, and knows it again
-only by identity. What an operator builds from a user's function is another object at each call.
-So the function is traced at each call, as Python may read something else by then, and programs of
-one function that do the same share the first one's compilation (hash consing):
+JAX caches the compilation of a loop, a `jit` or a `checkpoint` by the identity of its body, and an
+operator builds a new body from the user's function at each call. So the function is traced at each
+call (Python state may have changed), and equal programs of one function share one compilation
+(hash consing):
 
     key = (the function's code, its jaxpr up to the names of variables)
 
-What it closes over are arguments, so the cache holds no array. A rule that the program uses
-(`custom_jvp`, `custom_vjp`, `custom_rule`) runs later, when it is differentiated; it belongs to the
-key with the numbers that its code reads, and if it reads arrays, the program is not kept.
+Captured arrays are arguments of the program, so the cache keeps no array alive. A rule in the
+program (`custom_jvp`, `custom_vjp`, `custom_rule`) runs later, when it is differentiated. Its code
+and the numbers that it reads belong to the key; if it reads arrays, the program is not cached.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from gradtools.function_variables import cells_of, globals_of, names_in, parts_o
 from gradtools.jax._upstream import Literal
 from gradtools.jax.jaxprs import Jaxpr, open_jaxpr, without_consts
 from gradtools.jax.rules.kept_alive import LIFE
-from gradtools.jax.rules.primitives import LinearizedRule, holds_nothing
+from gradtools.jax.rules.primitives import LinearizedRule, captures_nothing
 from gradtools.rules import JvpRule, Rule
 
 Program = Callable[[Sequence[Any], Sequence[Any]], list[Any]]  # (consts, xs) -> ys
 
 _KEPT = 256  # programs
-_SMALL = 64  # entries of an array that a program holds
+_SMALL = 64  # entries of an array that may be part of a key
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _DATA = (type, CodeType, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, and yet data
 
 
 def compiled(f: Any, closed: Jaxpr, derive: Callable[[Program], Any] | None = None) -> Any:
-    """`derive(run)` of a program `run(consts, xs)`, the same object for programs that are alike.
+    """`derive(run)` of a program `run(consts, xs)`; the same object for equal programs.
 
     Args:
         f: The user's function that the program was traced from.
         closed: The program.
-        derive: What makes a function of it; by default `jax.jit`.
+        derive: Transforms the program's function; by default `jax.jit`.
     """
     derive = derive or _jitted
     jaxpr = without_consts(closed)
@@ -57,7 +57,7 @@ def compiled(f: Any, closed: Jaxpr, derive: Callable[[Program], Any] | None = No
 
 
 def run_compiled(f: Any, program: Callable[..., Any], *args: Any) -> Any:
-    """`program(*args)`, compiled once; as it is where f reads values of arrays."""
+    """`program(*args)`, compiled once; uncompiled if f reads values of arrays."""
     try:
         closed, shapes = jax.make_jaxpr(program, return_shape=True)(*args)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
@@ -68,7 +68,7 @@ def run_compiled(f: Any, program: Callable[..., Any], *args: Any) -> Any:
 
 
 def own(x: Any) -> Any:
-    """A copy of a NumPy array: who captured it may write to it before the backward pass."""
+    """A copy of a NumPy array, which the user may overwrite before the backward pass."""
     return jnp.array(x) if isinstance(x, np.ndarray) else x
 
 
@@ -86,7 +86,7 @@ def _derived(key: _Key, derive: Callable[[Program], Any]) -> Any:
 
 
 class _Key:
-    """A program, equal to those that do the same."""
+    """A program that compares equal to programs which compute the same."""
 
     def __init__(self, jaxpr: Any, key: Hashable) -> None:
         self.jaxpr, self.key = jaxpr, key
@@ -100,18 +100,18 @@ class _Key:
 
 
 class _NotComparable(Exception):
-    """A program holds arrays or unknown objects, which are not to be kept alive."""
+    """A program contains arrays or unknown objects, which a cache must not keep alive."""
 
 
 def _source(f: Any) -> Any:
-    """A function's code, or what stands for it: errors and reports name its lines."""
+    """A function's code, or its type without one. Part of the key, for errors name its lines."""
     f = f.func if isinstance(f, partial) else f
     f = inspect.unwrap(getattr(f, "__func__", f))
     return getattr(f, "__code__", None) or type(f)
 
 
 def _program(jaxpr: Any) -> Hashable:
-    """A jaxpr with numbers for its variables."""
+    """A hashable form of a jaxpr, up to the names of its variables."""
     names: dict[Any, int] = {}
 
     def bound(variables: Sequence[Any]) -> Hashable:
@@ -134,7 +134,7 @@ def _program(jaxpr: Any) -> Hashable:
 
 
 def _value(x: Any, is_callback: bool = False) -> Hashable:
-    """A parameter of an equation as something that is equal to what does the same."""
+    """A hashable form of an equation's parameter, equal for parameters that do the same."""
     if isinstance(x, dict):
         return tuple([(k, _value(v, is_callback)) for k, v in x.items() if k != LIFE])
     if isinstance(x, tuple | list):
@@ -160,7 +160,7 @@ def _value(x: Any, is_callback: bool = False) -> Hashable:
 
 
 def _bits(x: Any) -> Hashable:
-    """A number by its bits: 0.0 is not -0.0, nor is 1 True."""
+    """A number by its type and bits, which tells 0.0 from -0.0 and 1 from True."""
     if isinstance(x, float | complex | np.ndarray | np.generic):
         array = np.asarray(x)
         return type(x), str(array.dtype), array.shape, array.tobytes()
@@ -168,8 +168,8 @@ def _bits(x: Any) -> Hashable:
 
 
 def _read(functions: Sequence[Any]) -> Iterator[Hashable]:
-    """The code of functions that run when a rule is differentiated, and what they read."""
-    todo, known = list(functions), dict[int, Any]()  # with the objects, so that no id comes again
+    """The code of functions that run when a rule is differentiated, and the values they read."""
+    todo, known = list(functions), dict[int, Any]()  # keeps the objects: ids are reused
     while todo:
         x = todo.pop()
         if isinstance(x, _NUMBERS):
@@ -191,11 +191,11 @@ def _read(functions: Sequence[Any]) -> Iterator[Hashable]:
 
 
 def _identity(x: Any) -> Hashable:
-    """A rule, or what is no function and holds nothing."""
+    """The hashable form of a rule, or of an object without attributes."""
     if isinstance(x, LinearizedRule) and x.source is not None:
         return x.source
-    if isinstance(x, Rule) and not (holds_nothing(x) or (type(x) in _OF_USERS and x.contract)):
-        raise _NotComparable  # one of this call alone
+    if isinstance(x, Rule) and not (captures_nothing(x) or (type(x) in _OF_USERS and x.contract)):
+        raise _NotComparable  # made by this call only
     try:
         hash(x)
     except TypeError as error:
@@ -208,12 +208,15 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 def _parts(x: Any) -> list[Any]:
-    """What a function reads, or an object holds; of a library's functions what they close over."""
+    """The objects that a function reads, or that an object references.
+
+    For a function of a library these are its closure and defaults only.
+    """
     if isinstance(x, FunctionType):
-        held = [*cells_of(x).values(), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-        if not _is_a_librarys(x):
-            return held + _globals(x)
-        return [x for x in held if _matters(x)]
+        bound = [*cells_of(x).values(), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        if not _is_a_library(getattr(x, "__module__", None) or ""):
+            return bound + _globals(x)
+        return [x for x in bound if _matters(x)]
     if isinstance(x, (ModuleType, *_DATA)):
         return []
     if isinstance(x, MethodType):
@@ -227,31 +230,27 @@ def _parts(x: Any) -> list[Any]:
         return sorted(x, key=repr)
     if parts := parts_of(x):
         return parts
-    if hasattr(x, "call_wrapped"):  # JAX's own record of a function and how it is wrapped
+    if hasattr(x, "call_wrapped"):  # JAX's `WrappedFun`
         return [x.f, *x.params]
     wrapped = [x.__wrapped__] if hasattr(x, "__wrapped__") else []
     return wrapped + list(getattr(x, "__dict__", {}).values())
 
 
 def _matters(x: Any) -> bool:
-    """Of what a library's function holds: its traces and caches are others at each call."""
+    """Whether an object in a library's closure may change results; traces and caches do not."""
     if isinstance(x, (Rule, jax.Array, np.ndarray, *_NUMBERS)):
         return True
     return callable(x) or hasattr(x, "call_wrapped")
 
 
 def _globals(f: FunctionType) -> list[Any]:
-    """The globals that a function names, and what it reads of the user's modules."""
+    """The globals that a function names, and the attributes it may read of the user's modules."""
     result = []
     for x in globals_of(f).values():
         if isinstance(x, ModuleType) and not _is_a_library(x.__name__):
             result += [vars(x)[n] for n in names_in(f.__code__) if n in vars(x)]
         result.append(x)
     return result
-
-
-def _is_a_librarys(x: Any) -> bool:
-    return _is_a_library(getattr(x, "__module__", None) or "")
 
 
 def _is_a_library(name: str) -> bool:

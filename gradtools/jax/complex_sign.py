@@ -1,13 +1,13 @@
-"""The sign of complex numbers, whose derivative JAX takes for zero up to version 0.10.
+"""The sign of complex numbers, whose derivative JAX takes as zero up to version 0.10.
 
-Of s = z / |z| the differential is
+The differential of s = z / |z| is
 
     ds = i s Im(conj(s) dz) / |z|
 
-JAX has the rule of a real sign, so that a term is lost wherever one stands between an argument
-and the output, and a gradient that has other terms is wrong. It is refused where the jaxpr shows
-it. A function of which none is made otherwise is traced for this if it is given complex numbers;
-the verdict is kept with the function, for the shapes and dtypes that it was given.
+JAX has the rule of a real sign, so every path through a complex sign is missing in the gradient,
+without an error. Such a function is refused. Its jaxpr shows the sign; a function of complex
+arguments whose jaxpr is not needed otherwise is traced for this check alone, once for each
+function, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def refuse(caller: str, closed: Any, outs: int) -> None:
     """Raises if a derivative of the first `outs` outputs goes through the sign of complex numbers.
 
     Args:
-        caller: The operator that was called.
+        caller: The operator's name.
         closed: What ``jax.make_jaxpr(f)(*args)`` returns.
-        outs: How many of its outputs are differentiated.
+        outs: The number of outputs that are differentiated.
 
     Raises:
-        GradtoolsError: A sign of complex numbers stands on the way from an input to an output.
+        GradtoolsError: A complex sign lies on a path from an input to one of these outputs.
     """
     if not jaxprs.uses_primitive(closed, reachability.is_complex_sign):
         return
@@ -57,16 +57,13 @@ def refuse(caller: str, closed: Any, outs: int) -> None:
 
 
 def may_meet(call: Any, leaves: Sequence[Any]) -> bool:
-    """Whether a function of complex numbers may take their sign: it was not seen at these shapes.
-
-    call: The function, as `call.f`.
-    """
+    """Whether `call.f` may take a complex sign: leaves are complex and it is not checked yet."""
     is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves)
     return is_complex and not was_seen(call, leaves)
 
 
 def was_seen(call: Any, leaves: Sequence[Any]) -> bool:
-    """Whether the call's function met none at these shapes; true where JAX has the derivative."""
+    """Whether `call.f` is known to take no complex sign at these shapes, or JAX has the rule."""
     if not reachability.complex_sign_is_a_step():
         return True
     try:
@@ -76,7 +73,7 @@ def was_seen(call: Any, leaves: Sequence[Any]) -> bool:
 
 
 def remember(call: Any, leaves: Sequence[Any]) -> None:
-    """Notes that the call's function met none at these shapes, or cannot be traced."""
+    """Records that `call.f` takes no complex sign at these shapes, or cannot be traced."""
     try:
         _clear.setdefault(call.f, set()).add(_key(leaves))
     except (AttributeError, TypeError):
@@ -88,5 +85,5 @@ def _key(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _is_complex_sign(node: Node) -> bool:
-    """The loss of a real sign is another kind."""
+    """Whether a node is a complex sign; the loss at a real sign is of another kind."""
     return node.native == "sign" and node.loss == "rule"

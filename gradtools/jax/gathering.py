@@ -32,15 +32,15 @@ def sum_over_ranks(caller: str, xs: Sequence[Any], axis_name: Any, group: Any) -
 
 
 def tracked_axes(axis_name: Any) -> frozenset[Any]:
-    """The axes among these over which types say what varies: under shard_map with check_vma."""
+    """The axes of these for which types track what varies: those of shard_map with check_vma."""
     return frozenset().union(*[varies(jax.lax.axis_index(name)) for name in names(axis_name)])
 
 
 def per_rank(caller: str, xs: Sequence[Any], axis_name: Any, group: Any) -> list[Any]:
-    """The same arrays, typed as different on each device.
+    """The arrays, typed as varying over the axis.
 
-    A gradient with respect to them is that of one device. JAX would sum the gradient with respect
-    to arrays that all devices share.
+    The gradient with respect to them is then that of each device; JAX sums the gradient with
+    respect to arrays that do not vary.
     """
     check_axis(caller, axis_name, group)
     axes = tracked_axes(axis_name)

@@ -1,15 +1,14 @@
-"""How a host kernel enters JAX: one primitive, which a compiled program lowers to a callback.
+"""Host kernels in JAX: one primitive, which a compiled program lowers to a callback.
 
-On arrays that have values the kernel is called here and now, so its exceptions arrive as they
-are. Under vmap the primitive is bound again, with one more batch axis in front. It has no
-derivative: that is the rule's, above.
+On concrete arrays the kernel is called directly, so its exceptions propagate unchanged. Under vmap
+the primitive is bound again, with one more batch axis in front. It has no derivative of its own:
+`host_functions` wraps it in a rule.
 
-A result that looks like an argument is sharded as that argument is, the axes of a batch as the
-batch is; any other is whole on the arguments' devices.
+A result with the shape of an argument is sharded as that argument, its batch axes as the batch;
+any other result is replicated on the arguments' devices.
 
-JAX must not be called from within a callback: the program waits for the callback, and what the
-callback asks of JAX waits for the program (seen on the CPU). So kernels run where JAX may
-neither execute nor transfer anything.
+A callback must not call JAX: the program waits for the callback, and the call waits for the program
+(a deadlock, seen on the CPU). So kernels run with JAX's execution and transfers disallowed.
 """
 
 from __future__ import annotations
@@ -50,15 +49,20 @@ def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
 def call_now(
     backend: Any, kernel: Kernel, count: int, args: Sequence[Any], statics: tuple[()] = ()
 ) -> Any:
-    """The results where nothing is traced, NotImplemented elsewhere.
+    """The results at concrete arrays outside of all traces; else NotImplemented.
 
-    count: How many arguments the kernel takes; 0: any number.
+    Args:
+        backend: The backend.
+        kernel: The kernel.
+        count: The number of its arguments; 0 for any number.
+        args: The arguments.
+        statics: The static arguments: none.
     """
     if within_a_trace() or not args or len(args) != (count or len(args)):
         return NotImplemented
     if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in args):
         return NotImplemented
-    wide = jax.dtypes.canonicalize_dtype(np.float64)  # tells whether x64 is on
+    wide = jax.dtypes.canonicalize_dtype(np.float64)  # float64 if x64 is enabled
     avals = (wide, *[(x.shape, x.dtype) for x in args])
     call, expected = kernel.known_call(avals, backend, args)
     _check_held(call, expected)
@@ -67,7 +71,7 @@ def call_now(
 
 
 def _check_held(call: KernelCall, expected: Results) -> None:
-    """Refuses what JAX would narrow in silence."""
+    """Raises if JAX would narrow a result's dtype without an error."""
     for spec in expected.specs:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
             raise call.error(
@@ -92,7 +96,7 @@ def _run(
 
 
 def _without_jax(call: KernelCall, *args: Any) -> list[Any]:
-    """`call.run(*args)`, where JAX may neither execute nor transfer anything."""
+    """`call.run(*args)` with JAX's execution and transfers disallowed."""
     try:
         with jax.no_execution(True), transfers_refused():
             return call.run(*args)
@@ -118,7 +122,7 @@ def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[
 def _placements(
     call: KernelCall, expected: Results, xs: Sequence[jax.Array], batch: Shape
 ) -> list[Sharding]:
-    """Where each result goes; refuses arguments that JAX's own operations would refuse."""
+    """The sharding of each result; raises if the arguments are committed to different devices."""
     devices = xs[0].sharding.device_set
     other = next((x for x in xs if x.sharding.device_set != devices), None)
     if other is not None:
@@ -152,7 +156,7 @@ def _abstract(*xs: Any, **params: Any) -> list[Any]:
 
 
 def _varying(ys: list[Any], xs: Sequence[Any]) -> list[Any]:
-    """The same, typed as different on the devices on which an input may be different."""
+    """The results, typed as varying over all mesh axes over which an input varies."""
     axes = {axis for x in xs for axis in varying_axes(jax.typeof(x))}
     return [as_varying(y, tuple(axes)) for y in ys] if axes else ys
 

@@ -1,8 +1,8 @@
-"""Errors of JAX that are known, each raised again with what to do about it.
+"""Known errors of JAX, re-raised with what to do about them.
 
-JAX raises plain ValueErrors and TypeErrors, so one of its refusals is known by its text alone; that
-the error is JAX's, by what raised it. What the user raises goes by as it is. No other room of this
-wing reads what an error says: reworded upstream, JAX's own error is raised in place of ours.
+JAX raises plain ValueErrors and TypeErrors, so an error is recognized by its text, and as JAX's own
+by its traceback. Errors of the user's code pass unchanged. No other module of this backend reads an
+error's text. If JAX rewords an error, the user gets JAX's text instead of ours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradtools.rules import USE_REVERSE_MODE
 
 @contextmanager
 def explained(caller: str) -> Iterator[None]:
-    """JAX's refusals, in words that say what to do."""
+    """Re-raises known errors of JAX with what to do about them."""
     try:
         yield
     except REFUSALS as error:
@@ -28,7 +28,7 @@ def explained(caller: str) -> Iterator[None]:
 
 @contextmanager
 def flax_explained(caller: str) -> Iterator[None]:
-    """flax's refusal to change a module inside of another trace, in our words."""
+    """Re-raises flax's `TraceContextError` with what to do about it."""
     errors = sys.modules.get("flax.errors")
     try:
         yield
@@ -47,21 +47,21 @@ REFUSALS = TypeError, ValueError, NotImplementedError
 
 
 def explain(caller: str, error: Exception) -> None:
-    """Raises one of JAX's refusals in words that say what to do."""
-    mend = next((m for part, m in _MENDS.items() if says(error, part)), None)
-    if mend is not None:
-        said = f"{caller}: {mend} JAX says{place_of(error)}: {error}"
-        raise refusal(error, said) from error
+    """Raises a GradtoolsError from a known error of JAX; returns if it is not known."""
+    advice = next((a for part, a in _ADVICE.items() if says(error, part)), None)
+    if advice is not None:
+        message = f"{caller}: {advice} JAX says{place_of(error)}: {error}"
+        raise refusal(error, message) from error
 
 
 def says(error: BaseException, *parts: str, package: str = "jax") -> bool:
-    """Whether an error is the package's own, and says one of these."""
+    """Whether an error was raised by the package and its text contains one of these parts."""
     text = said_by(package, error)
     return any(part in text for part in parts)
 
 
 def refused_number(error: BaseException) -> str:
-    """Which of `float`, `int` and `complex` a traced array was converted by, if JAX names it."""
+    """`float`, `int` or `complex`, if JAX's error names that conversion of a tracer; else ""."""
     conversion = str(error).partition("The problem arose with the `")[2].partition("`")[0]
     return conversion if conversion in ("float", "int", "complex") else ""
 
@@ -75,7 +75,7 @@ _HOST = (
     "f calls a function outside of JAX, whose derivative JAX does not know. Make it a "
     "gt.host_function, or wrap the call in gt.custom_rule, and give it a rule."
 )
-_MENDS = {
+_ADVICE = {
     "allbacks do not support": _HOST,  # pure, io and buffer callbacks
     "The FFI call to": _HOST,
     "Linearization failed to produce known values": (

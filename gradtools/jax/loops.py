@@ -1,7 +1,6 @@
-"""`jax.lax.map` over a batch, compiled once for bodies that do the same.
+"""`jax.lax.map` over a batch, with one compilation for equal bodies.
 
-A body like the pullback of one evaluation is another function at each call, and JAX would compile
-a loop for each.
+A body such as a pullback is a new function at each call, for which JAX would compile a new loop.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -
 
 
 def _map_sharded(f: Callable[..., Any], batch: Sequence[Array], size: int) -> Any:
-    """The same where rows are sharded over a mesh of Explicit axes.
+    """`map_batch` where rows are sharded over a mesh of Explicit axes.
 
-    A chunk holds the rows i::n, so that every device works on each; rows that are left over, and
-    chunks that do not divide by the devices, every device computes.
+    A chunk is the rows i::n, so that all devices work on each chunk. The remaining rows, and chunks
+    that do not divide by the number of devices, are computed on every device.
     """
     name = next(e for e in (shardings.entries(x)[0] for x in batch) if e is not None)
     count, least = divmod(batch[0].shape[0], size)
@@ -53,7 +52,7 @@ def _map_sharded(f: Callable[..., Any], batch: Sequence[Array], size: int) -> An
 
 
 def _in_two(x: Array, size: int, count: int, name: Any) -> Array:
-    """The first rows as a table with a chunk in each column."""
+    """The first `size * count` rows as a table with one chunk in each column."""
     if x.shape[0] != size * count:
         x = shardings.whole(x, 0)[: size * count]
     return shardings.reshaped(x, (size, count, *x.shape[1:]), 0, 2, (0, name))
@@ -65,7 +64,7 @@ def _in_one(x: Array, name: Any) -> Array:
 
 @cache
 def _mapped(size: int | None) -> Callable[..., Any]:
-    """A function from a program to a compiled loop over the rows of its arguments."""
+    """A transform (for `compiled`) of a program to a jitted loop over the rows of its arguments."""
 
     def derive(run: Callable[..., Any]) -> Callable[..., Any]:
         def over(consts: list[Array], batch: tuple[Array, ...]) -> list[Array]:

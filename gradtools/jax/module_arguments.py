@@ -1,14 +1,14 @@
-"""Whole modules among the arguments: their floating arrays are differentiated, the rest is fixed.
+"""Modules as arguments: their floating arrays are differentiated, the rest is constant.
 
 An `equinox` module is a pytree whose leaves may be functions, strings and integers; a `flax.nnx`
-module is a graph, some of which is no parameter and changes when it is called. A call of a
-function of modules becomes a call of a function of pytrees of arrays:
+module is a graph, parts of which are no parameters and change during a call. A call of a function
+of modules becomes a call of a function of pytrees of arrays:
 
     f(module, x)   =   g(part of the module, x),      module = part + rest
 
-The part of an equinox module is itself with its inexact arrays alone, as `equinox.filter_grad`
-takes it, that of an nnx module the State of its `nnx.Param`s, as `nnx.grad` does. What an nnx
-module comes to is handed out with f's results, and written to the caller's module afterwards.
+The part of an equinox module is its inexact arrays, as with `equinox.filter_grad`; that of an nnx
+module is the State of its `nnx.Param`s, as with `nnx.grad`. The updated state of an nnx module is
+an extra output of g, and is written to the user's module after the call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def opened(
     kwargs: dict[str, Any],
     argnums: Sequence[int],
 ) -> Opened | None:
-    """The call as one of pytrees of arrays; None if no argument holds a module."""
+    """The call as a call on pytrees of arrays; None if no argument contains a module."""
     kinds = module_kinds()
     if not kinds:
         return None
@@ -52,7 +52,7 @@ def opened(
 
 
 def part_of(tree: Any) -> Any:
-    """The tree with the part that is differentiated in the place of each module."""
+    """The tree with each module replaced by its differentiated part."""
     kinds = module_kinds()
     if not kinds or not _modules(kinds, tree):
         return tree
@@ -73,7 +73,7 @@ def is_module(x: Any) -> bool:
 
 
 def module_kinds() -> tuple[type, ...]:
-    """The classes of modules, of the libraries that the program has imported."""
+    """The module classes of the libraries that the program has imported."""
     equinox, nnx = sys.modules.get("equinox"), sys.modules.get("flax.nnx")
     result = [equinox.Module] if equinox is not None else []
     return tuple([*result, nnx.Pytree] if nnx is not None else result)
@@ -86,7 +86,7 @@ def _modules(kinds: tuple[type, ...], tree: Any) -> list[Any]:
 
 
 def _flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
-    """The leaves, modules among them, and the structure."""
+    """The leaves and the structure, where a module is a leaf."""
     is_module = lambda x: isinstance(x, kinds)
     containers = Containers(
         partial(jax.tree.flatten, is_leaf=is_module),
@@ -99,17 +99,17 @@ def _flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
 
 
 def _mapped(kinds: tuple[type, ...], f: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with f of its leaves, modules among them."""
+    """The tree with f applied to each leaf, where a module is a leaf."""
     leaves, treedef = _flattened(kinds, tree)
     return trees.unflatten(treedef, list(map(f, leaves)))
 
 
 class Opened:
-    """A call whose arguments hold modules, as a function of pytrees of arrays.
+    """A call whose arguments contain modules, as a function of pytrees of arrays.
 
     Attributes:
-        args: The arguments, with its part in the place of each differentiated module.
-        changed: The paths of what the latest call changed in modules of flax.nnx.
+        args: The arguments, with each differentiated module replaced by its part.
+        changed: The paths of the variables of flax.nnx modules that the latest call changed.
     """
 
     def __init__(
@@ -149,19 +149,19 @@ class Opened:
         return out
 
     def effects(self) -> list[Array]:
-        """What the latest call changed; they belong to its trace, so they are handed out once."""
+        """The arrays that the latest call changed; returned once, for they belong to its trace."""
         result, self._effects = self._effects, []
         return result
 
     def settle(self, extras: Sequence[Array]) -> None:
-        """Writes the effects, the last of what a call handed out, to the caller's modules."""
+        """Writes the effects, the last of a call's extras, to the user's modules."""
         if self.changed and self._graphs is not None:
             count = sum(form.num_leaves for form in self._forms)
             with flax_explained(self.caller):
                 self._graphs.write(self.changed, self._forms, list(extras)[-count:])
 
     def refuse_changes(self) -> None:
-        """Raises if the latest call changed a module: nothing can hand that on here."""
+        """Raises if the latest call changed a module, which this operator cannot return."""
         if self.changed:
             names = [".".join(map(str, path[1:])) for path in self.changed]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -230,15 +230,15 @@ class Opened:
 
 
 class _Graphs:
-    """The nnx modules of a call, split together, so that what they share stays shared.
+    """The nnx modules of a call, split together, so that shared variables stay shared.
 
     Attributes:
-        params: Of each differentiated module, by number, the State of its parameters.
+        params: The State of the parameters of each differentiated module, by its number.
     """
 
     @classmethod
     def of(cls, caller: str, active: Sequence[Any], others: Sequence[Any]) -> _Graphs | None:
-        """Those in the differentiated trees, then those in the others; None if there are none."""
+        """The modules of the differentiated trees, then of the others; None without modules."""
         nnx = sys.modules.get("flax.nnx")
         if nnx is None:
             return None
@@ -271,16 +271,16 @@ class _Graphs:
         return self._numbers[id(x)]
 
     def merged(self, states: dict[int, Any]) -> dict[int, Any]:
-        """Copies of all modules, those that are differentiated with these parameters."""
+        """Copies of all modules; the differentiated ones get these parameters."""
         to_flat = self.nnx.to_flat_state
         flat = [((k, *path), x) for k, state in states.items() for path, x in to_flat(state)]
         params = self.nnx.from_flat_state(flat)
         return dict(enumerate(self.nnx.merge(self._graph, params, self._rest, copy=True)))
 
     def changes(self, copies: dict[int, Any]) -> tuple[list[Any], list[Any], list[Array]]:
-        """The paths of what a call changed in the copies, its structures, and its leaves.
+        """The paths, structures and leaves of the variables that a call changed in the copies.
 
-        What it added, as intermediate values, has no place in the caller's modules.
+        Variables that it added (intermediates) are dropped: the user's modules lack them.
         """
         nodes = tuple(copies[k] for k in range(len(self._nodes)))
         paths, forms, result = list[Any](), list[Any](), list[Array]()

@@ -1,9 +1,9 @@
 """A JAX module as a pure function of its parameters and state.
 
 flax.linen, flax.nnx and equinox each split a module from its arrays in their own way; here each
-becomes ``apply(params, state, *args, key=None) -> (out, new_state)``. A library is looked for
-only among what the program has imported already: a module of a class that is not loaded cannot
-exist. ``gradtools.models`` documents the public name.
+becomes ``apply(params, state, *args, key=None) -> (out, new_state)``. Only libraries that the
+program has imported already are considered, since no other's module can exist.
+``gradtools.models`` documents the public name.
 """
 
 import inspect
@@ -32,7 +32,7 @@ MODES = {
     "is_training": True,
     "deterministic": False,
     "use_running_average": False,
-}  # what each is when training
+}  # the keyword's value in training
 
 
 def make_functional(
@@ -65,11 +65,11 @@ def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:
 _KERAS = keras.KerasWing("jax", lambda x: x, lambda x: x, _keras_seeds)
 
 
-# --- what the integrations share
+# --- shared by the integrations
 
 
 def mode_of(name: str, call: Callable[..., Any], train: bool | None) -> dict[str, bool]:
-    """The keyword by which a function learns that it is training."""
+    """The keyword arguments that set training or evaluation mode, of those that `call` accepts."""
     if train is None:
         return {}
     names = inspect.signature(call).parameters
@@ -84,7 +84,7 @@ def mode_of(name: str, call: Callable[..., Any], train: bool | None) -> dict[str
 
 
 def fresh(tree: Any) -> Any:
-    """The same arrays in containers of their own."""
+    """A copy of the tree's containers, with the same arrays."""
     return jax.tree.map(lambda leaf: leaf, tree)
 
 

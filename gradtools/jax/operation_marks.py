@@ -1,6 +1,6 @@
-"""Names of jitted functions by which recordings know operations that gradtools made itself.
+"""Function names that mark the jaxprs of gradtools' own operations, for the recorders.
 
-A jaxpr keeps the name of its function, and nothing else that could be set: so the mark is a name.
+The function's name is the only settable field that a jaxpr keeps.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _CHUNK = "gradtools_chunk_"
 
 
 def chunk(f: F) -> F:
-    """Marks a function as one that `chunked` makes of its own, around the user's."""
+    """Marks a function as `chunked`'s own wrapper around the user's function."""
     f.__name__ = f"{_CHUNK}{f.__name__}"
     return f
 
 
 def is_chunk(jaxpr: Any) -> bool:
-    """Whether a jaxpr is of such a function."""
+    """Whether a jaxpr is that of a function marked by `chunk`."""
     return name_of(jaxpr).startswith(_CHUNK)
 
 
 def function_name(jaxpr: Any) -> str:
-    """The name of the function behind a jaxpr, as it is written."""
+    """The name of a jaxpr's function in the source, without the mark."""
     return name_of(jaxpr).removeprefix(_CHUNK)

@@ -1,18 +1,16 @@
 """Which inputs of a jaxpr reach which outputs.
 
-An input is connected to an output when data flows from one to the other without crossing
-the cut table of gradtools: a stopped gradient, a float that becomes an integer or a bool,
-a host callback. A derivative that is zero (round, sign, x**0) is no cut. JAX's own symbolic
-zeros say something else, so the jaxpr itself is read::
+An input reaches an output if data flows from one to the other without crossing a cut: a stopped
+gradient, a float that becomes an integer or a bool, a host callback. A derivative that is zero
+(round, sign, x**0) is no cut. JAX's symbolic zeros answer another question, so this is a dataflow
+analysis of the jaxpr (a forward may-analysis)::
 
-    bits(out) = OR of bits(in) over the inputs of the equation that it carries
+    bits(out) = OR of bits(in) over the inputs of the equation that flow to `out`
 
-Sets of inputs are integers, one bit for each input, and every sub-jaxpr is read once. The
-same reading without the cut table, the *raw* flow, tells what decides, too.
+Sets of inputs are bit masks, one bit for each input; each sub-jaxpr is analysed once. The *raw*
+flow is the same analysis without cuts and with control dependence.
 
-Where the gradient is lost on the way is read from the `Graph` that `seeing/jax/graphs.py` makes of
-a jaxpr. How to trace a function, and what to do about an input that does not reach, is left to
-others.
+`seeing/jax/graphs.py` finds where on the way a gradient is lost.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,13 +40,13 @@ from gradtools.jax.jaxprs import (
 
 
 def within_a_trace() -> bool:
-    """Whether the caller runs inside of a trace or transform of JAX."""
+    """Whether a trace or transform of JAX is running in this thread."""
     return bool(get_opaque_trace_state(convention="flax") != _outside())
 
 
 @cache
 def _outside() -> Any:
-    """What JAX says in a new thread, where it traces nothing; who asks first may be in a trace."""
+    """The trace state outside of all traces, read in a new thread: this one may be tracing."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(get_opaque_trace_state, convention="flax").result()
 
@@ -113,18 +111,18 @@ def _any(bits: Sequence[int]) -> int:
     return total
 
 
-# --- what rules say of an equation -------------------------------------------------------
+# --- equations of gradtools' rules -------------------------------------------------------
 
 
 def nondifferentiable_inputs(eqn: Eqn) -> set[int]:
-    """The inputs of a rule of ours of which its value is never differentiated."""
+    """The nondifferentiable inputs of an equation of gradtools' rules."""
     if eqn.primitive.name not in ("gradtools_primal", "gradtools_value"):
         return set()
     return set(eqn.params["rule"].nondifferentiable)
 
 
 def reaches(eqn: Eqn) -> Sequence[Sequence[bool]] | None:
-    """Which input of a rule of ours reaches which output, where the rule says so."""
+    """The reachability matrix that a rule of gradtools declares; None for any other equation."""
     if eqn.primitive.name != "gradtools_primal" or not callable(eqn.params["rule"].reaches):
         return None
     from gradtools.host_kernels import ArraySpec
@@ -135,14 +133,14 @@ def reaches(eqn: Eqn) -> Sequence[Sequence[bool]] | None:
 
 @cache
 def complex_sign_is_a_step() -> bool:
-    """Whether JAX takes the derivative of z / |z| for zero, as before 0.11 or so."""
+    """Whether this JAX takes the derivative of z / |z| as zero, as before 0.11 or so."""
     z = np.complex64(1 + 1j)
     with jax.ensure_compile_time_eval():
         return not bool(jax.jvp(jnp.sign, (z,), (1j * z,))[1])
 
 
 def is_complex_sign(eqn: Eqn) -> bool:
-    """Whether an equation is z / |z|, whose derivative JAX takes for zero: it is lost."""
+    """Whether an equation is z / |z| in a JAX that wrongly takes its derivative as zero."""
     if eqn.primitive.name != "sign" or not jnp.iscomplexobj(eqn.invars[0].aval):
         return False
     return complex_sign_is_a_step()
@@ -163,7 +161,7 @@ ONE_TO_ONE = (
 
 
 def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
-    """For each output the inputs that it can carry, or None when it is all of them."""
+    """For each output the mask of the inputs that flow to it; None if all flow to all."""
     name = eqn.primitive.name
     if not raw and hasattr(eqn.primitive, "gradtools_connects"):
         return [_mask(row) for row in eqn.primitive.gradtools_connects(eqn)]
@@ -193,7 +191,7 @@ def _from_inexact(eqn: Eqn, bits: Sequence[int]) -> list[int]:
 
 
 def is_activation_rule(eqn: Eqn) -> bool:
-    """Was this comparison made by jax.nn's derivative of an activation, such as relu?"""
+    """Whether a comparison comes from jax.nn's derivative of an activation, such as relu."""
     return eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
 
 
@@ -201,15 +199,17 @@ def is_activation_rule(eqn: Eqn) -> bool:
 
 
 class Flow:
-    """Carries bits through jaxprs and equations; ``raw`` ignores the cut table.
+    """Propagates bits through jaxprs and equations.
 
-    Raw flow counts decisions too: what a condition reads flows to all it decides.
+    Args:
+        raw: Without cuts, and with control dependence: the operands of a condition flow to all
+            results of the branches or of the loop.
     """
 
     def __init__(self, raw: bool):
         self.raw = raw
         self.uncut = self if raw else Flow(raw=True)
-        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # held, so that no id comes again
+        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # keeps the jaxprs: ids are reused
 
     def of_jaxpr(self, jaxpr: Jaxpr) -> list[int]:
         """For each output the mask of the inputs that flow to it."""
@@ -228,11 +228,11 @@ class Flow:
         return env
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
-        """The bits of what an equation writes, given those of what it reads."""
+        """The bits of an equation's results, given those of its operands."""
         return self.through(steps([eqn])[0], bits)
 
     def through(self, step: Step, bits: Sequence[int]) -> list[int]:
-        """The same of an equation that was read."""
+        """The bits of a step's targets, given those of its operands."""
         inner = [] if step.is_leaf else bodies(step.eqn)
         if not inner:
             return self._through_leaf(step, bits)
@@ -246,7 +246,7 @@ class Flow:
         return [b if self.raw or i else 0 for i, b in zip(step.inexact, outputs, strict=True)]
 
     def _any_to_any(self, step: Step, bits: Sequence[int]) -> list[int]:
-        """All bits to all, but for the cut where a float becomes something else."""
+        """All inputs flow to all outputs, except from a float to an integer or a bool."""
         total = _any(bits)
         if self.raw or all(step.inexact) or is_activation_rule(step.eqn):
             return [total] * len(step.targets)
@@ -272,12 +272,12 @@ class Flow:
         return [_union(_closure(mask, back), inputs) for mask in inner]
 
     def _ruled_edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
-        """A custom rule replaces whatever its function does inside, so no cut counts there."""
+        """The raw flow to the inexact outputs: a custom rule overrides the cuts in its function."""
         masks = self.uncut._edges(eqn, bodies)
         return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
 
     def _gates(self, eqn: Eqn, bodies: list[InnerJaxpr], masks: Sequence[int]) -> int:
-        """The inputs that decide which branch runs, or how often a loop does."""
+        """The inputs that determine which branch runs, or how often a loop does."""
         if eqn.primitive.name == "cond":
             return 1
         gate = next((body for body in bodies if body.gate), None)
@@ -289,38 +289,41 @@ class Flow:
 
 
 class _CutOutside(Flow):
-    """The cut table counts only outside of some equations."""
+    """A flow that ignores the cuts inside of equations of derivatives."""
 
-    def __init__(self, made: Callable[[Eqn], bool]) -> None:
+    def __init__(self, is_derivative: Callable[[Eqn], bool]) -> None:
         super().__init__(raw=False)
-        self.made = made
+        self.is_derivative = is_derivative
 
     def through(self, step: Step, bits: Sequence[int]) -> list[int]:
-        if self.made(step.eqn):
+        if self.is_derivative(step.eqn):
             return self.uncut.through(step, bits)
         return super().through(step, bits)
 
 
 class InnerDerivatives:
-    """What flows through derivatives that a program takes itself; `made` tells their equations.
+    """The flow through derivatives that the program itself takes.
 
-    An input *enters* one if it reaches, less the cut table, the result of such an equation.
+    An input *enters* a derivative if it reaches the result of one of its equations.
+
+    Args:
+        is_derivative: Whether an equation belongs to a derivative.
     """
 
-    def __init__(self, made: Callable[[Eqn], bool]) -> None:
-        self.made, self.flow = made, Flow(raw=False)
+    def __init__(self, is_derivative: Callable[[Eqn], bool]) -> None:
+        self.is_derivative, self.flow = is_derivative, Flow(raw=False)
 
     def constants_and_cuts(self, closed_jaxpr: Jaxpr, outs: int) -> tuple[list[bool], list[bool]]:
-        """For each input: does it enter a derivative that is constant, or that is cut afterwards?
+        """For each input: whether it enters a derivative that is constant, or that is cut later.
 
-        Both are of inputs that do not reach the first `outs` outputs. Within a derivative a cut
-        is one of its own: of a comparison that a maximum's derivative makes, say.
+        Both are False for inputs that reach the first `outs` outputs. Cuts inside of a derivative
+        are its own, such as the comparison in the derivative of a maximum, and do not count.
         """
         jaxpr = open_jaxpr(closed_jaxpr)
         entered = self.entered(jaxpr)
         within, raw, known = (
             _any(flow.of_jaxpr(jaxpr)[:outs])
-            for flow in (_CutOutside(self.made), Flow(raw=True), self.flow)
+            for flow in (_CutOutside(self.is_derivative), Flow(raw=True), self.flow)
         )
         constant = entered & ~known & (within | ~raw)
         cut = entered & ~known & ~constant
@@ -338,7 +341,7 @@ class InnerDerivatives:
                 continue
             written = self.flow.through(step, bits)
             env.update(zip(step.targets, written, strict=True))
-            if self.made(eqn):
+            if self.is_derivative(eqn):
                 total |= _any(written)
                 continue
             for body in bodies(eqn):
@@ -353,7 +356,7 @@ def _read(env: dict[Any, int], atoms: Sequence[Any]) -> list[int]:
 
 
 def _untouched(eqn: Eqn) -> list[int]:
-    """What leaves a loop as it came, when the loop may run no time at all."""
+    """The mask of the carry's initial values that a loop returns unchanged if it runs no step."""
     if eqn.primitive.name == "while":
         first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         return [1 << first + k for k in range(len(eqn.outvars))]
@@ -366,7 +369,7 @@ def _untouched(eqn: Eqn) -> list[int]:
 
 
 def _closure(mask: int, back: dict[int, int]) -> int:
-    """The inputs of a loop's body behind a mask, over any number of rounds."""
+    """The transitive closure of a mask over a loop's carries (`back`)."""
     total = pending = mask
     while pending:
         low = pending & -pending

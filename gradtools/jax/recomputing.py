@@ -1,4 +1,4 @@
-"""`checkpoint`, and what else computes a function again in the backward pass."""
+"""`checkpoint`: a function is recomputed in the backward pass (rematerialization)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
-    """What of f and its arguments holds state of flax.nnx; None where there are no such modules."""
+    """f with the state of the flax.nnx modules in it and in its arguments; None without any."""
     nnx = integration("flax.nnx")
     return None if nnx is None else nnx.stateful(caller, f, args)
 
 
 def rematerialized(f: Callable[..., Any], prevent_cse: bool = True) -> Callable[..., Any]:
-    """`jax.checkpoint(f)` which keeps what the host gave to callbacks and does not ask again.
+    """`jax.checkpoint(f)` that saves the results of host callbacks instead of repeating the calls.
 
-    All else that is computed again is the same program over the same arrays, so it is the same.
+    Everything else is recomputed by the same program from the same arrays, with equal results.
     """
     return jax.checkpoint(f, prevent_cse=prevent_cse, policy=_is_kept)
 
@@ -39,38 +39,38 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """f, computed again in the backward pass; its modules stand afterwards as after one call."""
+    """f(*args, **kwargs), recomputed in the backward pass; the modules' state changes once."""
     if not reachability.within_a_trace():
         return f(*args, **kwargs)  # nothing differentiates it
-    held = stateful("checkpoint", f, (args, kwargs))
-    if held is None:
-        return _run_again(f, args, kwargs)
+    modules = stateful("checkpoint", f, (args, kwargs))
+    if modules is None:
+        return _recomputed(f, args, kwargs)
 
     def run(state: list[Array], args: Any, kwargs: Any) -> Any:
-        held.now = [jax.lax.stop_gradient(x) for x in state]
-        return held(*args, **kwargs), held.after
+        modules.now = [jax.lax.stop_gradient(x) for x in state]
+        return modules(*args, **kwargs), modules.after
 
-    out, after = _run_again(run, (held.leaves, args, kwargs), {})
-    held.write(after)
+    out, after = _recomputed(run, (modules.leaves, args, kwargs), {})
+    modules.write(after)
     return out
 
 
-def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """f once, computed again in the backward pass from arrays that nobody writes to."""
-    with explained_again("checkpoint"):
+def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """f(*args, **kwargs), recomputed in the backward pass; captured NumPy arrays are copied."""
+    with explained_recomputation("checkpoint"):
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        # what else a module holds, such as functions and strings, is no input of a program
+        # The other leaves of a module, such as functions and strings, are constants.
         xs = {
             i: own(x)
             for i, x in enumerate(leaves)
             if isinstance(x, bool | int | float | complex) or hasattr(x, "dtype")
         }
 
-        def fresh(*xs_now: Any) -> Any:  # JAX keeps traces of a function, stale ones as well
+        def fresh(*xs_now: Any) -> Any:  # a new function, for JAX caches the traces of a function
             moving = dict(zip(xs, xs_now, strict=True))
             full = [moving.get(i, x) for i, x in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(treedef, full)
-            outs, out_def[:] = _parted(f(*args, **kwargs))
+            outs, out_def[:] = _split_texts(f(*args, **kwargs))
             return outs
 
         out_def: list[Any] = []
@@ -84,8 +84,8 @@ def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return trees.unflatten(treedef, full)
 
 
-def _parted(out: Any) -> tuple[list[Any], tuple[Any, list[str | None]]]:
-    """The arrays of an output; its structure, and at each leaf the text that stands there."""
+def _split_texts(out: Any) -> tuple[list[Any], tuple[Any, list[str | None]]]:
+    """Splits an output: its arrays, and its structure with the strings among its leaves."""
     leaves, treedef = trees.flatten(out)
     for x, path in zip(leaves, trees.leaf_paths(out), strict=True):
         if not (hasattr(x, "dtype") or isinstance(x, bool | int | float | complex | str)):
@@ -97,18 +97,15 @@ def _parted(out: Any) -> tuple[list[Any], tuple[Any, list[str | None]]]:
 
 
 def owning(closed: Any) -> Any:
-    """A program with arrays of its own in the place of NumPy's that it captured.
-
-    They are the caller's, who may write to them before the backward pass.
-    """
+    """A closed jaxpr whose NumPy constants are copied: the user may overwrite them later."""
     return ClosedJaxpr(closed.jaxpr, [own(c) for c in constants_of(closed)])
 
 
 def refuse_to_repeat(caller: str, closed: Any) -> None:
-    """Raises if a program holds what JAX 0.10 cannot repeat.
+    """Raises if a program makes a mutable array, which JAX 0.10 cannot recompute.
 
-    `jax.checkpoint` dies of a mutable array that is made inside of it with a bare KeyError, and
-    the value of a scan over one is wrong in silence when reverse mode runs it.
+    `jax.checkpoint` fails on one with a bare KeyError, and a scan over one returns a wrong value
+    without an error in reverse mode.
     """
     if jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name in _NEW_REFS):
         raise GradtoolsError(
@@ -118,8 +115,8 @@ def refuse_to_repeat(caller: str, closed: Any) -> None:
 
 
 @contextmanager
-def explained_again(caller: str) -> Iterator[None]:
-    """What JAX and flax cannot compute again, in our words."""
+def explained_recomputation(caller: str) -> Iterator[None]:
+    """Re-raises the errors of JAX and flax about recomputation with what to do about them."""
     try:
         with flax_explained(caller):
             yield

@@ -1,10 +1,10 @@
-"""Arrays over a mesh of Explicit axes, whose types say along which axes they are sharded.
+"""Sharding-in-types: arrays over a mesh of Explicit axes, whose types contain their sharding.
 
-There each operation must know the sharding of what it makes. A loop runs over an axis that is on
-all devices, a slice of a sharded axis must divide by its devices, a carry keeps its sharding. So
-a batch's axis is laid out here before it is cut, and again after it is joined: a chunk is sharded
-as the batch is where its size divides, and is on all devices where not. Over Auto axes, over
-manual ones and without a mesh, types say nothing, and nothing is done.
+There each operation must determine the sharding of its result: the axis of a scan is replicated, a
+slice of a sharded axis must divide by its devices, a carry keeps its sharding. So a batch axis is
+resharded before it is cut into chunks and after they are joined. A chunk is sharded as the batch if
+its size divides, else it is replicated. Over Auto and manual axes and without a mesh, the types
+contain no sharding, and these functions do nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradtools.jax._upstream import as_varying, varying_axes
 
 
 def entries(x: Any) -> tuple[Any, ...]:
-    """For each axis of an array, or of its type, the mesh axes that its type names, or None."""
+    """For each axis of an array or aval, the mesh axes over which it is sharded, or None."""
     aval = _aval(x)
     return padded(getattr(getattr(aval, "sharding", None), "spec", ()), aval.ndim)
 
@@ -32,7 +32,7 @@ def padded(spec: Any, ndim: int) -> tuple[Any, ...]:
 
 
 def placed(x: Array, axis: int, entry: Any) -> Array:
-    """x with one axis sharded by an entry where its length divides by the devices, else whole."""
+    """x with one axis sharded over `entry` if its length divides, else replicated."""
     result = list(entries(x))
     mesh = _aval(x).sharding.mesh
     if entry is not None and (mesh.empty or not _fits(x, axis, entry, result, mesh)):
@@ -44,7 +44,7 @@ def placed(x: Array, axis: int, entry: Any) -> Array:
 
 
 def on_mesh(x: Array, mesh: Any, entries: Sequence[Any]) -> Array:
-    """x with each axis sharded by its entry."""
+    """x with each axis sharded over its entry."""
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
@@ -53,7 +53,7 @@ def whole(x: Array, axis: int) -> Array:
 
 
 def like(x: Array, other: Any) -> Array:
-    """x, sharded as another array or type is."""
+    """x, sharded like another array or aval."""
     wanted = entries(other)
     if entries(x) == wanted:
         return x
@@ -61,7 +61,7 @@ def like(x: Array, other: Any) -> Array:
 
 
 def many_like(xs: Array, other: Array) -> Array:
-    """Arrays along axis 0, each sharded as another one is."""
+    """Arrays stacked along axis 0, each sharded like `other`."""
     result = entries(other)
     if not any(result):
         return xs
@@ -69,16 +69,16 @@ def many_like(xs: Array, other: Array) -> Array:
 
 
 def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
-    """How a result is sharded where JAX cannot know how it was computed.
+    """The sharding of a callback's result, which JAX cannot infer.
 
     Args:
-        shape: The result's, with the axes of the batch in front.
-        batch: The sizes of these axes.
-        xs: The shape and the entries of each argument, the batch in front of all of them.
+        shape: The result's shape, with the batch axes in front.
+        batch: The sizes of the batch axes.
+        xs: Shape and entries of each argument, with the batch axes in front.
 
     Returns:
-        Its entries: those of the first argument that looks like it, and on the axes of the batch
-        those of any argument.
+        Its entries: those of the first argument of the same shape; for the batch axes those of the
+        first argument that is sharded along them.
     """
     n = len(batch)
     like = next((e for s, e in xs if tuple(s[n:]) == tuple(shape[n:])), ())
@@ -87,7 +87,7 @@ def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
 
 
 def sharded_like(y: Array, batch: Any, xs: Any) -> Array:
-    """A result of `xs`, sharded as `of_result` says."""
+    """A result of `xs`, sharded by `of_result`."""
     sharded = [x for x in xs if any(entries(x))]
     if not sharded:
         return y
@@ -97,14 +97,14 @@ def sharded_like(y: Array, batch: Any, xs: Any) -> Array:
 
 
 def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) -> Array:
-    """x with the axes from `at` on in `count` others, of which one may be sharded by an entry.
+    """x with the axes from `at` on reshaped to `count` axes, one of which may be sharded.
 
     Args:
         x: The array.
         shape: Its new shape.
         at: The first axis that changes.
-        count: How many axes stand there afterwards.
-        entry: `(which of them, entry)`.
+        count: The number of axes in its place.
+        entry: `(position among these, mesh axes)`.
     """
     result = entries(x)
     if not any(result):
@@ -123,7 +123,7 @@ def without_axis(aval: Any, axis: int) -> Any:
 
 
 def with_leading(aval: Any, size: int, like: Any = None) -> Any:
-    """The type of many such arrays along a new axis 0: as like's, or on all devices."""
+    """The aval with a new axis 0, sharded like axis 0 of `like`; replicated without `like`."""
     entry = None if like is None else entries(like)[0]
     if entry is None:
         return _with_axes(aval, lambda xs, new: (new, *xs), size)
@@ -133,7 +133,7 @@ def with_leading(aval: Any, size: int, like: Any = None) -> Any:
 
 
 def spread(x: Array, size: int, like: Array) -> Array:
-    """Many x along a new axis 0, which is sharded as like's."""
+    """x broadcast along a new axis 0, which is sharded like axis 0 of `like`."""
     return placed(jax.numpy.broadcast_to(x, (size, *x.shape)), 0, entries(like)[0])
 
 
@@ -155,7 +155,7 @@ def _fits(x: Array, axis: int, entry: Any, found: list[Any], mesh: Any) -> bool:
 
 
 def device_count(mesh: Any, entry: Any) -> int:
-    """Over how many devices an entry shards."""
+    """The number of devices along the mesh axes of an entry."""
     return prod(mesh.shape[name] for name in names(entry))
 
 
@@ -165,33 +165,33 @@ def names(entry: Any) -> tuple[Any, ...]:
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-# --- manual axes: under `shard_map` types say over which of them an array varies -----------------
+# --- manual axes: under `shard_map` a type contains the mesh axes over which an array varies -----
 
 
 def varying_alike(xs: Sequence[Any]) -> list[Any]:
-    """Under shard_map, all inputs varying over the same mesh axes.
+    """The inputs, cast to vary over the union of their mesh axes.
 
-    The derivative of that is the sum over the axes, which the cotangent of an input that does
-    not vary needs.
+    The transpose of the cast is the sum over the added axes, which is what the cotangent of an
+    input that does not vary needs.
     """
     union = frozenset().union(*map(varies, xs))
     return [varying(x, union) for x in xs] if union else list(xs)
 
 
 def varying(x: Any, axes: frozenset[Any]) -> Any:
-    """x, typed as varying over these mesh axes too."""
+    """x, cast to vary over these mesh axes as well."""
     missing = axes - varies(x)
     return as_varying(x, sorted(missing)) if missing else x
 
 
 def varies(x: Any) -> frozenset[Any]:
-    """The mesh axes over which x is typed as different."""
+    """The mesh axes over which x varies, by its type."""
     return varying_axes(_aval(x))
 
 
 @jax.custom_jvp
 def with_varying_tangent(x: Any) -> Any:
-    """x; its tangent varies as it does. A jaxpr that is evaluated again relies on that."""
+    """x, with a tangent that varies like x, on which the evaluation of a traced jaxpr relies."""
     return x
 
 

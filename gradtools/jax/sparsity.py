@@ -1,4 +1,4 @@
-"""Which entry of a function's output may depend on which entry of its input, read from a jaxpr."""
+"""Sparsity detection: which output entries may depend on which input entries, by the jaxpr."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MOVING = frozenset(
     rev scatter slice squeeze transpose split
     """.split()
 )
-_PLACES = {  # operands that say where, and are no entries
+_PLACES = {  # operands that are indices
     "dynamic_slice": lambda n: range(1, n),
     "dynamic_update_slice": lambda n: range(2, n),
     "gather": lambda n: [1],
@@ -48,11 +48,11 @@ _PLACES = {  # operands that say where, and are no entries
 }
 _REDUCING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"}
 _ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"}
-_LONGEST = 4096  # steps of a scan that are followed one by one
+_LONGEST = 4096  # longest scan that is analysed step by step
 
 
 class _Value:
-    """What is known of an array: its dependence, or else its value, or neither."""
+    """An abstract array: the dependence of its entries, or its constant value, or neither."""
 
     def __init__(self, shape: Sequence[int], entries: Entries | None, value: Any = None) -> None:
         self.shape, self.entries, self.value = tuple(shape), entries, value
@@ -115,7 +115,7 @@ def _constants(eqn: Eqn, ins: list[_Value], shapes: Sequence[Any]) -> list[_Valu
         return [_Value(shape, None) for shape in shapes]
     try:
         outs = _evaluated(eqn, [x.value for x in ins])
-    except Exception:  # it cannot run outside of its program: then its value is not known
+    except Exception:  # it cannot run outside of its program, so its value stays unknown
         return [_Value(shape, None) for shape in shapes]
     return [_Value(shape, None, _concrete(y)) for shape, y in zip(shapes, outs, strict=True)]
 
@@ -175,7 +175,7 @@ def _stacked(rows: Sequence[_Value]) -> _Value:
     return _Value(shape, e.moved([x.entries for x in active if x.entries is not None], index))
 
 
-# --- what an equation does with entries
+# --- transfer functions of the primitives
 
 
 def _everywhere(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list[Entries]:
@@ -196,7 +196,7 @@ def _elementwise(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list
 
 
 def _moved(eqn: Eqn, ins: list[_Value], active: list[Entries], shapes: Any) -> list[Entries]:
-    """The operation itself, run on the numbers of its operands' entries."""
+    """The operation itself, applied to the indices of its operands' entries."""
     places = set(_PLACES.get(eqn.primitive.name, lambda n: [])(len(ins)))
     if any(k in places and x.value is None for k, x in enumerate(ins)):
         return [e.everything(shape, active) for shape in shapes]
@@ -213,7 +213,7 @@ def _moved(eqn: Eqn, ins: list[_Value], active: list[Entries], shapes: Any) -> l
 
 
 def _evaluated(eqn: Eqn, operands: Sequence[Any], numbers: bool = False) -> list[Any]:
-    """An equation's results at concrete operands, also within a trace."""
+    """Evaluates an equation at concrete operands, also inside of a trace."""
     params = eqn.params
     if numbers and params.get("fill_value") is not None:
         params = {**params, "fill_value": -1}

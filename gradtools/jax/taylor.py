@@ -1,4 +1,4 @@
-"""Taylor mode in JAX: a jaxpr is interpreted on arrays that carry their series."""
+"""Taylor mode in JAX: an interpreter of jaxprs on arrays with their Taylor coefficients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LINEAR = frozenset(
     "split reduce_window_sum fft".split()
 )
 _BILINEAR = frozenset(("mul", "dot_general", "conv_general_dilated"))
-_IN_ITS_FIRST = {  # linear in the first operands, where the others stand still
+_IN_ITS_FIRST = {  # linear in so many first operands, if the others are constant
     "gather": 1,
     "dynamic_slice": 1,
     "pad": 2,
@@ -88,7 +88,7 @@ def _step(eqn: Any, xs: list[Any], algebra: Algebra) -> Sequence[Any]:
 def _linear(
     eqn: Any, xs: list[Any], moved: list[int], primals: list[Any], at: Any, algebra: Algebra
 ) -> Sequence[Any]:
-    """Of an equation that is linear in its moved operands, where the others add a constant."""
+    """The series of an equation that is affine in its operands with series."""
     affine = eqn.primitive.name in ("add", "add_any", "sub", "concatenate", "pad", "complex")
     still = [jnp.zeros_like(p) if affine and i not in moved else p for i, p in enumerate(primals)]
 
@@ -107,7 +107,7 @@ def _linear(
 
 
 def _quotient(x: Any, y: Any, algebra: Algebra) -> Series:
-    """x / y, where y moves."""
+    """The series of x / y, for a y with a series."""
     slopes = powers(y.primal, -1, algebra.order)
     inverse = Series(1 / y.primal, tuple(algebra.elementwise(slopes, y)))
     if not isinstance(x, Series):
@@ -118,7 +118,7 @@ def _quotient(x: Any, y: Any, algebra: Algebra) -> Series:
 
 
 def _any(eqn: Any, movers: list[Series], at: Any, algebra: Algebra) -> Sequence[Any]:
-    """Of any equation, by nested forward mode."""
+    """The series of any equation, by nested forward mode."""
     inexact = jaxprs.inexact(eqn.outvars)
     if not any(inexact):
         return at(*[x.primal for x in movers])

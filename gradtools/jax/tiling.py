@@ -1,7 +1,7 @@
 """Tiles in JAX: a scan over blocks of rows, inside it one over blocks of columns.
 
-The blocks that remain where a side is no multiple of a tile are programs of their own, so that
-nothing is padded. The states of columns are carried from one block of rows to the next.
+Where a side is no multiple of the tile's, the remaining blocks are programs of their own, so that
+nothing is padded. The states of columns are the carry of the loop over rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradtools.pairwise.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Swe
 from gradtools.rules import captured_objects
 
 Arrays = list[Any]
-States = list[Arrays]  # one list for each group, empty where a group has another side
+States = list[Arrays]  # one list for each group; empty for groups of other sides
 
 
 def sweep(program: Sweep, xs: Sequence[Any]) -> States:
@@ -35,10 +35,11 @@ def sweep(program: Sweep, xs: Sequence[Any]) -> States:
 
 
 def _run(program: Sweep, xs: Sequence[Any]) -> States:
-    """The merged states; where a side is sharded along Explicit axes, its devices share the tiles.
+    """The merged states. A side that is sharded over Explicit axes is swept under shard_map.
 
-    A device has its part of that side and all of the other; what belongs to the other, or to
-    neither, is merged at the end. One side suffices: rows, where both are sharded.
+    Each device has its shard of that side and all of the other side; the states of the other side,
+    and the shared ones, are merged over the devices at the end. If both sides are sharded, the rows
+    are split.
     """
     whole = _SweepRun(program, xs)
     side = next((side for side in (ROWS, COLUMNS) if whole.divides(side)), None)
@@ -47,7 +48,7 @@ def _run(program: Sweep, xs: Sequence[Any]) -> States:
     entry, mesh = whole.entries[side], whole.mesh(side)
     count = getattr(program.cut, side) // shardings.device_count(mesh, entry)
     part = replace(program, cut=replace(program.cut, **{side: count}))
-    groups = whole.seen()
+    groups = whole.traced_groups()
 
     def run(*xs: Any) -> States:
         states = _SweepRun(part, xs).run()
@@ -77,7 +78,7 @@ def _over_devices(group: MergeGroup, state: Arrays, entry: Any) -> Arrays:
 
 
 class _SweepRun:
-    """One run of a program over tiles."""
+    """One sweep of a program over all tiles."""
 
     def __init__(self, program: Sweep, xs: Sequence[Any]) -> None:
         self.program, self.roles, self.given = program, program.roles, xs
@@ -117,7 +118,7 @@ class _SweepRun:
         return [shardings.placed(x, 0, self.entries[group.side]) for x in state]
 
     def divides(self, side: str) -> bool:
-        """Whether a side is sharded so that all devices have equally much, and nothing else is."""
+        """Whether a side is sharded evenly over its devices, and no other axis is sharded."""
         entry = self.entries[side]
         if entry is None or any(name for x in self.xs for name in shardings.entries(x)):
             return False
@@ -128,15 +129,16 @@ class _SweepRun:
         mine = (x for x, role in zip(self.given, self.roles, strict=True) if role == side)
         return next(jax.typeof(x).sharding.mesh for x in mine if shardings.entries(x)[0])
 
-    def seen(self) -> Sequence[MergeGroup]:
+    def traced_groups(self) -> Sequence[MergeGroup]:
+        """The groups, which the program knows once it has been traced."""
         self._avals(self.rows[0][1], self.columns[0][1])
         return self.program.groups()
 
     def _band(self, none: States, carry: Any, rows: Arrays) -> tuple[Any, States]:
         shared, of_columns = carry
         result, inner = [], (none, shared)
-        for (start, size, count), held in zip(self.columns, of_columns, strict=True):
-            blocks = self._blocks(COLUMNS, start, size, count), held
+        for (start, size, count), states in zip(self.columns, of_columns, strict=True):
+            blocks = self._blocks(COLUMNS, start, size, count), states
             inner, new = _loop(
                 lambda inner, block: self._tile(rows, inner, *block), inner, blocks, count
             )
@@ -144,13 +146,13 @@ class _SweepRun:
         of_rows, shared = inner
         return (shared, result), of_rows
 
-    def _tile(self, rows: Arrays, held: Any, columns: Arrays, of_columns: States) -> Any:
+    def _tile(self, rows: Arrays, carry: Any, columns: Arrays, of_columns: States) -> Any:
         blocks = {ROWS: iter(rows), COLUMNS: iter(columns)}
         tile = [
             x if role == SHARED else next(blocks[role])
             for x, role in zip(self.xs, self.roles, strict=True)
         ]
-        before = {ROWS: held[0], SHARED: held[1], COLUMNS: of_columns}
+        before = {ROWS: carry[0], SHARED: carry[1], COLUMNS: of_columns}
         after: dict[str, States] = {ROWS: [], SHARED: [], COLUMNS: []}
         for k, (group, new) in enumerate(zip(self.groups, self.program.tile(tile), strict=True)):
             for side, states in after.items():
@@ -158,12 +160,12 @@ class _SweepRun:
         return (after[ROWS], after[SHARED]), after[COLUMNS]
 
     def _blocks(self, side: str, start: int, size: int, count: int) -> Arrays:
-        """The blocks of a run, along a new first axis, of the arrays of one side."""
+        """The arrays of one side, cut into `count` blocks along a new first axis."""
         mine = [x for x, role in zip(self.xs, self.roles, strict=True) if role == side]
         return [_cut(x[start : start + size * count], count) for x in mine]
 
     def _avals(self, rows: int, columns: int) -> States:
-        """What the states of a tile of this size look like."""
+        """The avals of the states of a tile of this size."""
         sizes, counts = {ROWS: rows, COLUMNS: columns}, list[int]()
 
         def states(*xs: Any) -> Arrays:
@@ -180,7 +182,7 @@ class _SweepRun:
         return [[next(avals) for _ in range(n)] for n in counts]
 
     def _refuse_draws(self, rows: int, columns: int) -> None:
-        """Raises if f draws more random numbers for a larger tile: they are those of the next."""
+        """Raises if f draws more random numbers for a larger tile, which each tile would repeat."""
         call = self.program.call
 
         def drawn(rows: int, columns: int) -> Any:
@@ -197,7 +199,7 @@ class _SweepRun:
             )
 
     def _empty(self, avals: States, side: str) -> States:
-        """The states of no tile, for the groups of one side."""
+        """The identity elements of the merges, for the groups of one side."""
         return [
             [_full(x, fill) for x, fill in zip(aval, group.identity(len(aval)), strict=True)]
             if group.side == side
@@ -207,20 +209,20 @@ class _SweepRun:
 
 
 def _draws(closed: Any) -> set[Any]:
-    """How many random numbers or keys a program draws by each key."""
+    """The draws of a program: primitive and shape of each."""
     result = set[Any]()
 
-    def noted(eqn: Any) -> bool:
+    def record(eqn: Any) -> bool:
         if eqn.primitive.name in DRAWS:
             result.add((eqn.primitive.name, eqn.params["shape"]))
         return False
 
-    uses_primitive(closed, noted)
+    uses_primitive(closed, record)
     return result
 
 
 def _entry(pairs: Sequence[tuple[str, Any]], side: str) -> Any:
-    """How the arrays of a side are sharded along it, over a mesh of Explicit axes."""
+    """The mesh axes (Explicit ones) over which a side is sharded, or None."""
     result = (shardings.entries(x)[0] for role, x in pairs if role == side)
     return next((entry for entry in result if entry is not None), None)
 
@@ -238,7 +240,7 @@ def _cut(x: Any, count: int) -> Any:
 
 
 def _loop(body: Callable[..., Any], carry: Any, xs: Any, count: int) -> Any:
-    """`jax.lax.scan`; of a single step the step itself."""
+    """`jax.lax.scan`, unrolled if there is a single step."""
     if count != 1:  # which may be symbolic
         return jax.lax.scan(body, carry, xs)
     carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
@@ -254,33 +256,33 @@ def _joined(runs: Sequence[States], k: int) -> Arrays:
 
 
 def fold(step: Any, state: Arrays, xs: Sequence[Any], count: int) -> Arrays:
-    """`state = step(state, block)` over so many blocks of the arrays' first axis."""
+    """`state = step(state, block)` over `count` blocks of the arrays' first axis."""
     body = lambda state, block: (step(state, block), None)
     return _loop(body, state, [_cut(x, count) for x in xs], count)[0]
 
 
 def as_now(fun: Callable[..., Any], xs: Sequence[Any]) -> Callable[..., Any]:
-    """No mode holds when a program runs."""
+    """fun itself: JAX has no modes to restore when it runs later."""
     return fun
 
 
 def of_own(name: str, x: Any, *others: Any) -> Any:
-    """`name(x, *others)`; XLA itself finds memory that nothing else holds."""
+    """`name(x, *others)`; XLA reuses x's memory by itself."""
     return getattr(jnp, name)(x, *others)
 
 
-def indices(n: Any, beside: Any) -> Any:
-    """0 to n - 1, of which n may be symbolic."""
+def indices(n: Any, device_of: Any) -> Any:
+    """0 to n - 1; n may be symbolic."""
     return jnp.arange(n, dtype=jnp.int32)
 
 
 def taken(x: Any, at: Any, index: Any) -> Any:
-    """Of each row of x the entry whose column has the index `at`; 0 where there is none."""
+    """The entry of each row of x in the column whose index equals `at`; 0 if there is none."""
     return jnp.sum(jnp.where(_is_at(at, index), x, jnp.zeros_like(x)), axis=1)
 
 
 def put(v: Any, at: Any, index: Any) -> Any:
-    """The transpose: a matrix of v at these places, and zeros."""
+    """The transpose of `taken`: a matrix with v at these places and zeros elsewhere."""
     v = jnp.expand_dims(v, axis=1)
     return jnp.where(_is_at(at, index), v, jnp.zeros_like(v))
 
@@ -291,7 +293,7 @@ def _is_at(at: Any, index: Any) -> Any:
 
 
 def sharded_like(x: Any, other: Any) -> Any:
-    """x, over a mesh of devices as another array of its shape, if that is over one."""
+    """x, sharded like another array of its shape, if that is sharded."""
     return shardings.like(x, other) if any(shardings.entries(other)) else x
 
 
@@ -305,10 +307,10 @@ def explicit(
     xs: Sequence[Any],
     sides: Sequence[Sequence[int | None]],
 ) -> tuple[Callable[[Arrays], Any], Arrays]:
-    """A function of a tile and of the arrays of a running trace that it closes over, and these.
+    """Closure conversion: a function of a tile and of the tracers that it closes over, and these.
 
-    The maps of a sum over tiles run when that trace may have ended, and are sums over tiles again,
-    so to lift what each closes over would never end. f is traced once for each kind of tile.
+    The maps of a sweep run when that trace may have ended; they are sweeps themselves, so lifting
+    their closures would recurse without end. f is traced once for each tile size.
     """
     if not within_a_trace():
         return fun, []
@@ -320,7 +322,7 @@ def explicit(
             f"{caller}: a function of reduce closes over an array of the function that is being "
             "transformed by JAX. Return the array from f, as a part of its output."
         )
-    result = _Explicit(caller, fun)
+    result = _ClosureConverted(caller, fun)
     for lengths in sides:
         result.trace([_with_length(x, n) for x, n in zip(xs, lengths, strict=True)])
     result.complete = True
@@ -333,10 +335,13 @@ def unreached(
     lengths: Sequence[int | None],
     in_backward: bool,
 ) -> tuple[int, ...]:
-    """The places of arrays that do not reach a tile's scores, read from the tile's jaxpr.
+    """The positions of the arrays that do not reach a tile's scores, by the tile's jaxpr.
 
-    lengths: Those of the tile, for the arrays that have sides.
-    in_backward: Whether PyTorch's backward pass finds them.
+    Args:
+        fun: The function of a tile.
+        xs: The arrays.
+        lengths: The tile's size along the side of each array that has one.
+        in_backward: Of PyTorch's backend only.
     """
     lengths = [*lengths, *[None] * (len(xs) - len(lengths))]
     avals = [_with_length(x, n) for x, n in zip(xs, lengths, strict=True)]
@@ -349,20 +354,20 @@ def _with_length(x: Any, n: int | None) -> Any:
     return aval if n is None else shardings.with_leading(shardings.without_axis(aval, 0), n)
 
 
-class _Explicit:
-    """A function by its programs, one for each kind of tile."""
+class _ClosureConverted:
+    """A closure-converted function, traced to one program for each tile size."""
 
     def __init__(self, caller: str, fun: Callable[[Arrays], Any]) -> None:
         self.captured: Arrays = []
-        self.complete = False  # whether what it closes over is an argument by now
+        self.complete = False  # whether the captured arrays are arguments by now
         self._operator, self._fun, self._programs = caller, fun, dict[Any, Any]()
 
     def trace(self, avals: Sequence[Any]) -> Any:
-        """The program of a kind of tile: what it closes over, by place where it is traced."""
+        """Traces the program of a tile size; captured tracers become positions in `captured`."""
         closed, shapes = jax.make_jaxpr(self._fun, return_shape=True)(list(avals))
         consts = [(self._place(x), x) for x in closed.consts]
-        held = [(k, None if k is not None else x) for k, x in consts]
-        program = closed.jaxpr, held, jax.tree.structure(shapes)
+        constants = [(k, None if k is not None else x) for k, x in consts]
+        program = closed.jaxpr, constants, jax.tree.structure(shapes)
         return self._programs.setdefault(_avals(avals), program)
 
     def _place(self, x: Any) -> int | None:
@@ -384,13 +389,13 @@ class _Explicit:
             return self._fun(xs)
         n = len(xs) - len(self.captured)
         avals = [jax.typeof(x) for x in xs[:n]]
-        jaxpr, held, treedef = self._programs.get(_avals(avals)) or self.trace(avals)
-        consts = [x if k is None else xs[n + k] for k, x in held]
+        jaxpr, constants, treedef = self._programs.get(_avals(avals)) or self.trace(avals)
+        consts = [x if k is None else xs[n + k] for k, x in constants]
         return jax.tree.unflatten(treedef, _evaluated(jaxpr, consts, xs[:n]))
 
 
 def _evaluated(jaxpr: Any, consts: Arrays, xs: Arrays) -> Arrays:
-    """The outputs of a program, of which under shard_map more may vary than where it was traced."""
+    """Evaluates a jaxpr under shard_map, where more values may vary than when it was traced."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
     for eqn in jaxpr.eqns:
         result = [read(env, v) for v in eqn.invars]
@@ -408,7 +413,7 @@ def _avals(avals: Sequence[Any]) -> Any:
 
 
 def tile_bytes(fun: Any, xs: Sequence[Any], sides: Sequence[int | None]) -> int:
-    """The most bytes that XLA gives to `fun` at arrays like xs."""
+    """The bytes of temporary buffers that XLA allocates for `fun` at arrays like xs."""
     avals = [
         jax.ShapeDtypeStruct(x.shape if n is None else (n, *x.shape[1:]), x.dtype)
         for x, n in zip(xs, sides, strict=True)

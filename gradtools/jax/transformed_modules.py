@@ -1,7 +1,7 @@
-"""`chunked(model)` and the like: a transformed `equinox` or `flax.nnx` model is again a model.
+"""`chunked(model)` and the like: a transformed `equinox` or `flax.nnx` module is a module again.
 
-Its arrays are leaves of a tree or of a graph, and so must be those of what is made of it; the
-libraries' rooms are opened once such a module comes.
+So its arrays are still leaves of the pytree or graph. An integration is imported when the first
+such module is transformed.
 """
 
 from __future__ import annotations

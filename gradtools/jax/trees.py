@@ -1,6 +1,7 @@
-"""Pytrees and dtypes in JAX, as the waist speaks of them.
+"""Pytrees and dtypes in JAX, for the backend interface.
 
-A pullback is a pytree of what it keeps, as `jax.vjp`'s is: it passes through jit, scan and rules.
+A pullback is a pytree of its residuals, as that of `jax.vjp` is: it passes through jit, scan and
+custom rules.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from gradtools.jax import shardings
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves and the structure: JAX's own, or one with containers."""
+    """The leaves and the structure: JAX's treedef, or one that also opens other containers."""
     if isinstance(tree, jax.Array):
         return [tree], _LEAF
     return _CONTAINERS.opened(*jax.tree.flatten(tree))
 
 
 def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
-    """The leaves and the structure, and whether each leaf is real, complex, exact or no array."""
+    """The leaves, the structure, and the kind of each leaf: real, complex, exact or None."""
     leaves, treedef = flatten(tree)
     kinds: list[str | None] = []
     for x in leaves:
@@ -42,7 +43,7 @@ _LEAF = jax.tree.structure(0)
 
 
 def is_array(x: Any) -> bool:
-    # A literal of a program that is traced, a float with a dtype, says that it is one too.
+    # A `TypedFloat`, a literal of a jaxpr, is also registered as a jax.Array.
     return isinstance(x, jax.Array) and not isinstance(x, int | float | complex)
 
 
@@ -72,20 +73,20 @@ def is_inexact(x: Any) -> bool:
 
 
 def conj(x: Any) -> Any:
-    """The complex conjugate; a real array as it is."""
+    """The complex conjugate; a real array unchanged."""
     return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
 def zeros_of(aval: Any) -> Any:
-    """Zeros like an abstract array: sharded as it is, varying under shard_map as it does."""
+    """Zeros with the shape, dtype, sharding and varying axes of an abstract array."""
     zeros = shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
     return shardings.varying(zeros, shardings.varies(aval))
 
 
 class LinearMap:
-    """A pullback or pushforward: a function that holds no arrays, and JAX's own, which does.
+    """A pullback or pushforward as a pytree: a static function, and JAX's own map with residuals.
 
-    Two are of one structure where the function is the same.
+    Two have the same structure if their functions are the same object.
     """
 
     def __init__(self, run: Callable[..., Any], native: Any) -> None:
@@ -107,7 +108,7 @@ jax.tree_util.register_pytree_node(
 
 
 def likes_of(xs: Sequence[Any]) -> list[Any]:
-    """What each array looks like; None for one that is not differentiated."""
+    """The aval of each inexact array; None for any other."""
     avals = [jax.typeof(x) for x in xs]
     return [aval.update(weak_type=False) if is_inexact(aval) else None for aval in avals]
 
@@ -117,13 +118,13 @@ def without_none(xs: Sequence[Any]) -> list[Any]:
 
 
 def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """`values` with zeros for None, where there is something to be zero."""
+    """`values` with zeros for None, except where `likes` is None, too."""
     pairs = zip(values, likes, strict=True)
     return [zeros_of(like) if v is None and like is not None else v for v, like in pairs]
 
 
 def struct_of(aval: Any) -> Any:
-    """Shape, dtype and sharding of an array or its type."""
+    """The `ShapeDtypeStruct` of an array or aval, with its sharding."""
     sharding = aval.sharding if any(shardings.entries(aval)) else None
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 

@@ -16,8 +16,8 @@ from gradtools.jax.trees import all_known, is_inexact, zeros_of
 from gradtools.rules import Rule, captured_objects, closed_over_error
 
 
-def held_tracers(rule: Rule) -> list[Any]:
-    """The arrays of a running trace that what the author of a rule wrote holds."""
+def captured_tracers(rule: Rule) -> list[Any]:
+    """The tracers that the user's functions of a rule close over, if a trace is running."""
     if not reachability.within_a_trace():
         return []
     return list(
@@ -30,10 +30,12 @@ def lift_captured(
 ) -> tuple[Rule, list[Any]]:
     """The rule with the arrays it closes over appended to its inputs, and those arrays.
 
-    Each map is traced with every tangent present. A rule that closes over nothing is returned
-    as it is.
+    Each map is traced with all tangents. A rule that closes over nothing is returned unchanged.
 
-    differentiated: Whether inputs that are known are differentiated, too.
+    Args:
+        rule: The rule.
+        xs: Its inputs.
+        differentiated: Whether concrete inputs are differentiated, too.
     """
     with pushed_on(local_list("lifting"), rule):
         return _lift_maps(rule, xs, differentiated)
@@ -41,18 +43,18 @@ def lift_captured(
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ValueLiftedRule(TracedRule):
-    """A rule of whose functions the value alone was lifted.
+    """A rule whose primal has been lifted, but not its maps.
 
     Attributes:
-        lift: `lift(xs)` gives the rule with all lifted, and for each input of that its position in
-            `xs`, or the array that it is.
+        lift: `lift(xs)` returns the rule with its maps lifted, too, and one entry for each of its
+            inputs: the position in `xs`, or the captured array itself.
     """
 
     lift: Callable[[Sequence[Any]], tuple[Rule, list[Any]]]
 
 
 def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
-    """The same where a rule's maps use the rule itself: its value is traced, its maps later."""
+    """Lifts the primal only, for a rule whose maps apply the rule itself; the maps follow later."""
     n = len(xs)
     hoisted, consts = hoist(lambda *a: list(rule.primal(*a)), *xs)
     lifted = ValueLiftedRule.of(
@@ -67,7 +69,10 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
 
 
 def _lift_rest(rule: Rule, n: int, consts: list[Any], xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
-    """What the value closed over is taken from `xs`: it may be batched, or be another trace's."""
+    """Lifts the maps; arrays that the primal captured are taken from `xs`.
+
+    They may have been batched since, or belong to another trace.
+    """
     lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
     at = {id(c): n + i for i, c in enumerate(consts)}
     return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]
@@ -90,7 +95,7 @@ def _lift_maps(rule: Rule, xs: Sequence[Any], differentiated: bool) -> tuple[Rul
     moving = [
         is_inexact(x) and i not in rule.nondifferentiable and (anyway or not all_known([x]))
         for i, x in enumerate(xs)
-    ]  # with respect to what is known nothing is differentiated; an edit shows what it cuts
+    ]  # concrete inputs are not differentiated, except by an edit, which records what it cuts
     flow = primal if flow_of(rule) is rule.primal else lift(flow_of(rule), *xs)
     if not any(moving):
         return (rule, []) if not consts else _lifted(rule, n, consts, primal, flow)

@@ -7,16 +7,19 @@ of our own have both, because differentiation and transposition only exchange th
     tangent    dy = J(x) dx         linear in dx; its transpose is cotangent
     cotangent  x' = J(x)^T y'       linear in y'; its transpose is tangent
 
-A rule is *linearized* when it is first differentiated: what its maps read becomes known, and a
-missing map is made from the other one. The primal primitive then also gives the extras that
-they read; their derivative is that of the code that made them, while an output's derivative is
-the rule at every order. The jvp of the linear primitives is that of the Python maps. A
-primitive's rule, unlike `custom_jvp`'s, survives scan, cond, remat and jit. A fourth one,
-evaluation, holds a whole forward pass of rules that say so (`remat`): where its extras are not
-used, as before a recomputation, the primal takes its place.
+A rule is *linearized* when it is first differentiated: the residuals of its maps are determined,
+and a missing map is made by transposing the other one. The forward pass then also returns residuals
+that are neither inputs nor outputs (*extras*). An extra is differentiated through the code that
+computed it; an output is differentiated by the rule, at every order. The jvp of the linear
+primitives in their residuals is that of the Python maps. The rule of a primitive, unlike that of a
+`custom_jvp`, survives scan, cond, remat and jit.
 
-What the primitives compute stands in `primitives`, how a rule is linearized in `linearizing`; here
-is how they are differentiated, transposed and batched.
+A fourth primitive, `evaluation`, contains the whole forward pass of a rule with `remat=True`. Dead
+code elimination replaces it by the primal if its extras are not used, as in a forward pass that
+will be recomputed.
+
+`primitives` defines what each primitive computes, `linearizing` how a rule is linearized; this
+module defines how the primitives are differentiated, transposed and batched.
 """
 
 from __future__ import annotations
@@ -39,11 +42,11 @@ from gradtools.jax.rules import linearity
 from gradtools.jax.rules.checking import check_linear, check_symbolic
 from gradtools.jax.rules.closure_conversion import (
     ValueLiftedRule,
-    held_tracers,
+    captured_tracers,
     lift_captured,
     lift_value,
 )
-from gradtools.jax.rules.kept_alive import mortal, owned_by, remembered
+from gradtools.jax.rules.kept_alive import memoized, mortal, owned_by
 from gradtools.jax.rules.linearizing import evaluated_now, linearized_rule, local_list, plain_maps
 from gradtools.jax.rules.primitives import (
     LinearizedRule,
@@ -56,6 +59,7 @@ from gradtools.jax.rules.primitives import (
     eval_forward,
     eval_primal,
     eval_tangent,
+    evaluate_live,
     evaluation_p,
     flow_of,
     jaxpr_of,
@@ -64,7 +68,6 @@ from gradtools.jax.rules.primitives import (
     reverse_only_p,
     tangent_p,
     value_p,
-    without_the_rest,
 )
 from gradtools.jax.shardings import varies, varying, varying_alike
 from gradtools.jax.trees import (
@@ -81,61 +84,61 @@ from gradtools.rules import JvpRule, Rule, batched, closed_over_error, saved_fro
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
-    given = [_as_array(x) for x in xs]
-    xs = varying_alike(given)
-    shared = tuple([varies(x) - varies(g) for x, g in zip(xs, given, strict=True)])
+    arrays = [_as_array(x) for x in xs]
+    xs = varying_alike(arrays)
+    shared = tuple([varies(x) - varies(a) for x, a in zip(xs, arrays, strict=True)])
     if any(shared) and rule.contract is not None:
-        rule = remembered(rule, ("shared", shared), lambda: _of_shared(rule, shared))
+        rule = memoized(rule, ("shared", shared), lambda: _with_unvarying_inputs(rule, shared))
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
-    if rule.user_functions and (held := held_tracers(rule)):
-        # traced at the types that inputs have beside what becomes one of them
-        axes = frozenset().union(*map(varies, held))
+    if rule.user_functions and (tracers := captured_tracers(rule)):
+        # The captured tracers become inputs: all inputs must vary over the same mesh axes.
+        axes = frozenset().union(*map(varies, tracers))
         xs = [varying(x, axes) for x in xs]
         lift = lift_value if rule in local_list("lifting") else lift_captured
         rule, captured = lift(rule, xs)
-        xs = [*xs, *captured]  # these keep the types at which the maps were traced
+        xs = [*xs, *captured]  # the captured ones keep the types at which the maps were traced
     return list(primal_p.bind(*xs, rule=rule))
 
 
-def _of_shared(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule:
-    """The rule where some inputs do not vary over mesh axes of shard_map, as the others do.
+def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule:
+    """The rule for inputs that do not vary over some mesh axes of shard_map (`shared`).
 
-    The cotangent of such an input is summed over these axes. An author may have summed it already,
-    as `jax.custom_vjp` demands: then it counts on one device alone.
+    JAX sums the cotangent of such an input over these axes. If the author has summed it already, as
+    `jax.custom_vjp` demands, it is kept on the first device and zero on the others.
     """
 
-    def once(ct: Any, axes: frozenset[Any]) -> Any:
+    def on_first_device(ct: Any, axes: frozenset[Any]) -> Any:
         if ct is None or not hasattr(ct, "dtype"):
             return ct
         summed = axes - varies(ct)
         first = [jax.lax.axis_index(axis) == 0 for axis in sorted(summed)]
         return jnp.where(jnp.stack(first).all(), ct, jnp.zeros_like(ct)) if first else ct
 
-    def counted(cotangent: Any) -> Any:
+    def summed_once(cotangent: Any) -> Any:
         if cotangent is None:
             return None
-        return lambda saved, cts: [*map(once, cotangent(saved, cts), shared)]
+        return lambda saved, cts: [*map(on_first_device, cotangent(saved, cts), shared)]
 
-    def linearize(*xs: Any, **told: Any) -> Any:
+    def linearize(*xs: Any, **options: Any) -> Any:
         assert rule.linearize is not None
-        made = rule.linearize(*xs, **told)
-        return replace(made, cotangent=counted(made.cotangent))
+        linearized = rule.linearize(*xs, **options)
+        return replace(linearized, cotangent=summed_once(linearized.cotangent))
 
     return replace(
         rule,
-        cotangent=counted(rule.cotangent),
+        cotangent=summed_once(rule.cotangent),
         linearize=None if rule.linearize is None else linearize,
     )
 
 
 def _as_array(x: Any) -> Any:
-    """x; a number, or a tracer that may stand for one, as an array, which costs an operation."""
+    """x as an array; arrays and tracers without a weak type are returned unconverted."""
     return x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
 
 
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
-    """`fun(*xs)`, raising now what else would be raised when the derivatives in it are run."""
+    """`fun(*xs)`; errors of the rules in it are raised at once, not when the result is lowered."""
     closed = jax.make_jaxpr(fun)(*xs)
     _check_runs(closed)
     return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs))
@@ -151,9 +154,9 @@ def _check_runs(closed: Any) -> None:
 
 
 def _primal_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
-    """Without what is computed for outputs that nobody uses; a derivative may read any input.
+    """Dead code elimination of the outputs; all inputs are kept, for the derivative may read them.
 
-    JAX 0.12 says before the equation which inputs are alive.
+    JAX 0.12 passes which inputs are live before the equation.
     """
     eqn = live_and_eqn[-1]
     if not any(used):
@@ -161,13 +164,13 @@ def _primal_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
     if not all(used):
         outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
         rule = eqn.params["rule"]
-        part = remembered(rule, ("part", *used), lambda: _part(rule, tuple(used)))
+        part = memoized(rule, ("part", *used), lambda: _restricted(rule, tuple(used)))
         eqn = eqn.replace(outvars=outvars, params=owned_by(part, "rule"))
     return [True] * len(eqn.invars), eqn
 
 
-def _part(rule: Rule, used: Mask) -> PartialRule:
-    """A rule that gives these outputs alone."""
+def _restricted(rule: Rule, used: Mask) -> PartialRule:
+    """The rule restricted to the outputs that are used."""
 
     def reaches(*specs: Any) -> Any:
         assert callable(rule.reaches)
@@ -177,7 +180,7 @@ def _part(rule: Rule, used: Mask) -> PartialRule:
     flow = flow_of(rule)
     part: PartialRule = PartialRule.of(
         rule,
-        primal=lambda *xs: without_the_rest(lambda *xs: part.pick(rule.primal(*xs)), xs),
+        primal=lambda *xs: evaluate_live(lambda *xs: part.pick(rule.primal(*xs)), xs),
         flow=None if flow is None else lambda *xs: part.pick(flow(*xs)),
         reaches=reaches if callable(rule.reaches) else rule.reaches,
         used=used,
@@ -190,34 +193,34 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]
     if isinstance(rule, PartialRule):
         ys, dys = _primal_jvp(xs, dxs, rule=rule.whole)
         return rule.pick(ys), rule.pick(dys)
-    given, xs = _given(rule, dxs), as_arrays(xs)
+    given, xs = _perturbed(rule, dxs), as_arrays(xs)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
         return ys, [_zero(y) for y in ys]
     if isinstance(rule, ValueLiftedRule):
         rule, inputs = rule.lift(xs)
         dxs = [dxs[x] if isinstance(x, int) else _zero(x) for x in inputs]
-        xs, given = [xs[x] if isinstance(x, int) else x for x in inputs], _given(rule, dxs)
-    ys, maps, saved = _evaluated(rule, xs, given)
-    return ys, _pushed(maps, ys, saved, dxs, given)
+        xs, given = [xs[x] if isinstance(x, int) else x for x in inputs], _perturbed(rule, dxs)
+    ys, maps, saved = _forward_pass(rule, xs, given)
+    return ys, _bind_tangent(maps, ys, saved, dxs, given)
 
 
 def _evaluation_jvp(xs: Any, dxs: Any, *, rule: LinearizedRule) -> tuple[list[Any], list[Any]]:
-    """The rule for the outputs; extras are differentiated through the code that made them."""
-    given, out = _given(rule, dxs), evaluation_p.bind(*xs, rule=rule)
+    """The jvp by the rule for the outputs, through the forward pass's code for the extras."""
+    given, out = _perturbed(rule, dxs), evaluation_p.bind(*xs, rule=rule)
     if not any(given):
         return out, [_zero(y) for y in out]
     n = len(out) - rule.extras
-    dys = _pushed(rule, out[:n], rule.saved(xs, out[:n], out[n:]), dxs, given)
+    dys = _bind_tangent(rule, out[:n], rule.saved(xs, out[:n], out[n:]), dxs, given)
     run = lambda *xs, rule: eval_forward(rule, xs)[n:]
     tangents = [dx if g else _zero(x) for x, dx, g in zip(xs, dxs, given, strict=True)]
-    return out, [*dys, *_moved(run, xs, tangents, {"rule": rule})[1]]
+    return out, [*dys, *_jvp_where_perturbed(run, xs, tangents, {"rule": rule})[1]]
 
 
 def _evaluation_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
-    """Where no extra is used, as in a forward pass that will be recomputed, f takes fwd's place.
+    """Replaces fwd by f if no extra is used, as in a forward pass that will be recomputed.
 
-    JAX 0.12 says before the equation which inputs are alive.
+    JAX 0.12 passes which inputs are live before the equation.
     """
     eqn = live_and_eqn[-1]
     n = len(used) - eqn.params["rule"].extras
@@ -229,29 +232,29 @@ def _evaluation_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], A
 
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: LinearizedRule, xs: int) -> Any:
-    """The rule, whatever code made the values."""
-    given = _given(rule, tangents[:xs])
+    """The jvp by the rule; the code that computed the values is not differentiated."""
+    given = _perturbed(rule, tangents[:xs])
     if rule.perturbed is not None:
         assert rule.whole is not None
         wanted = tuple([g or p for g, p in zip(given, rule.perturbed, strict=True)])
-        if wanted != rule.perturbed:  # its maps know nothing of some input
-            ys, maps, saved = _evaluated(rule.whole, operands[:xs], wanted)
-            return ys, _pushed(maps, ys, saved, tangents[:xs], given)
+        if wanted != rule.perturbed:  # its maps are not valid for some of these inputs
+            ys, maps, saved = _forward_pass(rule.whole, operands[:xs], wanted)
+            return ys, _bind_tangent(maps, ys, saved, tangents[:xs], given)
     ys = value_p.bind(*operands, rule=rule, xs=xs)
     if not any(given):
         return ys, [_zero(y) for y in ys]
     saved = rule.saved(operands[:xs], ys, operands[xs + len(ys) :])
-    return ys, _pushed(rule, ys, saved, tangents[:xs], given)
+    return ys, _bind_tangent(rule, ys, saved, tangents[:xs], given)
 
 
-def _given(rule: Rule, dxs: Any) -> Mask:
+def _perturbed(rule: Rule, dxs: Any) -> Mask:
     given = tuple([_carries(dx) and i not in rule.nondifferentiable for i, dx in enumerate(dxs)])
     if isinstance(rule, TracedRule) and any(given[i] for i in rule.closed_over):
         raise closed_over_error(rule.name)
     return given
 
 
-def _pushed(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]:
+def _bind_tangent(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]:
     axes = frozenset().union(*map(varies, ys))
     moving = [varying(dx, axes) for dx, g in zip(dxs, given, strict=True) if g]
     params = {"rule": maps, "given": given, "ys": tuple(without_none(likes_of(ys)))}
@@ -262,19 +265,21 @@ def _pushed(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]
 
 
 def _symbolically_zero(operands: Sequence[Any], params: dict[str, Any]) -> list[bool]:
-    """Which tangents are zero whatever the others are; asked of rules that can tell alone."""
+    """Which output tangents are proved zero, for a rule whose tangent map has symbolic zeros."""
     if "tangent" not in params["rule"].symbolic_zeros:
         return [False] * len(params["ys"])
     closed = jaxpr_of(eval_tangent, tuple(map(jax.typeof, operands)), params)
     return linearity.proved_zero(closed, [False] * len(operands))
 
 
-def _evaluated(rule: Rule, xs: Any, given: Mask | None = None) -> tuple[list[Any], Rule, list[Any]]:
-    """The outputs, the rule's maps, and what these read.
+def _forward_pass(
+    rule: Rule, xs: Any, given: Mask | None = None
+) -> tuple[list[Any], Rule, list[Any]]:
+    """Returns the outputs, the linearized rule, and the residuals of its maps.
 
-    What the forward pass does is part of the program around it: a loop keeps what no step of it
-    changes once, and extras are differentiated like anything else. Its outputs are handed on by
-    a primitive, for their derivative is the rule.
+    The operations of the forward pass are inlined into the surrounding program: a loop stores its
+    loop-invariant residuals once, and extras are differentiated like any other value. The outputs
+    pass through the value primitive, whose derivative is the rule.
     """
     if rule.linearize is None and not isinstance(rule, JvpRule | LinearizedRule):
         ys = primal_p.bind(*xs, rule=rule)
@@ -304,7 +309,7 @@ def _carries(dx: Any) -> bool:
 
 
 def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: Any) -> Any:
-    """Itself on the new tangent, plus the derivative of the Python map in what it reads."""
+    """The jvp: linear in the tangents, plus the derivative of the Python map in the residuals."""
     n = len(operands) - sum(given)
     params = {"rule": rule, "given": given, "ys": ys}
     out = tangent_p.bind(*operands, **params)
@@ -321,9 +326,9 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
 
 
 def _cotangent_jvp(operands: Any, tangents: Any, **params: Any) -> Any:
-    """The derivative of the Python map, in the cotangents too: it need not be linear in them."""
+    """The jvp of the Python map, in residuals and cotangents; it may be nonlinear in the latter."""
     moves = any(_carries(dv) for dv in tangents)
-    if moves and flow_of(params["rule"]) is not None:  # its value costs as much as it does
+    if moves and flow_of(params["rule"]) is not None:  # jvp computes the value at no extra cost
         return _python_jvp(eval_cotangent, operands, tangents, params)
     out = cotangent_p.bind(*operands, **params)
     if not moves:
@@ -337,11 +342,13 @@ def _python_jvp(run: Any, operands: Any, tangents: Any, params: Any) -> tuple[An
     moved = [i for i, dx in zip(sources, tangents[:n], strict=False) if _carries(dx)]
     if isinstance(rule, TracedRule) and not set(moved).isdisjoint(rule.closed_over):
         raise closed_over_error(rule.name)
-    return _moved(run, operands, tangents, params)
+    return _jvp_where_perturbed(run, operands, tangents, params)
 
 
-def _moved(run: Any, operands: Any, tangents: Any, params: dict[str, Any]) -> tuple[Any, Any]:
-    """The jvp of Python code in the operands that have a tangent."""
+def _jvp_where_perturbed(
+    run: Any, operands: Any, tangents: Any, params: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The jvp of `run` in the operands whose tangent is not a symbolic zero."""
     moving = [i for i, dx in enumerate(tangents) if _carries(dx)]
 
     def at(*changed: Any) -> list[Any]:
@@ -392,7 +399,7 @@ def _cotangent_transpose(
 
 
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
-    """Of a rule that stands in a linear function: its pullback anywhere, say at zero."""
+    """The transpose of a rule inside a linear function: its pullback, linearized at zero."""
     if isinstance(rule, PartialRule):
         return _primal_transpose(_cotangents_of_all(rule, cts, xs), *xs, rule=rule.whole)
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
@@ -400,7 +407,7 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
         return _code_transposed(cts, xs, rule, unknown)
     at = [zeros_of(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
     check_linear(rule, at, unknown)
-    ys, maps, saved = _evaluated(rule, at)
+    ys, maps, saved = _forward_pass(rule, at)
     inexact = [is_inexact(y) for y in ys]
     present = [type(ct) is not ad.Zero for ct in cts]
     given = tuple([p for p, i in zip(present, inexact, strict=True) if i])
@@ -419,7 +426,7 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
 
 
 def _cotangents_of_all(part: PartialRule, cts: Any, xs: Any) -> list[Any]:
-    """The cotangents of the outputs that are used, with zeros for the others."""
+    """The cotangents of all outputs of the whole rule: symbolic zeros for the unused ones."""
     avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
     outs, left = jaxpr_of(eval_primal, tuple(avals), {"rule": part.whole}).out_avals, iter(cts)
     return [
@@ -429,7 +436,10 @@ def _cotangents_of_all(part: PartialRule, cts: Any, xs: Any) -> list[Any]:
 
 
 def _code_transposed(cts: Any, xs: Any, rule: Rule, unknown: Mask) -> list[Any]:
-    """Of a linear function that its own forward rule uses: here ends what would never end."""
+    """The transpose of the primal's code, for a linear function that its own forward rule calls.
+
+    Transposing by the rule would recurse without end.
+    """
 
     def run(*moved: Any) -> list[Any]:
         new = iter(moved)
@@ -457,8 +467,12 @@ ad.primitive_transposes[cotangent_p] = mortal(_cotangent_transpose)
 
 
 @dataclass(frozen=True)
-class _Lists:
-    """What `rules.batched` asks of a framework. axis: JAX's record of what is mapped over."""
+class _Vmaps:
+    """The vmap functions that `rules.batched` needs of a framework.
+
+    Attributes:
+        axis: JAX's `AxisData`: the size and the names of the mapped axis.
+    """
 
     axis: Any
 
@@ -472,7 +486,7 @@ class _Lists:
         return jax.vmap(fun, axes, out_axes, axis_size=size, **names)
 
     def vmap_extras(self, fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
-        """vmap, and which results carry the batch: extras that do not depend on it need not."""
+        """vmap that leaves extras unbatched which do not depend on the batch; returns out_axes."""
         trace = jax.make_jaxpr(lambda *a: list(fun(*a)), axis_env=[(self.axis.name, size)])
 
         def run(*xs: Any) -> tuple[list[Any], list[Any]]:
@@ -482,8 +496,8 @@ class _Lists:
                 return [], []
             if all(a is None for a in out_axes):
                 return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs), out_axes
-            again = partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts)
-            return self._vmap(again, axes, out_axes, size)(*xs), out_axes
+            one_example = partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts)
+            return self._vmap(one_example, axes, out_axes, size)(*xs), out_axes
 
         return run
 
@@ -493,14 +507,14 @@ class _Lists:
 
 
 def _examples(xs: Sequence[Any], axes: Sequence[Any]) -> list[Any]:
-    """What one example's inputs look like."""
+    """The avals of one example's inputs."""
     avals = [jax.typeof(x) for x in xs]
     pairs = zip(avals, axes, strict=True)
     return [a if axis is None else shardings.without_axis(a, 0) for a, axis in pairs]
 
 
 def _out_axes(closed: Any, axes: Sequence[Any], extras: int) -> list[Any]:
-    """0 for each result; None for an extra that neither a mapped input nor the axis reaches."""
+    """0 for each result; None for an extra that does not depend on a mapped input."""
     if closed.effects:
         return [0] * len(closed.out_avals)
     flow = reachability.raw_matrix(closed)
@@ -510,8 +524,8 @@ def _out_axes(closed: Any, axes: Sequence[Any], extras: int) -> list[Any]:
 
 
 def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any, run: Any = None) -> Rule:
-    """The rule of a batch; `run` is its forward pass, if not the one that the rule's gives."""
-    lists, size = _Lists(axis), axis.size
+    """The rule of a batch; `run` is its batched forward pass, by default vmap of the rule's own."""
+    lists, size = _Vmaps(axis), axis.size
 
     def forward(*xs: Any) -> list[Any]:
         assert isinstance(rule, LinearizedRule)
@@ -530,21 +544,21 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any, run: Any = Non
             more["whole"] = _batched(rule.whole, x_axes, None, axis)
         return batched(rule, lists, x_axes, saved_axes, size, **more)
 
-    return remembered(rule, ("batched", x_axes, saved_axes, axis, run is None), make)
+    return memoized(rule, ("batched", x_axes, saved_axes, axis, run is None), make)
 
 
 def _lift_batched(
     rule: ValueLiftedRule, axes: Sequence[Any], axis: Any, xs: Sequence[Any]
 ) -> tuple[Rule, list[Any]]:
-    """The rest of a rule lifted at one example, and batched."""
+    """The `lift` of a batched rule: lifts the maps at one example, then batches them."""
     lifted, inputs = rule.lift([x if a is None else x[0] for x, a in zip(xs, axes, strict=True)])
     of_inputs = tuple([axes[x] if isinstance(x, int) else None for x in inputs])
     return _batched(lifted, of_inputs, None, axis), inputs
 
 
 def _batched_evaluation(rule: LinearizedRule, axes: tuple[Any, ...], axis: Any) -> Rule:
-    """The rule of a batch of which every extra carries the batch."""
-    run = _Lists(axis).vmap_list(rule.forward, axes, axis.size)
+    """The rule of a batch whose extras all have the batch dimension."""
+    run = _Vmaps(axis).vmap_list(rule.forward, axes, axis.size)
     return _batched(rule, axes, saved_from(rule.saves, axes), axis, run)
 
 
@@ -560,7 +574,7 @@ def _batch(primitive: Primitive) -> Any:
 
         like = next(x for x, a in zip(args, axes, strict=True) if a == 0)
 
-        def wide(avals: Any) -> Any:
+        def with_batch(avals: Any) -> Any:
             return tuple([shardings.with_leading(a, size, like) for a in avals])
 
         if primitive is primal_p:
@@ -579,12 +593,12 @@ def _batch(primitive: Primitive) -> Any:
         elif primitive is tangent_p:
             dx_axes = spread(axes[n:], params["given"])
             rule = _batched(rule, tuple(dx_axes), tuple(axes[:n]), axis)
-            params["ys"] = wide(params["ys"])
+            params["ys"] = with_batch(params["ys"])
         else:
             cts = zip(args[n:], axes[n:], strict=True)
             args[n:] = [x if a == 0 else shardings.spread(x, size, like) for x, a in cts]
             rule = _batched(rule, (0,) * len(params["wanted"]), tuple(axes[:n]), axis)
-            params["xs"], params["ys"] = wide(params["xs"]), wide(params["ys"])
+            params["xs"], params["ys"] = with_batch(params["xs"]), with_batch(params["ys"])
         out = primitive.bind(*args, rule=rule, **params)
         return out, [0] * len(out)
 
@@ -615,7 +629,7 @@ for _p in (primal_p, evaluation_p, value_p, tangent_p, cotangent_p):
 
 
 def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
-    """A plain `custom_vjp`. Its fwd applies the edit again, so that second order sees it too."""
+    """The edit as a `custom_vjp`; fwd applies the edit itself, so that second order has it, too."""
     rule, captured = lift_captured(rule, xs) if rule.user_functions else (rule, [])
 
     @jax.custom_vjp

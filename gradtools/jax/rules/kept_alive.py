@@ -1,10 +1,10 @@
-"""Primitives whose equations JAX's caches forget once the rule that they hold is out of use.
+"""Primitives whose parameters JAX's caches do not keep alive, and a memo on a rule.
 
-JAX remembers what an equation of a primitive returns, by its parameters, for the last 2048 of
-them. Of a `custom_vjp` it holds nothing there; of a primitive like ours it would hold the rule,
-and with it what the user's functions close over, long after the last use. It forgets an equation
-as soon as a jaxpr among its parameters dies. So ours have an empty one, `LIFE`, which the
-equations hold and nobody else does.
+JAX caches the output types of equations by their parameters (an LRU of 2048 entries). For our
+primitives the cache would keep the rule alive, and with it everything that the user's functions
+close over, long after the last use. JAX drops an entry as soon as a jaxpr among its parameters is
+collected. So each equation has an empty jaxpr as the parameter `LIFE`, which only equations
+reference.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from gradtools.jax._upstream import Primitive
 
 T = TypeVar("T")
 LIFE = "life"
-MOST = 64
+MEMO_SIZE = 64
 _EMPTY = jax.make_jaxpr(list)().jaxpr
 
 
 class MortalPrimitive(Primitive):
-    """A primitive that is forgotten with the equations that it stands in.
+    """A primitive whose cache entries die with its equations.
 
     Args:
-        name: Its name.
-        owner: Which of its parameters must not be kept alive.
+        name: The primitive's name.
+        owner: The parameter that must not be kept alive.
 
     Attributes:
-        gradtools_flow: Of an equation, the jaxpr of its data flow, or None; for `reachability`.
-        gradtools_program: Of an equation, the jaxpr of what it computes; for `linearity`.
+        gradtools_flow: From an equation to the jaxpr of its data flow, or None; for `reachability`.
+        gradtools_program: From an equation to the jaxpr that it evaluates; for `linearity`.
     """
 
     multiple_results = True
@@ -45,16 +45,16 @@ class MortalPrimitive(Primitive):
         self.owner = owner
 
     def bind(self, *args: Any, **params: Any) -> Any:
-        """As any primitive's; one that is bound again, from an equation, has its life already."""
+        """Adds `LIFE` to the parameters, unless they come from an existing equation."""
         if LIFE not in params:
             params[LIFE] = ((_life_of(params[self.owner]),),)
         return super().bind(*args, **params)
 
 
 def _life_of(owner: Any) -> Any:
-    """The jaxpr of all equations of this owner that are alive now: so they have equal parameters.
+    """The empty jaxpr that all living equations of this owner share, so that JAX's caches hit.
 
-    It stands in a tuple of tuples, where JAX's caches look for jaxprs and its transforms do not.
+    The parameter is a tuple of tuples: JAX's caches find a jaxpr there, its transforms do not.
     """
     life = vars(owner).get("_life", lambda: None)()
     if life is None:
@@ -64,12 +64,12 @@ def _life_of(owner: Any) -> Any:
 
 
 def owned_by(owner: Any, name: str) -> dict[str, Any]:
-    """The parameters of an equation that is given another owner, called `name`."""
+    """The parameters that replace an equation's owner; `name` is the owner's parameter."""
     return {name: owner, LIFE: ((_life_of(owner),),)}
 
 
 def mortal(run: Callable[..., T]) -> Callable[..., T]:
-    """A function of a primitive's parameters, without the one that is there for its lifetime."""
+    """Wraps a function of a primitive's parameters: drops `LIFE` from them."""
 
     @wraps(run)
     def without(*args: Any, **params: Any) -> T:
@@ -79,19 +79,19 @@ def mortal(run: Callable[..., T]) -> Callable[..., T]:
     return without
 
 
-def remembered(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """`make()`, made once for each key while the owner lives; the last 64 of them."""
-    result = recalled(owner, key)
+def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """`make()`, memoized on the owner by key; the newest 64 entries are kept."""
+    result = memo_of(owner, key)
     if result is not None:
         return result
     made = make()
-    kept = vars(owner).setdefault("_remembered", {})
-    for old in list(kept)[: len(kept) - MOST + 1]:
+    kept = vars(owner).setdefault("_memo", {})
+    for old in list(kept)[: len(kept) - MEMO_SIZE + 1]:
         kept.pop(old, None)
     kept[key] = made
     return made
 
 
-def recalled(owner: Any, key: tuple[Any, ...]) -> Any:
-    """What `remembered` made for this key; None if nothing, or no more."""
-    return vars(owner).get("_remembered", {}).get(key)
+def memo_of(owner: Any, key: tuple[Any, ...]) -> Any:
+    """The memoized value for this key, or None."""
+    return vars(owner).get("_memo", {}).get(key)

@@ -1,9 +1,9 @@
-"""Whether a map is linear: by abstract interpretation of its jaxpr, else by numbers.
+"""Checks that a map is zero at zero: by abstract interpretation of its jaxpr, else numerically.
 
-Abstract interpretation of its jaxpr proves most of it: the domain is {zero, anything}, an
-equation's output is zero where its rule below says so, and loops run to a fixpoint. What is not
-proved is computed, at the arrays at hand or at made-up ones, and only a number that is there and
-not zero speaks against a map. What can be neither proved nor computed is trusted.
+The abstract domain is {zero, anything}: a transfer rule for each primitive propagates zeros, and
+loops run to a fixpoint. Outputs that are not proved zero are evaluated, at the concrete arrays or
+at made-up numbers for tracers; only a nonzero number refutes a map. An output that can be neither
+proved nor evaluated is trusted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradtools.jax.trees import is_inexact
 
 Mask = Sequence[bool]
 
-_ALL = (
+_ZERO_IF_ALL = (
     *("neg", "sign", "floor", "ceil", "round", "sqrt", "cbrt", "abs", "sin", "tan", "asin"),
     *("atan", "sinh", "tanh", "asinh", "atanh", "erf", "expm1", "log1p", "square", "real"),
     *("imag", "conj", "complex", "convert_element_type", "reduce_precision", "copy", "copy_p"),
@@ -34,8 +34,8 @@ _ALL = (
     *("top_k", "reduce_window_sum", "select_and_scatter_add", "integer_pow", "or"),
     *("bitcast_convert_type"),
 )
-_ANY = frozenset(["mul", "dot_general", "conv_general_dilated", "and", "ragged_dot"])
-_READ: dict[str, Callable[[int], Sequence[int]]] = {
+_ZERO_IF_ANY = frozenset(["mul", "dot_general", "conv_general_dilated", "and", "ragged_dot"])
+_ZERO_IF_THESE: dict[str, Callable[[int], Sequence[int]]] = {
     "div": lambda n: [0],
     "rem": lambda n: [0],
     "atan2": lambda n: [0],
@@ -46,11 +46,11 @@ _READ: dict[str, Callable[[int], Sequence[int]]] = {
     "triangular_solve": lambda n: [1],
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), lambda n: [0, 2]),
 }
-"""Which operands of a primitive have to be zero for its result to be."""
+"""The operands of a primitive that must be zero for its result to be zero."""
 
 
 def proved_zero(closed: Any, zero: Mask) -> list[bool]:
-    """For each output of a jaxpr: is it zero wherever these inputs are, whatever the others?"""
+    """Which outputs of a jaxpr are zero if the inputs marked `zero` are, for any other inputs."""
     jaxpr = jaxprs.open_jaxpr(closed)
     return _outputs(jaxpr, zero, [_is_zero(c) for c in getattr(closed, "consts", ())])
 
@@ -63,13 +63,13 @@ def _outputs(jaxpr: Any, zero: Mask, consts: Mask = ()) -> list[bool]:
         return _is_zero(atom.val) if isinstance(atom, Literal) else env.get(atom, False)
 
     for eqn in jaxpr.eqns:
-        if len(jaxprs.targets(eqn)) == len(eqn.outvars):  # it is given no references
+        if len(jaxprs.targets(eqn)) == len(eqn.outvars):  # it mutates no references
             env.update(zip(eqn.outvars, _step(eqn, [read(v) for v in eqn.invars]), strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
 def _is_zero(value: Any) -> bool:
-    """Of a constant; a traced one may be anything."""
+    """Whether a constant is zero; False for a tracer."""
     if isinstance(value, jax.core.Tracer) or not hasattr(value, "dtype"):
         return False
     return jnp.issubdtype(value.dtype, np.number) and not np.any(np.asarray(value))
@@ -90,11 +90,11 @@ def _step(eqn: Any, zero: list[bool]) -> list[bool]:
         return _through(inner, zero, outs)
     if name == "custom_linear_solve":
         return [all(zero[len(zero) - outs :])] * outs
-    if name in _ANY:
+    if name in _ZERO_IF_ANY:
         return [any(zero)] * outs
-    if name in _ALL:
+    if name in _ZERO_IF_ALL:
         return [all(zero)] * outs
-    read = _READ.get(name)
+    read = _ZERO_IF_THESE.get(name)
     return [read is not None and all(zero[i] for i in read(len(zero)))] * outs
 
 
@@ -104,7 +104,7 @@ def _through(inner: Sequence[Any], zero: list[bool], outs: int) -> list[bool]:
         if body.gate:
             continue
         entering = [zero[i] for i in body.inputs]
-        while True:  # what a carry comes back as is zero at each step, or it is not zero
+        while True:  # to a fixpoint: a carry is zero if it starts and ends each step as zero
             leaving = _outputs(body.jaxpr, entering)
             wrong = [i for k, i in body.carries if entering[i] and not leaving[k]]
             if not wrong:
@@ -117,16 +117,19 @@ def _through(inner: Sequence[Any], zero: list[bool], outs: int) -> list[bool]:
     return result
 
 
-# --- by numbers --------------------------------------------------------------------------
+# --- numerically -------------------------------------------------------------------------
 
 
 def first_nonzero(
     closed: Any, zero: Mask, values: Sequence[Any], kernels: bool = True
 ) -> tuple[int | None, bool]:
-    """The first output that is not zero where these inputs are, and whether that can be told.
+    """The first output that is not zero if these inputs are (or None), and whether it is decided.
 
-    values: The other inputs, of which a traced one is replaced by made-up numbers.
-    kernels: Whether host functions may run for it, which take no made-up numbers.
+    Args:
+        closed: The jaxpr.
+        zero: The inputs that are set to zero.
+        values: The inputs; tracers among them are replaced by made-up numbers.
+        kernels: Whether host functions may run. They run at concrete arrays only.
     """
     proved = proved_zero(closed, zero)
     if all(proved):
@@ -142,7 +145,7 @@ def first_nonzero(
 
 
 def nonzero_at(ys: Sequence[Any]) -> int | None:
-    """The first array with a number that is not zero; NaN says nothing, nor what is traced."""
+    """The index of the first array with a nonzero number; NaN and tracers do not count."""
     for i, y in enumerate(ys):
         if not isinstance(y, jax.core.Tracer):
             y = np.asarray(y)
@@ -152,17 +155,19 @@ def nonzero_at(ys: Sequence[Any]) -> int | None:
 
 
 def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
-    """The outputs of a jaxpr, with made-up numbers for what is traced; None if it cannot run."""
+    """The outputs of a jaxpr, with made-up numbers for tracers; None if it cannot run."""
     made_up = any(isinstance(x, jax.core.Tracer) for x in (*closed.consts, *values))
     if jaxprs.uses_primitive(closed, _calls_back) or (made_up and _runs_kernel(closed)):
-        return None  # made-up numbers are none for a kernel
+        return None  # a host function must not run at made-up numbers
     try:
         with jax.ensure_compile_time_eval():
-            consts, xs = ([_known(x) for x in group] for group in (closed.consts, values))
+            consts, xs = (
+                [_made_up_if_traced(x) for x in group] for group in (closed.consts, values)
+            )
             return [np.asarray(y) for y in jax.core.eval_jaxpr(closed.jaxpr, consts, *xs)]
-    except jax.errors.JaxRuntimeError:  # such as for memory
+    except jax.errors.JaxRuntimeError:  # for example out of memory
         raise
-    except Exception:  # named axes, values outside of a domain: nothing is said of the map
+    except Exception:  # unbound axis names, values outside of a domain: undecided
         return None
 
 
@@ -174,7 +179,7 @@ def _calls_back(eqn: Any) -> bool:
 
 
 def _runs_kernel(closed: Any, *others: str) -> bool:
-    """Whether a jaxpr calls a host function, or another primitive of these names."""
+    """Whether a jaxpr calls a host function, or a primitive with one of these names."""
 
     def runs(eqn: Any) -> bool:
         program = _program(eqn)
@@ -186,9 +191,11 @@ def _runs_kernel(closed: Any, *others: str) -> bool:
 
 
 def can_be_tried(closed: Any, known: bool) -> bool:
-    """Whether a jaxpr may be run for a check: no effects, no kernels, and it is sure to end.
+    """Whether a jaxpr may be run for a check: it has no effects, no host functions, and ends.
 
-    known: Whether its inputs are the user's own; for made-up ones a `while` may not end.
+    Args:
+        closed: The jaxpr.
+        known: Whether it runs at the user's own arrays; at made-up ones a `while` may not end.
     """
     return not closed.effects and not _runs_kernel(closed, *(() if known else ("while",)))
 
@@ -197,12 +204,12 @@ def _program(eqn: Any) -> Any:
     return getattr(eqn.primitive, "gradtools_program", lambda _: None)(eqn)
 
 
-def _known(x: Any) -> Any:
+def _made_up_if_traced(x: Any) -> Any:
     return wave(x, 0.5, 1.0) if isinstance(x, jax.core.Tracer) else x
 
 
 def wave(x: Any, shift: float, around: float) -> Any:
-    """Numbers of few binary digits, shaped like x, as `linearity.is_linear` asks for."""
+    """Made-up numbers shaped like x: multiples of 1/16, so that small sums of them are exact."""
     if not is_inexact(x):
         return jnp.zeros(x.shape, x.dtype)
     steps = np.round(8 * np.sin(np.arange(1, x.size + 1) * shift)) / 16
@@ -213,9 +220,10 @@ def wave(x: Any, shift: float, around: float) -> Any:
 
 
 def lost_input(closed: Any, moved: Mask) -> int | None:
-    """Of which of these inputs a transposed map would lose something; None for none.
+    """The first of these inputs from which the transpose would lose a path, or None.
 
-    JAX transposes exactly or refuses, but for what passes through an integer: that becomes zero.
+    JAX either transposes exactly or raises, except for a path through an integer, which it
+    silently treats as zero.
     """
     pairs = zip(reachability.raw_matrix(closed), reachability.reached_matrix(closed), strict=True)
     rows = [[r and not k for r, k in zip(*pair, strict=True)] for pair in pairs]

@@ -27,13 +27,13 @@ from gradtools.jax.rules.checking import (
     loses_tangents,
     outside_of_trace,
 )
-from gradtools.jax.rules.kept_alive import remembered
+from gradtools.jax.rules.kept_alive import memoized
 from gradtools.jax.rules.primitives import (
     READS_A_VALUE,
     LinearizedRule,
     Mask,
-    holds_nothing,
-    in_words,
+    captures_nothing,
+    naming_rule,
 )
 from gradtools.jax.rules.transposing import NOT_LINEAR, transpose_map
 from gradtools.jax.shardings import varies
@@ -72,7 +72,7 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
     forward, made = _forward_of(rule, perturbed)
     with pushed_on(local_list("linearizing"), rule.contract or rule):
         check_maps(rule, xs, perturbed)
-        with in_words(rule):
+        with naming_rule(rule):
             closed = jax.make_jaxpr(forward)(*map(jax.typeof, xs))
     run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
     return LinearizedRule.made_of(rule, made[0], run, perturbed)
@@ -101,8 +101,8 @@ def evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any:
         out = outside_of_trace(forward, xs)
         if not decided:
             check_evaluated(rule, xs, made[0], out)
-    again = lambda *xs: _forward_of(rule, perturbed)[0](*xs)  # holds no maps of this run
-    return out, LinearizedRule.made_of(rule, made[0], again, perturbed)
+    repeat = lambda *xs: _forward_of(rule, perturbed)[0](*xs)  # references no maps of this run
+    return out, LinearizedRule.made_of(rule, made[0], repeat, perturbed)
 
 
 def _maps_at(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Linearized:
@@ -177,9 +177,9 @@ def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> LinearizedRu
     def make() -> LinearizedRule:
         made = _native(rule, rule.linearized_from(xs, list(ys)), xs)
         result = LinearizedRule.made_of(rule, made.without_arrays(), rule.primal)
-        return replace(result, source=(rule, avals)) if holds_nothing(rule) else result
+        return replace(result, source=(rule, avals)) if captures_nothing(rule) else result
 
-    return remembered(rule, ("maps", avals), make)
+    return memoized(rule, ("maps", avals), make)
 
 
 def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> Linearized | None:

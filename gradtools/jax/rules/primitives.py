@@ -1,8 +1,9 @@
-"""The primal, tangent and cotangent primitives of a rule, and how each is evaluated.
+"""The primal, tangent and cotangent primitives of a rule: their parameters and evaluation.
 
-The linear primitives take what the maps read, then those tangents (or cotangents) that are not
-zero; the static masks `given` and `wanted` say which these are and which ones are asked for,
-and `outs` what comes out. How they are differentiated and batched stands in `installing.py`.
+The operands of a linear primitive are the residuals, then the tangents (or cotangents) that are
+not symbolic zeros. Its parameters: `given`, the mask of these tangents; `wanted`, the mask of the
+input cotangents to be computed; `xs` and `ys`, the avals of inputs and outputs. `installing.py`
+defines how the primitives are differentiated and batched.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gradtools.custom_structure import FwdMaps
 from gradtools.errors import refusal
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Primitive, prints_as
-from gradtools.jax.rules.kept_alive import LIFE, MortalPrimitive, mortal, recalled, remembered
+from gradtools.jax.rules.kept_alive import LIFE, MortalPrimitive, memo_of, memoized, mortal
 from gradtools.jax.shardings import varies, with_varying_tangent
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import Linearized, Rule, spread
@@ -38,8 +39,8 @@ _IS_TRACED = (
 
 
 @contextmanager
-def in_words(rule: Rule) -> Iterator[None]:
-    """Says what JAX says of code that reads the value of a traced array, of an author's rule."""
+def naming_rule(rule: Rule) -> Iterator[None]:
+    """Names the user's rule in JAX's error about reading the value of a traced array."""
     try:
         yield
     except READS_A_VALUE as error:
@@ -50,13 +51,13 @@ def in_words(rule: Rule) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TracedRule(Rule):
-    """A rule with what tracing has to know of it.
+    """A rule with the facts that tracing needs.
 
     Attributes:
-        closed_over: Positions of inputs that were closed over; to differentiate them raises.
-        flow: Of a rule whose derivative is that of a whole function, that function: its data flow
-            says which input reaches which output, and the cotangent map is computed for those
-            inputs alone that are asked for. None: each input reaches each output.
+        closed_over: Positions of inputs that were closed over; differentiating them raises.
+        flow: The function whose data flow is the rule's: it determines which inputs each output
+            depends on, and the cotangent map is evaluated for the wanted inputs only. Default
+            None: each output depends on each input.
     """
 
     closed_over: tuple[int, ...] = ()
@@ -64,12 +65,12 @@ class TracedRule(Rule):
 
 
 def flow_of(rule: Rule) -> Callable[..., list[Any]] | None:
-    """The function whose data flow is the rule's; None: each input reaches each output."""
+    """The function whose data flow is the rule's; None: each output depends on each input."""
     return rule.flow if isinstance(rule, TracedRule) else None
 
 
-def holds_nothing(rule: Rule) -> bool:
-    """Whether a rule's maps close over nothing, as those of the edits."""
+def captures_nothing(rule: Rule) -> bool:
+    """Whether a rule's maps have no closures and no defaults, as those of the edits."""
     maps = rule.primal, rule.tangent, rule.cotangent, rule.linearize
     return all(
         m is None or (type(m) is FunctionType and not (m.__closure__ or m.__defaults__))
@@ -79,15 +80,15 @@ def holds_nothing(rule: Rule) -> bool:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class LinearizedRule(TracedRule):
-    """A rule with both maps, and with what they read made explicit.
+    """A rule with both maps and explicit residuals.
 
     Attributes:
-        forward: `forward(*xs)` gives `[*ys, *extras]`.
-        extras: How many extras `forward` gives.
-        perturbed: Where it was evaluated for some inputs alone, which these are; its maps hold for
-            no others, which `whole` has.
-        whole: The rule for all inputs, where there are `perturbed` ones.
-        source: What its maps follow from, equal for linearizations that do the same; None: unknown.
+        forward: `forward(*xs)` returns `[*ys, *extras]`.
+        extras: The number of extras.
+        perturbed: The inputs for which the maps are valid, if the rule was linearized for some
+            inputs only; None for all.
+        whole: The rule for all inputs, if `perturbed` is given.
+        source: A key that is equal for linearizations that compute the same; None if unknown.
     """
 
     forward: Callable[..., list[Any]]
@@ -104,7 +105,7 @@ class LinearizedRule(TracedRule):
         forward: Callable[..., list[Any]],
         given: Mask | None = None,
     ) -> LinearizedRule:
-        """The rule with the maps of one evaluation, which `forward` repeats."""
+        """The rule with the maps `made` by one evaluation; `forward` repeats that evaluation."""
         return cls.of(
             rule,
             tangent=made.tangent,
@@ -121,33 +122,33 @@ class LinearizedRule(TracedRule):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PartialRule(TracedRule):
-    """A rule that gives the outputs that are `used` alone; its derivative is that of `whole`."""
+    """A rule that returns the `used` outputs only; its derivative is that of `whole`."""
 
     used: Mask
     whole: Rule
 
     def pick(self, full: Iterable[Any]) -> list[Any]:
-        """What belongs to the outputs that are used."""
+        """The entries of `full` (one for each output of `whole`) at the used outputs."""
         return [y for y, u in zip(full, self.used, strict=True) if u]
 
 
 def as_arrays(xs: Sequence[Any]) -> list[Any]:
-    """The same with arrays for numbers, which JAX hands on as they were given."""
+    """xs with Python numbers converted to arrays; JAX passes literals on unconverted."""
     return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
 
 
 def promoting(rule: Rule) -> Any:
-    """An edit's own arithmetic, a real scale times a complex cotangent, however strict JAX is."""
+    """Allows dtype promotion in an edit's own arithmetic (a real scale, a complex cotangent)."""
     return jax.numpy_dtype_promotion("standard") if rule.reaches == "identity" else nullcontext()
 
 
 def eval_primal(*xs: Any, rule: Rule) -> list[Any]:
-    """What the rule's function gives."""
+    """The outputs of the rule's function."""
     return list(rule.primal(*as_arrays(xs)))
 
 
 def _evaluation(*xs: Any, rule: LinearizedRule) -> list[Any]:
-    """Outputs and extras in one, so that both are dropped or recomputed together."""
+    """Outputs and extras in one equation, so that remat drops or recomputes both together."""
     return eval_forward(rule, as_arrays(xs))
 
 
@@ -159,28 +160,25 @@ def eval_tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
     """The rule's tangent map."""
     n, operands = len(operands) - sum(given), tuple(as_arrays(operands))
     assert rule.tangent is not None
-    with promoting(rule), in_words(rule):
+    with promoting(rule), naming_rule(rule):
         return rule.tangent(operands[:n], spread(operands[n:], given))
 
 
 def eval_cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, ys: Any) -> Any:
-    """The rule's cotangent map; of its results those that are wanted."""
+    """The rule's cotangent map; returns the cotangents of the wanted inputs."""
     n, operands = len(operands) - sum(given), tuple(as_arrays(operands))
 
     def run(*operands: Any) -> list[Any]:
         assert rule.cotangent is not None
-        with promoting(rule), in_words(rule):
+        with promoting(rule), naming_rule(rule):
             result = rule.cotangent(operands[:n], spread(operands[n:], given))
         return [ct for ct, w in zip(result, wanted, strict=True) if w]
 
-    return run(*operands) if flow_of(rule) is None else without_the_rest(run, operands)
+    return run(*operands) if flow_of(rule) is None else evaluate_live(run, operands)
 
 
-def without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
-    """`run(*operands)` without the equations of which no result is used.
-
-    Under jit XLA leaves them out; outside nobody else would.
-    """
+def evaluate_live(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
+    """`run(*operands)` after dead code elimination, which outside of jit XLA does not do."""
     closed = jax.make_jaxpr(run)(*operands)
     return jax.core.eval_jaxpr(jaxprs.live(closed.jaxpr), closed.consts, *operands)
 
@@ -214,15 +212,15 @@ def _traced_outs(run: Callable[..., list[Any]]) -> Callable[..., Any]:
 
 
 def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
-    """What a primitive with these parameters computes; traced once while its rule lives."""
+    """The jaxpr of a primitive with these parameters, memoized on its rule."""
     params = {name: value for name, value in params.items() if name != LIFE}
     make = lambda: jax.make_jaxpr(lambda *xs: run(*xs, **params))(*avals)
-    return remembered(params["rule"], _jaxpr_key(run, avals, params), make)
+    return memoized(params["rule"], _jaxpr_key(run, avals, params), make)
 
 
 def _jaxpr_key(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> tuple[Any, ...]:
-    shown = tuple([item for item in params.items() if item[0] not in ("rule", LIFE)])
-    return run, avals, shown, jax.dtypes.canonicalize_dtype(float)  # the last one tells x64
+    others = tuple([item for item in params.items() if item[0] not in ("rule", LIFE)])
+    return run, avals, others, jax.dtypes.canonicalize_dtype(float)  # the last one: whether x64
 
 
 primal_p = _define("gradtools_primal", eval_primal, _traced_outs(eval_primal))
@@ -232,14 +230,14 @@ tangent_p = _define("gradtools_tangent", eval_tangent, lambda *operands, ys, **_
 cotangent_p = _define("gradtools_cotangent", eval_cotangent, lambda *operands, xs, **_: list(xs))
 
 
-def _flowing(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
+def _run_flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
     flow = flow_of(rule)
     assert flow is not None
     return list(flow(*operands[:xs]))
 
 
 def _flow(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
-    """For `reachability`: the jaxpr of an equation, if its rule's data flow counts."""
+    """For `reachability`: the jaxpr of an equation if its rule has a data flow, else None."""
 
     def flow(eqn: Any) -> Any:
         if flow_of(eqn.params["rule"]) is None:
@@ -249,7 +247,7 @@ def _flow(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
     return flow
 
 
-primal_p.gradtools_flow = value_p.gradtools_flow = _flow(_flowing)
+primal_p.gradtools_flow = value_p.gradtools_flow = _flow(_run_flow)
 tangent_p.gradtools_flow, cotangent_p.gradtools_flow = _flow(eval_tangent), _flow(eval_cotangent)
 
 
@@ -281,23 +279,23 @@ def _mark_batch(args: Any, dims: Any, name: str) -> Any:
 batching.primitive_batchers[reverse_only_p] = _mark_batch
 
 
-# --- what a printed jaxpr says of them ---------------------------------------------------
+# --- printing ----------------------------------------------------------------------------
 
 
-def _shown_value(eqn: Any) -> dict[str, Any]:
-    """As of a `custom_jvp` or `custom_vjp`: its name, its program and its author's functions."""
+def _printed_primal(eqn: Any) -> dict[str, Any]:
+    """The printed parameters, as a `custom_jvp` has them: name, program, the user's functions."""
     rule, avals = eqn.params["rule"], tuple([v.aval for v in eqn.invars])
     run = eval_primal if eqn.primitive is primal_p else _evaluation
     used = {"used": list(rule.used)} if isinstance(rule, PartialRule) else {}
-    program = recalled(rule.whole if used else rule, _jaxpr_key(run, avals, eqn.params))
+    program = memo_of(rule.whole if used else rule, _jaxpr_key(run, avals, eqn.params))
     shown = used if program is None else used | {"call_jaxpr": program}
     if rule.contract is not None:
         shown |= {**rule.contract.functions, "symbolic_zeros": bool(rule.symbolic_zeros)}
     return {"name": rule.name, **dict(sorted(shown.items()))}
 
 
-def _shown_map(eqn: Any) -> dict[str, Any]:
-    """As of the linear half of a `custom_vjp`; `num_res` is how much it reads."""
+def _printed_map(eqn: Any) -> dict[str, Any]:
+    """The printed parameters, as a linear call has them; `num_res` is the number of residuals."""
     rule, given = eqn.params["rule"], eqn.params["given"]
     shown = {
         "in_zeros": [not g for g in given],
@@ -308,8 +306,8 @@ def _shown_map(eqn: Any) -> dict[str, Any]:
     return dict(sorted({**shown, **{k: x for k, x in of.items() if k != "fwd"}}.items()))
 
 
-prints_as(primal_p, _shown_value)
-prints_as(evaluation_p, _shown_value)
+prints_as(primal_p, _printed_primal)
+prints_as(evaluation_p, _printed_primal)
 prints_as(value_p, lambda eqn: {"name": eqn.params["rule"].name})
-prints_as(tangent_p, _shown_map)
-prints_as(cotangent_p, _shown_map)
+prints_as(tangent_p, _printed_map)
+prints_as(cotangent_p, _printed_map)

@@ -82,10 +82,10 @@ def _transposed(linear: Any, examples: Any, values: Any) -> list[Any]:
 
 
 def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
-    """Under shard_map with check_vma=True jax.linear_transpose has no types for its inputs.
+    """The transpose as the pullback at zero, for values that vary over mesh axes of shard_map.
 
-    The pullback of a linear map is its transpose, anywhere; that it is the same everywhere is
-    read from the jaxpr.
+    `jax.linear_transpose` cannot express such types (check_vma=True). The jaxpr of the pullback
+    must not depend on the point, which proves that the map is linear.
     """
     axes = frozenset().union(*map(varies, values))
     zeros = [varying(zeros_of(e), axes) for e in examples]
@@ -101,9 +101,9 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
 
 
 def _is_one_kernel(linear: Any, zeros: Sequence[Any]) -> bool:
-    """Whether the map is a rule of gradtools' own, as the backward pass of a host function is.
+    """Whether the map is one equation of gradtools' own rules, such as a host function's backward.
 
-    What it saves need not be read: numbers say if it is linear.
+    Its linearity is checked numerically: the kernel's residuals say nothing about it.
     """
     closed = jax.make_jaxpr(lambda *v: linear(*v))(*zeros)
     eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
@@ -129,9 +129,13 @@ def transpose(
 def pull(
     fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any, reached: list[bool] | None = None
 ) -> list[Any]:
-    """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs.
+    """The pullback of `fun` at xs, applied to `cts` (None is zero) or to `cts(outputs)`.
 
-    reached: Is filled, if it is empty: a jaxpr says elsewhere which of xs reach the outputs.
+    Args:
+        fun: The function.
+        xs: The point.
+        cts: The cotangents, or a function that makes them from the outputs.
+        reached: If empty, filled with True for each of xs. A jaxpr tells the reachability.
     """
     if reached == []:
         reached += [True for _ in xs]
@@ -150,12 +154,12 @@ def _zero_cotangent(y: Any) -> Any:
 
 
 def push(fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]) -> list[Any]:
-    """The pushforward of `fun` at xs, of `dxs`."""
+    """The pushforward of `fun` at xs along `dxs`."""
     return value_and_push(fun, xs, dxs)[1]
 
 
 def value_and_push(
     fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The outputs and the pushforward, of one evaluation."""
+    """The outputs and the pushforward, by one evaluation."""
     return jax.jvp(lambda *a: list(fun(*a)), tuple(xs), tuple(dxs))

@@ -31,7 +31,7 @@ from gradtools.jax.jaxprs import (
     programs_of,
     scan_counts,
 )
-from gradtools.jax.rules.kept_alive import LIFE, remembered
+from gradtools.jax.rules.kept_alive import LIFE, memoized
 from gradtools.seeing import measures as costs
 
 Path = tuple[int, ...]  # where a body stands: the numbers of the equations that lead to it
@@ -86,7 +86,7 @@ def _own(eqn: Eqn) -> HeldJaxpr:
     if "rule" not in params:
         return make()
     key = tuple([item for item in params.items() if item[0] != "rule"])
-    return remembered(params["rule"], (eqn.primitive, avals, key), make)
+    return memoized(params["rule"], (eqn.primitive, avals, key), make)
 
 
 def _sites(jaxpr: Jaxpr, path: Path) -> Iterator[Path]:

@@ -1,13 +1,13 @@
-"""Derivatives at modules that are differentiable again, by a graph that is built when it is used.
+"""Lazy graphs for derivatives at modules: the graph is built in the backward pass, if there is one.
 
 The graph of a derivative costs as much as the derivative, and a training step does not need it. So
 an operator computes its results at the detached parameters p of a module, and one node attaches
-them to p, as `torch.utils.checkpoint` would:
+them to p, as `torch.utils.checkpoint` does:
 
-    results = g(p)        backward: g is evaluated again, with a graph, and that is pulled back
+    results = g(p)        backward: evaluates g again with a graph, and pulls back
 
-What is evaluated again starts from the random streams, buffers and modes of the first evaluation,
-and leaves no effects. The values of f are compared, so other state of f is noticed.
+The second evaluation starts from the random state, buffers and modes of the first, and its side
+effects are undone. It must reproduce f's values, so a change of other state raises.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Start = tuple[Modes, Randomness | None]
 
 
 class _Recomputing(threading.local):
-    """The recomputation in this thread that no call has taken up yet."""
+    """The pending recomputation of this thread, until the operator's call takes it."""
 
     pending: RecomputedDerivative | None = None
 
@@ -49,10 +49,10 @@ _here = _Recomputing()
 
 
 def current() -> DeferredGraph | RecomputedDerivative | None:
-    """How a call that begins here treats parameters; None where graphs are built at once.
+    """How a call that begins here treats parameters; None if graphs are built eagerly.
 
-    So they are inside of functorch's transforms and of forward mode, whose levels are gone when a
-    backward pass runs.
+    They are built eagerly inside of functorch's transforms and of forward mode, whose levels no
+    longer exist when a backward pass runs.
     """
     if _here.pending is not None:
         pending, _here.pending = _here.pending, None
@@ -64,24 +64,24 @@ def current() -> DeferredGraph | RecomputedDerivative | None:
 
 
 def started(xs: Sequence[Tensor]) -> Start:
-    """The modes and random streams of now, for a function of these tensors."""
+    """The current modes and random state, for a function of these tensors."""
     devices = list({x.device: x for x in xs}.values())
     return Modes.now({x.device.type for x in devices}), Randomness.now(devices)
 
 
 class DeferredGraph:
-    """The first evaluation of a derivative at modules, and what a second one needs."""
+    """The first evaluation of a derivative at modules; records the state for a second one."""
 
     def __init__(self) -> None:
         self.parameters: list[Tensor] = []
         self.saved_buffers: dict[int, dict[str, Tensor]] = {}
         self.values: list[tuple[Tensor, int]] = []
-        self._constants: list[Tensor] = []  # outputs of f that depend on nothing
+        self._constants: list[Tensor] = []  # outputs of f that do not require grad
         self.start: Start | None = None
 
     def alias(self, p: Tensor) -> Tensor:
-        """A parameter as the first evaluation sees it."""
-        if not isinstance(p, nn.Parameter):  # an alias of a derivative around this one
+        """The detached alias of a parameter at which the first evaluation runs."""
+        if not isinstance(p, nn.Parameter):  # an alias of an outer derivative
             return p
         self.parameters.append(p)
         alias = p.detach()
@@ -89,7 +89,7 @@ class DeferredGraph:
         return alias
 
     def buffers(self, module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The buffers that a copy of a module gets, before f is evaluated at it."""
+        """The buffers for the copy of a module; those of a training module are saved."""
         if self.start is None:
             self.start = started(self.parameters)
         if module.training and id(module) not in self.saved_buffers:
@@ -98,7 +98,7 @@ class DeferredGraph:
         return own
 
     def note(self, output: Any) -> None:
-        """Notes what f returned."""
+        """Records f's outputs."""
         for y in _tensors(output):
             value = value_of(y)
             if value is not None:
@@ -115,11 +115,15 @@ class DeferredGraph:
     ) -> Any:
         """The tree of results, differentiable with respect to the parameters.
 
-        again: `select(again())` computes the same tree.
+        Args:
+            caller: The operator's name.
+            again: Computes the results once more; `select(again())` is the same tree.
+            results: The tree.
+            select: Selects the tree from the results; by default all of them.
         """
         if not (self.parameters and torch.is_grad_enabled()):
             return results
-        # Part by part, since of these most are quickly flattened.
+        # Part by part: most parts are single tensors, which flatten fast.
         parts = results if type(results) is tuple else (results,)
         flat = [trees.flatten(part) for part in parts]
         leaves = [x for xs, _ in flat for x in xs]
@@ -141,12 +145,12 @@ class DeferredGraph:
 
 
 class Recomputed:
-    """Results of a derivative, computed once more with a graph.
+    """Results of a derivative, recomputed with a graph in the backward pass.
 
     Attributes:
-        caller: The operator that the user called.
-        start: The modes and random streams of the first evaluation.
-        captured: Sources that f closes over; those before them are given as aliases.
+        caller: The operator's name.
+        start: The modes and random state of the first evaluation.
+        captured: The sources that f closes over, last in `sources`; f gets aliases of the others.
     """
 
     captured: Sequence[Tensor] = ()
@@ -157,19 +161,19 @@ class Recomputed:
         self._source_versions: list[int] = []
 
     def attach(self, sources: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
-        """Results whose graph leads to the sources by one node, which computes them again."""
-        self.sources = list(sources)  # as references: to autograd they are no saved tensors
+        """The results, attached to the sources by one node, which recomputes them."""
+        self.sources = list(sources)  # plain references, not saved tensors of autograd
         self._source_versions = [*map(upstream.version_of, sources)]
         if not any(x.requires_grad for x in results):
             return list(_Deferred.apply(self, results, *sources))
         return list(_Deferred.apply(self, (), *sources, *results))
 
     def evaluated(self, aliases: Sequence[Tensor]) -> list[Tensor]:
-        """The results at other sources."""
+        """The results at aliases of the sources."""
         raise NotImplementedError
 
     def roots(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
-        """What reaches everything that an evaluation may change."""
+        """The function and tensors that reach all state which an evaluation may change."""
         raise NotImplementedError
 
     def pulled(self, cts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -182,7 +186,7 @@ class Recomputed:
             )
         create = torch.is_grad_enabled()
         given = self.sources[: len(self.sources) - len(self.captured)]
-        # The cotangents may be a batch, of which f knows nothing.
+        # The cotangents may be batched by vmap; f must not run under it.
         with _beneath_transforms(self._from_the_start()):
             with upstream.temporarily_clear_interpreter_stack():
                 aliases = [p.view_as(p) if create else p.detach().requires_grad_() for p in given]
@@ -194,12 +198,12 @@ class Recomputed:
                 return [None] * len(self.sources)
             outs, grads = zip(*pairs, strict=True)
             ends = (*aliases, *self.captured)
-            with _ending_at(ends):  # whose graphs others need
+            with _ending_at(ends):  # their graphs belong to others
                 return torch.autograd.grad(outs, ends, grads, True, create, allow_unused=True)
 
     @contextmanager
     def _from_the_start(self) -> Iterator[None]:
-        """Inside, f may be evaluated as the first time; its effects are undone."""
+        """Context that restores the state of the first evaluation, and undoes side effects."""
         with put_back(*self.roots()), torch.inference_mode(False):
             if self.start is None:
                 yield
@@ -212,7 +216,7 @@ class Recomputed:
 
 
 class RecomputedDerivative(Recomputed):
-    """Results of an operator at modules."""
+    """Results of an operator at modules, recomputed with a graph."""
 
     def __init__(
         self, caller: str, first: DeferredGraph, places: list[int], again: Callable[[], Any]
@@ -236,16 +240,16 @@ class RecomputedDerivative(Recomputed):
         return [leaves[k] for k in self._places]
 
     def alias(self, p: Tensor) -> Tensor:
-        """The tensor in the place of a parameter."""
+        """The alias of a parameter in this evaluation."""
         return self._aliases.get(id(p), p)
 
     def buffers(self, module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the buffers, as they were before the first evaluation."""
+        """Copies of the buffers, with their values before the first evaluation."""
         before = self._first.saved_buffers.get(id(module), own)
         return {name: before.get(name, b).clone() for name, b in own.items()}
 
     def note(self, output: Any) -> None:
-        """Raises if f returns other values than the first time."""
+        """Raises if f returns other values than in the first evaluation."""
         for y in _tensors(output):
             value = value_of(y)
             if value is None or not self._left:
@@ -259,7 +263,7 @@ class RecomputedDerivative(Recomputed):
                 )
 
     def attached(self, caller: str, again: Any, results: Any, select: Any = None) -> Any:
-        """The results, which have their graph."""
+        """The results, which have a graph already."""
         return results
 
 
@@ -269,7 +273,7 @@ def _selected(select: Callable[[Any], Any], again: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _beneath_transforms(context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enters and leaves a context outside of functorch's transforms, and stays in them inside."""
+    """Enters and exits a context beneath functorch's transforms; the body runs under them."""
     with upstream.temporarily_clear_interpreter_stack():
         context.__enter__()
     try:
@@ -281,7 +285,7 @@ def _beneath_transforms(context: AbstractContextManager[Any]) -> Iterator[None]:
 
 @contextmanager
 def _ending_at(xs: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, a backward pass does not go on from the nodes that computed these tensors."""
+    """Context in which a backward pass stops at these tensors."""
     nodes = {x.grad_fn for x in xs if x.grad_fn is not None}
     handles = [node.register_prehook(lambda cts: (None,) * len(cts)) for node in nodes]
     try:
@@ -303,7 +307,7 @@ ANOTHER_VALUE = (
 
 
 def agree(a: Tensor, b: Tensor, rounding: bool = False) -> bool:
-    """Whether values are the same, but for rounding where it may differ."""
+    """Whether values are equal; up to rounding on accelerators, or if `rounding` allows it."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.device.type == "cpu" and not rounding:
@@ -314,9 +318,9 @@ def agree(a: Tensor, b: Tensor, rounding: bool = False) -> bool:
 
 
 class _Deferred(torch.autograd.Function):
-    """The identity on results, whose graph leads to sources as well.
+    """The identity on results, with further edges to the sources.
 
-    constants: The results, if they have no graph of their own.
+    `constants` are the results if they have no graph of their own.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Tiles in PyTorch: a loop over blocks of rows, inside it one over blocks of columns.
 
-A tile is computed again for each derivative. That f is the same then is looked at by `Watch`: by
-numbers once for each way to run f, as in `chunked`; by counters, which cost no copy and do not wait
-for a device, in each sweep.
+Each derivative recomputes the tiles. `Watch` verifies that f is deterministic and pure: by its
+values once for each run key of f, as in `chunked`; by version counters and random states, which
+need no copy and no synchronization, in each sweep.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from gradtools.torch.rules.transposing import pull
 
 Tensor = torch.Tensor
 State = list[Tensor]
-Block = tuple[int, int]  # where it starts, and its length
+Block = tuple[int, int]  # start and length
 _SAMPLE = 1 << 12  # entries of a tile that are compared
 
 
 def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
     call = program.call
-    if call.sweeping:  # a sweep within a tile
+    if call.sweeping:  # a nested sweep
         return _swept(program, xs, None)
     with without_casts(x.device.type for x in xs):
         call.watched = call.watched or Watch.of(call, xs)
@@ -50,11 +50,11 @@ def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
 
 
 def _swept(program: Sweep, xs: Sequence[Tensor], watch: Watch | None) -> list[State]:
-    if not torch.is_grad_enabled():  # a shared tensor is handed on as it is
+    if not torch.is_grad_enabled():  # f gets shared tensors themselves, which must not record
         xs = [x if upstream.is_legacy_batched(x) else x.detach() for x in xs]
     rows, columns = ([*_blocks(program, side)] for side in (ROWS, COLUMNS))
     groups: Sequence[MergeGroup] = ()
-    held: list[dict[Block | None, State]] = []  # of each group, by block
+    merged: list[dict[Block | None, State]] = []  # one entry for each group, by block
     with progress_bar(program.cut.tiles, "tile") if program.progress else nullcontext() as bar:
         for row in rows:
             band = [_at(x, r, ROWS, row) for x, r in zip(xs, program.roles, strict=True)]
@@ -69,14 +69,14 @@ def _swept(program: Sweep, xs: Sequence[Tensor], watch: Watch | None) -> list[St
                     watch.after(tile)
                 if not groups:
                     groups = program.groups()
-                    held = [{} for _ in groups]
+                    merged = [{} for _ in groups]
                 at = {ROWS: row, COLUMNS: column, SHARED: None}
-                for group, parts, new in zip(groups, held, states, strict=True):
+                for group, parts, new in zip(groups, merged, states, strict=True):
                     old = parts.get(at[group.side])
                     parts[at[group.side]] = new if old is None else group.merge(old, new)
                 if bar is not None:
                     bar.update()
-    return [_joined([*parts.values()]) for parts in held]
+    return [_joined([*parts.values()]) for parts in merged]
 
 
 def _blocks(program: Sweep, side: str) -> Iterator[Block]:
@@ -90,41 +90,41 @@ def _at(x: Tensor, role: str, side: str, block: Block) -> Tensor:
 
 
 def _joined(states: list[State]) -> State:
-    """The states of all blocks; each tensor's parts are let go before the next is made."""
+    """Concatenates the states of all blocks; frees each tensor's parts before the next is made."""
     if len(states) == 1:
         return states[0]
     return [torch.cat([state.pop(0) for state in states]) for _ in range(len(states[0]))]
 
 
 def as_now(fun: Callable[..., Any], xs: Sequence[Tensor]) -> Callable[..., Any]:
-    """fun under the autocast of now."""
+    """fun under the current autocast settings."""
     return as_cast_now(fun, (x.device.type for x in xs))
 
 
-# --- whether f is the same again ---------------------------------------------------------
+# --- verification of f -------------------------------------------------------------------
 
 
 class Watch:
-    """What f does besides computing, in one call of a tiled function and in its derivatives.
+    """Verifies that f is pure, in one call of a tiled function and in its derivatives.
 
     Args:
         call: The call.
-        held: The tensors that f closes over.
-        numbers: The way in which f runs, where its numbers are to be seen; else None.
-        reads: The same for whether it writes its arguments.
+        captured: The tensors that f closes over.
+        numbers: The run key under which f's values are verified; None if they are not.
+        reads: The run key under which is verified that f does not write to its arguments; or None.
     """
 
     def __init__(
-        self, call: Any, held: Sequence[Tensor], numbers: RunKey | None, reads: RunKey | None
+        self, call: Any, captured: Sequence[Tensor], numbers: RunKey | None, reads: RunKey | None
     ) -> None:
         self.caller, self.each = call.caller, call.options.verify is True
-        self._held = [(x, _version(x)) for x in held]
+        self._captured = [(x, _version(x)) for x in captured]
         self._numbers, self._reads = numbers, reads
         self._seen = dict[Any, list[Figures]]()
         self._first = True
         self._stream: Randomness | None = None
         self._versions: list[int] = []
-        self._answers: list[Tensor] = []  # whether tiles differ, on an accelerator
+        self._differences: list[Tensor] = []  # whether tiles differ, on an accelerator
 
     @classmethod
     def of(cls, call: Any, xs: Sequence[Tensor]) -> Watch:
@@ -137,30 +137,30 @@ class Watch:
         modules = [m for x in result if isinstance(x, torch.nn.Module) for m in x.modules()]
         tensors = [x for x in result if isinstance(x, Tensor)]
         tensors += [x for m in modules for x in (*m.parameters(False), *m.buffers(False))]
-        looks = tuple([(x.shape, x.dtype, x.device) for x in xs])
+        specs = tuple([(x.shape, x.dtype, x.device) for x in xs])
         training = tuple([m.training for m in modules])
         casts = casts_now(x.device.type for x in xs)
         others = [*map(part_of, call.user_functions[1:])]
-        key = RunKey.of(call.f, call.caller, looks, call.cut, training, casts, *others)
+        key = RunKey.of(call.f, call.caller, specs, call.cut, training, casts, *others)
         reads = key.for_aspect("arguments")
-        is_looked_at = call.options.verify or not key.is_verified()
+        is_verified = key.is_verified() and not call.options.verify
         watch = cls(
             call,
             tensors,
-            key if is_looked_at else None,
+            None if is_verified else key,
             None if reads.is_verified() else reads,
         )
-        if not call.options.verify and is_looked_at:
+        if not call.options.verify and not is_verified:
             key.mark_pending(watch)
         return watch
 
     def begun(self, xs: Sequence[Tensor]) -> Watch:
         self._refuse_changed()
-        self._first, self._stream, self._answers = True, Randomness.now(xs), []
+        self._first, self._stream, self._differences = True, Randomness.now(xs), []
         return self
 
     def before(self, call: Any, tile: State, place: tuple[Block, Block]) -> State:
-        """The tensors that f gets of a tile. What it writes is its own, until it is refused."""
+        """The tensors of a tile for f: clones in the first tile, where writes are detected."""
         if self._first:
             tile = tile if self._reads is None else [x.clone() for x in tile]
             self._versions = [*map(_version, tile)]
@@ -188,7 +188,7 @@ class Watch:
             )
 
     def _refuse_changed(self) -> None:
-        if any(_version(x) != version for x, version in self._held):
+        if any(_version(x) != version for x, version in self._captured):
             raise GradtoolsError(
                 f"{self.caller}: a tensor that f closes over was changed in place, by f or after "
                 "the forward pass, so a tile that is computed again would be another. Pass it as "
@@ -196,39 +196,39 @@ class Watch:
             )
 
     def _look(self, place: tuple[Block, Block], out: list[Any]) -> None:
-        """Notes what f gave at a tile, or compares it."""
+        """Records f's output at a tile, or compares it with the recorded one."""
         leaves = [x for x in out if isinstance(x, Tensor)]
         if any(x.is_meta for x in leaves):  # there are no numbers to compare
             return
         with upstream.outermost(), torch.no_grad():
             result = [figures(batches_first(x).detach(), _SAMPLE) for x in leaves]
             old = self._seen.setdefault(place, result)
-            if old is result or _looks(old) != _looks(result):  # another vmap computes it
+            if old is result or _specs(old) != _specs(result):  # computed under another vmap
                 return
-            answers = [differ(a, b) for a, b in zip(old, result, strict=True)]
-        self._answers += [x for x in answers if isinstance(x, Tensor)]
-        if any(x is True for x in answers):
-            raise self._other()
-        if not self._answers:
-            self._is_right()
+            differences = [differ(a, b) for a, b in zip(old, result, strict=True)]
+        self._differences += [x for x in differences if isinstance(x, Tensor)]
+        if any(x is True for x in differences):
+            raise self._not_reproduced()
+        if not self._differences:
+            self._mark_verified()
 
     def ended(self) -> None:
-        """The end of a sweep, in which an accelerator is waited for once."""
-        if not self._answers:
+        """Ends a sweep: reads all comparisons, with one synchronization of an accelerator."""
+        if not self._differences:
             return
-        answers, self._answers = self._answers, []
+        differences, self._differences = self._differences, []
         with upstream.outermost(), torch.no_grad():
-            differs = bool(torch.stack([x.to(answers[0].device) for x in answers]).any())
+            differs = bool(torch.stack([x.to(differences[0].device) for x in differences]).any())
         if differs:
-            raise self._other()
-        self._is_right()
+            raise self._not_reproduced()
+        self._mark_verified()
 
-    def _is_right(self) -> None:
+    def _mark_verified(self) -> None:
         if self._numbers is not None and not self.each:
             self._numbers.mark_verified()
             self._numbers = None
 
-    def _other(self) -> GradtoolsError:
+    def _not_reproduced(self) -> GradtoolsError:
         if self._numbers is not None:
             self._numbers.discard()
         return GradtoolsError(
@@ -242,12 +242,12 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else upstream.version_of(x)
 
 
-def _looks(all_figures: Sequence[Figures]) -> list[Any]:
+def _specs(all_figures: Sequence[Figures]) -> list[Any]:
     return [x[:2] for x in all_figures]
 
 
 def explicit(caller: str, fun: Any, own: Any, xs: Any, sides: Any) -> tuple[Any, State]:
-    """What a function closes over need not be its argument: graphs hold it."""
+    """fun itself: PyTorch needs no closure conversion, for graphs reference captured tensors."""
     return fun, []
 
 
@@ -257,9 +257,13 @@ def unreached(
     lengths: Sequence[int | None],
     in_backward: bool,
 ) -> tuple[int, ...]:
-    """The places of arrays that do not reach a tile's scores.
+    """The positions of the arrays that do not reach a tile's scores.
 
-    in_backward: Whether the backward pass finds them, at no cost; else one tile is evaluated.
+    Args:
+        fun: The function of a tile.
+        xs: The arrays.
+        lengths: The tile's size along the side of each array that has one.
+        in_backward: Whether the backward pass finds them by itself; else one tile is evaluated.
     """
     if in_backward:
         return ()
@@ -277,46 +281,46 @@ def sharded_like(x: Tensor, other: Tensor) -> Tensor:
     return x
 
 
-_OVER_LEVELS = {"subtract": "sub"}  # vmap has rules for these alone of two names
+_OVER_LEVELS = {"subtract": "sub"}  # aliases for which vmap has no batching rule
 
 
 def of_own(name: str, x: Tensor, *others: Tensor) -> Tensor:
-    """`name(x, *others)` in the memory of x: what is as large as a tile is slow to make anew."""
+    """`name(x, *others)`, in x's memory if possible: allocating a tile is slow."""
     if all(_is_within(y, x) for y in others):
         return getattr(x, f"{_OVER_LEVELS.get(name, name)}_")(*others)
     return getattr(torch, name)(x, *others)
 
 
 def _is_within(y: Tensor, x: Tensor) -> bool:
-    """Whether x has the shape, dtype and levels of what it gives with y, and of its derivative."""
+    """Whether an operation of x and y may write to x: y broadcasts to x's shape, dtype, levels."""
     if upstream.forward_level() >= 0 or upstream.is_legacy_batched(y):
-        return False  # a tangent of y may have levels that y has not
+        return False  # a tangent of y may have further levels
     if len(y.shape) != len(x.shape) or y.dtype != x.dtype:
         return False
     whole = all(n in (1, m) for n, m in zip(y.shape, x.shape, strict=True))
     return whole and {*levels(y)} <= {*levels(x)}
 
 
-def indices(n: int, beside: Tensor) -> Tensor:
+def indices(n: int, device_of: Tensor) -> Tensor:
     """0 to n - 1."""
-    return torch.arange(n, dtype=torch.int32, device=beside.device)
+    return torch.arange(n, dtype=torch.int32, device=device_of.device)
 
 
 def taken(x: Tensor, at: Tensor, index: Tensor) -> Tensor:
-    """Of each row of x the entry whose column has the index `at`, which takes no pass over x."""
-    place, here = _place(at, index)
-    result = x.gather(1, place)[:, 0]
-    return torch.where(here, result, torch.zeros_like(result))
+    """The entry of each row of x in the column whose index equals `at`, without a pass over x."""
+    column, is_in_tile = _column_of(at, index)
+    result = x.gather(1, column)[:, 0]
+    return torch.where(is_in_tile, result, torch.zeros_like(result))
 
 
 def put(v: Tensor, at: Tensor, index: Tensor) -> Tensor:
-    place, here = _place(at, index)
-    v = torch.where(here, v, torch.zeros_like(v))
-    return v.new_zeros(len(v), len(index)).scatter(1, place, v[:, None])
+    column, is_in_tile = _column_of(at, index)
+    v = torch.where(is_in_tile, v, torch.zeros_like(v))
+    return v.new_zeros(len(v), len(index)).scatter(1, column, v[:, None])
 
 
-def _place(at: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the column is, and whether it is among these, which have no gaps."""
+def _column_of(at: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """The tile's column with the index `at`, and whether it exists; indices have no gaps."""
     place = at.long() - index[0]
     last = len(index) - 1
     return place.clamp(0, last)[:, None], (place >= 0) & (place <= last)
@@ -325,14 +329,14 @@ def _place(at: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 def fold(
     step: Callable[[State, State], State], state: State, xs: Sequence[Tensor], count: int
 ) -> State:
-    """`state = step(state, block)` over so many blocks of the tensors' first axis."""
+    """`state = step(state, block)` over `count` blocks of the tensors' first axis."""
     for block in zip(*[x.chunk(count) for x in xs], strict=True):
         state = step(state, list(block))
     return state
 
 
 def tile_bytes(fun: Any, xs: Sequence[Tensor], sides: Sequence[int | None]) -> int:
-    """The most bytes that live while `fun` runs at tensors like xs."""
+    """The peak of live bytes while `fun` runs at tensors like xs."""
     like = [
         torch.zeros(x.shape if n is None else (n, *x.shape[1:]), dtype=x.dtype, device=x.device)
         for x, n in zip(xs, sides, strict=True)

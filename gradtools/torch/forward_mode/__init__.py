@@ -1,1 +1,1 @@
-"""Forward mode where PyTorch's own is wrong, lacking or dear."""
+"""Forward mode where PyTorch's own is wrong, missing or slow."""

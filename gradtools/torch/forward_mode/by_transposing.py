@@ -1,14 +1,14 @@
-"""Forward mode by transposing reverse mode, where PyTorch's own is wrong or lacking.
+"""Forward mode by transposing reverse mode, where PyTorch's own is wrong or missing.
 
-With J the Jacobian of F at x, reverse mode knows the map u -> J^H u. It is linear, so its pullback
-is J itself, at any u:
+With J the Jacobian of F at x, reverse mode computes the map u -> J^H u. It is linear, so its
+pullback at any u is J itself:
 
     J t  =  (d/du <J^H u, t>)^H
 
-which is the double backward trick of Townsend (A new trick for calculating Jacobian vector
-products, 2017). What pushes and what pulls back are functions of x and of t or u whose reverse mode
-PyTorch knows as well; each carries a rule of this kind itself. So F is right in every mix of modes,
-at every order and under every transform, as far as its backward pass can be differentiated.
+This is the double backward trick of Townsend (A new trick for calculating Jacobian vector
+products, 2017). The pushforward and the pullback are functions of x and of t or u, which PyTorch
+differentiates in reverse mode as well; each has a rule of this kind itself. So F has all orders in
+every mix of modes and under every transform, as far as its backward pass can be differentiated.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def by_reverse_mode(
     """`fun(*xs)`, whose forward mode is the transpose of its reverse mode.
 
     Args:
-        name: What errors call it.
+        name: Its name in errors.
         fun: Takes tensors and returns a list of tensors; floating and complex ones may be
             differentiated.
         xs: Its arguments.
-        opaque: Whether no transform of torch.func may enter it: under vmap it is called once for
+        opaque: Whether transforms of torch.func must not enter it: under vmap it is called once for
             each example.
 
     Raises:
@@ -79,14 +79,14 @@ def rule_of_reverse_mode(name: str, fun: Flat, opaque: bool = False) -> Rule:
 
 
 def _looped(fun: Flat, size: int, axes: Entries, *xs: Tensor) -> list[Tensor]:
-    """`fun` of each example, stacked."""
+    """`fun` applied to each example in a loop; the results are stacked."""
     pairs = list(zip(xs, axes, strict=True))
     rows = [fun(*[x if d is None else x.select(d, i) for x, d in pairs]) for i in range(size)]
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 def _linear(name: str, linear: Any, xs: Entries, vs: Entries, opaque: bool) -> list[Any]:
-    """`linear(xs, vs)`, a function of all its tensors by a rule of the same kind."""
+    """`linear(xs, vs)` by a rule of the same kind, so that it can be differentiated again."""
     there = [v is not None for v in vs]
     there_out: list[bool] = []
 
@@ -100,7 +100,7 @@ def _linear(name: str, linear: Any, xs: Entries, vs: Entries, opaque: bool) -> l
 
 
 def _pulled(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], cts: Entries) -> list[Any]:
-    """The pullback of cts; None where x cannot be differentiated."""
+    """The pullback of cts; None for inputs that are not floating or complex."""
     mask = [is_inexact(x) for x in xs]
     with unpacked():
         ys, pull = _evaluated(name, fun, xs, mask, opaque)
@@ -109,7 +109,7 @@ def _pulled(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], cts: Entri
 
 
 def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entries) -> list[Any]:
-    """The pushforward of dxs; None where y cannot be differentiated."""
+    """The pushforward of dxs; None for outputs that are not floating or complex."""
     mask = [dx is not None for dx in dxs]
     try:
         with torch.enable_grad(), unpacked():
@@ -140,9 +140,9 @@ def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entri
 def _evaluated(
     name: str, fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool], custom: bool
 ) -> Any:
-    """`fun(*xs)` and its pullback to the masked arguments, by the engine that stands here.
+    """`fun(*xs)` and its pullback to the masked arguments, by torch.func inside of its transforms.
 
-    custom: Whether it is tried if its pullback may be differentiated.
+    custom: Whether fun is custom code, whose pullback must be checked to be differentiable.
     """
     if upstream.peek_interpreter_stack() is not None:
         return _evaluated_in_functorch(fun, xs, mask)

@@ -1,13 +1,13 @@
-"""Forward mode that heeds torch.no_grad: what f computes under it has no tangent.
+"""Forward mode that respects torch.no_grad: results computed under it have no tangent.
 
-PyTorch's dual numbers pass through `no_grad` as if it were not there, so a function that stops a
-gradient with it would have one derivative in reverse mode and another in forward mode. Here
+PyTorch's dual numbers ignore `no_grad`, so a function that stops a gradient with it would have
+different derivatives in forward and reverse mode. Here
 
     y = f(x) under no_grad        dy = 0
 
-in both: a function mode sees gradients switched off and on, and switches tangents with them. What
-has a tangent says of itself that it requires a gradient, as it does in reverse mode, so that a
-function that asks goes the same way.
+in both: a function mode intercepts the switching of gradients and switches tangents alike. A tensor
+with a tangent reports `requires_grad`, so that a function that branches on it takes the same branch
+as in reverse mode.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ _REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class NoGradStopsTangents(TorchFunctionMode):
-    """A mode in which what runs under `torch.no_grad` has no tangent.
+    """A function mode in which results computed under `torch.no_grad` have no tangent.
 
-    It is entered for one call of one function in a dual level, with gradients on.
+    It is entered for one call of one function in a dual level, with gradients enabled.
 
-    hidden: Whether no graph is wanted of what f does, though f sees gradients on: each operation
-        then runs without one, until f switches them on itself because it needs one.
-    again: Whether the tangents may be differentiated: some then go another way.
-    caller: The operator that pushes f along, if it refuses hooks on gradients.
+    Args:
+        hidden: Whether operations record no graph, although f sees gradients enabled. Ends when f
+            enables gradients itself, for it then needs a graph.
+        again: Whether the tangents may be differentiated; some are then computed by other programs.
+        caller: The operator's name, if it refuses hooks on gradients.
     """
 
     def __init__(self, hidden: bool, again: bool = False, caller: str | None = None) -> None:
@@ -57,11 +58,11 @@ class NoGradStopsTangents(TorchFunctionMode):
         self._operator = caller
         self._hooks: HookGuard | None = None
         self._again = again
-        self._inside: Any = None  # what in C has the same name as its wrapper in Python
+        self._inside: Any = None  # the Python function being run: its C kernel may share its name
         self._level = upstream.forward_level()
         self._hidden = hidden
-        self._stopped: int | None = None  # beneath how many transforms f switched gradients off
-        self._around: list[int | None] = []  # that, around each block in which they are on again
+        self._stopped: int | None = None  # the depth of transforms at which f disabled gradients
+        self._around: list[int | None] = []  # a stack of it: one entry per block that enables them
 
     def __enter__(self) -> NoGradStopsTangents:
         self._compiled = as_written()  # which may refuse: before this mode is entered
@@ -74,9 +75,9 @@ class NoGradStopsTangents(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._compiled.__exit__(*error)
-        if self._stopped is not None:  # f has left gradients off
+        if self._stopped is not None:  # f has left gradients disabled
             _tangents(True)
-        hooks, self._hooks = self._hooks, None  # which hold this mode
+        hooks, self._hooks = self._hooks, None  # breaks a reference cycle with this mode
         if hooks is not None:
             hooks.end(error[0] is None)
 
@@ -98,7 +99,7 @@ class NoGradStopsTangents(TorchFunctionMode):
         if fun == _REQUIRES and not upstream.is_frameworks_own_question(1):
             return fun(*args) or self._requires(args[0])
         if not self.ruled(fun) and self._may_enter(fun, types, args, kwargs):
-            return self._within(fun, args, kwargs)  # which sees gradients on, as f does
+            return self._within(fun, args, kwargs)  # with gradients enabled, as f has them
         if not (self._hidden and torch.is_grad_enabled()):
             return self.flowing(fun, types, args, kwargs)
         graphs(False)
@@ -108,28 +109,28 @@ class NoGradStopsTangents(TorchFunctionMode):
             graphs(True)
 
     def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-        """The function, in the caller's modes; of one in Python, its operations are seen."""
+        """Calls a function; this mode stays active inside of a Python function of PyTorch."""
         if self._may_enter(fun, types, args, kwargs):
             return self._within(fun, args, kwargs)
         if fun is upstream.custom_function_call and self._again:
             return self._gated(fun, args, kwargs)
         of_functions = isinstance(fun, upstream.HigherOrderOperator) and fun is not self._inside
         if of_functions and fun is not upstream.custom_function_call:
-            with self._inside_of(fun):  # the functions that it takes are seen
+            with self._inside_of(fun):  # for the functions among its arguments
                 return pushed_rightly(fun, args, kwargs, self._again)
         return pushed_rightly(fun, args, kwargs, self._again)
 
     def _gated(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """A call of a torch.autograd.Function inside of functorch, at whose tangent are gates."""
+        """Calls a torch.autograd.Function inside of functorch, with gates at its tangents."""
         from gradtools.torch.double_backward import gated_call
 
         level, caller = upstream.peek_interpreter_stack(), self._operator or "jvp"
         if level is not None and level.key() == upstream.TransformType.Jvp:
             return gated_call(caller, args[0], partial(fun, args[0]), args[1:])
-        return self._within(fun, args, kwargs)  # beneath, or in the graph, it is seen
+        return self._within(fun, args, kwargs)  # gated at the level beneath, or in the graph
 
     def ruled(self, fun: Any) -> bool:
-        """Whether `flowing` has a rule of its own for a function."""
+        """Whether this mode has a forward rule of its own for a function."""
         return False
 
     def _may_enter(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> bool:
@@ -137,7 +138,7 @@ class NoGradStopsTangents(TorchFunctionMode):
         return in_python and all(map(is_plain, types)) and not is_wrong_at(fun, args, kwargs)
 
     def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """A function of PyTorch's in Python, inside of which this mode stays."""
+        """Calls a Python function of PyTorch with this mode active inside."""
         with self._inside_of(fun):
             return upstream.redispatch_function(fun, (), args, kwargs)
 
@@ -152,9 +153,9 @@ class NoGradStopsTangents(TorchFunctionMode):
             self._inside = before
 
     def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """A pullback, whose hooks run f's code; without a graph it is a constant.
+        """Runs torch.autograd.grad inside of f; without create_graph its results have no tangent.
 
-        So are ours: what has a tangent says that it requires a gradient, and gets a graph.
+        A tensor with a tangent requires a gradient here, so the pullback has a graph.
         """
         on = upstream.is_forward_mode_enabled()
         _tangents(on and bool(kwargs.get("create_graph", args[4:5] == (True,))))
@@ -164,13 +165,14 @@ class NoGradStopsTangents(TorchFunctionMode):
             _tangents(on)
 
     def _switched(self, on: bool) -> None:
-        """f switches gradients on or off; on, but to leave off as it was, means that it needs them.
+        """Intercepts `set_grad_enabled`: f disables or enables gradients.
 
-        Transforms of torch.func switch them on inside, whatever was before. A block may also leave
-        off what autograd switched off itself, as it does around the forward of a Function.
+        Enabling means that f needs a graph, except on leaving a block that disabled them.
+        Transforms of torch.func enable them inside, whatever was before. A block may also restore
+        the disabled state that autograd itself set, as it does around the forward of a Function.
         """
         were_on = torch.is_grad_enabled()
-        if not (on or were_on):  # off as f has them, or autograd, which switches them on unseen
+        if not (on or were_on):  # disabled by f, or by autograd, which enables them in C++
             return
         depth = len(upstream.get_interpreter_stack() or ())
         leaving = upstream.is_leaving_a_block(1)
@@ -187,9 +189,9 @@ class NoGradStopsTangents(TorchFunctionMode):
         _tangents(on and self._stopped is None)
 
     def _requires(self, x: Tensor) -> bool:
-        """Whether x would require a gradient in reverse mode; where a graph is kept, it does.
+        """Whether x would require a gradient in reverse mode; if graphs are recorded, it then does.
 
-        Beneath autograd, as in the `__torch_dispatch__` of a wrapper, nothing has a tangent.
+        Below autograd, as in the `__torch_dispatch__` of a wrapper, no tensor has a tangent.
         """
         if _is_excluded(_AUTOGRAD) or _unpack(x, level=self._level)[1] is None:
             return False
@@ -199,5 +201,5 @@ class NoGradStopsTangents(TorchFunctionMode):
 
 
 def is_plain(kind: Any) -> bool:
-    """Whether a class of tensors leaves functions as they are."""
+    """Whether a tensor class has the default `__torch_function__`."""
     return kind in _PLAIN or getattr(kind.__torch_function__, "__func__", None) is _AS_IT_IS

@@ -1,14 +1,14 @@
-"""Forward mode where one operand alone has a tangent: f(dx, w), in place of PyTorch's rules.
+"""Forward rules for operations with a single tangent: f(dx, w) instead of PyTorch's own rules.
 
-PyTorch's forward rules make a symbolic zero for the tangent of every weight, bias and number, and
-then multiply and add it up; a layer so takes three products in place of two, and a sum with a
-number takes hundreds of microseconds (the shape of such a sum is found by python code). Where one
-operand alone has a tangent, and the operation f is linear in that operand,
+PyTorch's forward rules create a symbolic zero for the tangent of each weight, bias and number, and
+multiply and add it: a linear layer takes three products instead of two, and a sum with a number
+takes hundreds of microseconds (Python code determines the shape of such a sum). If only one operand
+has a tangent, and the operation f is linear in that operand, this is enough:
 
     y = f(x, w)        dy = f(dx, w)
 
-is all there is to do. What is not in the table here, or has several tangents, goes PyTorch's own
-way; so does what is called inside of PyTorch, which a function mode does not see.
+Operations that are not in the table, or that have several tangents, use PyTorch's rules; so do
+those that PyTorch calls internally, which a function mode does not intercept.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ _unpack: Callable[..., Any] = upstream.unpack_dual  # type: ignore[attr-defined]
 
 
 def tangent_of(x: Tensor) -> Tensor | None:
-    """x's tangent at the innermost level."""
+    """x's tangent at the innermost dual level."""
     tangent: Tensor | None = _unpack(x, level=upstream.forward_level())[1]
     return tangent
 
 
 def _are_plain(types: Any, args: Args) -> bool:
-    """Whether the operands are dense tensors of no class of a user's."""
-    for x in args:  # a loop, for this is asked at each operation
+    """Whether the operands are dense tensors, and no subclass overrides `__torch_function__`."""
+    for x in args:  # a loop, for speed: it runs at each operation
         if isinstance(x, Tensor) and x.layout is not _STRIDED:
             return False
     return _USUAL.issuperset(types) or all(map(is_plain, types))
 
 
 class OneTangent(NoGradStopsTangents):
-    """For a dual level without a graph, and outside of functorch's transforms.
+    """The mode of a dual level without a graph, outside of functorch's transforms.
 
-    In a graph a rule would save primals without their tangents, which a gradient in f needs.
+    In a graph these rules would save primals without their tangents, which a gradient inside of f
+    needs.
 
-    fixed: Tensors known to have no tangent, as long as nobody changes them in place.
-    caller: As in `NoGradStopsTangents`.
+    Args:
+        fixed: Tensors known to have no tangent, as long as they are not changed in place.
+        caller: As in `NoGradStopsTangents`.
     """
 
     def __init__(self, fixed: Iterable[Tensor] = (), caller: str | None = None) -> None:
         super().__init__(hidden=True, caller=caller)
-        self._held = [*fixed]  # so that their ids are theirs
-        versions = map(upstream.version_of, self._held)
-        self._versions = dict(zip(map(id, self._held), versions, strict=True))
+        self._fixed = [*fixed]  # kept alive: ids are reused
+        versions = map(upstream.version_of, self._fixed)
+        self._versions = dict(zip(map(id, self._fixed), versions, strict=True))
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function; one that stands in the table at once, where f has switched nothing."""
+        """Calls a function by its rule at once, unless f has changed the gradient mode."""
         rule = _RULES.get(fun) if self._hidden and torch.is_grad_enabled() else None
         plain = rule is not None and upstream.peek_interpreter_stack() is None
         if rule is None or not (plain and _are_plain(types, args)):
@@ -74,11 +76,11 @@ class OneTangent(NoGradStopsTangents):
             graphs(True)
 
     def ruled(self, fun: Any) -> bool:
-        """Whether it stands in the table."""
+        """Whether a function has a rule in the table."""
         return fun in _RULES
 
     def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-        """The rule, if there is one; a graph, if there is one, needs PyTorch's own way."""
+        """Calls a function by its rule, or by PyTorch's if a graph is recorded."""
         rule = None if torch.is_grad_enabled() else _RULES.get(fun)
         moves = rule is not None and upstream.is_forward_mode_enabled()
         if rule is not None and moves and _are_plain(types, args):
@@ -88,7 +90,7 @@ class OneTangent(NoGradStopsTangents):
         return super().flowing(fun, types, args, kwargs)
 
     def parts(self, x: Any) -> tuple[Any, Tensor | None]:
-        """A tensor's value and its tangent."""
+        """A tensor's primal and tangent; None for no tangent."""
         known = self._versions.get(id(x))
         if (known is not None and known == upstream.version_of(x)) or not isinstance(x, Tensor):
             return x, None
@@ -96,7 +98,7 @@ class OneTangent(NoGradStopsTangents):
         return value, tangent
 
     def dual(self, y: Tensor, dy: Tensor) -> Tensor:
-        """A tensor with this tangent."""
+        """The dual number of y and its tangent."""
         return _make(y, dy, level=self._level)
 
     def fixes(self, xs: Iterable[Any]) -> bool:
@@ -110,16 +112,16 @@ class OneTangent(NoGradStopsTangents):
         return True
 
 
-# --- rules: the result, or None where PyTorch's own way is taken --------------------------------
+# --- rules: each returns the result, or None to fall back to PyTorch's rule ----------------------
 
 
 def _as_it_is(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """PyTorch's own rule: it makes no symbolic zero, and nothing is known to be wrong with it."""
+    """PyTorch's own rule, for unary operations: it creates no symbolic zero and is right."""
     return pushed_by_pytorch(fun, args, kwargs)
 
 
 def _convolution(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A convolutional layer: of an input, a weight, a bias, and what follows."""
+    """Convolution: input, weight, bias, then stride, padding and so on."""
     args, kwargs = _positional(args, kwargs)
     if len(args) < 3 or not mode.fixes(args[1:3]):
         return None
@@ -132,7 +134,7 @@ def _convolution(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _linear(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A linear layer: of an input, a weight and a bias."""
+    """Linear layer: input, weight, bias."""
     args, kwargs = _positional(args, kwargs) if kwargs or len(args) < 3 else (args, kwargs)
     if kwargs or len(args) != 3 or not mode.fixes(args[1:]):
         return None
@@ -142,13 +144,13 @@ def _linear(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     _, weight, bias = args
     if _is_wide(x, dx, weight, bias):
         return mode.dual(*_at_once(x, dx, weight, bias))
-    if dx.dim() > 2:  # else each row of a view is multiplied apart
+    if dx.dim() > 2:  # a non-contiguous input would be multiplied row by row
         dx = dx.contiguous()
     return mode.dual(fun(x, weight, bias), fun(dx, weight))
 
 
 def _is_wide(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a linear layer's time is mostly that of reading its weight, as its inputs are few."""
+    """Whether a linear layer is memory-bound: reading its weight dominates, for inputs are few."""
     size = weight.numel()
     if size < _MANY or size < 8 * x.numel() or x.dim() < 2 or x.shape != dx.shape:
         return False
@@ -157,20 +159,20 @@ def _is_wide(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> bool
 
 
 def _at_once(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both products in one, which reads the weight once; each result in storage of its own."""
+    """Both products as one, which reads the weight once; the results do not share storage."""
     y, dy = torch.unsafe_chunk(functional.linear(torch.cat((x, dx)), weight), 2)
     return y.clone() if bias is None else y + bias, dy.clone()
 
 
 def _positional(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Input, weight and bias by position, where the first two came so; the bias may be missing."""
+    """Makes the bias positional if input and weight are; a missing bias becomes None."""
     if len(args) != 2:
         return args, kwargs
     return (*args, kwargs.get("bias")), {k: v for k, v in kwargs.items() if k != "bias"}
 
 
 def _product(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of two operands, linear in each."""
+    """Operations of two operands that are linear in each."""
     if kwargs or len(args) != 2:
         return None
     (a, da), (b, db) = map(mode.parts, args)
@@ -180,12 +182,12 @@ def _product(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _quotient(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Linear in the first operand alone."""
+    """Operations that are linear in the first operand only."""
     return _product(mode, fun, args, kwargs) if mode.fixes(args[1:]) else None
 
 
 def _sum(first: int, second: int) -> Any:
-    """Of two operands, with these signs."""
+    """Sums of two operands with these signs."""
 
     def rule(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         if kwargs or len(args) != 2:
@@ -203,13 +205,13 @@ def _sum(first: int, second: int) -> Any:
 
 
 def _tangent_of(y: Tensor, dx: Tensor) -> Tensor:
-    """The same in y's shape and dtype, as a tensor of its own: y may be changed in place."""
+    """A copy of dx in y's shape and dtype; a copy, for y may be changed in place later."""
     dx = dx if dx.shape == y.shape else dx.expand(y.shape)
     return dx.to(y.dtype, copy=True)
 
 
 def _layer_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """But for the weight its derivative is a symmetric matrix, so its pullback pushes."""
+    """Layer norm: up to the weight its Jacobian is symmetric, so its pullback pushes forward."""
     x, shape, weight, bias, eps = _of_layer_norm(*args, **kwargs)
     if not mode.fixes((weight, bias)) or not _one_dtype(x, weight, bias):
         return None
@@ -224,7 +226,7 @@ def _layer_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _batch_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """As it is evaluated it is a product and a sum; in training it goes PyTorch's way."""
+    """Batch norm in evaluation mode, which is affine; in training mode PyTorch's rule is used."""
     x, training, eps, fixed = _of_batch_norm(*args, **kwargs)
     if training or not mode.fixes(fixed):
         return None
@@ -238,7 +240,7 @@ def _batch_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _softmax(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Its derivative, diag(p) - p p^T along an axis, is symmetric: its pullback pushes."""
+    """Softmax: its Jacobian, diag(p) - p p^T, is symmetric, so its pullback pushes forward."""
     x, dim, dtype = _of_softmax(*args, **kwargs)
     if type(dim) is not int or dtype is not None or not _one_dtype(x):
         return None
@@ -250,13 +252,13 @@ def _softmax(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _dropout(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Nothing, where nothing is dropped: PyTorch returns the very input, too."""
+    """Dropout that drops nothing: the input itself, as PyTorch returns it."""
     x, p, training = _of_dropout(*args, **kwargs)
     return None if training and p > 0 else x
 
 
 def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether nothing is cast, be it by autocast."""
+    """Whether all operands have one dtype and autocast is disabled."""
     dtype = x.dtype
     for other in others:
         if other is not None and other.dtype != dtype:

@@ -1,8 +1,8 @@
-"""Fused kernels without forward mode, and the plain ones of PyTorch that take their place.
+"""Fused kernels without forward mode: a fallback to PyTorch's plain ones.
 
-Fused attention and recurrent layers on the CPU cannot push a tangent. Their kernels are chosen by
-switches, so where one fails that operation alone is done again with the switches off: the random
-streams as they were before it, everything else as it stands, and the function around it runs once.
+Fused attention, and recurrent layers on the CPU, have no forward mode. Backend flags select their
+kernels. So if one raises, that single operation is repeated with the flags off, from the random
+state before it; the surrounding function runs once.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ _CHOSEN_BY_SWITCHES = frozenset(
 def jvps(
     fun: Fun, leaves: list[Tensor], many: Sequence[list[Tensor]]
 ) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
-    """`jvp` along many tangents, by any kernel.
+    """`jvp` along many tangents, with the fallback to plain kernels.
 
-    A dual number carries one tangent: each takes an evaluation of its own, and all start from
-    what stood behind the function before the first. In eager reverse mode no graph is kept: the
-    results are attached to what they depend on by a node that evaluates the function again.
+    A dual number has one tangent, so each tangent takes an evaluation of its own; all start from
+    the state before the first. Under eager reverse mode no graph is recorded: one node attaches the
+    results to their sources and evaluates the function again in its backward (see
+    `deferred_graphs`).
     """
     nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
     if is_compiling() or nested or not torch.is_grad_enabled():
@@ -95,7 +96,7 @@ class _Pushed(Recomputed):
         self._values: list[Tensor] = []
 
     def note(self, outs: list[Tensor], pushed: list[list[Tensor]]) -> list[Tensor]:
-        """The results as one list, whose values those of a second evaluation must equal."""
+        """Records the results, which a second evaluation must reproduce, and returns them flat."""
         self._values = [x.detach() for xs in (outs, *pushed) for x in xs]
         self._versions = [*map(upstream.version_of, self._values)]
         return self._values
@@ -118,7 +119,7 @@ class _Pushed(Recomputed):
 
 
 class Captured(TorchFunctionMode):
-    """Under no_grad, notes which tensors that require grad a function reads."""
+    """A function mode that records which tensors that require grad a function reads (taint)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Captured(TorchFunctionMode):
         self._runs = False
 
     def by(self, fun: Fun) -> Fun:
-        """The function; what gradtools reads around its evaluations is not noted."""
+        """The function; only reads during its own evaluations are recorded."""
         return _NotedFunction(fun, self)
 
     @contextmanager
@@ -146,12 +147,12 @@ class Captured(TorchFunctionMode):
         return fun(*args, **kwargs)
 
     def tensors(self) -> list[Tensor]:
-        """Less the aliases of derivatives that the function took."""
+        """The recorded tensors, without aliases of derivatives that the function took itself."""
         return [x for x in self._seen.values() if not is_spent(x)]
 
 
 class _NotedFunction:
-    """A function during whose evaluations a mode notes what is read."""
+    """A function whose evaluations switch a recording mode on."""
 
     def __init__(self, fun: Fun, mode: Captured) -> None:
         self._fun, self._mode = fun, mode
@@ -165,7 +166,7 @@ class _NotedFunction:
 
 
 def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:
-    """What to call before each of `count` evaluations: all start from what stood before them."""
+    """Returns a function to call before each of `count` evaluations: restores the state of now."""
     if count < 2 or is_compiling():
         return lambda: None
     given = getattr(fun, "args", ()), getattr(fun, "kwargs", {})
@@ -174,7 +175,7 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
 
 @contextmanager
 def by_any_kernel(caller: str) -> Iterator[None]:
-    """Inside, forward mode takes another kernel where one has none, and says so once."""
+    """Context in which an operation without forward mode falls back to another kernel, warning."""
     if is_compiling():
         yield
         return

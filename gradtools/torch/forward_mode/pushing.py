@@ -1,9 +1,8 @@
-"""What is called in place of PyTorch's own forward mode, where that is wrong or missing.
+"""Replacements for PyTorch's forward mode where it is wrong or missing.
 
-While gradtools pushes a tangent, an operation of the table (`plain_programs/rows.py`) is called by
-its plain program, or else by the transpose of reverse mode (`by_transposing.py`). A custom operator
-is never trusted with forward mode: PyTorch drops its tangent in silence wherever only a backward is
-registered.
+While gradtools pushes a tangent, an operation of the table (`plain_programs/rows.py`) is replaced
+by its plain program, or by the transpose of reverse mode (`by_transposing.py`). A custom operator
+is always transposed: PyTorch silently drops its tangent if only a backward is registered.
 """
 
 from __future__ import annotations
@@ -55,13 +54,17 @@ _OPERATORS = (upstream.OpOverload, upstream.OpOverloadPacket)
 _TRANSPOSABLE = (*_OPERATORS, BuiltinFunctionType, MethodDescriptorType)  # no Function of a user's
 
 
-# --- what runs in its place ----------------------------------------------------------------------
+# --- replacements --------------------------------------------------------------------------------
 
 
 def pushed_rightly(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
     """`fun(*args, **kwargs)` in forward mode, with the right tangents.
 
-    again: Whether they may be differentiated.
+    Args:
+        fun: A function or operator of PyTorch.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        again: Whether the tangents may be differentiated.
     """
     another = _ANOTHER_WAY.get(fun, _UNKNOWN)
     if another is _UNKNOWN:
@@ -76,7 +79,7 @@ _ANOTHER_WAY: dict[Any, Callable[..., Any] | None] = {}  # by function of PyTorc
 
 
 def _another_way(fun: Any) -> Callable[..., Any] | None:
-    """What calls a function that is not to be trusted; None for all others."""
+    """The replacement for calls of a function whose tangents may be wrong; None for any other."""
     row = row_of(fun)
     if isinstance(fun, upstream.HigherOrderOperator) and fun is not upstream.custom_function_call:
         return _by_its_operations
@@ -87,7 +90,7 @@ def _another_way(fun: Any) -> Callable[..., Any] | None:
 def _called_otherwise(
     row: PlainProgram | None, fun: Any, args: Args, kwargs: Kwargs, again: bool
 ) -> Any:
-    """A function of the table, or a custom operator (None)."""
+    """Calls a function of the table, or a custom operator (row None), by its replacement."""
     if fun is _here.function:
         return pushed_by_pytorch(fun, args, kwargs)
     is_moved = _is_moved if row is None else _when_wrong(row, fun, again)
@@ -111,7 +114,7 @@ def _called_otherwise(
 
 
 def _when_wrong(row: PlainProgram, fun: Any, again: bool) -> Callable[[Args, Kwargs], bool]:
-    """Of arguments, whether PyTorch's tangents there are wrong. again: As in `pushed_rightly`."""
+    """A predicate of arguments: whether PyTorch's tangents are wrong at them."""
     if TANGENT in row.wrong:
         return _is_moved
     if GRADIENT_AGAIN in row.wrong or TANGENT_OF_GRADIENT in row.wrong:
@@ -137,8 +140,8 @@ def _is_narrow(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _by_its_operations(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
-    """An operator of functions (cond, scan, map), whose tangents PyTorch drops: by plain code."""
-    if is_compiling():  # dynamo looks in; it comes here again when what it made runs
+    """Calls a higher-order operator (cond, scan, map) by plain code; PyTorch drops its tangents."""
+    if is_compiling():  # dynamo traces into it, and the compiled graph calls this again
         return fun(*args, **kwargs)
     if not _is_differentiated_here() or not _is_moved(args, kwargs):
         return pushed_by_pytorch(fun, args, kwargs)
@@ -152,13 +155,13 @@ def _by_its_operations(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any
 
 
 def _is_differentiated_here() -> bool:
-    """Whether tangents are looked at: not in a Function's forward, nor in a dispatch mode."""
+    """Whether tangents propagate here: not in a Function's forward, nor below autograd."""
     below = upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality)
     return upstream.is_forward_mode_enabled() and not below
 
 
 def pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """PyTorch's own forward mode; where it has none, the transpose of its reverse mode."""
+    """PyTorch's own forward mode; if it raises, the transpose of its reverse mode."""
     try:
         return fun(*args, **kwargs) if kwargs else fun(*args)
     except NotImplementedError as error:
@@ -181,7 +184,7 @@ def _inexact(args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 
 def _is_moved(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a tensor has a tangent; inside torch.func's transforms, whether it may have one."""
+    """Whether any tensor has a tangent, or inside of torch.func's transforms may have one."""
     xs = _inexact(args, kwargs)
     if upstream.peek_interpreter_stack() is not None:
         return bool(xs)
@@ -189,7 +192,7 @@ def _is_moved(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _is_moved_again(args: Args, kwargs: Kwargs) -> bool:
-    """Whether besides something else differentiates what becomes of a tensor."""
+    """Whether tensors have a tangent and another level differentiates the results, too."""
     if not _is_moved(args, kwargs):
         return False
     levels = upstream.get_interpreter_stack() or ()
@@ -200,12 +203,12 @@ def _is_moved_again(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _is_differentiated_again(args: Args, kwargs: Kwargs) -> bool:
-    """Whether several levels differentiate a tensor, inside of torch.func."""
+    """Whether several levels of torch.func differentiate a tensor."""
     return len(levels_differentiating(_inexact(args, kwargs))) > 1
 
 
 def _is_recorded(x: Tensor) -> bool:
-    """Whether x, or its tangent, is in a graph."""
+    """Whether x or its tangent requires a gradient."""
     tangent = None if is_wrapped(x) else forward_ad.unpack_dual(x).tangent
     return unwrapped(x).requires_grad or (tangent is not None and tangent.requires_grad)
 
@@ -219,7 +222,7 @@ def _is_fixed(x: Tensor) -> bool:
 
 
 def _constant(x: Any) -> Any:
-    """x without the levels of torch.func that it was made in, if none of them maps it."""
+    """x unwrapped of torch.func's levels, unless vmap maps it."""
     return x if x is None or is_mapped(x) else unwrapped(x)
 
 
@@ -228,14 +231,16 @@ def _never(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
-    """`fun(*args, **kwargs)` by reverse mode alone; what writes in place, by a copy of its own."""
-    if _named(fun) == "cross_entropy_loss":  # which has no derivative by its third, the weights
+    """`fun(*args, **kwargs)` by reverse mode only; an in-place operation works on a copy."""
+    if _named(fun) == "cross_entropy_loss":  # has no derivative with respect to the class weights
         args = (*args[:2], *(_constant(x) for x in args[2:3]), *args[3:])
     leaves, treedef = upstream.tree_flatten((args, kwargs))
-    drawn = _OneDraw(_named(fun), leaves, opaque and upstream.peek_interpreter_stack() is not None)
+    drawn = _RepeatedDraws(
+        _named(fun), leaves, opaque and upstream.peek_interpreter_stack() is not None
+    )
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _is_fixed(x)]
     in_place = _is_in_place(fun)
-    if in_place:  # what a rule saves may not change
+    if in_place:  # a rule's saved tensors must not change
         leaves[0] = leaves[0].clone()
     shape: list[Any] = []
 
@@ -264,7 +269,7 @@ _here = _Transposing()
 
 @contextmanager
 def _transposing(fun: Any) -> Iterator[None]:
-    """Inside, fun is evaluated for its transpose, by levels of torch.func that belong to that."""
+    """Context in which calls of `fun` are those of its own transpose, and are not replaced."""
     before, _here.function = _here.function, fun
     try:
         yield
@@ -272,10 +277,13 @@ def _transposing(fun: Any) -> Iterator[None]:
         _here.function = before
 
 
-class _OneDraw:
-    """Evaluations of a function that may draw: the first goes on, others draw what it drew.
+class _RepeatedDraws:
+    """Evaluations of a function that may draw random numbers: later ones repeat the first's draws.
 
-    one_by_one: Whether vmap's examples are evaluated one by one, of which each has its own draw.
+    Args:
+        name: The function's name in errors.
+        leaves: Its arguments, for their devices.
+        one_by_one: Whether vmap's examples are evaluated one by one, each with its own draws.
     """
 
     def __init__(self, name: str, leaves: Sequence[Any], one_by_one: bool) -> None:
@@ -309,7 +317,7 @@ def _named(fun: Any) -> str:
 
 
 def _is_custom(operator: Any) -> bool:
-    """Whether an operator is neither PyTorch's own nor composed of what is."""
+    """Whether an operator is neither PyTorch's own nor a composite of such (CompositeImplicit)."""
     packet = type(operator) is upstream.OpOverloadPacket
     result = [getattr(operator, o) for o in operator.overloads()] if packet else [operator]
     key = upstream.DispatchKey.CompositeImplicitAutograd
@@ -319,7 +327,7 @@ def _is_custom(operator: Any) -> bool:
 _OWN = ("aten", "prim", "prims", "gradtools")
 
 
-# --- what no mode sees ---------------------------------------------------------------------------
+# --- TorchScript, which no mode intercepts -------------------------------------------------------
 
 _SAVED_INPUTS = {
     "LinalgDetBackward0": "A",
@@ -332,10 +340,10 @@ _SAVED_INPUTS = {
 
 
 def gated_where_unseen(caller: str, outs: Sequence[Tensor], pushed: list[Tensor]) -> list[Tensor]:
-    """The tangents; a derivative of them is refused where TorchScript pushed them.
+    """The tangents, with gates that refuse to differentiate those which TorchScript computed.
 
-    In a function of TorchScript no mode sees what is called. This is called within the level of
-    forward mode, where what was saved shows its tangent.
+    No mode intercepts the operations of a scripted function. Must be called inside of the dual
+    level, where the saved tensors still have their tangents.
     """
     for node in nodes_of(outs):
         name = type(node).__name__
@@ -352,15 +360,15 @@ def gated_where_unseen(caller: str, outs: Sequence[Tensor], pushed: list[Tensor]
     return pushed
 
 
-# --- the same in compiled code -------------------------------------------------------------------
+# --- in compiled code ----------------------------------------------------------------------------
 
 
 class RightTangents(TorchFunctionMode):
-    """While dynamo traces what is pushed: functions that are not to be trusted go another way."""
+    """The mode that makes these replacements while dynamo traces a function that is pushed."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if fun is Tensor.norm:  # which dynamo does not find in a dictionary, and its guards do
+        if fun is Tensor.norm:  # dynamo fails to look it up in a dictionary, unlike torch.norm
             fun = torch.norm
         if fun in _TRACED:
             return _traced(_TRACED[fun], fun, args, kwargs)
@@ -382,7 +390,7 @@ def _traced(row: PlainProgram, fun: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`fun(*args, **kwargs)`, its tangent by differentiating its pullback."""
+    """`fun(*args, **kwargs)`, with the tangent by differentiating its pullback."""
     leaves, treedef = upstream.tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and is_inexact(x)]
     duals = [forward_ad.unpack_dual(leaves[i]) for i in places]

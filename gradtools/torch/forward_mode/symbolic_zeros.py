@@ -1,15 +1,15 @@
 """Products with symbolic zero tangents, skipped inside a TorchDispatchMode.
 
-Forward mode takes a symbolic zero for the tangent of what has none, such as a fixed weight w, and
-multiplies it out: a layer y = x w then takes three products,
+PyTorch's forward mode represents a missing tangent, such as that of a fixed weight w, by a symbolic
+zero, and multiplies with it: a layer y = x w then takes three products,
 
     dy = dx w + x dw        dw = 0
 
-where two would do. Inside, such a zero is a single number expanded to the shape, with a mark, and a
-product with it is another. The mode adds some microseconds to each operation, so it stands only
-around passes that PyTorch's own rules differentiate. Beneath any dispatch mode PyTorch's forward
-over reverse mode of complex numbers may go wrong (linalg.pinv does; no upstream report was found),
-so what meets one there is done again without.
+where two are enough. In this mode such a zero is a marked 0-d tensor expanded to the shape, and a
+product with it is again one, without arithmetic. The mode adds some microseconds to each operation,
+so it is active only in passes by PyTorch's own rules. Below any dispatch mode, PyTorch's
+forward-over-reverse mode of complex numbers may be wrong (that of linalg.pinv is; no upstream
+report was found), so a pass with complex numbers is repeated without the mode.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _MARK = "gradtools_zero"
 
 
 class ComplexNumbers(Exception):
-    """They came up where the mode had better not stand."""
+    """An operation on complex numbers ran under `NoProductsOfZero`."""
 
 
 class NoProductsOfZero(upstream.TorchDispatchMode):
-    """For what is called inside, in this thread.
+    """The dispatch mode.
 
-    Raises `ComplexNumbers` if refuses_complex is set.
+    Args:
+        refuses_complex: Whether an operation on complex numbers raises `ComplexNumbers`.
     """
 
     def __init__(self, refuses_complex: bool = False) -> None:

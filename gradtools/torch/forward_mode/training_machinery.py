@@ -1,16 +1,17 @@
-"""What frameworks put around layers to train them, in forward mode: checkpoints, DDP, FSDP2.
+"""Forward mode through the wrappers of training frameworks: checkpoints, DDP, FSDP2.
 
-`torch.utils.checkpoint` computes a layer again in the backward pass, when the level of forward mode
-is left: f(x) there has no tangent, and saves other tensors than the first pass did. Here it keeps
-the tangents of what goes in and computes f(x, dx) again, in a level of its own.
+`torch.utils.checkpoint` recomputes a layer in the backward pass, after the dual level was left:
+f(x) has no tangent there, and saves other tensors than the first pass did. Here the checkpoint also
+saves the tangents of its inputs, and recomputes f(x, dx) in a dual level of its own.
 
-DistributedDataParallel and FSDP2 pass activations through Functions that are identities and take
-note of the backward pass. Primals and tangents go through one such call together,
+DistributedDataParallel and FSDP2 pass activations through Functions that are identities and do
+their bookkeeping in the backward pass. Primals and tangents go through one such call together,
 
     (y, dy) = identity(x, dx)
 
-so that what is noted waits for the gradients of both: FSDP2 frees and reduces a layer's parameters
-there. It gathers them in a hook on the layer's output, which is set on the tangent as well.
+so that the bookkeeping waits for the gradients of both: FSDP2 frees and reduces a layer's
+parameters there. It gathers them in a hook on the layer's output, which is registered on the
+tangent as well.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ _Saved = Sequence[tuple[Tensor, Tensor]]  # tensors and their tangents
 
 @contextmanager
 def pushed_through(caller: str, keep: bool) -> Iterator[None]:
-    """Inside, tangents go through checkpoints and through what DDP and FSDP2 apply.
+    """Context in which tangents pass through checkpoints and the Functions of DDP and FSDP2.
 
-    keep: Whether the tangents have a graph.
+    Args:
+        caller: The operator's name.
+        keep: Whether the tangents have a graph.
     """
     with ExitStack() as inside:
         if keep:
@@ -64,7 +67,7 @@ def _dual(x: Tensor, tangent: Tensor) -> Tensor:
 
 
 def _applied(owner: Any, beneath: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A Function that is an identity, at primals and tangents at once."""
+    """Applies a bookkeeping Function (an identity) to primals and tangents together."""
     if owner not in upstream.bookkeeping() or upstream.forward_level() < 0:
         return beneath(*args, **kwargs)
     state, *xs = args
@@ -81,7 +84,7 @@ def _applied(owner: Any, beneath: Callable[..., Any], args: Any, kwargs: Any) ->
 
 
 def _validated(query: Tensor, beneath: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """The devices of `flex_attention`: with a tangent its plain code runs, which has a gradient."""
+    """Skips `flex_attention`'s device check if there is a tangent: its plain code runs then."""
     if upstream.forward_level() < 0 or all(_tangent_of(x) is None for x in (query, *args)):
         beneath(*args, **kwargs)
 
@@ -90,13 +93,13 @@ def _validated(query: Tensor, beneath: Callable[..., Any], args: Any, kwargs: An
 
 
 class _Checkpoints:
-    """The passes of `torch.utils.checkpoint` around a function, within one call of an operator."""
+    """Replaces calls of `torch.utils.checkpoint` inside of one call of an operator."""
 
     def __init__(self, caller: str) -> None:
         self.caller = caller
 
     def __call__(self, fun: Any, beneath: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """As the checkpoint of a function of primals and tangents, if any tangent goes in."""
+        """Calls the checkpoint with primals and tangents as inputs, if there are tangents."""
         if upstream.forward_level() < 0 or not torch.is_grad_enabled():
             return beneath(*args, **kwargs)
         *inputs, passes = upstream.checkpoint_call(args, kwargs)
@@ -114,7 +117,7 @@ class _Checkpoints:
 
         def again(*saved: Any) -> None:
             with self._level():
-                with upstream.disable_current_modes():  # such as one that counts what is computed
+                with upstream.disable_current_modes():  # such as a FLOP counter
                     pairs = zip(moved, saved[count:], strict=True)
                     duals = [_dual(saved[i], tangent) for i, tangent in pairs]
                 xs, named = upstream.tree_unflatten(
@@ -128,7 +131,7 @@ class _Checkpoints:
 
     @contextmanager
     def _level(self) -> Iterator[None]:
-        """The level of forward mode: that which is open, or a new one as in the first pass."""
+        """The current dual level, or a new one, set up as in the first pass."""
         if upstream.forward_level() >= 0:
             yield
             return
@@ -148,7 +151,7 @@ class _Checkpoints:
 
 
 class _Captured(TorchFunctionMode):
-    """Tensors that a function closes over, in whose place their dual numbers are used."""
+    """A function mode that replaces captured tensors by their dual numbers."""
 
     def __init__(self, duals: dict[int, Tensor]) -> None:
         super().__init__()
@@ -156,7 +159,7 @@ class _Captured(TorchFunctionMode):
 
     @classmethod
     def at(cls, captured: _Saved) -> Any:
-        """Around a call of the function."""
+        """The mode for these tensors; a null context without any."""
         if not captured:
             return nullcontext()
         return cls({id(x): _dual(x, tangent) for x, tangent in captured})

@@ -1,1 +1,1 @@
-"""Plain programs for what PyTorch differentiates wrongly, or not at all."""
+"""Plain programs for operations that PyTorch differentiates wrongly, or not at all."""

@@ -1,13 +1,13 @@
-"""Plain programs in reverse mode: gradients at the nodes of autograd's graph.
+"""Plain programs in reverse mode: corrected gradients at the nodes of autograd's graph.
 
-In eager code reverse mode needs no mode that watches the function: which operations ran is known
-from the graph. Before a pullback the nodes of the table's operations are looked up in it, and while
-it runs a hook at each returns what the node should have returned:
+Eager reverse mode needs no function mode, for the graph shows which operations ran. Before a
+pullback the nodes of the table's operations are collected from the graph, and during it a hook at
+each of them returns the corrected gradient:
 
-- where the gradient itself is wrong, the vjp of the plain program;
-- where its derivative is wrong or missing, and the pullback keeps a graph, the kernel's own numbers
-  with the derivative of the plain program's vjp (`known_values.py`). A pullback that keeps no graph
-  runs the kernel alone.
+- if the gradient itself is wrong: the vjp of the plain program;
+- if its derivative is wrong or missing, and the pullback creates a graph: the kernel's own values
+  with the derivative of the plain program's vjp (`known_values.py`). A pullback without a graph
+  runs the kernel only.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Call = tuple[Callable[..., Any], list[Any]]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BackwardNode:
-    """What is done at the nodes of one operation.
+    """The correction of the nodes of one operation.
 
     Attributes:
-        call: Of a node, the plain program and its arguments, one for each edge of the node.
+        call: From a node to the plain program and its arguments, one for each edge of the node.
         wrong: Whether the gradient itself is wrong at a node; otherwise only its derivatives are.
-        when: Whether anything is wrong at a node.
-        mapped: Whether the gradient, or its derivative, is wrong where vmap maps the cotangent:
-            batching rules take means and deviations for constants.
-        result: Of the node, what it returned and its cotangents: what it should have returned,
-            where no program is as simple.
+        when: Whether a node is wrong at all.
+        mapped: Whether the gradient, or its derivative, is wrong if vmap maps the cotangent:
+            batching rules treat means and deviations as constants.
+        result: `result(node, gradients, cotangents)`: the corrected gradients, if they are simpler
+            than a program.
     """
 
     call: Callable[[Any], Call] | None = None
@@ -52,9 +52,9 @@ class BackwardNode:
     result: Callable[[Any, Values, Values], Any] | None = None
 
     def hook(self, node: Any, again: bool) -> Callable[[Values, Values], Any] | None:
-        """What is hooked to a node; None where nothing is wrong with the numbers alone.
+        """The hook for a node; None if its values are right and not differentiated.
 
-        What the node saved is read here: `torch.utils.checkpoint` gives it once in a pullback.
+        Reads the node's saved tensors now: `torch.utils.checkpoint` unpacks them once only.
         """
         wrong = self.wrong(node)
         if not (wrong or again or self.mapped):
@@ -99,10 +99,14 @@ def _present(xs: Values) -> list[Any]:
 def _pulled(
     program: Callable[..., Any], places: list[int], there: list[bool], *tensors: Any, cts: Values
 ) -> list[Any]:
-    """The program's vjp to the arguments at these places.
+    """The program's vjp with respect to the arguments at these positions.
 
-    tensors: The cotangents that are there, and the arguments that are.
-    cts: One for each output; only which of them are there matters.
+    Args:
+        program: The plain program.
+        places: The positions.
+        there: Which arguments are not None.
+        tensors: The cotangents and then the arguments, without None.
+        cts: One entry for each output, None without a cotangent.
     """
     left = iter(tensors)
     full = [None if ct is None else next(left) for ct in cts]
@@ -130,7 +134,7 @@ def _saved(node: Any, *names: str) -> list[Any]:
 
 
 def _signed(number: int) -> int:
-    """A number that the node shows without its sign."""
+    """A signed integer, which the node exposes as an unsigned one."""
     return number - (number >= 2**63) * 2**64
 
 
@@ -145,7 +149,7 @@ def _layer_norm(node: Any) -> Call:
 
 
 def _eps_of(x: Tensor, dims: Any, rstd: Tensor) -> Tensor:
-    """The eps of a normalisation, by the deviation that it saved."""
+    """The eps of a normalisation, recovered from its saved reciprocal deviation."""
     variance = programs.value_of(x).var(dims, unbiased=False, keepdim=True)
     return rstd.detach().reshape(variance.shape) ** -2 - variance
 
@@ -169,7 +173,7 @@ def _cudnn_batch_norm(node: Any) -> Call:
 
 
 def _norm_pullback(program: Callable[..., Any], x: Tensor, weight: Any) -> Callable[..., Any]:
-    """The pullback of a normalisation, as a program of cotangent, input and weight."""
+    """The pullback of a normalisation, as a function of cotangent, input and weight."""
 
     def run(ct: Tensor, x: Tensor, weight: Any = None, *others: Any) -> tuple[Tensor, ...]:
         xs = [x] if weight is None else [x, weight]
@@ -233,7 +237,7 @@ def _attention(node: Any) -> Call:
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = mask) -> Tensor:
         grouped = q.shape[-3] != k.shape[-3]
         kind = q.dtype
-        if kind in (torch.bfloat16, torch.float16):  # as the kernels do, and rounded at the end
+        if kind in (torch.bfloat16, torch.float16):  # in float32, rounded at the end, as kernels do
             q, k, v = (x.float() for x in (q, k, v))
         return programs.attention(q, k, v, mask, 0.0, causal, scale, grouped).to(kind)
 
@@ -257,7 +261,7 @@ def _as_strided_scatter(node: Any, given: Values, cts: Values) -> Any:
 
 
 def _sparse(node: Any, given: Values, cts: Values) -> Any:
-    """The cotangent's entries at the indices, which PyTorch looks up without a graph."""
+    """The cotangent's entries at the indices; PyTorch gathers them without a graph."""
     at, ct = upstream.indices_of(upstream.saved(node, "result").detach()), cts[0]
     places = [k for k, g in enumerate(given) if g is not None]
     result = ct[tuple(at)] if ct.layout is torch.strided else _looked_up(ct, at)
@@ -265,7 +269,7 @@ def _sparse(node: Any, given: Values, cts: Values) -> Any:
 
 
 def _looked_up(x: Tensor, at: Tensor) -> Tensor:
-    """The entries of a sparse tensor at these indices, by bisection among its own."""
+    """The entries of a sparse tensor at these indices, by binary search."""
     x = x.coalesce()
     sizes = torch.tensor(x.shape[: at.shape[0]], device=at.device)
     steps = torch.cat((sizes.flip(0).cumprod(0).flip(0)[1:], sizes.new_ones(1)))[:, None]
@@ -282,7 +286,7 @@ def _looked_up(x: Tensor, at: Tensor) -> Tensor:
 
 
 def _by_integers(node: Any) -> bool:
-    other = upstream.saved(node, "other")  # None where nothing needs it
+    other = upstream.saved(node, "other")  # None if no gradient needs it
     return other is not None and not (other.is_floating_point() or other.is_complex())
 
 
@@ -292,13 +296,13 @@ def _has_strided_statistics(node: Any) -> bool:
 
 
 def _has_bias_alone(node: Any) -> bool:
-    if node.next_functions[1][0] is not None:  # a checkpoint computes again what is read
+    if node.next_functions[1][0] is not None:  # reading saved tensors would rerun a checkpoint
         return False
     return upstream.saved(node, "weight") is None and upstream.saved(node, "bias") is not None
 
 
 def _is_singular(node: Any) -> bool:
-    """Whether a pivot is next to zero: without a graph PyTorch's gradient is then zero."""
+    """Whether a pivot is nearly zero; PyTorch's gradient without a graph is zero then."""
     pivots = upstream.saved(node, "LU").diagonal(dim1=-2, dim2=-1).abs()
     if not pivots.numel():
         return False
@@ -341,7 +345,7 @@ NODES = {
     **{
         f"ScaledDotProduct{kernel}Backward0": BackwardNode(
             _attention,
-            when=lambda node: not upstream.saved(node, "dropout_p"),  # no program draws it again
+            when=lambda node: not upstream.saved(node, "dropout_p"),  # not reproducible otherwise
         )
         for kernel in _KERNELS
     },
@@ -354,15 +358,15 @@ NORMS = ("NativeLayerNormBackward0", "NativeBatchNormBackward0")
 
 
 def deviation_held(node: Any) -> int:
-    """Where the reciprocal deviation of a normalisation lies, if something besides holds it."""
+    """The address of a normalisation's reciprocal deviation, if others reference it; else 0."""
     deviation = upstream.saved(node, "result2")
     return deviation.data_ptr() if deviation is not None and upstream.is_shared(deviation) else 0
 
 
 def multiplies_by(node: Any, deviations: set[int]) -> bool:
-    """Whether a node is of a product with one of these, which it takes for a constant.
+    """Whether a node multiplies by one of these deviations, which it treats as a constant.
 
-    So do PyTorch's batching rules for the gradient of a normalisation (functorch#534).
+    PyTorch's batching rules for the gradient of a normalisation do so (functorch#534).
     """
     if type(node).__name__ != "MulBackward0":
         return False
@@ -382,15 +386,17 @@ def wrong_nodes(outs: Sequence[Any]) -> list[Any]:
 
 
 def wrong_in_batches(outs: Sequence[Any]) -> list[Any]:
-    """The nodes in the graph of outs at which they are where the cotangents are batches."""
+    """The nodes in the graph of outs at which they are wrong if vmap maps the cotangents."""
     names = {name for name, row in NODES.items() if row.mapped}
     return [node for node in nodes_of(outs) if type(node).__name__ in names]
 
 
 def corrected(nodes: Sequence[Any], again: bool = True) -> AbstractContextManager[None]:
-    """Inside, a pullback runs, and these nodes return what they should.
+    """Context for a pullback in which these nodes return corrected gradients.
 
-    again: Whether what they return may be differentiated.
+    Args:
+        nodes: The nodes.
+        again: Whether the gradients may be differentiated.
     """
     return _corrected(nodes, again) if nodes else nullcontext()
 
@@ -402,7 +408,7 @@ def _corrected(nodes: Sequence[Any], again: bool) -> Iterator[None]:
         [(node, NODES[type(node).__name__].hook(node, again)) for node in nodes]
     )
     if torch.is_grad_enabled() and upstream.peek_interpreter_stack() is None:
-        # In a pullback of its own a checkpoint runs once for all that it saved.
+        # Inside of one pullback a checkpoint recomputes once for all of its saved tensors.
         with torch.enable_grad():
             number = torch.zeros((), requires_grad=True)
             number.register_hook(read)

@@ -1,8 +1,8 @@
-"""Gradients of a fused kernel, with the derivatives of a plain program.
+"""Gradients by a fused kernel, with the derivatives of a plain program.
 
-A kernel computes a gradient faster than the plain program does, and in less memory, but has no
-right derivative of it. So its numbers are the values of a rule whose derivative, where one is
-taken, is the program's. What is differentiated once stays as it was, to the bit.
+A kernel computes a gradient faster than the plain program and in less memory, but its derivative of
+it is wrong or missing. So the kernel's results are the values of a rule whose derivative is the
+program's. First derivatives are unchanged, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Tensor = torch.Tensor
 def with_derivative(
     name: str, program: Callable[..., list[Tensor]], xs: Sequence[Tensor], values: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The values, which are those of `program(*xs)`, with its derivatives."""
+    """`values`, which equal `program(*xs)`, with the derivatives of the program."""
     rule = _at_values(rule_of_reverse_mode(name, program), len(xs), len(values))
     return apply_rule(rule, *xs, *[value.detach() for value in values])
 
 
 def _at_values(rule: Rule, count: int, values: int) -> Rule:
-    """The rule of a function whose values are known, and come after its arguments."""
+    """The rule of a function that takes its own values as further arguments and returns them."""
     tangent, cotangent = rule.tangent, rule.cotangent
     assert tangent is not None and cotangent is not None
     return replace(

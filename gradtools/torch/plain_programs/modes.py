@@ -1,8 +1,8 @@
-"""Modes that call plain programs in place of PyTorch's operations.
+"""Function modes that replace PyTorch's operations by plain programs.
 
-Inside of torch.func no graph is seen whose nodes could be corrected, and batching rules take for
-constants what the kernels return besides (means, deviations). So there an operation is called by
-its plain program if several levels differentiate it.
+Inside of torch.func there is no graph whose nodes could be corrected, and batching rules treat the
+kernels' other results (means, deviations) as constants. So an operation is replaced there if
+several levels differentiate it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ _REVERSE = (GRADIENT, GRADIENT_AGAIN, THIRD, MAPPED, UNDER_VMAP, TANGENT_OF_GRAD
 
 
 class PlainPrograms(TorchFunctionMode):
-    """Around a function that torch.func pulls back, with a level of its own.
+    """The mode around a function that torch.func pulls back, in a level of its own.
 
-    times: How many levels must differentiate an operation for its program to be called.
-    control_flow: Whether operators that take functions (cond, scan, map) run by plain code as well:
-        PyTorch does not differentiate their backward pass.
+    Args:
+        times: The number of levels that must differentiate an operation for it to be replaced.
+        control_flow: Whether higher-order operators (cond, scan, map) run by plain code, too:
+            PyTorch does not differentiate their backward pass.
     """
 
     def __init__(self, times: int = 2, control_flow: bool = False) -> None:
         super().__init__()
         self._times = times
         self._control_flow = control_flow
-        self._inside: Any = None  # a builtin may have the name of the function that calls it
+        self._inside: Any = None  # the Python function being run: its builtin may share its name
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,7 +69,7 @@ class PlainPrograms(TorchFunctionMode):
         return fun(*args, **kwargs) if kwargs else fun(*args)
 
     def _within(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-        """A function of PyTorch's in Python, whose operations are seen."""
+        """Calls a Python function of PyTorch with this mode active inside."""
         before, self._inside = self._inside, fun
         try:
             with self:
@@ -93,7 +94,7 @@ def _of_plain_code(fun: Any) -> Any:
 
 
 def plain_kernel(fun: upstream.HigherOrderOperator) -> Any:
-    """What an operator that takes functions runs, by plain code."""
+    """The plain implementation of a higher-order operator; None if it has none."""
     if fun is upstream.flex_operator():
         return flex_attention
     return fun.py_kernels.get(upstream.DispatchKey.CompositeExplicitAutograd)
@@ -103,7 +104,7 @@ _UNKNOWN: Any = object()
 _ROWS: dict[Any, Any] = {}  # by function of PyTorch's
 
 
-# What is no operator of functions; `isinstance` with that class itself costs four times as much.
+# Types that are no higher-order operators; `isinstance` of that class costs four times as much.
 _ORDINARY = (BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType)
 
 
@@ -111,14 +112,15 @@ _ORDINARY = (BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrap
 
 
 class PlainProgramsInTrace(TorchFunctionMode):
-    """While dynamo traces a function that is pulled back, which shows no graph.
+    """The mode while dynamo traces a function that is pulled back.
 
-    The compiled graph is differentiated as a whole if what goes into it requires grad, the backward
-    passes in it too.
+    The compiled graph is differentiated as a whole, with the backward passes in it, if its inputs
+    require grad.
 
-    levels: How many of `torch.func`'s levels are this derivative's own; what is beneath them may
-        require grad.
-    nested: Whether another derivative is being traced around this one.
+    Args:
+        levels: The number of `torch.func`'s levels that belong to this derivative; tensors beneath
+            them may require grad.
+        nested: Whether another derivative is being traced around this one.
     """
 
     def __init__(self, levels: int, nested: bool) -> None:
@@ -138,7 +140,7 @@ class PlainProgramsInTrace(TorchFunctionMode):
         return traced(_TRACED_AGAIN[fun], fun, args, kwargs)
 
     def _is_differentiated_again(self, args: Any, kwargs: Any) -> bool:
-        """Whether an operand, without this derivative's levels, requires grad."""
+        """Whether an operand requires grad beneath this derivative's levels."""
         if self.nested:
             return True
         for x in upstream.tree_leaves((args, kwargs)):
@@ -151,7 +153,7 @@ class PlainProgramsInTrace(TorchFunctionMode):
 
 
 def traced(row: PlainProgram, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The program of a row, where it applies."""
+    """Calls the program of a row if it applies at these arguments, else the function."""
     if row.program is None or "out" in kwargs or not row.applies(args, kwargs):
         return fun(*args, **kwargs)
     return row.program(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""PyTorch operations as programs of simple ones, whose derivatives are right at every order.
+"""Decompositions: PyTorch operations as programs of simple ones, right at every order.
 
-Where PyTorch's derivative of an operation is wrong or missing, that of its program here is right,
-in both modes, at any order and under vmap. `rows.py` says which operations need one, and when.
+PyTorch's derivatives of these operations are wrong or missing; those of the programs are right in
+both modes, at every order and under vmap. `rows.py` lists which operations are replaced, and when.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     y = y.movedim(0, dim)
     if not y.is_complex():
         return y
-    # Of the logarithm's branches PyTorch's own is taken: they part by multiples of 2 pi i.
+    # Takes PyTorch's branch of the logarithm; branches differ by multiples of 2 pi i.
     apart = torch.logcumsumexp(value_of(input), dim) - value_of(y)
     return y + 2j * torch.pi * torch.round(apart.imag / (2 * torch.pi)).nan_to_num()
 
@@ -80,13 +80,13 @@ def _norm(x: Tensor, p: float) -> Tensor:
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """v / |v| times g, with a norm for each index of one axis, or one for all (-1)."""
+    """v / |v| times g, with one norm for each index of an axis, or one for all (-1)."""
     norm = torch.sqrt(summed_but(v * v, dim))
     return v * (g.reshape(norm.shape) / norm)
 
 
 def summed_but(x: Tensor, dim: int) -> Tensor:
-    """The sums over all axes but one, which stay; over all of them for -1."""
+    """The sums over all axes but one (over all for -1), with keepdim."""
     return x.sum([k for k in range(x.dim()) if k != dim], keepdim=True)
 
 
@@ -105,20 +105,20 @@ def layer_norm(
 def native_layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, the mean and the reciprocal deviation."""
+    """Layer norm, and its mean and reciprocal deviation."""
     dims = tuple(range(-len(normalized_shape), 0))
     y, mean, rstd = _normalised(input, dims, eps)
     return _scaled(y, weight, bias), mean, rstd
 
 
 def batch_norm(input: Tensor, *args: Any) -> Tensor:
-    """The same over the batch; the running statistics are updated by PyTorch."""
+    """Batch norm; PyTorch's own kernel updates the running statistics."""
     dims = (0, *range(2, input.dim()))
     return _over_statistics(torch.batch_norm, dims, input, *args)[0]
 
 
 def native_batch_norm(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, the mean and the reciprocal deviation."""
+    """Batch norm, and its mean and reciprocal deviation."""
     dims = (0, *range(2, input.dim()))
     plain = lambda *args: torch.native_batch_norm(*args[:-1])
     y, mean, rstd = _over_statistics(plain, dims, input, *args, False)
@@ -126,7 +126,7 @@ def native_batch_norm(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor
 
 
 def native_batch_norm_legit(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The same; an overload has no running statistics."""
+    """`native_batch_norm`; one overload has no running statistics."""
     return (
         native_batch_norm(*args)
         if len(args) == 8
@@ -135,13 +135,13 @@ def native_batch_norm_legit(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def batch_norm_with_update(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same, in training, and what cuDNN would reserve."""
+    """`native_batch_norm` in training mode, and an empty reserve of cuDNN."""
     result = native_batch_norm(*args[:5], True, *args[5:])
     return *result, torch.empty(0, dtype=torch.uint8, device=args[0].device)
 
 
 def instance_norm(input: Tensor, *args: Any) -> Tensor:
-    """The same over each example's own axes."""
+    """Instance norm: over the spatial axes of each example."""
     return _over_statistics(torch.instance_norm, tuple(range(2, input.dim())), input, *args)[0]
 
 
@@ -149,7 +149,7 @@ def _over_statistics(
     plain: Any, dims: Any, input: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     if mean is not None or var is not None:
-        with torch.no_grad():  # which updates the running statistics
+        with torch.no_grad():  # updates the running statistics
             plain(value_of(input), None, None, mean, var, True, *how[1:])
     shape = (-1, *[1] * (input.dim() - 2))
     reshaped = [None if x is None else x.reshape(shape) for x in (weight, bias)]
@@ -160,7 +160,7 @@ def _over_statistics(
 def batch_norm_by_statistics(
     input: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, eps: float
 ) -> Tensor:
-    """(x - mean) / deviation, by statistics that are constants."""
+    """Batch norm by running statistics, which are constants."""
     shape = (-1, *[1] * (input.dim() - 2))
     mean, rstd = mean.reshape(shape), torch.rsqrt(var + eps).reshape(shape)
     affine = [None if x is None else x.reshape(shape) for x in (weight, bias)]
@@ -175,7 +175,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """The same over groups of channels of each example."""
+    """Group norm: over groups of channels of each example."""
     x = input.reshape(input.shape[0], num_groups, -1)
     y = _normalised(x, (-1,), eps)[0].reshape(input.shape)
     shape = (-1, *[1] * (input.dim() - 2))
@@ -203,9 +203,9 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _moved(x: Tensor, beside: Tensor) -> Tensor:
-    """x, with zeros for a tangent if it has none: a symbolic zero takes a hundred times longer.
+    """x, with a tangent of zeros if `beside`, its operand, has a tangent and x has none.
 
-    beside: What it is combined with, which may have one.
+    PyTorch's symbolic zero takes a hundred times longer.
     """
     if upstream.peek_interpreter_stack() is not None or not is_dual(beside) or is_dual(x):
         return x
@@ -213,7 +213,7 @@ def _moved(x: Tensor, beside: Tensor) -> Tensor:
 
 
 def value_of(x: Tensor) -> Tensor:
-    """The number behind a dual number, in no graph."""
+    """The primal of a dual number, detached."""
     return forward_ad.unpack_dual(x).primal.detach()
 
 
@@ -240,7 +240,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v; of long sequences without the matrix of scores."""
+    """softmax(q k^T / sqrt(d)) v; in tiles for long sequences, without the matrix of scores."""
     if not dropout_p and _is_long(query, key, value):
         in_tiles = import_module("gradtools.torch").attention  # a public operator, made of these
         result: Tensor = in_tiles(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
@@ -257,7 +257,7 @@ _LONG, _MANY = 2**18, 2**20  # scores of one head, and of all: tiles take twice 
 
 
 def _is_long(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether attention goes by tiles; they know no leading axes that broadcast, nor a compiler."""
+    """Whether attention is tiled: for many scores, not with broadcast leading axes or compiled."""
     if query.dim() < 2 or query.dim() != key.dim() or is_compiling():
         return False
     leading, scores = query.shape[:-2], query.shape[-2] * key.shape[-2]
@@ -266,14 +266,14 @@ def _is_long(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def over_groups(x: Tensor, times: int) -> Tensor:
-    """Heads of keys or values, each for so many heads of queries."""
+    """Heads of keys or values, each repeated for the heads of queries in its group."""
     return x if times == 1 else x.repeat_interleave(times, -3)
 
 
 def attention_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
-    """softmax(scale q k^T + mask), zero in rows of which nothing is allowed."""
+    """softmax(scale q k^T + mask); zero in rows whose entries are all masked."""
     scores = query @ key.mT * scale
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -286,7 +286,7 @@ def attention_weights(
 
 
 def _softmax_and_log(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(s) along the last axis, zero where all is -inf; log(sum(e^s)); and the maximum."""
+    """softmax(s) along the last axis (zero if all are -inf), log(sum(e^s)), and the maximum."""
     most = value_of(scores).amax(-1, keepdim=True)
     terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
     total = terms.sum(-1, keepdim=True)
@@ -327,7 +327,7 @@ def flex_attention(
 
 
 def _over_entries(fun: Callable[..., Any], arrays: int, shared: int) -> Callable[..., Any]:
-    """A function of entries of arrays [b, h, n, m] and their four indices, at all of them."""
+    """Vectorizes a function of an entry of [b, h, n, m] and its four indices over all entries."""
     for axis in reversed(range(4)):
         indices = [0 if k == axis else None for k in range(4)]
         fun = torch.vmap(fun, (*[0] * arrays, *indices, *[None] * shared))
@@ -345,7 +345,7 @@ def ldexp(input: Tensor, other: Tensor) -> Tensor:
 
 
 def in_place(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same that writes what it finds into its first argument."""
+    """The in-place variant of a formula: writes its result into the first argument."""
     return lambda input, *args, **kw: input.copy_(formula(input.clone(), *args, **kw))
 
 
@@ -356,7 +356,7 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any) -> Tensor:
-    """With lengths that are tensors: of others PyTorch has no batching rule."""
+    """CTC loss with lengths as tensors; PyTorch has no batching rule for others."""
     lengths = [torch.as_tensor(n, device=targets.device) for n in args[:2]]
     loss: Any = torch.ctc_loss
     result: Tensor = loss(log_probs, targets, *lengths, *args[2:])
@@ -364,7 +364,7 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any) -> Tensor:
 
 
 def _reduced(x: Tensor, reduction: int) -> Tensor:
-    """By PyTorch's numbers: 0 none, 1 mean, 2 sum."""
+    """Reduces by PyTorch's enum: 0 none, 1 mean, 2 sum."""
     return x.mean() if reduction == 1 else x.sum() if reduction == 2 else x
 
 
@@ -373,7 +373,7 @@ def mse_loss(input: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
 
 
 def huber_loss(input: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) -> Tensor:
-    """Quadratic up to delta, linear beyond: the square of what is within, and the rest."""
+    """Quadratic up to delta, linear beyond."""
     gap = input - target
     within = gap.clamp(-delta, delta)
     return _reduced(within * (gap - 0.5 * within), reduction)
@@ -413,11 +413,11 @@ def det(A: Tensor) -> Tensor:
 
         det(A) = det(U V^H) det(B) det(E - D B^-1 C)
 
-    where det(B) is the product of pivots, and the last one needs no division. Compiled code takes
-    the product of pivots, which has no derivative at a singular matrix, beyond 4 by 4.
+    where det(B) is the product of pivots, and the last determinant is division-free. Compiled code
+    uses the product of pivots beyond 4 by 4, which has no derivative at a singular matrix.
     """
     n = A.shape[-1]
-    if is_compiling():  # which reads no values
+    if is_compiling():  # where the rank deficiency cannot be read
         return _without_division(A) if n <= 4 else _product_of_pivots(A)
     k = deficiency(A)
     if not k:
@@ -437,7 +437,7 @@ def _halves(n: int) -> tuple[slice, slice]:
 
 
 def deficiency(A: Tensor) -> int:
-    """How many singular values are next to zero, at most among the matrices of a batch."""
+    """The number of singular values that are nearly zero; the maximum over a batch."""
     values = batches_first(A).detach() if is_wrapped(A) else value_of(A)
     if not values.numel():
         return 0
@@ -514,7 +514,7 @@ def recurrent_cell(name: str) -> Callable[..., Any]:
 
 
 def recurrent_layers(name: str) -> Callable[..., Any]:
-    """`torch.gru`, `lstm`, `rnn_tanh` or `rnn_relu`, of sequences that are not packed."""
+    """`torch.gru`, `lstm`, `rnn_tanh` or `rnn_relu`, for sequences that are not packed."""
     step = _CELLS[name]
 
     def run(

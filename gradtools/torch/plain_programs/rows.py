@@ -1,15 +1,15 @@
 """The table of PyTorch's wrong and missing derivatives, and the plain programs that replace them.
 
-Found by sweeping all of PyTorch's own table of operators (`tests/support/sweeps`). Where a
-derivative is wrong, the operation is differentiated by a program of simple ones (`programs.py`):
+Found by sweeps over PyTorch's own table of operators, OpInfo (`tests/support/sweeps`). An operation
+with a wrong derivative is differentiated by a decomposition (`programs.py`):
 
-- in reverse mode the fused kernel still runs; where its gradient is wrong, or is differentiated
-  again, the node in autograd's graph is given the program's gradient (`backward_nodes.py`);
-- inside of torch.func, where no graph is seen, the program runs in the operation's place if several
-  levels differentiate it (`modes.py`);
-- in forward mode the program runs in its place (`forward_mode/pushing.py`).
+- in reverse mode the fused kernel still runs; if its gradient is wrong, or is differentiated again,
+  a hook at its node in autograd's graph returns the program's gradient (`backward_nodes.py`);
+- inside of torch.func, which has no graph, the program replaces the operation if several levels
+  differentiate it (`modes.py`);
+- in forward mode the program replaces the operation (`forward_mode/pushing.py`).
 
-`docs/upstream-bugs.md` is written from this table, and a test runs each example: it fails once
+`docs/upstream-bugs.md` is generated from this table, and a test runs each example: it fails once
 PyTorch is right.
 """
 
@@ -45,17 +45,17 @@ class PlainProgram:
     """An operation that PyTorch differentiates wrongly, or not at all.
 
     Attributes:
-        operation: As its documentation names it, without `torch.`.
-        wrong: What is, and what plain PyTorch then gives: "gradient", "derivative of the gradient"
-            (reverse over reverse mode), "third derivative" (in reverse mode), "gradient under
-            vmap", "derivative of the gradient under vmap", "gradient of strided parameters",
-            "tangent" (forward mode), "derivative of the tangent" (reverse or forward mode over
-            forward mode), "tangent of the gradient" (forward over reverse mode).
-        program: With the same arguments; None: reverse mode is transposed where tangents are wrong.
-        issue: Upstream's, such as "torch#196702"; empty where no report was found.
-        when: Of its arguments, whether they are such that it is wrong; None: always.
-        examples: Losses of x, at its value x0, as Python code with `torch`, by what they show to be
-            wrong.
+        operation: Its name in PyTorch's documentation, without `torch.`.
+        wrong: The wrong derivatives, and what plain PyTorch returns for each: "gradient",
+            "derivative of the gradient" (reverse over reverse mode), "third derivative" (in reverse
+            mode), "gradient under vmap", "derivative of the gradient under vmap", "gradient of
+            strided parameters", "tangent" (forward mode), "derivative of the tangent" (reverse or
+            forward mode over forward mode), "tangent of the gradient" (forward over reverse mode).
+        program: The decomposition, with the same arguments. If None, wrong tangents are computed by
+            transposing reverse mode.
+        issue: The upstream issue, such as "torch#196702"; empty if no report was found.
+        when: A predicate of its arguments: whether it is wrong at them; None for always.
+        examples: For each wrong derivative, a loss of x that shows it, as Python code with `torch`.
         seen: The newest version of PyTorch in which it was seen.
     """
 
@@ -84,7 +84,7 @@ def _is_complex(*args: Any, **kwargs: Any) -> bool:
 
 
 def _is_real(*args: Any, **kwargs: Any) -> bool:
-    return not _is_complex(*args)  # of complex eigenvectors phases are free
+    return not _is_complex(*args)  # the phases of complex eigenvectors are not determined
 
 
 def _by_integers(input: Tensor, other: Tensor) -> bool:
@@ -427,7 +427,7 @@ _IN_PYTHON = (
 
 
 def row_of(fun: Any) -> PlainProgram | None:
-    """The row of a function or an operator of PyTorch's, if it has one."""
+    """The row of a function or operator of PyTorch, or None."""
     if type(fun) is FunctionType:
         return _BY_NAME[fun.__name__] if fun in _IN_PYTHON else None
     name = getattr(fun, "__name__", "").partition(".")[0]
@@ -458,7 +458,7 @@ def functional_norm(
     eps: float = 1e-5,
     use_input_stats: bool | None = None,
 ) -> Tensor:
-    """batch_norm or instance_norm: by the statistics of its input, or by running ones."""
+    """batch_norm or instance_norm, by the statistics of the input or by running ones."""
     training = use_input_stats if training is None else training
     running = running_mean, running_var
     if not (default if training is None else training):
@@ -467,7 +467,7 @@ def functional_norm(
 
 
 def traced_programs(kinds: tuple[str, ...]) -> dict[Any, PlainProgram]:
-    """By the functions that dynamo sees, the rows that have one of these wrong."""
+    """The rows with one of these kinds of errors, by the function that dynamo sees."""
     spaces = (torch, Tensor, torch.linalg, torch.special, torch.nn.functional)
     result = {
         getattr(space, row.name): row

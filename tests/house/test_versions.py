@@ -64,7 +64,7 @@ def test_the_check_can_be_switched_off(monkeypatch):
     check_version("torch", "3.0")
 
 
-@pytest.mark.slow_at("0.1.0")
+@pytest.mark.slow_at("0.1.0", "torch")
 @pytest.mark.parametrize("package", INSTALLED)
 @pytest.mark.parametrize("version", ["0.1.0", "9.0.0"])
 def test_an_import_with_another_version_is_refused_before_anything_else_is_read(package, version):

@@ -30,7 +30,7 @@ PROGRAMS = {
 MASKS = {"none": None, "rows": rows(4, 1), "columns": rows(2, 1, 1, 4), "pairs": rows(4, 4)}
 
 
-@pytest.mark.sampled(4, 8)
+@pytest.mark.sampled(2, 8)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_losses_need_no_rank_promotion(name):
     f = PROGRAMS[name]
@@ -43,7 +43,7 @@ def test_losses_need_no_rank_promotion(name):
     assert bool(jnp.isfinite(product[1][0]).all())
 
 
-@pytest.mark.sampled(4, 8)
+@pytest.mark.sampled(2, 8)
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("boolean", [False, True])
 def test_attention_needs_no_rank_promotion(kind, boolean):

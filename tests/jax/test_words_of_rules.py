@@ -37,6 +37,7 @@ def test_a_map_that_divides_by_what_it_is_linear_in_is_refused_in_words(name):
     np.testing.assert_allclose(gt.grad(lambda x: f(x).sum())(X), change(jnp.ones(2)))
 
 
+@pytest.mark.slow
 def test_a_host_function_that_is_its_own_forward_rule_has_no_reverse_mode():
     matrix = np.float32([[1, 2], [3, 4]])
     one, other, alone = (gt.host_function(lambda x: matrix @ x) for _ in range(3))

@@ -95,7 +95,7 @@ def check(found) -> None:
             assert not any(overlap(rect, box["rect"]) for box in boxes), text
 
 
-@pytest.mark.sampled(10, 10)
+@pytest.mark.sampled(slow=10)
 @pytest.mark.parametrize("name", SHAPES)
 def test_text_fits_in_a_real_browser(name, tmp_path):
     svg = SHAPES[name]().to_svg()
@@ -106,7 +106,7 @@ def test_text_fits_in_a_real_browser(name, tmp_path):
         assert is_inside(rect, found["page"]), text
 
 
-@pytest.mark.sampled(5, 5)
+@pytest.mark.sampled(slow=5)
 @pytest.mark.parametrize("width", [400, 1600])
 @pytest.mark.parametrize("name", ["transformer", "cuts", "loop", "hostile_names", "square_twice"])
 def test_the_page_lays_out_what_python_does(name, width, tmp_path):

@@ -87,7 +87,7 @@ def _collected(outcomes):
     return found
 
 
-@pytest.mark.sampled(slow=4)
+@pytest.mark.sampled(slow=3)
 @pytest.mark.parametrize("group", range(GROUPS))
 @pytest.mark.parametrize("programs", [_of_jax, _of_torch], ids=["jax", "torch"])
 def test_every_formula_agrees_or_says_why_there_is_none(programs, group):

@@ -106,7 +106,7 @@ def test_every_public_name_has_a_use(gt):
     assert set(gt.__all__) == {use.public for use in USES}
 
 
-@pytest.mark.sampled(torch=(90, 160), jax=(40, 120))
+@pytest.mark.sampled(torch=(70, 160), jax=(32, 120))
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 @pytest.mark.parametrize("use", cases())
 def test_a_fault_at_any_call_reaches_the_user_and_leaves_nothing_behind(

@@ -229,6 +229,7 @@ def cells(wrappers: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [cell for cell in every if cell[3] != "compiled" or compiled(cell)]
 
 
+@pytest.mark.sweep_at(("causal", "gt", "compiled"), ("flex", "whole", "compiled"))
 @pytest.mark.sampled(8, 12)
 @pytest.mark.slow_at("compiled")
 @pytest.mark.parametrize(AXES, cells(("alone",)))

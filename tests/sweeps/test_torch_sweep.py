@@ -51,7 +51,7 @@ def small(ways):
 @pytest.mark.slow
 @pytest.mark.parametrize("table", torch_programs.TABLES)
 def test_everything_in_the_table_agrees_or_is_explained(table):
-    every = 3 if table in ("op_db", "module_db") else 1
+    every = 3 if table == "op_db" else 1
     verdict = judged(in_torch.sweep(tables=(table,), every=every), LEDGER, whole=False)
     assert not verdict.unexplained and (every > 1 or not verdict.outdated), str(verdict)
     assert verdict.counts[AGREES] > 40

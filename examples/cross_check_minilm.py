@@ -271,7 +271,7 @@ BUGS = {  # the layer that must be named, and words of the cause
     "gelu": ("encoder.layer.0.intermediate", "GELU (exact, with erf), JAX GELU (approximated"),
     "epsilon": (
         "encoder.layer.0.attention.output.LayerNorm",
-        "epsilon of the normalisation is about 1e-12",
+        "epsilon of the normalization is about 1e-12",
     ),
     "stopped": ("encoder.layer.1.attention.self.key", "stopped gradient in JAX"),
     "mask": ("encoder.layer.0.attention.self", "the mask's sign"),

@@ -122,7 +122,7 @@ class FrameworkRun:
             yield
 
     def start(self, weights: Sequence[Array]) -> None:
-        """Takes the weights, and a fresh optimiser."""
+        """Takes the weights, and a fresh optimizer."""
         self._evaluations.clear()
         self.params = [self.gt.asarray(x) for x in weights]
         self._momenta = [self.gt.xp.zeros_like(x) for x in self.params]

@@ -1,7 +1,7 @@
 """A and B go down and C goes up on one cost, from one forward and one backward pass a step.
 
 The cost is the sum of d(B(A(x)), x) - d(C(A(x)), x). ``minimax_value_and_grad`` returns for each
-player the direction from which it descends, C's negated, so that ordinary optimisers do the rest:
+player the direction from which it descends, C's negated, so that ordinary optimizers do the rest:
 one Adam for A and B, one for C. The plain way flips the signs of C's gradients by hand.
 """
 
@@ -54,7 +54,7 @@ def train_torch(gt, gradient):
         )
     pure = {name: gt.make_functional(net) for name, net in nets.items()}
     layers = {n: (lambda p, x, a=a, s=s: a(p, s, x)[0]) for n, (a, _, s) in pure.items()}
-    params = [pure[name][1] for name in "ABC"]  # aliases: they move along with the optimiser
+    params = [pure[name][1] for name in "ABC"]  # aliases: they move along with the optimizer
     down = torch.optim.Adam([*nets["A"].parameters(), *nets["B"].parameters()], lr=RATE)
     up = torch.optim.Adam(nets["C"].parameters(), lr=RATE)
 

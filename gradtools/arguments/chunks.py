@@ -375,9 +375,9 @@ def warn_of_batch_norm(f: Hashable, what: str) -> None:
     """Warns once for each function that its batch norm sees chunks. what: The text's beginning."""
     warn_once(
         ("batch norm", f),
-        f"{what} a batch normalisation in training mode. It normalises each chunk by that chunk's "
+        f"{what} a batch normalization in training mode. It normalizes each chunk by that chunk's "
         "own statistics, as the plain loop over chunks does, so the result is not the full "
-        "batch's. For that use evaluation mode, or a normalisation of single examples.",
+        "batch's. For that use evaluation mode, or a normalization of single examples.",
     )
 
 

@@ -2,7 +2,7 @@
 
 A PyTorch module becomes `(apply, params, state)` of JAX arrays, a JAX model an `nn.Module` with its
 arrays as parameters and buffers. Both bridge `make_functional` of the model's own framework, with
-its treatment of batch statistics and keys. Parameters and state are copies, so that an optimiser of
+its treatment of batch statistics and keys. Parameters and state are copies, so that an optimizer of
 one framework does not write to arrays of the other.
 """
 

@@ -181,7 +181,7 @@ class Recomputed:
         if [*map(upstream.version_of, self.sources)] != self._source_versions:
             raise GradtoolsError(
                 f"{self.caller}: a parameter or an argument was changed in place after "
-                f"{self.caller} was called (by a step of an optimiser?), and its result is "
+                f"{self.caller} was called (by a step of an optimizer?), and its result is "
                 "differentiated with respect to it. Call backward() before that."
             )
         create = torch.is_grad_enabled()

@@ -105,7 +105,7 @@ class Guard:
     def _refusing(self, cts: Any) -> None:
         if upstream.current_node().name() == "MulBackward0":
             raise LostDerivativeError(
-                f"{self.caller}: f takes the gradient of a normalisation by PyTorch's own vmap "
+                f"{self.caller}: f takes the gradient of a normalization by PyTorch's own vmap "
                 "(torch.func.vmap of grad, jacrev, hessian), whose rule takes mean and deviation "
                 "for constants (functorch#534), so that a term of the derivative is lost. Use "
                 "gt.vmap with gt.grad, gt.per_example_grad, gt.jacobian or gt.hessian in f."

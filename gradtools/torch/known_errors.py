@@ -207,12 +207,12 @@ _ADVICE = {
     ),
     "vmap: inplace arithmetic": (
         "f changes a tensor in place that is shared by all examples (such as batch "
-        "normalisation's running statistics in training mode), which vmap cannot follow. Put "
+        "normalization's running statistics in training mode), which vmap cannot follow. Put "
         "the module in evaluation mode, make_functional it, or give per_example_grad or jacobian "
         "chunk_size=1, a plain loop."
     ),
     "would mutate a captured Tensor": (
-        "f changes a tensor in place that it captured (such as batch normalisation's running "
+        "f changes a tensor in place that it captured (such as batch normalization's running "
         "statistics in training mode), which torch.func's transforms cannot follow. Put the "
         "module in evaluation mode or make_functional it; or take the derivative outside of the "
         "transform (per_example_grad and jacobian: chunk_size=1 is a plain loop)."

@@ -1,4 +1,4 @@
-"""Models across the bridge: state, keys, modes, optimisers, and gradtools' own operators."""
+"""Models across the bridge: state, keys, modes, optimizers, and gradtools' own operators."""
 
 import copy
 

@@ -323,7 +323,7 @@ def net():
     return Net().double()
 
 
-@pytest.mark.filterwarnings("ignore:chunked. .* batch normalisation")
+@pytest.mark.filterwarnings("ignore:chunked. .* batch normalization")
 def test_a_chunked_torch_module_has_what_the_module_has():
     own = net()
     ours = gt_torch.chunked(own, 2)
@@ -346,7 +346,7 @@ def test_a_chunked_torch_module_has_what_the_module_has():
         _ = ours.nothing
 
 
-@pytest.mark.filterwarnings("ignore:chunked. .* batch normalisation")
+@pytest.mark.filterwarnings("ignore:chunked. .* batch normalization")
 def test_a_chunked_torch_module_trains_as_a_submodule():
     x = torch.tensor(X)
     grads = []

@@ -44,7 +44,7 @@ def entropy(scores, labels):
     return torch.nn.functional.cross_entropy(scores, labels)
 
 
-@pytest.mark.filterwarnings("ignore:chunked. .* batch normalisation")
+@pytest.mark.filterwarnings("ignore:chunked. .* batch normalization")
 @pytest.mark.parametrize("name", MODELS)
 def test_in_chunks_it_has_the_loss_gradients_and_statistics_of_the_loop(name):
     found = []

@@ -1098,7 +1098,7 @@ def test_a_batch_norm_in_training_is_told_of_once_by_name(model):
     options = {"key_argnums": 0, "carry_argnums": 2}
     args = gt.random_key(0), params, state, X
     run = gt.chunked(f, 2, (None, None, None, 0), **options)
-    with pytest.warns(GradtoolsWarning, match=f"{f.__name__} holds a batch normalisation"):
+    with pytest.warns(GradtoolsWarning, match=f"{f.__name__} holds a batch normalization"):
         jax.eval_shape(run, *args)
     jax.eval_shape(run, *args)  # a second warning would be an error
 
@@ -1112,7 +1112,7 @@ def test_a_batch_norm_in_an_accumulated_loss_is_told_of_by_the_name_of_the_loss(
         return jnp.sum(net.apply(v, x, mutable=["batch_stats"])[0] ** 2)
 
     step = gt.microbatched_value_and_grad(loss_that_normalises, 2, in_axes=(None, 0))
-    with pytest.warns(GradtoolsWarning, match="loss_that_normalises holds a batch normalisation"):
+    with pytest.warns(GradtoolsWarning, match="loss_that_normalises holds a batch normalization"):
         jax.eval_shape(step, variables, X)
 
 

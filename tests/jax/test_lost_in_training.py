@@ -213,23 +213,23 @@ PLANTED = {
     "nnx: a variable that is no parameter": Planted(
         lambda: of_graph(Table(), optax.sgd(0.1)), {}, notes=("scale",)
     ),
-    "nnx: an optimiser that a filter leaves short": Planted(
-        filtered_optimizer, nothing("not_optimised"), oracle=False
+    "nnx: an optimizer that a filter leaves short": Planted(
+        filtered_optimizer, nothing("not_optimized"), oracle=False
     ),
-    "nnx: the state of a part": Planted(state_of_the_head, nothing("not_optimised"), oracle=False),
+    "nnx: the state of a part": Planted(state_of_the_head, nothing("not_optimized"), oracle=False),
     "equinox: a gate by comparison": Planted(
         lambda: of_tree(Gated(), optax.sgd(0.1)), {"gate": "discrete"}
     ),
     "equinox: a gate that is rounded": Planted(
         lambda: of_tree(Rounded(), optax.sgd(0.1)), {"gate": "zero_derivative"}
     ),
-    "equinox: a label that freezes": Planted(labelled, {"body.weight": "not_optimised"}),
+    "equinox: a label that freezes": Planted(labelled, {"body.weight": "not_optimized"}),
     "equinox: a mask that hands on": Planted(
-        masked, {"body.weight": "not_optimised"}, oracle=False
+        masked, {"body.weight": "not_optimized"}, oracle=False
     ),
-    "equinox: a mask that zeroes": Planted(masked_adam, {"body.weight": "not_optimised"}),
+    "equinox: a mask that zeroes": Planted(masked_adam, {"body.weight": "not_optimized"}),
     "equinox: its state alone": Planted(
-        masked_state, {"body.weight": "not_optimised"}, oracle=False
+        masked_state, {"body.weight": "not_optimized"}, oracle=False
     ),
     "equinox: the state of another model": Planted(state_of_another_model, {}, oracle=False),
     "a dict with an entry that is not used": Planted(plain, {"a.b": "unread"}),

@@ -214,13 +214,13 @@ def gradient_read_from_dot_grad(x):
 
 
 @lost("inner_gradient")
-def fitted_by_an_optimiser_inside(x):
+def fitted_by_an_optimizer_inside(x):
     w = torch.zeros(3, dtype=x.dtype, requires_grad=True)
-    optimiser = torch.optim.Adam([w], lr=0.1)
+    optimizer = torch.optim.Adam([w], lr=0.1)
     for _ in range(2):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         ((w - x) ** 2).sum().backward()  # <- here
-        optimiser.step()
+        optimizer.step()
     return (w * 2).sum()
 
 

@@ -1,6 +1,6 @@
 """Planted losses of training in PyTorch: data for `tests/torch/test_lost_in_training.py`.
 
-Each entry makes a loop: a model, an optimiser, a loss. What the loop does not train is told by an
+Each entry makes a loop: a model, an optimizer, a loss. What the loop does not train is told by an
 oracle that knows nothing of gradtools: some plain steps, and a look at what moved.
 """
 
@@ -350,11 +350,11 @@ PLANTED = {
     "the data of a weight": Planted(data_of_weight, {"extra.weight": "detached"}),
     "a temperature as a number": Planted(temperature_as_number, {"temperature": "left_framework"}),
     "a tensor made anew": Planted(made_anew, {"scale": "left_framework"}),
-    "an optimiser of the head": Planted(optimizer_of_the_head, of("not_optimised", "body")),
-    "a layer added after the optimiser": Planted(layer_added_later, of("not_optimised", "late")),
-    "a head replaced after it": Planted(head_replaced, of("not_optimised", "head")),
-    "an optimiser of a copy": Planted(optimizer_of_a_copy, of("not_optimised", "body", "head")),
-    "a model made again": Planted(model_made_again, of("not_optimised", "body", "head")),
+    "an optimizer of the head": Planted(optimizer_of_the_head, of("not_optimized", "body")),
+    "a layer added after the optimizer": Planted(layer_added_later, of("not_optimized", "late")),
+    "a head replaced after it": Planted(head_replaced, of("not_optimized", "head")),
+    "an optimizer of a copy": Planted(optimizer_of_a_copy, of("not_optimized", "body", "head")),
+    "a model made again": Planted(model_made_again, of("not_optimized", "body", "head")),
     "layers in a plain list": Planted(plain_list, of("plain_list", "blocks[0]", "blocks[1]")),
     "a layer in a plain dict": Planted(plain_dict, of("plain_list", "adapters['a']")),
     "parameters in a plain list": Planted(parameters_in_a_list, {"scales[0]": "plain_list"}),
@@ -362,7 +362,7 @@ PLANTED = {
     "a plain tensor": Planted(plain_tensor, {"scale": "unregistered"}),
     "a parameter as a buffer": Planted(parameter_as_a_buffer, {"scale": "buffer"}),
     "a buffer of a scale": Planted(buffer_of_a_scale, {}, notes=("scale",)),
-    "frozen, and in the optimiser": Planted(frozen_by_accident, of("frozen", "body")),
+    "frozen, and in the optimizer": Planted(frozen_by_accident, of("frozen", "body")),
     "frozen on purpose": Planted(
         frozen_parts_in_no_optimizer, {}, notes=("body.weight", "body.bias"), oracle=False
     ),
@@ -371,6 +371,6 @@ PLANTED = {
     ),
     "a gate at zero": Planted(zero_gate, of("multiplied_by_zero", "branch"), numerical=True),
     "an auxiliary loss detached": Planted(two_losses_one_detached, of("detached", "aux")),
-    "one optimiser of two": Planted(one_of_two_models, of("not_optimised", "dec.body", "dec.head")),
+    "one optimizer of two": Planted(one_of_two_models, of("not_optimized", "dec.body", "dec.head")),
 }
-STRANGERS = {"a head replaced after it", "an optimiser of a copy", "a model made again"}
+STRANGERS = {"a head replaced after it", "an optimizer of a copy", "a model made again"}

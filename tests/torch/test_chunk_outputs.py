@@ -8,7 +8,7 @@ import gradtools.torch as gt
 from gradtools import GradtoolsError
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.filterwarnings("ignore:.*batch normalisation")
+pytestmark = pytest.mark.filterwarnings("ignore:.*batch normalization")
 X = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 

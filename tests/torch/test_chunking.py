@@ -33,7 +33,7 @@ from tests.torch.test_chunking_traps import (
     streams,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalisation")
+pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalization")
 
 SIZES = [len(c) for c in X.split(CHUNK)]
 
@@ -399,15 +399,15 @@ def test_an_eval_transformer_with_padding_takes_its_fast_path_in_neither_pass():
 def test_grad_scaler():
     def run(call):
         model = network().float()
-        optimiser = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
                 loss = contrast(call(model, X.float()).float())
             scaler.scale(loss).backward()
-            scaler.step(optimiser)
+            scaler.step(optimizer)
             scaler.update()
-            optimiser.zero_grad()
+            optimizer.zero_grad()
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), scaler.get_scale()
 
     ours, scale = run(lambda m, x: gt.chunked(m, CHUNK)(x))
@@ -1186,7 +1186,7 @@ def test_batch_norm_in_training_is_warned_of_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gt.chunked(copy.deepcopy(model).eval(), CHUNK)(X)
-    with pytest.warns(GradtoolsWarning, match=r"f\.1 is a batch normalisation in training mode.*"):
+    with pytest.warns(GradtoolsWarning, match=r"f\.1 is a batch normalization in training mode.*"):
         gt.chunked(model, CHUNK)(X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

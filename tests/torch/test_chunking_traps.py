@@ -21,7 +21,7 @@ from torch import nn
 import gradtools.torch as gt
 from gradtools import GradtoolsError
 
-pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalisation")
+pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalization")
 
 # NumPy's stream of the process, which a new program would not use, but models do.
 seed_numpy, draw_numpy, get_numpy_state = np.random.seed, np.random.randn, np.random.get_state

@@ -11,7 +11,7 @@ from tests.support.torch_counts import flops
 
 CHUNK = 8
 
-pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalisation")
+pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalization")
 
 
 def network():

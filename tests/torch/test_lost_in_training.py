@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning
 
 
 def told(report):
-    """The kinds by leaf, of what is lost as a whole; strangers in the optimiser apart."""
+    """The kinds by leaf, of what is lost as a whole; strangers in the optimizer apart."""
     whole = [f for f in report.findings if f.whole and f.kind != "other_model"]
     return {f.argument: f.kind for f in whole}
 
@@ -193,12 +193,12 @@ def test_a_closure_alone_is_asked_about_what_it_holds():
     assert lost == {"body.weight", "body.bias"}
 
 
-def test_several_models_and_optimisers():
+def test_several_models_and_optimizers():
     a, b, c = Net(), Net(), nn.Parameter(torch.ones(()))
     loss = lambda: F.cross_entropy(a(X) + b(X) * c, Y)
     optimizers = [torch.optim.SGD(a.parameters(), 0.1), torch.optim.SGD([c], 0.1)]
     report = gt.why_zero(loss, model={"a": a, "b": b, "c": c}, optimizer=optimizers)
-    assert {f.kind for f in report} == {"not_optimised"}
+    assert {f.kind for f in report} == {"not_optimized"}
     assert {f.argument for f in report} == {f"b.{name}" for name, _ in b.named_parameters()}
     pair = gt.why_zero(loss, model=(a, b), optimizer=optimizers)
     assert {f.argument for f in pair if f.kind == "other_model"} == {
@@ -236,7 +236,7 @@ def test_a_tensor_that_was_meant_as_a_parameter_is_noted_where_the_loss_depends_
         ({"model": Net(), "optimizer": 3}, "why_zero: optimizer is an int; expected a torch.optim"),
     ],
 )
-def test_what_is_no_model_or_optimiser_is_refused_by_name(given, said):
+def test_what_is_no_model_or_optimizer_is_refused_by_name(given, said):
     with pytest.raises(GradtoolsError, match=said):
         gt.why_zero(lambda: Net()(X).sum(), **given)
 
@@ -267,7 +267,7 @@ def test_the_findings_of_a_large_model_fit_a_screen():
     assert len(report.findings) > 90 and len(text.splitlines()) < 24
     assert "these 48 parameters: bert.layers.* get no gradient:" in text
     assert "these 2 parameters: bert.pool.* get no gradient:" in text
-    assert text.count("not_optimised (optimizer)") == 2
+    assert text.count("not_optimized (optimizer)") == 2
 
 
 def test_a_report_of_training_is_plain_data():

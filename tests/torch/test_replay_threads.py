@@ -16,7 +16,7 @@ from gradtools import GradtoolsError
 from gradtools.torch.replaying import guards
 
 ROWS, CHUNK, WAIT = 8, 4, 20.0
-pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalisation")
+pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalization")
 draws_numpy, seed_numpy = np.random.rand, np.random.seed
 
 

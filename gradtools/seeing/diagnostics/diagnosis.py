@@ -330,7 +330,7 @@ _MEANT = (
     "not train this"
 )
 _NO_EFFECT = (
-    "what reaches it adds up to zero but for rounding noise, as at a bias before a normalisation"
+    "what reaches it adds up to zero but for rounding noise, as at a bias before a normalization"
 )
 
 

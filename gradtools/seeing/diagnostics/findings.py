@@ -149,7 +149,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     "vanishing": FindingKind(
         "its gradient is too small for a step to show in the output; it shrinks most here",
-        "use an activation that does not saturate, a residual connection or a normalisation",
+        "use an activation that does not saturate, a residual connection or a normalization",
         numerical=True,
         headline=("gets a gradient that vanishes:", "get gradients that vanish:"),
     ),
@@ -172,7 +172,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     "frozen": FindingKind(
         "its requires_grad is False",
-        "call requires_grad_(True) if it is to be trained, else leave it out of the optimiser",
+        "call requires_grad_(True) if it is to be trained, else leave it out of the optimizer",
         has_place=False,
     ),
     "plain_list": FindingKind(
@@ -193,16 +193,16 @@ KINDS: dict[str, FindingKind] = {
         headline=_NOT_TRAINED,
         has_place=False,
     ),
-    "not_optimised": FindingKind(
-        "no step of the optimiser changes it",
-        "make the optimiser from the parameters of the whole model, after its last layer was "
+    "not_optimized": FindingKind(
+        "no step of the optimizer changes it",
+        "make the optimizer from the parameters of the whole model, after its last layer was "
         "added, or add_param_group; see what a mask or a label leaves out",
         headline=_NOT_TRAINED,
         has_place=False,
     ),
     "other_model": FindingKind(
-        "the optimiser holds it, and it is no parameter of the model",
-        "make the optimiser from the model that is trained, after that was copied, loaded, wrapped "
+        "the optimizer holds it, and it is no parameter of the model",
+        "make the optimizer from the model that is trained, after that was copied, loaded, wrapped "
         "or moved",
         headline=("is stepped in vain:", "are stepped in vain:"),
         has_place=False,

@@ -1,7 +1,7 @@
-"""Lost gradients in training: the model's parameters, the loss's gradients, the optimiser's steps.
+"""Lost gradients in training: the model's parameters, the loss's gradients, the optimizer's steps.
 
 Three sets of arrays should be equal: the parameters of the model, the arrays that the loss's
-gradient reaches, and the arrays that the optimiser changes. The backends list the first and the
+gradient reaches, and the arrays that the optimizer changes. The backends list the first and the
 last; one recorded run of the loss gives the second and locates the losses of the others.
 """
 
@@ -59,7 +59,7 @@ class HeldArray:
 
 @dataclass(frozen=True)
 class Optimised:
-    """The arrays that an optimiser changes.
+    """The arrays that an optimizer changes.
 
     Attributes:
         holds: Whether it changes an array; None if that is unknown.
@@ -89,14 +89,14 @@ class TrainingDiagnosis:
 
 @dataclass(frozen=True)
 class Loop:
-    """The user's training loop: loss, model and optimiser.
+    """The user's training loop: loss, model and optimizer.
 
     Attributes:
         f: The loss: a function, a module, or in PyTorch its tensor.
         args: Its arguments.
         kwargs: Its keyword arguments.
         model: The model, or a pytree of models and arrays; None if f is the model or holds it.
-        optimizer: The optimiser, or several.
+        optimizer: The optimizer, or several.
         is_named: Whether the user named the model.
     """
 
@@ -352,8 +352,8 @@ _SPENT = (
 )
 _NOTES = (
     (FROZEN, "requires_grad is False, so it is not trained"),
-    (TABLE, "a buffer that the loss depends on; no optimiser changes it"),
-    (STATIC, "it is in a static field, so it is a constant: no optimiser changes it"),
+    (TABLE, "a buffer that the loss depends on; no optimizer changes it"),
+    (STATIC, "it is in a static field, so it is a constant: no optimizer changes it"),
     (LOOSE, "a tensor that the loss depends on and the model does not hold as a parameter"),
 )
 
@@ -369,7 +369,7 @@ def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
 
 
 def _optimised(backend: Backend, loop: Loop, run: _LossRun, diagnosis: TrainingDiagnosis) -> None:
-    """Adds the parameters that the optimiser lacks, and the frozen ones that it holds."""
+    """Adds the parameters that the optimizer lacks, and the frozen ones that it holds."""
     if loop.optimizer is None:
         if run.held and all(
             held.role == FROZEN for held in run.held if held.role not in (TABLE, LOOSE, STATIC)
@@ -388,7 +388,7 @@ def _optimised(backend: Backend, loop: Loop, run: _LossRun, diagnosis: TrainingD
         if held.role == PARAMETER and holds is False:
             detail = optimised.why(held)
             diagnosis.findings.append(
-                Finding(held.name, "not_optimised", "optimizer", detail=detail)
+                Finding(held.name, "not_optimized", "optimizer", detail=detail)
             )
         elif held.role == FROZEN and holds:
             in_vain.append(held.name)
@@ -410,14 +410,14 @@ def _set_apart(run: _LossRun, diagnosis: TrainingDiagnosis, is_named: bool) -> N
     """Makes notes of parameters that are stopped on purpose: of target networks and teachers.
 
     They are stopped as a whole, by a stop or no_grad alone; and they are the twin of a network that
-    is trained, or nobody named them and no step of the optimiser changes them.
+    is trained, or nobody named them and no step of the optimizer changes them.
     """
     kinds: dict[str, set[str]] = {}
     for finding in diagnosis.findings:
         kinds.setdefault(finding.argument, set()).add(finding.kind)
-    stopped = {name for name, of in kinds.items() if of <= _STOPS | {"not_optimised"}}
+    stopped = {name for name, of in kinds.items() if of <= _STOPS | {"not_optimized"}}
     stopped = {name for name in stopped if kinds[name] & _STOPS}
-    unstepped = {n for n in stopped if "not_optimised" in kinds[n] and not is_named}
+    unstepped = {n for n in stopped if "not_optimized" in kinds[n] and not is_named}
     for text, names in ((_TWIN, run.twins(stopped)), (_UNSTEPPED, unstepped)):
         places: dict[str, list[str]] = {}
         for finding in diagnosis.findings:
@@ -431,6 +431,6 @@ def _set_apart(run: _LossRun, diagnosis: TrainingDiagnosis, is_named: bool) -> N
 
 _STOPS = {"detached", "no_grad"}
 _UNSTEPPED = (
-    "not trained, and no optimiser steps it, as a target network, a teacher, what is frozen"
+    "not trained, and no optimizer steps it, as a target network, a teacher, what is frozen"
 )
 _TWIN = "not trained, next to a network like it that is, as a target network or a teacher"

@@ -1,7 +1,7 @@
-"""The arrays of a JAX model (equinox, flax, pytrees), and those that its optimiser changes.
+"""The arrays of a JAX model (equinox, flax, pytrees), and those that its optimizer changes.
 
 A loss that captures its model is traced once. In its jaxpr the model's arrays are constants, which
-are identified by id and replaced by variables. An optax optimiser is probed with gradients of one:
+are identified by id and replaced by variables. An optax optimizer is probed with gradients of one:
 an array whose update is zero, while others are not, is one that it does not change.
 """
 
@@ -115,11 +115,11 @@ def _static(equinox: Any, module: Any, name: str) -> Iterator[HeldArray]:
                 yield from _static(equinox, part, _name((here, *path)))
 
 
-# --- optimisers --------------------------------------------------------------------------
+# --- optimizers --------------------------------------------------------------------------
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
-    """The arrays that an optimiser changes.
+    """The arrays that an optimizer changes.
 
     It may be an optax transformation, its state, the pair of both, or an `nnx.Optimizer`.
     """
@@ -184,7 +184,7 @@ def _moves(update: Any) -> bool:
 
 
 def _strangers(state: Any, expected: Any) -> list[tuple[str, str]]:
-    """The arrays of an optimiser state that do not fit this model."""
+    """The arrays of an optimizer state that do not fit this model."""
     known = {_name(path): x.shape for path, x in jax.tree.leaves_with_path(expected)}
     result = {_name(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(state)}
     return [_stranger(name) for name, shape in result.items() if known.get(name) != shape]

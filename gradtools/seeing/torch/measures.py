@@ -197,7 +197,7 @@ class _Before:
 
 
 def _alive() -> tuple[list[Tensor], list[Any]]:
-    """All leaves that require grad and all optimisers in the process, which f might use."""
+    """All leaves that require grad and all optimizers in the process, which f might use."""
     tensors, optimizers = _kinds_of(Tensor), _kinds_of(torch.optim.Optimizer)
     both = tensors | optimizers
     result = [x for x in gc.get_objects() if type(x) in both]

@@ -1,4 +1,4 @@
-"""The arrays of a PyTorch model, and those that its optimiser changes."""
+"""The arrays of a PyTorch model, and those that its optimizer changes."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _normalised(
     if mine is None or theirs is None or math.isclose(mine, theirs, rel_tol=1e-3):
         return None
     return (
-        f"the epsilon of the normalisation is about {mine:.2g} in PyTorch and {theirs:.2g} in JAX"
+        f"the epsilon of the normalization is about {mine:.2g} in PyTorch and {theirs:.2g} in JAX"
     )
 
 

@@ -80,7 +80,7 @@ $(AHEAD)/.installed: $(STAMP)
 	@touch $@
 
 bench: $(STAMP)
-	@set -e; for program in benchmarks/cost.py $(filter-out benchmarks/cost% benchmarks/ahead%,$(wildcard benchmarks/*.py)); do \
+	@set -e; for program in benchmarks/cost.py $(filter-out benchmarks/cost% benchmarks/ahead% benchmarks/steps_%,$(wildcard benchmarks/*.py)); do \
 	    echo "== $$program"; $(BIN)/python "$$program"; done
 
 $(STAMP): pyproject.toml constraints.txt

@@ -421,9 +421,10 @@ class Copy:
         """Assigns to the module what was assigned to the copy: buffers, and other attributes."""
         for original, copy, before, fixed in self._made:
             fields, buffers = vars(copy), upstream.slots_of(original)[1]
-            for name, buffer in buffers.items():
-                value = upstream.slots_of(copy)[1].get(name)
-                if buffer is not None and value is not self._own.get(id(buffer), value):
+            for name, value in [*upstream.slots_of(copy)[1].items()]:
+                buffer = buffers.get(name)
+                given = None if buffer is None else self._own.get(id(buffer), value)
+                if value is not given:
                     buffers[name] = value
             if len(fields) == len(before) and all(map(is_, fields.values(), before.values())):
                 continue

@@ -373,6 +373,24 @@ def test_a_penalty_on_the_gradient_is_double_backward_and_f_leaves_no_more_effec
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("known", [{}, {"mean": None}, {"mean": None, "other": torch.ones(())}])
+def test_buffers_that_f_registers_stay(known):
+    class Noting(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            self.register_buffer("mean", y.detach().mean())
+            return y
+
+    module, x = Noting(3, 2), torch.randn(4, 3)
+    for name, buffer in known.items():
+        module.register_buffer(name, buffer)
+    for scale in (1, 2):
+        x = scale * x
+        gt.grad(lambda m: m(x).square().sum())(module)
+        assert module.mean == torch.nn.functional.linear(x, module.weight, module.bias).mean()
+    assert set(dict(module.named_buffers())) == {"mean", *known}
+
+
 def test_a_third_derivative_goes_through_a_gradient_at_a_module():
     net = mlp()
     params = list(net.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -607,14 +608,13 @@ def private() -> Iterator[Row]:
         return live.peak / 1e6
 
     name = "per-example clipped sum, transformer, 256 examples, 4 chunks"
-    try:
-        from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
-            GradSampleModuleFastGradientClipping,
-        )
-    except ImportError:
+    if importlib.util.find_spec("opacus") is None:
         return
+    opacus: Any = importlib.import_module("opacus.grad_sample")
     own = copy.deepcopy(net)
-    ghost = GradSampleModuleFastGradientClipping(own, loss_reduction="sum", max_grad_norm=1.0)
+    ghost = opacus.GradSampleModuleFastGradientClipping(
+        own, loss_reduction="sum", max_grad_norm=1.0
+    )
 
     def theirs() -> object:
         own.zero_grad()

@@ -433,8 +433,9 @@ class Forward(ChunkProgram):
         if packed or self.beneath or not self.modes.grad:
             return 0  # saved tensors hooks (checkpoint, offloading) may unpack only once
         options = self.chunks.options
-        given = options.keep_graphs is not None and options.memory_budget is None
-        return options.keep_graphs if given else 1
+        if options.keep_graphs is None or options.memory_budget is not None:
+            return 1
+        return options.keep_graphs
 
     def _one_keeping_originals(self, i: int, xs: Entries, own: Entries) -> list[Any]:
         """One chunk of the first pass; stores copies of the pieces that f changes in place."""

@@ -241,7 +241,7 @@ def energy(u: Any) -> Any:
 
 def sparse() -> Iterator[str]:
     yield HEAD
-    n, asdex = 1_000, peer("asdex")
+    n, asdex = 3_000, peer("asdex")
     pattern = scipy.sparse.diags([1, 1, 1], [0, 1, 2], shape=(n - 2, n))
     band = scipy.sparse.diags([1, 1, 1], [-1, 0, 1], shape=(n, n))
     x, y = torch.linspace(0, 1, n), jnp.linspace(0, 1, n)

@@ -294,6 +294,12 @@ def bookkeeping() -> tuple[Any, ...]:
     return (*functions, *([] if fsdp is None else [fsdp.RegisterPostBackwardFunction]))
 
 
+def checkpoint_operator() -> Any:
+    """The operator that dynamo takes `torch.utils.checkpoint` for. Gone: the graph breaks there."""
+    module = sys.modules.get("torch._higher_order_ops.wrap")
+    return None if module is None else module.tag_activation_checkpoint
+
+
 def flex_attention_module() -> Any:
     """Where `flex_attention` refuses operands on the CPU that require grad, once it is imported.
 
@@ -729,6 +735,16 @@ def skip_module(name: str) -> None:
     from torch._dynamo import trace_rules
 
     trace_rules.add(name)
+
+
+def skip_code(fun: Callable[..., Any]) -> None:
+    """A function is compiled only where it is inlined into another.
+
+    Gone: its code may break the graph, and go on as if it were traced.
+    """
+    from torch._dynamo.eval_frame import skip_code as skip
+
+    skip(fun.__code__)
 
 
 def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:

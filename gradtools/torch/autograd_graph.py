@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
 from gradtools.errors import DisconnectedInputError, LostDerivativeError
@@ -256,6 +257,47 @@ SOURCE = "_gradtools_source"
 """The attribute of an alias with a reference to the parameter."""
 
 
+def parameters_of(leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """The parameter that each leaf is, or is an alias of; None for other tensors."""
+    around = {id(a): x for o in here.opened for a, x in zip(o.aliases, o.leaves, strict=True)}
+    result: list[Tensor | None] = []
+    for x in leaves:
+        x = around.get(id(x), x)
+        reference = getattr(x, SOURCE, None)
+        p = x if reference is None else reference()
+        result.append(p if isinstance(p, torch.nn.Parameter) else None)
+    return result
+
+
+class ReadsElsewhere(TorchFunctionMode):
+    """Notes whether a function reads a parameter that it is differentiated at as an argument.
+
+    In forward mode no graph shows it, and the tangent would be zero.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.found = False
+        self._ids = {id(p) for p in parameters_of(leaves) if p is not None and p.requires_grad}
+
+    def __enter__(self) -> ReadsElsewhere:
+        if self._ids:
+            super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._ids:
+            super().__exit__(*error)
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.found and torch.is_grad_enabled() and fun.__name__ != "__get__":
+            for x in (*args, *kwargs.values()):
+                several = x if isinstance(x, list | tuple) else (x,)
+                self.found = self.found or any(id(y) in self._ids for y in several)
+        return fun(*args, **kwargs) if kwargs else fun(*args)
+
+
 def refuse_read_elsewhere(
     fun: Any, outs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> None:
@@ -263,13 +305,9 @@ def refuse_read_elsewhere(
 
     For example a loss that closes over a submodule of the module argument.
     """
-    around = {id(a): x for o in here.opened for a, x in zip(o.aliases, o.leaves, strict=True)}
     lost: dict[int, int] = {}
-    for i, x in enumerate(leaves):
-        x = around.get(id(x), x)
-        reference = getattr(x, SOURCE, None)
-        p = x if reference is None else reference()
-        if grads[i] is None and isinstance(p, torch.nn.Parameter):
+    for i, p in enumerate(parameters_of(leaves)):
+        if grads[i] is None and p is not None:
             lost[id(p)] = i
     if not lost:
         return

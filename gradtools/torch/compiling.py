@@ -28,6 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _OPAQUE: list[Callable[..., Any]] = []
 _SKIPPED: dict[str, Callable[..., Any]] = {}
 _IN_PYTHON: list[str] = []  # modules that dynamo skips
+_INLINED: list[Callable[..., Any]] = []
 
 
 def is_compiling() -> bool:  # an alias of PyTorch's function would sometimes be folded to False
@@ -91,6 +92,18 @@ def skipped_by_dynamo(fun: F) -> F:
         return _SKIPPED[name](*args, **kwargs)
 
     return cast(F, call)
+
+
+def only_inlined(fun: F) -> F:
+    """Marks `fun` as one that dynamo traces as part of a graph around it, and else leaves alone.
+
+    Where it breaks that graph, `fun` runs again from its first line: compiled on its own, it would
+    hold for its answer that dynamo is tracing.
+    """
+    _INLINED.append(fun)
+    if upstream.dynamo_is_loaded():
+        upstream.skip_code(fun)
+    return fun
 
 
 def left_to_python(module: str) -> None:
@@ -158,6 +171,8 @@ class _Registering(Loader):
             _SKIPPED[name] = torch.compiler.disable(fun)
         for name in _IN_PYTHON:
             upstream.skip_module(name)
+        for fun in _INLINED:
+            upstream.skip_code(fun)
 
 
 if not upstream.dynamo_is_loaded():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -34,13 +35,16 @@ from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import (
     CPP_NODE,
+    SOURCE,
     SPENT,
     OpenDerivative,
+    ReadsElsewhere,
     guarded,
     here,
     is_spent,
     nodes_made,
     note_taken,
+    parameters_of,
     refuse_read_elsewhere,
     refuse_torchscript,
     scripts_refused,
@@ -51,8 +55,8 @@ from gradtools.torch.compiling import (
     mark_lost,
     nodes_of,
     not_exported,
+    only_inlined,
     refuse_lost,
-    skipped_by_dynamo,
     uncompiled,
 )
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
@@ -93,17 +97,22 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
         return _functorch_vjp(fun, leaves, groups)
 
 
+@only_inlined
 def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     """`(outs, extras, pushed)`, by the engine for the current context."""
     if torch.compiler.is_exporting():
         raise not_exported(caller_of(fun))
+    if upstream.DYNAMO in sys.modules and not torch.compiler.is_dynamo_compiling():
+        return uncompiled(_jvp, fun, leaves, tangents)
+    return _jvp(fun, leaves, tangents)
+
+
+def _jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     _note_derivative(_open_derivatives())
     with explained(caller_of(fun)):
         if _in_functorch():
             if not _is_differentiated_again():
                 with suppress(NoForwardMode):
-                    if upstream.DYNAMO in sys.modules and not is_compiling():
-                        return uncompiled(_functorch_jvp, fun, leaves, tangents)
                     return _functorch_jvp(fun, leaves, tangents)
             outs, extras, push = _functorch_linearize(fun, leaves)
             return outs, extras, push(tangents)
@@ -113,15 +122,20 @@ def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
         return outs, extras, push(tangents)
 
 
+@only_inlined
 def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
     if torch.compiler.is_exporting():
         raise not_exported(caller_of(fun))
+    if upstream.DYNAMO in sys.modules and not torch.compiler.is_dynamo_compiling():
+        return uncompiled(_linearize, fun, leaves)
+    return _linearize(fun, leaves)
+
+
+def _linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     _note_derivative(_open_derivatives())
     with explained(caller_of(fun)):
-        if _in_functorch():
-            return _functorch_linearize(fun, leaves)
-        return _eager_linearize(fun, leaves)
+        return (_functorch_linearize if _in_functorch() else _eager_linearize)(fun, leaves)
 
 
 # --- the eager engine --------------------------------------------------------------------
@@ -307,7 +321,6 @@ def _pulled_within(guard: Any, ys: Any, xs: Any, cts: Any, retain: bool, create:
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
 
 
-@skipped_by_dynamo
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     with PlainPrograms(control_flow=True):
         evaluated = evaluated_to_push(caller_of(fun), _evaluate, fun, leaves)
@@ -347,7 +360,9 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
         if survey.hooked and pulled:
             _refuse_nonlinear_hooks(fun, tracked, aliases, dummies, pulled, inside.spent)
             pulled = _gated_at_hooks(fun, leaves, aliases, tracked, dummies, pulled)
-    refuse_cut(fun, inside.cut(pulled or [None] * len(leaves), outs))
+    found = pulled or [None] * len(leaves)
+    refuse_read_elsewhere(fun, outs, leaves, found)
+    refuse_cut(fun, inside.cut(found, outs))
 
     wrong: list[Any] | None = None
 
@@ -499,7 +514,6 @@ def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
 # --- forward mode ------------------------------------------------------------------------
 
 
-@skipped_by_dynamo
 def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool = False) -> Any:
     keep = torch.is_grad_enabled()  # before leaving inference mode enables it
     with outside_of_inference(), torch.set_grad_enabled(keep), dual_level():
@@ -512,7 +526,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         with torch.enable_grad():
             caller = caller_of(fun)
             mode = NoGradStopsTangents(False, True, caller) if keep else OneTangent((), caller)
-            with mode, pushed_through(caller, keep):
+            with mode, pushed_through(caller, keep), ReadsElsewhere(leaves) as elsewhere:
                 outs, extras, nested = _watched(fun, duals)
             unseen = not (keep or nested or seen) and nodes_made() != recorded
             # Under no_grad a view of a tracked tensor would require grad without a graph.
@@ -530,8 +544,8 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
             extras = [_without_recorded([x])[0] if is_inexact(x) else x for x in extras]
     if unseen:
         _refuse_unseen(fun, leaves, tangents)
-    if nested and all(t is None for _, t in unpacked):
-        refuse_cut(fun, _cut_of(fun, leaves))
+    if elsewhere.found or (nested and all(t is None for _, t in unpacked)):
+        refuse_lost_along(fun, leaves)
     note_taken(primals, pushed, leaves, leaves, torch.is_grad_enabled())
     if torch.is_grad_enabled():
         return primals, extras, pushed
@@ -595,16 +609,21 @@ def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -
         rerun(run, leaves)
 
 
-def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
-    """The leaves that are cut after an inner derivative, found by running f in reverse mode."""
+def refuse_lost_along(fun: Fun, leaves: Sequence[Tensor]) -> None:
+    """Raises for leaves that are cut, or read by another reference, as reverse mode finds."""
+    parameters = parameters_of(leaves)
 
     def run(xs: Sequence[Tensor]) -> list[int]:
+        for x, p in zip(xs, parameters, strict=True):
+            if p is not None:
+                setattr(x, SOURCE, weakref.ref(p))
         result = uncompiled(_eager_vjp, fun, list(xs), True)
         return result.cut(result.pullback(result.outs))
 
+    cut: Sequence[int] = ()  # where reverse mode fails nothing is known
     with upstream.temporarily_clear_interpreter_stack(), suppress(RuntimeError):
-        return rerun(run, leaves)
-    return []  # reverse mode failed: unknown
+        cut = rerun(run, leaves)
+    refuse_cut(fun, cut)
 
 
 def caller_of(fun: Fun) -> str:
@@ -755,17 +774,19 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
             finally:
                 _pushed_in_trace.pop()
         else:
-            with torch.enable_grad(), NoGradStopsTangents(False, True, caller_of(fun)):
+            mode = NoGradStopsTangents(False, True, caller_of(fun))
+            with torch.enable_grad(), mode, ReadsElsewhere(leaves) as elsewhere:
                 outs, extras, nested = _watched(fun, xs)
             refuse_torchscript(caller_of(fun), outs)
-            stopped[:] = [nested and all(_unpacked(y)[1] is None for y in outs)]
+            lost = nested and all(_unpacked(y)[1] is None for y in outs)
+            stopped[:] = [lost or elsewhere.found]
         return tuple(outs), tuple(extras)
 
     apart = tuple(_unshared(x) for x in leaves)
     with nullcontext() if is_compiling() else forward_mode():
         outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
     if any(stopped) and not any(map(is_wrapped, leaves)):
-        refuse_cut(fun, _cut_of(fun, leaves))
+        refuse_lost_along(fun, leaves)
     # Under vmap PyTorch promotes the tangent of a scalar times a Python number, unlike its value.
     pushed = [
         t if t.dtype == y.dtype or not is_inexact(y) else t.to(y.dtype)

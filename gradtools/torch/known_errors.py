@@ -40,6 +40,7 @@ def says(error: BaseException, part: str) -> bool:
 LEAF_CHANGED = "leaf Variable that requires grad"
 SAVED_CHANGED = "modified"
 NO_FUNCTIONALIZED_RULE = "Functionalize rule for custom_function_call"
+NO_STRIDES = "tensors do not have strides"  # of a sparse matrix and dual numbers
 NO_SAVED_TENSORS_HOOKS = "yet support saved tensor hooks"
 
 
@@ -101,8 +102,9 @@ GOES_BACKWARD = (
 )
 _USE_OTHERS = (
     "f holds an operation that has no forward mode in PyTorch. For attention use "
-    "sdpa_kernel(SDPBackend.MATH), for an LSTM on CPU mkldnn.flags(enabled=False); or use "
-    "linearize, which needs double backward instead."
+    "sdpa_kernel(SDPBackend.MATH), for an LSTM on CPU mkldnn.flags(enabled=False), for a sparse "
+    "matrix times columns jacobian's chunk_size=1; or use linearize, which needs double backward "
+    "instead."
 )
 _NO_GRAPH = (
     "f sets a hook on a gradient or takes a derivative by torch.autograd.grad, and is pushed "
@@ -131,6 +133,11 @@ _ADVICE = {
     ),
     "Batching rule not implemented for": _NO_VMAP,
     "querying is_contiguous inside of vmap": _NO_VMAP,
+    "expand is unsupported for Sparse tensors": _NO_VMAP,
+    "You are attempting to call Tensor.requires_grad_()": (
+        "f calls requires_grad_(), as torch.cond does, which torch.func's transforms refuse. "
+        "per_example_grad and jacobian take chunk_size=1, a plain loop."
+    ),
     "c++ API of custom Function": (
         "f holds a torch::autograd::Function that is written in C++, which has no forward mode. "
         "Use linearize(f, *primals)[1], which transposes reverse mode, or wrap it in "

@@ -264,7 +264,7 @@ def _product(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> l
         else:
             parts.append(None)
             if v.value is not None:
-                there = (v.value.detach() != 0).cpu().numpy().reshape(size)
+                there = _nonzero(v.value).reshape(size)
                 constant = there if v is a else there.swapaxes(1, 2)
     if parts == [None, None]:
         found = None
@@ -273,6 +273,12 @@ def _product(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> l
         found = Entries(shapes[0], matrix)
     extra = [v.entries for v in added if v.entries is not None]
     return [e.entrywise(shapes[0], [x for x in (found, *extra) if x is not None])]
+
+
+def _nonzero(x: Tensor) -> np.ndarray:
+    """Where a constant, dense or sparse, is not zero."""
+    there: np.ndarray = (x.detach().to_dense() != 0).cpu().numpy()
+    return there
 
 
 def _convolved(
@@ -295,7 +301,7 @@ def _convolved(
     n, out = image.shape[0], kernel.shape[0]
     where = None
     if kernel.value is not None:
-        where = (kernel.value.detach() != 0).cpu().numpy().reshape(out, -1)
+        where = _nonzero(kernel.value).reshape(out, -1)
     made = e.windows(image.entries, at.reshape(n, groups, at.shape[1] // groups, -1), where, out)
     return [Entries(shapes[0], made.matrix)]
 

@@ -24,7 +24,7 @@ from gradtools.rules import replaced_at
 from gradtools.taylor import LOGISTIC, TANH, Algebra, Laplacians, Series, polynomials, powers
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import engines
-from gradtools.torch.autograd_graph import graph_of, node_of
+from gradtools.torch.autograd_graph import ReadsElsewhere, graph_of, node_of
 from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.randomness import Randomness
@@ -53,7 +53,7 @@ def carry_series(
         ]
         start = Randomness.everywhere({x.device.type for x in aliases})
         try:
-            with as_written(), _Carrying(algebra, here) as mode:
+            with as_written(), _Carrying(algebra, here) as mode, elsewhere:
                 outs, extras = fun(*aliases)
             mode.refuse_unseen(outs)
             ys = [getattr(y, _SERIES, None) or Series(y, still) for y in outs]
@@ -63,7 +63,10 @@ def carry_series(
         return [x for y in ys for x in (y.primal, *y.terms) if x is not None], extras
 
     flat.caller = engines.caller_of(fun)  # type: ignore[attr-defined]
+    elsewhere = ReadsElsewhere([x.primal for x in moved])
     result = engines.vjp(flat, [x.primal for x in moved], groups=None, once=True)
+    if elsewhere.found:
+        engines.refuse_lost_along(fun, [x.primal for x in moved])
     left = iter(result.outs)
     series = [
         Series(next(left), tuple([next(left) if there else None for there in each]))

@@ -31,6 +31,7 @@ from gradtools.torch.functorch_wrappers import (
     levels_differentiating,
     unwrapped,
 )
+from gradtools.torch.known_errors import NO_STRIDES, says
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.plain_programs.modes import plain_kernel
 from gradtools.torch.plain_programs.rows import (
@@ -164,7 +165,9 @@ def pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     """PyTorch's own forward mode; if it raises, the transpose of its reverse mode."""
     try:
         return fun(*args, **kwargs) if kwargs else fun(*args)
-    except NotImplementedError as error:
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and not says(error, NO_STRIDES):
+            raise
         row = row_of(fun)
         mine = isinstance(fun, _TRANSPOSABLE) or row is not None
         mine = mine and "out" not in kwargs and not _is_in_place(fun)
@@ -325,6 +328,7 @@ def _is_custom(operator: Any) -> bool:
 
 
 _OWN = ("aten", "prim", "prims", "gradtools")
+_OWN_MODULES = tuple([f"torch._ops.{name}" for name in _OWN])
 
 
 # --- TorchScript, which no mode intercepts -------------------------------------------------------
@@ -372,12 +376,12 @@ class RightTangents(TorchFunctionMode):
             fun = torch.norm
         if fun in _TRACED:
             return _traced(_TRACED[fun], fun, args, kwargs)
-        other = isinstance(fun, _OPERATORS) and fun.__module__.rpartition(".")[2] not in _OWN
-        if other and _inexact(args, kwargs):
-            raise GradtoolsError(
-                f"jvp: f holds the custom operator {fun.__name__}, whose tangent PyTorch drops in "
-                "compiled code. Leave this derivative out of what is compiled."
-            )
+        if fun is upstream.checkpoint_operator():  # which traces no tangents
+            with RightTangents():
+                return args[0](*args[1:])
+        other = isinstance(fun, _OPERATORS) and fun.__module__ not in _OWN_MODULES
+        if (other or isinstance(fun, upstream.HigherOrderOperator)) and _inexact(args, kwargs):
+            upstream.break_graph(f"jvp: PyTorch traces no tangent of {fun.__name__}")
         return fun(*args, **kwargs)
 
 

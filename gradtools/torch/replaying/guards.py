@@ -147,7 +147,8 @@ _OWN_WRAPPERS = {
     "DistributedDataParallel around a module whose forward calls chunked.",
     "FSDPModule": "Its parameters are gathered and freed around each call; put fully_shard, or "
     "DistributedDataParallel, around a module whose forward calls chunked on a plain layer of it, "
-    "as in chunked(self.layers, 8), so that f does not hold the sharded module itself.",
+    "as in chunked(self.layers, 8), so that f does not hold the sharded module itself. In place of "
+    "gt.checkpoint take torch.utils.checkpoint.checkpoint with use_reentrant=False.",
     "DataParallel": "Its replicas are new at each call; use DistributedDataParallel around a "
     "module whose forward calls chunked.",
 }

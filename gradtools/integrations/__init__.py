@@ -1,4 +1,4 @@
-"""What gradtools knows of other libraries: one file each, opened once a program has imported it."""
+"""Integrations with other libraries; each module is imported once a program uses its library."""
 
 from importlib import import_module
 from sys import modules
@@ -16,7 +16,7 @@ _FILES = {
 
 
 def refusal(caller: str, name: str, x: Any) -> Exception | None:
-    """What a library says of an object of its own that was given in the place of arrays."""
+    """An error with advice, if x is a library's object that was passed in place of arrays."""
     keras = integration("keras")
     if keras is not None and keras.is_keras(x):
         return keras.refusal(caller, name, x)
@@ -31,5 +31,5 @@ def refusal(caller: str, name: str, x: Any) -> Exception | None:
 
 
 def integration(library: str) -> Any:
-    """The file of a library; None while the program has not imported the library."""
+    """The integration module of a library; None if the program has not imported the library."""
     return import_module(f"{__name__}.{_FILES[library]}") if library in modules else None

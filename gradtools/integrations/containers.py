@@ -1,10 +1,10 @@
 """Mappings and dataclasses as pytrees, without registering their classes with a framework.
 
-A tokeniser's BatchEncoding is a `UserDict`, a model's output a dataclass: to the pytrees of a
-framework, in which nobody registered them, they are single leaves. A wing's `flatten` opens such
-leaves: the arrays in them are leaves of the tree, and the structure knows how they are made
-again. One that holds no array, such as a configuration, stays a leaf, and so does what can be
-called.
+A tokeniser's BatchEncoding is a `UserDict`, a model's output often a dataclass. These classes are
+not registered as pytrees, so a framework treats their instances as single leaves. A backend's
+`flatten` opens such leaves: the arrays in them become leaves of the tree, and the structure records
+how to rebuild the container. A container without arrays, such as a configuration, stays a leaf, and
+so does a callable one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OpenedContainer:
-    """A container that was opened.
+    """The structure of an opened container.
 
     Attributes:
         kind: Its class.
         keys: Its keys, or the names of its fields.
         treedef: The structure of the list of its parts.
-        pattern: One like it without its parts; None where the class makes it of a dict.
+        pattern: A copy without the parts; None if the class is constructed from a dict.
     """
 
     kind: type
@@ -37,7 +37,7 @@ class OpenedContainer:
     pattern: Any = field(compare=False, repr=False)
 
     def made(self, parts: Sequence[Any]) -> Any:
-        """The container of these parts."""
+        """A container with these parts."""
         pairs = list(zip(self.keys, parts, strict=True))
         if self.pattern is None:
             return _constructed(self.kind, dict(pairs))
@@ -54,11 +54,11 @@ class OpenedContainer:
 
 @dataclass(frozen=True)
 class OpenedTree:
-    """A tree's structure, some of whose leaves are opened containers.
+    """The structure of a tree, some of whose leaves are opened containers.
 
     Attributes:
-        treedef: The structure as the framework sees it.
-        nodes: The containers, by their places among its leaves.
+        treedef: The framework's own structure.
+        nodes: The containers, with their positions among its leaves.
     """
 
     treedef: Any
@@ -66,12 +66,12 @@ class OpenedTree:
 
     @property
     def num_leaves(self) -> int:
-        """How many leaves there are, those of the containers among them."""
+        """The number of leaves, with those inside of containers."""
         inner = sum(node.treedef.num_leaves for _, node in self.nodes)
         return self.treedef.num_leaves - len(self.nodes) + inner
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """What stands in `tree` at this tree's leaves."""
+        """The subtrees of `tree` at this tree's leaves."""
         nodes = dict(self.nodes)
         result: list[Any] = []
         for place, x in enumerate(self.treedef.flatten_up_to(tree)):
@@ -86,14 +86,14 @@ class OpenedTree:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Containers:
-    """A framework's pytrees, with those containers opened.
+    """A framework's pytree functions, extended to containers.
 
     Attributes:
-        flatten: The framework's own.
-        unflatten: The framework's own.
-        leaf_paths: The framework's own.
+        flatten: The framework's own function.
+        unflatten: The framework's own function.
+        leaf_paths: The framework's own function.
         is_array: Whether a leaf is an array.
-        is_whole: Whether a leaf stays one, whatever it holds.
+        is_whole: Whether a leaf is never opened, whatever it contains.
     """
 
     flatten: Callable[[Any], tuple[list[Any], Any]]
@@ -103,7 +103,7 @@ class Containers:
     is_whole: Callable[[Any], bool] = lambda x: False
 
     def opened(self, leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
-        """The leaves and structure of what the framework flattened to these."""
+        """Opens the containers among the leaves of a tree that the framework flattened."""
         if not any(map(_KINDS.__getitem__, map(type, leaves))):
             return leaves, treedef
         result: list[Any] = []
@@ -119,7 +119,7 @@ class Containers:
         return result, OpenedTree(treedef, tuple(nodes)) if nodes else treedef
 
     def closed(self, tree: OpenedTree, leaves: Sequence[Any]) -> Any:
-        """The tree with these leaves."""
+        """The inverse of `opened`: the tree with these leaves."""
         left, nodes = iter(leaves), dict(tree.nodes)
         outer = []
         for place in range(tree.treedef.num_leaves):
@@ -132,7 +132,7 @@ class Containers:
         return self.unflatten(tree.treedef, outer)
 
     def paths(self, tree: Any) -> list[str]:
-        """Where each leaf stands."""
+        """The path of each leaf, as text."""
         leaves, _ = self.flatten(tree)
         result = []
         for path, x in zip(self.leaf_paths(tree), leaves, strict=True):
@@ -167,13 +167,13 @@ _KINDS = _Kinds()
 
 
 def whole(cls: type[T]) -> type[T]:
-    """A class whose instances are leaves, also where an array stands in them for a length."""
+    """A class decorator: instances are leaves, even if they contain arrays."""
     _KINDS[cls] = False
     return cls
 
 
 def _parts(x: Any) -> dict[Any, Any] | None:
-    """What a container holds, by key or field; None if x is none."""
+    """The parts of a container, by key or field; None if x is no container."""
     if not _KINDS[type(x)]:
         return None
     if isinstance(x, Mapping):
@@ -184,7 +184,7 @@ def _parts(x: Any) -> dict[Any, Any] | None:
 
 
 def _parts_like(node: OpenedContainer, x: Any) -> Any:
-    """The parts of something that stands where a container did, in its order."""
+    """The parts of x, which must match the container `node`, in the order of its keys."""
     parts = _parts(x) if not isinstance(x, dict) else x
     if parts is None or parts.keys() != set(node.keys):
         raise ValueError(f"expected a {node.kind.__name__} of {list(node.keys)}, got {x!r}")
@@ -192,7 +192,7 @@ def _parts_like(node: OpenedContainer, x: Any) -> Any:
 
 
 def _pattern(x: Any) -> Any:
-    """x without its parts, so that nothing keeps them alive."""
+    """A copy of x without its parts, so that the structure does not keep them alive."""
     if isinstance(x, Mapping) and not isinstance(x, dict | UserDict):
         return None
     new = copy(x)
@@ -200,7 +200,7 @@ def _pattern(x: Any) -> Any:
         new.data = {}
     elif isinstance(new, dict):
         kind = OrderedDict if isinstance(new, OrderedDict) else dict
-        kind.clear(new)  # whatever the class makes of it
+        kind.clear(new)  # bypasses an override of the class
     for name in (f.name for f in fields(new)) if is_dataclass(new) else ():
         if hasattr(new, name):
             object.__setattr__(new, name, None)

@@ -1,7 +1,8 @@
-"""equinox: a layer, models that a transformation makes of models, and modules as pure functions.
+"""equinox: the layer GradientReversal, transformed modules, and modules as pure functions.
 
-Forward it is the identity, backward it multiplies by -scale: what is behind it ascends the loss
-that what is before it descends (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
+The layer is the identity in the forward pass and multiplies by -scale in the backward pass (Ganin
+and Lempitsky, ICML 2015, arXiv:1409.7495): the layers before it ascend the loss that the layers
+after it descend.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class GradientReversal(eqx.Module):
 
 
 class Transformed(eqx.Module):
-    """A module with another call, which `make` makes of the module.
+    """A module whose call is `make(module)`.
 
-    It can be jitted as a function can: it is equal to itself alone.
+    It is compared by identity, so it can be jitted like a function.
     """
 
     module: Any
@@ -69,7 +70,7 @@ class Transformed(eqx.Module):
 def make_functional(
     module: Any, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """``(apply, params, state)``; params is the module with its inexact arrays alone."""
+    """``(apply, params, state)``; params is the module with its inexact arrays only."""
     if variables is not None and not isinstance(variables, eqx.nn.State):
         raise GradtoolsError(
             "make_functional: for an equinox module variables is the eqx.nn.State of "
@@ -106,7 +107,7 @@ def _apply(
     model = eqx.combine(params, static)
     if not stateful:
         return _call(model, args, kwargs), state
-    # equinox invalidates a State that is written to: hand over another one
+    # equinox invalidates a State that is written to: pass a copy
     return _call(model, (*args, fresh(state)), kwargs)
 
 

@@ -18,7 +18,7 @@ from gradtools.jax.modules import Layout, check_layout, layout_of, mode_of, no_k
 def make_functional(
     module: Any, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """``(apply, params, state)`` of what `transform` or `transform_with_state` made."""
+    """``(apply, params, state)`` of a function transformed by haiku."""
     stateful = isinstance(module, sys.modules["haiku"].TransformedWithState)
     if not callable(module.apply):
         raise GradtoolsError(

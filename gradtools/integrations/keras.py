@@ -1,8 +1,8 @@
-"""A Keras 3 model as a pure function of its variables, on either of its backends.
+"""A Keras 3 model as a pure function of its variables, on PyTorch or JAX.
 
-Keras runs one model on PyTorch or on JAX, and has its own pure call, `stateless_call`, which takes
-the variables in a list. Here they go by their paths. The wings say what is theirs: how an array is
-handed out, and how a key becomes the seeds of Keras' random streams.
+Keras has a pure call of its own, `stateless_call`, which takes the variables as a list; here they
+are addressed by their paths. Each of gradtools' backends provides a `KerasBackend`: how arrays are
+detached, and how a key becomes the seeds of Keras' random streams.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from gradtools.arguments.in_axes import check_names
 from gradtools.errors import GradtoolsError
 
-_SEED = "seed_generator_state"  # what Keras calls the variable of a random stream
+_SEED = "seed_generator_state"  # Keras' name of the variable of a random stream
 
 
 def is_keras(module: Any) -> bool:
-    """Whether a module is a layer or a model of Keras, which the program has imported."""
+    """Whether a module is a Keras layer or model."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(module, keras.Layer)
 
 
 def refusal(caller: str, name: str, model: Any) -> GradtoolsError:
-    """A Keras model where a pytree is taken: its variables are given by `make_functional` alone."""
+    """The error for a Keras model in place of a pytree of arrays."""
     return GradtoolsError(
         f"{caller}: {name} is a Keras model ({type(model).__name__}), whose variables are no "
         "leaves of it. Differentiate params of apply, params, state = gt.make_functional(model, "
@@ -36,15 +36,15 @@ def refusal(caller: str, name: str, model: Any) -> GradtoolsError:
 
 
 @dataclass(frozen=True)
-class KerasWing:
-    """What is the framework's own.
+class KerasBackend:
+    """The functions of a framework that `make_functional` needs.
 
     Attributes:
         name: Keras' name of the backend.
-        alias: A variable's value as it is handed out.
-        settled: A new value of what is not trained.
-        seeds: `(key, count)` to that many pairs of integers.
-        drawing: `(key, arrays)` to a context in which layers draw that have no stream of Keras'.
+        alias: Detaches a variable's value.
+        settled: Detaches the new value of a variable that is not trained.
+        seeds: `(key, count)` to so many pairs of integers.
+        drawing: `(key, arrays)` to a context that seeds draws outside of Keras' own streams.
     """
 
     name: str
@@ -54,15 +54,17 @@ class KerasWing:
     drawing: Callable[[Any, Any], AbstractContextManager[Any]] = lambda key, arrays: nullcontext()
 
 
-def make_functional(module: Any, variables: Any, train: bool | None, wing: KerasWing) -> tuple:
+def make_functional(
+    module: Any, variables: Any, train: bool | None, framework: KerasBackend
+) -> tuple:
     """``(apply, params, state)``: params and state map the variables' paths to arrays."""
     keras = sys.modules["keras"]
     backend = keras.backend.backend()
-    if backend != wing.name:
+    if backend != framework.name:
         raise GradtoolsError(
             f"make_functional: this Keras model runs on {backend}, and this is gradtools."
-            f"{wing.name}. Set KERAS_BACKEND={wing.name} before Keras is imported, or use "
-            f"gradtools.{backend}."
+            f"{framework.name}. Set KERAS_BACKEND={framework.name} before Keras is imported, or "
+            f"use gradtools.{backend}."
         )
     if variables is not None:
         raise GradtoolsError(
@@ -74,16 +76,16 @@ def make_functional(module: Any, variables: Any, train: bool | None, wing: Keras
             "example, or build(input_shape), first."
         )
     free, rest = _by_path(module.trainable_variables), _by_path(module.non_trainable_variables)
-    params = {path: wing.alias(v.value) for path, v in free.items()}
-    state = {path: wing.alias(v.value) for path, v in rest.items()}
+    params = {path: framework.alias(v.value) for path, v in free.items()}
+    state = {path: framework.alias(v.value) for path, v in rest.items()}
     layout = {path: tuple(v.shape) for path, v in free.items()}
     streams = [path for path, v in rest.items() if v.name == _SEED]
-    return partial(_apply, module, wing, train, layout, tuple(rest), streams), params, state
+    return partial(_apply, module, framework, train, layout, tuple(rest), streams), params, state
 
 
 def _apply(
     module: Any,
-    wing: KerasWing,
+    framework: KerasBackend,
     train: bool | None,
     layout: Mapping[str, tuple[int, ...]],
     rest: Sequence[str],
@@ -105,18 +107,18 @@ def _apply(
             )
     now = dict(state)
     if key is not None:
-        now |= dict(zip(streams, wing.seeds(key, len(streams)), strict=True))
+        now |= dict(zip(streams, framework.seeds(key, len(streams)), strict=True))
     if train is not None:
         kwargs = {"training": train, **kwargs}
     free, fixed = [params[p] for p in layout], [now[p] for p in rest]
-    with nullcontext() if key is None else wing.drawing(key, (free, args)):
+    with nullcontext() if key is None else framework.drawing(key, (free, args)):
         out, after = module.stateless_call(free, fixed, *args, **kwargs)
-    new = {path: wing.settled(x) for path, x in zip(rest, after, strict=True)}
+    new = {path: framework.settled(x) for path, x in zip(rest, after, strict=True)}
     return out, new if key is None else {**new, **{path: state[path] for path in streams}}
 
 
 def _by_path(variables: Sequence[Any]) -> dict[str, Any]:
-    """The variables by their paths; equal ones are numbered."""
+    """The variables by path; equal paths are numbered."""
     result: dict[str, Any] = {}
     for v in variables:
         path, n = v.path, 1

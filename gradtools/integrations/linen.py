@@ -1,7 +1,8 @@
-"""flax.linen: a layer, and modules as pure functions.
+"""flax.linen: the layer GradientReversal, and modules as pure functions.
 
-Forward it is the identity, backward it multiplies by -scale: what is behind it ascends the loss
-that what is before it descends (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
+The layer is the identity in the forward pass and multiplies by -scale in the backward pass (Ganin
+and Lempitsky, ICML 2015, arXiv:1409.7495): the layers before it ascend the loss that the layers
+after it descend.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class GradientReversal(linen.Module):
 def make_functional(
     module: linen.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """``(apply, params, state)``; state holds all collections but the parameters."""
+    """``(apply, params, state)``; state contains all collections except the parameters."""
     if variables is None:
         raise GradtoolsError(
             "make_functional: a flax.linen module does not hold its arrays; give "
@@ -81,7 +82,7 @@ def _call(module: Any, variables: dict, args: tuple, call: dict, rng_names: tupl
     try:
         return module.apply(variables, *args, **call)
     except InvalidRngError as error:
-        mend = "pass key= to apply"
+        advice = "pass key= to apply"
         if call["rngs"] is not None:
-            mend = f"name the stream in make_functional's rng_names, which are {rng_names}"
-        raise no_key(error, mend) from error
+            advice = f"name the stream in make_functional's rng_names, which are {rng_names}"
+        raise no_key(error, advice) from error

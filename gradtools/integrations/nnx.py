@@ -1,14 +1,13 @@
-"""flax.nnx: a layer, modules as pure functions, and modules inside of loops and rules.
+"""flax.nnx: the layer GradientReversal, modules as pure functions, and modules in loops and rules.
 
-A module of flax.nnx changes itself when it is called: dropout counts its draws, batch
-normalisation its statistics. flax refuses that inside of a trace that the module does not belong
-to, such as the body of a scan. So a copy of the module is made there from its parameters, which
-are constants of the body as they would be without, and from all else that it holds, which goes
-from chunk to chunk as a carry does and is not differentiated; afterwards the module itself is
-given what its copy came to.
+A flax.nnx module mutates itself when it is called: dropout counts its draws, batch normalisation
+updates its statistics. flax refuses this inside of a trace that the module does not belong to, such
+as the body of a scan. So the body works on a copy of the module: its parameters are constants of
+the body, and its other state is a carry of the loop, which is not differentiated. The final state
+is written to the original module.
 
-Modules are looked for in f (itself, the owner of a method, `partial`, closures, the globals that
-it names, containers of these) and in its arguments.
+Modules are found in f (itself, the owner of a method, `partial`, closures, the globals that it
+names, containers of these) and in its arguments.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class GradientReversal(nnx.Module):
 
 
 class Transformed(nnx.Module):
-    """A module with another call, which `make` makes of the module."""
+    """A module whose call is `make(module)`."""
 
     def __init__(self, module: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
         self.module, self.make = module, make
@@ -75,7 +74,7 @@ class Transformed(nnx.Module):
 def make_functional(
     module: nnx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """``(apply, params, state)``; the streams of a module go by their own names."""
+    """``(apply, params, state)``; `rng_names` is unused, for a module names its own streams."""
     if variables is not None:
         raise GradtoolsError(
             "make_functional: a flax.nnx module holds its own arrays; leave variables=None."
@@ -114,7 +113,7 @@ def _apply(
 
 
 def _reseed(model: Any, key: jax.Array) -> None:
-    """Each random stream of the model gets a key of its own, in the shape that it has."""
+    """Sets each random stream of the model to a key of its own, of the same shape."""
     streams = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)]
     for own, stream in zip(keys(key, len(streams)), streams, strict=True):
         shape = stream.key.get_value().shape if _HAS_METHODS else stream.key.value.shape
@@ -123,7 +122,7 @@ def _reseed(model: Any, key: jax.Array) -> None:
 
 
 def _set(variable: Any, value: Any) -> None:
-    """Changes a Variable's value, in flax 0.11 by the property that later versions deprecate."""
+    """Sets a Variable's value; flax 0.11 has only the property that later versions deprecate."""
     if _HAS_METHODS:
         variable.set_value(value)
     else:
@@ -137,18 +136,18 @@ _HAS_METHODS = hasattr(nnx.Variable, "set_value")
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Stateful | None:
-    """What of f and its arguments holds state; None where there are no such modules."""
+    """f with the state of the modules in it and in its arguments; None without any."""
     own, given = _modules(f), _modules(args)
     return Stateful(caller, f, own, given) if own or given else None
 
 
 class Stateful:
-    """f with its modules' state as flat arrays, before and after a call.
+    """f with the state of its modules as flat arrays, before and after a call.
 
     Attributes:
-        leaves: The state as it stands, as the caller's modules hold it.
-        now: What the next call starts from.
-        after: What the last call came to.
+        leaves: The current state of the user's modules.
+        now: The state from which the next call starts.
+        after: The state after the latest call.
         changed: Which leaves any call has changed.
     """
 
@@ -163,7 +162,7 @@ class Stateful:
         self.changed = [False] * len(self.leaves)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """f with copies of its modules, which start at `now`."""
+        """Calls f with copies of its modules, whose state is `now`."""
         rest, of_given = jax.tree.unflatten(self._treedef, self.now)
         own = nnx.merge(self._graph, self._params, rest, copy=True)
         given = tuple(_modules((args, kwargs)))
@@ -178,7 +177,11 @@ class Stateful:
         return out
 
     def write(self, leaves: Sequence[Array]) -> None:
-        """Writes what the calls changed to the caller's modules. leaves: The whole state."""
+        """Writes the leaves that the calls changed to the user's modules.
+
+        Args:
+            leaves: The whole state.
+        """
         if not any(self.changed):
             return
         numbered = jax.tree.unflatten(self._treedef, list(range(len(leaves))))
@@ -196,13 +199,13 @@ class Stateful:
         return nnx.state(modules, nnx.Not(nnx.Param))
 
     def _kept(self, state: Any, which: int) -> Any:
-        """Without what a call added, as intermediate values: it has no place in the carry."""
+        """The state without variables that a call added (intermediates); a carry cannot grow."""
         flat = nnx.to_flat_state(state)
         return nnx.from_flat_state([(p, v) for p, v in flat if p in self._known[which]])
 
 
 def _modules(x: Any) -> list[Any]:
-    """The nnx modules in a function or a container, each once."""
+    """The nnx modules and variables in a function or a container, each once."""
     return held_in(x, (nnx.Pytree, nnx.Variable))
 
 
@@ -213,7 +216,7 @@ class _Copies:
     def of(self, x: Any) -> Any:
         if id(x) in self.made:
             return self.made[id(x)]
-        if id(x) in self.open:  # a function that uses itself
+        if id(x) in self.open:  # a recursive function
             return x
         self.open.add(id(x))
         new = self._function(x) if isinstance(x, FunctionType) else with_parts(x, self.of)
@@ -221,7 +224,7 @@ class _Copies:
         return new
 
     def _function(self, f: FunctionType) -> Any:
-        """The function over variables of its own, if anything in it is replaced."""
+        """The function with replaced closure and globals, if any of them is replaced."""
         if is_of_framework(f):
             return f
         cells, named = self._replaced(cells_of(f)), self._replaced(globals_of(f))
@@ -230,5 +233,5 @@ class _Copies:
         return f if same else with_variables(f, cells, named, defaults)
 
     def _replaced(self, held: dict[str, Any]) -> dict[str, Any]:
-        """What of these has a copy, or holds what has one."""
+        """The entries that are replaced: those with a copy, or that contain one."""
         return {name: new for name, x in held.items() if (new := self.of(x)) is not x}

@@ -1,12 +1,11 @@
 """Every undocumented name of JAX that gradtools uses, each with its reason; no other file uses any.
 
-`jax._src` is used for one thing that is public elsewhere: the classes of a jaxpr. Their public
-place, `jax.extend.core`, comes with all of Pallas, which was half of the time that
-`import gradtools.jax` took; a test holds that they are the same objects. What is
-left are fields of records (an equation's source, a jaxpr's origin) that only pictures, formulas
-and messages read, one name of a method, what takes a DLPack capsule, and what guards transfers.
-All were seen with JAX 0.10.2; each entry says what to do when it is gone.
-`tests/jax/test_upstream.py` holds that each still does what is relied on.
+`jax._src` is used for the classes of a jaxpr only. They are public in `jax.extend.core`, whose
+import loads all of Pallas, which took half of the time of `import gradtools.jax`; a test asserts
+that they are the same objects. The rest are fields of records (an equation's source, a jaxpr's
+origin) for pictures, formulas and error messages, one method's name, the functions for DLPack
+capsules, and the transfer guards. All exist in JAX 0.10.2. "Gone:" says what to do once a name no
+longer exists. `tests/jax/test_upstream.py` tests the behaviour of each.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class from JAX 0.
 enable_x64: Any = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else vars(jax.experimental)["enable_x64"]
 )
-"""A block with or without float64. JAX 0.7 has it in `jax.experimental` alone."""
+"""A context manager that enables or disables float64. JAX 0.7 has it in `jax.experimental` only."""
 
 
 def constants_of(closed: Any) -> list[Any]:
-    """The constants of a closed jaxpr, arrays of NumPy as such.
+    """The constants of a closed jaxpr, with NumPy arrays unwrapped.
 
-    JAX 0.7 and 0.8 wrap these in a class of their own, with a field `val` and without operators;
-    from 0.9 on that is a subclass of NumPy's.
+    JAX 0.7 and 0.8 wrap NumPy arrays in a class without operators, with a field `val`; from 0.9 on
+    that class is a subclass of NumPy's.
     """
     own = jax.Array | np.ndarray
     return [getattr(c, "val", c) if not isinstance(c, own) else c for c in closed.consts]
 
 
 def stack_of(eqn: Any) -> Sequence[Any]:
-    """The stack that made an equation, innermost first, up to where JAX began to trace.
+    """The stack frames of an equation's operation, innermost first, up to the start of the trace.
 
     `jax.extend.source_info_util.summarize` gives one line of text. Gone: findings have no line.
     """
@@ -64,7 +63,7 @@ def stack_of(eqn: Any) -> Sequence[Any]:
 
 
 def scopes_of(eqn: Any) -> Iterator[tuple[str, bool]]:
-    """The names around an equation, outermost first, and whether each is a `jax.named_scope`.
+    """An equation's name stack, outermost first, and whether each name is a `jax.named_scope`.
 
     The others are transforms: "transpose", "jvp", "vmap". Gone: pictures have no modules, and
     `gradient_graph` cannot tell the passes from each other, which it then refuses.
@@ -74,7 +73,7 @@ def scopes_of(eqn: Any) -> Iterator[tuple[str, bool]]:
 
 
 def is_in_scope(eqns: Iterable[Any], name: str) -> bool:
-    """Whether one of these equations was made in a scope or transform of this name."""
+    """Whether one of these equations has a scope or transform of this name in its name stack."""
     return any(name == scope for eqn in eqns for scope, _ in scopes_of(eqn))
 
 
@@ -98,7 +97,7 @@ def is_of_random(jaxpr: Any) -> bool:
 
 
 class Tracer(jax.core.Tracer):  # type: ignore[misc]
-    """A tracer of ours. Gone: JAX's own text of where it was made, which names JAX's internals.
+    """The base class of gradtools' tracers. Gone: JAX's text about a tracer's origin is shown.
 
     JAX before 0.10 takes no `aval`: a tracer's type is a property of its class.
     """
@@ -124,17 +123,17 @@ class Tracer(jax.core.Tracer):  # type: ignore[misc]
 
 
 def is_exporting(ctx: Any) -> bool:
-    """Whether a lowering is `jax.export`'s. Gone: JAX's words, of serialized host_callbacks."""
+    """Whether a lowering is for `jax.export`. Gone: JAX's own error, about host_callbacks."""
     parameters = getattr(ctx.module_context, "lowering_parameters", None)
     return bool(getattr(parameters, "for_export", False))
 
 
 def is_for_one_cpu(ctx: Any) -> bool:
-    """Whether a lowering is for one device, the CPU: a callback's results need no sharding.
+    """Whether a lowering is for a single CPU device, where a callback's results need no sharding.
 
-    There `mlir.emit_python_callback`, of which `jax.pure_callback` is made, hands over NumPy
-    arrays; that function makes JAX's arrays of them first, which takes longer than a small
-    callback. Gone: that function.
+    There `mlir.emit_python_callback`, on which `jax.pure_callback` is built, passes NumPy arrays;
+    `pure_callback` converts them to JAX arrays first, which takes longer than a small callback.
+    Gone: use `jax.pure_callback`.
     """
     module = ctx.module_context
     devices = getattr(getattr(module, "axis_context", None), "num_devices", 0)
@@ -143,7 +142,7 @@ def is_for_one_cpu(ctx: Any) -> bool:
 
 
 def emit_callback(ctx: Any, run: Callable[..., Any], xs: Sequence[Any]) -> Any:
-    """Lowers a call back into Python, where `is_for_one_cpu` says that it can be."""
+    """Lowers a callback into Python, if `is_for_one_cpu`."""
     avals = ctx.avals_in, ctx.avals_out
     emit: Any = mlir.emit_python_callback
     return emit(ctx, run, None, xs, *avals, has_side_effect=False, **_no_token())[0]
@@ -151,15 +150,15 @@ def emit_callback(ctx: Any, run: Callable[..., Any], xs: Sequence[Any]) -> Any:
 
 @cache
 def _no_token() -> dict[str, bool]:
-    """The argument that JAX 0.8 added. Without it a token is made, which is not used."""
+    """The argument `returns_token=False`, from JAX 0.8 on."""
     parameters = signature(mlir.emit_python_callback).parameters
     return {"returns_token": False} if "returns_token" in parameters else {}
 
 
 def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
-    """The results of an equation's primitive at other operands.
+    """Evaluates an equation's primitive at other operands.
 
-    `get_bind_params` gives the parameters from JAX 0.9 on; before, functions that come before the
+    From JAX 0.9 on `get_bind_params` returns the parameters; before, functions that precede the
     operands, and the parameters.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
@@ -168,16 +167,16 @@ def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
 
 
 def backward_shapes_are_checked() -> bool:
-    """Whether a rule's cotangents must have the shapes of its primals, as JAX checks.
+    """Whether JAX checks that a rule's cotangents have the shapes of its primals.
 
-    The switch `jax_disable_bwd_checks` is documented with `jax.custom_vjp`, and no attribute of
-    `jax.config` that a type checker knows. JAX before 0.9 has none, and always checks.
+    `jax_disable_bwd_checks`, documented with `jax.custom_vjp`, is not typed in `jax.config`. JAX
+    before 0.9 does not have it, and always checks.
     """
     return not getattr(jax.config, "jax_disable_bwd_checks", False)
 
 
 def varying_axes(aval: Any) -> frozenset[Any]:
-    """The mesh axes over which a type is different under shard_map.
+    """The mesh axes over which a type varies under shard_map.
 
     `aval.vma` until JAX 0.9, `aval.manual_axis_type.varying` from 0.10 on.
     """
@@ -186,16 +185,16 @@ def varying_axes(aval: Any) -> frozenset[Any]:
 
 
 def as_varying(x: Any, axes: Sequence[Any]) -> Any:
-    """x, typed as different along these mesh axes too. JAX 0.7 has `pvary` for `pcast`."""
+    """x, cast to vary over these mesh axes. JAX 0.7 has `pvary` instead of `pcast`."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, tuple(axes), to="varying")
     return vars(jax.lax)["pvary"](x, tuple(axes))
 
 
 def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> None:
-    """Of an equation of this primitive of ours, a printed jaxpr shows these parameters.
+    """Registers the parameters that a printed jaxpr shows for equations of a primitive.
 
-    JAX's own primitives with rules are shown so. Gone: the rule's repr, and no program.
+    JAX prints its own primitives with rules alike. Gone: the rule's repr is printed.
     """
 
     def write(eqn: Any, context: Any, settings: Any) -> Any:
@@ -207,29 +206,28 @@ def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> N
 
 # --- what a maintainer of JAX would refuse ------------------------------------------------------
 #
-# Beside what follows, where it is needed and nowhere else: texts of errors, for which JAX has no
-# types (`known_errors`). Buys words that say what to do. Costs: reworded upstream, JAX's own error
-# is raised in their place.
+# Further hacks, each in one module: `known_errors` matches the texts of JAX's errors, which have no
+# types of their own. Benefit: errors with advice. Cost: if JAX rewords one, its own text is shown.
 #
-# The instruction at which an error was made (`code_origin`) is looked at as PyTorch's room says.
+# `code_origin` reads the instruction that raised an error, as described in torch/_upstream.py.
 
 
 def called_by_jax(depth: int) -> bool:
-    """Whether JAX itself made the call that stands so many calls above the caller's.
+    """Whether JAX itself made the call that is `depth` frames above the caller's.
 
-    `x[mask]` counts mask by `__array__`, as NumPy does whom it is to be refused to: nothing but the
-    frame tells them apart. Buys an answer where f selects by a condition; costs a guess, which is
-    "no" in an optimised JAX without frames, and f is then said to branch on a value.
+    JAX evaluates the mask of `x[mask]` by `__array__`, as NumPy does, to which it must be refused;
+    only the frame distinguishes them. Benefit: an answer for f that selects by a condition. Cost:
+    without frames (an optimised build of JAX) f is reported to branch on a value.
     """
     return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)
 
 
 def is_activation_rule(eqn: Any) -> bool:
-    """Whether a comparison was made by jax.nn's derivative of an activation, such as relu.
+    """Whether a comparison comes from jax.nn's derivative of an activation, such as relu.
 
-    At second order relu is connected with derivative zero, and this comparison is all that is left
-    of it. No mark tells it from a user's. Buys "its derivative is zero" in place of "cut" in what
-    why_zero says; costs that under jit, where JAX keeps no stack, it is said to be cut.
+    At second order this comparison is the only remainder of relu, whose derivative is zero, not
+    cut; no mark distinguishes it from a comparison of the user. Benefit: why_zero reports "its
+    derivative is zero". Cost: under jit, where JAX records no stack, it reports a cut.
     """
     frames = stack_of(eqn)
     inside = (f.function_name for f in frames if _is_activation_file(f.file_name))
@@ -237,14 +235,14 @@ def is_activation_rule(eqn: Any) -> bool:
 
 
 def _is_activation_file(file: str) -> bool:
-    """Whether a file is that in which jax.nn defines its activations."""
+    """Whether a file is the one in which jax.nn defines its activations."""
     return file.endswith(os.path.join("nn", "functions.py")) and is_in(("jax",), file)
 
 
 def is_batch_statistic(eqn: Any) -> bool:
-    """Whether a BatchNorm of flax or equinox computes statistics of its batch by an equation.
+    """Whether an equation computes the batch statistics of a BatchNorm of flax or equinox.
 
-    Buys the warning that a chunk has statistics of its own; costs that a renamed method is missed.
+    Benefit: the warning that a chunk has statistics of its own. Cost: a renamed method is missed.
     """
     names = [frame.function_name for frame in stack_of(eqn)]
     return "BatchNorm.__call__.<locals>._stats" in names or any(
@@ -255,12 +253,12 @@ def is_batch_statistic(eqn: Any) -> bool:
 def with_variables(
     f: FunctionType, cells: dict[str, Any], named: dict[str, Any], defaults: Any
 ) -> FunctionType:
-    """A function with the same code, whose variables by these names are others.
+    """A function with the same code, some of whose closure cells and globals are replaced.
 
-    flax refuses to change a module that a function closes over inside of another trace, and there
-    is no other way to hand that function a copy: its own cells are the caller's, which another
-    thread may read. Buys loops and rules around such a function; costs that a global which it sets
-    is set in a copy of its module's, if it names a module of flax there.
+    flax refuses to mutate a captured module inside of another trace, and a captured module can be
+    replaced by a copy in this way only: the function's own cells may be read by another thread.
+    Benefit: loops and rules around such functions. Cost: if its globals contain a flax module, a
+    global that the function sets is set in a copy.
     """
     scope = {**f.__globals__, **named} if named else f.__globals__
     own = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
@@ -271,19 +269,18 @@ def with_variables(
 
 
 class _TransfersRefused:
-    """Inside, this thread may move no array: what `jax.transfer_guard_*` set, set at once.
+    """Disallows all transfers in this thread, as the three `jax.transfer_guard_*` contexts do.
 
-    Three of these take ten times as long, which is a third of what a small callback takes. Gone:
-    these three.
+    Those take ten times as long, a third of the time of a small callback. Gone: use those.
     """
 
     __slots__ = ("before", "state")
 
     def __enter__(self) -> None:
-        room = sys.modules["jaxlib._jax"].guard_lib
-        state = self.state = room.thread_local_state()
+        guards = sys.modules["jaxlib._jax"].guard_lib
+        state = self.state = guards.thread_local_state()
         self.before = state.host_to_device, state.device_to_device, state.device_to_host
-        refused = room.TransferGuardLevel.DISALLOW_EXPLICIT
+        refused = guards.TransferGuardLevel.DISALLOW_EXPLICIT
         state.host_to_device = state.device_to_device = state.device_to_host = refused
 
     def __exit__(self, *raised: Any) -> None:
@@ -293,7 +290,7 @@ class _TransfersRefused:
 
 @contextmanager
 def _transfers_refused_slowly() -> Iterator[None]:
-    """The same by what JAX documents."""
+    """Disallows all transfers by JAX's documented contexts."""
     refused = "disallow_explicit"
     with (
         jax.transfer_guard_host_to_device(refused),
@@ -304,7 +301,7 @@ def _transfers_refused_slowly() -> Iterator[None]:
 
 
 def _has_guards() -> bool:
-    """Whether that is there."""
+    """Whether this JAX has the internals that `_TransfersRefused` uses."""
     try:
         with _TransfersRefused():
             return True
@@ -317,13 +314,13 @@ transfers_refused = _TransfersRefused if _has_guards() else _transfers_refused_s
 
 @cache
 def giving_capsules() -> Callable[[jax.Array], Any]:
-    """What makes a DLPack capsule of an array in the CPU's memory.
+    """The function that exports an array on the CPU as a DLPack capsule.
 
-    `jax.Array.__dlpack__` first makes sure, by a dozen calls, that the array is on one device;
-    where JAX has no other it is. Gone: that method.
+    `jax.Array.__dlpack__` first checks by a dozen calls that the array is on one device, which is
+    redundant if JAX has a single device. Gone: use that method.
     """
-    room: ModuleType | None = sys.modules.get("jaxlib._jax")
-    give = getattr(room, "buffer_to_dlpack_managed_tensor", None)
+    library: ModuleType | None = sys.modules.get("jaxlib._jax")
+    give = getattr(library, "buffer_to_dlpack_managed_tensor", None)
     try:
         if give is not None and jax.device_count() == 1:
             give(jax.device_put(np.zeros(16)))
@@ -335,13 +332,13 @@ def giving_capsules() -> Callable[[jax.Array], Any]:
 
 @cache
 def taking_capsules() -> Callable[[Any], jax.Array] | None:
-    """What makes a DLPack capsule of the CPU's memory an array in that memory.
+    """The function that imports a DLPack capsule of CPU memory without a copy, or None.
 
-    `jax.dlpack.from_dlpack` asks the CPU for a stream and catches what JAX raises, which takes six
-    times as long as the rest. None, where the name is gone or takes other arguments: that function.
+    `jax.dlpack.from_dlpack` queries the CPU for a stream and catches the exception, which takes six
+    times as long as the rest. If None (a changed signature), use that function.
     """
-    room: ModuleType | None = sys.modules.get("jaxlib._jax")
-    take = getattr(room, "dlpack_managed_tensor_to_buffer", None)
+    library: ModuleType | None = sys.modules.get("jaxlib._jax")
+    take = getattr(library, "dlpack_managed_tensor_to_buffer", None)
     device, example = jax.local_devices(backend="cpu")[0], np.zeros(16)
     kind = int(example.__dlpack_device__()[0])
     if take is None:

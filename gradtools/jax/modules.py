@@ -62,7 +62,7 @@ def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:
     return [jax.random.bits(k, (2,), "uint32") for k in keys(key, count)]
 
 
-_KERAS = keras.KerasWing("jax", lambda x: x, lambda x: x, _keras_seeds)
+_KERAS = keras.KerasBackend("jax", lambda x: x, lambda x: x, _keras_seeds)
 
 
 # --- shared by the integrations
@@ -93,8 +93,8 @@ def keys(key: jax.Array, count: int) -> list[jax.Array]:
     return list(jax.random.split(key, max(count, 1)))[:count]
 
 
-def no_key(error: Exception, mend: str = "pass key= to apply") -> GradtoolsError:
-    return GradtoolsError(f"apply: the module needs randomness; {mend}. ({error})")
+def no_key(error: Exception, advice: str = "pass key= to apply") -> GradtoolsError:
+    return GradtoolsError(f"apply: the module needs randomness; {advice}. ({error})")
 
 
 def layout_of(params: Any) -> Layout:

@@ -1,10 +1,10 @@
-"""Which entries of a function's input each entry of an array may depend on.
+"""Sparsity propagation: the input entries that each entry of an array may depend on.
 
 A dependence is a boolean matrix in SciPy's CSR format, with one row for each entry of the array and
-one column for each entry of the input. An operation of a framework maps dependences in one of four
-ways: entry by entry, by moving entries, by reducing groups of entries, or, where nothing better is
-known, from every entry to every entry. All of them give a superset of the true dependence, and none
-looks at a value that depends on the input.
+one column for each entry of the input. There are four kinds of transfer functions for a framework's
+operations: entrywise, moving entries, reducing groups of entries, and, conservatively, from every
+entry to every entry. Each returns a superset of the true dependence, and none reads a value that
+depends on the input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 
 Csr = Any
-_LARGEST = 5 * 10**7  # pairs that a product of matrices may list; beyond, every entry counts
+_LARGEST = 5 * 10**7  # pairs that a matrix product may list; beyond, its operand counts as dense
 
 
 class Entries(NamedTuple):
@@ -34,7 +34,7 @@ class Entries(NamedTuple):
 
 
 def scipy_sparse(caller: str) -> Any:
-    """`scipy.sparse`, or an error that names the extra."""
+    """`scipy.sparse`; raises with the name of the pip extra if it is missing."""
     try:
         import networkx as _  # noqa: F401
         import scipy.sparse
@@ -53,7 +53,7 @@ def _sparse() -> Any:
 
 
 def identity(shape: Sequence[int]) -> Entries:
-    """The input itself."""
+    """The dependence of the input itself."""
     return Entries(tuple(shape), _sparse().identity(math.prod(shape), bool, "csr"))
 
 
@@ -63,7 +63,7 @@ def empty(size: tuple[int, int]) -> Csr:
 
 
 def index_array(shape: Sequence[int], start: int = 0) -> np.ndarray:
-    """The numbers of an array's entries, in its shape."""
+    """The flat indices of an array's entries (from `start` on), in its shape."""
     return np.arange(start, start + math.prod(shape)).reshape(tuple(shape))
 
 
@@ -78,11 +78,11 @@ def entrywise(shape: Sequence[int], operands: Sequence[Entries]) -> Entries:
 
 
 def moved(operands: Sequence[Entries], index: np.ndarray) -> Entries:
-    """Each entry of the result is one entry of the operands, or a constant.
+    """Each entry of the result is one entry of the operands, or a constant (a gather).
 
     Args:
-        operands: The arrays, their entries counted through in this order.
-        index: For each entry of the result the number of its entry; a negative one for a constant.
+        operands: The arrays; their entries are numbered consecutively, in this order.
+        index: For each entry of the result the number of its source; negative for a constant.
     """
     stack = [x.matrix for x in operands]
     empty = _sparse().csr_matrix((1, stack[0].shape[1]), dtype=bool)
@@ -98,7 +98,7 @@ def reduced(x: Entries, shape: Sequence[int], group: np.ndarray) -> Entries:
     Args:
         x: The operand.
         shape: The result's shape.
-        group: For each entry of x the number of the entry of the result.
+        group: For each entry of x the flat index of its entry of the result.
     """
     ones = np.ones(group.size, bool)
     places = (group.reshape(-1), np.arange(group.size))
@@ -107,7 +107,7 @@ def reduced(x: Entries, shape: Sequence[int], group: np.ndarray) -> Entries:
 
 
 def over_axes(x: Entries, axes: Sequence[int], keepdims: bool = False) -> Entries:
-    """A reduction over axes."""
+    """The dependence of a reduction over axes."""
     axes = tuple([a % max(len(x.shape), 1) for a in axes])
     kept = tuple([1 if i in axes else n for i, n in enumerate(x.shape)])
     group = np.broadcast_to(index_array(kept), x.shape)
@@ -139,8 +139,7 @@ def product(
     Args:
         a: The left operand, of shape (batch, i, k); None for a constant.
         b: The right operand, of shape (batch, j, k); None for a constant.
-        nonzero: Of a constant beside one operand, where it is not zero, in the constant's shape;
-            None if it is not known.
+        nonzero: Where the constant operand is nonzero, in its shape; None if it is not known.
         sizes: batch, i, j, k.
 
     Returns:
@@ -176,11 +175,11 @@ def windows(
 
     Args:
         x: The operand.
-        patches: Numbers of entries of x, of shape (n, groups, inputs of a window, positions); a
-            negative one is padding.
-        kernel: Where the kernel is not zero, of shape (out_channels, inputs of a window); None if
+        patches: The indices of the entries of x, of shape (n, groups, inputs of a window,
+            positions); negative for padding.
+        kernel: Where the kernel is nonzero, of shape (out_channels, inputs of a window); None if
             it is not known.
-        out_channels: Of all groups.
+        out_channels: The number of output channels of all groups.
 
     Returns:
         Entries of shape (n, out_channels, positions).

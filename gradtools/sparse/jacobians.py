@@ -1,11 +1,11 @@
 """Sparse Jacobians and Hessians by colouring.
 
-Columns of a Jacobian that share no row are pushed as one tangent, rows that share no column are
-pulled as one cotangent, and every entry is read off from the product in which it stands alone
-(Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974). A few dense rows
-would make every column its own, so they are pulled, and the columns of what is left are pushed
-(Coleman and Verma, The efficient computation of sparse Jacobian matrices using automatic
-differentiation, 1998). Which columns go together is a greedy colouring by NetworkX.
+Structurally orthogonal columns (that share no row) are pushed as one tangent, structurally
+orthogonal rows are pulled as one cotangent, and each entry is read from the product in which it is
+the only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974). A few
+dense rows would give each column a colour of its own, so they are pulled, and the columns of the
+rest are pushed (Coleman and Verma, The efficient computation of sparse Jacobian matrices using
+automatic differentiation, 1998). NetworkX computes a greedy colouring.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.sparse.entry_dependence import Csr, scipy_sparse
 
-_EDGES = 2 * 10**7  # of a graph of columns; beyond, each column has a colour of its own
+_EDGES = 2 * 10**7  # of the column graph; beyond, each column gets a colour of its own
 
 
 @dataclass(frozen=True)
 class Colouring:
-    """How the entries of a sparse matrix are read off from a few products.
+    """A colouring of rows and columns: how a sparse matrix is recovered from a few products.
 
     Attributes:
-        rows: The row of each entry that is not zero, sorted by rows, then by columns.
-        columns: Its column.
+        rows: The row of each nonzero entry, sorted by rows, then by columns.
+        columns: The column of each nonzero entry.
         shape: The matrix's shape.
-        row_colours: For each row the number of its cotangent; -1 if the columns are pushed.
-        column_colours: For each column the number of its tangent; -1 if it needs none.
+        row_colours: The colour of each row, which is the index of its cotangent; -1 for rows that
+            are recovered from tangents.
+        column_colours: The colour of each column, which is the index of its tangent; -1 for columns
+            that need none.
     """
 
     rows: np.ndarray
@@ -58,13 +60,12 @@ class Colouring:
 
 
 def pattern_of(caller: str, given: Any, ins: tuple[int, ...]) -> tuple[Csr, tuple[int, ...] | None]:
-    """A user's sparsity pattern as a boolean CSR matrix, and the output's shape if it says it.
+    """A user's sparsity pattern as a boolean CSR matrix, and the output's shape if it implies it.
 
     Args:
-        caller: The operator, for messages.
-        given: A sparse matrix of SciPy, PyTorch or JAX (BCOO), or an array: where it has entries
-            that are not zero. A matrix with one column for each entry of the input, or of the
-            shape of the Jacobian.
+        caller: The operator's name, for errors.
+        given: A sparse matrix of SciPy, PyTorch or JAX (BCOO), or an array; its nonzero entries are
+            the pattern. Has one column for each entry of the input, or the shape of the Jacobian.
         ins: The shape of f's argument.
 
     Raises:
@@ -90,7 +91,7 @@ def pattern_of(caller: str, given: Any, ins: tuple[int, ...]) -> tuple[Csr, tupl
 
 
 def _read(caller: str, given: Any) -> tuple[tuple[int, ...], np.ndarray]:
-    """The shape, and the indices of what is not zero, one row for each axis."""
+    """The shape, and the indices of the nonzero entries, one row for each axis."""
     if hasattr(given, "tocoo"):
         coo = given.tocoo()
         kept = np.asarray(coo.data) != 0
@@ -122,13 +123,13 @@ def _no_pattern(caller: str, given: Any) -> GradtoolsError:
 
 
 def coloured(pattern: Csr, mode: str, symmetric: bool = False) -> Colouring:
-    """The products that give every entry of a matrix with this pattern.
+    """The colouring of a pattern, memoized.
 
     Args:
         pattern: A boolean CSR matrix.
-        mode: "forward" colours columns, "reverse" rows; "auto" takes what needs the fewest
-            products, and both where a few rows are dense.
-        symmetric: Whether row i is column i, so that a row which is pulled gives its column too.
+        mode: "forward" colours columns, "reverse" rows; "auto" takes whichever needs the fewest
+            products, and both if a few rows are dense.
+        symmetric: Whether the matrix is symmetric, so that a pulled row is also its column.
     """
     pattern = pattern.tocsr()
     pattern.sort_indices()
@@ -164,7 +165,7 @@ def _coloured(
 
 
 def _rows_to_pull(pattern: Csr, mode: str, symmetric: bool) -> np.ndarray:
-    """Which rows are pulled, by the least number of products that the counts allow."""
+    """The rows to pull: the densest ones, as many as minimize a bound on the products."""
     rows = np.asarray(pattern.sum(1)).reshape(-1)
     none, all_rows = np.zeros(rows.size, bool), np.ones(rows.size, bool)
     if mode == "forward" or not rows.size:
@@ -190,7 +191,7 @@ def _rows_to_pull(pattern: Csr, mode: str, symmetric: bool) -> np.ndarray:
 
 
 def _greedy(pattern: Csr) -> np.ndarray:
-    """A colour for each column, so that no two of one colour share a row."""
+    """A colour for each column, such that no two columns of one colour share a row."""
     import networkx
 
     count = pattern.shape[1]
@@ -207,14 +208,14 @@ def _greedy(pattern: Csr) -> np.ndarray:
 def entries_by_products(
     colouring: Colouring, symmetric: bool, pulled: Array | None, pushed: Array | None, concat: Any
 ) -> Array:
-    """The values of the entries, in their order.
+    """The values of the entries, gathered from the products, in the colouring's order.
 
     Args:
-        colouring: Says in which product an entry stands alone.
-        symmetric: Whether a row that was pulled gives its column too.
-        pulled: One row for each cotangent: the product, flat. None if there is none.
-        pushed: One row for each tangent: the product, flat. None if there is none.
-        concat: Joins two flat arrays.
+        colouring: The colouring.
+        symmetric: Whether a pulled row is also its column.
+        pulled: The flat products, one row for each cotangent; None if there are none.
+        pushed: The flat products, one row for each tangent; None if there are none.
+        concat: Concatenates two flat arrays.
     """
     rows, columns, (height, width) = colouring.rows, colouring.columns, colouring.shape
     by_row, by_column = colouring.row_colours[rows], colouring.column_colours[columns]
@@ -229,7 +230,7 @@ def entries_by_products(
 
 
 def random_signs(size: int) -> np.ndarray:
-    """A vector of independent entries of modulus between 1 and 2, the same at every call."""
+    """A vector of independent random entries of modulus between 1 and 2, by a fixed seed."""
     draw = np.random.default_rng(20)
     return (draw.choice([-1.0, 1.0], size) * draw.uniform(1.0, 2.0, size)).astype(np.float32)
 
@@ -239,10 +240,10 @@ class Compressed:
 
     Args:
         call: The call, with one array to differentiate with respect to.
-        fun: What is differentiated: the call, or its gradient.
-        sparsity: What the user gave.
+        fun: The function to differentiate: the call, or its gradient.
+        sparsity: The user's argument.
         mode: As in `coloured`.
-        chunk_size: How many products at once.
+        chunk_size: How many products are computed at once.
         symmetric: Whether the matrix is a Hessian.
     """
 
@@ -257,7 +258,7 @@ class Compressed:
     ) -> None:
         self.backend, self.call, self.fun, self.chunk_size = call.backend, call, fun, chunk_size
         self.symmetric = symmetric
-        self.dtypes: list[Any] = []  # of the products' vectors
+        self.dtypes: list[Any] = []  # the dtypes of the seeds
         self.x = self._only(call.leaves, "the argument")
         self.framework = self.backend.submodule("sparsity", call.caller)
         self._fix = ", or sparsity='detect'"
@@ -286,7 +287,7 @@ class Compressed:
     def seeds(
         self, colours: np.ndarray, checking: bool, shape: Sequence[int], like: Array | None = None
     ) -> Array:
-        """One vector for each colour, and a random one if a product is to be checked."""
+        """The seed vectors: one for each colour, and a random one for the check of the pattern."""
         count = int(colours.max(initial=-1)) + 1
         seeds = (np.arange(count)[:, None] == colours[None]).astype(np.float32)
         if checking:
@@ -302,7 +303,7 @@ class Compressed:
 
         def pulled(unit: Array) -> list[Array]:
             grads = result.pullback([unit])
-            if isinstance(self.fun, Call):  # and no gradient, which is a derivative itself
+            if isinstance(self.fun, Call):  # not for a gradient: cuts were refused inside
                 refuse_cut(self.fun, result.cut(grads))
             return [self.backend.zeros_like(self.x) if g is None else g for g in grads]
 
@@ -311,7 +312,7 @@ class Compressed:
         return self.backend.map_batches(pulled, [seeds], self.chunk_size)[0]
 
     def push(self, seeds: Array, result: Evaluation | None = None) -> Array:
-        """The products with tangents, by the transposed pullback where there is one."""
+        """The products with tangents, by the transposed pullback if there is one, else by jvp."""
         push = None if result is None else result.transposed()
         if push is not None:
             with suppress(CannotPush):
@@ -331,7 +332,7 @@ class Compressed:
         return products[0]
 
     def _settle(self, outs: Sequence[Array]) -> None:
-        """Notes the output's shape."""
+        """Records the output's shape, and checks it against the pattern."""
         self.outs = tuple(self._only(outs, "the output").shape)
         if math.prod(self.outs) != self.colouring.shape[0]:
             raise GradtoolsError(
@@ -340,7 +341,7 @@ class Compressed:
             )
 
     def assembled(self, pulled: Array | None, pushed: Array | None) -> Any:
-        """The framework's sparse array, once the last product was compared with its own."""
+        """The framework's sparse array, after the check of the pattern by the last product."""
         colouring, last = self.colouring, pulled if pushed is None else pushed
         assert last is not None and self.outs is not None
         values = entries_by_products(
@@ -354,16 +355,16 @@ class Compressed:
         return self.framework.sparse_array(index, values, shape)
 
     def _checked(self, values: Array, product: Array, along_rows: bool) -> Array:
-        """The values, if their product with a random vector is the one that was computed.
+        """Checks the pattern: compares the values' product with a random vector to the true one.
 
-        In a trace, where nothing can be read, wrong values are NaN.
+        Raises if they differ; in a trace, where values cannot be read, returns NaN instead.
         """
         backend, xp, colouring = self.backend, self.backend.xp, self.colouring
         there, here = colouring.columns, colouring.rows
         if along_rows:
             there, here = here, there
         vector = backend.asarray(random_signs(colouring.shape[not along_rows])[there], values)
-        vector = xp.astype(vector, self.dtypes[-1])  # as it was rounded for the product
+        vector = xp.astype(vector, self.dtypes[-1])  # rounded as in the product
         plain = backend.stop_gradient(values)
         terms = plain * xp.astype(vector, values.dtype)
         wanted = backend.stop_gradient(product)
@@ -372,7 +373,7 @@ class Compressed:
             return values
         sizes = scale + abs(wanted)
         finite = xp.isfinite(sizes)
-        # Of the largest entry, since a saturated one is rounded as the others are.
+        # Relative to the largest entry: a small one may be a difference of large terms.
         size = xp.max(xp.where(finite, sizes, xp.zeros_like(sizes)))
         slack = max(_slack(backend, y) for y in (values, product, self.x, vector))
         off = ~(abs(expected - wanted) <= slack * size)
@@ -397,7 +398,7 @@ def _slack(backend: Backend, x: Array) -> float:
 
 
 def sparse_jacobian(call: Call, fun: Fun, sparsity: Any, mode: str, chunk_size: int | None) -> Any:
-    """The Jacobian of a call as a sparse array of the framework."""
+    """The Jacobian of a call as the framework's sparse array."""
     plan = Compressed(call, fun, sparsity, mode, chunk_size, symmetric=False)
     colouring = plan.colouring
     result = pulled = pushed = None
@@ -411,7 +412,7 @@ def sparse_jacobian(call: Call, fun: Fun, sparsity: Any, mode: str, chunk_size: 
 
 
 def sparse_hessian(call: Call, gradient: Fun, sparsity: Any, mode: str) -> Any:
-    """The Hessian of a call as a sparse array: rows and columns are products with vectors."""
+    """The Hessian of a call as a sparse array, by Hessian-vector products."""
     plan = Compressed(call, gradient, sparsity, "auto", None, symmetric=True)
     colours, shape = plan.colouring, plan.x.shape
     rows = plan.seeds(colours.row_colours, False, shape)

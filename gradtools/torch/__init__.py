@@ -21,14 +21,14 @@ _api = _Api(_Backend())
 _LAYERS = ("nn",)  # modules with the layers of each library, imported when one is read
 
 if _typing.TYPE_CHECKING:
-    from gradtools.public import *  # noqa: F403 - the names stand once, for both wings
+    from gradtools.public import *  # noqa: F403 - declared once, for both backends
 
     xp: _ModuleType  # array_api_compat.torch, which a checker cannot read
 else:  # where a type checker reads a __getattr__, no misspelt name is found
     __all__ = list(_api.names)
 
     def __getattr__(name: str) -> object:
-        """A public name, when it is first read: its room is imported then, and no other."""
+        """A public name; its module is imported when the name is first read."""
         if name in _LAYERS:
             return _import_module(f"{__name__}.{name}")
         if name not in __all__:

@@ -1,13 +1,13 @@
 """Every private name of PyTorch that gradtools uses, each with its reason; no other file uses any.
 
-All other files go through here, which `tests/house/test_upstream.py` reads from their source; tests
-in `tests/torch/test_upstream.py` hold that each name still does what is relied on, and that no
-public way has come. Each entry says what it is for, and what to do when it is gone. All were seen
-with PyTorch 2.13; where there is an upstream issue it is named. What is merely another name costs
-nothing; a function here costs a call, so what is asked at every operation is a name.
+All other files import them from here (`tests/house/test_upstream.py` checks their source).
+`tests/torch/test_upstream.py` tests the behaviour of each name, and that no public alternative
+exists yet. Each entry says what it is for; "Gone:" says what to do once it no longer exists. All
+exist in PyTorch 2.13; upstream issues are named. An alias costs nothing, a function costs a call,
+so names that are used at every operation are aliases.
 
-Nothing public was found in 2.13 for any of them. What a maintainer of PyTorch would refuse, and for
-which there is no other way, stands at the end, with what it buys and what it costs.
+No public alternative was found in 2.13 for any of them. Hacks that a maintainer of PyTorch would
+reject, and for which there is no other way, are at the end, with benefit and cost.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ that is asked in its `__torch_dispatch__`, as `gradient_graph` has; other modes 
 
 
 class Watching(TorchDispatchMode):
-    """A dispatch mode that does not import dynamo, which takes longer than all that it watches.
+    """A dispatch mode that does not import dynamo, an import slower than any code under the mode.
 
-    It never runs inside of code that is compiled. Gone: dynamo's frames stand below each call.
+    It never runs inside of compiled code. Gone: dynamo's frames are below each call.
     """
 
     @classmethod
@@ -140,11 +140,11 @@ of a level."""
 
 
 def enter_forward_level() -> int | None:
-    """The level of forward mode; None if someone, in this thread or another, is in it.
+    """Enters a level of forward mode; None if one is active, in this thread or another.
 
-    `torch.autograd.forward_ad.enter_dual_level` leaves a level open behind the error that it raises
-    where another thread enters `torch.func.jvp` at that moment, so this is its text with an end.
-    Gone: that.
+    If another thread enters `torch.func.jvp` at the same moment,
+    `torch.autograd.forward_ad.enter_dual_level` raises and leaves a level open; this copy of its
+    code closes it. Gone: use that function.
     """
     try:
         level = int(_c._enter_dual_level())
@@ -159,7 +159,7 @@ def enter_forward_level() -> int | None:
 
 
 def leave_forward_level(level: int) -> None:
-    """Its end. Gone: `torch.autograd.forward_ad.exit_dual_level`, at three times the time."""
+    """Exits the level. Gone: `torch.autograd.forward_ad.exit_dual_level`, three times as slow."""
     _c._exit_dual_level(level=level)
     forward_ad._current_level = level - 1
 
@@ -270,7 +270,7 @@ tangents as well. Gone: in forward mode refuse checkpoints, whose second pass wo
 
 
 def checkpoint_call(args: Any, kwargs: Any) -> tuple[Any, Any, Callable[..., Any]]:
-    """Of a call of `checkpoint_passes` less the function: its inputs, and a call with others.
+    """Splits the arguments of a checkpoint call: the inputs, and a function to call with others.
 
     From PyTorch 2.14 on the inputs are a tuple and a dict, and options have names; before, options
     stand between the function and its inputs.
@@ -283,9 +283,9 @@ def checkpoint_call(args: Any, kwargs: Any) -> tuple[Any, Any, Callable[..., Any
 
 
 def bookkeeping() -> tuple[Any, ...]:
-    """The Functions of DDP and FSDP2 that are identities and take note of the backward pass.
+    """The Functions of DDP and FSDP2 that are identities with bookkeeping in the backward pass.
 
-    Empty unless processes train together. Gone: forward mode through them is refused.
+    Empty without distributed training. Gone: forward mode through them is refused.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return ()
@@ -301,7 +301,7 @@ def checkpoint_operator() -> Any:
 
 
 def flex_attention_module() -> Any:
-    """Where `flex_attention` refuses operands on the CPU that require grad, once it is imported.
+    """The module in which `flex_attention` rejects CPU operands that require grad, if imported.
 
     Gone: forward mode through it is refused on the CPU, as reverse mode is.
     """
@@ -309,15 +309,15 @@ def flex_attention_module() -> Any:
 
 
 def flex_operator() -> Any:
-    """The operator that `flex_attention` calls, once it is imported. Gone: by its name."""
+    """The operator that `flex_attention` calls, if imported. Gone: find it by name."""
     module = sys.modules.get("torch._higher_order_ops.flex_attention")
     return None if module is None else module.flex_attention
 
 
 def indexing_by_numbers() -> Any:
-    """A block in which `table[i]` takes a number i of vmap's, as flex_attention's functions need.
+    """Context in which `table[i]` accepts a batched index i, which flex_attention's functions need.
 
-    Gone: such a function is refused by vmap.
+    Gone: vmap rejects such a function.
     """
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
@@ -325,7 +325,7 @@ def indexing_by_numbers() -> Any:
 
 
 def gathers_parameters(hook: Any) -> bool:
-    """Whether a hook on a layer's output is FSDP2's, which leaves the gradient as it is.
+    """Whether a hook on a layer's output is FSDP2's, which does not change the gradient.
 
     Gone: forward mode through FSDP2 is refused, as with any hook on a gradient.
     """
@@ -338,10 +338,10 @@ _HANDLERS = ("has_torch_function", "has_torch_function_unary", "has_torch_functi
 
 
 def _redispatch(fun: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls a function inside of its own ``__torch_function__``, past its look for modes.
+    """Calls a function from inside of its own ``__torch_function__``, without its check for modes.
 
-    The operations that it makes are seen. A function in Python looks by one of `_HANDLERS`, so a
-    copy of it runs in which these answer no; a higher-order operator goes on to its kernel.
+    Modes still intercept its operations. A Python function checks by one of `_HANDLERS`, so a copy
+    of it runs in which these return False; a higher-order operator dispatches to its kernel.
     """
     if isinstance(fun, HigherOrderOperator):
         keys = torch._ops._compute_keyset(args, kwargs, fun.non_fallthrough_keys)  # type: ignore[arg-type]
@@ -363,7 +363,7 @@ redispatch_function: Callable[..., Any] = getattr(
 
 
 def size_hint(n: Any, fallback: int) -> int:
-    """The length that an axis has where the compiler keeps it open. `hint_int` before 2.12."""
+    """The example value of a symbolic size. `hint_int` before 2.12."""
     from torch.fx.experimental import symbolic_shapes
 
     hint = getattr(symbolic_shapes, "optimization_hint", None) or vars(symbolic_shapes)["hint_int"]
@@ -380,7 +380,7 @@ count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
 
 
 def is_traced_by_make_fx() -> bool:
-    """Whether `make_fx` traces, which tells no numbers. Gone: assume that it does not."""
+    """Whether `make_fx` is tracing, where values are unknown. Gone: assume that it is not."""
     return _c._get_dispatch_mode(_c._TorchDispatchModeKey.PROXY) is not None
 
 
@@ -392,9 +392,9 @@ of its own. Gone: the latter is `OpOverload.has_kernel_for_dispatch_key`."""
 
 @contextmanager
 def outermost() -> Iterator[None]:
-    """A block in which operations are dispatched as in a new thread: by autograd, seen by no mode.
+    """Context in which operations are dispatched as in a new thread: to autograd, without modes.
 
-    Gone: a thread, which costs as much as a small call.
+    Gone: use a thread, which costs as much as a small call.
     """
     with (
         _disable_current_modes(),
@@ -406,7 +406,7 @@ def outermost() -> Iterator[None]:
 
 @cache
 def _keys_of_a_thread() -> tuple[Any, Any]:
-    """The dispatch keys that are included and excluded where nothing has begun."""
+    """The dispatch keys that are included and excluded in a new thread."""
     result: list[Any] = []
 
     def ask() -> None:
@@ -427,12 +427,12 @@ sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def forward_class(kind: Any) -> Any:
-    """The `torch.autograd.Function` of which a class of nodes is of. Gone: its name."""
+    """The `torch.autograd.Function` of a class of nodes. Gone: use its name."""
     return users_class(kind._forward_cls)
 
 
 def users_class(function: Any) -> Any:
-    """A `torch.autograd.Function` as the user wrote it: vmap calls one that it makes of that.
+    """The user's `torch.autograd.Function` behind the class that vmap generates from it.
 
     Gone: a Function under vmap whose derivative is differentiated again is refused.
     """
@@ -448,36 +448,36 @@ backward_class: Callable[[Any], Any] = attrgetter("_backward_cls")
 
 
 def saves(node: Any, name: str) -> bool:
-    """Whether a node of the graph saves something of this name."""
+    """Whether a node of the graph has a saved value of this name."""
     return hasattr(node, f"_saved_{name}")
 
 
 def saved(node: Any, name: str, *default: Any) -> Any:
-    """What a node of the graph saved: documented ("Autograd mechanics"), though with an underscore.
+    """A saved value of a node: documented ("Autograd mechanics"), though with an underscore.
 
-    Gone: the operations whose gradient PyTorch has wrong are refused, not mended.
+    Gone: operations with wrong gradients are refused instead of corrected.
     """
     return getattr(node, f"_saved_{name}", *default)
 
 
 def is_shared(x: Tensor) -> bool:
-    """Whether others than one node of the graph hold the tensor that is read from it.
+    """Whether a tensor saved by a node is referenced elsewhere, too.
 
-    Gone: gradients of normalisations by PyTorch's own vmap are PyTorch's number.
+    Gone: gradients of normalisations by PyTorch's own vmap are not corrected.
     """
     count = getattr(x, "_use_count", None)
     return count is not None and count() > 2
 
 
 def arrays_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The shape and dtype of each result whose gradient a node takes. Gone: those are not told."""
+    """The shape and dtype of each output of a node. Gone: they are not reported."""
     return [(tuple(x.shape), x.dtype) for x in getattr(node, "_input_metadata", ())]
 
 
 def described(node: Any) -> Sequence[Any]:
-    """Of each result whose gradient a node takes, its shape, dtype and device.
+    """The shape, dtype and device of each output of a node.
 
-    Gone: hooks on nodes are not tried, and a derivative through them is refused.
+    Gone: hooks on nodes are not tested, and a derivative through them is refused.
     """
     described: Sequence[Any] = node._input_metadata
     return described
@@ -508,19 +508,19 @@ tracing_state: Callable[[], Any] = _c._get_tracing_state
 
 
 def set_tensor_hooks(x: Tensor, hooks: Any) -> None:
-    """Puts None there again, where a hook of ours was the first: what was None is pickled."""
+    """Restores a tensor's hooks attribute to None after our hook: only None can be pickled."""
     x._backward_hooks = hooks
 
 
 def owners_of_memory(x: Tensor) -> int:
-    """How many hold x's storage, so that another framework may take it. Gone: copy."""
+    """The reference count of x's storage, which may be donated if it is one. Gone: copy."""
     return int(_c._storage_Use_Count(x.untyped_storage()._cdata))
 
 
 def fake_tensors(**options: Any) -> Any:
-    """A block in which operations give shapes and no numbers; a second to load.
+    """A `FakeTensorMode`: operations compute shapes only. Its import takes a second.
 
-    Gone: tensors on the meta device, which have no device of their own.
+    Gone: tensors on the meta device, which lose their device.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -528,7 +528,7 @@ def fake_tensors(**options: Any) -> Any:
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a tensor is one of that block. Gone: `detect_fake_mode` knows it of the block."""
+    """Whether a tensor is a fake tensor. Gone: `detect_fake_mode`."""
     from torch._subclasses import fake_tensor
 
     return bool(fake_tensor.is_fake(x))
@@ -546,7 +546,7 @@ divide_each_: Any = torch._foreach_div_
 
 
 def clone_each(xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """A clone of each tensor, by one operation where PyTorch has it and they are plain."""
+    """A clone of each tensor, by one foreach operation for plain tensors if PyTorch has it."""
     if all(type(x) is Tensor and x.layout is torch.strided for x in xs):
         clone = getattr(torch, "_foreach_clone", None)
         if clone and xs:
@@ -555,15 +555,15 @@ def clone_each(xs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def overload_of(operation: Any) -> str:
-    """Which overload of an ATen operation it is. Gone: the end of its text."""
+    """The name of an ATen operation's overload. Gone: the end of its text."""
     return str(operation._overloadname)
 
 
 def storage_key(x: Tensor) -> int:
-    """A number that tensors share exactly if they share a storage, while they live.
+    """A key that two living tensors share if and only if they share a storage.
 
-    Of a tensor that has no storage (sparse, wrapped by a transform) its own. No mode sees it asked.
-    Gone: `is_alias_of`, pair by pair.
+    A tensor without a storage (sparse, wrapped by a transform) has a key of its own. No mode
+    intercepts this. Gone: `is_alias_of`, for each pair.
     """
     try:
         if type(x) is Tensor and not count_of_function_modes():
@@ -591,7 +591,7 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 
 
 def decompositions() -> Any:
-    """PyTorch's own decompositions of operators; a second to load. Gone: count what is known."""
+    """PyTorch's own decompositions of operators; the import takes a second. Gone: do without."""
     from torch._decomp import decomposition_table
 
     return decomposition_table
@@ -618,12 +618,12 @@ slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
 
 
 def forward_hooks_of(module: torch.nn.Module) -> list[Any]:
-    """A module's hooks around its forward. PyTorch registers them, and lists none."""
+    """A module's forward hooks and pre-hooks. PyTorch has no public list of them."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 def forward_hook_numbers(module: torch.nn.Module) -> list[int]:
-    """The numbers under which those stand, which count all hooks of the process."""
+    """The ids of a module's forward hooks, from a counter of the process."""
     return [*module._forward_hooks, *module._forward_pre_hooks]
 
 
@@ -639,7 +639,7 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 def takes_whole_gradients(module: torch.nn.Module) -> bool:
-    """Whether a module's backward hooks are full ones, of no deprecated kind."""
+    """Whether a module's backward hooks are full backward hooks, not the deprecated kind."""
     return module._is_full_backward_hook is not False
 
 
@@ -648,10 +648,10 @@ BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 
 
 class ModuleLike(torch.nn.Module):
-    """A module whose conversions and loading are those of another, `_own`.
+    """A module that delegates conversions and loading to another one, `_own`.
 
-    `to`, `half`, `cuda` end in `_apply`, and a parent's `load_state_dict` in
-    `_load_from_state_dict`, which subclasses are told to override. Gone: with those.
+    `to`, `half`, `cuda` call `_apply`, and a parent's `load_state_dict` calls
+    `_load_from_state_dict`, which is documented for overriding. Gone: override those methods.
     """
 
     _own: torch.nn.Module
@@ -665,9 +665,9 @@ class ModuleLike(torch.nn.Module):
 
 
 def scripted_attributes(module: Any) -> list[tuple[str, bool, Any]]:
-    """Name, whether it is a parameter, and the holder of each attribute of a ScriptModule.
+    """The name, whether it is a parameter, and the owner of each attribute of a ScriptModule.
 
-    `getattr` of the module hands out copies. Gone: what TorchScript changes is not put back.
+    `getattr` of the module returns copies. Gone: changes by TorchScript are not undone.
     """
     attributes = module._concrete_type.get_attributes().items()
     return [(key, is_parameter, module._c) for key, (_, is_parameter) in attributes]
@@ -680,7 +680,7 @@ below."""
 
 
 def set_cached_weights(kept: dict[Any, Any]) -> None:
-    """Puts another cache there: what it keeps is in the graph of another call. Gone: refuse."""
+    """Replaces the parametrization cache: its tensors are in another graph. Gone: refuse."""
     parametrize._cache = kept  # type: ignore[assignment]
 
 
@@ -695,7 +695,7 @@ and searches at every call. Gone: that."""
 
 
 def operator_tables(name: str) -> Any:
-    """A table of PyTorch's own tests, for the sweeps over all operators. They need its packages."""
+    """A table of PyTorch's own tests (OpInfo), for the sweeps. Needs the packages of the tests."""
     from importlib import import_module
 
     return import_module(f"torch.testing._internal.{name}")
@@ -708,14 +708,14 @@ DYNAMO = "torch._dynamo"
 
 
 def dynamo_is_loaded() -> bool:
-    """Whether anything may be compiled. Importing dynamo takes longer than the rest of PyTorch."""
+    """Whether dynamo is imported; its import takes longer than that of the rest of PyTorch."""
     return DYNAMO in sys.modules
 
 
 def break_graph(reason: str) -> None:
-    """Ends the piece of code that dynamo compiles, for a reason that it tells.
+    """Causes a graph break in dynamo, with a reason for its logs.
 
-    Gone: call what `torch.compiler.disable` returns, which has no reason of ours.
+    Gone: call a function wrapped by `torch.compiler.disable`, without a reason.
     """
     sys.modules[DYNAMO].graph_break(msg=reason)
 
@@ -731,7 +731,7 @@ derivative is lost. No name tells; seen in 2.8 to 2.12.
 
 
 def skip_module(name: str) -> None:
-    """No line of a module is compiled, though what it calls may be."""
+    """Makes dynamo skip the frames of a module; functions that it calls may be compiled."""
     from torch._dynamo import trace_rules
 
     trace_rules.add(name)
@@ -748,21 +748,21 @@ def skip_code(fun: Callable[..., Any]) -> None:
 
 
 def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """What `torch.compiler.assume_constant_result` does, without importing dynamo. Gone: that."""
+    """`torch.compiler.assume_constant_result` without importing dynamo. Gone: use that."""
     fun._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fun
 
 
 def is_compiled(f: Any) -> bool:
-    """Whether f is what torch.compile returned. Nothing public tells."""
+    """Whether f was returned by torch.compile. There is no public way to tell."""
     return hasattr(f, "_torchdynamo_orig_callable") or type(f).__name__ == "OptimizedModule"
 
 
 # --- what a maintainer of PyTorch would refuse --------------------------------------------------
 #
-# Each of these hangs on frames of the stack, on the identity of a code object, or on a count of the
-# process, because nothing else in PyTorch tells. Beside them, where they are needed and nowhere
-# else, with what each buys and costs:
+# Each of these depends on stack frames, on the identity of a code object, or on a counter of the
+# process, because PyTorch offers nothing else. Further hacks, each in one module, with benefit
+# ("buys") and cost:
 #
 # - Texts of PyTorch's errors, for which it has no types (`known_errors`). Buys words that
 #   say what to do, and another way where a kernel lacks a derivative. Costs: reworded upstream,

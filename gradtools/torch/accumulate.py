@@ -381,13 +381,13 @@ def _check_match(caller: str, path: str, p: torch.Tensor, g: torch.Tensor) -> No
     if g.shape == p.shape and g.dtype == dtype and g.device == p.device:
         return
     expected = f"{_short(dtype)} of shape {tuple(p.shape)} on {p.device}"
-    mend = f"Convert it with .to({dtype}), or set the parameter's grad_dtype."
+    advice = f"Convert it with .to({dtype}), or set the parameter's grad_dtype."
     if g.device != p.device:
-        mend = f"Move it with .to({str(p.device)!r})."
+        advice = f"Move it with .to({str(p.device)!r})."
     if g.shape != p.shape:
-        mend = "Reduce it over the batch first, or give it under another name."
+        advice = "Reduce it over the batch first, or give it under another name."
     refuse(
-        caller, f"grads{path} is {spec_in_words(spec(g))}", f"{expected}, as the parameter", mend
+        caller, f"grads{path} is {spec_in_words(spec(g))}", f"{expected}, as the parameter", advice
     )
 
 

@@ -1,13 +1,13 @@
-"""autograd.Functions without double backward: a derivative that would be lost is refused by name.
+"""Double backward through custom autograd.Functions: silently lost derivatives are refused.
 
-A torch.autograd.Function, or an operator with a registered backward, may compute its gradient
-where autograd does not look: under no_grad, through NumPy, from an intermediate that it saved. The
-gradient is right then, and its own derivative is zero or lacks a term, in silence. So a class is
-never trusted: it is tried (double_backward_trials.py), once, when a derivative of its gradient may
-be asked for. What it loses, and what cannot be tried, is refused by a node beside the gradient, a
-gate, that the engine enters only on its way to what is lost. A constant gradient (of a linear map,
-a mask, a straight-through estimator) loses nothing. The same holds of the tangent that a class
-pushes by a jvp of its own.
+The backward of a torch.autograd.Function, or of an operator with a registered backward, may compute
+the gradient outside of autograd: under no_grad, through NumPy, from a saved intermediate. The
+gradient is right then, but its own derivative is zero or lacks a term, without an error. So each
+class is tested once by finite differences (double_backward_trials.py), when its gradient may be
+differentiated. A derivative that it loses, or that cannot be tested, is refused by a *gate*: an
+extra node at the gradient that the engine runs only on a path to the lost source. A constant
+gradient (of a linear map, a mask, a straight-through estimator) loses nothing. Tangents by a
+class's own jvp are treated alike.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Args = tuple[Any, ...]
 
 
 def refuse_lossy(caller: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey) -> None:
-    """Raises if custom code loses what its gradient depends on at the arguments."""
+    """Raises if custom code loses the derivative of its gradient with respect to the arguments."""
     for node in survey.custom:
         key = _key_of(node)
         _Gating(caller, key, partial(_tried, fun, leaves, key), ()).ask("inputs")
@@ -73,13 +73,14 @@ def refuse_lossy(caller: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Guard:
-    """What is needed to ask about the custom code in the graph of one evaluation.
+    """Guards the custom code in the graph of one evaluation during a pullback.
 
     Attributes:
-        caller: The operator that the user called.
-        fun: What was evaluated, at these leaves.
-        survey: Its graph.
-        aliases: The leaves' names in that graph.
+        caller: The operator's name.
+        fun: The function.
+        leaves: The arguments at which it was evaluated.
+        survey: The survey of its graph.
+        aliases: The leaves' aliases in that graph.
     """
 
     caller: str
@@ -90,7 +91,7 @@ class Guard:
 
     @contextmanager
     def watching(self, again: bool) -> Iterator[None]:
-        """Inside, a pullback runs. again: Whether its result may be differentiated."""
+        """Context for a pullback. `again`: whether its result may be differentiated."""
         handles = [node.register_prehook(self._refusing) for node in self.survey.lost]
         if again:
             handles += _gates(self.caller, self.fun, self.leaves, self.survey, self.aliases)
@@ -121,7 +122,7 @@ class Guard:
 def gate_graph(
     caller: str, fun: Fun, leaves: Sequence[Tensor], outs: Sequence[Any], aliases: Sequence[Tensor]
 ) -> None:
-    """Gates for a graph of `outs = fun(*leaves)` that stays, and is differentiated again."""
+    """Adds gates to the graph of `outs = fun(*leaves)`, whose gradient will be differentiated."""
     _gates(caller, fun, leaves, surveyed([y for y in outs if isinstance(y, Tensor)]), aliases)
 
 
@@ -138,12 +139,12 @@ def _gates(
 
 
 class _Gating(NamedTuple):
-    """Puts gates beside what a node of custom code gives.
+    """Adds gates to the gradients of a node of custom code.
 
     Attributes:
-        caller: The operator that the user called.
+        caller: The operator's name.
         key: The class.
-        tried: What it loses, by a trial; its argument is whether in forward mode.
+        tried: `tried(forward)`: what the class loses in this mode, by a trial.
         aliases: Leaves that belong to the derivative itself.
     """
 
@@ -166,7 +167,7 @@ class _Gating(NamedTuple):
                 return None
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
             inputs = tracked_in(all_behind(parents), self.aliases)
-            # A gate would make of a constant something that leads on.
+            # A gate would give a constant gradient a graph.
             if not any(g.requires_grad for g in there) and (behind or inputs):
                 if not self._may_lose():
                     return None
@@ -181,7 +182,7 @@ class _Gating(NamedTuple):
     def beside(
         self, there: Sequence[Tensor], inputs: Sequence[Tensor], behind: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """What the node gives, with gates to its inputs, and to what its gradient is linear in."""
+        """The node's gradients, with gates to its inputs and to its cotangents."""
         for which, sources in (("cotangents", behind), ("inputs", inputs)):
             if sources:
                 there = beside(there, sources, partial(self.ask, which), which == "inputs")
@@ -197,7 +198,7 @@ class _Gating(NamedTuple):
             return True
 
     def ask(self, which: str, forward: bool = False) -> None:
-        """Raises if the class loses the derivative of its gradient along these, or may."""
+        """Raises if the class loses, or may lose, the derivative of its gradient along these."""
         if self.key.fine(forward):
             return
         if self.key == _TORCHSCRIPT:
@@ -219,7 +220,7 @@ class _Gating(NamedTuple):
 
 
 def _with_inner_graphs(given: Sequence[Any], cts: Any) -> tuple[Any, ...] | None:
-    """What the node that runs gives, once more, with the graphs of derivatives that it takes."""
+    """The current node's gradients, recomputed with graphs of the derivatives that it takes."""
     node = upstream.current_node()
     if any(ct is None for ct in cts):
         return None
@@ -236,12 +237,12 @@ def _with_inner_graphs(given: Sequence[Any], cts: Any) -> tuple[Any, ...] | None
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Called:
-    """A call of a torch.autograd.Function, of which is asked later what its gradient loses.
+    """A recorded call of a torch.autograd.Function, for a later test of its gradient.
 
     Attributes:
         node: Its node in autograd's graph.
         kind: The class.
-        args: What it was given.
+        args: The arguments.
     """
 
     node: Any
@@ -249,7 +250,7 @@ class Called:
     args: Args
 
     def loses(self, outs: Sequence[Tensor], leaf: Tensor) -> bool:
-        """Whether the gradient of outs at a leaf loses here how it depends on the call's inputs."""
+        """Whether the gradient of outs at a leaf loses its dependence on the inputs of the call."""
         if self.node not in graph_of(outs) or node_of(leaf) not in all_behind([self.node]):
             return False
         key = _Key(self.kind, tuple(self.node.needs_input_grad))
@@ -257,7 +258,7 @@ class Called:
             return False
         try:
             return "inputs" in (_seen_to_lose(key, SeenCall.of(self.args), False) or ())
-        except Untried:  # nobody is blamed for what cannot be seen
+        except Untried:  # undecided: no loss is reported
             return False
 
 
@@ -285,7 +286,7 @@ def gated_tangents(
 ) -> list[Tensor]:
     """The tangents of ys = f(xs), with gates at custom code in the graph of ys.
 
-    points: Each x, what stands for it in that graph, and along what it is pushed.
+    `points` are triples of an x, its alias in that graph, and its tangent.
     """
     xs = [x for x, _, _ in points]
     for node in custom:
@@ -297,7 +298,7 @@ def gated_tangents(
         behind = all_behind([node])
         moved = [(x, t) for x, entered, t in points if node_of(entered) in behind]
         inputs = [*tracked_in(behind, ()), *[x for x, _ in moved if x.requires_grad]]
-        # What comes before it may make its tangents of the inputs as well.
+        # Operations before it may compute its tangents from the inputs, too.
         along = [*inputs, *[t for _, t in moved if t.requires_grad]]
         gating = _Gating(caller, key, partial(_tried, fun, xs, key), ())
         for i, y in enumerate(ys):
@@ -307,9 +308,9 @@ def gated_tangents(
 
 
 def gated_call(caller: str, kind: Any, beneath: Any, args: Args) -> Any:
-    """A call of a Function at dual numbers, with gates at the tangents of its outputs.
+    """Calls a Function at dual numbers, and adds gates to the tangents of its outputs.
 
-    For what is seen of no graph, inside of functorch.
+    For calls inside of functorch, which have no graph.
     """
     out, kind = beneath(*args), upstream.users_class(kind)
     duals = [_unpacked(x) for x in args]
@@ -324,7 +325,7 @@ def gated_call(caller: str, kind: Any, beneath: Any, args: Args) -> Any:
         primal, t = _unpacked(y)
         if primal is None or t is None:
             return y
-        if any(y is x for x in args):  # changed in place, it is used under its old name
+        if any(y is x for x in args):  # changed in place: gates cannot be added to the input itself
             gating.ask("inputs")
             gating.ask("cotangents")
             return y
@@ -340,13 +341,13 @@ def _unpacked(x: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _pushes(kind: Any) -> bool:
-    """Whether a class has a jvp, which is not ours."""
+    """Whether a user's class defines a jvp."""
     is_function = isinstance(kind, type) and not kind.__module__.startswith(OWN[0])
     return is_function and kind.jvp is not torch.autograd.Function.jvp
 
 
 class _Calls(TorchFunctionMode):
-    """The same inside functorch's transforms, whose graphs do not show what they are made of."""
+    """A function mode that gates calls of Functions inside of functorch, whose graphs hide them."""
 
     def __init__(self, caller: str) -> None:
         super().__init__()
@@ -365,7 +366,7 @@ class _Calls(TorchFunctionMode):
         if before is None and not _Key(upstream.users_class(args[0]), _needs(args[1:])).fine(False):
             self._example = SeenCall.of(args[1:])
         try:
-            with self:  # which sees the class that vmap makes of this one
+            with self:  # intercepts the class that vmap generates from this one
                 return upstream.redispatch_function(fun, (), args, {})
         finally:
             self._example = before
@@ -403,7 +404,7 @@ def _needs(args: Args) -> tuple[bool, ...]:
 
 
 def _lost_by(key: _Key, call: SeenCall, forward: bool) -> set[str]:
-    """What a call with these numbers loses."""
+    """What a call with these values loses."""
     if any(x is None and needed for x, needed in zip(call.args, key.needs, strict=True)):
         raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
     with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
@@ -411,20 +412,20 @@ def _lost_by(key: _Key, call: SeenCall, forward: bool) -> set[str]:
 
 
 def calls_guarded(caller: str) -> AbstractContextManager[Any]:
-    """Around a function that functorch differentiates, where that is differentiated again."""
+    """The mode for a function whose gradient by functorch is differentiated again."""
     modes = upstream.function_modes()
     return nullcontext() if any(isinstance(mode, _Calls) for mode in modes) else _Calls(caller)
 
 
 def is_pushed_beneath() -> bool:
-    """Whether a level around the innermost one pushes tangents."""
+    """Whether a level of forward mode is active."""
     levels = upstream.get_interpreter_stack() or ()
     pushes = any(level.key() == upstream.TransformType.Jvp for level in levels)
     return pushes or upstream.forward_level() >= 0
 
 
 def tracked_beneath(xs: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors beneath one level of functorch that another derivative is taken of."""
+    """The tensors, unwrapped by one level of functorch, that require a gradient there."""
     beneath = [upstream.get_unwrapped(x) for x in xs if is_wrapped(x)]
     return [x for x in beneath if is_tracked(x)]
 
@@ -434,9 +435,9 @@ def tracked_beneath(xs: Iterable[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Key:
-    """A class, and which of its arguments were differentiated.
+    """A class, and which of its arguments are differentiated.
 
-    pushed: Whether it is its tangent that is differentiated again, and not its gradient.
+    pushed: Whether its tangent (by its jvp) is differentiated again, and not its gradient.
     """
 
     kind: Any
@@ -454,7 +455,7 @@ class _Key:
 
     @property
     def unseen(self) -> str:
-        """Why no call of it was seen."""
+        """The reason why no call was recorded, for errors."""
         if isinstance(self.kind, _CppFunction):
             return (
                 "evaluated a second time, f calls no operator of torch.ops in whose graph it is "
@@ -463,7 +464,7 @@ class _Key:
         return "evaluated a second time, f does not call it in this thread"
 
     def fine(self, forward: bool) -> bool | None:
-        """Whether it was tried, and lost nothing; None if it was not."""
+        """Whether it lost nothing in a trial; None without a trial."""
         if self == _TORCHSCRIPT:
             return not forward
         seen = _SEEN.get(self.kind, {}).get((self.needs, self.pushed, forward))
@@ -471,7 +472,7 @@ class _Key:
 
     @property
     def attaches(self) -> bool:
-        """Whether nothing is lost if derivatives that the backward takes keep their graphs."""
+        """Whether nothing is lost if the backward's own torch.autograd.grad creates graphs."""
         return _SEEN.get(self.kind, {}).get((self.needs, self.pushed, False)) == ATTACHES
 
     @property
@@ -486,8 +487,8 @@ class _Key:
         return TangentTrial if self.pushed else Trial
 
     def like(self, needs: tuple[bool, ...]) -> bool:
-        """Whether a call with arguments that are differentiated says what this one loses."""
-        if self.pushed:  # what is pushed along alone is differentiated when f runs once more
+        """Whether a trial of a call with these differentiated arguments is valid for this key."""
+        if self.pushed:  # the rerun differentiates all inputs that have tangents
             return any(needs) and all(a <= b for a, b in zip(self.needs, needs, strict=False))
         return needs == self.needs[: len(needs)]
 
@@ -497,17 +498,17 @@ class _Key:
 
 @dataclass(frozen=True)
 class _CppFunction:
-    """A class that is written in C++, of which Python sees the name."""
+    """A C++ torch::autograd::Function, known by its name."""
 
     name: str
 
 
 _TORCHSCRIPT = _Key(_CppFunction("TorchScript"), ())
-_cpp_function = cache(_CppFunction)  # one for each name, which stays
+_cpp_function = cache(_CppFunction)  # one object for each name, for the weak dictionary
 _GENERATED = "GeneratedBackwardFor_"
 FINE, LOSES, ATTACHES = "fine", "loses", "loses but where inner derivatives keep their graphs"
-# What was seen of a class. One that loses is tried again where it matters, for a class that is
-# handed functions may lose the derivative of one and not of another.
+# The verdicts by class. A class that lost is tested again for each use: one that takes functions
+# may lose the derivative of one function and not of another.
 _SEEN: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()
 
 
@@ -527,10 +528,10 @@ def _is_fine(node: Any) -> bool:
 def _seen_to_lose(
     key: _Key, call: SeenCall, forward: bool, apply: Any = None, noted: bool = True
 ) -> set[str] | None:
-    """What a call loses; None if that tells nothing of its class, of which it is noted.
+    """Tests a call and records the verdict of its class: what it loses, or None if undecided.
 
     Raises:
-        Untried: It cannot be tried.
+        Untried: The call cannot be tested.
     """
     if call.held is None:
         raise Untried(_HELD)
@@ -556,10 +557,10 @@ _HELD = (
 
 
 def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[str]:
-    """What is lost by calls of a class in fun, which runs once more: its effects are undone.
+    """What calls of a class in fun lose. Reruns fun to record them, and undoes its side effects.
 
     Raises:
-        Untried: No call could be tried.
+        Untried: No call could be tested.
     """
     result: list[set[str] | None] = []
     why: list[str] = []
@@ -591,11 +592,11 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     return lost
 
 
-_CALLS = 4  # of one class in f that are tried
+_CALLS = 4  # how many calls of one class in f are tested
 
 
 class _SeenCalls:
-    """The arguments of calls, which stay where what a run changed is put back."""
+    """Recorded calls; exempt from the restoring of state after the rerun."""
 
     never_changes = True
 
@@ -605,9 +606,9 @@ class _SeenCalls:
 
 @contextmanager
 def _forwards(key: _Key) -> Iterator[_SeenCalls]:
-    """The arguments of this thread's calls of a class, copied; the class has another forward.
+    """Records this thread's calls of a class, by patching its `forward`.
 
-    Whoever calls it, by a bound `apply` or from C++, comes by there.
+    A call by a bound `apply` or from C++ reaches `forward`, too.
     """
     result = _SeenCalls()
     if not isinstance(key.kind, type):
@@ -616,7 +617,7 @@ def _forwards(key: _Key) -> Iterator[_SeenCalls]:
     kind: Any = key.kind
     thread, own = threading.get_ident(), vars(kind).get("forward")
     forward = kind.forward
-    old = kind.setup_context is torch.autograd.Function.setup_context  # which takes ctx as well
+    old = kind.setup_context is torch.autograd.Function.setup_context  # forward takes ctx as well
 
     def noted(*given: Any, **kwargs: Any) -> Any:
         args = given[1:] if old else given
@@ -636,7 +637,7 @@ def _forwards(key: _Key) -> Iterator[_SeenCalls]:
 
 
 class _OperatorCalls(TorchFunctionMode):
-    """Inside, calls of operators in whose graph a class that is written in C++ stands are tried."""
+    """A function mode that tests the calls of operators whose graph contains a C++ Function."""
 
     def __init__(self, key: _Key, tried: Callable[[SeenCall, Any], None]) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Whether a Function's backward is right when differentiated again: one call is tried.
+"""Trials of a Function's double backward: one recorded call is tested by finite differences.
 
-With g(x, ct) the gradient that a torch.autograd.Function gives, autograd's derivative of g is
-compared with
+With g(x, ct) the gradient that a torch.autograd.Function returns, autograd's derivative of g is
+compared with the central difference
 
     (g(x + h v, ct) - g(x - h v, ct)) / 2 h
 
-and the same in ct. What is lost, and who is refused, is said in double_backward.py.
+and alike in ct. double_backward.py uses the verdicts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Args = tuple[Any, ...]
 
 
 class Untried(Exception):
-    """A call cannot be tried; its text says why."""
+    """A call cannot be tested; the text is the reason."""
 
 
 class _Loud(Exception):
-    """The derivative of a gradient raises: it is not lost in silence."""
+    """Differentiating the gradient raises, so nothing is lost silently."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,10 +45,11 @@ class SeenCall:
     """The arguments of one call of a class, copied.
 
     Attributes:
-        args: The arguments. Tensors that required grad do so; what is no tensor is copied where it
-            holds one of these, as a module holds its parameters, and holds the copy.
-        held: The positions of such tensors; None if what holds them cannot be copied.
-        originals: The arguments themselves; none where they are of a transform.
+        args: The copied arguments. Tensors keep `requires_grad`. An object that references such a
+            tensor, as a module does its parameters, is copied and references the copy.
+        held: The positions of tensors that other arguments reference; None if those cannot be
+            copied.
+        originals: The arguments themselves; empty inside of a transform.
     """
 
     args: Args
@@ -84,12 +85,12 @@ class SeenCall:
 
 
 def _held_by(xs: Sequence[Any]) -> set[int]:
-    """The ids of the tensors that these hold."""
+    """The ids of the tensors that these objects reference."""
     return {id(x) for x, _ in Snapshot.of(list(xs), []).reached.watched}
 
 
 def is_tracked(x: Tensor | None) -> bool:
-    """Whether a tensor, or what it is made of, requires a gradient."""
+    """Whether a tensor requires a gradient at any of its levels."""
     while x is not None and not x.requires_grad and upstream.is_wrapped(x):
         x = upstream.get_unwrapped(x)
     return x is not None and x.requires_grad
@@ -100,7 +101,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 class InnerGraphs(TorchFunctionMode):
-    """Inside, the derivatives that a backward takes by torch.autograd.grad keep their graphs."""
+    """A function mode that sets create_graph=True for torch.autograd.grad inside of a backward."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,14 +115,14 @@ class Trial:
     """One call of a class, as a map g of its differentiated arguments xs and of cotangents cts.
 
     Attributes:
-        apply: Calls it.
-        args: With tensors in no graph.
-        moving: Which of the arguments are xs.
-        randomness: Where the generators stood.
-        ws: Of g only Re<w, g> is looked at.
-        given: The arguments as they came.
-        held: Which of them others hold, where they move as well.
-        attaches: Whether derivatives that a backward takes itself keep their graphs.
+        apply: Calls the class.
+        args: The arguments, with detached tensors.
+        moving: The positions of xs among the arguments.
+        randomness: The random state before the call.
+        ws: The weights w; only the scalar Re<w, g> is tested.
+        given: The original arguments.
+        held: The positions of tensors that other arguments reference, which must move as well.
+        attaches: Whether torch.autograd.grad inside of a backward creates graphs.
     """
 
     apply: Callable[..., Any]
@@ -135,7 +136,7 @@ class Trial:
 
     @classmethod
     def of(cls, apply: Any, args: Args, held: Sequence[int] = ()) -> Trial:
-        """A call with these arguments, of which those that require grad are differentiated."""
+        """A trial of a call, differentiated with respect to the arguments that require grad."""
         moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
         plain = tuple([x.detach() if isinstance(x, Tensor) else x for x in args])
         tensors = [x for x in plain if isinstance(x, Tensor)]
@@ -143,12 +144,12 @@ class Trial:
         return cls(apply, plain, moving, Randomness.now(tensors), waves, args, held)
 
     def lost(self, forward: bool) -> set[str] | None:
-        """What autograd does not see, here and nearby.
+        """What autograd loses of g at the arguments and nearby: "inputs", "cotangents" or neither.
 
-        None if that tells nothing of the class: the derivative of g raises, or g is zero.
+        None if undecided: differentiating g raises, or g is zero.
 
         Raises:
-            Untried: There are no finite differences of g.
+            Untried: g cannot be evaluated for finite differences.
         """
         result: set[str] | None = None
         errors: list[Exception] = []
@@ -178,17 +179,17 @@ class Trial:
         return result
 
     def is_for_show(self, originals: Args) -> bool:
-        """Whether an argument is handed in for autograd's sake alone, and read elsewhere.
+        """Whether an argument is passed for autograd only, and its value is read elsewhere.
 
-        Nothing moves with it, but its gradient moves with others: what is read cannot be moved. A
-        straight-through estimator's gradient moves with none. Or a copy of it has no gradient, for
-        that is taken at another name of the original.
+        Then no result depends on it, but its gradient depends on other arguments: the value that is
+        read cannot be perturbed. (The gradient of a straight-through estimator depends on none.) Or
+        its copy has no gradient, because the class differentiates the original object.
         """
         xs = [*self.args]
         with restored(self.randomness), torch.inference_mode(False), unpacked():
             try:
                 outs, grads = self._numbers(xs)
-            except Exception:  # of which a trial tells
+            except Exception:  # the trial itself will report it
                 return False
             for place, k in enumerate(self.moving):
                 g = grads[place]
@@ -219,7 +220,7 @@ class Trial:
         for other in (xs[k] + wave(xs[k], 1.5), -2 * xs[k], 10 * wave(xs[k], 0.7)):
             try:
                 outs, grads = self._numbers([*xs[:k], other, *xs[k + 1 :]])
-            except Exception:  # it is read
+            except Exception:  # the value matters
                 return True
             after = [*outs, *grads] if place is None else [grads[place]]
             if len(after) != len(before) or not all(map(_equal, before, after)):
@@ -234,16 +235,16 @@ class Trial:
         return outs, list(trial._gradient(xs, [wave(torch.ones_like(y), 2.0) for y in outs], False))
 
     def _vectors(self, xs: list[Tensor]) -> list[Tensor]:
-        """What g is linear in: cotangents."""
+        """Vectors in which g is linear: cotangents."""
         return [wave(y, 2.0) for y in self._called(xs)[1]]
 
     def _loses(self, point: list[Tensor], k: int, count: int, forward: bool) -> bool:
-        """Whether the derivative along entry k is another than finite differences say."""
+        """Whether autograd's derivative in entry k differs from finite differences."""
         try:
             return self._loses_along(wave(point[k], 1.5), point, k, count, forward)
         except _Loud:
             raise
-        except Exception:  # it may check what it is given, such as signs: along x these stay
+        except Exception:  # it may validate values, such as signs: a step along x keeps these
             v = wave(torch.ones_like(point[k]), 1.5) * point[k]
             return self._loses_along(v, point, k, count, forward)
 
@@ -257,7 +258,7 @@ class Trial:
             known = (self._pushed if forward else self._pulled)(point, k, v, count)
         except Exception as why:
             if not differs(0.0, first, second, size, eps):
-                return False  # too small to be told from rounding
+                return False  # within rounding
             raise _Loud from why
         return differs(known, first, second, size, eps)
 
@@ -293,11 +294,11 @@ class Trial:
         return 0.0 if tangent is None else float(tangent)
 
     def _called(self, xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Arguments that are differentiated, and outputs."""
+        """Calls the class; returns the differentiated arguments and the outputs."""
         self_args = [x.clone() if isinstance(x, Tensor) else x for x in self.args]
         tracked = [x if x.requires_grad else x.requires_grad_() for x in (x.view_as(x) for x in xs)]
         for k, x in zip(self.moving, tracked, strict=True):
-            self_args[k] = x.clone()  # no leaf nor a view of one, which it may not change in place
+            self_args[k] = x.clone()  # neither a leaf nor a view: it may be changed in place
         if self.held:
             memo = {id(self.given[k]): self_args[k] for k in self.held}
             others = (k for k, x in enumerate(self_args) if not isinstance(x, Tensor))
@@ -314,7 +315,7 @@ class Trial:
         tracked, outs = self._called(xs)
         if not (again and self.attaches):
             return torch.autograd.grad(outs, tracked, cts, create_graph=again, allow_unused=True)
-        with InnerGraphs():  # which torch.autograd.grad would leave for the time of its call
+        with InnerGraphs():  # by the engine, for torch.autograd.grad disables modes in its call
             run, how = upstream.run_engine, {"allow_unreachable": True, "accumulate_grad": False}
             return run(tuple(outs), tuple(cts), True, True, tuple(tracked), **how)
 
@@ -331,7 +332,7 @@ class Trial:
 
 
 class TangentTrial(Trial):
-    """The same of the tangent that a class's own jvp gives: g of xs and of their tangents."""
+    """A trial of the tangent by a class's own jvp: g is a map of xs and of their tangents."""
 
     def _vectors(self, xs: list[Tensor]) -> list[Tensor]:
         return [wave(x, 2.0) for x in xs]
@@ -347,21 +348,21 @@ class TangentTrial(Trial):
 
 
 def differs(known: float, first: float, second: float, size: float, eps: float) -> bool:
-    """Whether a derivative is another than two central differences, at one step and twice that.
+    """Whether a derivative differs from central differences with the steps h and 2 h.
 
-    size: That of the number that is differentiated.
+    size: The magnitude of the differentiated number.
     """
     error = 10 * abs(first - second) + 100 * eps**0.7 * size
     return not abs(known - first) <= error + 1e-3 * abs(first)
 
 
 def told(error: BaseException) -> str:
-    """An error's type and text, on one line."""
+    """An error's type and text on one line."""
     return f"{type(error).__name__}: {error}".replace("\n", " ").rstrip(" :")
 
 
 def wave(x: Tensor, shift: float) -> Tensor:
-    """Numbers of x's size, drawn from no generator."""
+    """A deterministic tensor of x's shape and magnitude."""
     at = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64)
     wave = torch.sin(at * shift + shift).reshape(x.shape)
     if not x.numel():

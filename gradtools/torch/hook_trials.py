@@ -1,13 +1,13 @@
-"""Hooks that f sets on gradients: what their result loses when it is differentiated is refused.
+"""Trials of gradient hooks: derivatives that a hook silently loses are refused.
 
-A hook may replace a cotangent by a solve, as a deep equilibrium model does, without a graph: the
-gradient is right then, and its derivative lacks a term, in silence. So where a derivative of the
-gradient is needed, f runs once more, its effects undone, and the hooks that it sets on tensors and
-nodes, or its modules set for it, are tried: with h(x, ct) what they make of cotangents at f's
-inputs x, autograd's derivative of h is compared with central differences, in x and in ct.
+A hook may replace a cotangent by the result of a solve without a graph, as a deep equilibrium model
+does: the gradient is right then, but its derivative lacks a term, without an error. So if the
+gradient is to be differentiated, f is rerun (its side effects are undone), and the hooks that f or
+its modules register on tensors and nodes are tested: with h(x, ct) the hook's result at f's inputs
+x, autograd's derivative of h is compared with central differences, in x and in ct.
 
-Forward over reverse mode does not apply a hook again, where reverse over reverse mode does (as it
-applies `scale_gradient` twice): there a hook that edits the gradient is refused.
+Reverse over reverse mode applies a hook twice (as it does `scale_gradient`), forward over reverse
+mode once: there a hook that edits the gradient is refused.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def gated_at_hooks(
     grads: Sequence[Tensor | None],
     linear: bool = False,
 ) -> list[Tensor | None]:
-    """The gradient of `outs = fun(*leaves)`, with gates at what its hooks lose.
+    """The gradient of `outs = fun(*leaves)`, with gates for derivatives that its hooks lose.
 
-    aliases: The leaves' names in the graph of outs.
-    linear: Whether hooks have to be linear maps.
+    aliases: The leaves' aliases in the graph of outs.
+    linear: Whether hooks must be linear maps.
     """
     pairs = [(y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None and y.requires_grad]
     outs, seeds = [y for y, _ in pairs], [ct for _, ct in pairs]
@@ -83,7 +83,7 @@ def gated_in_functorch(
     cts: Sequence[Tensor],
     grads: Sequence[Tensor],
 ) -> list[Any]:
-    """The same of a gradient that torch.func takes, whose graph shows no level around it.
+    """`gated_at_hooks` for a gradient by torch.func, whose graph hides the levels around it.
 
     ends: The leaves of the graph of the outputs.
     """
@@ -121,8 +121,8 @@ def _gated(
     if not any(map(is_tracked, there)) and (inputs or behind):
         try:
             if not lost():
-                return list(grads)  # a gate would make of a constant something that leads on
-        except Exception:  # of which the gate tells
+                return list(grads)  # a gate would give a constant gradient a graph
+        except Exception:  # the gate will report it
             pass
     for which, sources in (("cotangents", behind), ("inputs", inputs)):
         if sources:
@@ -133,14 +133,14 @@ def _gated(
 
 
 def _ask(caller: str, lost: Callable[[], set[str]], which: str) -> None:
-    """Raises if hooks lose the derivative of the gradient along these, or may."""
+    """Raises if hooks lose, or may lose, the derivative of the gradient along these."""
     try:
         found = lost()
     except Exception as error:
         text = _UNTRIED.format(told(error))
         raise LostDerivativeError(f"{caller}: f sets a hook on a gradient{text}") from error
     lost_along = sorted(found & {*_ALONG})
-    if which in found or (lost_along and which == "inputs"):  # on which what comes in may depend
+    if which in found or (lost_along and which == "inputs"):  # cotangents may depend on inputs
         text = _LOSES.format(" or ".join(_ALONG[k] for k in lost_along))
         raise LostDerivativeError(f"{caller}: f sets a hook on a gradient {text}")
     for kind, text in _TEXTS.items():
@@ -178,18 +178,18 @@ _TEXTS = {
 _ALONG = {"inputs": "f's inputs or parameters", "cotangents": "what comes in"}
 
 
-# --- what is seen of hooks -----------------------------------------------------------------
+# --- recording hooks -----------------------------------------------------------------------
 
 
 class _Hook(NamedTuple):
-    """A hook, and what it is set on.
+    """A recorded hook.
 
     Attributes:
-        order: Counts hooks as they are set.
-        node: The node of autograd's graph.
-        xs: What its cotangents look like; None where there is none.
-        call: Takes these, and returns what the hook does.
-        edits: Whether it returned another gradient than what came in, where it ran.
+        order: Its number in the order of registration.
+        node: Its node in autograd's graph.
+        xs: The shapes, dtypes and devices of its cotangents; None without one.
+        call: Calls the hook with cotangents.
+        edits: Whether it returned a different gradient when it ran; empty if it did not run.
     """
 
     order: int
@@ -200,7 +200,7 @@ class _Hook(NamedTuple):
 
     @classmethod
     def of_tensor(cls, x: Tensor, hook: Callable[[Tensor], Any]) -> _Hook:
-        """One that is about to be set."""
+        """A hook that is about to be registered on a tensor."""
         return cls(upstream.hooks_made(), x.grad_fn, [x], lambda cts: hook(cts[0]), [])  # type: ignore[arg-type]
 
     @classmethod
@@ -214,7 +214,7 @@ class _Hook(NamedTuple):
         return cls(order, node, [*found, *outs], lambda cts: _padded(call(cts), cts, count), [])
 
     def noting(self, hook: Any) -> Any:
-        """The hook, which notes whether it edits what comes in."""
+        """Wraps the hook: records in `edits` whether it changes the gradient."""
 
         def noted(given: Any, *others: Any) -> Any:
             out = hook(given, *others)
@@ -249,21 +249,21 @@ class _Hook(NamedTuple):
 
 
 def _padded(outs: Any, cts: Sequence[Any], count: int) -> Any:
-    """What a hook returned for the first cotangents, and the others."""
+    """A hook's results for the first `count` cotangents, and the other cotangents unchanged."""
     if outs is None:
         return None
     return (*((outs,) if isinstance(outs, Tensor) else outs), *cts[count:])
 
 
 def _set_on_nodes(outs: Sequence[Any], first: int) -> list[_Hook]:
-    """The hooks on nodes of a graph that have numbers from `first` on, which are noted."""
+    """Records the hooks on the nodes of a graph that were registered from number `first` on."""
     result = []
     for node in graph_of([y for y in outs if isinstance(y, Tensor)]):
         for is_before in () if isinstance(node, upstream.AccumulateGrad) else (False, True):
             handle = (node.register_prehook if is_before else node.register_hook)(print)
             handle.remove()
             OWN_HOOKS[0] += 1
-            hooks = handle.hooks_dict_ref()  # all that are there
+            hooks = handle.hooks_dict_ref()  # all hooks of the node
             for number, hook in [*hooks.items()]:
                 if number >= first and _is_users(hook):
                     result.append(_Hook.of_node(number, node, hook, is_before))
@@ -272,9 +272,9 @@ def _set_on_nodes(outs: Sequence[Any], first: int) -> list[_Hook]:
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether a hook is tried: not in a program that is computed again, which does it by itself.
+    """Whether a hook is tested: not in a program that is recomputed, which tests its own hooks.
 
-    Those of `torch.autograd.graph` only look on, inside of a backward pass.
+    Hooks of `torch.autograd.graph` only observe a backward pass.
     """
     return not (mark() or getattr(hook, "__module__", "").startswith((OWN[0], _LOOKS_ON)))
 
@@ -283,9 +283,9 @@ _LOOKS_ON = "torch.autograd.graph"
 
 
 class _Hooks(TorchFunctionMode):
-    """Inside, the hooks that are set on tensors are seen, and copies stand for some tensors.
+    """A function mode that records hooks on tensors, and replaces captured tensors by copies.
 
-    A captured parameter itself is not moved: another thread may read it, or step.
+    A captured parameter itself must not be perturbed: another thread may use it.
     """
 
     def __init__(self, xs: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
@@ -310,11 +310,11 @@ class _Hooks(TorchFunctionMode):
         return fun(*args, **kwargs)
 
 
-# --- their trial ---------------------------------------------------------------------------
+# --- the trial -----------------------------------------------------------------------------
 
 
 class _Trial:
-    """The hooks of f as a map of its inputs, of the leaves that it captured, and of cotangents."""
+    """The hooks of f as a map of its inputs, of its captured leaves, and of cotangents."""
 
     def __init__(self, fun: Fun, leaves: Sequence[Tensor], captured: Sequence[Tensor]) -> None:
         self.fun, self.captured = fun, captured
@@ -325,11 +325,11 @@ class _Trial:
             self.run = Rerunnable(self.run, fun.roots)
 
     def lost(self, linear: bool, pushed: Sequence[Tensor] | None) -> set[str]:
-        """Along what a hook loses its derivative.
+        """What hooks lose: "inputs" and "cotangents", the derivative of the gradient along these.
 
-        Besides, "nonlinear" if one is not linear, and "edits" if forward mode would not apply one.
+        Also "nonlinear" if a hook is not linear, and "edits" if forward mode would skip one.
 
-        pushed: What is pulled back, if the gradient is pushed along in forward mode.
+        pushed: The cotangents, if the gradient is pushed forward.
         """
         with restored(self.randomness), torch.inference_mode(False), torch.enable_grad():
             with self.hooks() as (xs, hooks, outs):
@@ -346,7 +346,7 @@ class _Trial:
     def _is_applied_again(
         self, xs: Sequence[Tensor], hooks: Sequence[_Hook], outs: Any, cts: Sequence[Tensor]
     ) -> bool:
-        """Whether a hook edits the gradient, and the gradient's own derivative goes through it."""
+        """Whether a hook that edits the gradient is on the path of the gradient's derivative."""
         outs = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
         if [(y.shape, y.dtype) for y in outs] != [(ct.shape, ct.dtype) for ct in cts]:
             cts = [torch.ones_like(y) for y in outs]
@@ -360,7 +360,7 @@ class _Trial:
         eps = max(eps, default=torch.finfo(torch.get_default_dtype()).eps)
         known, sizes = at(0.0, True), [abs(y) for y in at(0.0, False)]
         wrong = set(range(len(known)))
-        for part in (1.0, 0.125):  # a longer step may pass a kink
+        for part in (1.0, 0.125):  # a long step may cross a kink
             h = part * eps**0.3
             ends = [at(s, False) for s in (h, -h, 2 * h, -2 * h)]
             for i in [*wrong]:
@@ -376,14 +376,14 @@ class _Trial:
             known, *others = [_numbers(hooks, cts, s) for s in (1.0, -0.5, 1e4)]
         for s, ys in zip((-0.5, 1e4), others, strict=True):
             for y, one in zip(ys, known, strict=True):
-                # What is not finite, as in half precision, tells nothing.
+                # A result that is not finite, as in half precision, is undecided.
                 slack = torch.finfo(one.dtype).eps ** 0.5
                 if y.isfinite() and not abs(y / s - one) <= slack * abs(one):
                     return False
         return True
 
     def _along_inputs(self, cts: Sequence[Any], step: float, slope: bool) -> list[float]:
-        """A number of each hook with f's inputs moved by a step; their derivatives there."""
+        """Re<w, h> of each hook at inputs moved by a step; with `slope` the derivative there."""
         with self.hooks(step) as (xs, hooks, _):
             totals = _numbers(hooks, cts)
             return [_slope(y, xs, 1.5) if slope else float(y.detach()) for y in totals]
@@ -400,7 +400,7 @@ class _Trial:
 
     @contextmanager
     def hooks(self, step: float = 0.0) -> Iterator[tuple[list[Tensor], list[_Hook], Any]]:
-        """f's inputs, moved by a step with what it captured, its hooks, and its outputs there."""
+        """Runs f at inputs and captured leaves moved by a step: these, its hooks and outputs."""
         xs = [x + step * wave(x, 1.5) if is_inexact(x) else x for x in self.xs]
         xs = [x.detach().requires_grad_(is_inexact(x)) for x in xs]
         values = [value_of(x) for x in self.captured]
@@ -409,14 +409,14 @@ class _Trial:
         if self.randomness is not None:
             self.randomness.restore()
         mode, first = _Hooks(self.captured, copies), upstream.hooks_made()
-        with put_back(self.run, self.xs), marked(""), mode:  # what is set in it is the user's
+        with put_back(self.run, self.xs), marked(""), mode:  # hooks set inside are the user's
             outs = self.run([x.view_as(x) for x in xs])
             hooks = sorted([*mode.seen, *_set_on_nodes(outs, first)], key=attrgetter("order"))
             yield [*xs, *copies], hooks, outs
 
 
 def _numbers(hooks: Sequence[_Hook], cts: Sequence[Any], scale: float = 1.0) -> list[Tensor]:
-    """Re<w, h(ct)> of each hook, called in the order of a backward pass: later ones read state."""
+    """Re<w, h(ct)> of each hook, in the order of a backward pass: hooks may share state."""
     pairs = zip(reversed(hooks), reversed(cts), strict=True)
     scaled = lambda ct: ct if ct is None or scale == 1.0 else scale * ct
     return [hook.number([*map(scaled, ct)]) for hook, ct in pairs]

@@ -1,10 +1,10 @@
-"""Whole modules among the arguments: their parameters are differentiated, the rest is fixed.
+"""Modules as arguments: their parameters are differentiated, the rest is constant.
 
-The part of a `torch.nn.Module` that is differentiated is the dictionary of its parameters that
-require grad, by name; the rest is the module. f gets a structural copy with other parameters,
-as `make_functional` makes it, which shares all else with the caller's module: frozen parameters,
-buffers, hooks. What a call assigns anew is assigned to the caller's module, too. A module may
-stand anywhere in a tree: in a list, a dictionary, a dataclass.
+A `torch.nn.Module` is differentiated with respect to the dictionary of its parameters that require
+grad. f gets a structural copy of the module with other parameters, like that of `make_functional`;
+everything else is shared with the user's module: frozen parameters, buffers, hooks. Attributes that
+f assigns are assigned to the user's module as well. A module may be anywhere in a tree: in a list,
+a dictionary, a dataclass.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def opened(
     kwargs: dict[str, Any],
     argnums: Sequence[int],
 ) -> Opened | None:
-    """The call as one of dictionaries of tensors; None if no differentiated argument is a module.
+    """The call as a call on dictionaries of tensors; None if no module is differentiated.
 
-    Compiled code cannot build copies of modules: there they are refused.
+    Raises in compiled code, which cannot build copies of modules.
     """
     for i in argnums:
         if is_compiling() and isinstance(args[i], nn.Module):
@@ -50,7 +50,7 @@ def opened(
 
 
 def _holds_module(tree: Any) -> bool:
-    """Whether a module stands in a tree; the commonest trees are not flattened for that."""
+    """Whether a tree contains a module; common containers are walked without flattening."""
     kind = type(tree)
     if kind is dict:
         return not trees.is_flat(tree) and any(map(_holds_module, tree.values()))
@@ -66,7 +66,7 @@ def _is_module(x: Any) -> bool:
 
 
 def part_of(tree: Any) -> Any:
-    """The tree with the parameters that are differentiated in the place of each module."""
+    """The tree with each module replaced by the dictionary of its differentiated parameters."""
     return _part_of(tree, Tensor.detach)
 
 
@@ -87,7 +87,7 @@ def _itself(p: Tensor) -> Tensor:
 
 
 def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
-    """The tree with its part in the place of each module."""
+    """The tree with each module replaced by `part(module)`."""
     if isinstance(tree, Tensor) or not _holds_module(tree):
         return tree
     leaves, treedef = _flattened(tree)
@@ -95,19 +95,19 @@ def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
 
 
 def _flattened(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves, modules among them, and the structure."""
+    """The leaves and the structure, where a module is a leaf."""
     return trees.WITH_MODULES.opened(*trees.WITH_MODULES.flatten(tree))
 
 
 class Opened:
-    """A call some of whose arguments hold modules, as a function of their parameters.
+    """A call some of whose arguments contain modules, as a function of their parameters.
 
     Attributes:
-        args: The arguments, with its parameters in the place of each differentiated module.
+        args: The arguments, with each differentiated module replaced by its parameters.
     """
 
     opens_once = True
-    changed = ()  # what a call changes is written at once
+    changed = ()  # changes are written to the user's modules at once
 
     def __init__(
         self, caller: str, f: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
@@ -124,11 +124,11 @@ class Opened:
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """f at modules with these parameters."""
+        """Calls f with copies of the modules that have these parameters."""
         from gradtools.torch.modules import Copy, ModuleTree
 
         copies: list[Copy] = []
-        read, self._read = self._read, {}  # f may change a module: later calls read it again
+        read, self._read = self._read, {}  # for the first call only: f may change a module
 
         def whole(own: Any, x: Any) -> Any:
             if not _is_module(own):
@@ -154,27 +154,27 @@ class Opened:
         return output
 
     def attaching(self, caller: str, again: Callable[[], Any]) -> Callable[..., Any]:
-        """`attach(results, select)`: results, differentiable to the modules' parameters.
+        """A function `attach(results, select)` that makes results differentiable by parameters.
 
-        `select(again())` computes the same results once more.
+        `select(again())` recomputes the results.
         """
         if self._graph is None:
             return lambda results, select=None: results
         return partial(self._graph.attached, caller, again)
 
     def effects(self) -> list[Tensor]:
-        """Nothing: what a call changes is written at once."""
+        """No arrays: changes are written to the user's modules at once."""
         return []
 
     def settle(self, extras: Sequence[Tensor]) -> None:
-        """Nothing is left to be written."""
+        """Does nothing: changes have been written already."""
 
     def refuse_changes(self) -> None:
-        """Nothing is lost."""
+        """Does nothing: no change is lost."""
 
 
 def _checked(caller: str, modules: Sequence[nn.Module]) -> dict[nn.Module, ModuleTree]:
-    """The trees. Refuses modules with tensors that cannot be given, and shared parameters."""
+    """The module trees; raises for modules that cannot be copied, and for shared parameters."""
     from gradtools.integrations.keras import is_keras, refusal
     from gradtools.torch.modules import check_module
 

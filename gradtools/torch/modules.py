@@ -585,4 +585,4 @@ def _keras_drawing(key: Any, arrays: Any) -> Any:
     return _seeded(_seed(key), _devices(arrays))
 
 
-_KERAS = keras.KerasWing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)
+_KERAS = keras.KerasBackend("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)

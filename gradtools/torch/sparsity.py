@@ -1,7 +1,7 @@
-"""Which entry of a function's output may depend on which entry of its input, read from a graph.
+"""Sparsity detection: which output entries may depend on which input entries, by an FX graph.
 
-The graph is that of one run, in ATen operations without writing in place. It holds for the branches
-that this run took, so it is made anew for each call.
+The graph is a functionalized trace of one run in ATen operations (`make_fx`). It is valid for the
+branches that this run took, so each call traces again.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def _without_writing(run: Callable[[Tensor], Tensor], x: Tensor) -> torch.fx.Gra
 
 
 class _Value:
-    """What is known of a tensor: its dependence, or else its value."""
+    """An abstract tensor: the dependence of its entries, or its constant value."""
 
     def __init__(self, shape: Sequence[int], entries: Entries | None, value: Any = None) -> None:
         self.shape, self.entries, self.value = tuple(shape), entries, value
 
 
 class _EntryReader(torch.fx.Interpreter):
-    """Runs a graph on dependences; what does not depend on the input is computed."""
+    """An interpreter that propagates dependences; evaluates nodes that are constant."""
 
     def of(self, x: Tensor) -> Any:
         return self.run(_Value(x.shape, e.identity(x.shape)))
@@ -90,7 +90,7 @@ class _EntryReader(torch.fx.Interpreter):
         if not draws and all(v.entries is None and v.value is not None for v in ins):
             return _wrapped(target(*_opened(args), **_opened(kwargs)))
         shown = self.meta
-        if shown is None:  # it only checks
+        if shown is None:  # an assertion
             return None
         active = [v.entries for v in ins if v.entries is not None]
         return _results(target, args, kwargs, active, shown)
@@ -133,7 +133,7 @@ def _wrapped(result: Any) -> Any:
 
 
 def _results(target: Any, args: Any, kwargs: Any, active: list[Entries], shown: Any) -> Any:
-    """The dependences of what an operation returns."""
+    """The dependences of an operation's results."""
     outs = list(shown) if isinstance(shown, list | tuple) else [shown]
     shapes = [tuple(y.shape) for y in outs]
     exact = [not (y.dtype.is_floating_point or y.dtype.is_complex) for y in outs]
@@ -150,7 +150,7 @@ def _results(target: Any, args: Any, kwargs: Any, active: list[Entries], shown: 
 
 
 def _name(target: Any) -> str:
-    """An operation's name, without its overload, and without that it copies what was a view."""
+    """An operation's name without its overload and without the suffix `_copy`."""
     return str(getattr(target, "__name__", target)).split(".")[0].removesuffix("_copy").strip("_")
 
 
@@ -167,11 +167,11 @@ def _entries(
     return made or [e.everything(shape, active) for shape in shapes]
 
 
-# --- what an operation does with entries
+# --- transfer functions of the operations
 
 
 def _moved(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> list[Entries] | None:
-    """The operation itself, run on the numbers of its operands' entries."""
+    """The operation itself, applied to the indices of its operands' entries."""
     name = _name(target)
     if name == "index_put" and ((len(args) > 3 and args[3]) or kwargs.get("accumulate")):
         return None
@@ -197,7 +197,7 @@ def _moved(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> lis
     if name == "scatter" and not isinstance(args[3], Tensor):
         args = (*args[:3], -1)
     if name in ("tril", "triu", "select_backward", "slice_backward", "diag_embed", "im2col"):
-        run = lambda: _shifted(target, args, kwargs)  # what they fill in is 0
+        run = lambda: _shifted(target, args, kwargs)  # they fill with 0
     else:
         run = lambda: target(*args, **kwargs)
     outs = run()

@@ -1,9 +1,10 @@
-"""Taylor mode in PyTorch: a function mode in which tensors carry their series.
+"""Taylor mode in PyTorch: a function mode on tensors with Taylor coefficients.
 
-A tensor that moves has its series as an attribute. Each operation on it either has a rule here or
-takes nested forward mode (`Jets.general`). What no mode sees (a `torch.autograd.Function`, a
-gradient that f takes, memory that f overwrites) gives a tensor without a series that autograd's
-graph leads back to the inputs: f is then differentiated by nested forward mode as a whole.
+A tensor that depends on the inputs has its series as an attribute. An operation on it has a rule
+here, or is differentiated by nested forward mode (`Jets.general`). Some operations are invisible to
+a function mode: a `torch.autograd.Function`, a gradient that f takes, an in-place write. Their
+results have no series, although autograd's graph leads from them to the inputs. If there is such a
+tensor, f is differentiated by nested forward mode as a whole.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SERIES = "gradtools_series"
 
 
 class _NotSeen(Exception):
-    """f does what no rule for single operations can follow."""
+    """f has an operation that the mode cannot follow."""
 
 
 def carry_series(
@@ -76,18 +77,18 @@ def carry_series(
 
 
 def _from(start: Randomness, fun: Fun, *xs: Tensor) -> Any:
-    """fun where the streams began, so that each evaluation draws the same."""
+    """fun from the same random state at each evaluation, so that its draws repeat."""
     start.restore()
     return fun(*xs)
 
 
 def _saveable(x: Tensor | None) -> Tensor | None:
-    """x, or a copy that autograd may save if it was made in inference mode."""
+    """x, or a copy if it was made in inference mode, which autograd cannot save."""
     return x.clone() if x is not None and x.is_inference() else x
 
 
 class _Carrying(TorchFunctionMode):
-    """Inside, operations on tensors that carry a series give tensors that do."""
+    """The function mode: operations on tensors with a series return tensors with a series."""
 
     def __init__(self, algebra: Algebra, inputs: Sequence[Series]) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class _Carrying(TorchFunctionMode):
         return call.any() if result is None else result
 
     def refuse_unseen(self, xs: Sequence[Any]) -> None:
-        """Raises if one of these depends on the inputs, and carries nothing."""
+        """Raises if one of these depends on the inputs, but has no series."""
         for x in xs:
             if not isinstance(x, Tensor) or not x.requires_grad or hasattr(x, _SERIES):
                 continue
@@ -144,7 +145,7 @@ class _Carrying(TorchFunctionMode):
             self._known[id(x)] = x
 
     def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """A function of PyTorch's in Python, inside of which this mode stays."""
+        """Calls a Python function of PyTorch with this mode active inside."""
         before, self._inside = self._inside, fun
         try:
             with self.again():
@@ -154,7 +155,7 @@ class _Carrying(TorchFunctionMode):
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, this mode sees what is called while it handles a call."""
+        """Context that re-enters this mode while it handles a call."""
         TorchFunctionMode.__enter__(self)
         try:
             yield
@@ -163,7 +164,7 @@ class _Carrying(TorchFunctionMode):
 
 
 class _Operation:
-    """One call of a function of PyTorch's, some of whose operands carry a series."""
+    """One call of a function of PyTorch, some of whose operands have a series."""
 
     def __init__(
         self, mode: _Carrying, fun: Any, leaves: list[Any], treedef: Any, places: list[int]
@@ -173,13 +174,13 @@ class _Operation:
         self.moved: list[Series] = [getattr(leaves[i], _SERIES) for i in places]
 
     def at(self, *values: Tensor) -> Any:
-        """The call, with other values of what moves."""
+        """The call with other values of the operands that have a series."""
         filled = replaced_at(self._leaves, self._places, values)
         args, kwargs = upstream.tree_unflatten(filled, self._treedef)
         return self.fun(*args, **kwargs)
 
     def linear(self, f: Callable[..., Any] | None = None, leading: bool = False) -> Any:
-        """The result of a call that is linear in all that moves; f: without what is added."""
+        """The result of a call that is affine in its operands with series; f is its linear part."""
         result = self.at(*[x.primal for x in self.moved])
         part = self.at if f is None else f
         flat = lambda *xs: [y for y in upstream.tree_leaves(part(*xs)) if isinstance(y, Tensor)]
@@ -207,9 +208,9 @@ class _Operation:
         except RuntimeError as error:
             if not rows:
                 raise
-            raise _NotSeen from error  # what vmap does not support is right one by one
+            raise _NotSeen from error  # vmap does not support it, nested forward mode does
         if rows and start.advanced().states:
-            raise _NotSeen  # its evaluations drew other numbers
+            raise _NotSeen  # its evaluations drew different numbers
         outdef, kinds, ys = shape
         left, rest = iter(outs), iter(extras)
         result = []
@@ -223,7 +224,7 @@ class _Operation:
 
 
 def carrying(y: Tensor, terms: Sequence[Tensor | None]) -> Tensor:
-    """y, which from here on carries these terms."""
+    """y, with these Taylor coefficients attached."""
     if any(t is not None for t in terms):
         setattr(y, _SERIES, Series(y, tuple(terms)))
     return y
@@ -233,7 +234,7 @@ def _series(x: Any) -> Series | None:
     return getattr(x, _SERIES, None)
 
 
-# --- rules: the result, or None where nested forward mode is taken -------------------------------
+# --- rules: each returns the result, or None to use nested forward mode --------------------------
 
 
 def _linear(call: _Operation, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +242,7 @@ def _linear(call: _Operation, *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_its_first(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Linear in the first operand, where the others stand still."""
+    """Operations that are linear in the first operand, if the others are constant."""
     return call.linear() if len(call.moved) == 1 and _series(x) else None
 
 
@@ -263,14 +264,14 @@ def _sum(sign: int) -> Any:
 
 
 def _reaching(y: Tensor, sign: int, x: Tensor) -> Tensor:
-    """A term of y, which x was broadcast to."""
+    """A Taylor coefficient of x, broadcast to y."""
     x = x if sign > 0 else -x
     x = x if x.shape == y.shape else x.expand(y.shape)
     return x.to(y.dtype)
 
 
 def _product(call: _Operation, *args: Any, **kwargs: Any) -> Any:
-    """Of two operands, linear in each."""
+    """Operations of two operands that are linear in each."""
     if kwargs or len(args) != 2:
         return None
     a, b = args
@@ -279,7 +280,7 @@ def _product(call: _Operation, *args: Any, **kwargs: Any) -> Any:
         ranks = [c.dim() if isinstance(c, Tensor) else 0 for c in args]
         scaled = name_of(call.fun) in _SCALES
         leading = ranks[1 if x is None else 0] >= ranks[0 if x is None else 1]
-        # A further axis in front is one more of matrices, where the moved ones stand left.
+        # A new leading axis is a batch axis of matrices if the operands with series are left.
         stacked = x is not None and ranks[1] == 2
         return call.linear(leading=leading if scaled else stacked)
     leading = a.dim() == b.dim() and name_of(call.fun) in _SCALES
@@ -323,7 +324,7 @@ def _slope(fun: Fun, ones: Tensor, x: Tensor) -> tuple[list[Tensor], list[Any]]:
 
 
 def _known_slopes(slopes: Callable[[Tensor, Tensor, int], list[Tensor]]) -> Any:
-    """An elementwise function of one operand, whose derivatives are known from x and y."""
+    """Elementwise functions of one operand, with closed derivatives in x and y."""
 
     def rule(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -349,7 +350,7 @@ def _power(call: _Operation, x: Any, p: Any = 2, *args: Any, **kwargs: Any) -> A
 
 
 def _error_function(x: Tensor, y: Tensor, order: int) -> list[Tensor]:
-    """By Hermite's polynomials times the density."""
+    """Derivatives by Hermite polynomials times the normal density."""
     p, before = torch.ones_like(x), torch.zeros_like(x)
     slopes, density = [], 2 / math.sqrt(math.pi) * torch.exp(-x * x)
     for k in range(order):
@@ -363,7 +364,7 @@ def _rectified(x: Tensor, y: Tensor, order: int) -> list[Any]:
 
 
 def _softplus(call: _Operation, x: Any, beta: Any = 1, threshold: Any = 20, **kwargs: Any) -> Any:
-    """By the logistic function, and the identity where PyTorch takes it."""
+    """Derivatives by the logistic function; the identity above PyTorch's threshold."""
     if kwargs or _series(x) is None:
         return None
     scaled = beta * x
@@ -385,7 +386,7 @@ def _clamped(call: _Operation, x: Any, min: Any = None, max: Any = None) -> Any:
 
 
 def _where(call: _Operation, condition: Any, *branches: Any, **kwargs: Any) -> Any:
-    """Linear in its branches: zeros stand for one that does not move."""
+    """torch.where: linear in its branches; a branch without a series has zero coefficients."""
     if kwargs or len(branches) != 2:
         return None
     if branches[0] is not None and not _is_mask(condition) and _is_mask(branches[0]):
@@ -468,7 +469,7 @@ def _vector_norm(
     if ord not in (2, None) or dtype is not None or x.is_complex():
         return None
     square = (x * x).sum(dim, keepdim)
-    some = square != 0  # at zero the slope is zero, as PyTorch's is
+    some = square != 0  # the derivative at zero is zero, as PyTorch's
     return torch.where(some, torch.sqrt(torch.where(some, square, 1)), 0)
 
 
@@ -521,7 +522,7 @@ def _batch_norm(
     cudnn: bool,
 ) -> Any:
     if training or mean is None:
-        with torch.no_grad():  # which updates the running statistics
+        with torch.no_grad():  # updates the running statistics
             torch.batch_norm(x.detach(), None, None, mean, variance, True, momentum, eps, cudnn)
         axes = (0, *range(2, x.dim()))
         z = x - x.mean(axes, True)

@@ -1,14 +1,14 @@
 """A PyTorch module as a pure function of its parameters and buffers.
 
-``torch.func.functional_call`` swaps tensors inside the shared module, so two threads corrupt
-each other and the module. Here nothing is swapped: ``make_functional`` reads the module tree once
-into a plan, and each call builds a structural copy from it, every submodule with dictionaries of
-its own that hold the given parameters and clones of the given buffers. All else is shared,
-hooks included. What the tree refers to inside itself (tied tensors, shared submodules, bound
-methods, lists of weights) is bound to the copy.
+``torch.func.functional_call`` swaps tensors inside of the shared module, which is a data race
+between threads. Here nothing is swapped: ``make_functional`` reads the module tree once into a
+plan, and each call builds a structural copy from it, in which each submodule has dictionaries of
+its own with the given parameters and clones of the given buffers. Everything else is shared, hooks
+included. References of the tree to itself (tied tensors, shared submodules, bound methods, lists of
+weights) are rebound to the copy.
 
-Under ``torch.compile``, which cannot build such copies, ``functional_call`` is traced on a
-private copy that no other code sees. ``gradtools.models`` documents the public name.
+``torch.compile`` cannot trace the building of such copies: there, ``functional_call`` is traced on
+a private copy. ``gradtools.models`` documents the public name.
 """
 
 import threading
@@ -54,7 +54,7 @@ SEEDING = threading.RLock()  # the global random streams are one resource of the
 
 @dataclass(frozen=True)
 class ModuleNode:
-    """One submodule: what its copy shares, and where its own tensors and children come from."""
+    """The plan of one submodule: the attributes that copies share, and the slots of the others."""
 
     kind: type
     shared: dict[str, Any]
@@ -65,7 +65,7 @@ class ModuleNode:
 
 
 class Alive:
-    """Keeps objects alive, and nothing reads them."""
+    """Keeps objects alive."""
 
     never_changes = True
 
@@ -79,18 +79,18 @@ class ModulePlan:
 
     nodes: tuple[ModuleNode, ...]
     places: dict[int, tuple[str, Any]]
-    originals: Alive  # keeps what the ids in ``places`` stand for alive
+    originals: Alive  # the objects whose ids are in ``places``
 
-    def __reduce__(self) -> Any:  # an id is good in one process
+    def __reduce__(self) -> Any:  # ids are valid in one process only
         scalars = [{k: v for k, v in n.shared.items() if type(v) in SCALARS} for n in self.nodes]
         return _plan_again, (self.originals.objects[0][0], scalars)
 
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """The modules of a tree, its parameters and its buffers, each once under its first name.
+    """The modules, parameters and buffers of a tree, each once under its first name.
 
-    hidden: Modules that a transformed one (`chunked(module)`) stands for.
+    hidden: Modules that are wrapped by a transformed one (`chunked(module)`).
     """
 
     modules: dict[nn.Module, str]
@@ -100,7 +100,7 @@ class ModuleTree:
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModuleTree":
-        """The tree in one walk, or, where a class walks in a way of its own, as that says."""
+        """The tree in one walk; by `named_modules` and so on if a class overrides these."""
         tree = cls({}, {}, {}, {})
         _walk(module, "", tree, set())
         if not all(map(_walks_plainly, {*map(type, tree.modules)})):
@@ -150,7 +150,7 @@ def make_functional(
 ) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
     """``(apply, params, state)`` of a module. See ``gradtools.models``.
 
-    frozen_too: Parameters that ask for no gradient are among params as well.
+    frozen_too: Whether params contains parameters that require no gradient, too.
     """
     if keras.is_keras(module):
         return keras.make_functional(module, variables, train, _KERAS)
@@ -271,7 +271,7 @@ def _node(module: nn.Module, places: dict, slots: dict) -> ModuleNode:
 
 
 def _live(fields: dict[str, Any]) -> list[str]:
-    """The fields of a module that hold a reference; most of the many hold none."""
+    """The attributes of a module that may reference other objects; most are plain values."""
     containers, values_of, others = _layout(tuple(fields))
     held = [k for k in others if type(fields[k]) not in _INERT]
     result = [k for k in held if type(fields[k]) not in _CONTAINERS or fields[k]] if held else held
@@ -307,7 +307,7 @@ def _relink(value: Any, resolve: Callable, depth: int = DEPTH) -> Any:
 
 
 def _check_closures(module: nn.Module, held: dict, places: dict) -> None:
-    """A function that closes over the tree uses the original's tensors: refused, not silent."""
+    """Raises if a function among the attributes closes over the tree: it uses the originals."""
     kind = type(module).__name__
     own = {name: value for name, value in held.items() if name not in _OF_EVERY_MODULE}
     for name, value in own.items():
@@ -326,7 +326,7 @@ def _check_closures(module: nn.Module, held: dict, places: dict) -> None:
 
 
 def _closes_over(value: Any, places: dict, depth: int = DEPTH) -> bool:
-    """Whether a function, one that it calls, or one among the parts of a value closes over it."""
+    """Whether a function, or one among the parts of a value, closes over the tree."""
     held = parts_of(value)
     if type(value) is types.FunctionType:
         held = [*map(contents_of, value.__closure__ or ()), *(value.__defaults__ or ())]
@@ -365,9 +365,9 @@ def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Modu
 
 
 class Copy:
-    """A module with other parameters, which shares all else with it, for one call.
+    """A copy of a module for one call: other parameters, everything else shared.
 
-    It is made once for each derivative, so in one pass, without a plan.
+    It is built once for each derivative, so in a single pass, without a plan.
 
     Attributes:
         root: The copy.
@@ -418,7 +418,7 @@ class Copy:
         return copy, fields.copy(), fixed
 
     def hand_back(self) -> None:
-        """Assigns to the module what was assigned to the copy: buffers, and other attributes."""
+        """Assigns buffers and other attributes that f assigned to the copy to the module."""
         for original, copy, before, fixed in self._made:
             fields, buffers = vars(copy), upstream.slots_of(original)[1]
             for name, value in [*upstream.slots_of(copy)[1].items()]:
@@ -434,7 +434,7 @@ class Copy:
 
 
 def _buffers_of(plan: ModulePlan, copies: list[nn.Module], clones: dict) -> dict[str, Tensor]:
-    """The buffers after the call: changed in place, or assigned anew at any of their places."""
+    """The buffers after the call, whether changed in place or reassigned in any submodule."""
     result = dict(clones)
     holding = [(c, node) for c, node in zip(copies, plan.nodes, strict=True) if node.buffers]
     for copy, node in holding:
@@ -469,7 +469,7 @@ def _with_scalars(node: ModuleNode, copy: nn.Module) -> ModuleNode:
 
 
 def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
-    """The tree. Refuses what is no module, and whose tensors cannot be given from outside."""
+    """The module's tree; raises for other objects, and for modules that cannot be copied."""
     if not isinstance(module, nn.Module):
         raise GradtoolsError(
             f"{caller}: got {type_in_words(module)}; the PyTorch backend accepts a torch.nn.Module."
@@ -559,9 +559,9 @@ def _devices(tree: Any) -> list[torch.device]:
 
 @contextmanager
 def _seeded(seed: int, devices: list[torch.device]) -> Iterator[None]:
-    """The global streams of CPU and ``devices``, seeded inside, and outside as they were.
+    """Context in which the global generators of the CPU and ``devices`` are seeded; restores them.
 
-    ``torch.manual_seed`` would also seed the devices that are not saved here.
+    ``torch.manual_seed`` would also seed devices that are not restored here.
     """
     with SEEDING:
         standing = Randomness.of([torch.device("cpu"), *devices])
@@ -581,7 +581,7 @@ def _keras_seeds(key: Any, count: int) -> list[Tensor]:
 
 
 def _keras_drawing(key: Any, arrays: Any) -> Any:
-    """Its dropout draws from PyTorch's own stream."""
+    """Seeds PyTorch's own generators, from which Keras' dropout draws."""
     return _seeded(_seed(key), _devices(arrays))
 
 

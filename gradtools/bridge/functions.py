@@ -157,7 +157,7 @@ class Foreign:
             evaluation = guest.backend.vjp(chosen_outputs, at, groups=None, once=True)
             pulled = evaluation.pullback(list(cts))
             if self.base is self:
-                # In a derivative no derivative is cut, and what is constant has the derivative 0.
+                # Derivatives cut nothing themselves; where they are constant, the next one is 0.
                 refuse_cut(chosen_outputs, evaluation.cut(pulled))
             pairs = zip(at, pulled, strict=True)
             return [guest.backend.zeros_like(x) if p is None else p for x, p in pairs]
@@ -216,7 +216,7 @@ class KnownOfShapes:
         captured: What it closes over that is to be differentiated, in words.
     """
 
-    never_changes = True  # for who looks through what a function reaches: the function has its own
+    never_changes = True  # stops searches through captured objects here
 
     of: Foreign
     ins: tuple[ArraySpec, ...]
@@ -370,7 +370,7 @@ class Bridged(CustomRule):
             host = self._backend
             if not kwargs:
                 leaves, by_position = host.flatten(args)
-                known = self._calls.get(by_position)  # with arrays alone
+                known = self._calls.get(by_position)  # if all leaves are arrays
                 if known is not None and all(map(host.is_array, leaves)):
                     return self._at(known, leaves)
             leaves, treedef = host.flatten((args, kwargs))
@@ -424,8 +424,8 @@ class FlatBridged:
 
     of: Bridged
     specialized: Specialization
-    structures: dict[Any, Any] = field(default_factory=dict)  # of the host, by the shapes of xs
-    newest: Any = None  # the guest's structure, the host's, and the order of the leaves in this
+    structures: dict[Any, Any] = field(default_factory=dict)  # host's output treedef by shapes
+    newest: Any = None  # the guest's treedef, the host's, and the order of leaves in the latter
 
     def __post_init__(self) -> None:
         self.guest, self.host = self.of.guest, self.of._backend
@@ -453,7 +453,7 @@ class FlatBridged:
         marks = [np.zeros(()) for _ in range(count)]
         leaves, structure = self.host.flatten(self.guest.backend.unflatten(treedef, marks))
         places = {id(mark): i for i, mark in enumerate(marks)}
-        while unknown := [x for x in leaves if id(x) not in places]:  # containers of the guest's
+        while unknown := [x for x in leaves if id(x) not in places]:  # containers of the guest
             other = next((x for x in unknown if not isinstance(x, tuple)), None)
             if other is not None:
                 raise GradtoolsError(

@@ -103,7 +103,7 @@ class JaxGuest:
     def _traced(self, run: Any, specs: Sequence[ArraySpec]) -> Any:
         try:
             return jax.make_jaxpr(run)(*map(_struct, specs))
-        except jax.errors.JAXTypeError:  # it reads values
+        except jax.errors.JAXTypeError:  # f reads values
             return None
 
     def _hold_wide(self, name: str, specs: Sequence[ArraySpec]) -> None:
@@ -128,7 +128,7 @@ class JaxGuest:
 
     def _evaluated(self, known: KnownOfShapes, run: Any, xs: Sequence[Any]) -> list[Any]:
         try:
-            with explained(self.operator):  # what JAX refuses while it compiles, too
+            with explained(self.operator):  # also explains errors of compilation
                 ys = run(*xs)
         except _READS_VALUES as error:
             if not self.jit:

@@ -159,7 +159,7 @@ class TorchGuest:
 
     def called(self, known: KnownOfShapes, run: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Calls the function on JAX arrays."""
-        if torch.is_inference_mode_enabled():  # whose tensors count no versions
+        if torch.is_inference_mode_enabled():  # its tensors have no version counters
             with torch.inference_mode(False):
                 return self.called(known, run, xs)
         ys = self._evaluated(known, run, [tensor_of(x) for x in xs])
@@ -181,11 +181,11 @@ class TorchGuest:
     def _evaluated(self, known: KnownOfShapes, run: Any, ts: list[Tensor]) -> list[Tensor]:
         base = known.base
         if upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality):
-            with upstream.outermost():  # beneath an operation of PyTorch's, which called JAX
+            with upstream.outermost():  # JAX was called below PyTorch's autograd
                 return self._evaluated(known, run, ts)
         if not torch.is_grad_enabled() or upstream.is_any_autocast_enabled():
             with torch.enable_grad(), without_casts(t.device.type for t in ts):
-                return self._evaluated(known, run, ts)  # as in a thread of JAX's
+                return self._evaluated(known, run, ts)  # as in a host callback's thread
         if not base.seen:
             self._first(base, _one_of(ts, base))
         if base.captured and base is not known:
@@ -212,7 +212,7 @@ class TorchGuest:
         def call(*ts: Tensor) -> list[Tensor]:
             try:
                 return list(torch.func.vmap(run, dims, randomness="error")(*ts))
-            except Exception:  # whatever a transform does not know; an error of f comes again
+            except Exception:  # unsupported by vmap; an error of f is raised again by the loop
                 return _looped(run, dims, ts)
 
         return call
@@ -230,7 +230,7 @@ class TorchGuest:
             undo.start.restore()
             raise
         finally:
-            del undo  # it holds what it copied
+            del undo  # releases the backups
 
     def _look(self, base: KnownOfShapes, ts: Sequence[Tensor]) -> None:
         """Evaluates the function on copies, and notes what JAX would not know of."""

@@ -100,7 +100,7 @@ class ContrastiveLoss(Operators):
         check_smoothing(caller, label_smoothing)
         y = backend.tiles.sharded_like(y, x)
         scale, bias = (
-            float(z)  # of Python, exact beside any dtype
+            float(z)  # a Python float keeps the dtype of the arrays
             if isinstance(z, int | float)
             else backend.cast(as_array(backend, caller, z, name, device_of=x), x)
             for z, name in ((logit_scale, "logit_scale"), (logit_bias, "logit_bias"))
@@ -116,7 +116,7 @@ class ContrastiveLoss(Operators):
                 backend.compiler.uncompiled, backend.all_gather, axis_name=axis_name, group=group
             )
             spread = lambda z: None if z is None else gathered(z)
-        # The logits of pairs are taken from the sweep, whose cotangent is then the only one of x.
+        # Taking the positive logits from the sweep makes its cotangent the only one of x.
         positive, mean = logits.positive(x, y) if apart else None, backend.xp.mean
         columns = logits.with_negatives(spread(y), spread(own), negatives)
         if sigmoid:
@@ -209,7 +209,7 @@ class _Logits:
         return loss - self.smoothing * mass / count
 
 
-# A sweep's function holds no arrays: what it closes over would be lifted out of a trace.
+# The functions of a sweep capture no arrays, which would be lifted out of a trace.
 
 
 def _pair_scores(

@@ -62,7 +62,7 @@ from gradtools.pairwise.tile_rules import (
 from gradtools.rules import replaced_at
 
 Names = int | str | Sequence[int | str]
-_TILE = (512, 512)  # rows and columns, where nothing else is said
+_TILE = (512, 512)  # default rows and columns of a tile
 
 
 class Tiling(Operators):
@@ -234,19 +234,19 @@ class TiledCall:
         self._statics: list[Any] = []
         self._paths: list[str] = []
         self.kinds: list[Reduction] = []
-        self.places: list[tuple[int, ...]] = []  # of each reduction's arrays in f's flat output
-        self.sides: list[str] = []  # of each reduction's results
-        self.dtypes: list[list[str]] = []  # of each result, as it is returned
+        self.places: list[tuple[int, ...]] = []  # each reduction's arrays in f's flat output
+        self.sides: list[str] = []  # the side of each reduction's results
+        self.dtypes: list[list[str]] = []  # the dtype of each returned result
         self._template: Any = None
         self._treedef: Any = None
         self._keywords: tuple[str, ...] = ()
         self.cut = TileGrid(1, 1, 1, 1)
         self.call: Callable[[Arrays], Any] = f  # f at one tile, once its arguments are known
-        self.captured: tuple[int, ...] = ()  # of the arrays those that f closes over
-        self.unreached: tuple[int, ...] = ()  # of the arrays those that do not reach the scores
-        self.watch: Callable[[Arrays], None] | None = None  # a wing's, of f's output at a tile
-        self.sweeping = False  # whether a sweep over its tiles is under way
-        self.watched: Any = None  # what a wing knows of tiles that f has seen
+        self.captured: tuple[int, ...] = ()  # arrays that f closes over
+        self.unreached: tuple[int, ...] = ()  # arrays that do not reach the scores
+        self.watch: Callable[[Arrays], None] | None = None  # the backend's check of f's output
+        self.sweeping = False  # whether a sweep over its tiles is running
+        self.watched: Any = None  # the backend's data on tiles that f was evaluated on
         self.user_functions: tuple[Any, ...] = (f, *(options.reduce if options.own else ()))
 
     @classmethod
@@ -254,7 +254,7 @@ class TiledCall:
         cls, backend: Backend, options: TileOptions, f: Any, sides: Any, args: Any, kwargs: Any
     ) -> tuple[TiledCall, Arrays]:
         call, xs = cls(backend, options, f), list[Any]()
-        values = [*args, *kwargs.values()]  # a list, for JAX sorts what a dict holds
+        values = [*args, *kwargs.values()]  # a list, because JAX sorts dicts
         leaves, call._treedef = backend.flatten(values)
         call._keywords, paths = tuple(kwargs), []
         for key, value in zip([*range(len(args)), *kwargs], values, strict=True):
@@ -272,7 +272,7 @@ class TiledCall:
         call.call, captured = backend.tiles.explicit(
             options.caller, fun, call.user_functions[1:], xs, call._tiles()
         )
-        if call.call is not fun:  # then it closes over nothing
+        if call.call is not fun:  # captured arrays are explicit arguments now
             call.user_functions = ()
         call.captured = tuple(range(len(xs), len(xs) + len(captured)))
         call.unreached = backend.tiles.unreached(
@@ -280,7 +280,7 @@ class TiledCall:
         )
         xs += captured
         call.roles += [SHARED] * len(captured)
-        for side, n in ((ROWS, rows), (COLUMNS, columns)):  # f is not called with these
+        for side, n in ((ROWS, rows), (COLUMNS, columns)):  # indices, which f does not receive
             xs.append(backend.tiles.indices(n, xs[0]))
             call.roles.append(side)
         return call, xs
@@ -380,8 +380,8 @@ class TiledCall:
         """Determines the reduction of each array of f's output."""
         for x in out:
             if not self.backend.is_array(x):
-                came = describe(self.backend, x)
-                raise GradtoolsError(f"{self.caller}: f's output contains {came}; return arrays.")
+                found = describe(self.backend, x)
+                raise GradtoolsError(f"{self.caller}: f's output contains {found}; return arrays.")
         tree = self.backend.unflatten(treedef, list(range(len(out))))
         self._template = self._pair(tree, self.options.reduce, self.options.over, "")
         for kind, places in zip(self.kinds, self.places, strict=True):

@@ -54,10 +54,10 @@ class Reduction:
     caller: str
     count: int
     owned: bool = False
-    real = False  # whether scores are compared
-    indexed = False  # whether a tile's last array is the index of the reduced axis
-    more = 0  # results besides one for each array, which the derivative alone reads
-    empty: ClassVar[tuple[float, ...]] = ()  # the state of no entry; 0 in the leaves behind
+    real = False  # whether scores must be real
+    indexed = False  # whether a tile's last array is the index along the reduced axis
+    more = 0  # additional results, which only the derivative reads
+    empty: ClassVar[tuple[float, ...]] = ()  # the identity of merge; further leaves are 0
 
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         """Raises if a tile has the wrong shape or dtype."""
@@ -183,7 +183,7 @@ class _Max(_Weighted):
         m, count, first = state
         one = self.backend.ones_like(count)
         count = self.backend.xp.where(m == m, self.backend.xp.maximum(count, one), count * 0)
-        return [m, count, first]  # no entry is equal to a maximum that is not a number
+        return [m, count, first]  # the count is 0 for NaN, which no entry equals
 
     def stats(self, ys: Arrays) -> Arrays:
         return [*map(self.backend.stop_gradient, ys[:2]), ys[2]]
@@ -380,11 +380,11 @@ class _Take(Reduction):
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         whole = len(tile) == 2 and "int" in self.backend.dtype_name(tile[1])
         if not whole or len(tile[0].shape) != 2 or tuple(tile[1].shape) != shape[:1]:
-            came = [f"{self.backend.dtype_name(x)} of shape {tuple(x.shape)}" for x in tile]
+            found = [f"{self.backend.dtype_name(x)} of shape {tuple(x.shape)}" for x in tile]
             raise GradtoolsError(
                 f"{self.caller}: for reduce='take' f must return a pair (scores, index), a matrix "
                 f"of shape {shape} and an integer array of shape {shape[:1]}; got "
-                f"{' and '.join(came)}."
+                f"{' and '.join(found)}."
             )
         self._check_scores(tile[0], shape)
 

@@ -13,7 +13,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.pairwise.cross_entropy import tiled
 
 TileSize = int | tuple[int, int] | None
-_PAIRS_AT_ONCE = 2**22  # of all heads together
+_PAIRS_AT_ONCE = 2**22  # pairs of a tile, summed over all heads
 
 
 class Attention(Operators):
@@ -106,7 +106,7 @@ class _Heads:
 
     @classmethod
     def of(cls, caller: str, q: Array, k: Array, v: Array) -> _Heads:
-        # A vector, which does not fit, is here a matrix without rows.
+        # Pads vectors, which are then refused as a matrix without rows.
         (*qs, n, d), (*ks, m, e) = ((0,) * (2 - len(z.shape)) + tuple(z.shape) for z in (q, k))
         fits = tuple(v.shape[:-1]) == (*ks, m) and d == e and len(qs) == len(ks)
         groups = qs[-1] // ks[-1] if fits and qs and ks[-1] else 1
@@ -165,7 +165,7 @@ class _Attention:
         )
         names = list(arrays)
         call = lambda *xs: run(**dict(zip(names, xs, strict=True)))
-        lead = [axis for axis, n in enumerate(heads.batch) if n != 1]  # a level of vmap costs
+        lead = [axis for axis, n in enumerate(heads.batch) if n != 1]  # avoids needless vmap levels
         for axis in reversed(lead):
             in_axes = []
             for name_, x in arrays.items():

@@ -71,8 +71,8 @@ def print_measure(options: argparse.Namespace) -> int:
         given = Given.by(options)
         result = _measured(options, given)
     except Exception as error:
-        kind, came = type(error).__name__, options.args or options.shapes or "no arguments"
-        error.add_note(f"gradtools measure: {options.function} raised {kind} on {came}")
+        kind, inputs = type(error).__name__, options.args or options.shapes or "no arguments"
+        error.add_note(f"gradtools measure: {options.function} raised {kind} on {inputs}")
         raise
     if options.json:
         print(result.to_json())

@@ -67,7 +67,7 @@ class Cell:
         return " | ".join((self.operator, self.scenario.name, self.dtype, self.transform))
 
 
-# --- which cells there are ---------------------------------------------------------------
+# --- the cells ---------------------------------------------------------------------------
 
 
 @lru_cache
@@ -269,7 +269,7 @@ def _transformed(p: Problem, flat: Callable[..., list[Any]]) -> list[Any]:
         return [p.gt.compile(flat)(*xs)]
     import torch
 
-    torch.compiler.reset()  # after eight functions of one text dynamo would run the rest eagerly
+    torch.compiler.reset()  # dynamo runs eagerly after eight recompilations of one code object
     return [p.gt.compile(flat, backend="aot_eager")(*xs)]
 
 
@@ -281,8 +281,8 @@ def judged(cell: Cell) -> Cell:
         worst = error_of(cell)
     except Exception as error:  # a cell that raises is a result of the check
         return replace(cell, worst=float("nan"), failure=f"{type(error).__name__}: {error}")
-    said = "" if worst <= 1 else f"finite differences: off by {worst:.3g} tolerances"
-    return replace(cell, worst=worst, failure=said)
+    failure = "" if worst <= 1 else f"finite differences: off by {worst:.3g} tolerances"
+    return replace(cell, worst=worst, failure=failure)
 
 
 # --- the command -------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def chosen(backend: str, quick: bool = False, containing: str = "") -> list[Cell
             *{c.operator: c for c in reversed(result) if c.transform == "eager"}.values(),
             *few,
         ]
-    return sorted(result, key=lambda cell: cell.scenario.name)  # what JAX compiled serves again
+    return sorted(result, key=lambda cell: cell.scenario.name)  # reuses JAX's compilations
 
 
 def check(options: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Loss = Callable[..., Any]
 _SCALE = 0.6
-_WEIGHTS = (1.0, 2.0, 3.0)  # of the rows of a batch: a whole chunk of two, and a half one
+_WEIGHTS = (1.0, 2.0, 3.0)  # of the rows of a batch, which has a full chunk of 2 and a half one
 
 
 @dataclass(frozen=True)

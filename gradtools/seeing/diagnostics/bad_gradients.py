@@ -29,8 +29,8 @@ from gradtools.seeing.graphs.recording import Vanished
 
 _DOUBLE, _LEAST_OF_DOUBLE, _LEAST = 1e-15, 1e-21, 1e-6
 _SHAKEN = 4  # times eps
-_HALF = 1e-4  # the precision of no half-precision dtype is finer
-DRAWS = 3  # all of them must show it
+_HALF = 1e-4  # every half-precision dtype has a greater eps
+DRAWS = 3  # perturbed backward passes, all of which must show noise
 
 
 @dataclass(frozen=True)

@@ -414,7 +414,7 @@ def _briefly(finding: Finding) -> str:
 # --- is it constant ----------------------------------------------------------------------
 
 _STEPS = (1e-3, 0.1, 1.0)  # times the size of the leaf's entries
-_RUNS = 8  # so many runs are spent on it
+_RUNS = 8  # the budget of runs of f
 
 
 def moved(backend: Backend, program: LeafProgram, indices: Sequence[int]) -> dict[int, bool | None]:
@@ -451,7 +451,7 @@ class _MovedRun:
                 leaves[k] = self._moved(leaves[k], step, rng)
             try:
                 after = self._outputs(leaves)
-            except Exception:  # a point outside of f's domain tells nothing
+            except Exception:  # outside of f's domain nothing can be concluded
                 return None
             if not all(map(_same, self._before, after)):
                 return True

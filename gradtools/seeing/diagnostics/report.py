@@ -119,13 +119,13 @@ class GradientReport:
         lines = [paint(_BOLD, f"{title} {_headline(findings, len(names) > 1)}")]
         for finding in findings:
             lines += ["", *_lines(finding, paint)]
-        said = _VERDICTS.get(verdict)
-        left = lambda f: f.noise or f.kind in ("nan", "vanishing")
-        lost = [f for f in findings if f.whole and not left(f)]
+        conclusion = _VERDICTS.get(verdict)
+        nonzero = lambda f: f.noise or f.kind in ("nan", "vanishing")
+        lost = [f for f in findings if f.whole and not nonzero(f)]
         if verdict:  # zero at these values is no contradiction to a change elsewhere
             lost = [f for f in lost if not f.numerical]
-        if said and lost:
-            lines += ["", f"  {said}"]
+        if conclusion and lost:
+            lines += ["", f"  {conclusion}"]
         return "\n".join(lines)
 
     def _noted(self, paint: Any) -> list[str]:
@@ -199,7 +199,7 @@ def _common(scopes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(common)
 
 
-_OPERATIONS = 3  # of a group's that are listed
+_OPERATIONS = 3  # operations of a group that are listed
 
 
 def by_weight(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -225,7 +225,7 @@ def grouped(lost: Sequence[tuple[str, str]], known: Sequence[str]) -> list[str]:
     return lines
 
 
-_MOST = 5  # names or modules of a group that are listed
+_MOST = 5  # listed names or modules of a group
 
 
 def gathered(names: Sequence[str], known: Sequence[str]) -> str:

@@ -24,15 +24,15 @@ def inside_rules(
     nodes: Sequence[Node], leaves: Iterable[int], values: Mapping[int, Value]
 ) -> dict[int, frozenset[int]]:
     """The intermediates inside of rules, each with the leaves on which it depends smoothly."""
-    moved: dict[int, frozenset[int]] = {v: frozenset({v}) for v in leaves}
+    sources: dict[int, frozenset[int]] = {v: frozenset({v}) for v in leaves}
     inside = {}
     for node in nodes:
         if node.phase or node.operation in _FLAT:
             continue
-        result = frozenset[int]().union(*(moved.get(v, ()) for v in node.inputs))
+        result = frozenset[int]().union(*(sources.get(v, ()) for v in node.inputs))
         for value in node.outputs:
             if result and values[value].is_inexact:
-                moved[value] = result
+                sources[value] = result
                 if node.mark == CUSTOM:
                     inside[value] = result
     return inside
@@ -40,14 +40,14 @@ def inside_rules(
 
 def smoothly_between(nodes: Sequence[Node], leaf: int, ends: Iterable[int]) -> set[int]:
     """The values that depend smoothly on a leaf and on which the ends depend smoothly."""
-    moved, leading = {leaf}, set(ends)
+    reached, leading = {leaf}, set(ends)
     for node in nodes:
-        if node.operation not in _FLAT and moved.intersection(node.inputs):
-            moved.update(node.outputs)
+        if node.operation not in _FLAT and reached.intersection(node.inputs):
+            reached.update(node.outputs)
     for node in reversed(nodes):
         if node.operation not in _FLAT and leading.intersection(node.outputs):
             leading.update(node.inputs)
-    return moved & leading
+    return reached & leading
 
 
 def with_cuts(

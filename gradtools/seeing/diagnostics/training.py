@@ -264,7 +264,7 @@ class _LossRun:
         """Adds where the gradient of one that is reached becomes zero."""
         try:
             vanished = self._vanished(k)
-        except RuntimeError:  # of a graph that was freed, or of a reentrant checkpoint
+        except RuntimeError:  # the graph was freed, or holds a reentrant checkpoint
             self._spent = True
             return
         if vanished is None:
@@ -365,7 +365,7 @@ def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
         if finding.whole and not finding.numerical and finding.kind != "frozen":
             place = f" at {finding.source}" if finding.source else ""
             result.setdefault(finding.argument, []).append(finding.kind + place)
-    return [(name, "; ".join(dict.fromkeys(said))) for name, said in result.items()]
+    return [(name, "; ".join(dict.fromkeys(reasons))) for name, reasons in result.items()]
 
 
 def _optimised(backend: Backend, loop: Loop, run: _LossRun, diagnosis: TrainingDiagnosis) -> None:
@@ -382,7 +382,7 @@ def _optimised(backend: Backend, loop: Loop, run: _LossRun, diagnosis: TrainingD
     optimised = _training(backend, loop).optimised(
         loop.caller, loop.optimizer, loop.model, run.held
     )
-    in_vain = []
+    frozen = []
     for held in run.held:
         holds = optimised.holds(held)
         if held.role == PARAMETER and holds is False:
@@ -391,14 +391,14 @@ def _optimised(backend: Backend, loop: Loop, run: _LossRun, diagnosis: TrainingD
                 Finding(held.name, "not_optimized", "optimizer", detail=detail)
             )
         elif held.role == FROZEN and holds:
-            in_vain.append(held.name)
-    diagnosis.findings += [Finding(name, "frozen", "requires_grad") for name in in_vain]
-    diagnosis.names += in_vain
+            frozen.append(held.name)
+    diagnosis.findings += [Finding(name, "frozen", "requires_grad") for name in frozen]
+    diagnosis.names += frozen
     for name, detail in optimised.strangers:
         diagnosis.findings.append(Finding(name, "other_model", "optimizer", detail=detail))
         diagnosis.names.append(name)
     diagnosis.notes = [
-        (text, [name for name in names if name not in in_vain]) for text, names in diagnosis.notes
+        (text, [name for name in names if name not in frozen]) for text, names in diagnosis.notes
     ]
     diagnosis.notes = [note for note in diagnosis.notes if note[1]]
 

@@ -237,14 +237,14 @@ class SeeingOperators(Operators):
         self, f: Any, args: Any, kwargs: Any, argnums: Any, model: Any, optimizer: Any
     ) -> GradtoolsError | None:
         """Warns of lost gradients. Returns the error if f raised under observation."""
-        backend, said = self._backend, "not reach the output of f"
+        backend, predicate = self._backend, "not reach the output of f"
         try:
             if model is not None or optimizer is not None or not args:
                 loop = Loop("guard_gradients", f, args, kwargs, model, optimizer)
                 loop = loop.with_model(backend)
                 diagnosis = trained(backend, loop, self._recorded, values=False)
                 lost, known = briefly(diagnosis.findings), diagnosis.names
-                said = "not trained"
+                predicate = "not trained"
             else:
                 program = LeafProgram(
                     backend, "guard_gradients", f, args, kwargs, argnums, "argnums", False
@@ -257,12 +257,12 @@ class SeeingOperators(Operators):
                 raise
             return error
         if lost:
-            verbs = {"not trained": ("is", "are")}.get(said, ("does", "do"))
+            verbs = {"not trained": ("is", "are")}.get(predicate, ("does", "do"))
             lines = "\n".join(f"  {line}" for line in grouped(lost, known))
-            noun = "parameters" if said == "not trained" else "leaves"
+            noun = "parameters" if predicate == "not trained" else "leaves"
             warn(
                 f"guard_gradients: {len(lost)} of {max(1, len(known))} {noun} "
-                f"{verbs[len(lost) > 1]} {said}:\n{lines}"
+                f"{verbs[len(lost) > 1]} {predicate}:\n{lines}"
             )
         return None
 
@@ -273,9 +273,9 @@ class SeeingOperators(Operators):
         except GradtoolsError:
             raise
         except Exception as error:
-            said = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
+            message = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
             raise GradtoolsError(
-                f"{program.caller}: f raised {said}{place_of(error)}. It must run at the given "
+                f"{program.caller}: f raised {message}{place_of(error)}. It must run at the given "
                 "arguments."
             ) from error
 

@@ -13,7 +13,7 @@ from gradtools.seeing.formulas.expressions import Expr
 from gradtools.seeing.formulas.operation_record import OPERATIONS
 
 Axis = tuple[Expr, int]
-_LETTERS = "ijklmnprsuvaeh"  # those that exist as small letters in Unicode
+_LETTERS = "ijklmnprsuvaeh"  # letters that have subscripts in Unicode
 
 
 class Axes:

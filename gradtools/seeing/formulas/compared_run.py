@@ -32,8 +32,8 @@ from gradtools.seeing.graphs.program import LeafProgram
 
 _POINTS = 3
 _EXACT = 1e-8
-_IN_SINGLE = 2e-4  # of float32: some thousand times its precision
-_STEPS = (0.1, 0.01, 0.001)  # to the random points, relative to the given arguments
+_IN_SINGLE = 2e-4  # for float32: some thousand times its epsilon
+_STEPS = (0.1, 0.01, 0.001)  # relative distances of the random points
 _AS_RECORDED = (
     "written as f computes it, for with names such as softplus the values differ at the arguments:"
 )
@@ -91,7 +91,7 @@ def formulated(program: LeafProgram, order: int) -> Formula:
         return _of_one_precision(program, order, wide=True)
     except _FormulaDiffers as error:
         raise GradtoolsError(str(error)) from error.__cause__
-    except Exception:  # f does not run in double precision: in its own it says why
+    except Exception:  # f does not run in double precision; its own errors are raised below
         program.leaves = leaves
     return _in_own_precision(program, order)
 
@@ -269,13 +269,13 @@ class _ComparedRun:
         worst, counted, tolerance = 0.0, 0, self._tolerance()
         for point in points:
             values = formula.evaluate(*point)
-            mine = (values.outputs, values.gradients, values.second)
-            counted += all_finite(mine)
+            ours = (values.outputs, values.gradients, values.second)
+            counted += all_finite(ours)
             theirs = self.numbers(point, not at_given)
-            if finite and _undefined(mine[0], theirs[0]):
+            if finite and _undefined(ours[0], theirs[0]):
                 continue
             joined = lambda of: [x for group in of for x in group]
-            result = compared(names, joined(theirs), joined(mine), tolerance, least_of(mine))
+            result = compared(names, joined(theirs), joined(ours), tolerance, least_of(ours))
             if not result:
                 raise Differs(result)
             worst = max(worst, result.error)
@@ -412,15 +412,15 @@ class _ComparedRun:
 
     def arrays(self, values: Sequence[Any]) -> list[Any]:
         """Converts values to the framework's arrays."""
-        beside = next(iter(self.program.leaves), None)
-        return [self.backend.asarray(np.asarray(x), beside) for x in values]
+        like = next(iter(self.program.leaves), None)
+        return [self.backend.asarray(np.asarray(x), like) for x in values]
 
     def numbers(self, point: Any, is_near: bool) -> tuple[list[Any], ...]:
         """The framework's outputs, gradients and, at order 2, their derivatives.
 
         is_near: Whether the point differs from the given arguments, so that f may raise.
         """
-        for attempt in range(2):  # what failed by chance is no edge of where f is defined
+        for attempt in range(2):  # retried, because some errors are transient
             try:
                 return self._computed(*point)
             except GradtoolsError:
@@ -460,8 +460,8 @@ class _ComparedRun:
         for k, x in zip(self._active, xs, strict=True):
             leaves[k] = x
         run = self.recorded.run or self.program.run
-        beside = next(iter(leaves), None)
-        ys = [self.backend.asarray(y, beside) for y in run(leaves)]
+        like = next(iter(leaves), None)
+        ys = [self.backend.asarray(y, like) for y in run(leaves)]
         pairs = list(zip(ys, self._inexact, strict=True))
         return [y for y, inexact in pairs if inexact], [y for y, inexact in pairs if not inexact]
 

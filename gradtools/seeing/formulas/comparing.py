@@ -15,7 +15,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 
 Point = tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]
-Group = Sequence[Any]  # arrays by the names of a formula's results; None is not compared
+Group = Sequence[Any]  # one array for each name; None is not compared
 
 
 class Differs(GradtoolsError):
@@ -129,7 +129,7 @@ def _difference(
     return Agreement(False, error, where, a[at].item(), b[at].item(), message)
 
 
-_CANCELLED = 1e-4  # of the greatest number: smaller arrays are compared with this in mind
+_CANCELLED = 1e-4  # relative to the greatest number, the scale for smaller arrays
 
 
 def least_of(groups: Sequence[Group]) -> float:

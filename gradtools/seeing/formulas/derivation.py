@@ -53,12 +53,12 @@ class Check:
     given: bool = False
 
     def __str__(self) -> str:
-        said = f"; {self.note}" if self.note else ""
+        note = f"; {self.note}" if self.note else ""
         points = f"{self.points} random points" if self.points > 1 else "1 point"
         here = "the arguments and " if self.given else ""
         return (
             f"agrees with automatic differentiation at {here}{points} "
-            f"(greatest relative error {self.error:.1e}){said}"
+            f"(greatest relative error {self.error:.1e}){note}"
         )
 
 
@@ -218,9 +218,9 @@ class Formula:
                 one for an argument that is not in ``argnums``. Its own errors are passed on.
         """
         if not callable(derivation):
-            came = with_article(type(derivation).__name__)
+            kind = with_article(type(derivation).__name__)
             raise GradtoolsError(
-                f"formula.agrees_with: the derivation must be a function, got {came}."
+                f"formula.agrees_with: the derivation must be a function, got {kind}."
             )
         assert self._derived.agreement is not None
         return self._derived.agreement(self, derivation, points, tolerance, seed, convert)

@@ -59,7 +59,7 @@ def _named(x: Expr) -> Expr:
     return x
 
 
-# Reading.
+# Queries.
 
 
 def _terms(x: Expr) -> list[Expr]:
@@ -153,10 +153,10 @@ def _log_softmax(x: Expr) -> Expr | None:
         y = add(rest) if rest else None
         if y is None or y.shape != z.shape:
             continue
-        mine, shift = _shifted(y, {axis})
-        theirs, other = _shifted(z, {axis})
-        if mine is theirs and set(shift) == set(other):
-            return apply("log_softmax", mine, axis=axis)
+        logits, shift = _shifted(y, {axis})
+        normalized, other = _shifted(z, {axis})
+        if logits is normalized and set(shift) == set(other):
+            return apply("log_softmax", logits, axis=axis)
     return None
 
 
@@ -290,7 +290,7 @@ def _normal_cdf(x: Expr) -> Expr | None:
         return None
     inner = factors[0].args[0]
     scale_ = parts(inner)[0]
-    if abs(abs(scale_) - _HALF_ROOT) > 1e-6:  # single precision writes the root short
+    if abs(abs(scale_) - _HALF_ROOT) > 1e-6:  # a single-precision root has 7 digits
         return None
     z = sign * math.copysign(1.0, scale_) * (1 / scale_ * inner)
     return 2.0 * apply("normal_cdf", z)
@@ -355,8 +355,8 @@ def _count(x: Expr, axes: set[int]) -> int:
 
 def _rectified(x: Expr) -> Expr | None:
     """relu(x) of an x that is never negative: JAX clips the rounding errors of a variance."""
-    never = x.op == "relu" and x.args[0].op in ("variance", "deviation", "abs", "exp", "norm")
-    return x.args[0] if never else None
+    redundant = x.op == "relu" and x.args[0].op in ("variance", "deviation", "abs", "exp", "norm")
+    return x.args[0] if redundant else None
 
 
 def _variance_of_moments(x: Expr) -> Expr | None:

@@ -57,7 +57,7 @@ class Recorded:
         return result
 
 
-# --- operations of the vocabulary
+# --- registered operations
 
 
 Like = tuple[Sequence[int], str]  # shape and kind
@@ -91,7 +91,7 @@ def fitted(x: Expr, like: Like) -> Expr:
 _LINEAR = """
 add subtract multiply negate einsum matmul outer sum mean trace reshape transpose broadcast
 concatenate stack split slice flip real imag conj abs identity
-""".split()  # what does the same to real numbers as to the complex ones that they are
+""".split()  # commute with a cast from real to complex
 
 
 def in_words(attributes: Mapping[str, Any], rank: int) -> str:

@@ -98,6 +98,6 @@ def _pullback(y: Expr, summed: dict, active: set) -> Sequence[Expr | None]:
     if operation.selective:
         pullback = partial(pullback, tuple(a in active for a in y.args))
     cotangents = [summed[o] if o in summed else zeros(o.shape) for o in outputs]
-    one = (outputs, cotangents) if several else (y, summed[y])
-    result: Sequence[Expr | None] = pullback(*one, *y.args)
+    ours = (outputs, cotangents) if several else (y, summed[y])
+    result: Sequence[Expr | None] = pullback(*ours, *y.args)
     return result

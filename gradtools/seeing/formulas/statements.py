@@ -20,8 +20,8 @@ from gradtools.seeing.formulas.operation_record import is_elementwise
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.formulas.writing import ExpressionWriter, NeedsIndices
 
-_LONG = 60  # characters: a longer part of a line becomes a line of its own
-Statement = tuple[Written, Written]  # what is defined, and what it is
+_LONG = 60  # characters: a longer part of a line gets a line of its own
+Statement = tuple[Written, Written]  # left and right side of an equation
 
 
 @dataclass
@@ -273,7 +273,7 @@ def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:
             if _unturned(a) is not a:
                 count[a] += 1
     for x in values:
-        if _divides(x):  # it is written below a line: what stands there is read as often
+        if _divides(x):  # x is written as a denominator, hence each use of x is one of its base
             count[_unturned(x.args[0])] += count[x] - 1
     return count
 

@@ -241,8 +241,8 @@ def _bare(x: Written) -> str:
 
 def _balanced(latex: str) -> bool:
     depth = 0
-    for result in re.findall(r"\\left(?![a-z])|\\right(?![a-z])", latex):
-        depth += 1 if result == r"\left" else -1
+    for bracket_command in re.findall(r"\\left(?![a-z])|\\right(?![a-z])", latex):
+        depth += 1 if bracket_command == r"\left" else -1
         if depth < 0:
             return False
     return depth == 0

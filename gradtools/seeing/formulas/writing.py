@@ -153,7 +153,7 @@ class ExpressionWriter:
             self._must_cover(x, x.rank)
         return self.whole(x)
 
-    # Functions of each place.
+    # Elementwise functions.
 
     def _function(self, x: Expr, args: list[Written], matrix: bool) -> Written:
         self._note_name(x)

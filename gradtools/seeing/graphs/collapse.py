@@ -17,7 +17,7 @@ from gradtools.seeing.graphs.outline import Arrow, Block, Box, Outline, value_te
 from gradtools.seeing.graphs.repeats import Folding
 from gradtools.seeing.graphs.value_letters import Letters, stand_in
 
-FOLD_FROM = 40  # boxes: what has fewer is shown whole
+FOLD_FROM = 40  # boxes; smaller graphs are not folded
 
 
 def shown(

@@ -47,14 +47,14 @@ _levels: WeakKeyDictionary[PlainGraph, list[dict[int, int]]] = WeakKeyDictionary
 def _at_least(graph: PlainGraph, strength: Dependence) -> dict[int, int]:
     """For each value a bit mask of the inputs on which it depends at least as strongly as this."""
     result: dict[int, int] = {}
-    beside: dict[int, list[int]] = {}
+    returning: dict[int, list[int]] = {}  # values that left the framework and came back
     for source, target in graph.outside if strength == _CUT else ():
-        beside.setdefault(source, []).append(target)
+        returning.setdefault(source, []).append(target)
 
     def raise_to(value: int, mask: int) -> None:
         if mask & ~result.get(value, 0):
             result[value] = mask | result.get(value, 0)
-            for other in beside.get(value, ()):
+            for other in returning.get(value, ()):
                 raise_to(other, mask)
 
     for i, value in enumerate(graph.inputs):

@@ -22,7 +22,7 @@ from gradtools.seeing.graphs.edges import (
 )
 from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph, Value
 
-Makers = tuple[tuple[int, int], ...]  # units, each with which of its outputs it is
+Makers = tuple[tuple[int, int], ...]  # pairs (unit, index of its output)
 _CALLS = (*("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat"),)
 
 
@@ -86,7 +86,7 @@ class FlatGraph:
         self.units: list[Unit] = []
         self.links: list[Link] = []
         self.values: list[Value] = []
-        self.alive: set[int] = set()  # values that are alive whether they are kept or not
+        self.alive: set[int] = set()  # values that are alive without being saved
         self._given = alive_anyway(graph)
         self._lost = lost_links(graph)
         self.leaves = [

@@ -206,8 +206,8 @@ def _suspects_at(graph: PlainGraph, node: Node, flowing: list[int], data: list[i
         lost = some & ~full & any_of(flowing)
         if lost:
             above = ancestors(graph, value)
-            beside = (m for v, m in zip(node.inputs, flowing, strict=True) if v in above)
-            result |= lost & ~any_of(beside)
+            summands = (m for v, m in zip(node.inputs, flowing, strict=True) if v in above)
+            result |= lost & ~any_of(summands)
     return result
 
 
@@ -375,10 +375,10 @@ def _holds(node: Node, other: Node) -> bool:
 
 def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int]) -> bool:
     """Whether each term that depends on `values` is differentiable in `others`."""
-    own, besides = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
+    own, other = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
     reached = [out for out in graph.outputs if own.get(out)]
-    terms = [term for out in reached for term in _addends(graph, out, _Flows(own, besides))]
-    return all(besides.get(term) == _FULL for term in terms)
+    terms = [term for out in reached for term in _addends(graph, out, _Flows(own, other))]
+    return all(other.get(term) == _FULL for term in terms)
 
 
 def _is_stop(graph: PlainGraph, loss: Loss, term: int) -> bool:

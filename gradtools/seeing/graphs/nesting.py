@@ -16,8 +16,8 @@ from typing import Any
 from gradtools.seeing.graphs.flat_graph import BlockGroup, Entry, FlatGraph, Unit, units_of, ways_to
 from gradtools.seeing.graphs.outline import PHASES
 
-_MOST_CHILDREN = 60  # more are cut into stretches
-_PART = 25  # that have at least so many
+_MOST_CHILDREN = 60  # of a block; more are split into parts
+_PART = 25  # the least number of children of a part
 _LEAVES_ABOVE = 8  # so many outputs stand outside of all blocks; those of arguments always
 _LEAVES_BESIDE = 24  # so many stand beside the blocks that make them
 
@@ -72,8 +72,8 @@ def _tidy(group: BlockGroup) -> Entry:
     (child,) = group.children
     if isinstance(child, Unit):
         mark = child.node.mark if child.node else ""
-        is_told = group.mark in ("", mark)
-        if child.kind == "operation" and group.kind in ("scope", "call") and is_told:
+        same_mark = group.mark in ("", mark)
+        if child.kind == "operation" and group.kind in ("scope", "call") and same_mark:
             names = dict.fromkeys((group.title, child.name))
             child.name = ".".join(name for name in names if name and name != "call")
             return child
@@ -96,7 +96,7 @@ def _place_leaves(flat: FlatGraph, roots: Mapping[int, BlockGroup]) -> None:
         reading = [ways[key] for key in readers.get(leaf.key, ()) if key in ways]
         first_phase = min((way[0].phase for way in reading), default=0)
         reading = [way for way in reading if way[0].phase == first_phase]
-        if leaf.kind == "captured" and leaf.key not in readers:  # or it is told in its place
+        if leaf.kind == "captured" and leaf.key not in readers:  # or printed in place of an operand
             continue
         reading = [(way[0], way[1]) for way in reading] if _is_argument(leaf) else reading
         home, at = _home(reading) if reading else (first, 0)

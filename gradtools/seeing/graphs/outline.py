@@ -19,8 +19,8 @@ from functools import cached_property, lru_cache
 from gradtools.seeing.graphs.nodes import Dependence, Value
 
 ALIVE = "alive anyway"
-_OPEN = 40  # operations: what has no more is open
-_FEW = 6  # letters of a closed block
+_OPEN = 40  # operations; graphs up to this size are fully open
+_FEW = 6  # values listed in a closed block's signature
 PHASES = ("forward", "backward", "backward of the backward")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FORWARD, BACKWARD, SECOND = range(3)
 CUSTOM = "custom rule"
-INNER = "inner derivative"  # the mark of what f itself differentiates
+INNER = "inner derivative"  # marks the operations of derivatives that f itself takes
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from gradtools.seeing.frameworks import Framework
 
 _Taken = tuple[Any, list[tuple[int | None, Any]]]  # a treedef; a number or a static for a leaf
 
-_WHOLE = ("gradient_graph", "formula")  # these show every output; others pass by what is none
+_WHOLE = ("gradient_graph", "formula")  # these need every output to be an array
 
 
 class LeafProgram:

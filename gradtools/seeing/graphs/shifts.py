@@ -57,7 +57,7 @@ def flowing_and_lost(
     strengths = [reached.get(value, _NONE) for value in node.inputs]
     flowing = {v for v, s in zip(node.inputs, strengths, strict=True) if s == _FULL}
     lost = [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
-    if node.operation in AT_PLACES:  # integers and booleans are the places
+    if node.operation in AT_PLACES:  # integers and booleans are indices
         lost = [v for v in lost if graph.values[v].is_inexact]
     return flowing, lost
 
@@ -68,10 +68,10 @@ def taken_before(graph: PlainGraph, flowing: set[int], reached: Strengths) -> se
     before: set[int] = set()
     for node in graph.nodes:
         if node.operation in ADDITIVE and behind.intersection(node.outputs):
-            beside, lost = flowing_and_lost(graph, node, reached)
+            summands, lost = flowing_and_lost(graph, node, reached)
             for value in lost:
                 above = ancestors(graph, value)
-                if beside & above:
+                if summands & above:
                     before |= {v for v in (value, *above) if reached.get(v, _NONE) < _FULL}
     return equal_values(graph, before)
 

@@ -19,8 +19,8 @@ from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.outline import Block, Box, Outline, counted
 from gradtools.seeing.pictures.box_text import short, shown
 
-_FIT = 90  # lines
-_WIDEST = 56  # letters before the shape stands
+_FIT = 90  # lines that blocks are opened for
+_WIDEST = 56  # characters; the greatest column of the shapes
 
 
 def to_text(graph: PlainGraph, **view: Any) -> str:
@@ -79,17 +79,17 @@ class _Listing:
             return _Text(indent + (f"{made} = {call}" if made else call), "", self._notes(item))
         more, sizes = item.lines[: item.named], ", ".join(item.lines[item.named :])
         arrow = "→ " if item.kind == "output" else ""
-        said = "  ".join(filter(None, (*map(shown, more), self._notes(item))))
-        return _Text(f"{indent}{arrow}{shown(item.heading)}", sizes, said)
+        notes = "  ".join(filter(None, (*map(shown, more), self._notes(item))))
+        return _Text(f"{indent}{arrow}{shown(item.heading)}", sizes, notes)
 
     def _notes(self, item: Box | Block) -> str:
         kept = self.kept.get(item.key)
-        said = [f"kept: {self.outline.kept_text(kept)}"] if kept else []
+        notes = [f"kept: {self.outline.kept_text(kept)}"] if kept else []
         if isinstance(item, Block):
-            said += [counted(item.operations, "operation"), *item.lines[1:]]
+            notes += [counted(item.operations, "operation"), *item.lines[1:]]
         else:
-            said += [f"✕ {item.alert}"] if item.alert else []
-        return "  ".join(filter(None, (_marked(item.mark), *said)))
+            notes += [f"✕ {item.alert}"] if item.alert else []
+        return "  ".join(filter(None, (_marked(item.mark), *notes)))
 
 
 def _marked(mark: str) -> str:

@@ -34,7 +34,7 @@ from gradtools.jax.jaxprs import (
 from gradtools.jax.rules.kept_alive import LIFE, memoized
 from gradtools.seeing import measures as costs
 
-Path = tuple[int, ...]  # where a body stands: the numbers of the equations that lead to it
+Path = tuple[int, ...]  # a body's position: alternating indices of equations and bodies
 Runs = dict[Path, Any]
 
 
@@ -50,7 +50,7 @@ def counted(jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[Any]) -> Count
 
 # --- bodies ------------------------------------------------------------------------------
 
-# Host callbacks and kernels, of which nobody knows what they do.
+# Host callbacks and kernels, whose operations are unknown.
 _OPAQUE = {
     *("pure_callback", "io_callback", "gradtools_kernel", "ffi_call", "pallas_call"),
     *("custom_call", "tpu_custom_call", "triton_kernel_call", "run_state"),
@@ -101,7 +101,7 @@ def _sites(jaxpr: Jaxpr, path: Path) -> Iterator[Path]:
             yield from _sites(body.jaxpr, (*path, i, k))
 
 
-# --- running a program to count how often its bodies run --------------------------------
+# --- running a program to count trips ----------------------------------------------------
 
 
 def _interpreted(
@@ -261,7 +261,7 @@ _OTHERS = """
     lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad
     regularized_incomplete_beta bessel_i0e bessel_i1e mul_no_nan
 """.split()
-# Each gives one operation for each element, by what it is called in `costs.weight`.
+# One operation per element, by its kind in `costs.weight`.
 _ELEMENTWISE = {
     **dict.fromkeys(("add", "add_any"), "add"),
     **{name: name for name in ("sub", "mul", "div", "neg", "square")},

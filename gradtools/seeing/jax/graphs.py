@@ -87,7 +87,7 @@ class _Place:
     phase: int = 0
 
 
-_Read = tuple[PlainGraph, list[bool]]  # and which outputs are what is left of a zero derivative
+_Read = tuple[PlainGraph, list[bool]]  # and which outputs derive from a zero derivative
 
 
 class _JaxprReader:
@@ -222,7 +222,7 @@ class _JaxprValues:
 
     def __init__(self, flat: Iterable[Any] = ()) -> None:
         self.by_number: dict[int, Value] = {}
-        self.flat = set(flat)  # what is left of a derivative that is zero
+        self.flat = set(flat)  # variables that derive from a zero derivative
         self.literals: list[int] = []
         self._numbers: dict[Any, int] = {}
 
@@ -464,7 +464,7 @@ def _loss(eqn: Eqn) -> str:
 
 # --- modules -----------------------------------------------------------------------------
 
-_OURS = "gradtools_"  # scopes of gradtools' own
+_OURS = "gradtools_"  # prefix of gradtools' named scopes
 
 
 def _inside(eqn: Eqn, place: _Place) -> _Place:

@@ -101,7 +101,7 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
         ys = [y for y in outs if is_inexact(y.array)]
         grads = _Back(returned, ys).gradients(args)
         if any(map(_is_nan, grads.values())) and not _is_nan_at_once(closed, leaves):
-            returned = _Returned(tape.steps)  # a zero that JAX leaves out met an infinite slope
+            returned = _Returned(tape.steps)  # the zero is symbolic in JAX, so it gives no NaN
             grads = _Back(returned, ys, zeros=False).gradients(args)
         returned.reached |= sum(args[k].leaves for k in grads)
         if noise := _noise(tape.steps, ys, args, grads):
@@ -111,7 +111,7 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
         )
         if jaxprs.uses_primitive(
             closed, lambda e: jaxprs.targets(e) != list(e.outvars)
-        ):  # what goes through one is on no tape
+        ):  # gradients through mutable references are not on the tape
             at_once = _gradients_at_once(closed, leaves)
             returned.reached |= sum(1 << i for i, g in at_once.items() if _any(g))
             unseen = [i for i, g in at_once.items() if _is_nan(g) and i not in returned.extremes]
@@ -231,7 +231,7 @@ class _Back:
         return ct
 
 
-_Kept = dict[int, tuple[dict[int, Any], dict[int, Any]]]  # of a step: given, and handed on
+_Kept = dict[int, tuple[dict[int, Any], dict[int, Any]]]  # per step: results', operands'
 
 
 # --- rounding noise ----------------------------------------------------------------------
@@ -243,12 +243,12 @@ def _noise(
     args: Sequence[Moving],
     grads: Mapping[int, Any],
 ) -> set[int]:
-    left = set(grads)
+    noisy = set(grads)
     for draw in range(bad_gradients.DRAWS):
-        if left:
+        if noisy:
             again = _Back(_Returned(steps), outs, draw=draw).gradients(args)
-            left = {k for k in left if _is_noise(grads[k], again.get(k))}
-    return left
+            noisy = {k for k in noisy if _is_noise(grads[k], again.get(k))}
+    return noisy
 
 
 def _without_noise(
@@ -257,14 +257,14 @@ def _without_noise(
     steps, plain, other = returned.steps, _Kept(), _Kept()
     _Back(_Returned(steps), outs, plain)
     _Back(_Returned(steps), outs, other, draw=0)
-    values, handed = {x.number for x in leaves}, set()
+    values, operands = {x.number for x in leaves}, set()
     for at in plain.keys() & other.keys():
         (given, on), (given_again, on_again) = plain[at], other[at]
         same = steps[at].results.items()
         values |= {x.number for k, x in same if _is_noise(given.get(k), given_again.get(k))}
-        handed |= {(at, i) for i, ct in on.items() if _is_noise(ct, on_again.get(i))}
+        operands |= {(at, i) for i, ct in on.items() if _is_noise(ct, on_again.get(i))}
     lost = sum(x.leaves for x in leaves)
-    noise = _Noise(lost, values, handed)
+    noise = _Noise(lost, values, operands)
     again = _Returned(steps, returned.reached & ~lost, noise=noise)
     _Back(again, outs).gradients(leaves)
     return again
@@ -278,7 +278,7 @@ def _is_noise(ct: Any, other: Any) -> bool:
     return bad_gradients.is_noise(_size(ct), _size(change), float(jnp.finfo(ct.dtype).eps))
 
 
-# --- NaN, and what vanishes -------------------------------------------------------------
+# --- NaN and vanishing gradients ---------------------------------------------------------
 
 
 def _extremes(
@@ -374,7 +374,7 @@ def _is_always_zero(step: TapeStep, given: dict[int, Any], stopped: list[int]) -
         ]
         try:
             pulled = step.pulled(ones, stopped, arrays)
-        except Exception:  # a point outside of its domain tells nothing
+        except Exception:  # outside of its domain nothing can be concluded
             return False
         if any(map(_any, pulled)):
             return False
@@ -420,7 +420,7 @@ def _is_nan_at_once(closed: Any, leaves: Sequence[Any]) -> bool:
     """Whether a gradient by `jax.vjp` is NaN; True if it raises."""
     try:
         return any(map(_is_nan, _gradients_at_once(closed, leaves).values()))
-    except Exception:  # something on the way leaves JAX: that is reported already
+    except Exception:  # some step leaves JAX, which has its own finding
         return True
 
 

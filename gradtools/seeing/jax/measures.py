@@ -104,9 +104,9 @@ class _Compiled:
             out = f(*inner_args, **inner_kwargs)
             arrays = [x for x in trees.flatten(out)[0] if _is_array(x)]
             if leaves and not arrays:
-                came = "None" if out is None else with_article(type(out).__name__)
+                kind = "None" if out is None else with_article(type(out).__name__)
                 raise GradtoolsError(
-                    f"measure: f returned {came}, and in JAX what no result needs "
+                    f"measure: f returned {kind}, and in JAX what no result needs "
                     "is left out: nothing would be counted. Return arrays."
                 )
             return arrays
@@ -136,13 +136,13 @@ class _Compiled:
                 return [y for y in self.run(*replaced_at(xs, moving, moved)) if trees.is_inexact(y)]
 
             ys, pull = jax.vjp(outs, *[xs[i] for i in moving])
-            pull(ys)  # a loop that cannot be transposed says so now
+            pull(ys)  # raises for a loop that cannot be transposed
             return [x for x in jax.tree.leaves(pull) if _is_array(x)]
 
         try:
             closed = jax.make_jaxpr(kept)(*self.leaves)
             own = dict(zip(_origins(closed.jaxpr), closed.jaxpr.outvars, strict=True))
-        except Exception as error:  # whatever stands in the way of a derivative is the answer
+        except Exception as error:  # f cannot be differentiated
             first = str(error).strip().partition("\n")[0]
             return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
         made = [var for origin, var in own.items() if not isinstance(origin, int)]

@@ -111,7 +111,7 @@ def _broadcast(p: Any, eqn: Eqn) -> Attributes:
 
 
 def _reshaped(p: Any, eqn: Eqn) -> Attributes:
-    order = eqn.primitive.name == "reshape" and p["dimensions"]  # transposed so before
+    order = eqn.primitive.name == "reshape" and p["dimensions"]  # a transpose before the reshape
     result: Attributes = {"shape": _shape(eqn.outvars[0])}
     return {**result, "permutation": _ints(order)} if order else result
 
@@ -297,7 +297,7 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "triangular_solve": _of_triangle,
     **dict.fromkeys(_MOVES, lambda p, e: {}),
 }
-# What is said of these is their name alone; of a composite its own attributes, too.
+# These have their name as the only attribute; a composite has its own attributes, too.
 _NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"composite"}
 # Where an array lies and how precisely it may be computed; what a program inside is called by.
 _UNSAID = frozenset(

@@ -167,7 +167,7 @@ def _constant(y: Any) -> Any:
     return jnp.asarray(array) if array.dtype.kind in "fciub" else jnp.zeros(())
 
 
-# --- what JAX refused --------------------------------------------------------------------
+# --- JAX's errors ------------------------------------------------------------------------
 
 
 def _what_left(error: Exception) -> Refusal | None:
@@ -193,7 +193,7 @@ def _operation(error: Exception, line: Source | None) -> str | None:
     return next((name for name in ("item", "tolist") if f".{name}(" in written), None)
 
 
-# --- what it captures --------------------------------------------------------------------
+# --- captured arrays ---------------------------------------------------------------------
 
 _PLAIN = (str, bytes, int, float, complex, type, ModuleType, CodeType, type(None))
 _MOST = 20_000
@@ -261,7 +261,7 @@ def _held(x: Any, name: str) -> Iterator[tuple[Any, str]]:
     held = [(value, before + key) for key, value in list(getattr(x, "__dict__", {}).items())]
     try:
         wrapped = getattr(x, "__wrapped__", None)
-    except Exception:  # a module that is imported when it is asked for anything, and is not there
+    except Exception:  # a lazily imported module that is not installed
         wrapped = None
     return iter([*held, (wrapped, name)])
 

@@ -26,7 +26,7 @@ from gradtools.rules import replaced_at
 from gradtools.seeing.graphs.derivative_flow import links_of
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph
 
-_UNROLLED = 2000  # so many equations a loop may be when it is written out
+_UNROLLED = 2000  # the most equations of an unrolled loop
 _Apply = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -152,7 +152,7 @@ class Tape:
             self.steps.append(TapeStep(apply, arrays, entering, leaving, node, **about))
         return outs
 
-    # --- what is written out
+    # --- inlining
 
     def _written_out(self, eqn: Any, node: Node, operands: Sequence[Moving]) -> list[Moving] | None:
         name, inner = eqn.primitive.name, jaxprs.bodies(eqn)
@@ -227,7 +227,7 @@ def _key(eqn: Any) -> Hashable:
     key = eqn.primitive, tuple(sorted(params.items(), key=lambda item: item[0]))
     try:
         hash(key)
-    except TypeError:  # a parameter that cannot be compared: compiled each time
+    except TypeError:  # an unhashable parameter: compile each time
         return None
     return key
 

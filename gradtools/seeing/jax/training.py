@@ -40,7 +40,7 @@ def lifted(
     whole = opened(caller, f, args, kwargs, ())
     if whole is not None:
         f, args = whole, whole.args
-    run = stateful(caller, f, ()) or f  # a model may change at each of several runs
+    run = stateful(caller, f, ()) or f  # restores the state of the model after each run
     places = {id(x): k for k, x in enumerate(arrays)}
 
     def outputs(_: Any) -> list[Any]:

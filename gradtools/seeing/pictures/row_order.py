@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from gradtools.seeing.graphs.outline import Arrow, Block, Outline
 
-LONGEST = 30  # rows; what is longer is a thread
+LONGEST = 30  # rows that a strand may span; longer arrows are threads
 _SWEEPS = 6
-_PLACES_TO_COUNT = 3000  # above, crossings are not counted
+_PLACES_TO_COUNT = 3000  # crossings are not counted in larger levels
 
 
 @dataclass(frozen=True)

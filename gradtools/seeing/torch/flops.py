@@ -19,7 +19,7 @@ from gradtools.seeing import measures as costs
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
-Rule = Callable[..., int]  # (arguments, what came out) to operations
+Rule = Callable[..., int]  # (func, args, kwargs, out) -> operations
 
 
 class Flops(upstream.Watching):
@@ -97,7 +97,7 @@ def _last_resort(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, froz
     if torch.Tag.pointwise in func.tags:
         return _elements(out), frozenset()
     if not any(isinstance(x, Tensor) for x in upstream.tree_leaves((args, kwargs))):
-        return 0, frozenset()  # makes a tensor of nothing
+        return 0, frozenset()  # a factory function
     return 0, frozenset([str(func)])
 
 

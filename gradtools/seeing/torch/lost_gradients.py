@@ -71,7 +71,7 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
                 "which looks at none."
             )
         for k, grad in zip(floating, grads, strict=True):
-            # None: a reentrant checkpoint, or lost by custom code, which is told already
+            # None: a reentrant checkpoint, or lost by custom code, which has its own finding
             if grad is None or _moves(grad) or not grad.numel():
                 result[k] = None
         zero = [k for k in floating if result[k] is not None]
@@ -200,7 +200,7 @@ def _shaken(outs: Sequence[Tensor], draw: int) -> Iterator[None]:
             handle.remove()
 
 
-# --- NaN, and what vanishes -------------------------------------------------------------
+# --- NaN and vanishing gradients ---------------------------------------------------------
 
 
 def _with_extremes(

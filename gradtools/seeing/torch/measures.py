@@ -87,10 +87,10 @@ def _device_peak(run: Callable[[], Any]) -> int | None:
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    standing = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()
     run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - standing
+    return torch.cuda.max_memory_allocated() - before
 
 
 # --- compiled code -----------------------------------------------------------------------
@@ -129,13 +129,13 @@ def _saved(
 ) -> tuple[int | None, list[str]]:
     """The bytes saved for backward, or None and a note if f cannot be differentiated."""
     live = LiveBytes()
-    pack = lambda x: x.detach()  # x itself may hold the graph that holds it
+    pack = lambda x: x.detach()  # saving x itself may create a reference cycle with its graph
     with torch.inference_mode(False), torch.enable_grad():
         tracked_args, tracked_kwargs = upstream.tree_map(_tracked, (tuple(args), kwargs))
         try:
             with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), as_written():
                 result = f(*tracked_args, **tracked_kwargs)
-        except Exception as error:  # it ran as it was given: what stands in the way is the answer
+        except Exception as error:  # f ran before, so differentiation is what fails
             first = str(error).strip().partition("\n")[0]
             before.restore()
             return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
@@ -156,7 +156,7 @@ def _tracked(x: Any) -> Any:
     return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
 
 
-# --- as if it had never run --------------------------------------------------------------
+# --- restoring state ---------------------------------------------------------------------
 
 
 @dataclass

@@ -126,7 +126,7 @@ class AtenCall:
                 axes = axis if isinstance(axis, tuple) else (axis,)
                 if not isinstance(axis, tuple) and self.name not in _OF_AXES:
                     attributes["axis"] = axis % rank
-                elif axes and self.rank:  # of a number all of its axes are none
+                elif axes and self.rank:  # a scalar has no axes
                     attributes["axes"] = tuple(sorted(a % rank for a in axes))
         if attributes.pop("keepdim", False):
             attributes["keep"] = True
@@ -180,7 +180,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# What comes out is what went in.
+# Identities: the result is the operand.
 SAME = frozenset({"alias", "detach", "lift", "lift_fresh"})
 # Where an array is, how it lies, which gradients are wanted: not what is computed.
 _UNSAID = frozenset(
@@ -192,7 +192,7 @@ _OF_AXES = frozenset(["prod", "all", "any", "amax", "amin", "logsumexp", "max", 
 _OWN = """
 fmod addmm baddbmm addmv addbmm addr vdot block_diag as_strided eye unbind
 linspace logspace diagonal_scatter fill_diagonal
-"""  # what `recording/operations.py` calls by the word of something near
+"""  # `recording/operations.py` gives these the name of a related operation
 _NAMES = {name: name for name in _OWN.split()} | {
     "select": "slice",
     "constant_pad_nd": "pad",

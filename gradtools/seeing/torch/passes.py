@@ -86,7 +86,7 @@ def _hooked_or_not(request: Differentiated) -> PlainGraph:
     except RuntimeError as error:
         if not is_of("torch", error):
             raise
-    # Inside of torch.func's transforms there are none; any other error comes again.
+    # torch.func's transforms refuse saved-tensor hooks; any other error is raised again.
     return _observed(request, hooked=False)
 
 
@@ -163,7 +163,7 @@ def _is_tracked(y: Any) -> bool:
     return isinstance(y, Tensor) and y.requires_grad and is_inexact(y)
 
 
-# --- what runs ---------------------------------------------------------------------------
+# --- recording ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -173,7 +173,7 @@ class _Made:
     node: Node
     sequence: int
     grad_enabled: bool
-    inner: bool = False  # whether it is of a derivative that f takes itself
+    inner: bool = False  # part of a derivative that f itself takes
 
 
 class _PassRecorder(Recorder[int]):
@@ -191,7 +191,7 @@ class _PassRecorder(Recorder[int]):
         self.made: list[_Made] = []
         self.levels = "rules", *(["saved"] if hooked else []), "operations"
         self._phase = FORWARD
-        self._untracked: set[int] = set()  # what backward reads without its graph
+        self._untracked: set[int] = set()  # values that backward reads and that have no graph
         self._origins: dict[int, Origin] = {}
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
@@ -207,7 +207,7 @@ class _PassRecorder(Recorder[int]):
 
     def operated(self, call: AtenCall) -> Any:
         """Records an aten operation."""
-        if call.raw == "lift_fresh" and call.args[0].shape:  # what f makes of numbers of Python's
+        if call.raw == "lift_fresh" and call.args[0].shape:  # a tensor of Python numbers
             out = call.run()
             self._write(call, (), [out], ())
             return out
@@ -264,7 +264,7 @@ class _PassRecorder(Recorder[int]):
         source, mark = here.source, managed or own or here.mark
         running = upstream.current_node()
         of = self._origins.get(-1 if running is None else upstream.sequence_of(running), Origin())
-        if not self._phase:  # in a derivative that f takes itself its own lines come first
+        if not self._phase:  # in a derivative that f itself takes, f's own lines take precedence
             return Origin(source or of.source, here.scope, mark, rule)
         summed = upstream.is_summed_by_autograd(running)
         inherited, rule = ("", "") if summed else (of.mark, rule or of.rule)
@@ -388,7 +388,7 @@ class _PassRecorder(Recorder[int]):
             before = number
         return before
 
-    # --- what f holds
+    # --- captured tensors
 
     def parameters(self, outs: Any, given: Any) -> dict[str, Tensor]:
         """The captured leaves that require grad and reach the outputs, by name."""
@@ -412,7 +412,7 @@ class _PassRecorder(Recorder[int]):
         nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
         if order == SECOND:
             nodes = self._with_losses(ends, nodes)
-        stays = lambda node: not (node.phase or node.mark)  # what is not on the way to later passes
+        stays = lambda node: not (node.phase or node.mark)  # keep dead code that f itself runs
         nodes = [nodes[i] for i in needed(nodes, ends.outputs, stays)]
         read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
         captured = tuple(number for number in self.captured if number in read)

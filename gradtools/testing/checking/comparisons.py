@@ -24,8 +24,8 @@ from gradtools.testing.flat import Arrays
 from gradtools.testing.report import AGREES, CONVENTION, Comparison, Report, compare_arrays
 
 NAMES = ("left", "right")
-_ENTRIES = 64  # at most so many entries of a failing leaf are differenced one by one
-_ROUNDING = 1e3  # differences below this many epsilons of the largest number are looked at twice
+_ENTRIES = 64  # the largest leaf whose entries are differenced one by one if it fails
+_ROUNDING = 1e3  # differences below this many epsilons of the largest number may be rounding
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class DerivativeCheck(Comparisons):
         added = apply(self.xs, [(x + y).astype(x.dtype) for x, y in zip(a, b, strict=True)])
         cause = f"not linear in the {what}"
         for k, path in enumerate(paths):
-            finite = np.isfinite(of_a[k]) & np.isfinite(of_b[k])  # infinity is no number to add
+            finite = np.isfinite(of_a[k]) & np.isfinite(of_b[k])  # infinities cannot be added
             one, other, thousands, both = (
                 np.where(finite, wide(x[k]), 0) for x in (of_a, of_b, scaled, added)
             )
@@ -136,10 +136,10 @@ class DerivativeCheck(Comparisons):
         eps, reach = self.probe.eps, max(1.0, 1.0 / scale_of(self.xs[i]))
         for direction in [*self._directions(i), *self._directions(i)]:
             line, slope = self._line_and_slope(direction)
-            ways = [(slopes.jump_near, t) for t in (0.1, -0.1)]
-            ways += [(slopes.jump_far, t * reach) for t in (1, -1, 3, -3)]
-            for look, end in ways:
-                result = look(line, slope, end, eps)
+            searches = [(slopes.jump_near, t) for t in (0.1, -0.1)]
+            searches += [(slopes.jump_far, t * reach) for t in (1, -1, 3, -3)]
+            for search, end in searches:
+                result = search(line, slope, end, eps)
                 if result is not None:
                     self._jumped(i, line, slope, result, end)
                     return True

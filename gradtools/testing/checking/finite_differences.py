@@ -16,7 +16,7 @@ from gradtools.testing.cross_checking.questions import Answer, CrossCheck, Found
 from gradtools.testing.flat import Arrays
 from gradtools.testing.report import widened
 
-Pairs = list[tuple[float, float]]  # a directional derivative, and its finite difference
+Pairs = list[tuple[float, float]]  # directional derivatives and their finite differences
 
 
 class Differences:

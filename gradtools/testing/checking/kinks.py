@@ -266,7 +266,7 @@ def _torch_twice(torch: Any, g: Any, x: Any) -> Derivative | None:
         return tuple(0 * v for v in g.reshape(-1).tolist())
     try:
         (h,) = torch.autograd.grad(g, x, torch.ones_like(g), allow_unused=True)
-    except RuntimeError:  # some of PyTorch's derivatives have no derivative
+    except RuntimeError:  # some backward formulas are not differentiable
         return None
     h = torch.zeros_like(x) if h is None else h.clone()
     return tuple(h.reshape(-1).tolist())

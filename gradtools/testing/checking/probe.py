@@ -26,7 +26,7 @@ SECOND = (
 )
 MODES = FIRST + SECOND
 
-# What the frameworks, and gradtools, say where a function has no such mode.
+# Messages of the frameworks and of gradtools for a function that lacks a mode.
 _NO_SUCH_MODE = re.compile(
     r"forward[- ]mode|forward AD|jvp|reverse[- ]mode|reverse rule|forward rule|double backward"
     r"|derivative for .* not implemented|once_differentiable|not differentiable twice"
@@ -52,10 +52,10 @@ class Probe(FlatFunction):
                 f"{caller}: f must be a function, got {with_article(type(f).__name__)}."
             )
         if not isinstance(args, tuple | list) or not args:
-            came = "an empty one" if isinstance(args, tuple | list) else f"a {type(args).__name__}"
+            kind = "an empty one" if isinstance(args, tuple | list) else f"a {type(args).__name__}"
             raise GradtoolsError(
                 f"{caller}: args must be a tuple with one entry for each argument of f, got "
-                f"{came}. For one argument write (x,)."
+                f"{kind}. For one argument write (x,)."
             )
         leaves, self._tree = self.waist.flatten(tuple(args))
         trees = enumerate(args)
@@ -143,7 +143,7 @@ def backend_name(caller: str, backend: Any) -> str:
             f'{caller}: backend is {backend!r}; expected "torch", "jax", or one of the modules '
             "gradtools.torch and gradtools.jax."
         )
-    import_module(f"gradtools.{name}")  # which says how to get what is not installed
+    import_module(f"gradtools.{name}")  # its error says how to install the framework
     return name
 
 

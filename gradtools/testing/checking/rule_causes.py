@@ -19,7 +19,7 @@ import numpy as np
 from gradtools.testing.report import Comparison
 
 Arrays = list[np.ndarray]
-_ENTRIES, _SQUARE = 64, 16  # of a leaf that is differenced by entries; of a matrix's side
+_ENTRIES, _SQUARE = 64, 16  # the largest leaf to difference by entries; the largest matrix side
 
 
 class Causes:
@@ -89,8 +89,8 @@ class Causes:
         look = f"Look at what jvp makes of the tangent of {self.paths[i]}."
         if self.of.none_pushed:
             return record.because("jvp returned None, a zero, for the tangent", look)
-        for cause, mended in self._hypotheses_of_jvp(record, i, us):
-            if agrees(mended):
+        for cause, corrected in self._hypotheses_of_jvp(record, i, us):
+            if agrees(corrected):
                 return record.because(cause, f"{record.detail} {look}")
         return record.because(record.cause or "", f"{record.detail} {look}")
 

@@ -123,7 +123,7 @@ class RuleCheck:
         self.none_pushed = False  # whether jvp returned None
         self.causes = Causes(self)
 
-    # --- first order: each part against fun's values
+    # --- first order: parts against finite differences of fun
 
     def parts(self, order: int) -> None:
         """Checks fwd, bwd and jvp one by one."""
@@ -217,7 +217,7 @@ class RuleCheck:
         residuals = lambda *args: self._fwd(*args)[1]
         result = residuals(*self.values.rebuilt(self._moving()))
         if not any(map(self.values.differentiable, self.waist.flatten(result)[0])):
-            return  # nothing that has a derivative
+            return  # no residual has a derivative
         probe = Probe(CALLER, residuals, self.args, self.backend)
         check = DerivativeCheck(probe, None, seed=self.seed)
         for i, argument in enumerate(probe.paths):
@@ -275,7 +275,7 @@ class RuleCheck:
             self.gt.vjp(run, *self._moving())[1](self._ones(run))
         except MissingRuleError as error:
             return str(error)
-        except Exception:  # what else is wrong is said where it is compared
+        except Exception:  # other errors are reported by the comparison
             return None
         return None
 
@@ -292,7 +292,7 @@ class RuleCheck:
             check.second_order()
         check_batch(probe, check)
 
-    # --- the parts as functions of all arguments, in the backend's arrays
+    # --- the parts as functions of all arguments, on the backend's arrays
 
     def _fwd(self, *args: Any) -> tuple[Any, Any]:
         assert self.rule.fwd is not None
@@ -408,9 +408,9 @@ class RuleCheck:
         tangents = []
         for a in free:
             leaves, tree = self.waist.flatten(a)
-            moved = [next(left) if self.values.differentiable(x) else None for x in leaves]
-            none = not any(m is not None for m in moved)
-            tangents.append(None if none else self.waist.unflatten(tree, moved))
+            moving = [next(left) if self.values.differentiable(x) else None for x in leaves]
+            none = not any(t is not None for t in moving)
+            tangents.append(None if none else self.waist.unflatten(tree, moving))
         static = [args[i] for i in self.rule.static]
         result = self.rule.jvp(*static, tuple(free), tuple(tangents))
         if not isinstance(result, tuple) or len(result) != 2:

@@ -39,7 +39,7 @@ def taken_apart(rule: Any, backend: str) -> Parts:
             "function use check_derivatives."
         )
     static = _static(rule, fun)
-    zeros = getattr(rule, "symbolic_zeros", False)  # a bool of JAX's own
+    zeros = getattr(rule, "symbolic_zeros", False)  # a bool in JAX
     if fwd is not None and not isinstance(zeros, bool) and "cotangent" in zeros:
         fwd = _told(fwd, import_module(f"gradtools.{backend}")._api._backend, len(static))
     if static and fwd is not None and getattr(rule, "static_argnames", ()):

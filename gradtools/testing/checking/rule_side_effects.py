@@ -48,7 +48,7 @@ class Habits:
         self._alike(first, pull(), "bwd", of.values.paths, _DRAWN.format("bwd"))
         try:
             of._fwd(*of.values.rebuilt(self._elsewhere()))
-        except Exception:  # it leaves f's domain: no other point, and nothing to be told
+        except Exception:  # the nearby point is outside of f's domain
             return
         self._alike(first, pull(), "bwd", of.values.paths, _STALE)
 

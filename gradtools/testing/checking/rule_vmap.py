@@ -28,14 +28,14 @@ def check_batch(probe: Probe, check: DerivativeCheck) -> None:
     points = [[(x * c).astype(x.dtype) for x in probe.leaves] for c in _POINTS]
     us, vs = check._everywhere().us, check.vs
     flat, gt = probe.flat, probe.gt
-    ways: list[tuple[str, Sequence[str], Callable[..., Any], Arrays]] = [
+    runs: list[tuple[str, Sequence[str], Callable[..., Any], Arrays]] = [
         ("value", probe.out_paths, lambda xs, _: flat(*xs), []),
         ("reverse mode", probe.paths, lambda xs, v: gt.vjp(flat, *xs)[1](list(v)), vs),
         ("forward mode", probe.out_paths, lambda xs, u: gt.jvp(flat, tuple(xs), tuple(u))[1], us),
     ]
-    for name, paths, run, moved in ways:
+    for name, paths, run, vectors in runs:
         if name == "value" or check.present.get(name.split()[0]):
-            _compare(probe, check, points, name, paths, run, moved)
+            _compare(probe, check, points, name, paths, run, vectors)
 
 
 def _compare(

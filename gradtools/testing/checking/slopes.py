@@ -21,8 +21,8 @@ import numpy as np
 Line = Callable[[float], np.ndarray]
 
 _LARGEST_STEP = 0.1
-_COLUMNS = 6  # of the extrapolation: more only amplifies rounding
-_FINEST = 70  # halvings of the largest step, where larger steps leave f's domain
+_COLUMNS = 6  # of the extrapolation table; more only amplify rounding
+_FINEST = 70  # the most halvings of the step, for when larger steps leave f's domain
 _GAUSS, _WEIGHTS = np.polynomial.legendre.leggauss(5)
 
 
@@ -81,8 +81,8 @@ def slope(f: Line, eps: float) -> Slope:
                 error = np.where(better, apart + rounding, error)
             previous = row
         slack = error + np.abs(row[0] - coarser) + 10 * rounding + 0.01 * np.abs(value)
-        elsewhere = np.abs(value - row[0]) > slack  # f is another one in small steps
-    return Slope(value, np.where(elsewhere, np.inf, error), at, t)
+        unresolved = np.abs(value - row[0]) > slack  # smaller steps give another slope
+    return Slope(value, np.where(unresolved, np.inf, error), at, t)
 
 
 def rounding_error(f: Line, at: float, eps: float) -> np.ndarray:
@@ -187,6 +187,6 @@ def _halved(f: Line, df: Line, end: float, entry: int, eps: float) -> Jump | Non
         a, b, low, high = (a, middle, low, value) if left >= right else (middle, b, value, high)
         sizes.append(abs(high - low))
     size = high - low
-    steep = abs(size) < sizes[-5] / 2  # it went on shrinking with the piece
-    lasting = max(1e-3 * total, 1e3 * eps * whole) < abs(size) <= 10 * whole  # a pole grows
+    steep = abs(size) < sizes[-5] / 2  # it shrinks with the interval
+    lasting = max(1e-3 * total, 1e3 * eps * whole) < abs(size) <= 10 * whole  # at a pole it grows
     return Jump((a + b) / 2, size, entry) if lasting and not steep else None

@@ -27,7 +27,7 @@ class Scope:
             for answer in check.answers
         }
         self.values_agree = self.good.get("value", False)
-        self.in_float32: list[str] = []  # sides that were seen to compute in float32
+        self.in_float32: list[str] = []  # sides that are known to compute in float32
         self._known: dict[Any, bool] = {}
         self._rows: dict[int, list[Convention]] = {}
 

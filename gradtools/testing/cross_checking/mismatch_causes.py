@@ -31,8 +31,8 @@ _COPY = (
     "jax_variables = mapping.to_jax(torch_model.state_dict()), for a flax.nnx model "
     "nnx.update(jax_model, mapping.to_jax(...)), and cross_check(..., mapping=mapping)."
 )
-_STEPS = {"float64": 1e-6, "float32": 1e-3}  # how far off a kink is looked at
-_FLOAT32 = 1e-5  # the largest relative difference that rounding in float32 is held to make
+_STEPS = {"float64": 1e-6, "float32": 1e-3}  # the relative distance of points near a kink
+_FLOAT32 = 1e-5  # the largest relative difference attributed to rounding in float32
 _SHORT = {"float64": 1e-9, "float32": 1e-4}  # far below the spacing of the next coarser dtype
 
 
@@ -52,7 +52,7 @@ def explain(check: CrossCheck, report: Report, allow: bool) -> None:
         if not c.agrees and c.cause is None and id(c) in home:
             try:
                 report.comparisons[n] = CauseSearch(check, scope, c, *home[id(c)]).result(allow)
-            except Exception as error:  # programs may fail nearby; the disagreement stands
+            except Exception as error:  # programs may raise at nearby points
                 reason = f"The search for a cause failed: {type(error).__name__}: {error}"
                 report.comparisons[n] = c.because("no known pattern", reason)
 
@@ -170,7 +170,7 @@ class CauseSearch:
         result = self.check.asked_nearby(self.probe, k, purpose, size)
         return None if result is None else result[self.i]
 
-    # --- the arrays against each other
+    # --- patterns between the arrays
 
     def _not_finite(self) -> Found | None:
         a, b = widened(self.a), widened(self.b)
@@ -202,7 +202,7 @@ class CauseSearch:
         if a.dtype != b.dtype:
             a, b = a.astype(complex), b.astype(complex)
         near = min(1e3 * self.c.tolerance, 0.03)
-        if equal(a, b, near):  # then every pattern that is nearly the identity would hold
+        if equal(a, b, near):  # every pattern close to the identity would hold
             return None
         pair = ArrayPair(a, b, near, self.names)
         order, sizes = self.c.order, self.check.sizes
@@ -275,10 +275,10 @@ class CauseSearch:
         sides = self.scope.in_float32
         if not sides:
             size = max(float(np.abs(widened(x)).max(initial=0.0)) for x in (self.a, self.b))
-            if size < 1e-3 * scale:  # what cancels moves in steps on both sides
+            if size < 1e-3 * scale:  # results that cancel are staircases on both sides
                 return None
             sides = [name for k, name in enumerate(self.names) if self._is_stepped(k)]
-            if len(sides) != 1:  # both move in steps where a point is ill-conditioned
+            if len(sides) != 1:  # both are staircases at an ill-conditioned point
                 return None
             self.scope.in_float32 = sides
         flax = (

@@ -100,8 +100,8 @@ def _torch_read_here() -> dict[str, str]:
 def _torch_lowered() -> dict[str, str]:
     from gradtools.torch.modes import PRECISIONS
 
-    standing = {name: get() for name, (get, _) in PRECISIONS.items()}
-    newer = {name: v for name, v in standing.items() if name.endswith(".fp32_precision")}
+    current = {name: get() for name, (get, _) in PRECISIONS.items()}
+    newer = {name: v for name, v in current.items() if name.endswith(".fp32_precision")}
     return {name: value for name, value in newer.items() if value not in _FULL}
 
 

@@ -31,7 +31,7 @@ from gradtools.testing.report import (
 )
 
 MODES = ("forward_over_reverse", "reverse_over_reverse")
-ROUNDING = 64  # differences below this many epsilons of the largest number are looked at twice
+ROUNDING = 64  # differences below this many epsilons of the largest number may be rounding
 _FAR = {"float64": 5e6, "complex128": 5e6}  # epsilons: 1e-9
 Found = list[np.ndarray | None]  # one array for each leaf; None where it is not connected
 
@@ -294,7 +294,7 @@ class CrossCheck:
                     return change
         return change
 
-    # --- asking
+    # --- evaluation
 
     def _ask(self, probe: Quantity, k: int, leaves: Arrays) -> Found:
         """One side's answer in JAX's layout.
@@ -350,7 +350,7 @@ class CrossCheck:
         """Cotangents in the order of one side's outputs."""
         return [cts[self.out_paths.index(path)] for path in self.outputs[k].inexact()]
 
-    # --- what the causes ask
+    # --- for the search for causes
 
     def sizes(self) -> dict[str, int]:
         """The axis lengths and sizes that occur, by name."""

@@ -74,7 +74,7 @@ class Side(FlatFunction):
         device = getattr(self._own[0], "device", None) if self._own else None
         return x.to(device) if self.name == "torch" and device is not None else x
 
-    # --- what the program is as a function of flat leaves
+    # --- the program as a function of flat leaves
 
     def bind(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
         """Sets `program`: a function of the differentiated leaves, parameters first."""
@@ -130,7 +130,7 @@ class Side(FlatFunction):
         chosen = lambda wanted: [x for x, i in zip(arrays, inexact, strict=True) if i is wanted]
         return chosen(True), chosen(False)
 
-    # --- what is asked of it besides; leaves, tangents and cotangents are NumPy arrays
+    # --- values and derivatives; leaves, tangents and cotangents are NumPy arrays
 
     def value(self, leaves: Arrays) -> Output:
         """The output."""
@@ -166,7 +166,7 @@ class Side(FlatFunction):
 
         try:
             return run_compiled(self.apply, of_arrays, *given)
-        except Exception:  # what cannot be traced, or raises, does so in plain code
+        except Exception:  # run eagerly what cannot be traced
             return compute(*given)
 
     def operations(self, leaves: Arrays) -> set[str]:
@@ -242,7 +242,7 @@ def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, 
     module, variables = subject, None
     if isinstance(subject, tuple) and len(subject) == 2 and library(subject[0]):
         module, variables = subject
-    if library(module) == "torch.nn":  # with what is frozen: the other side has it too
+    if library(module) == "torch.nn":  # includes frozen parameters, which the other side has too
         make_functional = import_module("gradtools.torch.modules").make_functional
         return make_functional(module, variables=variables, frozen_too=True)
     if library(module):

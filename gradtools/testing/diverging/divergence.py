@@ -33,7 +33,7 @@ from gradtools.testing.diverging.traces import (
 from gradtools.testing.diverging.traces import torch_trace as trace_torch
 from gradtools.testing.report import Comparison, Report, compare_arrays
 
-_ROUNDING = 256  # gradients below so many epsilons of the largest one are rounding
+_ROUNDING = 256  # gradients below this many epsilons of the largest one are rounding
 
 
 @user_facing
@@ -103,11 +103,11 @@ def first_divergence(
         raise GradtoolsError(f"{CALLER}: dtype is {dtype!r}; expected 'float64' or 'float32'.")
     cotangents = _Cotangents(seed)
     with in_double_precision(dtype == "float64"):  # PyTorch's model may hold parts in JAX
-        mine = trace_torch(torch_model, inputs, torch_kwargs, dtype, cotangents.draw)
-        theirs = jax_trace(jax_model, inputs, jax_kwargs, dtype, cotangents.same)
+        in_torch = trace_torch(torch_model, inputs, torch_kwargs, dtype, cotangents.draw)
+        in_jax = jax_trace(jax_model, inputs, jax_kwargs, dtype, cotangents.same)
     if mapping is None:
-        mapping = match_parameters(torch_model, nested(theirs.parameters), partial=True)
-    return _TraceWalk(mine, theirs, mapping, dict(layers or {}), dtype, tolerance).report()
+        mapping = match_parameters(torch_model, nested(in_jax.parameters), partial=True)
+    return _TraceWalk(in_torch, in_jax, mapping, dict(layers or {}), dtype, tolerance).report()
 
 
 class _Cotangents:
@@ -410,7 +410,7 @@ def _parameter_words(x: np.ndarray, y: np.ndarray) -> str:
     return f"differs ({pattern(y, x) or 'other numbers'})"
 
 
-# --- which layer is which
+# --- pairing layers
 
 
 def _pair_names(

@@ -217,8 +217,8 @@ def match_parameters(
     """
     modules = getattr(torch_params, "named_modules", lambda: ())()
     transposed = {name for name, m in modules if "Transpose" in type(m).__name__}
-    mine, theirs = read_torch(torch_params), read_jax(jax_params)
-    return _Matching(mine, theirs, overrides or {}, transposed).run(partial)
+    in_torch, in_jax = read_torch(torch_params), read_jax(jax_params)
+    return _Matching(in_torch, in_jax, overrides or {}, transposed).run(partial)
 
 
 class _Matching:
@@ -293,9 +293,9 @@ class _Matching:
     # --- pairs of modules
 
     def _by_name(self) -> Iterator[tuple[str, Path]]:
-        theirs = {_key(_stripped(module)): module for module in self._jax_modules()}
+        in_jax = {_key(_stripped(module)): module for module in self._jax_modules()}
         for module in self._torch_modules():
-            jax_module = theirs.get(_key(self._spelled(module)))
+            jax_module = in_jax.get(_key(self._spelled(module)))
             if jax_module is not None and self._fits(module, jax_module):
                 yield module, jax_module
 
@@ -318,13 +318,13 @@ class _Matching:
         for module in self._torch_modules():
             groups.setdefault(self._kind(module), ([], []))[0].append(module)
         for jax_module in sorted(self._jax_modules(), key=_natural):
-            for kind, (mine, theirs) in groups.items():
-                if kind is not None and self._fits(mine[0], jax_module):
-                    theirs.append(jax_module)
+            for kind, (in_torch, in_jax) in groups.items():
+                if kind is not None and self._fits(in_torch[0], jax_module):
+                    in_jax.append(jax_module)
                     break
-        for mine, theirs in groups.values():
-            if len(mine) == len(theirs):
-                for module, jax_module in zip(mine, theirs, strict=True):
+        for in_torch, in_jax in groups.values():
+            if len(in_torch) == len(in_jax):
+                for module, jax_module in zip(in_torch, in_jax, strict=True):
                     self.notes.append(f"paired by order: {module} with {_joined(jax_module)}")
                     yield module, jax_module
 
@@ -334,10 +334,10 @@ class _Matching:
     def _fits(self, module: str, jax_module: Path) -> bool:
         """Whether all arrays of two modules can be paired."""
         pairs = self._paired_leaves(module, jax_module)
-        mine = [leaf for leaf in self._leaves(module) if leaf not in _STATISTICS]
-        theirs = [leaf for leaf in self._jax_leaves(jax_module) if leaf not in ("mean", "var")]
+        in_torch = [leaf for leaf in self._leaves(module) if leaf not in _STATISTICS]
+        in_jax = [leaf for leaf in self._jax_leaves(jax_module) if leaf not in ("mean", "var")]
         trained = [leaf for leaf, _, _ in pairs if leaf not in _STATISTICS]
-        return bool(pairs) and len(trained) == len(mine) == len(theirs)
+        return bool(pairs) and len(trained) == len(in_torch) == len(in_jax)
 
     def _pair(self, module: str, jax_module: Path) -> None:
         for leaf, path, layout in self._paired_leaves(module, jax_module):

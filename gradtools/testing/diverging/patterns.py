@@ -78,7 +78,7 @@ class ArrayPair:
             return None
         named = name_factor(ratio, sizes)
         if named is None and self._is_repeated:
-            return None  # of one number, or of one that is repeated, any other is a multiple
+            return None  # any number is a multiple of a single or constant entry
         text = _ratio_text(ratio)
         detail = f"{self.names[0]} is {text} times {self.names[1]}."
         if named and ("size" in named or "entries" in named):

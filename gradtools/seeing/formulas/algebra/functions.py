@@ -206,7 +206,7 @@ def plus(*terms: Expr) -> Expr:
     return add([broadcast(t, shape) for t in terms])
 
 
-# --- functions of each place
+# --- elementwise functions
 
 
 def apply(name: str, /, *of: Any, **attributes: Any) -> Any:
@@ -298,7 +298,7 @@ def _leaves_reals(constant: Any, exponent: Any) -> bool:
 def _power_of_product(x: Expr, exponent: Any, whole: bool) -> Expr:
     c, factors, labels, out = parts(x)
     positive = not isinstance(c, complex) and c > 0
-    # Off a diagonal that is read the power need not exist, and its derivative would be NaN.
+    # If a diagonal is taken, off-diagonal entries need have no power; its derivative would be NaN.
     everywhere = (whole and exponent > 0) or all(len(set(n)) == len(n) for n in labels)
     if everywhere and (whole or (positive and len(factors) == 1)):
         raised = [power(f, exponent) for f in factors]
@@ -391,7 +391,7 @@ def _part_of_product(x: Expr, which: int) -> Expr:
     return expr(("real", "imag")[which], (x,), x.shape, REAL)
 
 
-# --- Python's operators, so that a pullback reads as its formula
+# --- Python's operators
 
 
 def _times(a: Expr, b: Any) -> Expr:
@@ -409,13 +409,13 @@ OPERATORS = {
     "__pow__": power,
     "__neg__": negate,
     "__matmul__": matmul,
-    "__array_ufunc__": None,  # a number of NumPy's leaves its product with an expression to us
+    "__array_ufunc__": None,  # NumPy scalars defer to Expr's operators
 }
 for _name, _operator in OPERATORS.items():
     setattr(Expr, _name, _operator)
 
 
-# --- an operation of other arguments
+# --- rebuilding
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:

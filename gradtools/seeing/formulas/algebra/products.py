@@ -96,7 +96,7 @@ def is_zero(x: Expr) -> bool:
 
 
 Labels = tuple[Any, ...]
-_MOST_FACTORS = 12  # beyond, nested products stay nested: nobody reads them, and they only grow
+_MOST_FACTORS = 12  # of a flattened product; larger ones are unreadable and stay nested
 
 
 def parts(x: Expr) -> tuple[Any, list[Expr], list[Labels], Labels]:
@@ -445,8 +445,8 @@ def _build(p: _Product, shape: tuple[int, ...]) -> Expr:
     return _einsum(factors, p.out, shape, coefficient)
 
 
-# The order of axes of each contraction, by the contraction in the order of its factors, which
-# lives as long as the contraction does.
+# For each contraction the order of axes of its first use. Keys have the axes in the order of the
+# factors; `_keys` keeps a key alive as long as its contraction.
 _first_order: weakref.WeakKeyDictionary[Expr, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -486,6 +486,6 @@ def _einsum(factors: list, out: Labels, shape: tuple[int, ...], coefficient: Any
     labels = tuple(tuple(rename[n] for n in names) for _, names in factors)
     kinds = [f.kind for f, _ in factors] + [COMPLEX if isinstance(coefficient, complex) else REAL]
     args = tuple(f for f, _ in factors)
-    moved = len(args) == 1 and coefficient == 1 and set(factors[0][1]) <= set(out)
-    kind = args[0].kind if moved else widest(*kinds)  # an index that is turned stays one
+    rearranges = len(args) == 1 and coefficient == 1 and set(factors[0][1]) <= set(out)
+    kind = args[0].kind if rearranges else widest(*kinds)  # a transposed index stays integer
     return expr("einsum", args, shape, kind, labels=labels, coefficient=coefficient)

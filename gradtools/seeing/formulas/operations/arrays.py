@@ -193,7 +193,7 @@ def _tile(x: Expr, *, reps: Sequence[int]) -> Expr:
     return reshape(wide, [r * n for r, n in pairs])
 
 
-# Entries from places that are known.
+# Gather and scatter at known places.
 
 
 def arrange(x: Expr, places: np.ndarray, name: str) -> Expr:
@@ -209,9 +209,9 @@ def arrange(x: Expr, places: np.ndarray, name: str) -> Expr:
             return reshape(x.args[0], places.shape)
     if x.op == "update":
         inner = _back(x)[places]
-        if (inner >= 0).all():  # what was written in place
+        if (inner >= 0).all():  # reads updated entries only
             return arrange(x.args[1], inner, name)
-        if (inner < 0).all():  # or what was there
+        if (inner < 0).all():  # reads the other entries only
             return arrange(x.args[0], places, name)
     n = x.shape[0] if x.rank == 2 else 0
     if x.shape == (n, n) and np.array_equal(places, np.arange(n) * (n + 1)):
@@ -268,10 +268,10 @@ def restore(g: Expr, y: Expr) -> Expr:
     places = y["places"].array.ravel()
     counts = np.arange(places.size)
     if places.size == np.prod(y["into"]) and np.array_equal(np.append(places, 0)[places], counts):
-        moved = arrange(g, y["places"].array, y["name"])  # an exchange of places, such as flip
-        return reshape(moved, y["into"])
-    given = {"name": y["name"], "places": y["places"], "into": y["into"]}
-    return expr("restore", (g,), y["into"], g.kind, **given)
+        involution = arrange(g, y["places"].array, y["name"])  # such as flip
+        return reshape(involution, y["into"])
+    attributes = {"name": y["name"], "places": y["places"], "into": y["into"]}
+    return expr("restore", (g,), y["into"], g.kind, **attributes)
 
 
 def _restored(y: Expr, g: np.ndarray) -> np.ndarray:
@@ -446,7 +446,7 @@ def _tie_one_hot(axes: Axes, y: Expr) -> None:
 
 
 operation(
-    "one_hot",
+    "one_hot",  # a last axis with 1 at i; a negative index counts from the end
     _one_hot_value,
     make=lambda i, *, size: apply("one_hot", i, size=size),
     result=lambda i, size: ((*i.shape, size), REAL),

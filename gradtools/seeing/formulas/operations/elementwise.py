@@ -90,7 +90,7 @@ def _is_whole(x: Expr) -> bool:
     return value is not None and not isinstance(value, complex) and float(value).is_integer()
 
 
-# What passes values on; identity also copies and aliases.
+# Identities of the value. The name "identity" includes copies and aliases.
 
 word("identity", lambda x: x)
 
@@ -312,7 +312,7 @@ _rounding("trunc", np.trunc)
 _rounding("round", np.round)
 
 
-# What each is in NumPy, its opposite, and how it is written.
+# NumPy's function, the negated relation, and the sign as text and in LaTeX.
 _RELATIONS = {
     "<": (np.less, ">=", "<", "<"),
     "<=": (np.less_equal, ">", "≤", r"\le"),
@@ -404,8 +404,8 @@ entrywise(
 
 
 def _clip_derivative(y: Expr, x: Expr) -> list[Expr]:
-    inside = [(">", y["low"]), ("<", y["high"])]
-    return [times(*(indicator(x, relation, n) for relation, n in inside if n is not None))]
+    bounds = [(">", y["low"]), ("<", y["high"])]
+    return [times(*(indicator(x, relation, n) for relation, n in bounds if n is not None))]
 
 
 def _clip_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
@@ -498,7 +498,7 @@ _erf = np.vectorize(math.erf, otypes=[float])
 entrywise("erf", _erf, lambda y, x: [2 / math.sqrt(math.pi) * apply("exp", -(x**2))])
 word("erfc", lambda x: 1 - apply("erf", x))
 
-# Activations of networks, and what they are made of.
+# Activations, and the functions that they are composed of.
 
 entrywise(
     "softplus",
@@ -513,7 +513,7 @@ entrywise(
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     if np.iscomplexobj(x):
         return 1 / (1 + np.exp(-x))
-    e = np.exp(-np.abs(x))  # far from zero the smaller of both sides keeps its digits
+    e = np.exp(-np.abs(x))  # no overflow, and full relative precision in both tails
     return np.where(x >= 0, 1.0, e) / (1 + e)
 
 

@@ -111,7 +111,7 @@ def _pullback(
         "said": y["said"],
         "of": len(args),
         "level": y.get("level", 0) + 1,
-        # The places among the operands that have a derivative; () of the only one.
+        # Indices among the operands that have a derivative; () where there is only one.
         "places": tuple(map(moving.index, wanted)) if len(moving) > 1 else (),
     }
     operands = (*args, *given.values())
@@ -122,7 +122,7 @@ def _pullback(
     return result
 
 
-# How the adjoints of a convolution are called.
+# The written name of a convolution, and of its adjoints.
 _ADJOINTS = {"convolution": ("conv", ("convᵀ", "corr"))}
 
 

@@ -152,7 +152,7 @@ _reduction(
     make=_norm,
 )
 
-# Softmax and its kin.
+# The softmax family.
 
 
 def along_form(name: str, latex: str = "") -> Form:
@@ -237,7 +237,7 @@ _reduction(
     ),
 )
 
-# Variance, and what has mean 0 and variance 1.
+# Variance, standard deviation and standardization.
 
 
 def _variance_value(y: Expr, x: np.ndarray) -> np.ndarray:

@@ -92,7 +92,7 @@ class _Translator:
         self._arrays: dict[int, Entry] = {}
         self._exprs: dict[Known, Expr] = {}
         self._narrow: set[str] = set()
-        self.name = ""  # of the function of JAX's own that is read
+        self.name = ""  # of the JAX function that is being translated
         self._eqn: Any = None
         self._values: list[Any] = []
 
@@ -157,7 +157,7 @@ class _Translator:
             return None
         with jax.ensure_compile_time_eval():
             result, twice = (np.asarray(run(jnp.asarray(k * counts, dtype))) for k in (1, 2))
-        if not np.array_equal(2 * result, twice):  # it fills in something of its own
+        if not np.array_equal(2 * result, twice):  # it fills in nonzero constants
             return None
         return arrange(x, np.round(result.real).astype(int) - 1, name)
 
@@ -318,7 +318,7 @@ def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
 _RULES = tuple(
     f"gradtools_{name}" for name in ("primal", "evaluation", "value", "tangent", "cotangent")
 )
-_WHOLE = ("det", "expm")  # which JAX writes out for small matrices
+_WHOLE = ("det", "expm")  # opaque, because JAX inlines them for small matrices
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
 _DRAWS = {"normal": "ε", "uniform": "u", "bernoulli": "m", "permutation": "π", "shuffle": "π"}
 _RANDOM = ("random_bits", "threefry2x32", "random_gamma")

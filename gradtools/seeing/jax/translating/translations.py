@@ -126,7 +126,7 @@ def _of_each(x: Expr, indices: Expr) -> Expr | None:
     return picked(x, reshape(i, (x.shape[0],)))
 
 
-# What is no word in the vocabulary's sense, or says more than its word.
+# Primitives that have no neutral name, or a meaning beyond it.
 PRIMITIVES: dict[str, Translation] = {
     "optimization_barrier": lambda w, p, *xs: list(xs),
     "reduce_precision": lambda w, p, x: x,

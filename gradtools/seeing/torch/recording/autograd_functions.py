@@ -78,7 +78,7 @@ def unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
     """The inputs for which a Function's backward returns None, found by one trial backward."""
     stack = upstream.get_interpreter_stack() or ()
     if any(level.key() != upstream.TransformType.Vmap for level in stack):
-        return set()  # a level that differentiates has a graph of its own
+        return set()  # a differentiating level has its own graph
     outs = [y for y in map(unwrapped, tensors_in(out)) if y.requires_grad and y.grad_fn is not None]
     tracked = [k for k, t in enumerate(call.tracked) if t]
     if not outs or not tracked or not is_foreign(kind, call):
@@ -92,6 +92,6 @@ def unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
                 retain_graph=True,
                 allow_unused=True,
             )
-    except Exception:  # it has no backward pass here: whoever takes the gradient is told so
+    except Exception:  # no backward pass here; an error follows when the gradient is taken
         return set()
     return {call.numbers[k] for k, g in zip(tracked, result, strict=True) if g is None}

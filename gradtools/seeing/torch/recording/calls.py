@@ -135,7 +135,7 @@ class CallRecorder(Numbering):
         self.entries: dict[int, list[Any]] = {}
         self.refusal: tuple[BaseException, Refusal] | None = None
         self._replace = replace
-        self._gradients: Numbers = []  # what stands in `.grad` after each backward pass
+        self._gradients: Numbers = []  # `.grad` after each backward pass
         self._with_rules: list[tuple[int, Numbers, Called]] = []  # the node, the inputs, the call
 
     # --- what runs
@@ -277,7 +277,7 @@ class CallRecorder(Numbering):
                 self.table.write(y, number, call)
         for y, number in pairs:
             self.hold(y, number)
-        for x in rewritten.values():  # autograd tells now whether a derivative follows
+        for x in rewritten.values():  # only now autograd's graph shows whether views are connected
             for other in [*self.table.sharing(x)]:
                 self.of(other)
 
@@ -332,7 +332,7 @@ class CallRecorder(Numbering):
             self.add("add", "grad", whole, [number], ((_FULL,) * len(whole),))
             self.hold(gradient, number)
 
-    # --- what leaves, and what comes back
+    # --- data that leaves PyTorch, and returns
 
     def _leaves(self, call: RecordedCall, out: Any) -> Any:
         read = call.numbers[0]
@@ -372,7 +372,7 @@ class CallRecorder(Numbering):
         links = tuple([(*row, _FULL) for row in old.links])
         self.nodes[node] = replace(old, inputs=(*old.inputs, number), links=links)
 
-    # --- the whole
+    # --- the graph
 
     def graph(self, inputs: Sequence[int], outputs: Sequence[int]) -> PlainGraph:
         """The recorded graph."""
@@ -426,7 +426,7 @@ def _fingerprints(x: Any, depth: int = 4) -> Iterator[Any]:
         yield repr(x)
 
 
-_MOST = 1000  # so many entries of a list are looked at
+_MOST = 1000  # entries of a list that are compared
 
 
 def _unlike(xs: Sequence[Tensor]) -> list[Tensor]:

@@ -23,7 +23,7 @@ from gradtools.seeing.torch.recording.observation import Seen, observed
 
 Tensor = torch.Tensor
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
-_MOST = 8  # so many runs are spent on it
+_MOST = 8  # lines that are tried, with up to three runs each
 
 
 def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
@@ -35,7 +35,7 @@ def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
         return
     again = _Again(run, seen, before)
     control = again.with_others(frozenset())
-    if control is None or control.any():  # f does not give the same twice: it may come back
+    if control is None or control.any():  # f is not deterministic: assume that data returns
         return _note_unknown(recorder, lost, outputs)
     lines: dict[Any, list[int]] = {}
     for k in lost:
@@ -128,7 +128,7 @@ class _Again:
             if moved is not None and (moved.any() or not which or abs(size) < 1):
                 break
             with contextlib.ExitStack() as inside:
-                inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # it was printed
+                inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed already
                 seen = self._seen(inside, which, size)
                 moved = moved if seen is None else self._moved(seen)
         return moved
@@ -141,7 +141,7 @@ class _Again:
         again = observed(self.run, self.first.leaves, self.first.said, replace)
         try:
             seen = inside.enter_context(again)
-        except Exception:  # the user's code, at numbers that he never gave: that it raises is said
+        except Exception:  # the user's code, at numbers that the user did not pass
             return None
         return seen if seen.refusal is None else None
 
@@ -158,7 +158,7 @@ def _entered(first: Seen, later: Seen) -> list[int]:
     pairs = zip(first.recorder.nodes, later.recorder.nodes, strict=False)
     for k, (a, b) in enumerate(pairs):
         if a.native != b.native:
-            break  # from here on the program went another way
+            break  # from here on the program took another branch
         if first.recorder.entries.get(k) != later.recorder.entries.get(k):
             result.append(k)
     return result
@@ -186,8 +186,8 @@ def _other(x: Any, size: float, rng: np.random.Generator) -> Any:
     if array.dtype.kind not in "fc":
         return x + 1
     step = size * (1 + np.abs(array)) * (1 + rng.random(array.shape)) * rng.choice([-1.0, 1.0])
-    moved = (array + step).astype(array.dtype)
-    return moved if isinstance(x, np.ndarray) else type(x)(moved.item())
+    other = (array + step).astype(array.dtype)
+    return other if isinstance(x, np.ndarray) else type(x)(other.item())
 
 
 def copies(outs: Sequence[Any]) -> list[Any]:

@@ -85,7 +85,7 @@ class Recorder(Generic[V]):
         self.table = TensorTable[V]()
         self.quiet = False
 
-    # --- what looks on
+    # --- running
 
     def run(self, fun: Callable[..., Any], *args: Any) -> Any:
         """Runs and records `fun(*args)`; the search for the user's line ends at this frame."""
@@ -246,7 +246,7 @@ def _unless_quiet(recorder: Any, around: Callable[..., Any]) -> Callable[..., An
 
 
 def _saved(recorder: Any) -> Any:
-    me = weakref.proxy(recorder)  # autograd's nodes hold the hooks, and this holds the nodes
+    me = weakref.proxy(recorder)  # avoids a cycle: nodes hold hooks, the recorder holds nodes
     return saved_tensors_hooks(lambda x: me.saves(x), recorder.read_saved)
 
 

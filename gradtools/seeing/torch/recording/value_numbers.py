@@ -25,7 +25,7 @@ from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
-Edge = tuple[Any, int]  # where in autograd's graph a tensor comes out
+Edge = tuple[Any, int]  # (grad_fn, output_nr)
 
 
 class Numbering(Recorder[int]):
@@ -109,7 +109,7 @@ class Numbering(Recorder[int]):
             before = number
         return before
 
-    # --- tensors that nobody was seen to make
+    # --- unrecorded tensors
 
     def met(self, x: Tensor) -> int:
         """Its number; another object for a tensor that is known has that one's."""
@@ -151,7 +151,7 @@ class Numbering(Recorder[int]):
 
     def walk(self, out: Tensor) -> tuple[list[int], list[Any]]:
         """The known values behind a tensor in autograd's graph, and the nodes in between."""
-        if out.grad_fn is None:  # a leaf is connected to what it was before, if it was
+        if out.grad_fn is None:  # a leaf depends on its own previous value
             known = self.known(out) if out.requires_grad else None
             return ([] if known is None else [known.value]), []
         result: dict[int, None] = {}

@@ -45,7 +45,7 @@ def _written(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
     xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
     pairs = zip(xs, program.names, strict=True)
     inputs = [recorder.introduced(x, name) for x, name in pairs]
-    with followed(), plainly():  # control flow runs in Python, and nothing again
+    with followed(), plainly():  # control flow runs in Python, without recomputation
         outputs = recorder.run(lambda: [_output(recorder, y) for y in program.run(xs)])
     read = set(order(outputs))
     held = {p: x for p, x in recorder.held.items() if p in read}
@@ -84,7 +84,7 @@ def trying(program: LeafProgram, wide: bool) -> Iterator[None]:
         yield
 
 
-# --- control flow, run as Python would run it
+# --- control flow as Python loops and branches
 
 
 def _while_loop(goes_on: Any, body: Any, carried: Any, more: Any = ()) -> Any:
@@ -198,7 +198,7 @@ def origin_of(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 _TENSOR: Any = Tensor
 _WIDER: dict[Any, Any] = dict.fromkeys((Tensor.half, Tensor.float, Tensor.bfloat16), Tensor.double)
-_COMPLEX: Any = Tensor  # of whose casts PyTorch's stubs know nothing
+_COMPLEX: Any = Tensor  # PyTorch's stubs lack its complex casts
 _WIDER |= dict.fromkeys((_COMPLEX.chalf, _COMPLEX.cfloat), _COMPLEX.cdouble)
 _ASKS = frozenset({_TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__})
 

@@ -47,8 +47,9 @@ _DRAWN = """
 """
 _DRAWS = frozenset(_DRAWN.split())
 _TENSOR: Any = Tensor
-_DETACHING = (Tensor.detach, _TENSOR.data.__get__)  # autograd detaches, too, what it saves
-# What PyTorch would take apart into parts that say less than the name.
+# Recorded as functions, because autograd also detaches the tensors that it saves.
+_DETACHING = (Tensor.detach, _TENSOR.data.__get__)
+# Prefixes of operations whose decomposition would be less readable than the name.
 _WHOLE = ("cum", "logcum", "upsample", "grid_sampler", "_fft", "convolution", "renorm", "linalg")
 
 
@@ -77,12 +78,12 @@ class FormulaRecorder(Recorder[Expr]):
     ) -> None:
         super().__init__(undo)
         self.backend, self.cast_of = backend, cast_of
-        self.narrow = ""  # a dtype short of double in which a kernel computes whatever it is given
+        self.narrow = ""  # a dtype below double in which some kernel computes for any input
         self.tensors: dict[Expr, Tensor] = {}
         self.held: dict[Expr, Tensor] = {}
         self.draws: dict[Expr, np.ndarray] = {}
 
-    # --- what runs
+    # --- calls
 
     def ruled(self, kind: Any, apply_: Any, args: Any, kwargs: Any) -> Any:
         """Records a torch.autograd.Function as an opaque operation."""
@@ -116,7 +117,7 @@ class FormulaRecorder(Recorder[Expr]):
         self._note([out], [stop(value)])
         return out
 
-    # --- which tensor stands for which value
+    # --- values of tensors
 
     def new(self, x: Any, name: str = "") -> Expr:
         """A new value."""
@@ -129,7 +130,7 @@ class FormulaRecorder(Recorder[Expr]):
 
     def of(self, x: Tensor) -> Expr:
         """The value of a tensor."""
-        with upstream.DisableTorchFunction():  # a mode may give another tensor in its place
+        with upstream.DisableTorchFunction():  # a mode may replace the tensor
             return super().of(x)
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
@@ -234,7 +235,7 @@ class FormulaRecorder(Recorder[Expr]):
                 return parts[0]
             values = result or bound.by_name()
         self._note(outs, values[: len(outs)], not made)
-        if made:  # what else is written into, such as running statistics, is what it became
+        if made:  # side outputs, such as running statistics, become constants
             self._note(writes, [self.constant(x) for x in writes], written=True)
         return out
 
@@ -286,7 +287,7 @@ class FormulaRecorder(Recorder[Expr]):
         try:
             with Operations(self):
                 out = decomposed(*call.args, **call.kwargs)
-        except Exception:  # PyTorch's decomposition has gaps that the operation has not
+        except Exception:  # the decomposition may refuse what the operation accepts
             return None
         if out is NotImplemented:
             return None
@@ -442,8 +443,8 @@ def name_of(places: np.ndarray, shape: tuple[int, ...]) -> str:
         box = np.arange(int(np.prod(shape))).reshape(shape)[tuple(bounds)]
         if np.array_equal(box.ravel(), places.ravel()):
             each = zip(shape, bounds, strict=True)
-            said = [":" if s == slice(0, n) else _range(s, n) for n, s in each]
-            return "[" + ", ".join(said) + "]"
+            texts = [":" if s == slice(0, n) else _range(s, n) for n, s in each]
+            return "[" + ", ".join(texts) + "]"
     return "entries"
 
 

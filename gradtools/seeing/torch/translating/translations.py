@@ -71,7 +71,7 @@ def _safe_softmax(o: Any) -> Expr:
     return apply("softmax", o.self, axis=o.dim % o.self.rank)
 
 
-# --- aten: what is written, and what is picked -------------------------------------------
+# --- aten: writes and indexing -----------------------------------------------------------
 
 
 @operation("copy", "fill", "zero")
@@ -180,9 +180,9 @@ def _statistics(x: Expr, axes: Sequence[int], eps: float, likes: Any) -> list[Ex
 
 def _affine(y: Expr, scale: Expr | None, shift: Expr | None, axes: Sequence[int]) -> Expr:
     """y * scale + shift, broadcast along y's axes ``axes``."""
-    lie = lambda v: product([v], [axes], range(y.rank), y.shape)
-    y = y if scale is None else y * lie(scale)
-    return y if shift is None else y + lie(shift)
+    spread = lambda v: product([v], [axes], range(y.rank), y.shape)
+    y = y if scale is None else y * spread(scale)
+    return y if shift is None else y + spread(shift)
 
 
 @operation("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")

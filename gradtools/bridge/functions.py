@@ -238,11 +238,11 @@ class KnownOfShapes:
         return self.of.outs(self.ins)
 
     @property
-    def is_told(self) -> bool:
+    def has_outs(self) -> bool:
         """Whether what comes out need not be looked at: it was, and no author says it."""
         return "outs" in vars(self) and self.of.check is None
 
-    def tell(self, outs: list[ArraySpec]) -> None:
+    def set_outs(self, outs: list[ArraySpec]) -> None:
         """What came out; raises where the author says that it is something else."""
         if self.of.check is not None:
             self.of.check(self.ins, outs)

@@ -202,8 +202,8 @@ class TorchGuest:
                     "call with such arrays, so JAX's own array was changed. Clone what you write "
                     "in: x = x.clone()."
                 )
-        if run is known.of.entry and not known.is_told:
-            known.tell([_spec(y) for y in ys])
+        if run is known.of.entry and not known.has_outs:
+            known.set_outs([_spec(y) for y in ys])
         return ys
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:

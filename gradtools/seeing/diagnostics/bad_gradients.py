@@ -34,7 +34,7 @@ DRAWS = 3  # perturbed backward passes, all of which must show noise
 
 
 @dataclass(frozen=True)
-class Handed:
+class CotangentRange:
     """The greatest cotangent that an operation was given on a leaf's path, and what it handed on.
 
     Attributes:
@@ -64,7 +64,7 @@ def extreme(gradient: float, leaf: float, output: float, eps: float) -> str:
     return "vanishing" if known and gradient * (leaf or 1.0) < least * output else ""
 
 
-def places(kind: str, handed: Iterable[Handed]) -> list[Vanished] | None:
+def places(kind: str, handed: Iterable[CotangentRange]) -> list[Vanished] | None:
     """Where a gradient became NaN or vanishing, in program order; None if it is no finding."""
     if kind == "nan":
         begins = [h for h in handed if math.isfinite(h.given) and not math.isfinite(h.on)]

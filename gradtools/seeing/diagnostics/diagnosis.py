@@ -426,13 +426,13 @@ def moved(backend: Backend, program: LeafProgram, indices: Sequence[int]) -> dic
     indices = [k for k in indices if 0 not in program.leaves[k].shape]
     if not indices:
         return result
-    trial = _MovedRun(backend, program)
+    trial = _PerturbedRun(backend, program)
     if len(indices) > 1 and trial.changes(indices) is False:
         return result | dict.fromkeys(indices, False)
     return result | {k: trial.changes([k]) for k in indices if trial.runs < _RUNS}
 
 
-class _MovedRun:
+class _PerturbedRun:
     """What f gives, here and at arguments that are moved a little, then more."""
 
     def __init__(self, backend: Backend, program: LeafProgram) -> None:

@@ -136,7 +136,7 @@ def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -
     diagnosis.findings, notes = apart(diagnosis.findings, [diagnosis.names])
     diagnosis.notes += notes
     _optimised(backend, loop, run, diagnosis)
-    _set_apart(run, diagnosis, loop.is_named)
+    _note_targets(run, diagnosis, loop.is_named)
     return diagnosis
 
 
@@ -161,8 +161,8 @@ def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiag
     ]
     for held in _training(backend, loop).held(loop.caller, loop.model):
         grad = getattr(held.array, "grad", None)
-        is_told = any(finding.argument == held.name for finding in diagnosis.findings)
-        if held.role != PARAMETER or grad is None or is_told:
+        has_outs = any(finding.argument == held.name for finding in diagnosis.findings)
+        if held.role != PARAMETER or grad is None or has_outs:
             continue
         if not backend.to_numpy(grad.detach()).any():
             diagnosis.findings.append(Finding(held.name, "zero_gradient", "backward"))
@@ -241,8 +241,8 @@ class _LossRun:
                     lost = losses_of(graph, n, trained)
                     diagnosis.findings += from_losses(held.name, graph, lost)
                 if values and not self._spent:
-                    self._at_these_values(k, diagnosis)
-        self._note_what_is_read(diagnosis, matters)
+                    self._add_zero_gradient(k, diagnosis)
+        self._note_untrained(diagnosis, matters)
         if self._spent:
             diagnosis.notes.append((_SPENT, []))
 
@@ -260,7 +260,7 @@ class _LossRun:
             ]
         return result or [Finding(name, "unread", "parameter")]
 
-    def _at_these_values(self, k: int, diagnosis: TrainingDiagnosis) -> None:
+    def _add_zero_gradient(self, k: int, diagnosis: TrainingDiagnosis) -> None:
         """Adds where the gradient of one that is reached becomes zero."""
         try:
             vanished = self._vanished(k)
@@ -325,7 +325,7 @@ class _LossRun:
             for node in graph.nodes
         )
 
-    def _note_what_is_read(self, diagnosis: TrainingDiagnosis, matters: Any) -> None:
+    def _note_untrained(self, diagnosis: TrainingDiagnosis, matters: Any) -> None:
         """Notes arrays that the loss would give a gradient, and that ask for none."""
         for role, text in _NOTES:
             names = [
@@ -406,7 +406,7 @@ def _optimised(backend: Backend, loop: Loop, run: _LossRun, diagnosis: TrainingD
 # --- networks that are not trained on purpose --------------------------------------------
 
 
-def _set_apart(run: _LossRun, diagnosis: TrainingDiagnosis, is_named: bool) -> None:
+def _note_targets(run: _LossRun, diagnosis: TrainingDiagnosis, is_named: bool) -> None:
     """Makes notes of parameters that are stopped on purpose: of target networks and teachers.
 
     They are stopped as a whole, by a stop or no_grad alone; and they are the twin of a network that

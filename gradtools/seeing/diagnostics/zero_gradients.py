@@ -157,7 +157,7 @@ class SeeingOperators(Operators):
         program = LeafProgram(self._backend, "why_zero", f, args, kwargs, argnums).with_values()
         recording = self._recorded(program)
         findings = diagnosed(self._backend, program, recording)
-        findings, notes = apart(findings, program.asked_by_argument())
+        findings, notes = apart(findings, program.wrt_names())
         lost = {finding.argument for finding in findings if finding.whole and not finding.noise}
         lost_leaves = [k for k in program.wrt if program.names[k] in lost]
         tried = lost_leaves if recording.refusal is None else []

@@ -121,7 +121,7 @@ def _in_own_precision(program: LeafProgram, order: int) -> Formula:
         raise
     except Exception as error:
         what = _described(error)
-        missing = _missing(program)
+        missing = _derivative_error(program)
         if missing:
             raise GradtoolsError(_NO_DERIVATIVE.format(missing)) from error
         if _runs(program):
@@ -134,7 +134,7 @@ def _in_own_precision(program: LeafProgram, order: int) -> Formula:
         ) from error
 
 
-def _missing(program: LeafProgram) -> str:
+def _derivative_error(program: LeafProgram) -> str:
     """What the framework raises when it differentiates f, which runs; empty if it does."""
     if not _runs(program):
         return ""

@@ -73,14 +73,14 @@ def together(real: Expr, imaginary: Expr, pairs: Sequence[ComplexPair]) -> Expr 
         known[p.real] = [0.5 * p.whole, 0.5 * conj(p.whole)]
         known[p.imaginary] = [-0.5j * p.whole, 0.5j * conj(p.whole)]
     whole = real + 1j * imaginary
-    terms = _multiplied_out(whole, known)
+    terms = _expanded(whole, known)
     if terms is None:
         return None
     result = _gathered(terms, whole.shape)
     return result if _agrees(whole, result, pairs) else None
 
 
-def _multiplied_out(x: Expr, known: dict[Expr, list[Expr]]) -> list[Expr] | None:
+def _expanded(x: Expr, known: dict[Expr, list[Expr]]) -> list[Expr] | None:
     """The terms of a polynomial in the parts; None if it is no polynomial, or too long."""
     new = dict(known)
     for y in order([x]):

@@ -235,11 +235,11 @@ def _sigmoid(x: Expr) -> Expr | None:
     """1 / (1 + exp(-x))."""
     if x.op != "power" or x["exponent"] != -1:
         return None
-    e = _beside_one(x.args[0])
+    e = _added_to_one(x.args[0])
     return apply("sigmoid", -e.args[0]) if e is not None and e.op == "exp" else None
 
 
-def _beside_one(x: Expr) -> Expr | None:
+def _added_to_one(x: Expr) -> Expr | None:
     """The other term, if x is a sum of one and another."""
     terms = x.args if x.op == "add" else ()
     others = [t for t in terms if constant_of(t) is None]
@@ -268,7 +268,7 @@ def _softplus(x: Expr) -> Expr | None:
 def _log_one_plus_exp(x: Expr) -> Expr | None:
     if x.op != "log" or x.is_complex:
         return None
-    e = _beside_one(x.args[0])
+    e = _added_to_one(x.args[0])
     return None if e is None else _exponent(e)
 
 
@@ -282,7 +282,7 @@ _HALF_ROOT = math.sqrt(0.5)
 
 def _normal_cdf(x: Expr) -> Expr | None:
     """1 + erf(z / sqrt 2), twice the distribution function; 1 - erf(-z / sqrt 2) likewise."""
-    other = _beside_one(x)
+    other = _added_to_one(x)
     if other is None:
         return None
     sign, factors, labels, out = parts(other)
@@ -451,7 +451,7 @@ def _is_positive(x: Expr) -> bool:
     return x.op == "einsum" and x["coefficient"] > 0 and all(map(_is_positive, x.args))
 
 
-def _greatest_of_all(x: Expr) -> Expr | None:
+def _maximum_of_minus_infinity(x: Expr) -> Expr | None:
     """Max(-inf, x)."""
     if x.op != "maximum":
         return None
@@ -463,7 +463,7 @@ def _greatest_of_all(x: Expr) -> Expr | None:
 
 _PATTERNS: tuple[Pattern, ...] = (
     _modulus_of_positive,
-    _greatest_of_all,
+    _maximum_of_minus_infinity,
     _softmax,
     _log_softmax,
     _logsumexp,

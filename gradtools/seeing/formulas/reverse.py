@@ -35,7 +35,7 @@ def adjoint(
     active = _active(values, wrt)
     gathered: dict[Expr, list[Expr]] = {}
     for out, g in zip(outputs, cotangents, strict=True):
-        gathered.setdefault(out, []).append(_of_kind(g, out))
+        gathered.setdefault(out, []).append(_projected(g, out))
     summed: dict[Expr, Expr] = {}
     waiting = _families(values)
     leaves = set(wrt)
@@ -77,10 +77,10 @@ def _hand_on(y: Expr, summed: dict, gathered: dict, active: set) -> None:
     for arg, g in zip(y.args, result, strict=True):
         if g is None or arg not in active or is_zero(g):
             continue
-        gathered.setdefault(arg, []).append(unbroadcast(_of_kind(g, arg), arg.shape))
+        gathered.setdefault(arg, []).append(unbroadcast(_projected(g, arg), arg.shape))
 
 
-def _of_kind(g: Expr, x: Expr) -> Expr:
+def _projected(g: Expr, x: Expr) -> Expr:
     """A cotangent of x: real where x is."""
     return real(g) if g.is_complex and not x.is_complex else g
 

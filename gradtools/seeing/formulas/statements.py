@@ -85,10 +85,10 @@ class Statements:
         self._forward = set(order([x for x, _ in self.sections[0].roots]))
         self._name_constants()
         for x in self.values:
-            if self._deserves(x):
+            if self._needs_name(x):
                 self._chosen.add(x)
         wanted = [x for x in self.values if x in self._chosen]
-        wanted = self._with_origins(wanted, cotangents)
+        wanted = self._with_primals(wanted, cotangents)
         origin = _origins(cotangents)
         self._bases.update(self._base(x) for x in wanted if x not in origin)
         for x in wanted:
@@ -119,7 +119,7 @@ class Statements:
             self._done.add(x)
             self.constants.append((x, name))
 
-    def _deserves(self, x: Expr) -> bool:
+    def _needs_name(self, x: Expr) -> bool:
         weight = self._weight(x)
         if x in self.writer.names or _is_plain(x):
             return False
@@ -140,7 +140,7 @@ class Statements:
             return 0
         return self._weights.get(a, 0)
 
-    def _with_origins(self, wanted: list[Expr], cotangents: Sequence[Mapping]) -> list[Expr]:
+    def _with_primals(self, wanted: list[Expr], cotangents: Sequence[Mapping]) -> list[Expr]:
         """What a named cotangent belongs to gets a name as well."""
         origin = _origins(cotangents)
         values = [origin[x] for x in wanted if x in origin]

@@ -53,7 +53,7 @@ from gradtools.seeing.graphs.shifts import (
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _STOPPED = ("detached", "no_grad", "inner_gradient")
 _SCALES = frozenset({"multiply", "divide", "matmul", "einsum", "dot_general"})
-_BENDING = frozenset(
+_NONLINEAR = frozenset(
     {"power", "square", "abs", "norm", "sqrt", "log", "log_cosh", "softplus", "exp"}
 )
 
@@ -81,7 +81,7 @@ def losses_of(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> lis
     start = {value: _FULL}
     reached = forward(graph, start)
     if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) == _FULL:
-        apart = *_stopped_apart(graph, reached), *_weighted(graph, value, reached)
+        apart = *_stopped_elsewhere(graph, reached), *_weighted(graph, value, reached)
         others = {*trained, *apart} - {value}
         flows = _Flows(reached, forward(graph, dict.fromkeys(others, _FULL)))
         return list(dict.fromkeys(_terms(graph, start, flows, graph.outputs, None)))
@@ -101,7 +101,7 @@ class _Flows:
     others: Strengths
 
 
-def _stopped_apart(graph: PlainGraph, reached: Strengths) -> set[int]:
+def _stopped_elsewhere(graph: PlainGraph, reached: Strengths) -> set[int]:
     """The inputs that are stopped where what is looked at is not: only what is trained is.
 
     reached: How strongly each value depends on what is looked at.
@@ -117,7 +117,7 @@ def _stopped_apart(graph: PlainGraph, reached: Strengths) -> set[int]:
                 [reached.get(v, _NONE) for v in of] for of in (node.inputs, node.outputs)
             )
             inner = forward(body.graph, entering_body(body, entering, after))
-            inside = _stopped_apart(body.graph, inner) if any(inner.values()) else set()
+            inside = _stopped_elsewhere(body.graph, inner) if any(inner.values()) else set()
             pairs = zip(body.graph.inputs, body.inputs, strict=True)
             for outer in {node.inputs[i] for value, i in pairs if value in inside}:
                 before = behind(graph, (outer,))
@@ -233,7 +233,7 @@ def _terms(
     """The losses behind each lost term of the graph's additive operations."""
     matters = behind(graph, tuple(outputs))
     scaling = _scaling(graph, flows.own)
-    vain = _scaled_in_vain(graph, flows, matters)
+    vain = _useless_edits(graph, flows, matters)
     for node in graph.nodes:
         if max((matters.get(value, _NONE) for value in node.outputs), default=_NONE) < _FULL:
             continue
@@ -259,7 +259,7 @@ def _behind_terms(
     if not terms:
         return
     before = taken_before(graph, flowing, reached)
-    is_residual = node.operation == "subtract" and _bent(graph, node.outputs[0])
+    is_residual = node.operation == "subtract" and _is_residual(graph, node.outputs[0])
     for term in dict.fromkeys(a for v in terms for a in _addends(graph, v, flows)):
         if is_added_again(graph, term, before, reached):
             continue
@@ -274,11 +274,11 @@ def _behind_terms(
             chosen = is_choice and any(
                 flows.others.get(v) == _FULL for v in _place(graph, loss).inputs
             )
-            meant = trains and (stopped or chosen) and not _is_on_a_way(graph, loss, vain)
+            meant = trains and (stopped or chosen) and not _shares_a_path(graph, loss, vain)
             yield replace(loss, whole=False, meant=bool(meant))
 
 
-def _scaled_in_vain(graph: PlainGraph, flows: _Flows, matters: Strengths) -> list[Node]:
+def _useless_edits(graph: PlainGraph, flows: _Flows, matters: Strengths) -> list[Node]:
     """The operations that reverse or scale a gradient which none reaches, or which reaches none."""
     result = []
     for node in graph.nodes if any(n.operation == "scale_gradient" for n in graph.nodes) else ():
@@ -289,7 +289,7 @@ def _scaled_in_vain(graph: PlainGraph, flows: _Flows, matters: Strengths) -> lis
     return result
 
 
-def _is_on_a_way(graph: PlainGraph, loss: Loss, nodes: Sequence[Node]) -> bool:
+def _shares_a_path(graph: PlainGraph, loss: Loss, nodes: Sequence[Node]) -> bool:
     """Whether a loss is on a way to or from one of the nodes."""
     here = _place(graph, loss) if nodes else None
     pairs = ((a, b) for node in nodes for a, b in ((here, node), (node, here)) if a and b)
@@ -349,14 +349,14 @@ def _scaling(graph: PlainGraph, reached: Strengths) -> set[int]:
     return equal_values(graph, stopped)
 
 
-def _bent(graph: PlainGraph, value: int) -> bool:
+def _is_residual(graph: PlainGraph, value: int) -> bool:
     """Whether a value is read by what is not linear in it: a difference that is a residual."""
     linear = {value}
     for node in graph.nodes:
         reads = [v for v in node.inputs if v in linear]
         if not reads:
             continue
-        if node.operation in _BENDING or (node.operation in _SCALES and len(reads) > 1):
+        if node.operation in _NONLINEAR or (node.operation in _SCALES and len(reads) > 1):
             return True
         if node.operation in LINEAR:
             linear.update(node.outputs)
@@ -383,7 +383,7 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
 
 def _is_stop(graph: PlainGraph, loss: Loss, term: int) -> bool:
     """Whether a loss is a stop without which the term would have its derivative."""
-    return loss.node.loss in _STOPPED and _makes(graph, loss, term)
+    return loss.node.loss in _STOPPED and _flows_to(graph, loss, term)
 
 
 def _is_stopped_after(graph: PlainGraph, loss: Loss, term: int) -> bool:
@@ -398,7 +398,7 @@ def _is_stopped_after(graph: PlainGraph, loss: Loss, term: int) -> bool:
     return term not in reached
 
 
-def _makes(graph: PlainGraph, loss: Loss, term: int) -> bool:
+def _flows_to(graph: PlainGraph, loss: Loss, term: int) -> bool:
     """Whether what is stopped there flows on to the term, but for stops with its derivative."""
     reached = set(_place(graph, loss).outputs)
     for node in graph.nodes:

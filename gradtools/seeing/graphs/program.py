@@ -20,7 +20,7 @@ from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.frameworks import Framework
 
-_Taken = tuple[Any, list[tuple[int | None, Any]]]  # a treedef; a number or a static for a leaf
+_Flattened = tuple[Any, list[tuple[int | None, Any]]]  # a treedef; a number or a static for a leaf
 
 _WHOLE = ("gradient_graph", "formula")  # these need every output to be an array
 
@@ -78,7 +78,7 @@ class LeafProgram:
             )
         return self
 
-    def _taken(self, position: int | None, name: str, arg: Any) -> _Taken:
+    def _taken(self, position: int | None, name: str, arg: Any) -> _Flattened:
         """An argument's treedef and leaves, with an int in place of each array: its number."""
         result, treedef = self.backend.flatten(arg)
         paths = self.backend.leaf_paths(arg)
@@ -105,7 +105,7 @@ class LeafProgram:
         positions = [k for k, owner in enumerate(self._owners) if owner in self.argnums]
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
-    def asked_by_argument(self) -> list[list[str]]:
+    def wrt_names(self) -> list[list[str]]:
         """The names of the leaves that are asked about, of each argument."""
         owners = {k: self._owners[k] for k in self.wrt}
         return [[self.names[k] for k, i in owners.items() if i == n] for n in self.argnums]

@@ -78,7 +78,7 @@ class Folding:
         total = np.concatenate([[0], np.cumsum(weights)])
         candidates = []
         for period in range(1, min(len(items) // 2, _LONGEST_PERIOD) + 1):
-            for start, length in _stretches(tokens[:-period] == tokens[period:], period):
+            for start, length in _true_runs(tokens[:-period] == tokens[period:], period):
                 count = length // period + 1
                 saved = int(total[start + period * count] - total[start + period])
                 candidates.append((-saved, period, start, count))
@@ -162,7 +162,7 @@ def _attributes(node: Node) -> str:
     return str(sorted(result.items()))
 
 
-def _stretches(equal: np.ndarray, least: int) -> Iterator[tuple[int, int]]:
+def _true_runs(equal: np.ndarray, least: int) -> Iterator[tuple[int, int]]:
     """The start and length of each stretch of at least so many true entries."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], equal.astype(np.int8), [0]])))
     for start, stop in zip(edges[::2], edges[1::2], strict=True):

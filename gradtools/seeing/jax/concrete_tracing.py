@@ -123,7 +123,7 @@ class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
             self._shut = before
 
 
-def _handing_on(name: str) -> Callable[..., Any]:
+def _forwarding(name: str) -> Callable[..., Any]:
     """A method that calls the parent's of the same name, with its own tracers unwrapped."""
 
     def process(self: _AnsweringTrace, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def _handing_on(name: str) -> Callable[..., Any]:
 
 
 for _name in ("call", "custom_jvp_call", "custom_vjp_call", "shard_map"):
-    setattr(_AnsweringTrace, f"process_{_name}", _handing_on(f"process_{_name}"))
+    setattr(_AnsweringTrace, f"process_{_name}", _forwarding(f"process_{_name}"))
 
 
 class _AnsweringTracer(Tracer):

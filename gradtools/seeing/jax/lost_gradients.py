@@ -305,7 +305,7 @@ def _extremes(
             mine = [_size(ct) for i, ct in on.items() if operands[i].leaves >> k & 1]
             if mine and not returned.steps[at].packs:
                 sizes = [float(np.max(each)) for each in ([*map(_size, given.values())], mine)]
-                handed.append(bad_gradients.Handed(returned.steps[at].node, *sizes))
+                handed.append(bad_gradients.CotangentRange(returned.steps[at].node, *sizes))
         places[k] = bad_gradients.places(kind, handed)
     return places
 

@@ -124,7 +124,7 @@ class Tape:
         def step(i: int, eqn: Any, operands: list[Moving]) -> list[Moving]:
             node, outs = graph.nodes[i], None
             if any(x.leaves for x in operands):
-                outs = self._written_out(eqn, node, operands)
+                outs = self._inlined(eqn, node, operands)
             return outs or self._operation(eqn, node, operands, links_of(graph, node))
 
         return jaxprs.interpreted(jaxpr, args, step, _constant)
@@ -154,7 +154,7 @@ class Tape:
 
     # --- inlining
 
-    def _written_out(self, eqn: Any, node: Node, operands: Sequence[Moving]) -> list[Moving] | None:
+    def _inlined(self, eqn: Any, node: Node, operands: Sequence[Moving]) -> list[Moving] | None:
         name, inner = eqn.primitive.name, jaxprs.bodies(eqn)
         if any(body.jaxpr.constvars for body in inner):  # their values are not at hand here
             return None
@@ -179,19 +179,19 @@ class Tape:
             return None
         consts, carried = jaxprs.scan_counts(eqn)
         first, carry = operands[:consts], list(operands[consts : consts + carried])
-        columns = [self._taken_apart(x, length, node) for x in operands[consts + carried :]]
+        columns = [self._unstacked(x, length, node) for x in operands[consts + carried :]]
         rounds: list[Any] = [None] * length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             rows = [column[i] for column in columns]
             outs = self._body(node, 0, inner, [*first, *carry, *rows])
             carry, rounds[i] = outs[:carried], outs[carried:]
         columns = list(zip(*rounds, strict=True))
-        return [*carry, *(self._put_together(column, node) for column in columns)]
+        return [*carry, *(self._restacked(column, node) for column in columns)]
 
-    def _taken_apart(self, x: Moving, length: int, node: Node) -> list[Moving]:
+    def _unstacked(self, x: Moving, length: int, node: Node) -> list[Moving]:
         return self._step(_rows, [x], [x.leaves] * length, node, packs=True, key="rows")
 
-    def _put_together(self, rows: Sequence[Moving], node: Node) -> Moving:
+    def _restacked(self, rows: Sequence[Moving], node: Node) -> Moving:
         leaves = 0
         for x in rows:
             leaves |= x.leaves

@@ -139,7 +139,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
         return _probed(optimizer, state, part)
     if type(optimizer) is tuple and len(optimizer) == 2 and _is_transform(optimizer[0]):
         return _probed(*optimizer, part)
-    return _by_names(optimizer, held)
+    return _of_state(optimizer, held)
 
 
 def _is_transform(x: Any) -> bool:
@@ -199,7 +199,7 @@ def _pure(nnx: Any, state: Any) -> Any:
     return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(state)
 
 
-def _by_names(state: Any, held: Sequence[HeldArray]) -> Optimised:
+def _of_state(state: Any, held: Sequence[HeldArray]) -> Optimised:
     """By the names of what the state keeps for each array, where it keeps anything."""
     nnx = sys.modules.get("flax.nnx")
     arrays = [

@@ -108,7 +108,7 @@ def _in_parts(func: Any, args: Any, kwargs: Any) -> Flops | None:
     if apart is None:
         return None
     with upstream.disable_current_modes(), torch.no_grad(), Flops() as parts:
-        args, kwargs = upstream.tree_map(_emptied, (args, kwargs))
+        args, kwargs = upstream.tree_map(_to_meta, (args, kwargs))
         if apart(*args, **kwargs) is NotImplemented:
             return None
     return parts
@@ -121,7 +121,7 @@ def _is_composite(func: Any) -> bool:
     return bool(has(func.name(), "CompositeImplicitAutograd"))
 
 
-def _emptied(x: Any) -> Any:
+def _to_meta(x: Any) -> Any:
     """The same tensor without contents; a device is that of such tensors."""
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -261,7 +261,9 @@ def _outer(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return result.numel() * sum(costs.weight(kind, result.is_complex()) for kind in ("mul", "add"))
 
 
-def _met(x: Tensor, w: Tensor, y: Tensor, stride: Any, padding: Any, dilation: Any) -> list[int]:
+def _meetings(
+    x: Tensor, w: Tensor, y: Tensor, stride: Any, padding: Any, dilation: Any
+) -> list[int]:
     """Along each axis of the convolution of x with w that gives y: meetings."""
     axes = len(x.shape) - 2
     each = [_spread(v, axes) for v in (stride, padding, dilation)]
@@ -283,7 +285,7 @@ def _conv_once(x: Tensor, w: Tensor, y: Tensor, options: Sequence[Any]) -> int:
     stride, padding, dilation, transposed = options[:4]
     if transposed:
         x, y = y, x  # w is (channels of the input, of the output by group)
-    met = _met(x, w, y, stride, padding, dilation)
+    met = _meetings(x, w, y, stride, padding, dilation)
     return costs.convolution(met, x.shape[0], w.shape[1], w.shape[0], y.is_complex())
 
 

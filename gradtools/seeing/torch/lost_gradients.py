@@ -146,8 +146,8 @@ def _noise(outs: Sequence[Tensor], xs: Sequence[Any], grads: Mapping[int, Tensor
 
 
 def _without_noise(
-    outs: Sequence[Tensor], leaves: Sequence[Tensor], passed: Mapping[Any, _Passed]
-) -> dict[Any, _Passed]:
+    outs: Sequence[Tensor], leaves: Sequence[Tensor], passed: Mapping[Any, _NodeCotangents]
+) -> dict[Any, _NodeCotangents]:
     """The records of the nodes, with rounding noise counted as zero."""
     result = dict(passed)
 
@@ -240,7 +240,9 @@ def _with_extremes(
             edges = zip(node.next_functions, ons, strict=False)
             on = [size for (to, _), size in edges if to in leading]
             if on:
-                handed.append(bad_gradients.Handed(_named(recorder, node), given, _greatest(on)))
+                handed.append(
+                    bad_gradients.CotangentRange(_named(recorder, node), given, _greatest(on))
+                )
         places[k] = bad_gradients.places(kind, handed)
     return places
 
@@ -270,14 +272,14 @@ class _Back:
         ends: The AccumulateGrad node of each leaf, by the leaf's id.
     """
 
-    passed: Mapping[Any, _Passed]
+    passed: Mapping[Any, _NodeCotangents]
     stopping: list[Any]
     summed: dict[tuple[Any, int], list[Any]]
     readers: dict[Any, list[Any]]
     ends: dict[int, Any]
 
     @classmethod
-    def of(cls, outs: Sequence[Tensor], passed: Mapping[Any, _Passed]) -> _Back:
+    def of(cls, outs: Sequence[Tensor], passed: Mapping[Any, _NodeCotangents]) -> _Back:
         readers: dict[Any, list[Any]] = {}
         ends: dict[int, Any] = {}
         for node in nodes_of(outs):
@@ -308,7 +310,7 @@ class _Back:
 
 
 @dataclass(frozen=True)
-class _Passed:
+class _NodeCotangents:
     """What a node of autograd was given, which of that and of what it gave on is not zero or empty.
 
     The cotangents are kept where some of it became zero, or all of them if asked for.
@@ -351,9 +353,9 @@ def _gradients_unless_lost(
 
 
 @contextmanager
-def _watched(outs: Sequence[Tensor], keep: bool) -> Iterator[dict[Any, _Passed]]:
+def _watched(outs: Sequence[Tensor], keep: bool) -> Iterator[dict[Any, _NodeCotangents]]:
     """Yields a dict that a backward pass inside fills; `keep` keeps all cotangents."""
-    result: dict[Any, _Passed] = {}
+    result: dict[Any, _NodeCotangents] = {}
 
     def watch(node: Any) -> Callable[[Any, Any], None]:
         def note(given_on: Any, given: Any) -> None:
@@ -361,7 +363,7 @@ def _watched(outs: Sequence[Tensor], keep: bool) -> Iterator[dict[Any, _Passed]]
             kept = given if keep or (any(moves) and not all(on)) else ()
             empty = [isinstance(ct, Tensor) and not ct.numel() for ct in given_on]
             handed = given_on if keep else ()
-            result[node] = _Passed(kept, handed, moves, on, empty, [False] * len(on))
+            result[node] = _NodeCotangents(kept, handed, moves, on, empty, [False] * len(on))
 
         return note
 

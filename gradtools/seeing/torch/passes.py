@@ -167,7 +167,7 @@ def _is_tracked(y: Any) -> bool:
 
 
 @dataclass
-class _Made:
+class _RecordedNode:
     """A node, and what is known when it runs."""
 
     node: Node
@@ -188,7 +188,7 @@ class _PassRecorder(Recorder[int]):
 
     def __init__(self, undo: Undo, hooked: bool) -> None:
         super().__init__(undo)
-        self.made: list[_Made] = []
+        self.made: list[_RecordedNode] = []
         self.levels = "rules", *(["saved"] if hooked else []), "operations"
         self._phase = FORWARD
         self._untracked: set[int] = set()  # values that backward reads and that have no graph
@@ -242,7 +242,7 @@ class _PassRecorder(Recorder[int]):
         sequence, origin = upstream.nodes_made() - 1, self.origin()  # type: ignore[attr-defined]
         self._origins.setdefault(sequence, origin)
         made = [self.new(y) for y in outs]
-        origin = self._where_gradients_meet(name, numbers, origin)
+        origin = self._origin_of_sum(name, numbers, origin)
         self._makers.update((number, (upstream.current_node(), origin.scope)) for number in made)
         operation, attributes = call.said(outs)
         if origin.rule and origin.mark == CUSTOM:
@@ -250,7 +250,7 @@ class _PassRecorder(Recorder[int]):
         native, more = f"aten.{call.raw}", {"attributes": attributes, "phase": self._phase}
         node = self.node(operation, native, numbers, made, origin, **more)
         inner = not self._phase and upstream.current_node() is not None
-        self.made.append(_Made(node, sequence, torch.is_grad_enabled(), inner))
+        self.made.append(_RecordedNode(node, sequence, torch.is_grad_enabled(), inner))
         for y, number in zip(outs, made, strict=True):
             if isinstance(y, Tensor):
                 if any(y is x for x in written):
@@ -274,7 +274,7 @@ class _PassRecorder(Recorder[int]):
             mark = of.mark
         return Origin(source, here.scope or of.scope, mark or inherited, rule)
 
-    def _where_gradients_meet(self, name: str, numbers: Sequence[int], origin: Origin) -> Origin:
+    def _origin_of_sum(self, name: str, numbers: Sequence[int], origin: Origin) -> Origin:
         """Autograd sums what comes over two paths as the last that it does for the second of them.
 
         The sum belongs to the modules around both.
@@ -380,11 +380,11 @@ class _PassRecorder(Recorder[int]):
         """Adds an update node for each write to x's storage since it was last seen."""
         for write in writes:
             number = self.new(x)
-            operation, inputs, attributes = _effect_of(write.tensor, x)
+            operation, inputs, attributes = _update_of(write.tensor, x)
             given = (before, write.value)[inputs:]
             more = {"attributes": MappingProxyType(attributes), "phase": self._phase}
             node = self.node(operation, "update", given, [number], write.by, **more)
-            self.made.append(_Made(node, -1, torch.is_grad_enabled()))
+            self.made.append(_RecordedNode(node, -1, torch.is_grad_enabled()))
             before = number
         return before
 
@@ -449,12 +449,12 @@ class _PassRecorder(Recorder[int]):
         self.values[number] = replace(self.values[value], name="", base=None)
         return number
 
-    def _linked(self, made: _Made) -> Node:
+    def _linked(self, made: _RecordedNode) -> Node:
         """A node with its links; those of derivatives that f itself takes are marked `INNER`."""
         node = self._linked_alone(made)
         return replace(node, mark=node.mark or INNER) if made.inner else node
 
-    def _linked_alone(self, made: _Made) -> Node:
+    def _linked_alone(self, made: _RecordedNode) -> Node:
         node = made.node
         entering = [self._tracked.get(v, False) for v in node.inputs]
         if node.phase or node.mark or not any(entering):
@@ -469,14 +469,14 @@ class _PassRecorder(Recorder[int]):
         flows = bool(inexact) and (any(known) or not known)
         return node if flows and name != "detach" else self._stopped(node, made)
 
-    def _stopped(self, node: Node, made: _Made) -> Node:
+    def _stopped(self, node: Node, made: _RecordedNode) -> Node:
         name = node.native.removeprefix("aten.").strip("_")
         inexact = all(self.values[v].is_inexact for v in node.outputs)
         loss = operations.loss_of(name, made.grad_enabled, inexact)
         return replace(node, links=even_links(node, self.values, _CUT), loss=loss)
 
 
-def _effect_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:
+def _update_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:
     """What a write makes of a tensor that shows the same memory.
 
     Returns:

@@ -36,7 +36,7 @@ class Differences:
         return bool(size > 0 and (np.abs(result - wanted) > rough * size).any())
 
     def _jvp(self, quantity: str) -> Pairs:
-        result = self._mine(quantity)
+        result = self._analytic(quantity)
         slopes = self._slopes()
         return [_along(g, s) for g, s in zip(result, slopes, strict=True) if g is not None]
 
@@ -44,7 +44,7 @@ class Differences:
         """<J^H c, t> and <c, difference of f along t>."""
         check = self.check
         weights = check.weights if quantity == "gradient" else check.pulled
-        pairs = zip(self._mine(quantity), check.directions("jvp")[1], strict=True)
+        pairs = zip(self._analytic(quantity), check.directions("jvp")[1], strict=True)
         mine = sum(_inner(g, t) for g, t in pairs if g is not None)
         return [(mine, sum(_inner(c, s) for c, s in zip(weights, self._slopes(), strict=True)))]
 
@@ -52,7 +52,7 @@ class Differences:
         """H t and the difference of the gradient along t."""
         probe = self._answer("gradient").probe
         plus, minus = self._around("hvp", lambda x: self.check._ask(probe, self.k, x))
-        triples = zip(self._mine(quantity), plus, minus, strict=True)
+        triples = zip(self._analytic(quantity), plus, minus, strict=True)
         return [_along(h, self._slope(p, m, h)) for h, p, m in triples if h is not None]
 
     def _slopes(self) -> Arrays:
@@ -77,7 +77,7 @@ class Differences:
         )
         return ask(ahead), ask(behind)
 
-    def _mine(self, quantity: str) -> Found:
+    def _analytic(self, quantity: str) -> Found:
         answer = self._answer(quantity)
         return (answer.first, answer.second)[self.k]
 

@@ -42,7 +42,7 @@ class Causes:
         for cause, mended in self._hypotheses_of_bwd(record, i, pulled):
             if self._is_gradient(i, mended):
                 return record.because(cause, f"{record.detail} {look}")
-        j = self._whose(i, pulled)
+        j = self._gradient_of(i, pulled)
         if j is not None:
             cause = f"it is the cotangent of {self.paths[j]}: bwd's entries are in another order"
             return record.because(cause, f"{record.detail} {look}")
@@ -69,7 +69,7 @@ class Causes:
             return False
         return bool(self.check._entrywise("bwd", i, candidate.astype(x.dtype)).agrees)
 
-    def _whose(self, i: int, pulled: Arrays) -> int | None:
+    def _gradient_of(self, i: int, pulled: Arrays) -> int | None:
         """The argument whose gradient bwd gives for argument i, and not for itself."""
         if not np.any(pulled[i]):
             return None

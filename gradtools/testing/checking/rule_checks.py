@@ -34,7 +34,7 @@ from gradtools.testing.checking.probe import (
 )
 from gradtools.testing.checking.rule_causes import Causes
 from gradtools.testing.checking.rule_parts import CALLER, taken_apart
-from gradtools.testing.checking.rule_side_effects import Habits
+from gradtools.testing.checking.rule_side_effects import PurityChecks
 from gradtools.testing.checking.rule_vmap import check_batch
 from gradtools.testing.cross_checking.precision import at_precision
 from gradtools.testing.cross_checking.sides import in_double_precision
@@ -128,7 +128,7 @@ class RuleCheck:
     def parts(self, order: int) -> None:
         """Checks fwd, bwd and jvp one by one."""
         pulled = pushed = None
-        Habits(self).check()
+        PurityChecks(self).check()
         if self.rule.bwd is not None:
             self._same_value("fwd", lambda *a: self._fwd(*a)[0])
             pulled = self._pull(self.check.vs)

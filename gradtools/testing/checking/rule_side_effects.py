@@ -17,7 +17,7 @@ from gradtools.testing.checking.rule_parts import CALLER
 _BESIDE = 1.0625  # another point, near enough to be in f's domain
 
 
-class Habits:
+class PurityChecks:
     """The parts of one rule, called as a framework would call them.
 
     Args:

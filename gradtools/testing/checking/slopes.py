@@ -164,13 +164,13 @@ def _size(f: Line, end: float) -> np.ndarray:
 
 def _first_jump(f: Line, df: Line, end: float, suspects: np.ndarray, eps: float) -> Jump | None:
     for entry in suspects[:4]:
-        result = _halved(f, df, end, int(entry), eps)
+        result = _bisected(f, df, end, int(entry), eps)
         if result is not None:
             return result
     return None
 
 
-def _halved(f: Line, df: Line, end: float, entry: int, eps: float) -> Jump | None:
+def _bisected(f: Line, df: Line, end: float, entry: int, eps: float) -> Jump | None:
     """Halves the piece of the line where f and the integral of df part; what is left of it."""
     at = lambda t: f(t)[entry]
     a, b, low, high = 0.0, end, at(0.0), at(end)

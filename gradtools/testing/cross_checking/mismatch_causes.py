@@ -167,7 +167,7 @@ class CauseSearch:
         return equal(a, b, 10 * self.c.tolerance)
 
     def _near(self, k: int, purpose: Any, size: float | None) -> np.ndarray | None:
-        result = self.check.asked_nearby(self.probe, k, purpose, size)
+        result = self.check.evaluated_nearby(self.probe, k, purpose, size)
         return None if result is None else result[self.i]
 
     # --- patterns between the arrays

@@ -149,12 +149,12 @@ class CrossCheck:
         shapes = zip(firsts, seconds, strict=True)
         if any(a is None or b is None or a.shape != b.shape for a, b in shapes):
             return False
-        self.weights = self._draw_cotangents("gradient")
+        self.weights = self._drawn_cotangents("gradient")
         return set(first.inexact()) == set(second.inexact())
 
     def _derivatives(self, order: int, report: Report) -> None:
         outs = [f"output{path}" for path in self.out_paths]
-        other = self._draw_cotangents("vjp")
+        other = self._drawn_cotangents("vjp")
         push, twice = self.directions("jvp"), self.directions("hvp")
         self.pushed, self.pulled = push, other
         probes = [
@@ -201,7 +201,7 @@ class CrossCheck:
         for i, path in enumerate(probe.paths):
             label = path if probe.quantity != "value" else f"output{path}"
             c = self._compared(probe.quantity, probe.order, label, firsts[i], seconds[i])
-            result.append(self._second_look(c, probe, i, firsts[i], seconds[i], noise))
+            result.append(self._without_rounding(c, probe, i, firsts[i], seconds[i], noise))
         self.answers.append(Answer(probe, list(firsts), list(seconds), result))
         return result
 
@@ -225,7 +225,7 @@ class CrossCheck:
         eps = max((tolerances.epsilon(x.dtype) for x in present), default=0.0)
         return ROUNDING * eps * max((_largest(x) for x in present), default=0.0)
 
-    def _second_look(
+    def _without_rounding(
         self, c: Comparison, probe: Quantity, i: int, a: Any, b: Any, noise: float
     ) -> Comparison:
         """Rounding is told from a small disagreement by moving the inputs by an epsilon.
@@ -284,7 +284,9 @@ class CrossCheck:
         change = np.zeros(a.shape)
         for draw in range(4):
             for k, base in enumerate((a, b)):
-                answer = self.asked_nearby(probe, k, ("rounding, far" if far else "rounding", draw))
+                answer = self.evaluated_nearby(
+                    probe, k, ("rounding, far" if far else "rounding", draw)
+                )
                 near = None if answer is None else answer[i]
                 if near is not None:
                     with np.errstate(all="ignore"):
@@ -307,7 +309,7 @@ class CrossCheck:
             result = probe.ask(k, leaves)
         return self.carried(result) if k == 0 and probe.to_leaves else list(result)
 
-    def asked_nearby(
+    def evaluated_nearby(
         self, probe: Quantity, k: int, purpose: Any, size: float | None = None
     ) -> Found | None:
         """One side's answer at `nearby(k, purpose, size)`, kept; None if it raises there."""
@@ -418,7 +420,7 @@ class CrossCheck:
             drawn = drawn + 1j * rng.standard_normal(like.shape)
         return np.asarray(drawn).astype(like.dtype)
 
-    def _draw_cotangents(self, purpose: str) -> Arrays:
+    def _drawn_cotangents(self, purpose: str) -> Arrays:
         """One for each inexact output; 1 for the gradient of one real number."""
         first = self.outputs[0].inexact()
         likes = [first[path] for path in self.out_paths]

@@ -311,7 +311,7 @@ class _TraceWalk:
             if owner != name:
                 continue
             x = entry.layout.to_jax(self.mine.parameters[entry.torch_name])
-            y = self._theirs(self.theirs.parameters, entry.jax_path)
+            y = self._jax_array(self.theirs.parameters, entry.jax_path)
             if y is None or self._close(x, y, exact=True):
                 continue
             words = _parameter_words(x, y)
@@ -323,7 +323,7 @@ class _TraceWalk:
             )
         return None
 
-    def _theirs(self, arrays: Mapping[Any, np.ndarray], path: Name) -> np.ndarray | None:
+    def _jax_array(self, arrays: Mapping[Any, np.ndarray], path: Name) -> np.ndarray | None:
         wanted = _stripped(path)
         return next((x for p, x in arrays.items() if _stripped(p) == wanted), None)
 
@@ -375,7 +375,7 @@ class _TraceWalk:
         result = []
         for entry in self.mapping.entries:
             a = self.mine.gradients.get(entry.torch_name)
-            b = self._theirs(self.theirs.gradients, entry.jax_path)
+            b = self._jax_array(self.theirs.gradients, entry.jax_path)
             if b is None or entry.torch_name not in self.mine.parameters:
                 continue
             a = np.zeros(entry.torch_shape, b.dtype) if a is None else a

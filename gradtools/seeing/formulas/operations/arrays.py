@@ -240,7 +240,7 @@ def _back(y: Expr) -> np.ndarray:
     return result
 
 
-def _updated(y: Expr, x: np.ndarray, u: np.ndarray) -> np.ndarray:
+def _update_value(y: Expr, x: np.ndarray, u: np.ndarray) -> np.ndarray:
     out = np.array(x, np.result_type(x, u))
     out.reshape(-1)[y["places"].array.ravel()] = u.ravel()
     return out
@@ -260,7 +260,7 @@ def _update_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     return _placed("set_at", ts.Written(where, where), inside)
 
 
-operation("update", _updated, _update_pullback, form=_update_form, ties=tie_first)
+operation("update", _update_value, _update_pullback, form=_update_form, ties=tie_first)
 
 
 def restore(g: Expr, y: Expr) -> Expr:
@@ -274,14 +274,14 @@ def restore(g: Expr, y: Expr) -> Expr:
     return expr("restore", (g,), y["into"], g.kind, **attributes)
 
 
-def _restored(y: Expr, g: np.ndarray) -> np.ndarray:
+def _restore_value(y: Expr, g: np.ndarray) -> np.ndarray:
     places = y["places"].array
     out = np.zeros(int(np.prod(y["into"])) + 1, g.dtype)
     np.add.at(out, places.ravel(), g.ravel())
     return out[:-1].reshape(y["into"])
 
 
-def _arranged_form(w: ExpressionWriter, x: Expr) -> ts.Written:
+def _arrange_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     """A slice in square brackets, else the name of the operation."""
     inner, name = w.whole(x.args[0]), x["name"]
     forward = x.op == "arrange"
@@ -317,14 +317,14 @@ operation(
     "arrange",
     lambda y, x: np.append(x, 0)[y["places"].array].astype(x.dtype, copy=False),
     lambda y, g, x: [restore(g, y)],
-    form=_arranged_form,
+    form=_arrange_form,
     ties=tie_first,
 )
 operation(
     "restore",
-    _restored,
+    _restore_value,
     lambda y, g, x: [arrange(g, y["places"].array, y["name"])],
-    form=_arranged_form,
+    form=_arrange_form,
     ties=tie_first,
 )
 
@@ -337,7 +337,7 @@ def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = (
         x, start, limit = part
     bounds = [slice(a, max(a, b), s) for a, b, s in zip(start, limit, stride, strict=True)]
     counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)[tuple(bounds)]
-    part = arrange(x, counts, _ranges(x.shape, bounds))
+    part = arrange(x, counts, _slices_text(x.shape, bounds))
     return reshape(part, [n for a, n in enumerate(part.shape) if a not in drop])
 
 
@@ -355,7 +355,7 @@ def _within(x: Expr, start: Any, limit: Any) -> tuple[Expr, list[int], list[int]
     return None
 
 
-def _ranges(shape: Sequence[int], bounds: Sequence[slice]) -> str:
+def _slices_text(shape: Sequence[int], bounds: Sequence[slice]) -> str:
     said = []
     for n, s in zip(shape, bounds, strict=True):
         if (s.start, s.stop, s.step) == (0, n, 1):
@@ -476,7 +476,7 @@ def _index_where(w: ExpressionWriter, x: Expr) -> ts.Written:
     return ts.join(said, ", ", ", ", ts.SUM)
 
 
-def _tie_indexed(axes: Axes, y: Expr) -> None:
+def _tie_index(axes: Axes, y: Expr) -> None:
     """The axes of the indices lead in the part, those of the whole that are left follow."""
     whole, part = (y.args[0], y) if y.op == "index" else (y, y.args[0])
     i = y.args[1]
@@ -486,7 +486,7 @@ def _tie_indexed(axes: Axes, y: Expr) -> None:
         axes.tie((part, i.rank + k), (whole, a))
 
 
-def _add_form(w: ExpressionWriter, x: Expr) -> ts.Written:
+def _index_add_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     w.note("add_at[i](u): zeros with u added at the places i")
     return _placed("add_at", _index_where(w, x), w.whole(x.args[0]))
 
@@ -507,14 +507,14 @@ operation(
     _index_cotangent,
     result=_index_shape,
     form=lambda w, x: _part_of(w.whole(x.args[0]), _index_where(w, x)),
-    ties=_tie_indexed,
+    ties=_tie_index,
 )
 operation(
     "index_add",
     _added_at,
     lambda y, g, u, i: [apply("index", g, i, axis=y["axis"]), None],
-    form=_add_form,
-    ties=_tie_indexed,
+    form=_index_add_form,
+    ties=_tie_index,
 )
 
 
@@ -534,13 +534,13 @@ def taken(x: Expr, i: Expr, axis: int) -> Expr:
     i = meant(i, x.shape[axis])
     if i.op == "array":
         counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)
-        return arrange(x, np.take(counts, i["value"].array, axis), _place_text(i, axis))
+        return arrange(x, np.take(counts, i["value"].array, axis), _index_text(i, axis))
     result = apply("index", x, i, axis=axis)
     order = [*range(i.rank, i.rank + axis), *range(i.rank), *range(i.rank + axis, result.rank)]
     return permuted(result, order)
 
 
-def _place_text(i: Expr, axis: int) -> str:
+def _index_text(i: Expr, axis: int) -> str:
     held = i["value"].array
     said = str(held.tolist()) if held.ndim == 1 and held.size <= 4 else "c"
     return "[" + ":, " * axis + said + "]"

@@ -205,7 +205,7 @@ class _Translator:
         if translation is not None:
             result = translation(self, eqn.params, *xs)
         else:
-            result = self._as_said(eqn, xs)
+            result = self._by_neutral_name(eqn, xs)
         if result is None:
             return self._named(eqn, entries, _name_of(eqn))
         return self._fitted(eqn, result if isinstance(result, list | tuple) else [result])
@@ -216,7 +216,7 @@ class _Translator:
                 self._narrow.add(str(var.aval.dtype))
         return [fitted(x, _like(v)) for x, v in zip(results, eqn.outvars, strict=True)]
 
-    def _as_said(self, eqn: Any, xs: Sequence[Expr]) -> list[Expr] | None:
+    def _by_neutral_name(self, eqn: Any, xs: Sequence[Expr]) -> list[Expr] | None:
         """As the graph says it (`../operands.py`), where that is of the vocabulary."""
         ordered = [xs[i] for i in operands.order_of(eqn)]
         exponent = operands.exponent_of(eqn)
@@ -277,11 +277,11 @@ class _Translator:
         if jaxprs.is_ruled(eqn) and not plain and not is_chunk(jaxpr):
             return self._named(eqn, entries, name, with_words=False)
         results = self._opened(program, entries)
-        if own and len(jaxpr.eqns) > 1 and self._has_names(results, entries):
+        if own and len(jaxpr.eqns) > 1 and self._has_opaque_part(results, entries):
             return self._named(eqn, entries, name, with_words=False)
         return results
 
-    def _has_names(self, results: Sequence[Entry], entries: Sequence[Entry]) -> bool:
+    def _has_opaque_part(self, results: Sequence[Entry], entries: Sequence[Entry]) -> bool:
         """Whether some part of it is an operation by name."""
         before = set(order([e for e in entries if isinstance(e, Expr)]))
         parts = order([e for e in results if isinstance(e, Expr)])

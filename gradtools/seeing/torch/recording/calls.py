@@ -234,7 +234,7 @@ class CallRecorder(Numbering):
         elif call.raw in ("grad", "backward") and call.kwargs.get("create_graph"):
             self._differentiates(call, out)
         elif call.raw == "backward":
-            self._goes_back(call)
+            self._backward_call(call)
         else:
             self.write(call, out)
         return out
@@ -281,7 +281,7 @@ class CallRecorder(Numbering):
             for other in [*self.table.sharing(x)]:
                 self.of(other)
 
-    def _goes_back(self, call: RecordedCall) -> None:
+    def _backward_call(self, call: RecordedCall) -> None:
         """What is left in `.grad` depends on the loss, and has no graph."""
         value = self.new(0.0)
         links = ((_CUT,) * len(call.numbers),)

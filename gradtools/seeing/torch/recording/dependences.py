@@ -25,7 +25,7 @@ _NONE, _CUT, _ZERO, _FULL = Dependence
 
 
 @dataclass(frozen=True)
-class FoundLinks:
+class CallLinks:
     """A call as a node: its neutral name, what it reads, its links and the kind of loss."""
 
     operation: str
@@ -41,7 +41,7 @@ def links_of(
     hosts: Sequence[int],
     dropped: set[int],
     managed: bool,
-) -> FoundLinks:
+) -> CallLinks:
     """The links of a call.
 
     Args:
@@ -55,7 +55,7 @@ def links_of(
     """
     if managed:
         links = tuple([(_FULL,) * len(call.numbers) for _ in outs])
-        return FoundLinks("identity", call.numbers, links, None)
+        return CallLinks("identity", call.numbers, links, None)
     read = _read(call, dropped)
     inputs = [call.numbers[k] for k in read]
     known = {call.numbers[k] for k in range(len(call.numbers))}
@@ -76,7 +76,7 @@ def links_of(
         rows.append(tuple(row))
     operation = "floor_divide" if _rounds(call) else operations.neutral(call.name)
     loss = max(reasons, key=reasons.count) if reasons else None
-    return FoundLinks(operation, [*inputs, *hosts, *beside], tuple(rows), loss)
+    return CallLinks(operation, [*inputs, *hosts, *beside], tuple(rows), loss)
 
 
 def _read(call: RecordedCall, dropped: set[int]) -> list[int]:

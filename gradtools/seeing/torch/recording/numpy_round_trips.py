@@ -19,21 +19,21 @@ from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.recording import Run
 from gradtools.seeing.torch.recording.calls import CallRecorder, Leaving
-from gradtools.seeing.torch.recording.observation import Seen, observed
+from gradtools.seeing.torch.recording.observation import ObservedRun, observed
 
 Tensor = torch.Tensor
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
 _MOST = 8  # lines that are tried, with up to three runs each
 
 
-def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
+def follow(run: Run, seen: ObservedRun, outputs: list[int], before: list[Any]) -> None:
     """Adds links from data that left to where it returned."""
     recorder = seen.recorder
     trainable = [number for number, x in recorder.captured.items() if x.requires_grad]
-    lost = _out_of_sight(seen.graph(outputs), recorder.leavings, trainable)
+    lost = _untraced(seen.graph(outputs), recorder.leavings, trainable)
     if not lost:
         return
-    again = _Again(run, seen, before)
+    again = _PerturbedRuns(run, seen, before)
     control = again.with_others(frozenset())
     if control is None or control.any():  # f is not deterministic: assume that data returns
         return _note_unknown(recorder, lost, outputs)
@@ -50,7 +50,7 @@ def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
             _note_unknown(recorder, which, outputs)
         else:
             for k in which:
-                _note_moved(recorder, recorder.leavings[k], moved, seen, outputs)
+                _note_differences(recorder, recorder.leavings[k], moved, seen, outputs)
 
 
 def _note_unknown(recorder: CallRecorder, which: Sequence[int], outputs: Sequence[int]) -> None:
@@ -59,8 +59,8 @@ def _note_unknown(recorder: CallRecorder, which: Sequence[int], outputs: Sequenc
     recorder.outside += [(value, out) for value in values for out in outputs]
 
 
-def _note_moved(
-    recorder: CallRecorder, leaving: Leaving, moved: Moved, seen: Seen, outputs: list[int]
+def _note_differences(
+    recorder: CallRecorder, leaving: Leaving, moved: Moved, seen: ObservedRun, outputs: list[int]
 ) -> None:
     for node in moved.nodes:
         recorder.enters(leaving, node)
@@ -70,7 +70,7 @@ def _note_moved(
     recorder.outside += [(leaving.value, outputs[k]) for k in direct]
 
 
-def _out_of_sight(graph: PlainGraph, leavings: Sequence[Leaving], held: Sequence[int]) -> list[int]:
+def _untraced(graph: PlainGraph, leavings: Sequence[Leaving], held: Sequence[int]) -> list[int]:
     """The leavings whose data could explain a lost gradient, and was not seen to come back.
 
     held: What f holds that requires grad.
@@ -113,11 +113,11 @@ class Moved:
 
 
 @dataclass
-class _Again:
+class _PerturbedRuns:
     """Runs with other numbers in some places, compared with the first run."""
 
     run: Run
-    first: Seen
+    first: ObservedRun
     before: list[Any]
 
     def with_others(self, which: frozenset[int]) -> Moved | None:
@@ -135,7 +135,7 @@ class _Again:
 
     def _seen(
         self, inside: contextlib.ExitStack, which: frozenset[int], size: float
-    ) -> Seen | None:
+    ) -> ObservedRun | None:
         """The run with other numbers; None if f refuses them, by an error of any kind."""
         replace = (which, lambda x: _other(x, size, np.random.default_rng(0)))
         again = observed(self.run, self.first.leaves, self.first.said, replace)
@@ -145,14 +145,14 @@ class _Again:
             return None
         return seen if seen.refusal is None else None
 
-    def _moved(self, seen: Seen) -> Moved:
+    def _moved(self, seen: ObservedRun) -> Moved:
         after = copies(seen.outs)
         alike = len(after) == len(self.before)
         outputs = [k for k, a in enumerate(self.before) if not (alike and _same(a, after[k]))]
-        return Moved(outputs, _entered(self.first, seen), _made_unseen(self.first, seen))
+        return Moved(outputs, _entered(self.first, seen), _different_captures(self.first, seen))
 
 
-def _entered(first: Seen, later: Seen) -> list[int]:
+def _entered(first: ObservedRun, later: ObservedRun) -> list[int]:
     """The nodes of the first run that were given something else in the later one."""
     result = []
     pairs = zip(first.recorder.nodes, later.recorder.nodes, strict=False)
@@ -164,7 +164,7 @@ def _entered(first: Seen, later: Seen) -> list[int]:
     return result
 
 
-def _made_unseen(first: Seen, later: Seen) -> list[int]:
+def _different_captures(first: ObservedRun, later: ObservedRun) -> list[int]:
     """The tensors that came from nowhere and are others in the later run."""
     a, b = ([*seen.recorder.captured.items()] for seen in (first, later))
     if len(a) != len(b):

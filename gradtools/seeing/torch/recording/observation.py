@@ -36,7 +36,7 @@ def watchable() -> bool:
 
 
 @dataclass
-class Seen:
+class ObservedRun:
     """A run that was recorded.
 
     Attributes:
@@ -108,7 +108,7 @@ def _as_argument(name: str) -> str:
 @contextmanager
 def observed(
     run: Run, leaves: Sequence[Any], names: Sequence[str], replace: Replace | None = None
-) -> Iterator[Seen]:
+) -> Iterator[ObservedRun]:
     """A context with a recorded run, whose effects are undone on exit."""
     with recording_run("a run", run, leaves) as undo:
         yield _run(CallRecorder(undo, replace), run, leaves, names)
@@ -134,10 +134,12 @@ def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
             _here.recording = False
 
 
-def _run(recorder: CallRecorder, run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Seen:
+def _run(
+    recorder: CallRecorder, run: Run, leaves: Sequence[Any], names: Sequence[str]
+) -> ObservedRun:
     aliases = [copied(x) for x in leaves]
     inputs = [recorder.introduced(x, name) for x, name in zip(aliases, names, strict=True)]
-    seen = Seen(recorder, leaves, names, aliases, inputs, [])
+    seen = ObservedRun(recorder, leaves, names, aliases, inputs, [])
     try:
         seen.outs = [*recorder.run(run, aliases)]
     except Exception as error:

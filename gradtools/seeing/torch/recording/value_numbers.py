@@ -45,7 +45,7 @@ class Numbering(Recorder[int]):
         self.made: dict[Any, int] = {}
         self.reachable = {id(x): x for x, _ in undo.start.reached.watched}
         self._edges: dict[Edge, int] = {}
-        self._came_out: dict[int, Edge] = {}  # when a known tensor got its number, by its id
+        self._edge_at_hold: dict[int, Edge] = {}  # when a known tensor got its number, by its id
 
     def add(
         self,
@@ -81,13 +81,13 @@ class Numbering(Recorder[int]):
         """Gives a tensor, unwrapped from transforms, this number."""
         base = unwrapped(x)
         self.table.hold(base, value, alone=True)
-        self._came_out[id(base)] = edge_of(base)
+        self._edge_at_hold[id(base)] = edge_of(base)
         if base.grad_fn is not None:
             self._edges[edge_of(base)] = value
 
     def was_reconnected(self, x: Tensor) -> bool:
         """Whether a known tensor's grad_fn changed since it got its number."""
-        return x.requires_grad and edge_of(x) != self._came_out[id(x)]
+        return x.requires_grad and edge_of(x) != self._edge_at_hold[id(x)]
 
     def refresh(self, xs: Iterable[Tensor]) -> None:
         """Updates tensors whose grad_fn autograd regenerated, as for views of written tensors."""

@@ -56,7 +56,7 @@ def _written(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
         {p: x.detach() for p, x in held.items()},
         wanted,
         {p: value for p, value in recorder.draws.items() if p in read},
-        partial(_run_with_others, program, [held[p] for p in wanted]),
+        partial(_run_with_captured, program, [held[p] for p in wanted]),
         recorder.narrow,
     )
 
@@ -65,7 +65,7 @@ def _output(recorder: FormulaRecorder, y: Any) -> Expr:
     return recorder.of(y) if isinstance(y, Tensor) else recorder.constant(torch.as_tensor(y))
 
 
-def _run_with_others(
+def _run_with_captured(
     program: LeafProgram, held: Sequence[Tensor], values: Sequence[Any]
 ) -> Sequence[Any]:
     count = len(program.leaves)

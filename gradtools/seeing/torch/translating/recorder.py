@@ -221,7 +221,7 @@ class FormulaRecorder(Recorder[Expr]):
                     "Give f dense arguments, or leave to_sparse out."
                 )
         outs = made or writes
-        self._bind_questions(bound, call, out, outs)
+        self._bind_results(bound, call, out, outs)
         bound.writes = writes
         if name.startswith("hardsigmoid"):
             self.narrow = "float32"  # PyTorch's backward kernel has 1/6 in float32
@@ -239,7 +239,7 @@ class FormulaRecorder(Recorder[Expr]):
             self._note(writes, [self.constant(x) for x in writes], written=True)
         return out
 
-    def _bind_questions(self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]) -> None:
+    def _bind_results(self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]) -> None:
         """What a translation asks of a call: what came out, and the call as one by name."""
 
         def places() -> np.ndarray:
@@ -329,7 +329,7 @@ class FormulaRecorder(Recorder[Expr]):
                 continue
             value = fitted(value, _like(y))
             if written:
-                self._written(y, self._beneath(y, value))
+                self._written(y, self._written_value(y, value))
             else:
                 self.hold(y, self._stopped(y, value))
 
@@ -338,7 +338,7 @@ class FormulaRecorder(Recorder[Expr]):
         off = is_inexact(y) and not self.rules and not torch.is_grad_enabled()
         return stop(value) if off and not value.turn[0] else value
 
-    def _beneath(self, y: Tensor, value: Expr) -> Expr:
+    def _written_value(self, y: Tensor, value: Expr) -> Expr:
         """What is written while derivatives are off changes the value, and not the derivative."""
         stopped = self._stopped(y, value)
         if stopped is value or not y.requires_grad:

@@ -51,7 +51,7 @@ def _edited(p: Problem, edit: Callable[[Any], Any]) -> Loss:
     return lambda *xs: p.loss(*[edit(x) for x in xs])
 
 
-def _around(p: Problem, wrap: Callable[[Loss], Loss]) -> Loss:
+def _wrapped(p: Problem, wrap: Callable[[Loss], Loss]) -> Loss:
     """The loss of the program inside of an operator that takes a function."""
     return lambda *xs: p.total(wrap(p.outputs)(*xs))
 
@@ -180,8 +180,8 @@ def _forward(loss: Callable[[Problem], Loss], factor: float = 1.0, **more: Any) 
 _scaled = lambda p: _edited(p, lambda x: p.gt.scale_gradient(x, _SCALE))
 _reversed = lambda p: _edited(p, lambda x: p.gt.reverse_gradient(x, _SCALE))
 _doubled = lambda p: lambda x: p.gt.transform_gradient(x, lambda ct: 2.5 * ct)
-_frozen = lambda p: _around(p, p.gt.frozen)
-_checkpoint = lambda p: _around(p, p.gt.checkpoint)
+_frozen = lambda p: _wrapped(p, p.gt.frozen)
+_checkpoint = lambda p: _wrapped(p, p.gt.checkpoint)
 
 OPERATORS: dict[str, Operator] = {
     "grad": _of(lambda p: p.loss),

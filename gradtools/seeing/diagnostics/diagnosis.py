@@ -109,7 +109,7 @@ def from_losses(
     """One finding for each line and kind of one leaf's losses; `kind` overrides the kind."""
     findings = []
     for loss in losses:
-        for node in [loss.node] if kind else _led_to(graph, loss):
+        for node in [loss.node] if kind else _causes(graph, loss):
             own = "piecewise_linear" if _is_slope(graph, node) else node.loss
             findings.append(
                 Finding(
@@ -144,7 +144,7 @@ def _called(node: Node) -> str:
     return str(name or node.native or node.operation)
 
 
-def _led_to(graph: PlainGraph, loss: Loss) -> list[Node]:
+def _causes(graph: PlainGraph, loss: Loss) -> list[Node]:
     """The node that loses; with what is detached only to leave the framework, where it leaves."""
     if loss.node.loss not in ("detached", "no_grad"):
         return [loss.node]

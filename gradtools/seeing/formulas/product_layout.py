@@ -252,13 +252,13 @@ def _walk(groups: list, out: list[int]) -> list[Link] | None:
     else:
         start = next((g for g in left if len(g[1]) == 1), None)
         if start is None:
-            return _around(left)
+            return _closed(left)
         left.remove(start)
         links = [(start[0], True), *_follow(left, start[1][0])]
     return links if not left else None
 
 
-def _around(left: list) -> list[Link] | None:
+def _closed(left: list) -> list[Link] | None:
     """A closed chain: the trace of a product of matrices."""
     first = left.pop(0)
     links = [(first[0], False), *_follow(left, first[1][1])]

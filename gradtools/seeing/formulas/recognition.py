@@ -47,10 +47,10 @@ Pattern = Callable[[Expr], Expr | None]
 
 def recognise(roots: Sequence[Expr]) -> list[Expr]:
     """The roots with every matching subexpression rewritten."""
-    return substitute(roots, {}, rebuild, _named)
+    return substitute(roots, {}, rebuild, _rewritten)
 
 
-def _named(x: Expr) -> Expr:
+def _rewritten(x: Expr) -> Expr:
     """The first pattern that fits, again until none does."""
     for pattern in _PATTERNS:
         result = pattern(x)
@@ -213,7 +213,7 @@ def _logsumexp(x: Expr) -> Expr | None:
         inner, shift = _shifted(z, axes)
         kept = [a for a in range(z.rank) if a not in axes]
         back = [drop_axes(-s, kept) for s in shift]
-        left = _taken_away([r for r in _terms(x) if r is not t], back)
+        left = _without([r for r in _terms(x) if r is not t], back)
         if left is None:
             continue
         named = reduced("logsumexp", inner, axes)
@@ -221,7 +221,7 @@ def _logsumexp(x: Expr) -> Expr | None:
     return None
 
 
-def _taken_away(terms: list[Expr], wanted: list[Expr]) -> list[Expr] | None:
+def _without(terms: list[Expr], wanted: list[Expr]) -> list[Expr] | None:
     """The terms without those that are wanted; None if one is not there."""
     left = list(terms)
     for w in wanted:

@@ -89,7 +89,7 @@ class Statements:
                 self._chosen.add(x)
         wanted = [x for x in self.values if x in self._chosen]
         wanted = self._with_primals(wanted, cotangents)
-        origin = _origins(cotangents)
+        origin = _primals(cotangents)
         self._bases.update(self._base(x) for x in wanted if x not in origin)
         for x in wanted:
             v = origin.get(x)
@@ -142,7 +142,7 @@ class Statements:
 
     def _with_primals(self, wanted: list[Expr], cotangents: Sequence[Mapping]) -> list[Expr]:
         """What a named cotangent belongs to gets a name as well."""
-        origin = _origins(cotangents)
+        origin = _primals(cotangents)
         values = [origin[x] for x in wanted if x in origin]
         more = {v for v in values if v not in self.writer.names and v not in wanted}
         self._chosen |= more
@@ -269,12 +269,12 @@ def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:
         if _is_wrapper(x):
             continue
         for a in x.args:
-            count[_unturned(a)] += 1
-            if _unturned(a) is not a:
+            count[_unwrapped(a)] += 1
+            if _unwrapped(a) is not a:
                 count[a] += 1
     for x in values:
         if _divides(x):  # x is written as a denominator, hence each use of x is one of its base
-            count[_unturned(x.args[0])] += count[x] - 1
+            count[_unwrapped(x.args[0])] += count[x] - 1
     return count
 
 
@@ -283,13 +283,13 @@ def _divides(x: Expr) -> bool:
     return x.op == "power" and not isinstance(x["exponent"], complex) and x["exponent"] < 0
 
 
-def _unturned(x: Expr) -> Expr:
+def _unwrapped(x: Expr) -> Expr:
     while _is_wrapper(x):
         x = x.args[0]
     return x
 
 
-def _origins(cotangents: Sequence[Mapping[Expr, Expr]]) -> dict[Expr, Expr]:
+def _primals(cotangents: Sequence[Mapping[Expr, Expr]]) -> dict[Expr, Expr]:
     """What each cotangent belongs to, the most telling value first."""
     result: dict[Expr, Expr] = {}
     for table in cotangents[:1]:

@@ -374,7 +374,7 @@ class ExpressionWriter:
     ) -> Written:
         up = [self.whole(s).at(PRODUCT) for s, _ in self._sorted((s, ()) for s in f.scalars)]
         down = [self.whole(s) for s in f.scalars_below]
-        coefficient, number_below = _apart(f.coefficient)
+        coefficient, number_below = _fraction(f.coefficient)
         if number_below is not None:
             down = [number_below, *down]
         down += [self._hadamard([*below])] if below else []
@@ -477,7 +477,7 @@ def _keeps_order(f: Factors, letters: dict[int, str]) -> bool:
     return left == f.out and clear
 
 
-def _apart(coefficient: Any) -> tuple[Any, Written | None]:
+def _fraction(coefficient: Any) -> tuple[Any, Written | None]:
     """A coefficient such as 1/5 or 1/√8 as a number below."""
     if isinstance(coefficient, complex) or coefficient == 0 or abs(coefficient) >= 1:
         return coefficient, None

@@ -72,16 +72,16 @@ def base_of(graph: PlainGraph, value: int) -> int:
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
     """Values that are alive anyway: the program's inputs and captured arrays."""
-    return frozenset((*graph.inputs, *_held(graph)))
+    return frozenset((*graph.inputs, *_captured(graph)))
 
 
-def _held(graph: PlainGraph) -> Iterator[int]:
+def _captured(graph: PlainGraph) -> Iterator[int]:
     """What a program holds, also where a call in it hands on what its own program holds."""
     yield from graph.captured
     for node in graph.nodes:
         if len(node.bodies) == 1 and not node.bodies[0].carries:
             inner = node.bodies[0].graph
-            held = set(_held(inner))
+            held = set(_captured(inner))
             for value, out in zip(node.outputs, inner.outputs, strict=False):
                 if out in held and inner.values[out].shape == graph.values[value].shape:
                     yield value

@@ -109,7 +109,7 @@ def _place_leaves(flat: FlatGraph, roots: Mapping[int, BlockGroup]) -> None:
         deep = makers and many and not _OF_ARGUMENT.search(_path(unit))
         if deep:
             beside = len(flat.outputs) <= _LEAVES_BESIDE
-            depth = _outside(makers[0]) if beside else len(makers[0]) - 2
+            depth = _branching_depth(makers[0]) if beside else len(makers[0]) - 2
             home = makers[0][depth]
             at = next(i for i, other in enumerate(home.children) if other is makers[0][depth + 1])
         else:
@@ -120,7 +120,7 @@ def _place_leaves(flat: FlatGraph, roots: Mapping[int, BlockGroup]) -> None:
         _insert(group, before, after)
 
 
-def _outside(way: Sequence[Any]) -> int:
+def _branching_depth(way: Sequence[Any]) -> int:
     """The depth of the group of which the way takes one part of several."""
     depth = 0
     while depth + 2 < len(way) and sum(isinstance(c, BlockGroup) for c in way[depth].children) == 1:

@@ -65,7 +65,7 @@ def bodies(eqn: Eqn) -> list[HeldJaxpr]:
     name = eqn.primitive.name
     if name in _OPAQUE:
         return []
-    return [_own(eqn)] if name.startswith("gradtools_") else programs_of(eqn)
+    return [_implementation(eqn)] if name.startswith("gradtools_") else programs_of(eqn)
 
 
 def is_call(name: str) -> bool:
@@ -74,7 +74,7 @@ def is_call(name: str) -> bool:
     return own or name in CALLS or name in RULED
 
 
-def _own(eqn: Eqn) -> HeldJaxpr:
+def _implementation(eqn: Eqn) -> HeldJaxpr:
     """What a primitive of gradtools runs, without what no result of it needs."""
     avals = tuple([v.aval for v in eqn.invars])
     params = {name: value for name, value in eqn.params.items() if name != LIFE}

@@ -145,7 +145,7 @@ class _JaxprReader:
             outputs=outputs,
             native=_native(eqn),
             attributes=_attributes(eqn),
-            source=source_lines.source(eqn, place.site) or _written(eqn),
+            source=source_lines.source(eqn, place.site) or _line_of_rule(eqn),
             scope=here.scope,
             phase=here.phase,
             links=links,
@@ -356,7 +356,7 @@ def _attributes(eqn: Eqn) -> Mapping[str, Any]:
     return MappingProxyType(operands.attributes_of(eqn))
 
 
-def _written(eqn: Eqn) -> Source | None:
+def _line_of_rule(eqn: Eqn) -> Source | None:
     """The line of the last function of one of our rules: where JAX kept no line of the call."""
     user_functions = (
         eqn.params["rule"].user_functions if "rule" in eqn.params and _is_ours(eqn) else ()

@@ -160,7 +160,7 @@ def _probed(tx: Any, state: Any, part: Any) -> Optimised:
         return Optimised(lambda one: None, strangers)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(tx.update(ones, state, part)[0])
-    moved = {id(x): _moves(u) for x, u in zip(leaves, updates, strict=True)}
+    moved = {id(x): _is_nonzero(u) for x, u in zip(leaves, updates, strict=True)}
     raw = {
         id(x)
         for x, u in zip(leaves, updates, strict=True)
@@ -179,7 +179,7 @@ def _probed(tx: Any, state: Any, part: Any) -> Optimised:
     )
 
 
-def _moves(update: Any) -> bool:
+def _is_nonzero(update: Any) -> bool:
     return update is not None and hasattr(update, "dtype") and bool(jnp.any(update != 0))
 
 

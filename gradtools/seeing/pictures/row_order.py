@@ -73,7 +73,7 @@ class Arrangement:
 
 def arrange(outline: Outline) -> Arrangement:
     """Lays out every block of an outline."""
-    ways = _ways(outline)
+    ways = _paths(outline)
     blocks = (*outline.columns, *outline.blocks)
     order = {child.key: i for block in blocks for i, child in enumerate(block.children)}
     journeys = [_journey(order, ways, arrow) for arrow in outline.arrows]
@@ -109,7 +109,7 @@ class _Journey:
     target: tuple[int, ...]
 
 
-def _ways(outline: Outline) -> dict[int, tuple[int, ...]]:
+def _paths(outline: Outline) -> dict[int, tuple[int, ...]]:
     """For each box and block the keys from itself up to its column."""
     return {key: (key, *(block.key for block in outline.around(key))) for key in outline.parents}
 

@@ -138,7 +138,7 @@ def _noise(outs: Sequence[Tensor], xs: Sequence[Any], grads: Mapping[int, Tensor
     left = dict(grads)
     for draw in range(bad_gradients.DRAWS):
         if left:
-            with _shaken(outs, draw):
+            with _perturbed(outs, draw):
                 again = _gradients(outs, [xs[k] for k in left])
             pairs = zip(left.items(), again, strict=True)
             left = {k: grad for (k, grad), other in pairs if _is_noise(grad, other)}
@@ -162,7 +162,7 @@ def _without_noise(
 
         return note
 
-    with _shaken(outs, 0), _hooked(outs, watch):
+    with _perturbed(outs, 0), _hooked(outs, watch):
         _gradients(outs, leaves)
     return result
 
@@ -179,7 +179,7 @@ def _is_plain(ct: Any) -> bool:
 
 
 @contextmanager
-def _shaken(outs: Sequence[Tensor], draw: int) -> Iterator[None]:
+def _perturbed(outs: Sequence[Tensor], draw: int) -> Iterator[None]:
     """Inside, each node of autograd is given its cotangents with rounding errors."""
     generator = torch.Generator().manual_seed(draw)
 

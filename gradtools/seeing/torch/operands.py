@@ -439,7 +439,7 @@ def _rolled(call: AtenCall, operation: str, attributes: Attributes) -> Translate
     }
 
 
-def _made(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
+def _constant(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     """A constant: what it is filled with; its shape and dtype are those of its value."""
     values = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
     if call.name == "lift_fresh" and call.out is not None:
@@ -484,7 +484,7 @@ _FORMS: Mapping[str, _Form] = {
     "norm": _norm,
     **dict.fromkeys(("variance", "deviation"), _variance),
     "roll": _rolled,
-    "constant": _made,
+    "constant": _constant,
     "as_strided": _strided,
 }
 

@@ -41,13 +41,13 @@ def taken_apart(rule: Any, backend: str) -> Parts:
     static = _static(rule, fun)
     zeros = getattr(rule, "symbolic_zeros", False)  # a bool in JAX
     if fwd is not None and not isinstance(zeros, bool) and "cotangent" in zeros:
-        fwd = _told(fwd, import_module(f"gradtools.{backend}")._api._backend, len(static))
+        fwd = _perturbed_fwd(fwd, import_module(f"gradtools.{backend}")._api._backend, len(static))
     if static and fwd is not None and getattr(rule, "static_argnames", ()):
         fwd = _in_the_functions_order(fwd, static)
     return Parts(rule, fun, fwd, bwd, jvp, static)
 
 
-def _told(fwd: Callable[..., Any], waist: Any, statics: int) -> Any:
+def _perturbed_fwd(fwd: Callable[..., Any], waist: Any, statics: int) -> Any:
     """fwd of a rule with symbolic zeros, as one of plain arguments: all are differentiated."""
 
     def primal(x: Any) -> Any:

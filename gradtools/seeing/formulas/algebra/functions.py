@@ -217,11 +217,11 @@ def apply(name: str, /, *of: Any, **attributes: Any) -> Any:
         return several(name, args, result, **attributes)
     shape, kind = result
     if operation.elementwise:
-        return _in_each_place(name, args, kind, attributes)
+        return _elementwise(name, args, kind, attributes)
     return expr(name, args, shape, kind, **attributes)
 
 
-def _in_each_place(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr:
+def _elementwise(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr:
     """A function of each place, broadcast as in NumPy; broadcasts move outwards."""
     shape = broadcast_shape(*(a.shape for a in args))
     args = [broadcast(a, shape) for a in args]
@@ -230,8 +230,8 @@ def _in_each_place(op: str, args: Sequence[Expr], kind: str, attributes: dict[st
     kept = [a for a in range(rank) if a in used]
     if len(kept) < rank:
         inner = [drop_axes(a, kept) for a in args]
-        return product([_in_each_place(op, inner, kind, attributes)], [kept], range(rank), shape)
-    moved = _outside(op, args, kind, attributes)
+        return product([_elementwise(op, inner, kind, attributes)], [kept], range(rank), shape)
+    moved = _hoisted(op, args, kind, attributes)
     return expr(op, args, shape, kind, **attributes) if moved is None else moved
 
 
@@ -241,7 +241,7 @@ def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
     return product(factors, labels, kept, [x.shape[a] for a in kept], c)
 
 
-def _outside(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr | None:
+def _hoisted(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr | None:
     """Transposes of one argument and reshapes of all move out of a function."""
     if len(args) == 1:
         c, factors, labels, out = parts(args[0])
@@ -255,7 +255,7 @@ def _outside(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any
         if len(shapes) == 1:
             (shape,) = shapes
             inner = [reshape(a, shape) for a in args]
-            return reshape(_in_each_place(op, inner, kind, attributes), args[0].shape)
+            return reshape(_elementwise(op, inner, kind, attributes), args[0].shape)
     return None
 
 
@@ -329,7 +329,11 @@ def conj(x: Expr) -> Expr:
         return add([conj(t) for t in x.args])
     if x.op == "reshape":
         return reshape(conj(x.args[0]), x.shape)
-    if x.op == "power" and float(np.real(x["exponent"])) == x["exponent"] and _whole(x["exponent"]):
+    if (
+        x.op == "power"
+        and float(np.real(x["exponent"])) == x["exponent"]
+        and _is_integral(x["exponent"])
+    ):
         return power(conj(x.args[0]), x["exponent"])
     return expr("conj", (x,), x.shape, COMPLEX)
 
@@ -339,7 +343,7 @@ def adjoint_matrix(x: Expr) -> Expr:
     return conj(swap(x))
 
 
-def _whole(value: Any) -> bool:
+def _is_integral(value: Any) -> bool:
     return float(np.real(value)).is_integer()
 
 

@@ -465,7 +465,7 @@ def _index_shape(x: Expr, i: Expr, axis: int) -> tuple[Any, str]:
     return (*i.shape, *(n for a, n in enumerate(x.shape) if a != axis)), x.kind
 
 
-def _added_at(y: Expr, u: np.ndarray, i: np.ndarray) -> np.ndarray:
+def _index_add_value(y: Expr, u: np.ndarray, i: np.ndarray) -> np.ndarray:
     out = np.zeros(y.shape, u.dtype)
     np.add.at(np.moveaxis(out, y["axis"], 0), i.astype(np.int64, copy=False), u)
     return out
@@ -511,7 +511,7 @@ operation(
 )
 operation(
     "index_add",
-    _added_at,
+    _index_add_value,
     lambda y, g, u, i: [apply("index", g, i, axis=y["axis"]), None],
     form=_index_add_form,
     ties=_tie_index,

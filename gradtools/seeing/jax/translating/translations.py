@@ -173,7 +173,7 @@ def _traced(w: Any, jaxpr: Any, x: Expr, *offset: Expr) -> Expr | None:
     return OPERATIONS["trace"].make(x) if plain else None  # type: ignore[misc]
 
 
-def _moved(w: Any, jaxpr: Any, x: Expr) -> Expr | None:
+def _arranged(w: Any, jaxpr: Any, x: Expr) -> Expr | None:
     """Entries of x, wherever they come from: what is done to their numbers tells."""
     if len(jaxpr.invars) != 1:
         return None
@@ -190,5 +190,5 @@ WORDS: dict[str, Translation] = {
     "relu": lambda w, jaxpr, x: apply("relu", x),
     "silu": lambda w, jaxpr, x: x * apply("sigmoid", x),
     "log_sigmoid": lambda w, jaxpr, x: -apply("softplus", -x),
-    **dict.fromkeys(("roll_static", "diagonal", "diag", "tril", "triu"), _moved),
+    **dict.fromkeys(("roll_static", "diagonal", "diag", "tril", "triu"), _arranged),
 }

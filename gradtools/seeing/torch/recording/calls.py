@@ -95,7 +95,7 @@ class RecordedCall:
         if self.name == "set_data":
             return self.tensors[:1]
         pairs = zip(self.tensors, self.versions, strict=True)
-        return _unlike([x for x, version in pairs if version != version_of(x)])
+        return _distinct([x for x, version in pairs if version != version_of(x)])
 
     def changed(self, numbering: Numbering) -> list[Tensor]:
         """The rewritten tensors, and those whose autograd graph changed."""
@@ -103,7 +103,7 @@ class RecordedCall:
         others = [
             x for x, tracked in pairs if tracked > x.requires_grad or numbering.was_reconnected(x)
         ]
-        return _unlike([*self.rewritten(), *others])
+        return _distinct([*self.rewritten(), *others])
 
     def overwritten(self) -> bool:
         """Whether it overwrites a tensor without reading it."""
@@ -179,7 +179,7 @@ class CallRecorder(Numbering):
         again: Whether it recomputes its function in backward, and so does return one.
         """
         given = {id(x) for x in call.tensors}
-        more = [x for x in _unlike(read) if id(x) not in given]
+        more = [x for x in _distinct(read) if id(x) not in given]
         flows = again and any(y.requires_grad for y in tensors_in(out))
         call.tensors += more
         call.numbers += map(self.of, more)
@@ -247,7 +247,7 @@ class CallRecorder(Numbering):
         fresh = [x for x in tensors_in(out) if self.known(x) is None]
         if not (changed or fresh):
             return
-        outs = [*changed, *_unlike(fresh)]
+        outs = [*changed, *_distinct(fresh)]
         walks = [self.walk(unwrapped(y)) for y in outs]
         dropped = {id(x) for x in changed} if call.overwritten() else set()
         hosts = self._gradients if call.raw == "__get__" and call.name == "grad" else []
@@ -429,6 +429,6 @@ def _fingerprints(x: Any, depth: int = 4) -> Iterator[Any]:
 _MOST = 1000  # entries of a list that are compared
 
 
-def _unlike(xs: Sequence[Tensor]) -> list[Tensor]:
+def _distinct(xs: Sequence[Tensor]) -> list[Tensor]:
     """Each once."""
     return list({id(unwrapped(x)): x for x in xs}.values())

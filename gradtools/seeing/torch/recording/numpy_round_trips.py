@@ -149,10 +149,12 @@ class _PerturbedRuns:
         after = copies(seen.outs)
         alike = len(after) == len(self.before)
         outputs = [k for k, a in enumerate(self.before) if not (alike and _same(a, after[k]))]
-        return Moved(outputs, _entered(self.first, seen), _different_captures(self.first, seen))
+        return Moved(
+            outputs, _different_entries(self.first, seen), _different_captures(self.first, seen)
+        )
 
 
-def _entered(first: ObservedRun, later: ObservedRun) -> list[int]:
+def _different_entries(first: ObservedRun, later: ObservedRun) -> list[int]:
     """The nodes of the first run that were given something else in the later one."""
     result = []
     pairs = zip(first.recorder.nodes, later.recorder.nodes, strict=False)

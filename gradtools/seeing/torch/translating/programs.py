@@ -37,10 +37,10 @@ Tensor = torch.Tensor
 def formula_graph(program: LeafProgram) -> Recorded:
     """Records one forward run of a program and undoes its effects."""
     with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
-        return _written(program, FormulaRecorder(undo, program.backend, origin_of))
+        return _recorded(program, FormulaRecorder(undo, program.backend, origin_of))
 
 
-def _written(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
+def _recorded(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
     active = set(program.wrt)
     xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
     pairs = zip(xs, program.names, strict=True)

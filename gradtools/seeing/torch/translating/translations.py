@@ -88,7 +88,7 @@ def _as_strided(o: Any) -> Expr:
 
 @operation("roll", "tril", "triu", "diagonal", "diag_embed", "diag", "constant_pad_nd")
 @operation("take", "masked_select", "repeat_interleave")
-def _moved(o: Any) -> Expr | None:
+def _arranged(o: Any) -> Expr | None:
     """Entries of x, wherever they come from: what is done to their numbers tells."""
     x = o.given[0]
     fixed = all(i.turn[0] for i in o.given[1:])

@@ -307,7 +307,7 @@ def main(platform: str) -> None:
         ]
     )
     print(text)
-    (RESULTS / f"ahead_of_time_{platform}.md").write_text(text + "\n")
+    (RESULTS / f"ahead_of_time_{platform}.md").write_text(text + "\n", encoding="utf-8")
 
 
 def _size(cost: Cost) -> str:

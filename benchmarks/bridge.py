@@ -146,7 +146,7 @@ def main() -> None:
     lines += ["", "The interpreter's lock: a compiled gradient from many threads at once.", ""]
     text = "\n".join([*lines, *threads()]) + "\n"
     print(text)
-    (pathlib.Path(__file__).parent / "results" / "bridge.md").write_text(text)
+    (pathlib.Path(__file__).parent / "results" / "bridge.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

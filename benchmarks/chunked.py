@@ -483,7 +483,7 @@ def main() -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "chunked.md").write_text(text)
+    (HERE / "results" / "chunked.md").write_text(text, encoding="utf-8")
     picture(over, measured)
 
 

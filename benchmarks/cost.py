@@ -233,7 +233,7 @@ def main() -> None:
     text = written(found, where, name)
     print(text)
     (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / f"{name}.md").write_text(text)
+    (HERE / "results" / f"{name}.md").write_text(text, encoding="utf-8")
     picture(found, name)
 
 

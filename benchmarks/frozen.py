@@ -417,7 +417,7 @@ def measured(framework: str, model: str, chosen: Sequence[tuple[int, int, bool]]
             found.append(measured_at(framework, model, *size))
             if not QUICK:
                 PARTS.parent.mkdir(exist_ok=True)
-                with PARTS.open("a") as file:
+                with PARTS.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"settings": settings(), **asdict(found[-1])}) + "\n")
     return found
 
@@ -426,7 +426,7 @@ def kept() -> list[Cell]:
     """What a run before this one had measured when it was ended."""
     if QUICK or not PARTS.exists():
         return []
-    lines = [json.loads(line) for line in PARTS.read_text().splitlines()]
+    lines = [json.loads(line) for line in PARTS.read_text(encoding="utf-8").splitlines()]
     return [Cell(**line) for line in lines if line.pop("settings") == settings()]
 
 
@@ -552,7 +552,7 @@ def main() -> None:
     if QUICK:
         return
     (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "frozen.md").write_text(text)
+    (HERE / "results" / "frozen.md").write_text(text, encoding="utf-8")
     picture(cells)
     if len(cells) == len(CHECKPOINT) * len(MODELS) * len(order):
         PARTS.unlink()

@@ -153,7 +153,7 @@ def main() -> None:
     text = report()
     print(text)
     if not frozen.QUICK:
-        (frozen.HERE / "results" / "frozen_sizes.md").write_text(text)
+        (frozen.HERE / "results" / "frozen_sizes.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -176,7 +176,9 @@ def main() -> None:
     ]
     text = "\n".join(lines) + "\n"
     print(text)
-    (pathlib.Path(__file__).parent / "results" / "grad_or_backward.md").write_text(text)
+    (pathlib.Path(__file__).parent / "results" / "grad_or_backward.md").write_text(
+        text, encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

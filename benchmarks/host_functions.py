@@ -140,7 +140,9 @@ def main() -> None:
                 lines += row(f"{what}, {size} x {size}", variants)
     text = "\n".join(lines) + "\n"
     print(text)
-    (pathlib.Path(__file__).parent / "results" / "host_functions.md").write_text(text)
+    (pathlib.Path(__file__).parent / "results" / "host_functions.md").write_text(
+        text, encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

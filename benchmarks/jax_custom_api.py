@@ -404,7 +404,7 @@ def _run(path: str, check: str) -> dict[str, str]:
         out = pathlib.Path(folder) / "outcomes.json"
         environment = {**os.environ, "GRADTOOLS_CHECK": check}
         subprocess.run([sys.executable, str(HERE), path, str(out)], env=environment, check=True)
-        return json.loads(out.read_text())
+        return json.loads(out.read_text(encoding="utf-8"))
 
 
 def table(first: dict[str, str], never: dict[str, str]) -> str:
@@ -435,11 +435,11 @@ def main() -> None:
     path = path / "tests" / "custom_api_test.py" if path.is_dir() else path
     if len(sys.argv) == 3:
         out = pathlib.Path(sys.argv[2])
-        out.write_text(json.dumps(_outcomes(str(path))))
+        out.write_text(json.dumps(_outcomes(str(path))), encoding="utf-8")
         return
     text = table(_run(str(path), "first"), _run(str(path), "never"))
     print(text)
-    (HERE.parent / "results" / "jax_custom_api.md").write_text(text)
+    (HERE.parent / "results" / "jax_custom_api.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

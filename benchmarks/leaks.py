@@ -157,14 +157,14 @@ def by_cost(uses: list[Use], gt: Any, backend: str) -> list[Use]:
 
 def kept() -> list[Run]:
     """The run of most calls of each use; of as many the last."""
-    lines = PARTS.read_text().splitlines() if PARTS.exists() else []
+    lines = PARTS.read_text(encoding="utf-8").splitlines() if PARTS.exists() else []
     runs = sorted([Run(**json.loads(line)) for line in lines], key=lambda r: r.calls)
     return list({(r.backend, r.use): r for r in runs if r.version == version(r.backend)}.values())
 
 
 def keep(run: Run) -> None:
     PARTS.parent.mkdir(exist_ok=True)
-    with PARTS.open("a") as file:
+    with PARTS.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(run)) + "\n")
 
 
@@ -228,7 +228,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.report:
         measure_all(options)
-    RESULTS.write_text("\n".join(report(kept())) + "\n")
+    RESULTS.write_text("\n".join(report(kept())) + "\n", encoding="utf-8")
 
 
 def measure_all(options: argparse.Namespace) -> None:

@@ -155,7 +155,7 @@ def main() -> None:
     print(text)
     target = pathlib.Path(__file__).parent / "results" / "overhead.md"
     target.parent.mkdir(exist_ok=True)
-    target.write_text(text)
+    target.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

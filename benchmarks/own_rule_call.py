@@ -75,7 +75,9 @@ def main() -> None:
             lines.append(f"| {name} | {variant} | {us:.1f} | {us / hand:.2f} |")
     text = "\n".join(lines) + "\n"
     print(text)
-    (pathlib.Path(__file__).parent / "results" / "own_rule_call.md").write_text(text)
+    (pathlib.Path(__file__).parent / "results" / "own_rule_call.md").write_text(
+        text, encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -431,7 +431,7 @@ def main() -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     if not wanted:
-        (pathlib.Path(__file__).parent / "results" / "peers.md").write_text(text)
+        (pathlib.Path(__file__).parent / "results" / "peers.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

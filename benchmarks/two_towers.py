@@ -257,7 +257,7 @@ def main() -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "two_towers.md").write_text(text)
+    (HERE / "results" / "two_towers.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def forward(wing: str) -> list[float]:
 def elsewhere(*words: str) -> Any:
     """What this program prints in a fresh process."""
     program = [sys.executable, __file__, "--row", *words]
-    done = subprocess.run(program, check=True, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(program, check=True, capture_output=True, encoding="utf-8", cwd=ROOT)
     return json.loads(done.stdout)
 
 
@@ -158,7 +158,7 @@ def main() -> None:
     ]
     text = "\n".join(lines) + "\n"
     print(text)
-    (pathlib.Path(__file__).parent / "results" / "why_zero.md").write_text(text)
+    (pathlib.Path(__file__).parent / "results" / "why_zero.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TypeAlias
 
 import gradtools
+from gradtools.printing import SPELLED
 
 _FRAMEWORKS = {
     "torch": ("torch", "array-api-compat"),
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # ASCII and cp1252 lack characters that we print
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=SPELLED)
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from gradtools.jax._upstream import Literal
+from gradtools.jax._upstream import Literal, bind_again, constants_of
 from gradtools.jax.jaxprs import (
     CALLS,
     RULED,
@@ -62,7 +62,7 @@ def detected(fun: Any, x: jax.Array) -> tuple[Any, tuple[int, ...]]:
     """The pattern of fun's Jacobian at x, a boolean CSR matrix, and the shape of its output."""
     closed = jax.make_jaxpr(lambda x: fun(x)[0][0])(x)
     jaxpr = open_jaxpr(closed)
-    constants = [_Value(np.shape(c), None, _concrete(c)) for c in closed.consts]
+    constants = [_Value(np.shape(c), None, _concrete(c)) for c in constants_of(closed)]
     (out,) = _run(jaxpr, [*constants, _Value(x.shape, e.identity(x.shape))])
     size = int(np.prod(out.shape)), x.size
     if out.entries is None:
@@ -214,11 +214,10 @@ def _moved(eqn: Eqn, ins: list[_Value], active: list[Entries], shapes: Any) -> l
 
 def _evaluated(eqn: Eqn, operands: Sequence[Any], numbers: bool = False) -> list[Any]:
     """Evaluates an equation at concrete operands, also inside of a trace."""
-    params = eqn.params
-    if numbers and params.get("fill_value") is not None:
-        params = {**params, "fill_value": -1}
+    if numbers and eqn.params.get("fill_value") is not None:
+        eqn = eqn.replace(params={**eqn.params, "fill_value": -1})
     with jax.ensure_compile_time_eval():
-        outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+        outs = bind_again(eqn, operands)
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 

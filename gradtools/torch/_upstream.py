@@ -694,6 +694,14 @@ device_set: Callable[[], Any] = partial(
 and searches at every call. Gone: that."""
 
 
+def default_device() -> torch.device:
+    """PyTorch's, without a failure of 2.8 after `torch.set_default_device(None)`. Gone: that."""
+    context = torch._GLOBAL_DEVICE_CONTEXT
+    if getattr(context, "device_context", context) is None:
+        del context.device_context
+    return torch.get_default_device()
+
+
 def operator_tables(name: str) -> Any:
     """A table of PyTorch's own tests (OpInfo), for the sweeps. Needs the packages of the tests."""
     from importlib import import_module

@@ -26,6 +26,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _modes, _functions = upstream.count_of_dispatch_modes, upstream.count_of_function_modes
 _tracing, _levels = upstream.tracing_state, upstream.peek_interpreter_stack
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
+_is_zero = upstream.is_zero
 _ARRAY, _count, _tensor = np.ndarray, sys.getrefcount, torch.from_numpy
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -62,7 +63,7 @@ class KernelCalls:
             return NotImplemented
         graphs, tracked = _graphs(), False
         for x in args:
-            if type(x) not in _PLAIN:
+            if type(x) not in _PLAIN or _is_zero(x):
                 return NotImplemented
             if graphs and x.requires_grad:
                 tracked = True
@@ -175,6 +176,7 @@ def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
 def _numpy(x: Tensor) -> np.ndarray:
     """A copy, which the kernel may keep: the tensor may be changed in place afterwards."""
     x = x.detach().cpu().resolve_conj().resolve_neg()
+    x = x.clone() if _is_zero(x) else x  # a zero without memory, which PyTorch 2.8 reads as it is
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
 
 

@@ -237,7 +237,7 @@ def default_device() -> torch.device:
     """`torch.get_default_device()`, which is slow, with a fast path if no device was set."""
     if upstream.device_set() is None and upstream.count_of_function_modes() == 0:
         return _CPU
-    return torch.get_default_device()
+    return upstream.default_device()
 
 
 _CPU = torch.device("cpu")

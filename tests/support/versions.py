@@ -2,8 +2,9 @@
 
 Each pair has an environment in ``.venv-versions/``, which is built once. CPU wheels of PyTorch are
 taken where PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS offers them; otherwise pip fetches a CUDA build of
-about 3 GB, which is announced before. In each run the programs of `version_programs`, and a part of
-the quick tests less what the ledger excuses (`version_ledger`). What was seen is kept in
+about 3 GB, which is announced before. In each run the programs of `version_programs` and the quick
+tests, less what the ledger excuses (`version_ledger`). ``--again`` runs only the tests that have
+not passed yet, after a run that was stopped or after a change. What was seen is kept in
 ``versions_seen.json``, from which the table of docs/support.md is written.
 """
 
@@ -15,16 +16,20 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from tests.support import version_ledger
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".venv-versions"
 PACKAGES = """array-api-compat autograd equinox expecttest flax hypothesis matplotlib optax pytest
     networkx packaging pytest-xdist quickjs-ng scikit-learn scipy tqdm""".split()
-TESTS = """tests/torch tests/jax tests/operators tests/both tests/seeing tests/testing
-    tests/house/test_versions.py""".split()
+TESTS = ["tests"]
 SEEN = Path(__file__).with_name("versions_seen.json")
 PAGE = ROOT / "docs" / "support.md"
 START, END = "<!-- versions table: generated -->\n", "<!-- end of versions table -->\n"
@@ -73,8 +78,10 @@ def built(name: str, pair: Pair) -> Path | None:
     print(f"{name}: installing {pair}; without CPU wheels PyTorch is about 3 GB", flush=True)
     subprocess.run([base, "-m", "venv", folder], check=True)
     frameworks = [f"torch=={pair.torch}", f"jax=={pair.jax}", f"jaxlib=={pair.jax}"]
-    subprocess.run([python, "-m", "pip", "install", "-q", *frameworks, *PACKAGES], check=True)
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "-e", ROOT], check=True)
+    install = [python, "-m", "pip", "install", "-q"]
+    exact = {**os.environ, "PIP_CONSTRAINT": os.devnull}  # no pins of this machine
+    subprocess.run([*install, *frameworks, *PACKAGES], env=exact, check=True)
+    subprocess.run([*install, "--no-deps", "-e", ROOT], check=True)
     stamp.touch()
     return python
 
@@ -132,6 +139,7 @@ def main() -> int:
     parser.add_argument("--tests", nargs="*", default=TESTS, help="files or folders")
     parser.add_argument("--programs", action="store_true", help="the programs alone, no tests")
     parser.add_argument("--workers", default="2", help="processes for the tests")
+    parser.add_argument("--again", action="store_true", help="only tests that have not passed yet")
     args = parser.parse_args()
     failed = []
     for name in args.names or PAIRS:
@@ -140,6 +148,7 @@ def main() -> int:
             print(f"{name}: left out, no Python {PAIRS[name].python} here")
             continue
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = str(ROOT)
         result = run_programs(python, environment)
         wrong = [(t, e) for t, cell in result["programs"].items() for e in cell.values() if e]
         for title, error in wrong:
@@ -161,23 +170,24 @@ def main() -> int:
 def run_tests(
     name: str, python: Path, environment: dict[str, str], args: argparse.Namespace
 ) -> tuple[bool, str]:
-    """Whether the tests passed in an environment, and how many."""
+    """Whether the tests passed in an environment, and how many of all that ran there."""
+    results = FOLDER / f"{name}.jsonl"
+    before = version_ledger.outcomes(results) if args.again else {}
+    done = {test: said for test, said in before.items() if said in version_ledger.DONE}
+    results.write_text("".join(f"{json.dumps(line)}\n" for line in done.items()), "utf-8")
     marks = "not slow and not sweep and not ahead"
     run = [python, "-m", "pytest", "-q", "-p", "tests.support.version_ledger", "-m", marks]
-    run += ["-p", "no:cacheprovider", "--version-part", str([*PAIRS].index(name))]
-    run += ["-n", args.workers, "--dist", "worksteal"]
+    run += ["-p", "no:cacheprovider", f"--version-results={results}"]
+    run += ["-n", args.workers, "--dist", "worksteal", *(["--again"] if args.again else [])]
     print(f"{name}: {PAIRS[name]}", flush=True)
-    with subprocess.Popen(
-        [*run, *args.tests], cwd=ROOT, env=environment, stdout=subprocess.PIPE, encoding="utf-8"
-    ) as process:
-        assert process.stdout is not None
-        last = ""
-        for line in process.stdout:
-            sys.stdout.write(line)
-            last = line.strip() or last
-    counts = dict(reversed(part.split()[:2]) for part in last.partition(" in ")[0].split(", "))
-    excused = f", {counts['xfailed']} in the ledger" if "xfailed" in counts else ""
-    return process.returncode == 0, f"{counts.get('passed', 0)}{excused}"
+    status = subprocess.run([*run, *args.tests], cwd=ROOT, env=environment, check=False).returncode
+    counts = Counter(version_ledger.outcomes(results).values())
+    said = f"{counts['passed']}, {counts['ledger']} in the ledger"
+    if counts["failed"]:
+        said += f", {counts['failed']} failed"
+    print(f"{name}: {said}", flush=True)
+    nothing_to_run = bool(before) and status == pytest.ExitCode.NO_TESTS_COLLECTED
+    return status == 0 or nothing_to_run, said
 
 
 if __name__ == "__main__":

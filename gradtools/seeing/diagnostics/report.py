@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradtools import notebook_html
+from gradtools.printing import printable
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
 from gradtools.seeing.graphs.nodes import Dependence
 
@@ -51,7 +52,7 @@ class DependenceTable:
         return notebook_html.table(self._rows())
 
     def __str__(self) -> str:
-        return "\n".join(notebook_html.aligned(self._rows()))
+        return printable("\n".join(notebook_html.aligned(self._rows())))
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class GradientReport:
         return iter(self.findings)
 
     def __str__(self) -> str:
-        return self.text()
+        return printable(self.text())
 
     def _repr_html_(self) -> str:
         return notebook_html.coloured(self.text(colour=True))

@@ -16,6 +16,7 @@ import numpy as np
 
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
+from gradtools.printing import printable
 from gradtools.seeing.formulas import files
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, pair, together
@@ -117,7 +118,7 @@ class Formula:
         lines += [f"  {name.text}" for name in self._recognised()]
         lines += [f"  {note}" for note in self._statements.writer.notes]
         lines += [str(self.check)] if self.check is not None else []
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def __repr__(self) -> str:
         return str(self)

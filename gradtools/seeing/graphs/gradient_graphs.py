@@ -11,6 +11,7 @@ from gradtools.arguments.checks import order_among
 from gradtools.backend import Operators, P
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
+from gradtools.printing import printable
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs import text
 from gradtools.seeing.graphs.edges import edges_of, kept_anew
@@ -39,7 +40,7 @@ class Graph(PlainGraph):
         return kept_anew(self)
 
     def __str__(self) -> str:
-        return self.to_text()
+        return printable(self.to_text())
 
     def to_text(self, **view: Any) -> str:
         """The graph as text for a terminal; `view` as in `to_svg`."""

@@ -62,9 +62,11 @@ def _parsed(device: str) -> tuple[str, int]:
 def _torch_placed(kind: str, index: int) -> Iterator[None]:
     import torch
 
+    from gradtools.torch.modes import default_device
+
     counts = {"cpu": 1, "gpu": torch.cuda.device_count(), "tpu": 0}
     _refuse_absent("PyTorch", kind, index, counts)
-    if kind == "cpu" and torch.get_default_device().type == "cpu":
+    if kind == "cpu" and default_device().type == "cpu":
         yield  # avoids the overhead of the default-device mode
         return
     with torch.device("cuda" if kind == "gpu" else "cpu", index):
@@ -74,8 +76,10 @@ def _torch_placed(kind: str, index: int) -> Iterator[None]:
 def _torch_here() -> str:
     import torch
 
+    from gradtools.torch.modes import default_device
+
     count = torch.cuda.device_count()
-    where = str(torch.get_default_device())
+    where = str(default_device())
     if not count:
         return f"{torch.__version__}, run on the {where}; absent: gpu, tpu"
     peaks = [torch.cuda.max_memory_allocated(i) for i in range(count)]

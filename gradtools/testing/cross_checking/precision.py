@@ -94,7 +94,7 @@ def _torch_read_here() -> dict[str, str]:
     import torch
 
     gpu = torch.cuda.is_available()
-    return {n: v for n, v in _torch_lowered().items() if gpu or n.startswith("mkldnn")}
+    return {n: v for n, v in _torch_lowered().items() if gpu or n.startswith(("mkldnn", "float32"))}
 
 
 def _torch_lowered() -> dict[str, str]:
@@ -102,6 +102,8 @@ def _torch_lowered() -> dict[str, str]:
 
     current = {name: get() for name, (get, _) in PRECISIONS.items()}
     newer = {name: v for name, v in current.items() if name.endswith(".fp32_precision")}
+    if not newer:  # before PyTorch 2.9
+        return {name: v for name, v in current.items() if v != _HIGHEST[name]}
     return {name: value for name, value in newer.items() if value not in _FULL}
 
 

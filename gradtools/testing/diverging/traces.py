@@ -226,8 +226,12 @@ class _Nnx:
         state = import_module("jax").tree.map(lambda x: x, self.params)
         state.replace_by_pure_dict(params)
         model = nnx.merge(self.graph, state, self.rest)
-        names = {id(m): tuple(map(str, path)) for path, m in nnx.iter_modules(model)}
-        with _wrapped({type(m) for _, m in nnx.iter_modules(model)}, names, seen):
+        # flax before 0.12.1 has it as a method alone
+        modules = list(
+            nnx.iter_modules(model) if hasattr(nnx, "iter_modules") else model.iter_modules()
+        )
+        names = {id(m): tuple(map(str, path)) for path, m in modules}
+        with _wrapped({type(m) for _, m in modules}, names, seen):
             return model(*args, **kwargs)
 
 

@@ -35,7 +35,6 @@ from jax.interpreters import mlir
 from gradtools.code_origin import is_in
 
 ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class from JAX 0.12 on
-Ref: Any = jax.Ref if hasattr(jax, "Ref") else vars(_core)["MutableArray"]  # JAX 0.7.0, 0.7.1
 
 
 enable_x64: Any = (

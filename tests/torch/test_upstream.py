@@ -61,7 +61,7 @@ def test_many_tensors_are_changed_by_one_operation():
     xs = [torch.ones(2), torch.ones(3)]
     upstream.add_each_(xs, [torch.ones(2), torch.ones(3)], alpha=2.0)
     upstream.divide_each_(xs, 2.0)
-    doubled = upstream.multiply_each(xs, 2.0)
+    doubled = upstream.multiply_each(upstream.divide_each(xs, 0.5), 1.0)
     assert [x.tolist() for x in (*xs, *doubled)] == [[1.5] * 2, [1.5] * 3, [3.0] * 2, [3.0] * 3]
     for rows in ([torch.eye(3)[:2].t(), torch.zeros(())], [torch.eye(2).to_sparse()], []):
         for x, copy in zip(rows, upstream.clone_each(rows), strict=True):
@@ -806,6 +806,7 @@ def test_the_block_of_a_default_device_is_seen():
         torch.set_default_device(before)
         torch.set_default_device(None)
     assert upstream.device_set() is None
+    assert upstream.default_device() == before
 
 
 def test_attributes_of_a_scripted_module_are_listed():

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import Ref
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.graphs.derivative_flow import links_of
@@ -116,7 +115,7 @@ class Tape:
         return self._jaxpr(closed.jaxpr, graph, [*map(Moving, closed.consts), *args])
 
     def moving(self, array: Any, leaves: int) -> Moving:
-        if not leaves or not is_inexact(array) or isinstance(array, Ref):
+        if not leaves or not is_inexact(array) or isinstance(array, jax.Ref):
             return Moving(array)
         self._count += 1
         return Moving(array, leaves, self._count)

@@ -600,10 +600,11 @@ class _PullbackInputs(torch.autograd.Function):
 
 
 _CONSTANTS = (
-    "frozen: a derivative with respect to a parameter of G is needed, and G's parameters "
-    "are constants here. Switch them off (module.requires_grad_(False)), ask for chosen inputs "
-    "(torch.autograd.grad, "
-    "or backward(inputs=...)), pass them as arguments (make_functional), or use G itself."
+    "frozen, or grad(mode='forward_over_reverse'): a derivative is needed with respect to a "
+    "parameter that the function reads and does not take as an argument; such parameters are "
+    "constants here. Pass them as arguments (make_functional), switch them off "
+    "(module.requires_grad_(False)), ask for chosen inputs (torch.autograd.grad, or "
+    "backward(inputs=...)), or use the function itself, without frozen or the mode."
 )
 
 

@@ -460,15 +460,6 @@ def saved(node: Any, name: str, *default: Any) -> Any:
     return getattr(node, f"_saved_{name}", *default)
 
 
-def is_shared(x: Tensor) -> bool:
-    """Whether a tensor saved by a node is referenced elsewhere, too.
-
-    Gone: gradients of normalisations by PyTorch's own vmap are not corrected.
-    """
-    count = getattr(x, "_use_count", None)
-    return count is not None and count() > 2
-
-
 def arrays_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """The shape and dtype of each output of a node. Gone: they are not reported."""
     return [(tuple(x.shape), x.dtype) for x in getattr(node, "_input_metadata", ())]

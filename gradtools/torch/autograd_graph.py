@@ -27,11 +27,9 @@ from gradtools.torch.compiling import COMPILED, LOST, nodes_of
 from gradtools.torch.functorch_wrappers import unwrapped
 from gradtools.torch.patches import scripts_called
 from gradtools.torch.plain_programs.backward_nodes import (
-    NORMS,
     WRONG,
-    deviation_held,
     is_wrong,
-    multiplies_by,
+    multiplies_by_deviation,
 )
 from gradtools.torch.rerunning import put_back
 
@@ -49,11 +47,10 @@ class Survey(NamedTuple):
         leaves: The leaf tensors.
         custom: Nodes of code that is neither PyTorch's nor gradtools' own.
         lost: Nodes of operators without a backward pass, for which PyTorch only warns; and nodes
-            that treat a standard deviation as a constant, as PyTorch's vmap of a normalization's
-            gradient does.
+            that may treat a standard deviation as a constant, as PyTorch's vmap of a
+            normalization's gradient does.
         wrong: Nodes of operations whose gradient PyTorch computes wrongly.
         compiled: Nodes of compiled code, whose backward passes lose derivatives.
-        norms: Nodes of normalizations.
         hooked: Whether gradient hooks were set during the evaluation.
     """
 
@@ -62,16 +59,18 @@ class Survey(NamedTuple):
     lost: list[Any]
     wrong: list[Any]
     compiled: list[Any]
-    norms: list[Any]
     hooked: bool = False
 
 
 _PLAIN: set[type] = set()  # PyTorch's own nodes
 
 
-def surveyed(outs: Sequence[Tensor]) -> Survey:
-    """The graph of outs."""
-    result, plain, accumulates = Survey([], [], [], [], [], []), _PLAIN, upstream.AccumulateGrad
+def surveyed(outs: Sequence[Tensor], made: int = 0) -> Survey:
+    """The graph of outs.
+
+    made: How many nodes the function made. Those of a derivative inside are not in its graph.
+    """
+    result, plain, accumulates = Survey([], [], [], [], []), _PLAIN, upstream.AccumulateGrad
     todo: list[Any] = []
     for y in outs:
         if y.requires_grad:
@@ -88,9 +87,8 @@ def surveyed(outs: Sequence[Tensor]) -> Survey:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 todo.append(parent)
-    deviations = {at for at in map(deviation_held, result.norms) if at}
-    if deviations:
-        result.lost.extend([node for node in todo if multiplies_by(node, deviations)])
+    if made > len(todo):
+        result.lost.extend(filter(multiplies_by_deviation, todo))
     return result
 
 
@@ -103,8 +101,6 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
         elif not upstream.forward_class(kind).__module__.startswith(OWN):
             found.custom.append(node)
     elif kind.__name__ in WRONG:
-        if kind.__name__ in NORMS:
-            found.norms.append(node)
         if is_wrong(node):
             found.wrong.append(node)
     elif kind.__name__ != CPP_NODE:

@@ -105,6 +105,11 @@ class Guard:
 
     def _refusing(self, cts: Any) -> None:
         if upstream.current_node().name() == "MulBackward0":
+            seen = _MappedNorms()
+            with upstream.temporarily_clear_interpreter_stack():
+                rerun(seen.around(self.fun), self.leaves)
+            if not seen.found:
+                return
             raise LostDerivativeError(
                 f"{self.caller}: f takes the gradient of a normalization by PyTorch's own vmap "
                 "(torch.func.vmap of grad, jacrev, hessian), whose rule takes mean and deviation "
@@ -117,6 +122,28 @@ class Guard:
             "gradient is lost. Give the operator a backward by torch.library.register_autograd, "
             "or wrap it in gt.custom_rule; if it is a constant, call it under torch.no_grad."
         )
+
+
+class _MappedNorms(TorchFunctionMode):
+    """Notes whether PyTorch's own vmap maps the gradient of a normalisation."""
+
+    names = ("layer_norm", "batch_norm", "instance_norm", "native_layer_norm", "native_batch_norm")
+    found = False
+
+    def around(self, fun: Fun) -> Rerunnable:
+        def run(leaves: Sequence[Any]) -> list[Any]:
+            with self:
+                fun(*leaves)
+            return []
+
+        return Rerunnable(run, fun.roots if isinstance(fun, Rerunnable) else [fun])
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        if getattr(fun, "__name__", "") in self.names:
+            levels = upstream.get_interpreter_stack() or ()
+            kinds = {level.key() for level in levels}
+            self.found |= {upstream.TransformType.Vmap, upstream.TransformType.Grad} <= kinds
+        return fun(*args, **(kwargs or {}))
 
 
 def gate_graph(

@@ -59,7 +59,7 @@ from gradtools.torch.compiling import (
     refuse_lost,
     uncompiled,
 )
-from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
+from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, recorded_dual
 from gradtools.torch.forward_mode.one_tangent import OneTangent
 from gradtools.torch.forward_mode.pushing import RightTangents, gated_where_unseen
 from gradtools.torch.forward_mode.training_machinery import pushed_through
@@ -356,6 +356,8 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
     with outside_of_inference(), torch.enable_grad(), guard or nullcontext():
         # Any cotangents will do, since the pullback is linear; logcumsumexp's is NaN at zero.
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
+        for dummy in dummies:
+            setattr(dummy, SPENT, [True])  # no derivative is taken with respect to it elsewhere
         pulled = _pulled(tracked, aliases, dummies, True, True, inside.spent) if tracked else ()
         if survey.hooked and pulled:
             _refuse_nonlinear_hooks(fun, tracked, aliases, dummies, pulled, inside.spent)
@@ -413,6 +415,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
         for x in leaves
     ]
     inside, hooks = _begun(aliases, around, leaves), hooks_of_users()
+    before = nodes_made()
     around.append(inside)
     try:
         if on:
@@ -424,7 +427,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
         around.pop()
         if on and not torch.is_grad_enabled():  # f disabled it
             torch.set_grad_enabled(True)
-    survey = surveyed(outs)
+    survey = surveyed(outs, nodes_made() - before)
     if survey.compiled:
         refuse_lost(caller_of(fun), outs)
     if hooks_of_users() != hooks:
@@ -521,7 +524,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         duals = [dual_of(_unshared(_normal(x)), _normal(t)) for x, t in pairs]
         shows = keep and any(map(_is_tracked, tangents))
         if shows:  # record a graph to see which operations the tangents' derivatives pass
-            duals = [_recorded(x) for x in duals]
+            duals = [recorded_dual(x) for x in duals]
         recorded = nodes_made()
         with torch.enable_grad():
             caller = caller_of(fun)
@@ -539,7 +542,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         if keep:
             entered = [x if x.requires_grad else d for x, d in zip(leaves, duals, strict=True)]
             pushed = _gated_at_custom_code(fun, leaves, entered, tangents, primals, pushed)
-        if shows:
+        if shows or mode.shows:
             primals, pushed = _without_recorded(primals), _without_recorded(pushed)
             extras = [_without_recorded([x])[0] if is_inexact(x) else x for x in extras]
     if unseen:
@@ -582,16 +585,8 @@ def _is_bookkeeping(node: Any) -> bool:
     return upstream.forward_class(type(node)) in upstream.bookkeeping()
 
 
-def _recorded(x: Tensor) -> Tensor:
-    """A dual number that requires grad, only so that operations on it record a graph."""
-    if x.requires_grad:
-        return x
-    setattr(x, SPENT, [True])
-    return x.requires_grad_()
-
-
 def _without_recorded(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Results, detached if their graph exists only because of `_recorded`."""
+    """Results, detached if their graph exists only because of `recorded_dual`."""
     return [
         _detached(x) if x.requires_grad and all(map(is_spent, surveyed([x]).leaves)) else x
         for x in xs

@@ -417,3 +417,30 @@ def test_a_forward_jacobian_in_compiled_code_whose_graph_breaks():
     x = torch.tensor([0.5, -0.7], dtype=torch.float64)
     found = gt.compile(lambda x: gt.jacobian(broken, mode="forward")(x))(x)
     torch.testing.assert_close(found, torch.diag(3 * x**2))
+
+
+REDUCTIONS = {
+    "logsumexp": lambda x: x.logsumexp(0),
+    "softmax": lambda x: (x.softmax(0) * x).sum(),
+    "cross_entropy": lambda x: F.cross_entropy(x[None], torch.tensor([1])),
+    "norm": lambda x: torch.linalg.vector_norm(x, 3),
+    "cumprod": lambda x: x.cumprod(0).sum(),
+    "aminmax": lambda x: sum(x.aminmax()) ** 3,
+    "solve": lambda x: torch.linalg.solve(torch.diag(x) + 1, x).sum(),
+}
+
+
+@pytest.mark.parametrize("f", REDUCTIONS.values(), ids=REDUCTIONS)
+def test_repeated_pushforwards_train_what_f_captures_and_are_attached_to_nothing_else(f):
+    x, u = (torch.linspace(-1, 2, 4, dtype=torch.float64).add(k).sin() for k in (0.3, 2.0))
+    w = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    pushed, pulled = lambda x: f(x * w), lambda x: f(x * w)
+    for _ in range(3):
+        pushed = lambda x, g=pushed: gt.jvp(g, (x,), (u,))[1]
+        pulled = lambda x, g=pulled: (gt.grad(g)(x) * u).sum()
+        torch.testing.assert_close(pushed(x), pulled(x))
+        results = [torch.autograd.grad(g(x), w)[0] for g in (pushed, pulled)]
+        torch.testing.assert_close(*results)
+        w.requires_grad_(False)
+        assert not pushed(x).requires_grad
+        w.requires_grad_(True)

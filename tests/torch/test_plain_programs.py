@@ -472,9 +472,16 @@ def test_pytorchs_own_vmap_of_the_gradient_of_a_norm_is_refused_inside_a_derivat
     native = lambda x: torch.func.vmap(torch.func.grad(f), (None, 0))(w, x).square().sum()
     ours = lambda x: gt.vmap(gt.grad(f), (None, 0))(w, x).square().sum()
     loop = lambda x: sum(torch.func.grad(f)(w, each).square().sum() for each in x)
-    with pytest.raises(LostDerivativeError, match="PyTorch's own vmap"):
-        gt.grad(native)(x)
+    linear = lambda w, x: (NORMS[norm](w, x) * torch.arange(4.0)).sum()
+    of_linear = lambda x: torch.func.vmap(torch.func.grad(linear), (None, 0))(w, x).square().sum()
+    for lossy in (native, of_linear):  # of which the graph holds no normalisation
+        with pytest.raises(LostDerivativeError, match="PyTorch's own vmap"):
+            gt.grad(lossy)(x)
     torch.testing.assert_close(gt.grad(ours)(x), gt.grad(loop)(x))
+    mean, scale = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+    by_hand = lambda x: ((x - mean) * scale).sum() + gt.grad(lambda x: f(w, x[0]))(x).sum()
+    leaf = x.clone().requires_grad_()
+    torch.testing.assert_close(gt.grad(by_hand)(x), torch.autograd.grad(by_hand(leaf), leaf)[0])
     nested = lambda x: gt.grad(lambda x: f(w, x))(x[0]).square().sum()
     gt.grad(lambda x: gt.grad(nested)(x).sum())(x)  # a third derivative
     mapped = lambda x: torch.func.vmap(f, (None, 0))(w, x).sum()

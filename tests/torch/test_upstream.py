@@ -579,17 +579,6 @@ def test_what_a_node_takes_is_described():
     assert (tuple(shown.shape), shown.dtype, shown.device) == ((2, 3), y.dtype, y.device)
 
 
-def test_a_tensor_that_others_hold_is_told():
-    """The deviation of a normalization, which a product of PyTorch's own batching rule saves."""
-    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    factor = torch.full((3,), 2.0, dtype=torch.float64)
-    product, other = x * factor, x.exp() * factor
-    del factor
-    assert upstream.is_shared(product.grad_fn._saved_other)
-    del other
-    assert not upstream.is_shared(product.grad_fn._saved_other)
-
-
 def test_the_hooks_of_a_node_are_read_by_setting_one():
     y = _x().requires_grad_().exp()
     for register in (y.grad_fn.register_hook, y.grad_fn.register_prehook):

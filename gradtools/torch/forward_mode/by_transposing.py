@@ -147,7 +147,7 @@ def _evaluated(
     if upstream.peek_interpreter_stack() is not None:
         return _evaluated_in_functorch(fun, xs, mask)
     with torch.enable_grad():
-        aliases = [_alias(x) if m else x.detach() for x, m in zip(xs, mask, strict=True)]
+        aliases = [_alias(x) if m else x for x, m in zip(xs, mask, strict=True)]
         ys = fun(*aliases)
     differentiated = [x for x, m in zip(aliases, mask, strict=True) if m]
     survey = surveyed([y for y in ys if y.requires_grad]) if custom else None

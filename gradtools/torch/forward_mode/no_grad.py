@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import SPENT
 from gradtools.torch.compiling import as_written
 from gradtools.torch.forward_mode.pushing import pushed_rightly
 from gradtools.torch.hooks import HookGuard
@@ -63,6 +64,7 @@ class NoGradStopsTangents(TorchFunctionMode):
         self._hidden = hidden
         self._stopped: int | None = None  # the depth of transforms at which f disabled gradients
         self._around: list[int | None] = []  # a stack of it: one entry per block that enables them
+        self.shows = False  # whether dual numbers record a graph only to be seen
 
     def __enter__(self) -> NoGradStopsTangents:
         self._compiled = as_written()  # which may refuse: before this mode is entered
@@ -196,8 +198,17 @@ class NoGradStopsTangents(TorchFunctionMode):
         if _is_excluded(_AUTOGRAD) or _unpack(x, level=self._level)[1] is None:
             return False
         if self._stopped is None and not self._hidden:
-            x.requires_grad_()
+            self.shows = True
+            recorded_dual(x)
         return True
+
+
+def recorded_dual(x: Tensor) -> Tensor:
+    """A dual number that requires grad, only so that operations on it record a graph."""
+    if x.requires_grad:
+        return x
+    setattr(x, SPENT, [True])
+    return x.requires_grad_()
 
 
 def is_plain(kind: Any) -> bool:

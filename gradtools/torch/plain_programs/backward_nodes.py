@@ -354,24 +354,18 @@ WRONG = frozenset(NODES)
 """The types of the nodes."""
 
 
-NORMS = ("NativeLayerNormBackward0", "NativeBatchNormBackward0")
-
-
-def deviation_held(node: Any) -> int:
-    """The address of a normalisation's reciprocal deviation, if others reference it; else 0."""
-    deviation = upstream.saved(node, "result2")
-    return deviation.data_ptr() if deviation is not None and upstream.is_shared(deviation) else 0
-
-
-def multiplies_by(node: Any, deviations: set[int]) -> bool:
-    """Whether a node multiplies by one of these deviations, which it treats as a constant.
+def multiplies_by_deviation(node: Any) -> bool:
+    """Whether a node may be the product of `(x - mean) * rstd` with constant statistics.
 
     PyTorch's batching rules for the gradient of a normalisation do so (functorch#534).
     """
-    if type(node).__name__ != "MulBackward0":
+    if type(node).__name__ != "MulBackward0" or node.next_functions[1][0] is not None:
         return False
-    factors = _saved(node, "self", "other")
-    return any(x is not None and x.data_ptr() in deviations for x in factors)
+    difference = node.next_functions[0][0]
+    if type(difference).__name__ != "SubBackward0" or difference.next_functions[1][0] is not None:
+        return False
+    deviation, shape = upstream.saved(node, "other"), upstream.arrays_of(node)[0][0]
+    return deviation.dim() == len(shape) > 1 and deviation.shape[-1] == 1 < shape[-1]
 
 
 def is_wrong(node: Any) -> bool:

@@ -782,22 +782,22 @@ def is_compiled(f: Any) -> bool:
 
 
 def is_frameworks_own_question(depth: int) -> bool:
-    """Whether PyTorch or gradtools asks what a mode sees, so many calls above the caller.
+    """Whether PyTorch or gradtools made the intercepted call, `depth` frames above the caller's.
 
-    In forward mode a tensor with a tangent answers the user's `x.requires_grad` with True, as it
-    would in reverse mode; PyTorch's own Python code must hear what is so, or it takes other ways.
-    Buys: f that branches on it is differentiated as in reverse mode. Costs: a frame at each such
-    question within a pushforward, 0.3 us; a library that asks for PyTorch is taken for the user.
+    In forward mode `x.requires_grad` is True for a tensor with a tangent if the user reads it, as
+    in reverse mode; PyTorch's own Python code must read the true value, or it takes other branches.
+    Buys: f that branches on it is differentiated as in reverse mode. Costs: a frame for each such
+    read in a pushforward, 0.3 us; a library that reads it for PyTorch is taken for the user.
     """
     return _package(_asker(depth + 1)) in ("torch", "gradtools")
 
 
 def is_leaving_a_block(depth: int) -> bool:
-    """Whether no_grad, or its like, puts back what it found.
+    """Whether a context manager such as no_grad restores the gradient mode on exit.
 
-    A mode sees the same call where f switches gradients on because it needs them. Buys that
-    `with torch.no_grad()` in f does not switch a graph on when it ends, twice the time; costs that
-    a block which is no class of PyTorch's is taken for f's wish, which is slower, and right.
+    A mode intercepts the same call if f enables gradients because it needs them. Buys that the exit
+    of `with torch.no_grad()` in f does not enable a graph, which doubles the time. Costs that a
+    context manager which is not PyTorch's counts as f's own request: slower, and right.
     """
     frame = _asker(depth + 1)
     if frame.f_code is torch.set_grad_enabled.__init__.__code__:
@@ -806,7 +806,7 @@ def is_leaving_a_block(depth: int) -> bool:
 
 
 def _asker(depth: int) -> Any:
-    """The frame that called what modes see."""
+    """The frame of the intercepted call."""
     frame: Any = sys._getframe(depth + 1)
     while frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
@@ -814,27 +814,27 @@ def _asker(depth: int) -> Any:
 
 
 def _package(frame: Any) -> str:
-    """Whose code a frame runs, by its module."""
+    """The package of a frame's code, by its module."""
     return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def is_of_checkpoint(frame: Any) -> bool:
     """Whether a frame runs the code of `torch.utils.checkpoint`.
 
-    Buys that pictures mark what is computed again; nothing else tells that a call runs inside of
-    one. Costs that what PyTorch moves out of that module is not marked.
+    Buys that pictures mark recomputed operations; nothing else shows that a call runs inside of a
+    checkpoint. Costs that code which PyTorch moves out of that module is not marked.
     """
     return frame.f_globals is vars(torch.utils.checkpoint)
 
 
 def is_summed_by_autograd(node: Any) -> bool:
-    """Whether autograd itself adds gradients that meet, and no Python code of a node's backward.
+    """Whether an addition is autograd's own accumulation of gradients, not code of a backward.
 
-    Who asks does so in a dispatch mode; it and frames of gradtools do not count, but for the
-    backward pass of the node itself, where it is one of ours.
+    Must be called in a dispatch mode. Its frames and those of gradtools are skipped, except for the
+    backward of the node itself if it is one of ours.
 
-    Buys that a sum in a picture is not drawn as a part of the rule before it; costs that, if
-    PyTorch renames `_engine_run_backward`, it is.
+    Buys that pictures do not draw such a sum as a part of the rule before it; costs that they do if
+    PyTorch renames `_engine_run_backward`.
     """
     if not isinstance(node, function.BackwardCFunction):
         return False
@@ -854,10 +854,10 @@ meanwhile are taken for f's, which then goes back in a way that is slower, and r
 
 
 def is_once_differentiable(kind: Any) -> bool:
-    """Whether the backward pass of a node's Function is marked to have no derivative.
+    """Whether the backward of a node's Function is decorated with `once_differentiable`.
 
-    The mark is a wrapper without a name of its own, so its code is compared. Buys a refusal before
-    a chunk is computed again in vain; costs that a wrapper around it hides the mark.
+    The decorator's wrapper has no name of its own, so its code object is compared. Buys an error
+    before a chunk is recomputed in vain; costs that another wrapper around it hides the decorator.
     """
     backward = getattr(forward_class(kind), "backward", None)
     return getattr(backward, "__code__", None) is _ONCE

@@ -43,15 +43,15 @@ from gradtools.torch.autograd_graph import (
 )
 from gradtools.torch.double_backward_trials import (
     InnerGraphs,
-    SeenCall,
+    RecordedCall,
     TangentTrial,
     Trial,
     Untried,
     is_tracked,
-    told,
+    on_one_line,
 )
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.nondifferentiable import beside
+from gradtools.torch.nondifferentiable import with_gate
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.plain_programs.backward_nodes import corrected
 from gradtools.torch.rerunning import Rerunnable, rerun
@@ -68,7 +68,7 @@ def refuse_lossy(caller: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey
     """Raises if custom code loses the derivative of its gradient with respect to the arguments."""
     for node in survey.custom:
         key = _key_of(node)
-        _Gating(caller, key, partial(_tried, fun, leaves, key), ()).ask("inputs")
+        _Gating(caller, key, partial(_lost_in_rerun, fun, leaves, key), ()).refuse_if_lost("inputs")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -160,7 +160,7 @@ def _gates(
     for node in survey.custom:
         if not _is_fine(node):
             key = _key_of(node)
-            gating = _Gating(caller, key, partial(_tried, fun, leaves, key), aliases)
+            gating = _Gating(caller, key, partial(_lost_in_rerun, fun, leaves, key), aliases)
             handles.append(node.register_hook(gating.hook(node)))
     return handles
 
@@ -188,8 +188,8 @@ class _Gating(NamedTuple):
             if not there or self.key.fine(upstream.forward_level() >= 0):
                 return None
             if upstream.forward_level() >= 0:
-                self.ask("inputs", forward=True)
-                self.ask("cotangents", forward=True)
+                self.refuse_if_lost("inputs", forward=True)
+                self.refuse_if_lost("cotangents", forward=True)
             if not torch.is_grad_enabled():
                 return None
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
@@ -201,18 +201,20 @@ class _Gating(NamedTuple):
                 attached = self.key.attaches and _with_inner_graphs(given, cts)
                 if attached:
                     return attached
-            left = iter(self.beside(there, inputs, behind))
+            left = iter(self.with_gate(there, inputs, behind))
             return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
 
         return hook
 
-    def beside(
+    def with_gate(
         self, there: Sequence[Tensor], inputs: Sequence[Tensor], behind: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """The node's gradients, with gates to its inputs and to its cotangents."""
         for which, sources in (("cotangents", behind), ("inputs", inputs)):
             if sources:
-                there = beside(there, sources, partial(self.ask, which), which == "inputs")
+                there = with_gate(
+                    there, sources, partial(self.refuse_if_lost, which), which == "inputs"
+                )
         return there
 
     def _may_lose(self) -> bool:
@@ -224,7 +226,7 @@ class _Gating(NamedTuple):
         except Untried:
             return True
 
-    def ask(self, which: str, forward: bool = False) -> None:
+    def refuse_if_lost(self, which: str, forward: bool = False) -> None:
         """Raises if the class loses, or may lose, the derivative of its gradient along these."""
         if self.key.fine(forward):
             return
@@ -284,7 +286,7 @@ class Called:
         if key.fine(False):
             return False
         try:
-            return "inputs" in (_seen_to_lose(key, SeenCall.of(self.args), False) or ())
+            return "inputs" in (_test_call(key, RecordedCall.of(self.args), False) or ())
         except Untried:  # undecided: no loss is reported
             return False
 
@@ -327,10 +329,10 @@ def gated_tangents(
         inputs = [*tracked_in(behind, ()), *[x for x, _ in moved if x.requires_grad]]
         # Operations before it may compute its tangents from the inputs, too.
         along = [*inputs, *[t for _, t in moved if t.requires_grad]]
-        gating = _Gating(caller, key, partial(_tried, fun, xs, key), ())
+        gating = _Gating(caller, key, partial(_lost_in_rerun, fun, xs, key), ())
         for i, y in enumerate(ys):
             if node in graph_of([y]):
-                (pushed[i],) = gating.beside([pushed[i]], inputs, along)
+                (pushed[i],) = gating.with_gate([pushed[i]], inputs, along)
     return pushed
 
 
@@ -346,17 +348,17 @@ def gated_call(caller: str, kind: Any, beneath: Any, args: Args) -> Any:
     key = _Key(kind, tuple([is_tracked(x) or t is not None for x, t in duals]), True)
     if not (inputs or along) or not _pushes(kind) or key.fine(False):
         return out
-    gating = _Gating(caller, key, partial(_lost_by, key, SeenCall.of(args)), ())
+    gating = _Gating(caller, key, partial(_lost_by, key, RecordedCall.of(args)), ())
 
     def gated(y: Any) -> Any:
         primal, t = _unpacked(y)
         if primal is None or t is None:
             return y
         if any(y is x for x in args):  # changed in place: gates cannot be added to the input itself
-            gating.ask("inputs")
-            gating.ask("cotangents")
+            gating.refuse_if_lost("inputs")
+            gating.refuse_if_lost("cotangents")
             return y
-        return forward_ad.make_dual(primal, gating.beside([t], inputs, along)[0])
+        return forward_ad.make_dual(primal, gating.with_gate([t], inputs, along)[0])
 
     return tuple(map(gated, out)) if isinstance(out, tuple) else gated(out)
 
@@ -379,7 +381,7 @@ class _Calls(TorchFunctionMode):
     def __init__(self, caller: str) -> None:
         super().__init__()
         self.caller = caller
-        self._example: SeenCall | None = None  # of a call under vmap
+        self._example: RecordedCall | None = None  # of a call under vmap
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         if fun is not upstream.custom_function_call or args[0].__module__.startswith(OWN[0]):
@@ -391,7 +393,7 @@ class _Calls(TorchFunctionMode):
             return out
         before = self._example
         if before is None and not _Key(upstream.users_class(args[0]), _needs(args[1:])).fine(False):
-            self._example = SeenCall.of(args[1:])
+            self._example = RecordedCall.of(args[1:])
         try:
             with self:  # intercepts the class that vmap generates from this one
                 return upstream.redispatch_function(fun, (), args, {})
@@ -404,7 +406,7 @@ class _Calls(TorchFunctionMode):
         key = _Key(kind, _needs(args))
         if not nodes or key.fine(False) or any(isinstance(x, Tensor) and x.is_meta for x in args):
             return  # on the meta device there are no numbers
-        call = self._example or SeenCall.of(args)
+        call = self._example or RecordedCall.of(args)
         gating = _Gating(self.caller, key, partial(_lost_by, key, call), ())
         moving = [x for x, needed in zip(args, key.needs, strict=True) if needed]
 
@@ -413,13 +415,13 @@ class _Calls(TorchFunctionMode):
             inputs = tracked_beneath(moving)
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
             if is_pushed_beneath():
-                gating.ask("inputs")
+                gating.refuse_if_lost("inputs")
                 if behind:
-                    gating.ask("cotangents")
+                    gating.refuse_if_lost("cotangents")
                 return None
             if not there or key.fine(False):
                 return None
-            left = iter(gating.beside(there, inputs, tracked_beneath(behind)))
+            left = iter(gating.with_gate(there, inputs, tracked_beneath(behind)))
             return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
 
         OWN_HOOKS[0] += 1
@@ -430,12 +432,12 @@ def _needs(args: Args) -> tuple[bool, ...]:
     return tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
 
 
-def _lost_by(key: _Key, call: SeenCall, forward: bool) -> set[str]:
+def _lost_by(key: _Key, call: RecordedCall, forward: bool) -> set[str]:
     """What a call with these values loses."""
     if any(x is None and needed for x, needed in zip(call.args, key.needs, strict=True)):
         raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
     with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
-        return _seen_to_lose(key, call, forward) or set()
+        return _test_call(key, call, forward) or set()
 
 
 def calls_guarded(caller: str) -> AbstractContextManager[Any]:
@@ -494,13 +496,13 @@ class _Key:
         """Whether it lost nothing in a trial; None without a trial."""
         if self == _TORCHSCRIPT:
             return not forward
-        seen = _SEEN.get(self.kind, {}).get((self.needs, self.pushed, forward))
-        return None if seen is None else seen == FINE
+        verdict = _VERDICTS.get(self.kind, {}).get((self.needs, self.pushed, forward))
+        return None if verdict is None else verdict == FINE
 
     @property
     def attaches(self) -> bool:
         """Whether nothing is lost if the backward's own torch.autograd.grad creates graphs."""
-        return _SEEN.get(self.kind, {}).get((self.needs, self.pushed, False)) == ATTACHES
+        return _VERDICTS.get(self.kind, {}).get((self.needs, self.pushed, False)) == ATTACHES
 
     @property
     def gives(self) -> str:
@@ -519,8 +521,8 @@ class _Key:
             return any(needs) and all(a <= b for a, b in zip(self.needs, needs, strict=False))
         return needs == self.needs[: len(needs)]
 
-    def note(self, seen: str, forward: bool) -> None:
-        _SEEN.setdefault(self.kind, {})[self.needs, self.pushed, forward] = seen
+    def record(self, verdict: str, forward: bool) -> None:
+        _VERDICTS.setdefault(self.kind, {})[self.needs, self.pushed, forward] = verdict
 
 
 @dataclass(frozen=True)
@@ -536,7 +538,7 @@ _GENERATED = "GeneratedBackwardFor_"
 FINE, LOSES, ATTACHES = "fine", "loses", "loses but where inner derivatives keep their graphs"
 # The verdicts by class. A class that lost is tested again for each use: one that takes functions
 # may lose the derivative of one function and not of another.
-_SEEN: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()
+_VERDICTS: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()
 
 
 def _key_of(node: Any, pushed: bool = False) -> _Key:
@@ -552,8 +554,8 @@ def _is_fine(node: Any) -> bool:
     return _key_of(node).fine(forward) is True
 
 
-def _seen_to_lose(
-    key: _Key, call: SeenCall, forward: bool, apply: Any = None, noted: bool = True
+def _test_call(
+    key: _Key, call: RecordedCall, forward: bool, apply: Any = None, noted: bool = True
 ) -> set[str] | None:
     """Tests a call and records the verdict of its class: what it loses, or None if undecided.
 
@@ -563,17 +565,17 @@ def _seen_to_lose(
     if call.held is None:
         raise Untried(_HELD)
     trial = key.trial.of(apply or key.kind.apply, call.args, call.held)
-    if trial.is_for_show(call.originals):
+    if trial.is_unread(call.originals):
         raise Untried(_HELD)
     result = trial.lost(forward)
     if result is not None and noted:
-        key.note(FINE if not result else LOSES, forward)
+        key.record(FINE if not result else LOSES, forward)
     if (
         result
         and not (key.pushed or forward)
         and replace(trial, attaches=True).lost(False) == set()
     ):
-        key.note(ATTACHES, forward)
+        key.record(ATTACHES, forward)
     return result
 
 
@@ -583,7 +585,7 @@ _HELD = (
 )
 
 
-def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[str]:
+def _lost_in_rerun(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[str]:
     """What calls of a class in fun lose. Reruns fun to record them, and undoes its side effects.
 
     Raises:
@@ -592,10 +594,10 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     result: list[set[str] | None] = []
     why: list[str] = []
 
-    def tried(call: SeenCall, apply: Any = None) -> None:
+    def tried(call: RecordedCall, apply: Any = None) -> None:
         if len(result) < _CALLS:
             try:
-                result.append(_seen_to_lose(key, call, forward, apply, noted=False))
+                result.append(_test_call(key, call, forward, apply, noted=False))
             except Untried as error:
                 why.append(str(error))
 
@@ -607,37 +609,37 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
         with _forwards(key) as calls, operators, upstream.temporarily_clear_interpreter_stack():
             rerun(run, leaves)
     except Exception as error:
-        why.append(f"evaluated a second time, f raises {told(error)}")
+        why.append(f"evaluated a second time, f raises {on_one_line(error)}")
     with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
-        for call in calls.seen:
+        for call in calls.recorded:
             tried(call)
     if not result or _HELD in why:
         raise Untried((*why, key.unseen)[0])
     lost = set[str]().union(*[each for each in result if each is not None])
     if any(each is not None for each in result) and not (lost and key.attaches):
-        key.note(LOSES if lost else FINE, forward)
+        key.record(LOSES if lost else FINE, forward)
     return lost
 
 
 _CALLS = 4  # how many calls of one class in f are tested
 
 
-class _SeenCalls:
+class _RecordedCalls:
     """Recorded calls; exempt from the restoring of state after the rerun."""
 
     never_changes = True
 
     def __init__(self) -> None:
-        self.seen: list[SeenCall] = []
+        self.recorded: list[RecordedCall] = []
 
 
 @contextmanager
-def _forwards(key: _Key) -> Iterator[_SeenCalls]:
+def _forwards(key: _Key) -> Iterator[_RecordedCalls]:
     """Records this thread's calls of a class, by patching its `forward`.
 
     A call by a bound `apply` or from C++ reaches `forward`, too.
     """
-    result = _SeenCalls()
+    result = _RecordedCalls()
     if not isinstance(key.kind, type):
         yield result
         return
@@ -649,8 +651,8 @@ def _forwards(key: _Key) -> Iterator[_SeenCalls]:
     def noted(*given: Any, **kwargs: Any) -> Any:
         args = given[1:] if old else given
         needs = tuple([isinstance(x, Tensor) and is_tracked(x) for x in args])
-        if threading.get_ident() == thread and len(result.seen) < _CALLS and key.like(needs):
-            result.seen.append(SeenCall.of(args))
+        if threading.get_ident() == thread and len(result.recorded) < _CALLS and key.like(needs):
+            result.recorded.append(RecordedCall.of(args))
         return forward(*given, **kwargs)
 
     kind.forward = staticmethod(noted)
@@ -666,7 +668,7 @@ def _forwards(key: _Key) -> Iterator[_SeenCalls]:
 class _OperatorCalls(TorchFunctionMode):
     """A function mode that tests the calls of operators whose graph contains a C++ Function."""
 
-    def __init__(self, key: _Key, tried: Callable[[SeenCall, Any], None]) -> None:
+    def __init__(self, key: _Key, tried: Callable[[RecordedCall, Any], None]) -> None:
         super().__init__()
         self.key, self.tried = key, tried
 
@@ -677,7 +679,7 @@ class _OperatorCalls(TorchFunctionMode):
             outs = [y for y in upstream.tree_leaves(out) if isinstance(y, Tensor)]
             own = graph_of(outs) - graph_of([x for x in flat if isinstance(x, Tensor)])
             if any(is_cpp_function(node) and _key_of(node) == self.key for node in own):
-                self.tried(SeenCall.of(tuple(flat)), partial(_called_flat, fun, treedef))
+                self.tried(RecordedCall.of(tuple(flat)), partial(_called_flat, fun, treedef))
         return out
 
 

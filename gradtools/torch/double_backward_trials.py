@@ -36,12 +36,12 @@ class Untried(Exception):
     """A call cannot be tested; the text is the reason."""
 
 
-class _Loud(Exception):
+class _Raises(Exception):
     """Differentiating the gradient raises, so nothing is lost silently."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SeenCall:
+class RecordedCall:
     """The arguments of one call of a class, copied.
 
     Attributes:
@@ -57,20 +57,20 @@ class SeenCall:
     originals: Args = ()
 
     @classmethod
-    def of(cls, args: Args) -> SeenCall:
+    def of(cls, args: Args) -> RecordedCall:
         with upstream.temporarily_clear_interpreter_stack():
             result = cls._of(args)
         wrapped = any(isinstance(x, Tensor) and upstream.is_wrapped(x) for x in args)
         return result if wrapped else replace(result, originals=args)
 
     @classmethod
-    def _of(cls, args: Args) -> SeenCall:
+    def _of(cls, args: Args) -> RecordedCall:
         copies = [value_of(x).clone() if isinstance(x, Tensor) else x for x in args]
         others = [k for k, x in enumerate(args) if not isinstance(x, Tensor)]
         moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and is_tracked(x)]
         for k in moving:
             copies[k] = copies[k].requires_grad_()
-        known = _held_by([args[k] for k in others])
+        known = _referenced_ids([args[k] for k in others])
         held = [k for k in moving if id(args[k]) in known]
         if held:
             memo = {id(args[k]): copies[k] for k in held}
@@ -79,12 +79,12 @@ class SeenCall:
                     copies[k] = copy.deepcopy(args[k], dict(memo))
             except Exception:  # a tensor that is computed, a generator, a lock
                 return cls(tuple(copies), None)
-            if _held_by([copies[k] for k in others]) & {*memo}:
+            if _referenced_ids([copies[k] for k in others]) & {*memo}:
                 return cls(tuple(copies), None)
         return cls(tuple(copies), held)
 
 
-def _held_by(xs: Sequence[Any]) -> set[int]:
+def _referenced_ids(xs: Sequence[Any]) -> set[int]:
     """The ids of the tensors that these objects reference."""
     return {id(x) for x, _ in Snapshot.of(list(xs), []).reached.watched}
 
@@ -161,9 +161,9 @@ class Trial:
                 result = result if found is None else found | (result or set())
             except Exception as error:
                 errors.append(error)
-        if result is not None or len(errors) < 2 or any(isinstance(e, _Loud) for e in errors):
+        if result is not None or len(errors) < 2 or any(isinstance(e, _Raises) for e in errors):
             return result
-        raise Untried(f"near its arguments it raises {told(errors[0])}") from errors[0]
+        raise Untried(f"near its arguments it raises {on_one_line(errors[0])}") from errors[0]
 
     def _lost_at(self, xs: list[Tensor], forward: bool) -> set[str] | None:
         cts = self._vectors(xs)
@@ -178,7 +178,7 @@ class Trial:
                 result.add("cotangents")
         return result
 
-    def is_for_show(self, originals: Args) -> bool:
+    def is_unread(self, originals: Args) -> bool:
         """Whether an argument is passed for autograd only, and its value is read elsewhere.
 
         Then no result depends on it, but its gradient depends on other arguments: the value that is
@@ -242,7 +242,7 @@ class Trial:
         """Whether autograd's derivative in entry k differs from finite differences."""
         try:
             return self._loses_along(wave(point[k], 1.5), point, k, count, forward)
-        except _Loud:
+        except _Raises:
             raise
         except Exception:  # it may validate values, such as signs: a step along x keeps these
             v = wave(torch.ones_like(point[k]), 1.5) * point[k]
@@ -259,7 +259,7 @@ class Trial:
         except Exception as why:
             if not differs(0.0, first, second, size, eps):
                 return False  # within rounding
-            raise _Loud from why
+            raise _Raises from why
         return differs(known, first, second, size, eps)
 
     def _slope(self, point: list[Tensor], k: int, v: Tensor, count: int, h: float) -> float:
@@ -356,7 +356,7 @@ def differs(known: float, first: float, second: float, size: float, eps: float) 
     return not abs(known - first) <= error + 1e-3 * abs(first)
 
 
-def told(error: BaseException) -> str:
+def on_one_line(error: BaseException) -> str:
     """An error's type and text on one line."""
     return f"{type(error).__name__}: {error}".replace("\n", " ").rstrip(" :")
 

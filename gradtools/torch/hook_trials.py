@@ -34,9 +34,9 @@ from gradtools.torch.autograd_graph import (
     tracked_in,
 )
 from gradtools.torch.double_backward import is_pushed_beneath
-from gradtools.torch.double_backward_trials import differs, is_tracked, told, wave
+from gradtools.torch.double_backward_trials import differs, is_tracked, on_one_line, wave
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
-from gradtools.torch.nondifferentiable import beside
+from gradtools.torch.nondifferentiable import with_gate
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.replaying.guards import mark, marked
@@ -114,8 +114,8 @@ def _gated(
     lost = cache(trial)
     there = [g for g in grads if g is not None]
     if pushed:
-        _ask(caller, lost, "inputs")
-        _ask(caller, lost, "cotangents")
+        _refuse_if_lost(caller, lost, "inputs")
+        _refuse_if_lost(caller, lost, "cotangents")
     if not there or not torch.is_grad_enabled():
         return list(grads)
     if not any(map(is_tracked, there)) and (inputs or behind):
@@ -126,18 +126,18 @@ def _gated(
             pass
     for which, sources in (("cotangents", behind), ("inputs", inputs)):
         if sources:
-            ask = partial(_ask, caller, lost, which)
-            there = list(beside(there, sources, ask, which == "inputs"))
+            check = partial(_refuse_if_lost, caller, lost, which)
+            there = list(with_gate(there, sources, check, which == "inputs"))
     left = iter(there)
     return [None if g is None else next(left) for g in grads]
 
 
-def _ask(caller: str, lost: Callable[[], set[str]], which: str) -> None:
+def _refuse_if_lost(caller: str, lost: Callable[[], set[str]], which: str) -> None:
     """Raises if hooks lose, or may lose, the derivative of the gradient along these."""
     try:
         found = lost()
     except Exception as error:
-        text = _UNTRIED.format(told(error))
+        text = _UNTRIED.format(on_one_line(error))
         raise LostDerivativeError(f"{caller}: f sets a hook on a gradient{text}") from error
     lost_along = sorted(found & {*_ALONG})
     if which in found or (lost_along and which == "inputs"):  # cotangents may depend on inputs
@@ -290,7 +290,7 @@ class _Hooks(TorchFunctionMode):
 
     def __init__(self, xs: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         super().__init__()
-        self.seen: list[_Hook] = []
+        self.recorded: list[_Hook] = []
         self._copies = {id(x): y for x, y in zip(xs, copies, strict=True)}
 
     def _within(self, x: Any) -> Any:
@@ -304,8 +304,8 @@ class _Hooks(TorchFunctionMode):
         if fun is torch.Tensor.register_hook:
             x, hook = args if len(args) > 1 else (*args, kwargs["hook"])
             if _is_users(hook):
-                self.seen.append(_Hook.of_tensor(x, hook))
-                hook = self.seen[-1].noting(hook)
+                self.recorded.append(_Hook.of_tensor(x, hook))
+                hook = self.recorded[-1].noting(hook)
             return fun(x, hook)
         return fun(*args, **kwargs)
 
@@ -411,7 +411,7 @@ class _Trial:
         mode, first = _Hooks(self.captured, copies), upstream.hooks_made()
         with put_back(self.run, self.xs), marked(""), mode:  # hooks set inside are the user's
             outs = self.run([x.view_as(x) for x in xs])
-            hooks = sorted([*mode.seen, *_set_on_nodes(outs, first)], key=attrgetter("order"))
+            hooks = sorted([*mode.recorded, *_set_on_nodes(outs, first)], key=attrgetter("order"))
             yield [*xs, *copies], hooks, outs
 
 

@@ -26,38 +26,42 @@ def gated(
     def refuse() -> None:
         raise GradtoolsError(message)
 
-    return beside(xs, sources, refuse, transposed)
+    return with_gate(xs, sources, refuse, transposed)
 
 
-def beside(
+def with_gate(
     xs: Sequence[Tensor],
     sources: Sequence[Tensor],
-    ask: Callable[[], None],
+    check: Callable[[], None],
     transposed: bool = False,
 ) -> tuple[Tensor, ...]:
-    """xs; differentiating any of them with respect to one of the sources first calls `ask`.
+    """xs; differentiating any of them with respect to one of the sources first calls `check`.
 
-    transposed: Whether that holds of xs' own pullback as well, as it does where xs is a linear
-        map's value: its transpose depends on the sources as the map does.
+    Args:
+        xs: The tensors.
+        sources: The tensors to guard.
+        check: Called in the backward pass to the sources; may raise.
+        transposed: Whether the pullback of xs gets the gate, too. It needs one if xs is the value
+            of a linear map, whose transpose depends on the sources as the map does.
     """
-    return _Beside.apply(len(xs), transposed, *xs, _Gate.apply(ask, *sources))
+    return _WithGate.apply(len(xs), transposed, *xs, _Gate.apply(check, *sources))
 
 
 class _Gate(torch.autograd.Function):
-    """A number with a graph to the sources; its backward pass calls `ask`."""
+    """A zero with a graph to the sources; its backward pass calls `check`."""
 
     @staticmethod
-    def forward(ask: Callable[[], None], *sources: Tensor) -> Tensor:
+    def forward(check: Callable[[], None], *sources: Tensor) -> Tensor:
         return sources[0].new_zeros(())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.ask, ctx.count = inputs[0], len(inputs)
+        ctx.check, ctx.count = inputs[0], len(inputs)
 
     @staticmethod
     @user_facing
     def backward(ctx: Any, ct: Tensor) -> Any:
-        ctx.ask()
+        ctx.check()
         return (None,) * ctx.count
 
     @staticmethod
@@ -65,12 +69,12 @@ class _Gate(torch.autograd.Function):
         return torch.zeros(())
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, ask: Any, *sources: Tensor) -> Any:
-        return _Gate.apply(ask, *sources), None
+    def vmap(info: Any, in_dims: Any, check: Any, *sources: Tensor) -> Any:
+        return _Gate.apply(check, *sources), None
 
 
-class _Beside(torch.autograd.Function):
-    """The identity on all tensors but the last, to which its graph leads as well."""
+class _WithGate(torch.autograd.Function):
+    """The identity on all tensors but the last, the gate, to which it adds an edge."""
 
     generate_vmap_rule = True
 
@@ -87,7 +91,7 @@ class _Beside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cts: Tensor) -> Any:
         if ctx.transposed:
-            cts = _Beside.apply(len(cts), True, *cts, *ctx.saved_tensors)
+            cts = _WithGate.apply(len(cts), True, *cts, *ctx.saved_tensors)
         return None, None, *cts, None
 
     @staticmethod

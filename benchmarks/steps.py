@@ -138,13 +138,18 @@ def _growth() -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
+def _priority() -> str:
+    ordinary = not hasattr(os, "SCHED_RR") or os.sched_getscheduler(0) != os.SCHED_RR
+    return "" if ordinary else " of real-time priority"
+
+
 def _page(rows: list[str], floors: list[str], growth: list[str]) -> list[str]:
     return [
         f"# Steps, {datetime.date.today()}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, jax {jax.__version__}",
         "",
         f"Median processor time of {RUNS} interleaved runs (of the longest 5) over the peer's, in "
-        f"one thread; the machine's load average was {os.getloadavg()[0]:.1f} on "
+        f"one thread{_priority()}; the machine's load average was {os.getloadavg()[0]:.1f} on "
         f"{os.cpu_count()} cores at the end. Before: the work as it was when the goals were set.",
         "",
         "| work | peer | before | goal | now |",

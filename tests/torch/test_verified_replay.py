@@ -367,3 +367,87 @@ def test_a_use_whose_argument_has_other_data_is_refused_in_the_second_derivative
     z.data = torch.zeros(3)
     with pytest.raises(GradtoolsError, match="the data of an argument was replaced after"):
         torch.autograd.grad(slope.sum(), y)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, k):
+        ctx.k = k
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct * ctx.k, None
+
+
+COEFFICIENTS = {  # of derivatives alone
+    "scale_gradient": lambda y, k: gt.scale_gradient(y, k),
+    "of a tensor": lambda y, k: gt.scale_gradient(y, torch.tensor(k)),
+    "clip_gradient": lambda y, k: gt.clip_gradient(y, 0.1 * k),
+    "transform_gradient": lambda y, k: gt.transform_gradient(y, lambda g: k * g),
+    "replace_gradient": lambda y, k: gt.replace_gradient(y, k * torch.ones_like(y)),
+    "by hand": lambda y, k: y.detach() + k * (y - y.detach()),
+    "a Function": _Scaled.apply,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        (name, how)
+        for name in COEFFICIENTS
+        for how in ("checkpoint", "chunked", "vmap")
+        if (name, how) != ("a Function", "vmap")  # torch.func takes no old-style Function
+    ],
+)
+def test_a_coefficient_of_the_derivative_that_an_iterator_gives_is_refused(name, how):
+    w, x = torch.tensor(1.5), torch.ones(4)
+
+    def gradient(next_of):
+        f = lambda w, x: COEFFICIENTS[name](w * x, next_of())
+        if how == "vmap":
+            return gt.per_example_grad(gt.checkpoint(f))(w, x)
+        remade = (
+            gt.checkpoint(f)
+            if how == "checkpoint"
+            else gt.chunked(f, 2, in_axes=(None, 0), keep_graphs=0)
+        )
+        return gt.grad(lambda w: remade(w, x).sum())(w)
+
+    assert gradient(lambda: 2.0).shape == (x.shape if how == "vmap" else ())
+    with pytest.raises(GradtoolsError, match="has other coefficients in its derivative"):
+        gradient(functools.partial(next, itertools.count(1.0)))
+
+
+def test_a_transform_of_gradients_may_count_its_calls():
+    calls = 0
+
+    def counted(g):
+        nonlocal calls
+        calls += 1
+        return 2 * g
+
+    f = gt.chunked(lambda x: gt.transform_gradient(x, counted), 1, keep_graphs=0)
+    assert gt.grad(lambda x: f(x).sum())(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_per_example_gradients_of_another_function_are_refused():
+    numbers = itertools.count(1)
+    f = gt.checkpoint(lambda w, x: w * x * next(numbers))
+    with pytest.raises(GradtoolsError, match="gives other numbers when it is computed again"):
+        gt.per_example_grad(f)(torch.tensor(1.0), torch.ones(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_use_that_forward_mode_computes_again_is_compared_bit_by_bit(dtype):
+    numbers = itertools.count()
+    state = lambda: 1.01 ** next(numbers)
+    z, y = torch.linspace(0.1, 1.0, 8, dtype=dtype), torch.ones(8, dtype=dtype)
+
+    def second(G):
+        inner = lambda y: gt.grad(lambda z: (gt.frozen(G)(z) * y).sum())(z)
+        return gt.grad(lambda y: inner(y).square().sum())(y)
+
+    assert second(lambda z: z.tanh() * 1.01).isfinite().all()
+    with pytest.raises(GradtoolsError, match="gives other numbers when it is computed again"):
+        second(lambda z: z.tanh() * state())

@@ -168,7 +168,7 @@ def _beside_peers() -> list[tuple[str, list[str], str]]:
         ("token means, error: a mean of ranks' means, `GradientAccumulator`", "off by",
          "Token", ("DDP, each rank's token mean", "each rank's token mean, mean over ranks"),
          (mean.format("group"), mean.format("axis_name")), ""),
-        ("Jacobian of 1,000 columns in three bands, memory: dense, `sparsity=`", "peak MB",
+        ("Jacobian of 3,000 columns in three bands, memory: dense, `sparsity=`", "peak MB",
          "Sparse", ("`torch.func.jacrev`, dense", "`jax.jacrev`, dense"),
          ("`sparsity=pattern`",) * 2, " MB"),
         ("through 6 inner steps, memory: double backward, `forward_over_reverse`", "peak MB",

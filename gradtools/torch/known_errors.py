@@ -134,6 +134,10 @@ _ADVICE = {
     "Batching rule not implemented for": _NO_VMAP,
     "querying is_contiguous inside of vmap": _NO_VMAP,
     "expand is unsupported for Sparse tensors": _NO_VMAP,
+    NO_STRIDES: (
+        "f multiplies by a CSR matrix, of which PyTorch's vmap has no tangent. Convert it by "
+        "to_sparse_coo(), or take chunk_size=1, a plain loop."
+    ),
     "You are attempting to call Tensor.requires_grad_()": (
         "f calls requires_grad_(), as torch.cond does, which torch.func's transforms refuse. "
         "per_example_grad and jacobian take chunk_size=1, a plain loop."

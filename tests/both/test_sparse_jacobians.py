@@ -279,6 +279,23 @@ def test_one_number_of_one_number_has_a_sparse_derivative(gt):
     assert found.shape == () and float(dense(found)) == 6.0
 
 
+def test_a_constant_sparse_matrix_is_read_and_multiplied():
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    x, A = torch.arange(1.0, 5), torch.diag(torch.arange(3.0), 1)
+    expected = 2 * (A @ x)[:, None] * A
+    coo, csr = ((lambda x, B=B: (B @ x) ** 2) for B in (A.to_sparse(), A.to_sparse_csr()))
+    found = gt.jacobian(coo, sparsity="detect")(x)
+    assert found._nnz() == 2  # the first of three entries is zero
+    torch.testing.assert_close(found.to_dense(), expected)
+    found = gt.jacobian(csr, sparsity=A, chunk_size=1)(x)
+    torch.testing.assert_close(found.to_dense(), expected)
+    torch.testing.assert_close(gt.jvp(csr, (x,), (x,))[1], expected @ x)
+    with pytest.raises(GradtoolsError, match=r"CSR matrix.*chunk_size=1"):
+        gt.jacobian(csr, sparsity=A)(x)
+
+
 def test_a_pattern_of_a_hessian_is_square(gt):
     with pytest.raises(GradtoolsError, match="expected a square matrix"):
         gt.hessian(lambda x: energy(gt, x), sparsity=np.ones((5, N)))(gt.asarray(X))

@@ -276,6 +276,17 @@ def test_memory_of_long_sequences_is_linear_in_the_length():
     assert long < 1.6 * short < 4 * 1024 * 1024 * 4 * 4  # less than four matrices of scores
 
 
+def test_long_attention_in_a_checkpoint_has_the_gradient_of_the_whole():
+    torch.manual_seed(0)
+    xs = [torch.randn(1, 4, 512, 2, requires_grad=k < 3, dtype=torch.float64) for k in range(6)]
+
+    def gradient(way: str) -> Any:
+        y, dy = gt.jvp(partial(CHECKPOINTS[way], _attend), tuple(xs[:3]), tuple(xs[3:]))
+        return torch.autograd.grad((y * dy).sum(), xs[:3])
+
+    torch.testing.assert_close(gradient("torch"), gradient("whole"))
+
+
 @pytest.mark.parametrize(
     "options", [{"is_causal": True}, {"attn_mask": True}], ids=["causal", "mask"]
 )

@@ -258,7 +258,8 @@ _LONG, _MANY = 2**18, 2**20  # scores of one head, and of all: tiles take twice 
 
 def _is_long(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether attention is tiled: for many scores, not with broadcast leading axes or compiled."""
-    if query.dim() < 2 or query.dim() != key.dim() or is_compiling():
+    hooked = upstream.saved_tensors_hooks_on(False) is not None  # torch.func refuses such hooks
+    if query.dim() < 2 or query.dim() != key.dim() or is_compiling() or hooked:
         return False
     leading, scores = query.shape[:-2], query.shape[-2] * key.shape[-2]
     shared = leading[:-1] == key.shape[:-3] and key.shape[:-1] == value.shape[:-1]

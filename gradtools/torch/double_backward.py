@@ -130,7 +130,7 @@ class _MappedNorms(TorchFunctionMode):
     names = ("layer_norm", "batch_norm", "instance_norm", "native_layer_norm", "native_batch_norm")
     found = False
 
-    def around(self, fun: Fun) -> Rerunnable:
+    def around(self, fun: Fun) -> Any:
         def run(leaves: Sequence[Any]) -> list[Any]:
             with self:
                 fun(*leaves)

@@ -38,7 +38,7 @@ def constants_of(nodes: Iterable[Any]) -> Constants:
             if getattr(point, "linearized", None) is not None:  # of a rule
                 result += _closed_over(point.linearized.cotangent, _DEPTH)
             continue
-        for name, is_tensor in upstream.saved_by(type(node)):
+        for name, is_tensor in upstream.saved_by(type(node)):  # type: ignore[arg-type]
             if is_tensor:
                 result += [(x, None) for x in _bits_of(upstream.packed(node, name), _SMALL)]
             elif isinstance(value := upstream.saved(node, name), _NUMBERS):

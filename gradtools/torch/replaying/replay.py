@@ -397,7 +397,7 @@ class Forward(ChunkProgram):
         else:
             self._note_end(self.count)
         if self.verification is not None and not unchanged:
-            self.verification.held = self.start.watched_now()
+            self.verification.later = self.start.watched_now()
 
     def _check_modes(self) -> None:
         """Raises if f changes a global mode, in which the next chunk would run."""

@@ -55,6 +55,13 @@ _HINTS: dict[str, str | dict[str, str]] = {
 }
 
 
+def passed_on(error: Exception) -> str:
+    """What to write instead of a keyword that an operator passed on to f; "" for other errors."""
+    unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
+    hint = _HINTS.get(unknown[1]) if unknown else None
+    return f" Instead of {unknown[1]}=, {hint}." if unknown and isinstance(hint, str) else ""
+
+
 def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:
     """A better error for a call that does not match an operator's signature.
 

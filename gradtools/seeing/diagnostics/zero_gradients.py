@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from gradtools.arguments.keyword_hints import passed_on
 from gradtools.backend import Operators, P, R
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError, warn
@@ -276,7 +277,7 @@ class SeeingOperators(Operators):
             message = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
             raise GradtoolsError(
                 f"{program.caller}: f raised {message}{place_of(error)}. It must run at the given "
-                "arguments."
+                "arguments." + passed_on(error)
             ) from error
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradtools.arguments.checks import order_among
+from gradtools.arguments.keyword_hints import passed_on
 from gradtools.backend import Operators, P
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
@@ -171,4 +172,5 @@ class Graphing(Operators):
             once = ("", ", differentiated once,", ", differentiated twice,")[order]
             raise GradtoolsError(
                 f"gradient_graph: f{once} raised {what}. It must run at the given arguments."
+                + passed_on(error)
             ) from error

@@ -230,7 +230,7 @@ def _parts(x: Any) -> list[Any]:
         return sorted(x, key=repr)
     if parts := parts_of(x):
         return parts
-    if hasattr(x, "call_wrapped"):  # JAX's `WrappedFun`
+    if hasattr(x, "call_wrapped"):  # JAX's WrappedFun
         return [x.f, *x.params]
     wrapped = [x.__wrapped__] if hasattr(x, "__wrapped__") else []
     return wrapped + list(getattr(x, "__dict__", {}).values())

@@ -43,7 +43,7 @@ _LEAF = jax.tree.structure(0)
 
 
 def is_array(x: Any) -> bool:
-    # A `TypedFloat`, a literal of a jaxpr, is also registered as a jax.Array.
+    # A TypedFloat, a literal of a jaxpr, is also registered as a jax.Array.
     return isinstance(x, jax.Array) and not isinstance(x, int | float | complex)
 
 

@@ -294,6 +294,9 @@ def bookkeeping() -> tuple[Any, ...]:
     return (*functions, *([] if fsdp is None else [fsdp.RegisterPostBackwardFunction]))
 
 
+OPERATORS = "torch._ops"  # the modules of operators, by namespace, are in it
+
+
 def checkpoint_operator() -> Any:
     """The operator that dynamo takes `torch.utils.checkpoint` for. Gone: the graph breaks there."""
     module = sys.modules.get("torch._higher_order_ops.wrap")

@@ -43,9 +43,9 @@ from gradtools.torch.autograd_graph import (
 )
 from gradtools.torch.double_backward_trials import (
     InnerGraphs,
-    RecordedCall,
     TangentTrial,
     Trial,
+    TrialCall,
     Untried,
     is_tracked,
     on_one_line,
@@ -286,7 +286,7 @@ class Called:
         if key.fine(False):
             return False
         try:
-            return "inputs" in (_test_call(key, RecordedCall.of(self.args), False) or ())
+            return "inputs" in (_test_call(key, TrialCall.of(self.args), False) or ())
         except Untried:  # undecided: no loss is reported
             return False
 
@@ -348,7 +348,7 @@ def gated_call(caller: str, kind: Any, beneath: Any, args: Args) -> Any:
     key = _Key(kind, tuple([is_tracked(x) or t is not None for x, t in duals]), True)
     if not (inputs or along) or not _pushes(kind) or key.fine(False):
         return out
-    gating = _Gating(caller, key, partial(_lost_by, key, RecordedCall.of(args)), ())
+    gating = _Gating(caller, key, partial(_lost_by, key, TrialCall.of(args)), ())
 
     def gated(y: Any) -> Any:
         primal, t = _unpacked(y)
@@ -381,7 +381,7 @@ class _Calls(TorchFunctionMode):
     def __init__(self, caller: str) -> None:
         super().__init__()
         self.caller = caller
-        self._example: RecordedCall | None = None  # of a call under vmap
+        self._example: TrialCall | None = None  # of a call under vmap
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         if fun is not upstream.custom_function_call or args[0].__module__.startswith(OWN[0]):
@@ -393,7 +393,7 @@ class _Calls(TorchFunctionMode):
             return out
         before = self._example
         if before is None and not _Key(upstream.users_class(args[0]), _needs(args[1:])).fine(False):
-            self._example = RecordedCall.of(args[1:])
+            self._example = TrialCall.of(args[1:])
         try:
             with self:  # intercepts the class that vmap generates from this one
                 return upstream.redispatch_function(fun, (), args, {})
@@ -406,7 +406,7 @@ class _Calls(TorchFunctionMode):
         key = _Key(kind, _needs(args))
         if not nodes or key.fine(False) or any(isinstance(x, Tensor) and x.is_meta for x in args):
             return  # on the meta device there are no numbers
-        call = self._example or RecordedCall.of(args)
+        call = self._example or TrialCall.of(args)
         gating = _Gating(self.caller, key, partial(_lost_by, key, call), ())
         moving = [x for x, needed in zip(args, key.needs, strict=True) if needed]
 
@@ -432,7 +432,7 @@ def _needs(args: Args) -> tuple[bool, ...]:
     return tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
 
 
-def _lost_by(key: _Key, call: RecordedCall, forward: bool) -> set[str]:
+def _lost_by(key: _Key, call: TrialCall, forward: bool) -> set[str]:
     """What a call with these values loses."""
     if any(x is None and needed for x, needed in zip(call.args, key.needs, strict=True)):
         raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
@@ -555,7 +555,7 @@ def _is_fine(node: Any) -> bool:
 
 
 def _test_call(
-    key: _Key, call: RecordedCall, forward: bool, apply: Any = None, noted: bool = True
+    key: _Key, call: TrialCall, forward: bool, apply: Any = None, noted: bool = True
 ) -> set[str] | None:
     """Tests a call and records the verdict of its class: what it loses, or None if undecided.
 
@@ -594,7 +594,7 @@ def _lost_in_rerun(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool)
     result: list[set[str] | None] = []
     why: list[str] = []
 
-    def tried(call: RecordedCall, apply: Any = None) -> None:
+    def tried(call: TrialCall, apply: Any = None) -> None:
         if len(result) < _CALLS:
             try:
                 result.append(_test_call(key, call, forward, apply, noted=False))
@@ -630,7 +630,7 @@ class _RecordedCalls:
     never_changes = True
 
     def __init__(self) -> None:
-        self.recorded: list[RecordedCall] = []
+        self.recorded: list[TrialCall] = []
 
 
 @contextmanager
@@ -652,7 +652,7 @@ def _forwards(key: _Key) -> Iterator[_RecordedCalls]:
         args = given[1:] if old else given
         needs = tuple([isinstance(x, Tensor) and is_tracked(x) for x in args])
         if threading.get_ident() == thread and len(result.recorded) < _CALLS and key.like(needs):
-            result.recorded.append(RecordedCall.of(args))
+            result.recorded.append(TrialCall.of(args))
         return forward(*given, **kwargs)
 
     kind.forward = staticmethod(noted)
@@ -668,7 +668,7 @@ def _forwards(key: _Key) -> Iterator[_RecordedCalls]:
 class _OperatorCalls(TorchFunctionMode):
     """A function mode that tests the calls of operators whose graph contains a C++ Function."""
 
-    def __init__(self, key: _Key, tried: Callable[[RecordedCall, Any], None]) -> None:
+    def __init__(self, key: _Key, tried: Callable[[TrialCall, Any], None]) -> None:
         super().__init__()
         self.key, self.tried = key, tried
 
@@ -679,7 +679,7 @@ class _OperatorCalls(TorchFunctionMode):
             outs = [y for y in upstream.tree_leaves(out) if isinstance(y, Tensor)]
             own = graph_of(outs) - graph_of([x for x in flat if isinstance(x, Tensor)])
             if any(is_cpp_function(node) and _key_of(node) == self.key for node in own):
-                self.tried(RecordedCall.of(tuple(flat)), partial(_called_flat, fun, treedef))
+                self.tried(TrialCall.of(tuple(flat)), partial(_called_flat, fun, treedef))
         return out
 
 

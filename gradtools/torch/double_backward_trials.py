@@ -41,7 +41,7 @@ class _Raises(Exception):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RecordedCall:
+class TrialCall:
     """The arguments of one call of a class, copied.
 
     Attributes:
@@ -57,14 +57,14 @@ class RecordedCall:
     originals: Args = ()
 
     @classmethod
-    def of(cls, args: Args) -> RecordedCall:
+    def of(cls, args: Args) -> TrialCall:
         with upstream.temporarily_clear_interpreter_stack():
             result = cls._of(args)
         wrapped = any(isinstance(x, Tensor) and upstream.is_wrapped(x) for x in args)
         return result if wrapped else replace(result, originals=args)
 
     @classmethod
-    def _of(cls, args: Args) -> RecordedCall:
+    def _of(cls, args: Args) -> TrialCall:
         copies = [value_of(x).clone() if isinstance(x, Tensor) else x for x in args]
         others = [k for k, x in enumerate(args) if not isinstance(x, Tensor)]
         moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and is_tracked(x)]

@@ -972,3 +972,45 @@ def test_a_table_is_read_at_a_number_of_vmaps():
     table = torch.arange(3.0)
     with upstream.indexing_by_numbers():
         assert torch.vmap(lambda i: table[i])(torch.tensor([2, 0])).tolist() == [2.0, 0.0]
+
+
+def test_dynamo_takes_a_checkpoint_for_an_operator():
+    from torch.utils.checkpoint import checkpoint
+
+    graphs = []
+
+    def backend(module, example_inputs):
+        graphs.append(module.graph)
+        return module
+
+    run = torch.compile(lambda x: checkpoint(torch.exp, x, use_reentrant=False), backend=backend)
+    run(_x()).sum().backward()
+    assert upstream.checkpoint_operator() in {
+        node.target for graph in graphs for node in graph.nodes
+    }
+    assert torch.ops.aten.exp.__module__ == f"{upstream.OPERATORS}.aten"
+
+
+def test_the_tensors_and_numbers_that_a_node_saved_are_listed():
+    x = _x()
+    node = (x**3).grad_fn
+    assert set(upstream.saved_by(type(node))) == {("self", True), ("exponent", False)}
+    (saved,) = upstream.packed(node, "self")
+    assert torch.equal(upstream.unpacked(saved), x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        node = (x**3).grad_fn  # what it saved lives as long as it
+    (packed,) = upstream.packed(node, "self")
+    assert upstream.unpacked(packed) is None
+
+
+def test_a_function_whose_code_is_skipped_is_compiled_only_within_another():
+    seen = []
+
+    def fun(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    upstream.skip_code(fun)
+    torch.compile(fun, backend="eager")(_x())
+    assert seen == [False]
+    torch.compile(lambda x: fun(x) * 2, backend="eager", fullgraph=False)(_x())

@@ -471,7 +471,7 @@ class _Vmaps:
     """The vmap functions that `rules.batched` needs of a framework.
 
     Attributes:
-        axis: JAX's `AxisData`: the size and the names of the mapped axis.
+        axis: JAX's AxisData: the size and the names of the mapped axis.
     """
 
     axis: Any

@@ -328,7 +328,7 @@ def _is_custom(operator: Any) -> bool:
 
 
 _OWN = ("aten", "prim", "prims", "gradtools")
-_OWN_MODULES = tuple([f"torch._ops.{name}" for name in _OWN])
+_OWN_MODULES = tuple([f"{upstream.OPERATORS}.{name}" for name in _OWN])
 
 
 # --- TorchScript, which no mode intercepts -------------------------------------------------------

@@ -34,9 +34,9 @@ def constants_of(nodes: Iterable[Any]) -> Constants:
             result += [(x, None) for x in _bits_of(upstream.packed(node, "tensors"))]
             numbers = {k: v for k, v in vars(node).items() if isinstance(v, _NUMBERS)}
             result += [(repr(value), None) for value in numbers.values()]
-            point = getattr(node, "point", None)
-            if getattr(point, "linearized", None) is not None:  # of a rule
-                result += _closed_over(point.linearized.cotangent, _DEPTH)
+            linearized = getattr(getattr(node, "point", None), "linearized", None)
+            if linearized is not None:  # of a rule
+                result += _closed_over(linearized.cotangent, _DEPTH)
             continue
         for name, is_tensor in upstream.saved_by(type(node)):  # type: ignore[arg-type]
             if is_tensor:

@@ -33,7 +33,7 @@ _LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LinearMap:
+class CheckedMap:
     """A linear map of a rule at some residuals, to be checked.
 
     Attributes:
@@ -76,7 +76,7 @@ class LinearMap:
 # --- is it zero at zero? -----------------------------------------------------------------
 
 
-def check_zero(linear_map: LinearMap) -> None:
+def check_zero(linear_map: CheckedMap) -> None:
     """Raises if a map is not zero at zero, as if the author forgot the tangent."""
     contract = linear_map.rule.contract
     if contract is not None:
@@ -84,7 +84,7 @@ def check_zero(linear_map: LinearMap) -> None:
         contract.check_once(*key, check=lambda: _is_zero(linear_map))
 
 
-def _is_zero(linear_map: LinearMap) -> bool:
+def _is_zero(linear_map: CheckedMap) -> bool:
     """Runs the check. Returns False if it cannot be decided, as if the map fails at made-up values.
 
     What the map raises in plain eager code is the user's own error, and propagates.
@@ -109,7 +109,7 @@ def _is_zero(linear_map: LinearMap) -> bool:
     return True
 
 
-def _first_not_zero(linear_map: LinearMap) -> int | None:
+def _first_not_zero(linear_map: CheckedMap) -> int | None:
     """The index of the first result that is not zero for zero vectors."""
     likes, drawn = linear_map.likes, Randomness.now(linear_map.at)
     with upstream.disable_current_modes(), torch.no_grad(), restored(drawn):
@@ -163,7 +163,7 @@ def _kernels_refused(yes: bool = True) -> Iterator[None]:
 # --- is it linear? -----------------------------------------------------------------------
 
 
-def check_linear(linear_map: LinearMap) -> None:
+def check_linear(linear_map: CheckedMap) -> None:
     """Raises if a map does not preserve sums and multiples.
 
     Runs once for each rule, with fixed vectors, so that it draws no random numbers.

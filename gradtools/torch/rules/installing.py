@@ -62,7 +62,7 @@ from gradtools.torch.operation_marks import RULE
 from gradtools.torch.patches import are_watched
 from gradtools.torch.plain_programs.backward_nodes import corrected_vjp
 from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.rules.checking import LinearMap, check_linear, check_zero
+from gradtools.torch.rules.checking import CheckedMap, check_linear, check_zero
 from gradtools.torch.rules.transposing import in_eager, in_own_transpose, transposed
 
 Tensor = torch.Tensor
@@ -251,7 +251,7 @@ def _pushed(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
         likes = [like(x) for x in xs]
         if rule.fills("tangent"):
             dxs = filled(dxs, likes)
-        check_zero(LinearMap(rule, "tangent", lambda xs, dxs: rule.jvp(xs, dxs)[1], xs, likes))
+        check_zero(CheckedMap(rule, "tangent", lambda xs, dxs: rule.jvp(xs, dxs)[1], xs, likes))
         return as_duals(rule, xs, dxs, *rule.jvp(xs, dxs))
     out = _evaluate(point, xs)
     assert point.linearized is not None
@@ -754,9 +754,9 @@ def _saved(ctx: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors[: len(ctx.point.linearized.saves)]
 
 
-def _linear_map(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> LinearMap:
+def _linear_map(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> CheckedMap:
     """A map to check; with avals, so that compiled code can evaluate the rule at made-up inputs."""
-    return LinearMap(ctx.point.rule, which, run, at, likes, ctx.avals)
+    return CheckedMap(ctx.point.rule, which, run, at, likes, ctx.avals)
 
 
 def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
@@ -848,7 +848,7 @@ def transpose(
 ) -> list[Any]:
     """The transpose of `vs -> linear(at, *vs)`, of tensors like `examples`, at `values`."""
     run = lambda at, vs: linear(at, *vs)
-    check_linear(LinearMap(rule, which, run, at, [like(e) for e in examples]))
+    check_linear(CheckedMap(rule, which, run, at, [like(e) for e in examples]))
     return transposed(rule, run, at, examples, values)
 
 

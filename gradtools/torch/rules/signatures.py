@@ -31,7 +31,7 @@ from gradtools.torch.patches import WATCHING
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import installing
-from gradtools.torch.rules.checking import LinearMap, check_linear
+from gradtools.torch.rules.checking import CheckedMap, check_linear
 from gradtools.torch.rules.installing import (
     RuleApplication,
     attach,
@@ -564,7 +564,7 @@ def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
     types = signature.likes, signature.avals
     with unpacked():
         try:
-            check_linear(LinearMap(specialized.rule, "tangent", specialized.tangent, xs, *types))
+            check_linear(CheckedMap(specialized.rule, "tangent", specialized.tangent, xs, *types))
             if avals not in specialized.outs:
                 with torch.no_grad(), restored(Randomness.now(xs)):
                     specialized.tangent(xs, [torch.zeros_like(x) for x in xs])
@@ -657,5 +657,5 @@ def _may_transpose(signature: _Signature, xs: Any, out: Tensor, res: Any) -> boo
     maps = specialized.maps(ys, extras, kept, signature.out_def(), signature.expected)
     at = maps.saved(xs)[: len(kept.places)]
     assert maps.cotangent is not None
-    check_linear(LinearMap(specialized.rule, "cotangent", maps.cotangent, at, [like(out)]))
+    check_linear(CheckedMap(specialized.rule, "cotangent", maps.cotangent, at, [like(out)]))
     return True

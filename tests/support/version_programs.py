@@ -36,7 +36,7 @@ def program(needs: str, title: str) -> Callable[[Callable[[], None]], Callable[[
 
 SECOND = "second derivative of a user's Function, plain, chunked, checkpointed, frozen"
 RANDOM = "`checkpoint` of dropout, the same mask twice"
-BATCHES = "`chunked` of batch normalisation in bfloat16, and its running statistics"
+BATCHES = "`chunked` of batch normalization in bfloat16, and its running statistics"
 FROZEN = "`frozen`: a second derivative through a network"
 ATTENTION = "`jvp` and `hvp` of attention"
 COMPILED = "`compile` of a gradient"

@@ -273,7 +273,8 @@ class Finding:
         argument: The leaf that loses its gradient, such as "argument 0['w']".
         kind: A key of `KINDS`.
         operation: The operation's name, in the framework's own word.
-        source: The innermost line of the user's own code, if known.
+        source: The innermost line of the user's own code, if known: ``.file``, ``.line`` and
+            ``.function``.
         scope: The modules it runs in, outermost first.
         whole: Whether the whole gradient is lost, not only one term.
         detail: Additional text: the framework's own message, a name.

@@ -116,8 +116,9 @@ class SeeingOperators(Operators):
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `GradientReport`, false when nothing is lost: ``.findings`` with kind, line and fix
-            each, ``str()`` to read, ``.to_json()`` to keep.
+            A `GradientReport`, false when nothing is lost: ``.findings``, one for each leaf and
+            cause, with ``argument``, ``kind``, ``source`` (``.file``, ``.line``, ``.function``)
+            and ``fix``; ``str()`` to read, ``.to_json()`` to keep.
 
         Raises:
             GradtoolsError: argnums is out of range or names an integer argument; f raises for

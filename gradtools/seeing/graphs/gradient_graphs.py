@@ -109,8 +109,8 @@ class Graphing(Operators):
             backward of the backward   x, c, v  ->  d<g, v>/dx, d<g, v>/dc
 
         Each operation belongs to a pass (``node.phase``) and has the line of f that it comes from,
-        the modules around it, and a mark if it belongs to a custom rule, an edited gradient, a
-        chunk, a frozen function or a checkpoint. A value that a later pass reads was saved for it:
+        the modules around it, and a ``node.mark``: "custom rule", "edited gradient", "chunked",
+        "frozen" or "checkpoint" if it belongs to one, else empty. A value that a later pass reads was saved for it:
         ``edge.saved``, with its bytes. If a derivative is lost, the edge says why.
 
         In PyTorch f runs once and is differentiated, with its effects undone; the operations are

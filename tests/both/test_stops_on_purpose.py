@@ -58,6 +58,22 @@ def vq_vae_by_one_hot(gt, p):
     return vq_vae(gt, p, nearest_by_one_hot)
 
 
+def vq_vae_by_straight_through(gt, p, surrogate=False):
+    x, stop = rows(gt, 6, 5), gt.stop_gradient
+    z = x @ p["encoder"]
+    q = nearest(gt, p["codes"], z)
+    code = stop(q)
+    if surrogate:
+        passed = gt.straight_through(lambda z, c: c, lambda z, c: z)(z, code)
+    else:
+        passed = gt.straight_through(lambda z: code)(z)
+    return mse(gt, passed @ p["decoder"], x) + mse(gt, q, stop(z)) + 0.25 * mse(gt, z, code)
+
+
+def vq_vae_by_a_surrogate(gt, p):
+    return vq_vae_by_straight_through(gt, p, surrogate=True)
+
+
 def symmetric_stops(gt, p):
     a, b = p["a"], p["b"]
     return mse(gt, a, gt.stop_gradient(b)) + 0.25 * mse(gt, b, gt.stop_gradient(a))
@@ -206,6 +222,8 @@ def sticking_the_landing(gt, p):
 HEALTHY = {
     vq_vae: {"encoder": (5, 3), "codes": (7, 3), "decoder": (3, 5)},
     vq_vae_by_one_hot: {"encoder": (5, 3), "codes": (7, 3), "decoder": (3, 5)},
+    vq_vae_by_straight_through: {"encoder": (5, 3), "codes": (7, 3), "decoder": (3, 5)},
+    vq_vae_by_a_surrogate: {"encoder": (5, 3), "codes": (7, 3), "decoder": (3, 5)},
     symmetric_stops: {"a": (6, 3), "b": (6, 3)},
     simsiam: {"w": (5, 4), "head": (4, 4)},
     byol: {"online": (5, 4), "head": (4, 4)},

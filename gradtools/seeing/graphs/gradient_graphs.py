@@ -110,8 +110,9 @@ class Graphing(Operators):
 
         Each operation belongs to a pass (``node.phase``) and has the line of f that it comes from,
         the modules around it, and a ``node.mark``: "custom rule", "edited gradient", "chunked",
-        "frozen" or "checkpoint" if it belongs to one, else empty. A value that a later pass reads was saved for it:
-        ``edge.saved``, with its bytes. If a derivative is lost, the edge says why.
+        "frozen" or "checkpoint" if it belongs to one, else empty. A value that a later pass reads
+        was saved for it: ``edge.saved``, with its bytes. If a derivative is lost, the edge says
+        why.
 
         In PyTorch f runs once and is differentiated, with its effects undone; the operations are
         those of aten, and all intermediates are kept until the graph is made. In JAX f is traced.

@@ -399,12 +399,13 @@ def _is_stopped_after(graph: PlainGraph, loss: Loss, term: int) -> bool:
 
 
 def _flows_to(graph: PlainGraph, loss: Loss, term: int) -> bool:
-    """Whether what is stopped there flows on to the term, but for stops with its derivative."""
+    """Whether what is stopped there reaches the term with its derivative, stops and edits aside."""
     reached = set(_place(graph, loss).outputs)
     for node in graph.nodes:
         for value, row in zip(node.outputs, links_of(graph, node), strict=True):
             flows = zip(node.inputs, row, strict=True)
-            stopped = node.loss in _STOPPED and graph.values[value].is_inexact
+            meant = node.loss in _STOPPED or node.mark == "edited gradient"
+            stopped = meant and graph.values[value].is_inexact
             if any(v in reached and (link == _FULL or stopped) for v, link in flows):
                 reached.add(value)
     return term in reached

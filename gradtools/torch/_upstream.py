@@ -463,27 +463,6 @@ def saved(node: Any, name: str, *default: Any) -> Any:
     return getattr(node, f"_saved_{name}", *default)
 
 
-@cache
-def saved_by(kind: Any) -> list[tuple[str, bool]]:
-    """The names of what a kind of PyTorch's own nodes saves, and whether that is a tensor."""
-    names = [name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_")]
-    return [(name, hasattr(kind, f"_raw_saved_{name}")) for name in names]
-
-
-def packed(node: Any, name: str) -> Sequence[Any]:
-    """The tensors that a node saved under a name, before hooks on saved tensors unpack them."""
-    saved = getattr(node, f"_raw_saved_{name}", ())
-    return saved if isinstance(saved, tuple) else (saved,)
-
-
-def unpacked(saved: Any) -> Tensor | None:
-    """A saved tensor, which no hook packed. Gone (before 2.9): none is read."""
-    if getattr(saved, "unpack_hook", saved) is not None:
-        return None
-    x: Tensor | None = saved.data
-    return x if x is not None and x.device.type == "cpu" else None
-
-
 def arrays_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """The shape and dtype of each output of a node. Gone: they are not reported."""
     return [(tuple(x.shape), x.dtype) for x in getattr(node, "_input_metadata", ())]

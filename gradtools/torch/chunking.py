@@ -20,8 +20,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
 from gradtools.torch.modes import NOTHING, without_cached_weights
-from gradtools.torch.replaying.consistency import RunKey, is_compiled, run_key
-from gradtools.torch.replaying.constants import is_readable
+from gradtools.torch.replaying.consistency import RunKey, is_compiled, is_readable, run_key
 from gradtools.torch.replaying.guards import (
     is_plain,
     is_recomputing,

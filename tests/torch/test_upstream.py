@@ -991,18 +991,6 @@ def test_dynamo_takes_a_checkpoint_for_an_operator():
     assert torch.ops.aten.exp.__module__ == f"{upstream.OPERATORS}.aten"
 
 
-def test_the_tensors_and_numbers_that_a_node_saved_are_listed():
-    x = _x()
-    node = (x**3).grad_fn
-    assert set(upstream.saved_by(type(node))) == {("self", True), ("exponent", False)}
-    (saved,) = upstream.packed(node, "self")
-    assert torch.equal(upstream.unpacked(saved), x)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        node = (x**3).grad_fn  # what it saved lives as long as it
-    (packed,) = upstream.packed(node, "self")
-    assert upstream.unpacked(packed) is None
-
-
 def test_a_function_whose_code_is_skipped_is_compiled_only_within_another():
     seen = []
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,13 +31,6 @@ from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual
 from gradtools.torch.operation_marks import OWN_HOOKS
-from gradtools.torch.replaying.constants import (
-    Constants,
-    are_other,
-    checksum,
-    constants_of,
-    is_readable,
-)
 from gradtools.torch.replaying.guards import is_recorded
 from gradtools.torch.state import contents_of
 
@@ -115,13 +109,9 @@ class Verification:
         self._outputs_exactly = self.exact or (forward.compares_bits and not self.is_compiled)
         self.places: dict[int, list[int]] = {}  # the positions of compared outputs
         self.outs: dict[int, list[Figures]] = {}
-        # Of outputs that forward mode computes again, by other kernels perhaps.
-        self._looks_at_bits = not (self._outputs_exactly or self.is_compiled)
-        self._bits: dict[int, list[Figures]] = {}
         self.modules: dict[int, list[tuple[torch.nn.Module, list[Figures]]]] = {}
         self.leaves: dict[int, dict[int, Tensor]] = {}
         self.kinds: dict[int, Counter[str]] = {}  # of the nodes of each chunk's graph
-        self.constants: dict[int, Constants] = {}  # which these saved
         self.batches: Any = ()
         self.later: list[tuple[Tensor, str]] = []  # tensors that f can reach after the first pass
         self.compared = False  # whether anything was
@@ -185,21 +175,14 @@ class Verification:
         self.batches, self.modules[i] = batches, modules
         self.places[i] = _differentiated(outs)
         self.outs[i] = self._figures_of_outputs(outs, i)
-        if self._looks_at_bits:
-            self._bits[i] = self._figures([outs[k] for k in self.places[i]], exact=True)
 
-    def compare(
-        self, i: int, outs: Any, modules: Any, own: Any, batches: Any, anew: Callable[[], Any]
-    ) -> None:
+    def compare(self, i: int, outs: Any, modules: Any, own: Any, batches: Any) -> None:
         """Raises if the recomputation of chunk i differs.
 
         own: The inputs of its graph, if the graph is compared as well.
-        anew: Computes the chunk as in the first pass.
         """
         if batches != self.batches:
             return  # a batch of examples is recomputed for a first pass of one
-        if self._looks_at_bits and not self._has_bits(i, outs) and not self._has_bits(i, anew()):
-            raise self._other(i, self._where(i, modules))
         new = self._figures_of_outputs(outs, i)
         self.compared |= list(map(len, new)) == list(map(len, self.outs[i]))
         differences = _differences(self.outs[i], new)
@@ -213,10 +196,6 @@ class Verification:
             self._compare_leaves(i, outs, own)
 
     # --- numbers
-
-    def _has_bits(self, i: int, outs: Sequence[Any]) -> bool:
-        compared = [outs[k] for k in self.places[i]]
-        return not any(_differences(self._bits[i], self._figures(compared, exact=True)))
 
     def _figures_of_outputs(self, outs: Sequence[Any], i: int) -> list[Figures]:
         compared = [outs[k] for k in self.places[i]]
@@ -234,7 +213,7 @@ class Verification:
         if exact is None:
             exact = self.exact
         return [
-            checksum(x) if self.exact or (exact and x.device.type == "cpu") else figures(x, sample)
+            _checksum(x) if self.exact or (exact and x.device.type == "cpu") else figures(x, sample)
             for x in leaves
         ]
 
@@ -282,7 +261,7 @@ class Verification:
         if leaves.keys() == first.keys():
             # Recompiled code may have other nodes.
             if self.reached.comparable and not self.is_compiled:
-                self._compare_nodes(i, nodes)
+                self._compare_nodes(i, kinds_of(nodes))
             return
         names = {id(x): name for x, name in (*self.reached.watched, *self.later)}
         others = [x for k, x in {**first, **leaves}.items() if (k in first) != (k in leaves)]
@@ -301,14 +280,8 @@ class Verification:
             f"computed again: its graph {lost} {name}. {_KEEPS}"
         )
 
-    def keep_graph(self, i: int, leaves: dict[int, Tensor], nodes: list[Any]) -> None:
-        """Keeps what is compared of the first pass's graph of chunk i."""
-        self.leaves[i] = leaves
-        self.kinds[i], self.constants[i] = kinds_of(nodes), constants_of(nodes)
-
-    def _compare_nodes(self, i: int, nodes: list[Any]) -> None:
-        """Raises if the graphs have other nodes or constants, though leaves and numbers agree."""
-        found = kinds_of(nodes)
+    def _compare_nodes(self, i: int, found: Counter[str]) -> None:
+        """Raises if the graphs have other nodes, although leaves and numbers are the same."""
         if any(kind.startswith("CompiledFunction") for kind in (*self.kinds[i], *found)):
             return  # compiled in the first pass, but not in the recomputation, or vice versa
         other = (self.kinds[i] - found) + (found - self.kinds[i])
@@ -318,13 +291,6 @@ class Verification:
                 f"{self.caller}: chunk {i} is differentiated through other operations when it is "
                 f"computed again: its graph holds {kind} inputs {self.kinds[i][kind]} times first, "
                 f"then {found[kind]} times. {_KEEPS}"
-            )
-        if are_other(self.constants[i], constants_of(nodes)):
-            raise GradtoolsError(
-                f"{self.caller}: chunk {i} has other coefficients in its derivative when it is "
-                "computed again: a number that f takes from an iterator, a file, a cache or the "
-                "clock (the coefficient of an edit, say). Its gradient would be wrong. Make it a "
-                "buffer of a module or an argument."
             )
 
 
@@ -467,6 +433,13 @@ def _verified(f: Callable[..., Any]) -> dict[Any, Callable[[], Any]]:
         return {}
 
 
+def is_readable(x: Tensor) -> bool:
+    """Whether the values can be read: a plain, strided tensor on a real device."""
+    plain = type(x) in (Tensor, torch.nn.Parameter)
+    known = plain and x.layout is torch.strided and x.device.type != "meta" and not x.is_quantized
+    return known and not (upstream.is_wrapped(x) or upstream.is_legacy_batched(x))
+
+
 def figures(x: Tensor, sample: int | None = None) -> Figures:
     """Shape, dtype, and for each entry of the first axis the sums of moduli, weighted and plain.
 
@@ -530,3 +503,11 @@ def differ(a: Figures, b: Figures) -> bool | Tensor:
     if isinstance(a[2], Tensor):
         return (a[2] - b[2]).abs().le(slack * torch.maximum(a[2][0], b[2][0])).all().logical_not()
     return not (np.abs(a[2] - b[2]) <= slack * np.maximum(a[2][0], b[2][0])).all()
+
+
+def _checksum(x: Tensor) -> Figures:
+    """Shape, dtype and a checksum of all bits."""
+    if not is_readable(x) or not x.numel():
+        return x.shape, x.dtype
+    plain = x.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return x.shape, x.dtype, zlib.crc32(plain.view(torch.uint8).numpy().tobytes())

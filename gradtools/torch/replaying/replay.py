@@ -29,6 +29,7 @@ from gradtools.torch.plain_programs.backward_nodes import WRONG
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import (
     Verification,
+    kinds_of,
     refuse_other_differentiation,
 )
 from gradtools.torch.replaying.guards import (
@@ -55,7 +56,6 @@ from gradtools.torch.replaying.slicing import (
     cut_off,
     is_observed,
     pieces_of,
-    primal_of,
     tensors_of,
     untracked,
 )
@@ -88,8 +88,6 @@ class Forward(ChunkProgram):
         self.pieces = pieces_of(chunks)
         self.tensors = tensors_of([*chunks.shared, *chunks.carry, *self.pieces[0]])
         self.modes, self.device = Modes.now({*map(_kind_of, self.tensors)}), upstream.device_set()
-        self.first_modes = self.modes
-        self.made_anew = [0]  # nodes of autograd's, by `_anew`
         try:
             self.start = Snapshot.of(self.roots, self.tensors, like)
         except GradtoolsError as error:
@@ -133,18 +131,15 @@ class Forward(ChunkProgram):
         self.is_right = True  # whether all of PyTorch's gradients there are right
         self.functions: set[Any] = set()  # the autograd.Functions
         self.batches: tuple[tuple[int, str], ...] = ()  # vmap's (size, randomness), outermost first
-        self.as_batch: dict[tuple[int, str], Forward] = {}  # recomputed by the backward pass
 
     def _check_modules(self) -> None:
         check_modules(self.caller, self.start, self.chunks.call.f)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
+        result = copy.copy(self)
         # A recomputation of an unbatched first pass draws once for all examples.
-        batch = size, randomness if any(map(any, on)) else "same"
-        result = self.as_batch.get(batch)
-        if result is None:
-            result = self.as_batch[batch] = copy.copy(self)
-            result.batches, result.as_batch = (batch, *self.batches), {}
+        randomness = randomness if any(map(any, on)) else "same"
+        result.batches = ((size, randomness), *self.batches)
         return result, [[True for _ in row] for row in on]
 
     def _captured(self) -> list[Tensor]:
@@ -204,22 +199,10 @@ class Forward(ChunkProgram):
                 check_cached(self.caller, self.start)
         if check is not None and self.is_recomputing_chunks:
             inputs = given if self.compares_leaves else None
-            check.compare(i, outs, seen, inputs, self.batches, partial(self._anew, i, given))
+            check.compare(i, outs, seen, inputs, self.batches)
         elif check is not None:
             check.keep(i, outs, seen, self.batches)
         return outs, carry
-
-    def _anew(self, i: int, given: list[Any]) -> list[Any]:
-        """The outputs of the only chunk, computed once more as in the first pass."""
-        self.start.restore()
-        modes, before = self.first_modes, upstream.nodes_made()
-        with modes.outside_of_batchings(), torch.set_grad_enabled(modes.grad):
-            count = len(self.moving[i])
-            inputs = [alias_of(primal_of(x)) for x in given]
-            pieces, own = self._arguments(i, inputs[:count], inputs[count:])
-            outs = self._function()(i, i, pieces, own, self.first_carry)[0]
-        self.made_anew[0] += upstream.nodes_made() - before
-        return outs
 
     def compare_modes(self) -> None:
         """Sets `is_bare`: whether the current modes are those of the first pass."""
@@ -367,6 +350,8 @@ class Forward(ChunkProgram):
             if grad:
                 reached = self._find_leaves(i, outs, began, [*xs, *own])
                 leaves.update(reached)
+                if self.verification is not None:
+                    self.verification.leaves[i] = reached
                 if i >= self.count - kept:
                     self.retained[i] = (xs, own, outs)
             self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
@@ -539,7 +524,7 @@ class Forward(ChunkProgram):
             self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
             self.begun |= {y.grad_fn for y in tensors}
         if self.verification is not None:
-            self.verification.keep_graph(i, leaves, nodes)
+            self.verification.kinds[i] = kinds_of(nodes)
         return leaves
 
     def _note_kind(self, kind: Any, node: Any) -> None:

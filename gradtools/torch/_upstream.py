@@ -294,7 +294,8 @@ def bookkeeping() -> tuple[Any, ...]:
     return (*functions, *([] if fsdp is None else [fsdp.RegisterPostBackwardFunction]))
 
 
-OPERATORS = "torch._ops"  # the modules of operators, by namespace, are in it
+OPERATORS = "torch._ops"
+"""The module whose submodules, one for each namespace, define the operators."""
 
 
 def checkpoint_operator() -> Any:

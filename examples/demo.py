@@ -249,7 +249,7 @@ def train(sides: Sequence[FrameworkRun], seed: int, reverses: bool, steps: int =
     for side in sides:
         side.start(initial_weights(seed))
     said = f"seed {seed}, {'with' if reverses else 'without'} reversal"
-    for number in trange(steps, desc=said, leave=False):
+    for number in trange(steps, desc=said, leave=False, disable=None):
         batch = draw_batch(domains, rng)
         scale = scale_at(number / steps) if reverses else 0.0
         plain = []

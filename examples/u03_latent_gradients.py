@@ -341,7 +341,7 @@ def progress(steps, what):
         return steps
     from tqdm import tqdm
 
-    return tqdm(steps, desc=f"  {what}", unit="step", leave=False)
+    return tqdm(steps, desc=f"  {what}", unit="step", leave=False, disable=None)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def progress(steps):
         return steps
     from tqdm import tqdm
 
-    return tqdm(steps, unit="step", leave=False)
+    return tqdm(steps, unit="step", leave=False, disable=None)
 
 
 # --- PyTorch

@@ -37,7 +37,7 @@ def show(gt, backend):
     if backend == "jax":
         loss, residuals, jacobian = map(gt.compile, (loss, residuals, jacobian))
     now, damping, eye = float(first), 1.0, gt.asarray(np.eye(3 * WIDTH))
-    for _ in trange(STEPS, desc="  steps", leave=False):
+    for _ in trange(STEPS, desc="  steps", leave=False, disable=None):
         r, J = residuals(params, t), jacobian(params, t)
         tried = params - xp.linalg.solve(J.T @ J + damping * eye, J.T @ r)
         trial = float(loss(tried, t))

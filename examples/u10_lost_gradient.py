@@ -102,7 +102,7 @@ def trained(gt, backend, loss, image):
     step = gt.value_and_grad(loss)
     step = gt.compile(step) if backend == "jax" else step
     speed = 0.0 * image
-    for _ in tqdm(range(STEPS), desc=f"  {backend}", leave=False):
+    for _ in tqdm(range(STEPS), desc=f"  {backend}", leave=False, disable=None):
         _, slope = step(image)
         speed = 0.9 * speed - 25.0 * slope
         image = gt.xp.clip(image + speed, 0.0, 1.0)

@@ -55,7 +55,10 @@ def show(gt, backend):
     plain = gt.grad(lambda p: g(h(p)))(params)
     keys = gt.split_key(gt.random_key(1), DRAWS)
     draws = np.stack(
-        [flat(gt, sampled(params, keys[i])) for i in trange(DRAWS, desc="  draws", leave=False)]
+        [
+            flat(gt, sampled(params, keys[i]))
+            for i in trange(DRAWS, desc="  draws", leave=False, disable=None)
+        ]
     )
     off = np.linalg.norm(draws.mean(axis=0) - flat(gt, plain))
     expected = np.sqrt(draws.var(axis=0, ddof=1).sum() / DRAWS)

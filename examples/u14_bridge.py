@@ -84,7 +84,7 @@ def fitted(gt, backend):
     )
 
     slope = gt.grad(loss)
-    for _ in trange(8, desc="  Newton", leave=False):
+    for _ in trange(8, desc="  Newton", leave=False, disable=None):
         body = body - xp.linalg.solve(hessian(body), slope(body))
     found = gt.to_numpy(body)
     off = difference(found, TRUTH)
@@ -97,7 +97,7 @@ def fitted(gt, backend):
     by_slope = gt.value_and_grad(lambda body: xp.mean((swing(body) - target) ** 2))
     guess = gt.asarray(np.array([0.9, 0.25]))
     first = float(by_slope(guess)[0])
-    for _ in trange(60, desc="  descent", leave=False):
+    for _ in trange(60, desc="  descent", leave=False, disable=None):
         value, step = by_slope(guess)
         guess = guess - 0.05 * step
     claim(

@@ -66,7 +66,7 @@ def show(gt, backend):
     first = gt.value_and_grad(loss)(params, *map(gt.asarray, batch_of(images, labels, random)))
     run = gt.compile(step) if backend == "jax" else step
     state = params, zeros, zeros
-    for k in trange(STEPS, desc="  steps", leave=False):
+    for k in trange(STEPS, desc="  steps", leave=False, disable=None):
         rate = RATE * min(1, (k + 1) / 50) * (1 + np.cos(np.pi * k / STEPS)) / 2
         batch = map(gt.asarray, batch_of(images, labels, random))
         _, state = run(state, gt.asarray(np.array(rate)), *batch)

@@ -1,7 +1,7 @@
 """Prepares a release for a package index: ``python .ci/for_index.py REPOSITORY_URL TAG``.
 
-The README's relative links become absolute, since an index shows it alone, and pyproject.toml gets
-the project's addresses, which a copy of the repository does not know.
+The version is the tag's. The README's relative links become absolute, since an index shows it
+alone, and pyproject.toml gets the project's addresses, which a copy does not know.
 """
 
 import re
@@ -32,12 +32,26 @@ def with_urls(pyproject: str, url: str, tag: str) -> str:
     return pyproject.replace(head, "\n".join(["[project.urls]", *lines, "", head]), 1)
 
 
+def with_version(text: str, url: str, tag: str) -> str:
+    """`gradtools/__init__.py` or CITATION.cff with the version of a tag such as v1.2.3."""
+    if not re.fullmatch(r"v\d+\.\d+\.\d+((a|b|rc)\d+)?", tag):
+        raise SystemExit(f"the tag {tag} is no version; expected one such as v1.2.3 or v1.2.3rc1")
+    return re.sub(r'^(__version__ = "|version: )[\w.]+', rf"\g<1>{tag[1:]}", text, flags=re.M)
+
+
+FILES = {
+    "README.md": absolute,
+    "pyproject.toml": with_urls,
+    "gradtools/__init__.py": with_version,
+    "CITATION.cff": with_version,
+}
+
+
 def main() -> None:
-    """Rewrites both files in place."""
-    url, tag = sys.argv[1:]
-    for name, change in (("README.md", absolute), ("pyproject.toml", with_urls)):
+    """Rewrites the files in place."""
+    for name, change in FILES.items():
         path = ROOT / name
-        path.write_text(change(path.read_text(encoding="utf-8"), url, tag), encoding="utf-8")
+        path.write_text(change(path.read_text(encoding="utf-8"), *sys.argv[1:]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -383,7 +383,8 @@ class _Search:
         elif isinstance(x, _CONTAINERS):
             self._container(x, name, owned)
         elif isinstance(x, BuiltinMethodType):
-            if isinstance(x.__self__, (Tensor, *_CONTAINERS)):  # as `h.matmul` and `seen.append`
+            # as `h.matmul`, `seen.append`, and a Function's `apply` from PyTorch 2.14 on
+            if isinstance(x.__self__, (Tensor, type, *_CONTAINERS)):
                 self.visit(x.__self__, name, owned)
         elif isinstance(x, partial):
             for part in (x.func, x.args, x.keywords):

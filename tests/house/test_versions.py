@@ -88,7 +88,7 @@ for name in ("gradtools.{package}", "gradtools.{package}.arrays"):
     assert all(f"found {package} {version}" in line for line in lines)
 
 
-def test_the_readme_of_a_release_has_no_relative_link_and_its_metadata_the_addresses():
+def test_a_release_has_the_version_of_its_tag_no_relative_link_and_the_addresses():
     release = runpy.run_path(str(ROOT / ".ci" / "for_index.py"))
     address = "https://host.invalid/gradtools", "v0.1.0"
     before = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -99,6 +99,15 @@ def test_the_readme_of_a_release_has_no_relative_link_and_its_metadata_the_addre
     assert "](https://host.invalid/gradtools/blob/v0.1.0/docs/tour.md)" in after
     pyproject = release["with_urls"]((ROOT / "pyproject.toml").read_text(), *address)
     assert tomllib.loads(pyproject)["project"]["urls"]["Issues"] == f"{address[0]}/issues"
+    lines = {
+        "gradtools/__init__.py": '__version__ = "3.1.4rc1"',
+        "CITATION.cff": "version: 3.1.4rc1",
+    }
+    for name, line in lines.items():
+        text = release["with_version"]((ROOT / name).read_text(), "", "v3.1.4rc1")
+        assert [each for each in text.splitlines() if "3.1.4rc1" in each] == [line]
+    with pytest.raises(SystemExit, match="expected one such as"):
+        release["with_version"]("", "", "nightly")
 
 
 def test_the_table_of_versions_is_that_of_the_last_run():

@@ -14,6 +14,7 @@ import torch
 from gradtools.backend import Fun
 from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.recording import Recording, Run
+from gradtools.seeing.torch.recording.autograd_functions import looked_up
 from gradtools.seeing.torch.recording.numpy_round_trips import copies, follow
 from gradtools.seeing.torch.recording.observation import observed, watchable
 from gradtools.torch.rerunning import rerun
@@ -75,8 +76,8 @@ def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """f itself: in PyTorch the effects of a run are undone."""
-    return f
+    """f, whose effects are undone by a run; a bound `Function.apply` is looked up at each call."""
+    return looked_up(f)
 
 
 def is_model(x: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import is_
+from types import BuiltinMethodType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +14,40 @@ from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
 from gradtools.torch.operation_marks import RULE, function_of_ours
+from gradtools.torch.state import Reached
 
 if TYPE_CHECKING:
     from gradtools.seeing.torch.recording.calls import RecordedCall
 
 Tensor = torch.Tensor
+
+
+def looked_up(f: Any) -> Any:
+    """For a bound `Function.apply` one that looks up `apply` at each call; else f itself.
+
+    From PyTorch 2.14 on a bound `apply` is a function in C, which no patch of a class reaches.
+    """
+    if type(f) is tuple:
+        parts = tuple(map(looked_up, f))
+        return f if all(map(is_, parts, f)) else parts
+    kind = f.__self__ if isinstance(f, BuiltinMethodType) and f.__name__ == "apply" else None
+    is_bound = isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+    return MethodType(_apply, kind) if is_bound else f
+
+
+def _apply(kind: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return kind.apply(*args, **kwargs)
+
+
+def look_up_applies(reached: Reached) -> None:
+    """Makes the variables that f can reach look up `apply`; their snapshot puts them back."""
+    for holder, items in reached.maps:
+        for key, x in items.items():
+            if (new := looked_up(x)) is not x:
+                holder[key] = new
+    for _, put, held in reached.places:
+        if (new := looked_up(held)) is not held:
+            put(new)
 
 
 class ParametersRead(TorchFunctionMode):

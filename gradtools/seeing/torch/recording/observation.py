@@ -19,6 +19,7 @@ from gradtools.code_origin import innermost, lines_of
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.recording import Refusal, Run
+from gradtools.seeing.torch.recording.autograd_functions import look_up_applies
 from gradtools.seeing.torch.recording.calls import CallRecorder, Replace
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, leaves_of
@@ -126,6 +127,7 @@ def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
             "torch.func, in compiled code, or while another run is recorded."
         )
     with put_back(run, leaves) as undo:
+        look_up_applies(undo.start.reached)
         _here.recording = True
         try:
             with recorded(), torch.inference_mode(False), torch.enable_grad():

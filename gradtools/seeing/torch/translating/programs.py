@@ -21,6 +21,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas.expressions import Expr, order
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.torch.recording.autograd_functions import look_up_applies
 from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.seeing.torch.translating.recorder import FormulaRecorder
 from gradtools.torch import _upstream as upstream
@@ -79,8 +80,9 @@ def _run_with_captured(
 @contextmanager
 def trying(program: LeafProgram, wide: bool) -> Iterator[None]:
     """A context in which f may run; its effects are undone. wide: captures are read in float64."""
-    here = put_back(program.run, program.leaves), followed(), reading({}, wide)
-    with here[0], here[1], here[2], torch.enable_grad():
+    here = followed(), reading({}, wide), torch.enable_grad()
+    with put_back(program.run, program.leaves) as undo, here[0], here[1], here[2]:
+        look_up_applies(undo.start.reached)
         yield
 
 

@@ -281,9 +281,9 @@ class FormulaRecorder(Recorder[Expr]):
 
     def _in_parts(self, bound: Any, call: AtenCall) -> tuple[Any] | None:
         """The result of PyTorch's decomposition, if all of its parts are in the vocabulary."""
-        decomposed = upstream.decompositions().get(call.func)
-        if decomposed is None or call.raw.startswith(_WHOLE):
+        if call.raw.startswith(_WHOLE):
             return None
+        decomposed = upstream.decompositions().get(call.func, call.func.decompose)
         try:
             with Operations(self):
                 out = decomposed(*call.args, **call.kwargs)

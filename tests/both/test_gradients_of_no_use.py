@@ -56,7 +56,19 @@ def head_of_zeros_before_a_normalisation(gt, x):
     return gt.xp.sum(y / (length + 1e-6))
 
 
+def softmax_of_a_quotient(gt, x):
+    shifted = x / (gt.xp.sum(x) - gt.xp.sum(x))  # <- here
+    return gt.xp.sum(softmax(gt, shifted) * x)
+
+
+def logarithm_of_data(gt, x):
+    weights = gt.xp.log(gt.asarray(X))  # <- here
+    return gt.xp.sum(0 * weights * x)
+
+
 PLANTED = [
+    (softmax_of_a_quotient, "nan_value"),
+    (logarithm_of_data, "nan_value"),
     (root_of_what_a_mask_leaves_out, "nan"),
     (squared_norm_at_zero, "nan"),
     (infinite_factor_behind_a_mask, "nan"),

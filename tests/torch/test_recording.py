@@ -396,7 +396,7 @@ def test_f_that_gives_something_else_each_time_is_not_followed():
 def test_the_corpus_covers_every_kind():
     covered = {cause.kind for cause in CAUSES}
     of_a_line = {name for name, kind in KINDS.items() if kind.has_place}  # others are of a model
-    of_numbers = {"nan", "vanishing", "empty"}  # in test_gradients_of_no_use
+    of_numbers = {"nan", "nan_value", "vanishing", "empty"}  # in test_gradients_of_no_use
     in_jax = {"stopped_in_rule"}
     of_models = {"reentrant"}  # in test_lost_in_training
     inner = {"piecewise_linear", "constant_derivative"}  # in test_gradients_of_no_use

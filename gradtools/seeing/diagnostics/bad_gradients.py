@@ -20,7 +20,7 @@ which changes a well-conditioned gradient by a few eps, and noise by its own siz
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,33 @@ def places(kind: str, handed: Iterable[CotangentRange]) -> list[Vanished] | None
     shrinks = [h for h in handed if h.given and h.on]
     worst = min(shrinks, key=lambda h: h.on / h.given, default=None)
     return None if worst is None else [Vanished(worst.node, kind=kind)]
+
+
+class ValueOrigins:
+    """The operations that made NaN or infinity of finite numbers, for each bad value of a run.
+
+    A value is bad if it has a NaN or infinite entry. The backend identifies values by keys.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[Hashable, dict[Node, None]] = {}
+
+    def add(self, node: Node, inputs: Iterable[Hashable], outputs: Iterable[Hashable]) -> None:
+        """Adds an operation with the keys of its bad inputs and of its bad outputs."""
+        entering = [self._of.get(key, {}) for key in inputs]
+        origins = {n: None for of in entering for n in of} if entering else {node: None}
+        self._of.update((key, origins) for key in outputs)
+
+    def of(self, keys: Iterable[Hashable]) -> list[Node]:
+        """The operations from which the bad ones of these values come."""
+        return list({n: None for key in keys for n in self._of.get(key, {})})
+
+
+def at_origins(places: Sequence[Vanished] | None, origins: Iterable[Node]) -> list[Vanished] | None:
+    """The places of a NaN gradient; the origins of the output's NaN if these are elsewhere."""
+    found = {p.node.source for p in places or () if p.kind == "nan"}
+    elsewhere = [Vanished(node, kind="nan_value") for node in origins if node.source not in found]
+    return elsewhere if found and elsewhere else None if places is None else list(places)
 
 
 def shaken(cotangent: Any, uniform: Any, eps: float) -> Any:

@@ -147,6 +147,16 @@ KINDS: dict[str, FindingKind] = {
             "get gradients that are NaN or infinite:",
         ),
     ),
+    "nan_value": FindingKind(
+        "its result is NaN or infinite at these values, and so is everything computed from it",
+        "see what enters: a negative number in sqrt or log, a zero that is divided by, a number "
+        "too large for exp or for the dtype; clip it, or mask it before the operation",
+        numerical=True,
+        headline=(
+            "gets a gradient that is NaN or infinite:",
+            "get gradients that are NaN or infinite:",
+        ),
+    ),
     "vanishing": FindingKind(
         "its gradient is too small for a step to show in the output; it shrinks most here",
         "use an activation that does not saturate, a residual connection or a normalization",

@@ -121,7 +121,7 @@ class GradientReport:
         for finding in findings:
             lines += ["", *_lines(finding, paint)]
         conclusion = _VERDICTS.get(verdict)
-        nonzero = lambda f: f.noise or f.kind in ("nan", "vanishing")
+        nonzero = lambda f: f.noise or f.kind in ("nan", "nan_value", "vanishing")
         lost = [f for f in findings if f.whole and not nonzero(f)]
         if verdict:  # zero at these values is no contradiction to a change elsewhere
             lost = [f for f in lost if not f.numerical]

@@ -76,7 +76,8 @@ class Vanished:
         cancelled: Whether the cotangents of several paths, which meet here, cancel.
         noise: Whether they cancel up to rounding error rather than exactly.
         empty: Whether the operand has no entries: an index selected nothing.
-        kind: "nan" or "vanishing" if the cotangent became that rather than zero.
+        kind: "nan" or "vanishing" if the cotangent became that rather than zero; "nan_value" if
+            the operation's result is NaN or infinite already.
     """
 
     node: Node

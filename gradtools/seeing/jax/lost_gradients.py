@@ -109,6 +109,14 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
         returned.extremes = _extremes(
             returned, args, ys, {k: grads[k] for k in grads.keys() - noise}
         )
+        if any(not math.isfinite(_size(y.array)) for y in ys):
+            origins = bad_gradients.ValueOrigins()
+            ends = Tape(origins=origins).run(closed, graph, args)
+            nodes = origins.of(id(y.array) for y in ends)
+            returned.extremes = {
+                k: bad_gradients.at_origins(places, nodes)
+                for k, places in returned.extremes.items()
+            }
         if jaxprs.uses_primitive(
             closed, lambda e: jaxprs.targets(e) != list(e.outvars)
         ):  # gradients through mutable references are not on the tape

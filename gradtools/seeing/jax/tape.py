@@ -23,6 +23,7 @@ import numpy as np
 from gradtools.jax import jaxprs
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
+from gradtools.seeing.diagnostics.bad_gradients import ValueOrigins
 from gradtools.seeing.graphs.derivative_flow import links_of
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph
 
@@ -106,10 +107,15 @@ _compiled = partial(jax.jit, static_argnums=0)(_at_once)
 
 @dataclass
 class Tape:
-    """Evaluates a jaxpr along its graph; `steps` are the differentiable operations, in order."""
+    """Evaluates a jaxpr along its graph; `steps` are the differentiable operations, in order.
+
+    If `origins` is given, it records where NaN and infinite values come from.
+    """
 
     steps: list[TapeStep] = field(default_factory=list)
+    origins: ValueOrigins | None = None
     _count: int = 0
+    _held: list[Any] = field(default_factory=list)  # so that no id is used again
 
     def run(self, closed: Any, graph: PlainGraph, args: Sequence[Moving]) -> list[Moving]:
         return self._jaxpr(closed.jaxpr, graph, [*map(Moving, closed.consts), *args])
@@ -146,6 +152,10 @@ class Tape:
     ) -> list[Moving]:
         arrays = tuple(x.array for x in operands)
         outs = [self.moving(y, of) for y, of in zip(apply(arrays), leaves, strict=False)]
+        if self.origins is not None:
+            bad = [y.array for y in outs if _is_bad(y.array)]
+            self.origins.add(node, map(id, filter(_is_bad, arrays)), map(id, bad))
+            self._held += bad
         entering = {i: x for i, x in enumerate(operands) if x.leaves}
         leaving = {k: y for k, y in enumerate(outs) if y.leaves}
         if entering and leaving:
@@ -196,6 +206,11 @@ class Tape:
         for x in rows:
             leaves |= x.leaves
         return self._step(_stacked, rows, [leaves], node, packs=True, key="stacked")[0]
+
+
+def _is_bad(x: Any) -> bool:
+    """Whether an array has a NaN or infinite entry."""
+    return is_inexact(x) and not bool(jnp.isfinite(x).all())
 
 
 def _rows(arrays: Sequence[Any]) -> Sequence[Any]:

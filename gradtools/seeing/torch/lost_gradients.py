@@ -26,11 +26,12 @@ from gradtools.seeing.graphs.losing_operations import joined
 from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.recording import Run, Vanished
 from gradtools.seeing.torch.recording import operations
-from gradtools.seeing.torch.recording.calls import CallRecorder
-from gradtools.seeing.torch.recording.observation import observed
+from gradtools.seeing.torch.recording.calls import CallRecorder, RecordedCall
+from gradtools.seeing.torch.recording.observation import observed, recording_run, run_under
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import nodes_of
-from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
+from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
 Cotangents = Sequence[Tensor | None]
@@ -80,6 +81,7 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
         noise = _noise(outs, xs, moving)
         sound = {k: grad for k, grad in moving.items() if k not in noise}
         result = _with_extremes(seen.recorder, outs, xs, sound, result)
+        bad_output = any(not math.isfinite(_size(y)) for y in outs)
         if lost := sorted([*zero, *noise]):
             wanted = [xs[k] for k in lost]
             with _watched(outs, keep=bool(noise)) as passed:
@@ -90,7 +92,13 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
             for k in lost:
                 stops = _stops(seen.recorder, back, xs[k])
                 result[k] = [replace(v, noise=v.cancelled and k in noise) for v in stops]
+    if not bad_output:
         return result
+    with recording_run("a run", run, leaves) as undo:
+        recorder = _ValueRecorder(undo)
+        seen = run_under(recorder, run, leaves, [""] * len(leaves))
+        origins = recorder.origins.of(map(seen.output, seen.outs))
+    return [bad_gradients.at_origins(places, origins) for places in result]
 
 
 def _stops(recorder: CallRecorder, back: _Back, leaf: Tensor) -> list[Vanished]:
@@ -245,6 +253,35 @@ def _with_extremes(
                 )
         places[k] = bad_gradients.places(kind, handed)
     return places
+
+
+class _ValueRecorder(CallRecorder):
+    """A recorder that also notes where NaN and infinite values come from."""
+
+    def __init__(self, undo: Undo) -> None:
+        super().__init__(undo)
+        self.origins = bad_gradients.ValueOrigins()
+        self._entered: tuple[RecordedCall, list[Any]] | None = None
+
+    def entering(self, fun: Any, args: Any, kwargs: Any) -> RecordedCall:
+        call = super().entering(fun, args, kwargs)
+        with self.silent():
+            pairs = zip(call.numbers, call.tensors, strict=True)
+            numbers = [
+                x for x in upstream.pytree.tree_leaves((args, kwargs)) if isinstance(x, float)
+            ]
+            bad = [number for number, x in pairs if not math.isfinite(_size(x))]
+            self._entered = call, bad + [x for x in numbers if not math.isfinite(x)]
+        return call
+
+    def write(self, call: RecordedCall, out: Any) -> None:
+        count = len(self.nodes)
+        super().write(call, out)
+        if len(self.nodes) > count and self._entered is not None and self._entered[0] is call:
+            results = tensors_in((out, call.tensors))
+            outs = [y for y in results if not math.isfinite(_size(unwrapped(y)))]
+            made = [n for n in map(self.of, outs) if n in self.nodes[count].outputs]
+            self.origins.add(self.nodes[count], self._entered[1], made)
 
 
 def _size(x: Any) -> float:

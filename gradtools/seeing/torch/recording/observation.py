@@ -112,7 +112,7 @@ def observed(
 ) -> Iterator[ObservedRun]:
     """A context with a recorded run, whose effects are undone on exit."""
     with recording_run("a run", run, leaves) as undo:
-        yield _run(CallRecorder(undo, replace), run, leaves, names)
+        yield run_under(CallRecorder(undo, replace), run, leaves, names)
 
 
 @contextmanager
@@ -136,9 +136,10 @@ def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
             _here.recording = False
 
 
-def _run(
+def run_under(
     recorder: CallRecorder, run: Run, leaves: Sequence[Any], names: Sequence[str]
 ) -> ObservedRun:
+    """A run of f under a recorder, inside of `recording_run`."""
     aliases = [copied(x) for x in leaves]
     inputs = [recorder.introduced(x, name) for x, name in zip(aliases, names, strict=True)]
     seen = ObservedRun(recorder, leaves, names, aliases, inputs, [])

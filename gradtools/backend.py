@@ -211,6 +211,15 @@ class Arrays(ABC):
     def real_scalar(self, x: Any, like: Array) -> Array:
         return self.asarray(x).real.astype(np.finfo(self.dtype_name(like)).dtype)
 
+    def clip(self, x: Array, bound: Any) -> Array:
+        """A real x between -bound and bound, which is a number or an array; NaN stays NaN."""
+        bound = self.real_scalar(bound, x)
+        return self.xp.minimum(self.xp.maximum(x, -bound), bound)
+
+    def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
+        """xs * min(1, bound / norm), if a wider dtype holds every norm; else None."""
+        return None
+
     def zeros_like(self, x: Array) -> Array:
         return self.xp.zeros_like(x)
 
@@ -418,6 +427,9 @@ class Rules(Differentiation):
             return self.filled(push(saved, spread(dxs, moving)), ys)
 
         return spread(self.pull(pushed, zeros, cts), moving)
+
+    compiles_rules = False
+    """Whether a rule's maps are compiled for it, so that changing numbers should be arguments."""
 
     def scaled(self, x: Any, factor: float) -> Array | None:
         """x with its derivative times a number, if the backend has a faster way than a rule."""

@@ -61,44 +61,51 @@ REPLACE_COTANGENT = Rule(
 """Inputs x and dx; the cotangent is dx, whatever the incoming one."""
 
 
-CLIP_BY_NORM, CLIP_BY_VALUE, CLIP_BY_BOTH = 1, 2, 3
+ARRAY = "array"  # in place of a bound's number
 
 
-def clip_rule(backend: Backend, count: int, kind: int) -> Rule:
-    """The rule of `clip_gradient`. Inputs: `count` leaves, then the bounds that `kind` names."""
-    by_norm, by_value = kind & CLIP_BY_NORM, kind & CLIP_BY_VALUE
-    bounds = tuple(range(count, count + (kind == CLIP_BY_BOTH) + 1))
+def clip_rule(backend: Backend, count: int, max_norm: Any, max_value: Any) -> Rule:
+    """The rule of `clip_gradient`, of `count` leaves.
+
+    A bound is a number, None, or `ARRAY`: then it is a further input of the rule.
+    """
+    inputs = tuple(range(count, count + [max_norm, max_value].count(ARRAY)))
 
     def cotangent(limits: Any, cts: Any) -> list[Any]:
+        norm, value = max_norm, max_value
+        if norm is ARRAY:
+            norm = limits[0]
+        if value is ARRAY:
+            value = limits[-1]
         clipped = list(cts[:count])
-        if by_value:
-            clipped = [_clip_modulus(backend, ct, limits[-1]) for ct in clipped]
-        if by_norm:
-            clipped = _clip_norm(backend, clipped, limits[0])
-        return [*clipped, *(None for _ in bounds)]
+        if value is not None:
+            clipped = [_clip_modulus(backend, ct, value) for ct in clipped]
+        if norm is not None:
+            clipped = backend.clipped_by_norm(clipped, norm) or _clip_norm(backend, clipped, norm)
+        return clipped + [None] * len(inputs)
 
     return Rule(
         "clip_gradient",
         primal=lambda *xs: list(xs[:count]),
         cotangent=cotangent,
-        nondifferentiable=bounds,
-        saves=bounds,
+        nondifferentiable=inputs,
+        saves=inputs,
         reaches="identity",
         reverse_only=True,
     )
 
 
-def _clip_modulus(backend: Backend, ct: Array, bound: Array) -> Array:
+def _clip_modulus(backend: Backend, ct: Array, bound: Any) -> Array:
+    if not backend.is_complex(ct):
+        return backend.clip(ct, bound)
     xp = backend.xp
     bound = backend.real_scalar(bound, ct)
-    if not backend.is_complex(ct):
-        return xp.minimum(xp.maximum(ct, -bound), bound)
     outside = xp.abs(ct) > bound
     size = xp.abs(xp.where(outside, ct, xp.ones_like(ct)))
     return ct * xp.where(outside, bound / size, xp.ones_like(size))
 
 
-def _clip_norm(backend: Backend, cts: list[Array], bound: Array) -> list[Array]:
+def _clip_norm(backend: Backend, cts: list[Array], bound: Any) -> list[Array]:
     """cts * min(1, bound / norm). The norm is computed of c / max|c|, which cannot overflow."""
     xp = backend.xp
     wide = [_wide(backend, ct) for ct in cts]
@@ -145,9 +152,10 @@ class Edits(Operators):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
+        self._clip_rule = lru_cache(partial(clip_rule, backend))
         # Dynamo embeds the key that this returns as a constant.
-        rules = lru_cache(partial(clip_rule, backend))
-        self._clip_key = backend.compiler.constant_result(lambda *kind: key_of(rules(*kind)))
+        key = lambda count, *kinds: key_of(self._clip_rule(count, *kinds))
+        self._clip_key = backend.compiler.constant_result(key)
 
     def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:
         """The identity, whose derivative is multiplied by `-scale`: y = x, dy = -scale dx.
@@ -261,26 +269,18 @@ class Edits(Operators):
 
         Source: Pascanu, Mikolov and Bengio, On the difficulty of training RNNs, 2013.
         """
-        bounds = {"max_norm": max_norm, "max_value": max_value}
-        given = {name: bound for name, bound in bounds.items() if bound is not None}
-        if not given:
+        if max_norm is max_value is None:
             raise GradtoolsError("clip_gradient: give max_norm, max_value or both.")
-        for name, bound in given.items():
-            real = isinstance(bound, int | float) or _has_real_dtype(bound)
-            if not real or getattr(bound, "shape", ()) != ():
-                raise GradtoolsError(
-                    f"clip_gradient: {name} is {describe(self._backend, bound)}; it must be a real "
-                    "number, or an array of shape () that holds one."
-                )
-            if isinstance(bound, int | float) and bound < 0:
-                raise GradtoolsError(f"clip_gradient: {name} is {bound}; it must not be negative.")
         backend = self._backend
+        bounds = max_norm, max_value
+        kinds = _kind(backend, "max_norm", max_norm), _kind(backend, "max_value", max_value)
 
         def edit(leaves: list[Array]) -> list[Array]:
-            kind = CLIP_BY_NORM * (max_norm is not None) + CLIP_BY_VALUE * (max_value is not None)
-            key = self._clip_key(len(leaves), kind)
-            limits = [backend.real_scalar(bound, leaves[0]) for bound in given.values()]
-            return backend.apply_rule_by_key(key, *leaves, *limits)
+            if ARRAY not in kinds:
+                return backend.apply_rule(self._clip_rule(len(leaves), *kinds), *leaves)
+            pairs = zip(bounds, kinds, strict=True)
+            limits = [backend.real_scalar(b, leaves[0]) for b, kind in pairs if kind is ARRAY]
+            return backend.apply_rule_by_key(self._clip_key(len(leaves), *kinds), *leaves, *limits)
 
         return _edit_jointly(backend, "clip_gradient", edit, x)
 
@@ -421,10 +421,28 @@ def _edited(backend: Backend, leaf: Any) -> bool:
     return backend.is_array(leaf) and backend.is_inexact(leaf)
 
 
+def _kind(backend: Backend, name: str, bound: Any) -> Any:
+    """A bound of `clip_gradient` as `clip_rule` takes it."""
+    if bound is None:
+        return None
+    if isinstance(bound, int | float):
+        if bound < 0:
+            raise GradtoolsError(f"clip_gradient: {name} is {bound}; it must not be negative.")
+        compiles = backend.compiles_rules or backend.compiler.is_tracing()
+        return ARRAY if compiles else float(bound)
+    if not _has_real_dtype(bound) or getattr(bound, "shape", ()) != ():
+        raise GradtoolsError(
+            f"clip_gradient: {name} is {describe(backend, bound)}; it must be a real number, or an "
+            "array of shape () that holds one."
+        )
+    return ARRAY
+
+
 def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> None:
     """Raises for an object that is no pytree, since its arrays would silently stay unedited."""
-    plain = isinstance(x, str | int | float | complex) or hasattr(x, "dtype")
-    if not plain and len(leaves) == 1 and leaves[0] is x:
+    if len(leaves) != 1 or leaves[0] is not x or hasattr(x, "dtype"):
+        return
+    if not isinstance(x, str | int | float | complex):
         raise GradtoolsError(
             f"{name}: x is {describe(backend, x)}, in which no array is found; expected an array "
             f"or a pytree of arrays. For a function or a module apply {name} to its arguments or "
@@ -458,6 +476,8 @@ def _edit_jointly(
     backend: Backend, name: str, edit: Callable[[list[Array]], list[Array]], x: Any
 ) -> Any:
     """One edit of all floating and complex leaves of x together."""
+    if _edited(backend, x):
+        return edit([x])[0]
     leaves, treedef = backend.flatten(x)
     places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
     if not places:
@@ -562,10 +582,8 @@ class _StraightThrough:
         backend = self._backend
         through = self._through(args, kwargs)
         leaves, treedef = backend.flatten(through)
-        stop = lambda leaf, _: backend.stop_gradient(leaf)
-        given = args, kwargs
-        stopped = tuple([x and _map_inexact(backend, "straight_through", stop, x) for x in given])
-        value = backend.call_on_host(partial(_call, self._f), stopped, through)
+        stopped = self._stopped(args), kwargs and self._stopped(kwargs)
+        value = backend.call_on_host(self._run, stopped, through)
         values, value_def = backend.flatten(value)
         if value_def != treedef:
             raise GradtoolsError(
@@ -576,6 +594,16 @@ class _StraightThrough:
             treedef,
             [self._leaf(i, v, s) for i, (v, s) in enumerate(zip(values, leaves, strict=True))],
         )
+
+    def _run(self, arguments: tuple[Any, Any]) -> Any:
+        args, kwargs = arguments
+        return self._f(*args, **kwargs)
+
+    def _stopped(self, arguments: Any) -> Any:
+        backend = self._backend
+        leaves, treedef = backend.flatten(arguments)
+        stop = backend.stop_gradient
+        return backend.unflatten(treedef, [stop(x) if _edited(backend, x) else x for x in leaves])
 
     @property
     def _hint(self) -> str:
@@ -594,33 +622,28 @@ class _StraightThrough:
         return args[0]
 
     def _leaf(self, i: int, value: Any, through: Array) -> Array:
-        backend = self._backend
-        name = "identity" if self._surrogate is None else _name(self._surrogate)
-        _check_array(backend, f"straight_through: the surrogate {name}", i, through)
-        if not is_numeric(backend, value):
-            _check_array(backend, f"straight_through: {_name(self._f)}", i, value)
-        from_numpy = not backend.is_array(value)
-        if from_numpy:
+        backend, f = self._backend, self._f
+        if not backend.is_array(through):
+            through_of = "identity" if self._surrogate is None else _name(self._surrogate)
+            _check_array(backend, f"straight_through: the surrogate {through_of}", i, through)
+        if not backend.is_array(value):
+            if not is_numeric(backend, value):
+                _check_array(backend, f"straight_through: {_name(f)}", i, value)
             value = backend.cast(value, through)
         if tuple(value.shape) != tuple(through.shape):
             raise GradtoolsError(
-                f"straight_through: leaf {i} of {_name(self._f)} has shape {tuple(value.shape)}, "
-                f"that of the surrogate {tuple(through.shape)}; they must be the same.{self._hint}"
+                f"straight_through: leaf {i} of {_name(f)} has shape {tuple(value.shape)}, that of "
+                f"the surrogate {tuple(through.shape)}; they must be the same.{self._hint}"
             )
         if not backend.is_inexact(value):
             value = backend.cast(value, through)
-        elif backend.dtype_name(value) != backend.dtype_name(through):
+        elif value.dtype != through.dtype:
             raise GradtoolsError(
-                f"straight_through: leaf {i} of {_name(self._f)} has dtype "
+                f"straight_through: leaf {i} of {_name(f)} has dtype "
                 f"{backend.dtype_name(value)}, that of the surrogate {backend.dtype_name(through)}."
                 " Cast one of them, so that the value is exactly what you mean."
             )
         return backend.apply_rule(STRAIGHT_THROUGH, value, through)[0]
-
-
-def _call(f: Any, arguments: Any) -> Any:
-    args, kwargs = arguments
-    return f(*args, **kwargs)
 
 
 def _name(f: Any) -> str:

@@ -125,6 +125,7 @@ class JaxBackend(FrameworkBackend):
         return LinearMap(run, native)
 
     apply_rule = staticmethod(apply_rule)
+    compiles_rules = True
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,22 @@ _REAL = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
+
+
+_WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}  # no sum of squares overflows there
+_TINY = torch.finfo(torch.float64).tiny
+
+
+def _times(x: Tensor, factor: Tensor) -> Tensor:
+    """x times a number in float64, in x's dtype."""
+    narrow = x.dtype in (torch.float16, torch.bfloat16)
+    y = (x.float() if narrow else x) * factor
+    return y if y.dtype is x.dtype else y.to(x.dtype)
 
 
 class TorchBackend(FrameworkBackend):
@@ -103,6 +120,21 @@ class TorchBackend(FrameworkBackend):
         # A scalar on the CPU combines with tensors on any device, unlike one on another device.
         make = partial(torch.full, ()) if isinstance(x, float | int) else torch.tensor
         return make(x, dtype=dtype, device="cpu")
+
+    def clip(self, x: Array, bound: Any) -> Array:
+        return x.clamp(-bound, bound)
+
+    def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
+        wide = [_WIDE.get(x.dtype) for x in xs]
+        if None in wide or any(x.device.type == "mps" for x in xs):  # which has no float64
+            return None
+        norm_of = torch.linalg.vector_norm
+        norms = [norm_of(x, dtype=dtype) for x, dtype in zip(xs, wide, strict=True)]
+        norm = norms[0] if len(norms) == 1 else norm_of(torch.stack(norms))
+        # Zeros stay; an infinite entry makes all NaN, as without a wider dtype.
+        norm = norm.clamp(min=_TINY).nan_to_num(nan=math.nan, posinf=math.nan)
+        factor = norm.clamp(max=bound) / norm
+        return [_times(x, factor) for x in xs]
 
     def zeros_like(self, x: Array) -> Array:
         return torch.zeros_like(x, requires_grad=False)

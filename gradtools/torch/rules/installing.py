@@ -72,8 +72,10 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
     if is_compiling():
         return apply_rule_by_key(_key_of(rule), *xs)
-    if rule.reverse_only and _pushing() and any(x.requires_grad for x in xs):
-        raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
+    if rule.reverse_only:
+        pushing = _eager.__dict__.get("pushing")
+        if pushing and any(x.requires_grad for x in xs):
+            raise GradtoolsError(reverse_only_text(pushing[-1], rule.name))
     return list(_apply(rule, xs))
 
 
@@ -163,6 +165,12 @@ class RuleApplication:
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    if rule.reaches == "identity" and not rule.user_functions and _is_plain_eager(xs):
+        xs, run = _apart(xs), attach_reverse_only if rule.reverse_only else attach
+        application = rule.__dict__.get(_APPLICATION)
+        if application is None:
+            application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
+        return run(application, tuple(rule.primal(*xs)), *xs)
     for x in xs:
         if x.is_nested and _is_strided(x):
             raise GradtoolsError(
@@ -172,12 +180,6 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
             )
     if torch.compiler.is_exporting() and upstream.peek_interpreter_stack() is None:
         return _exported(rule, xs)
-    if rule.reaches == "identity" and not rule.user_functions and _is_plain_eager(xs):
-        xs, run = _apart(xs), attach_reverse_only if rule.reverse_only else attach
-        application = rule.__dict__.get(_APPLICATION)
-        if application is None:
-            application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
-        return run(application, tuple(rule.primal(*xs)), *xs)
     plain = rule.reaches is None and not isinstance(rule, BatchedRule)
     if plain and not _differentiated(xs):
         return _undifferentiated(rule, xs)
@@ -202,7 +204,10 @@ def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
         return False
     if upstream.count_of_function_modes() or upstream.count_of_dispatch_modes():
         return False
-    return not any(x.layout is not torch.strided or is_wrapped(x) for x in xs)
+    for x in xs:
+        if x.layout is not torch.strided or x.is_nested or is_wrapped(x):
+            return False
+    return not torch.compiler.is_exporting()
 
 
 def _point(rule: Rule, xs: Sequence[Tensor]) -> RuleApplication:
@@ -312,7 +317,7 @@ def _apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...
 
 def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
     """xs with a view for each repeated tensor, since autograd tells inputs apart by identity."""
-    if len(set(map(id, xs))) == len(xs):
+    if len(xs) == 1 or len(set(map(id, xs))) == len(xs):
         return list(xs)
     first = {id(x): i for i, x in reversed([*enumerate(xs)])}
     return [x if first[id(x)] == i else x.view_as(x) for i, x in enumerate(xs)]

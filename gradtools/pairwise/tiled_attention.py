@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isqrt, prod
@@ -94,6 +95,12 @@ class Attention(Operators):
         return xp.permute_dims(out, (0, 2, 1, 3)) if last else out
 
 
+def tile_size_of(batch: Sequence[int]) -> int:
+    """The rows and columns of a tile, with these leading axes."""
+    known = [n for n in batch if hasattr(n, "__index__")]  # others are symbolic
+    return max(64, min(512, isqrt(_PAIRS_AT_ONCE // max(prod(known), 1))))
+
+
 @dataclass(frozen=True)
 class _Heads:
     """The shapes of an attention: leading axes, query heads per key head, lengths."""
@@ -133,9 +140,7 @@ class _Attention:
         self.backend, self.xp = backend, backend.xp
         self.heads, self.causal = heads, causal
         self.scale = heads.size**-0.5 if scale is None else scale
-        known = [n for n in heads.batch if hasattr(n, "__index__")]  # others are symbolic
-        together = isqrt(_PAIRS_AT_ONCE // max(prod(known), 1))
-        self.tile_size = tile_size or max(64, min(512, together))
+        self.tile_size = tile_size or tile_size_of(heads.batch)
 
     def run(self, q: Array, k: Array, v: Array, mask: Any) -> Array:
         """The output, of query's shape except for the last axis."""

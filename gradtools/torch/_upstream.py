@@ -233,8 +233,10 @@ nodes_made: Callable[[], int] = _c._autograd._get_sequence_nr
 """How many nodes this thread has made: what is captured was made before. Gone: walk both graphs."""
 
 saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_default_hooks
-"""The innermost hooks of saved tensors, if any: a graph of our own that ends inside must not pass
-through them. Gone: enter hooks that change nothing always, at 2 us."""
+push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_default_hooks
+"""The stack of hooks of saved tensors: a graph of our own that ends inside must not pass through
+them. Gone: enter hooks that change nothing, in which torch.func refuses tiles."""
 
 version_counter_kept: Any = _autograd._unsafe_preserve_version_counter
 set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_counter
@@ -316,16 +318,6 @@ def flex_operator() -> Any:
     """The operator that `flex_attention` calls, if imported. Gone: find it by name."""
     module = sys.modules.get("torch._higher_order_ops.flex_attention")
     return None if module is None else module.flex_attention
-
-
-def indexing_by_numbers() -> Any:
-    """Context in which `table[i]` accepts a batched index i, which flex_attention's functions need.
-
-    Gone: vmap rejects such a function.
-    """
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    return TransformGetItemToIndex()
 
 
 def gathers_parameters(hook: Any) -> bool:

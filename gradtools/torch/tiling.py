@@ -26,7 +26,7 @@ from gradtools.torch.live_bytes import LiveBytes
 from gradtools.torch.modes import as_cast_now, casts_now, without_casts
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import Figures, RunKey, differ, figures, part_of
-from gradtools.torch.rules.transposing import pull
+from gradtools.torch.rules.transposing import pull, unpacked
 
 Tensor = torch.Tensor
 State = list[Tensor]
@@ -38,7 +38,7 @@ def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
     call = program.call
     if call.sweeping:  # a nested sweep
         return _swept(program, xs, None)
-    with without_casts(x.device.type for x in xs):
+    with without_casts(x.device.type for x in xs), unpacked():
         call.watched = call.watched or Watch.of(call, xs)
         call.sweeping = True
         try:

@@ -7,6 +7,7 @@ differences. Around it: kinds of attention, checkpoints, DDP and FSDP2, precisio
 from __future__ import annotations
 
 import re
+import sys
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -257,34 +258,68 @@ def test_wrappers_of_training_are_pushed_through_in_one_process(wrapper, tmp_pat
 # --- costs ---------------------------------------------------------------------------------------
 
 
-def attended_bytes(length: int) -> int:
+def flex(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None = None) -> Tensor:
+    """Causal attention with a bias that depends on the head."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s - (0.01 * h if slopes is None else slopes[h]) * (i - j)
+
+    n = q.shape[2]
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device="cpu")
+    return flex_attention(q, k, v, score, mask)
+
+
+LONG = {
+    "alone": (_attend, "whole"),
+    "torch's checkpoint": (_attend, "torch"),
+    "gt.checkpoint": (_attend, "gt"),
+    "flex_attention": (flex, "whole"),
+    "flex_attention in torch's checkpoint": (flex, "torch"),
+}
+
+
+def attended_bytes(attend: Any, way: str, length: int) -> int:
     """The most bytes of a training step through the attention alone."""
     xs = [torch.randn(1, 4, length, 8, requires_grad=k < 3) for k in range(6)]
-
-    def step() -> None:
-        y, dy = gt.jvp(_attend, tuple(xs[:3]), tuple(xs[3:]))
-        torch.autograd.grad((y * dy).sum(), xs[:3])
-
     with LiveBytes() as live:
-        step()
+        y, dy = gt.jvp(partial(CHECKPOINTS[way], attend), tuple(xs[:3]), tuple(xs[3:]))
+        torch.autograd.grad((y * dy).sum(), xs[:3])
     return int(live.peak)
 
 
-@pytest.mark.slow
-def test_memory_of_long_sequences_is_linear_in_the_length():
-    short, long = attended_bytes(1024), attended_bytes(2048)
-    assert long < 1.6 * short < 4 * 1024 * 1024 * 4 * 4  # less than four matrices of scores
+@pytest.mark.slow_at(*[name for name in LONG if name != "torch's checkpoint"])
+@pytest.mark.parametrize("name", LONG)
+def test_memory_of_long_sequences_is_linear_in_the_length(name, monkeypatch):
+    """Of twice the length it takes less than one matrix of scores more."""
+    switch = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # dynamo traces no mode that counts
+    monkeypatch.setattr(sys.modules[flex_attention.__module__], switch, True)
+    short, long = (attended_bytes(*LONG[name], n) for n in (512, 1024))
+    assert long - short < 4 * 1024 * 1024 * 4 / 2
 
 
-def test_long_attention_in_a_checkpoint_has_the_gradient_of_the_whole():
+@pytest.mark.slow_at("gt.checkpoint")
+@pytest.mark.parametrize("name", [name for name in LONG if name != "alone"])
+def test_long_attention_has_the_gradient_of_the_whole(name):
     torch.manual_seed(0)
+    attend, way = LONG[name]
     xs = [torch.randn(1, 4, 512, 2, requires_grad=k < 3, dtype=torch.float64) for k in range(6)]
+    slopes = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    given = [*xs[:3], slopes] if attend is flex else xs[:3]
 
-    def gradient(way: str) -> Any:
-        y, dy = gt.jvp(partial(CHECKPOINTS[way], _attend), tuple(xs[:3]), tuple(xs[3:]))
-        return torch.autograd.grad((y * dy).sum(), xs[:3])
+    def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if attend is not flex:
+            return _attend(q, k, v)
+        gap = torch.arange(512)[:, None] - torch.arange(512)
+        bias = (-slopes[:, None, None] * gap).masked_fill(gap < 0, -torch.inf)
+        return torch.softmax(q @ k.mT / 2**0.5 + bias, -1) @ v
 
-    torch.testing.assert_close(gradient("torch"), gradient("whole"))
+    f = partial(flex, slopes=slopes) if attend is flex else attend
+
+    def results(f: Any) -> Any:
+        y, dy = gt.jvp(f, tuple(xs[:3]), tuple(xs[3:]))
+        return y, dy, torch.autograd.grad((y * dy).sum(), given)
+
+    torch.testing.assert_close(results(partial(CHECKPOINTS[way], f)), results(by_hand))
 
 
 @pytest.mark.parametrize(

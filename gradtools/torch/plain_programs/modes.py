@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_mapped, levels_differentiating
-from gradtools.torch.plain_programs.programs import flex_attention
+from gradtools.torch.plain_programs.flex import flex_attention
 from gradtools.torch.plain_programs.rows import (
     GRADIENT,
     GRADIENT_AGAIN,

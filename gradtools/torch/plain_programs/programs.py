@@ -241,7 +241,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v; in tiles for long sequences, without the matrix of scores."""
-    if not dropout_p and _is_long(query, key, value):
+    if not dropout_p and is_long(query, key, value):
         in_tiles = import_module("gradtools.torch").attention  # a public operator, made of these
         result: Tensor = in_tiles(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
         return result
@@ -256,10 +256,9 @@ def attention(
 _LONG, _MANY = 2**18, 2**20  # scores of one head, and of all: tiles take twice the operations
 
 
-def _is_long(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def is_long(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether attention is tiled: for many scores, not with broadcast leading axes or compiled."""
-    hooked = upstream.saved_tensors_hooks_on(False) is not None  # torch.func refuses such hooks
-    if query.dim() < 2 or query.dim() != key.dim() or is_compiling() or hooked:
+    if query.dim() < 2 or query.dim() != key.dim() or is_compiling():
         return False
     leading, scores = query.shape[:-2], query.shape[-2] * key.shape[-2]
     shared = leading[:-1] == key.shape[:-3] and key.shape[:-1] == value.shape[:-1]
@@ -283,56 +282,16 @@ def attention_weights(
         scores = scores.masked_fill(~mask, -math.inf)
     elif mask is not None:
         scores = scores + mask
-    return _softmax_and_log(scores)[0]
+    return softmax_and_log(scores)[0]
 
 
-def _softmax_and_log(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_and_log(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(s) along the last axis (zero if all are -inf), log(sum(e^s)), and the maximum."""
     most = value_of(scores).amax(-1, keepdim=True)
     terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
     total = terms.sum(-1, keepdim=True)
     weights = terms / total.masked_fill(value_of(total) == 0, 1.0)
     return weights, (torch.log(total) + most).squeeze(-1), most.squeeze(-1)
-
-
-def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor],
-    block_mask: tuple[Any, ...],
-    scale: float,
-    kernel_options: dict[str, Any],
-    score_mod_other_buffers: tuple[Any, ...] = (),
-    mask_mod_other_buffers: tuple[Any, ...] = (),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator of `torch.nn.attention.flex_attention`: softmax(score_mod(scale q k^T)) v.
-
-    Returns:
-        The output, and the logarithms to base 2 of the sums and maxima of each row.
-    """
-    times = query.shape[1] // key.shape[1]
-    key, value = (over_groups(x, times).expand(len(query), -1, -1, -1) for x in (key, value))
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    with torch.autocast(query.device.type, enabled=False):
-        scores = query.to(wide) @ key.to(wide).mT * scale
-        where = [torch.arange(n, device=scores.device) for n in scores.shape]
-        with upstream.indexing_by_numbers():
-            modified = _over_entries(score_mod, 1, len(score_mod_other_buffers))
-            scores = modified(scores, *where, *score_mod_other_buffers).to(wide)
-            allowed = _over_entries(block_mask[-1], 0, len(mask_mod_other_buffers))
-            scores = scores.masked_fill(~allowed(*where, *mask_mod_other_buffers), -math.inf)
-        weights, total, most = _softmax_and_log(scores)
-        out = weights.to(query.dtype) @ value.to(query.dtype)
-    return out, total / math.log(2), most / math.log(2)
-
-
-def _over_entries(fun: Callable[..., Any], arrays: int, shared: int) -> Callable[..., Any]:
-    """Vectorizes a function of an entry of [b, h, n, m] and its four indices over all entries."""
-    for axis in reversed(range(4)):
-        indices = [0 if k == axis else None for k in range(4)]
-        fun = torch.vmap(fun, (*[0] * arrays, *indices, *[None] * shared))
-    return fun
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
@@ -36,11 +35,21 @@ Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
-def unpacked() -> AbstractContextManager[Any]:
-    """Identity saved-tensors hooks for an inner graph, so that no checkpoint counts its tensors."""
-    if upstream.saved_tensors_hooks_on(False) is None:
-        return nullcontext()
-    return saved_tensors_hooks(lambda x: x, lambda x: x)
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Removes saved-tensors hooks around an inner graph: no checkpoint counts its tensors.
+
+    torch.func refuses to run inside of such hooks.
+    """
+    hooks = []
+    while (top := upstream.saved_tensors_hooks_on(False)) is not None:
+        hooks.append(top)
+        upstream.pop_saved_tensors_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            upstream.push_saved_tensors_hooks(*pair)
 
 
 def in_eager() -> bool:

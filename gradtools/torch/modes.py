@@ -156,7 +156,7 @@ class Modes:
     def _others(self) -> AbstractContextManager[Any]:
         """A context that sets autocast, default device and inference mode if they differ."""
         casts = _casts([kind for kind, _, _ in self.autocast])
-        cast_as_here = casts == self.autocast and not any(on for _, on, _ in casts)
+        cast_as_here = casts == self.autocast
         device_as_here = default_device() == self.device
         if cast_as_here and device_as_here and not torch.is_inference_mode_enabled():
             return NOTHING

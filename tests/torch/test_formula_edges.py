@@ -79,6 +79,18 @@ def test_odd_arguments_are_no_fault_of_the_function(name):
     assert gt.formula(ODD[name], MATRIX).lines(1)
 
 
+def test_a_padding_names_its_axes_as_the_array_has_them():
+    assert "pad: low (0, 1), high (0, 2)" in str(
+        gt.formula(lambda x: F.pad(x, (1, 2), value=3.0).square(), MATRIX)
+    )
+
+
+def test_an_index_beyond_its_axis_is_read_modulo_the_axis():
+    beyond = torch.tensor([5, -1, 2])
+    found = gt.formula(lambda x, i: x[i % 3].square().sum(), VECTOR, beyond)
+    assert found.lines(1) and found.check is not None and found.check.error < 1e-6
+
+
 # --- what is written in place, and read again --------------------------------------------
 
 

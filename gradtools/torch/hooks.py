@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.coefficients import HERE
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.rules.installing import (
     RuleApplication,
@@ -38,6 +39,8 @@ def scaled(x: Any, factor: float) -> Tensor | None:
     """
     if torch.compiler.is_dynamo_compiling() or type(x) not in _EXACT:
         return None
+    if HERE.note is not None:
+        HERE.note("scale_gradient", factor, None)
     if (
         upstream.forward_level() < 0
         and upstream.peek_interpreter_stack() is None

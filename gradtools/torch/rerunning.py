@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.coefficients import coefficients_noted
 from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
 from gradtools.torch.state import Snapshot
@@ -40,7 +41,7 @@ def put_back(run: Callable[..., Any], leaves: Sequence[Any]) -> Iterator[Undo]:
     with _LOCK:
         undo = Undo(Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)]))
         try:
-            with as_written(), undo:
+            with as_written(), coefficients_noted(None), undo:
                 yield undo
         finally:
             undo.put_back()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,10 +28,11 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.coefficients import coefficients_noted
 from gradtools.torch.compiling import left_to_python, nodes_of
-from gradtools.torch.functorch_wrappers import is_dual
+from gradtools.torch.functorch_wrappers import is_dual, unwrapped
 from gradtools.torch.operation_marks import OWN_HOOKS
-from gradtools.torch.replaying.guards import is_recorded
+from gradtools.torch.replaying.guards import is_recorded, was_queried
 from gradtools.torch.state import contents_of
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ _KEEPS = (
     "f keeps something from one call to the next (a cached function of a weight, an attached "
     "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
 )
+_EDITS = {"scale_gradient": "scale_gradient or reverse_gradient"}  # which share a rule
 _MOST_KEYS = 256  # remembered for one function, if each batch has another shape
 _PARTS = 64  # the most entries of a list or tuple in a key
 _DEPTH = 3  # of nested closures in a key
@@ -94,6 +96,36 @@ class RunKey:
         self._known.pop(self._key, None)
 
 
+class Coefficient(NamedTuple):
+    """A coefficient of an edit.
+
+    Attributes:
+        edit: The edit's name.
+        figures: Its checksum, or a number; None if it is something else.
+        variable: Returns the variable or tensor that holds it; both passes may share it.
+    """
+
+    edit: str
+    figures: Any
+    variable: Callable[[], Any]
+
+    def differs(self, new: Coefficient) -> bool | Tensor:
+        same = self.variable()
+        if same is not None and same is new.variable():
+            return False  # such as a count of calls
+        pair = self.figures, new.figures
+        if all(isinstance(x, tuple) for x in pair):
+            return differ(*pair)
+        return None not in pair and bool(pair[0] != pair[1])
+
+
+class Seen(NamedTuple):
+    """What was seen while a chunk ran: its modules with their outputs, and coefficients."""
+
+    modules: list[tuple[torch.nn.Module, list[Figures]]]
+    coefficients: list[Coefficient]
+
+
 class Verification:
     """The checksums and leaves of one call's first pass, to compare recomputations with.
 
@@ -109,7 +141,7 @@ class Verification:
         self._outputs_exactly = self.exact or (forward.compares_bits and not self.is_compiled)
         self.places: dict[int, list[int]] = {}  # the positions of compared outputs
         self.outs: dict[int, list[Figures]] = {}
-        self.modules: dict[int, list[tuple[torch.nn.Module, list[Figures]]]] = {}
+        self.seen: dict[int, Seen] = {}
         self.leaves: dict[int, dict[int, Tensor]] = {}
         self.kinds: dict[int, Counter[str]] = {}  # of the nodes of each chunk's graph
         self.batches: Any = ()
@@ -151,32 +183,49 @@ class Verification:
             self.run_key.discard()
 
     @contextmanager
-    def watching(self, i: int) -> Iterator[list[tuple[torch.nn.Module, list[Figures]]]]:
-        """Yields a list to which the outputs of modules are added as they run."""
-        seen: list[tuple[torch.nn.Module, list[Figures]]] = []
-        if not (self.exact or (i == 0 and not self.is_compiled)):
-            yield seen
-            return
+    def watching(self, i: int) -> Iterator[Seen]:
+        """Yields lists, to which outputs of modules and coefficients are added as they run."""
+        seen = Seen([], [])
+
+        def note_coefficient(edit: str, x: Any, variable: Any) -> None:
+            seen.coefficients.append(self._coefficient(edit, x, variable))
+
+        with coefficients_noted(note_coefficient):
+            if self.exact or (i == 0 and not self.is_compiled):
+                with self._modules_noted(seen):
+                    yield seen
+            else:
+                yield seen
+
+    @contextmanager
+    def _modules_noted(self, seen: Seen) -> Iterator[None]:
         thread = threading.get_ident()
 
         def note(module: Any, args: Any, out: Any) -> None:
             if threading.get_ident() == thread:
-                seen.append((module, self._figures(out, _SAMPLE)))
+                seen.modules.append((module, self._figures(out, _SAMPLE)))
 
         handle = torch.nn.modules.module.register_module_forward_hook(note)
         OWN_HOOKS[0] += 1
         try:
-            yield seen
+            yield
         finally:
             handle.remove()
 
-    def keep(self, i: int, outs: Sequence[Any], modules: Any, batches: Any) -> None:
+    def _coefficient(self, edit: str, x: Any, variable: Any) -> Coefficient:
+        if isinstance(x, Tensor):
+            known = self._figures([unwrapped(x)], exact=self._outputs_exactly)[0]
+            return Coefficient(edit, known, lambda: None if variable is None else weakref.ref(x)())
+        number = repr(x) if isinstance(x, bool | int | float | complex) else None
+        return Coefficient(edit, number, lambda: variable)
+
+    def keep(self, i: int, outs: Sequence[Any], seen: Seen, batches: Any) -> None:
         """Stores the first pass's chunk i. batches: The vmaps under which it ran."""
-        self.batches, self.modules[i] = batches, modules
+        self.batches, self.seen[i] = batches, seen
         self.places[i] = _differentiated(outs)
         self.outs[i] = self._figures_of_outputs(outs, i)
 
-    def compare(self, i: int, outs: Any, modules: Any, own: Any, batches: Any) -> None:
+    def compare(self, i: int, outs: Any, seen: Seen, own: Any, batches: Any) -> None:
         """Raises if the recomputation of chunk i differs.
 
         own: The inputs of its graph, if the graph is compared as well.
@@ -187,13 +236,15 @@ class Verification:
         self.compared |= list(map(len, new)) == list(map(len, self.outs[i]))
         differences = _differences(self.outs[i], new)
         if any(x is True for x in differences):
-            raise self._other(i, self._where(i, modules))
+            raise self._other(i, self._where(i, seen.modules))
         if asynchronous := [x for x in differences if isinstance(x, Tensor)]:
-            self._pending.append((i, torch.stack(asynchronous).any(), modules))
-        if self.exact and not self._same_modules(self.modules[i], modules):
-            raise self._other(i, self._where(i, modules))
+            self._pending.append((i, torch.stack(asynchronous).any(), seen.modules))
+        if self.exact and not self._same_modules(self.seen[i].modules, seen.modules):
+            raise self._other(i, self._where(i, seen.modules))
         if own is not None and torch.is_grad_enabled() and i in self.leaves:
             self._compare_leaves(i, outs, own)
+        if not was_queried():
+            self._compare_coefficients(i, seen.coefficients)
 
     # --- numbers
 
@@ -226,14 +277,13 @@ class Verification:
         return len(old) == len(new) and all(same)
 
     def _where(self, i: int, modules: Any) -> str:
-        pairs = zip(self.modules[i], modules, strict=False)
+        first = self.seen[i].modules
+        pairs = zip(first, modules, strict=False)
         for old, new in pairs:
             if not self._same_modules([old], [new]):
                 _, name = self.reached.modules.get(id(new[0]), (None, "a module"))
                 return f"in {name} ({type(new[0]).__name__})"
-        return (
-            "outside of its modules" if self.modules[i] else "(verify=True tells in which module)"
-        )
+        return "outside of its modules" if first else "(verify=True tells in which module)"
 
     def _other(self, i: int, where: str) -> GradtoolsError:
         return GradtoolsError(
@@ -245,6 +295,23 @@ class Verification:
             "(torch.use_deterministic_algorithms). Its gradient would be wrong. Make it a buffer "
             "of a module or an argument."
         )
+
+    def _compare_coefficients(self, i: int, new: list[Coefficient]) -> None:
+        first = self.seen[i].coefficients
+        if [x.edit for x in first] == [x.edit for x in new]:
+            others = [(b.edit, a.differs(b)) for a, b in zip(first, new, strict=True)]
+        else:  # an edit may run once more in one of them, in a check of a rule
+            others = [
+                (b.edit, all(bool(a.differs(b)) for a in first if a.edit == b.edit)) for b in new
+            ]
+        for edit, other in others:
+            if bool(other):
+                edit = _EDITS.get(edit, edit)
+                raise GradtoolsError(
+                    f"{self.caller}: the coefficient of {edit} is another one when chunk {i} is "
+                    "computed again. f takes it from an iterator, a file, a cache or the clock. "
+                    "The gradient would be wrong. Make it a buffer of a module or an argument."
+                )
 
     # --- graphs
 

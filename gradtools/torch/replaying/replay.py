@@ -131,15 +131,18 @@ class Forward(ChunkProgram):
         self.is_right = True  # whether all of PyTorch's gradients there are right
         self.functions: set[Any] = set()  # the autograd.Functions
         self.batches: tuple[tuple[int, str], ...] = ()  # vmap's (size, randomness), outermost first
+        self.as_batch: dict[tuple[int, str], Forward] = {}  # recomputed by the backward pass
 
     def _check_modules(self) -> None:
         check_modules(self.caller, self.start, self.chunks.call.f)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
-        result = copy.copy(self)
         # A recomputation of an unbatched first pass draws once for all examples.
-        randomness = randomness if any(map(any, on)) else "same"
-        result.batches = ((size, randomness), *self.batches)
+        batch = size, randomness if any(map(any, on)) else "same"
+        result = self.as_batch.get(batch)
+        if result is None:
+            result = self.as_batch[batch] = copy.copy(self)
+            result.batches, result.as_batch = (batch, *self.batches), {}
         return result, [[True for _ in row] for row in on]
 
     def _captured(self) -> list[Tensor]:

@@ -45,6 +45,7 @@ from gradtools.rules import (
 )
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import is_spent
+from gradtools.torch.coefficients import HERE, note_edit
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 from gradtools.torch.functorch_wrappers import (
     alive,
@@ -165,6 +166,8 @@ class RuleApplication:
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    if rule.reaches == "identity" and HERE.note is not None:
+        note_edit(HERE.note, rule, xs)
     if rule.reaches == "identity" and not rule.user_functions and _is_plain_eager(xs):
         xs, run = _apart(xs), attach_reverse_only if rule.reverse_only else attach
         application = rule.__dict__.get(_APPLICATION)

@@ -287,9 +287,9 @@ class _Use(Forward):
 
     def pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
         """Tangents of the outputs, in forward mode without any graph."""
-        recorded = nodes_made()
+        recorded = nodes_made() - self.made_anew[0]
         dys = self._pushed(zs, dzs)
-        if nodes_made() != recorded:  # by TorchScript, which no mode sees
+        if nodes_made() - self.made_anew[0] != recorded:  # by TorchScript, which no mode sees
             with scripts_refused("frozen"):
                 self._pushed(zs, dzs)
         return dys

@@ -367,3 +367,65 @@ def test_a_use_whose_argument_has_other_data_is_refused_in_the_second_derivative
     z.data = torch.zeros(3)
     with pytest.raises(GradtoolsError, match="the data of an argument was replaced after"):
         torch.autograd.grad(slope.sum(), y)
+
+
+COEFFICIENTS = {  # on which derivatives depend, and no value
+    "scale_gradient": lambda y, k: gt.scale_gradient(y, k),
+    "reverse_gradient": lambda y, k: gt.reverse_gradient(y, torch.tensor(k)),
+    "clip_gradient": lambda y, k: gt.clip_gradient(y, max_norm=0.1 * k),
+    "transform_gradient": lambda y, k: gt.transform_gradient(y, lambda g: k * g),
+    "replace_gradient": lambda y, k: gt.replace_gradient(y, k * torch.ones_like(y)),
+    "straight_through": lambda y, k: gt.straight_through(torch.round, lambda y: k * y)(y),
+}
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "chunked", "vmap"])
+@pytest.mark.parametrize("edit", COEFFICIENTS)
+def test_a_coefficient_that_an_iterator_gives_is_refused(edit, how):
+    w, x = torch.tensor(1.5), torch.ones(4)
+
+    def gradient(next_of):
+        f = lambda w, x: COEFFICIENTS[edit](w * x, next_of())
+        if how == "vmap":
+            return gt.per_example_grad(gt.checkpoint(f))(w, x)
+        axes = {"in_axes": (None, 0), "keep_graphs": 0}
+        again = gt.checkpoint(f) if how == "checkpoint" else gt.chunked(f, 2, **axes)
+        return gt.grad(lambda w: again(w, x).sum())(w)
+
+    assert gradient(lambda: 2.0).shape == (x.shape if how == "vmap" else ())
+    with pytest.raises(GradtoolsError, match=f"coefficient of .*{edit} .*is another one when chunk"):
+        gradient(functools.partial(next, itertools.count(1.0)))
+
+
+def test_a_transform_of_gradients_may_count_its_calls():
+    calls = 0
+
+    def counted(g):
+        nonlocal calls
+        calls += 1
+        return 2 * g
+
+    f = gt.chunked(lambda x: gt.transform_gradient(x, counted), 1, keep_graphs=0)
+    assert gt.grad(lambda x: f(x).sum())(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_per_example_gradients_of_a_function_with_a_counter_are_refused():
+    numbers = itertools.count(1)
+    f = gt.checkpoint(lambda w, x: w * x * next(numbers))
+    with pytest.raises(GradtoolsError, match="gives other numbers when it is computed again"):
+        gt.per_example_grad(f)(torch.tensor(1.0), torch.ones(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_use_is_compared_bit_by_bit_when_forward_mode_computes_it_again(dtype):
+    numbers = itertools.count()
+    drift = lambda: 1.01 ** next(numbers)
+    z, y = torch.linspace(0.1, 1.0, 8, dtype=dtype), torch.ones(8, dtype=dtype)
+
+    def second(G):
+        inner = lambda y: gt.grad(lambda z: (gt.frozen(G)(z) * y).sum())(z)
+        return gt.grad(lambda y: inner(y).square().sum())(y)
+
+    assert second(lambda z: z.tanh() * 1.01).isfinite().all()
+    with pytest.raises(GradtoolsError, match="gives other numbers when it is computed again"):
+        second(lambda z: z.tanh() * drift())

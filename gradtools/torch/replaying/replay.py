@@ -56,6 +56,7 @@ from gradtools.torch.replaying.slicing import (
     cut_off,
     is_observed,
     pieces_of,
+    primal_of,
     tensors_of,
     untracked,
 )
@@ -88,6 +89,8 @@ class Forward(ChunkProgram):
         self.pieces = pieces_of(chunks)
         self.tensors = tensors_of([*chunks.shared, *chunks.carry, *self.pieces[0]])
         self.modes, self.device = Modes.now({*map(_kind_of, self.tensors)}), upstream.device_set()
+        self.first_modes = self.modes
+        self.made_anew = [0]  # nodes of autograd's, by `_anew`
         try:
             self.start = Snapshot.of(self.roots, self.tensors, like)
         except GradtoolsError as error:
@@ -202,10 +205,23 @@ class Forward(ChunkProgram):
                 check_cached(self.caller, self.start)
         if check is not None and self.is_recomputing_chunks:
             inputs = given if self.compares_leaves else None
-            check.compare(i, outs, seen, inputs, self.batches)
+            anew = None if self.compares_bits else partial(self._anew, i, given)
+            check.compare(i, outs, seen, inputs, self.batches, anew)
         elif check is not None:
             check.keep(i, outs, seen, self.batches)
         return outs, carry
+
+    def _anew(self, i: int, given: list[Any]) -> list[Any]:
+        """The outputs of the only chunk, computed once more as in the first pass."""
+        self.start.restore()
+        modes, before = self.first_modes, upstream.nodes_made()
+        with modes.outside_of_batchings(), torch.set_grad_enabled(modes.grad):
+            count = len(self.moving[i])
+            inputs = [alias_of(primal_of(x)) for x in given]
+            pieces, own = self._arguments(i, inputs[:count], inputs[count:])
+            outs = self._function()(i, i, pieces, own, self.first_carry)[0]
+        self.made_anew[0] += upstream.nodes_made() - before
+        return outs
 
     def compare_modes(self) -> None:
         """Sets `is_bare`: whether the current modes are those of the first pass."""

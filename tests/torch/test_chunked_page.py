@@ -227,9 +227,9 @@ def test_a_checksum_is_kept_for_each_output_and_no_output():
         gt.chunked(mlp(), 2)(batch(6)).sum().backward()
     verification = kept[0]
     checksums = [f for fs in verification.outs.values() for f in fs]
-    of_modules = [f for _, fs in verification.modules[0] for f in fs]
-    assert (len(verification.outs), len(verification.modules[0])) == (3, 4)
-    assert not verification.modules[1]
+    of_modules = [f for _, fs in verification.seen[0].modules for f in fs]
+    assert (len(verification.outs), len(verification.seen[0].modules)) == (3, 4)
+    assert not verification.seen[1].modules
     assert all(isinstance(f[2], int) for f in checksums)
     assert all(f[2].shape == (3, 2) for f in of_modules)  # three sums for each of two examples
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.coefficients import HERE
+from gradtools.torch.coefficients import HERE, note_edit
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.rules.installing import (
     RuleApplication,
@@ -39,8 +39,6 @@ def scaled(x: Any, factor: float) -> Tensor | None:
     """
     if torch.compiler.is_dynamo_compiling() or type(x) not in _EXACT:
         return None
-    if HERE.note is not None:
-        HERE.note("scale_gradient", factor, None)
     if (
         upstream.forward_level() < 0
         and upstream.peek_interpreter_stack() is None
@@ -49,8 +47,9 @@ def scaled(x: Any, factor: float) -> Tensor | None:
         and not upstream.is_wrapped(x)
         and upstream.tracing_state() is None
     ):
-        tracked = x.requires_grad
-        if not tracked:
+        if HERE.note is not None:
+            note_edit(HERE.note, _scaling(factor.hex()).rule, (x,))
+        if not x.requires_grad:
             return x
         if torch.is_grad_enabled() and x.layout is torch.strided and not x.is_nested:
             application = _scaling(factor.hex())

@@ -393,7 +393,9 @@ def test_a_coefficient_that_an_iterator_gives_is_refused(edit, how):
         return gt.grad(lambda w: again(w, x).sum())(w)
 
     assert gradient(lambda: 2.0).shape == (x.shape if how == "vmap" else ())
-    with pytest.raises(GradtoolsError, match=f"coefficient of .*{edit} .*is another one when chunk"):
+    with pytest.raises(
+        GradtoolsError, match=f"coefficient of .*{edit} .*is another one when chunk"
+    ):
         gradient(functools.partial(next, itertools.count(1.0)))
 
 

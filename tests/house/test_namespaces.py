@@ -181,6 +181,7 @@ seeing/torch/slices.py: views that share memory; arrays of JAX share none
 torch/nn.py: the reversal layer of torch.nn
 jax/linen.py: where users find the reversal layer of flax.linen
 torch/modes.py: flags that choose kernels; JAX has none
+torch/coefficients.py: coefficients of edits, for recomputations; functions of JAX are pure
 torch/hooks.py: hooks on gradients; JAX has none
 torch/nondifferentiable.py: results that refuse a derivative along some tensors
 torch/randomness.py: generators with a state; JAX has keys

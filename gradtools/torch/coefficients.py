@@ -55,11 +55,11 @@ def note_edit(note: Note, rule: Rule, xs: Sequence[Any]) -> None:
     """Reports the coefficients of an edit: inputs after those that it returns, and variables."""
     for x in xs[len(rule.primal(*xs)) :]:
         note(rule.name, x, None)
-    for x, variable in _closed_over(rule.cotangent, _DEPTH):
+    for x, variable in closed_over(rule.cotangent):
         note(rule.name, x, variable)
 
 
-def _closed_over(f: Any, depth: int) -> Iterator[tuple[Any, Any]]:
+def closed_over(f: Any, depth: int = _DEPTH) -> Iterator[tuple[Any, Any]]:
     """The variables and bound arguments of a function, and those of functions among them."""
     if isinstance(f, partial):
         held = [(x, None) for x in (f.func, *f.args, *f.keywords.values())]
@@ -71,6 +71,6 @@ def _closed_over(f: Any, depth: int) -> Iterator[tuple[Any, Any]]:
         return
     for x, variable in held:
         if isinstance(x, FunctionType | partial):
-            yield from _closed_over(x, depth - 1) if depth else ()
+            yield from closed_over(x, depth - 1) if depth else ()
         else:
             yield x, variable

@@ -82,6 +82,7 @@ _FUNCTIONS = [_Patch(kind, "apply", classmethod) for kind in upstream.Functions]
 _PARAMETERS = _Patch(type(torch.nn.Parameter), "__call__")
 _OPERATORS = _Patch(upstream.HigherOrderOperator, "__call__")
 _CHECKPOINTS = _Patch(torch.utils.checkpoint, upstream.checkpoint_passes.__name__)
+_HOOKS = _Patch(torch.Tensor, "register_hook")
 _FLEX: dict[Any, _Patch] = {}  # by the module, which is imported lazily
 _SCRIPTS = [_Patch(kind, "__call__") for kind in (torch.jit.ScriptFunction, torch.ScriptMethod)]
 
@@ -135,6 +136,11 @@ def control_flow_called(around: Around) -> AbstractContextManager[None]:
 def checkpoints_taken(around: Around) -> AbstractContextManager[None]:
     """Patches passes of the non-reentrant `torch.utils.checkpoint`; the owner is the function."""
     return _CHECKPOINTS.by(around)
+
+
+def hooks_set(around: Around) -> AbstractContextManager[None]:
+    """Patches `Tensor.register_hook`; the owner is the tensor."""
+    return _HOOKS.by(around)
 
 
 def flex_validated(around: Around) -> AbstractContextManager[Any]:

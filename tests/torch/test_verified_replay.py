@@ -376,11 +376,24 @@ COEFFICIENTS = {  # on which derivatives depend, and no value
     "transform_gradient": lambda y, k: gt.transform_gradient(y, lambda g: k * g),
     "replace_gradient": lambda y, k: gt.replace_gradient(y, k * torch.ones_like(y)),
     "straight_through": lambda y, k: gt.straight_through(torch.round, lambda y: k * y)(y),
+    "a hook on a gradient": lambda y, k: _with_hook(2 * y, lambda g: k * g),
 }
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "chunked", "vmap"])
-@pytest.mark.parametrize("edit", COEFFICIENTS)
+def _with_hook(y, hook):
+    y.register_hook(hook)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("edit", "how"),
+    [
+        (edit, how)
+        for edit in COEFFICIENTS
+        for how in ("checkpoint", "chunked", "vmap")
+        if (edit, how) != ("a hook on a gradient", "vmap")  # there f runs without a graph
+    ],
+)
 def test_a_coefficient_that_an_iterator_gives_is_refused(edit, how):
     w, x = torch.tensor(1.5), torch.ones(4)
 

@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,10 +28,11 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.coefficients import coefficients_noted
+from gradtools.torch.coefficients import HERE, closed_over, coefficients_noted
 from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
 from gradtools.torch.operation_marks import OWN_HOOKS
+from gradtools.torch.patches import hooks_set
 from gradtools.torch.replaying.guards import is_recorded, was_queried
 from gradtools.torch.state import contents_of
 
@@ -120,10 +121,14 @@ class Coefficient(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What was seen while a chunk ran: its modules with their outputs, and coefficients."""
+    """What was seen while a chunk ran: its modules with their outputs, and coefficients.
+
+    hooks: The numbers and tensors that hooks on tensors close over.
+    """
 
     modules: list[tuple[torch.nn.Module, list[Figures]]]
     coefficients: list[Coefficient]
+    hooks: list[list[Coefficient]]
 
 
 class Verification:
@@ -185,12 +190,23 @@ class Verification:
     @contextmanager
     def watching(self, i: int) -> Iterator[Seen]:
         """Yields lists, to which outputs of modules and coefficients are added as they run."""
-        seen = Seen([], [])
+        seen, first = Seen([], [], []), self.seen.get(i)
 
         def note_coefficient(edit: str, x: Any, variable: Any) -> None:
             seen.coefficients.append(self._coefficient(edit, x, variable))
 
-        with coefficients_noted(note_coefficient):
+        def note_hook(x: Any, register: Any, args: Any, kwargs: Any) -> Any:
+            if HERE.note is None:
+                return register(*args, **kwargs)
+            hook = args[0] if args else kwargs["hook"]
+            held = [self._coefficient("hook", x, cell) for x, cell in closed_over(hook)]
+            seen.hooks.append(held)
+            old = first.hooks[len(seen.hooks) - 1 :] if first is not None else []
+            if not old or not any(bool(a.differs(b)) for a, b in zip(old[0], held, strict=False)):
+                return register(hook)
+            return register(self._refusing(i, hook))
+
+        with coefficients_noted(note_coefficient), hooks_set(note_hook):
             if self.exact or (i == 0 and not self.is_compiled):
                 with self._modules_noted(seen):
                     yield seen
@@ -301,6 +317,23 @@ class Verification:
             "of a module or an argument."
         )
 
+    def _refusing(self, i: int, hook: Any) -> Any:
+        """A hook that raises if it edits the gradient."""
+
+        @wraps(hook)
+        def refusing(ct: Tensor) -> None:
+            if hook(ct) is not None:
+                raise self._other_coefficient(i, "a hook on a gradient")
+
+        return refusing
+
+    def _other_coefficient(self, i: int, edit: str) -> GradtoolsError:
+        return GradtoolsError(
+            f"{self.caller}: the coefficient of {edit} is another one when chunk {i} is computed "
+            "again. f takes it from an iterator, a file, a cache or the clock. The gradient would "
+            "be wrong. Make it a buffer of a module or an argument."
+        )
+
     def _compare_coefficients(self, i: int, new: list[Coefficient]) -> None:
         first = self.seen[i].coefficients
         if [x.edit for x in first] == [x.edit for x in new]:
@@ -311,12 +344,7 @@ class Verification:
             ]
         for edit, other in others:
             if bool(other):
-                edit = _EDITS.get(edit, edit)
-                raise GradtoolsError(
-                    f"{self.caller}: the coefficient of {edit} is another one when chunk {i} is "
-                    "computed again. f takes it from an iterator, a file, a cache or the clock. "
-                    "The gradient would be wrong. Make it a buffer of a module or an argument."
-                )
+                raise self._other_coefficient(i, _EDITS.get(edit, edit))
 
     # --- graphs
 

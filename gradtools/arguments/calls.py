@@ -30,10 +30,12 @@ class Call:
     Attributes:
         returns_output: Whether the operator returns f's output. If not, it need not be detached.
         may_transpose: Whether the pullback may be transposed, which skips f's gradient hooks.
+        deferred: Whether results are attached to the leaves afterwards (see `attaching`), so that
+            f is evaluated as if they required no gradient.
     """
 
     returns_output = True
-    may_transpose = False
+    may_transpose = deferred = False
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Call:
             self.opened = backend.opened(caller, f, args, kwargs, argnums)
         if self.opened is not None:
             self.f, self.args = self.opened, tuple(self.opened.args)
+            self.deferred = self.opened.deferred
             kinds = self._flatten()
         for k, kind in enumerate(kinds):
             if kind not in _INEXACT:

@@ -112,6 +112,8 @@ class Opened:
         changed: The paths of the variables of flax.nnx modules that the latest call changed.
     """
 
+    deferred = False  # results are attached by JAX's own traces
+
     def __init__(
         self,
         caller: str,

@@ -12,7 +12,8 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
+from itertools import starmap, zip_longest
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,32 +28,36 @@ from gradtools.torch.module_arguments import with_parts
 _LOCK = threading.RLock()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_traced = upstream.is_wrapped
+_layout, _dtype = attrgetter("layout"), attrgetter("dtype")
 Write = tuple[Callable[[Any, Any], Any], torch.Tensor, torch.Tensor]
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     """Adds to, or sets, `.grad` of every parameter that grads names; atomic if anything fails."""
     caller = "accumulate_gradients" if add else "assign_gradients"
-    parameters = _parameters(caller, target)
-    if trees.is_flat(parameters) and _is_named(parameters, grads):
-        entries = [TargetLeaf(f"[{k!r}]", parameters[k], g) for k, g in grads.items()]
-    else:
-        entries = paired(trees, caller, parameters, grads)
-    entries = [entry for entry in entries if entry.grad is not None]
     with _LOCK, torch.inference_mode(False), torch.no_grad():
-        for entry in entries:
-            _check(caller, entry)
-        merged = _merged(caller, entries, add)
+        merged = _pairs_by_name(target, grads)
+        if merged is None:
+            entries = paired(trees, caller, _parameters(caller, target), grads)
+            entries = [entry for entry in entries if entry.grad is not None]
+            for entry in entries:
+                _check(caller, entry)
+            merged = _merged(caller, entries, add)
         for write, of, grad in _additions(merged) if add else _assignments(merged):
             write(of, grad)
     return target
 
 
-def _is_named(parameters: dict[Any, Any], grads: Any) -> bool:
-    """Whether grads is a flat dict of tensors with names of these parameters."""
-    if type(grads) is not dict or not grads.keys() <= parameters.keys():
-        return False
-    return all(g is None or isinstance(g, torch.Tensor) for g in grads.values())
+def _pairs_by_name(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
+    """`(parameter, gradient)` pairs of a module or a flat dict, if each fits and occurs once."""
+    from gradtools.torch.modules import ModuleTree
+
+    named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
+    if type(named) is not dict or type(grads) is not dict or not grads.keys() <= named.keys():
+        return None
+    pairs = [(named[k], g) for k, g in grads.items() if g is not None]
+    once = len({id(p) for p, _ in pairs}) == len(pairs)
+    return pairs if once and all(starmap(_fits, pairs)) else None
 
 
 # --- what the accumulator needs ----------------------------------------------------------
@@ -72,9 +77,8 @@ def current_trace() -> Any:
     return upstream.maybe_current_level()
 
 
-def spec(x: torch.Tensor) -> tuple[Any, ...]:
-    """The properties that all gradients of a parameter must share."""
-    return x.layout, x.dtype, x.shape, x.device
+spec: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter("layout", "dtype", "shape", "device")
+"""The properties that all gradients of a parameter must share."""
 
 
 def varies(x: torch.Tensor) -> frozenset[Any]:
@@ -101,25 +105,21 @@ def _are_plain(xs: Sequence[torch.Tensor]) -> bool:
     """Whether these are plain numbers, for one operation on all of them."""
     if not xs or upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
         return False
-    return all(type(x) is torch.Tensor and x.layout is torch.strided for x in xs)
+    return {*map(type, xs)} == {torch.Tensor} and {*map(_layout, xs)} == {torch.strided}
 
 
 def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: Any) -> bool:
     """Adds weight times xs to the sums in place; False if that is not possible."""
     if type(weight) not in (int, float) or not (_are_plain(totals) and _are_plain(xs)):
         return False
-    if any(x.is_inference() for x in totals):
+    if any(map(torch.Tensor.is_inference, totals)):
         return False
-    pairs = zip(totals, xs, strict=True)
-    if any(t.dtype is not x.dtype and _promoted(t, x) is not t.dtype for t, x in pairs):
+    pairs = zip(map(_dtype, totals), map(_dtype, xs), strict=True)
+    if any(torch.promote_types(*pair) is not pair[0] for pair in {*pairs}):
         return False
     with torch.no_grad():
         upstream.add_each_([*totals], [*xs], alpha=float(weight))
     return True
-
-
-def _promoted(a: torch.Tensor, b: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(a.dtype, b.dtype)
 
 
 def sums_over_ranks(
@@ -323,10 +323,8 @@ def _memory(x: torch.Tensor) -> Any:
 
 def _check(caller: str, entry: TargetLeaf) -> None:
     p, g, path = entry.target, entry.grad, entry.path
-    if type(p) in _PLAIN and type(g) is torch.Tensor and p.is_leaf and p.requires_grad:
-        alike = g.shape == p.shape and g.dtype == _expected_dtype(p, g) and g.device == p.device
-        if alike and not (_is_traced(p) or _is_traced(g)):
-            return
+    if _fits(p, g):
+        return
     if not isinstance(p, torch.Tensor):
         refuse(
             caller,
@@ -349,6 +347,14 @@ def _check(caller: str, entry: TargetLeaf) -> None:
         )
     _check_parameter(caller, path, p)
     _check_match(caller, path, p, g)
+
+
+def _fits(p: Any, g: Any) -> bool:
+    """Whether p is an ordinary leaf and g its gradient: the fast path of `_check`."""
+    if type(g) is not torch.Tensor or type(p) not in _PLAIN or not (p.is_leaf and p.requires_grad):
+        return False
+    alike = g.shape == p.shape and g.dtype == _expected_dtype(p, g) and g.device == p.device
+    return alike and not (_is_traced(p) or _is_traced(g))
 
 
 def _check_parameter(caller: str, path: str, p: torch.Tensor) -> None:

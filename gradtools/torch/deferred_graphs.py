@@ -164,9 +164,10 @@ class Recomputed:
         """The results, attached to the sources by one node, which recomputes them."""
         self.sources = list(sources)  # plain references, not saved tensors of autograd
         self._source_versions = [*map(upstream.version_of, sources)]
+        apply: Any = _apply if not any(map(is_wrapped, (*sources, *results))) else _Deferred.apply
         if not any(x.requires_grad for x in results):
-            return list(_Deferred.apply(self, results, *sources))
-        return list(_Deferred.apply(self, (), *sources, *results))
+            return list(apply(self, results, *sources))
+        return list(apply(self, (), *sources, *results))
 
     def evaluated(self, aliases: Sequence[Tensor]) -> list[Tensor]:
         """The results at aliases of the sources."""
@@ -335,3 +336,7 @@ class _Deferred(torch.autograd.Function):
         needs = ctx.needs_input_grad[2 + len(grads) :]
         own = [ct if needed else None for ct, needed in zip(cts, needs, strict=False)]
         return None, None, *grads, *own
+
+
+_apply: Any = super(torch.autograd.Function, _Deferred).apply
+"""`_Deferred.apply` of tensors that are no wrappers of an ended transform, which it looks for."""

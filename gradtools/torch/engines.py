@@ -154,6 +154,10 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
     outs, extras, aliases, attached, survey, inside = evaluated
     ordinary = not (survey.lost or survey.wrong or survey.custom)
 
+    def points() -> list[Tensor]:
+        """The leaves for another evaluation."""
+        return [*map(_detached, leaves)] if getattr(fun, "deferred", False) else leaves
+
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         ys: list[Tensor] = []
         given: list[Tensor] = []
@@ -169,7 +173,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         if again and upstream.peek_interpreter_stack() is not None:  # the rows of a Jacobian
             seen = survey._replace(wrong=[*{*survey.wrong, *wrong_in_batches(ys)}])
         if not ordinary or seen.wrong:
-            guard = guarded(caller_of(fun), fun, leaves, seen, aliases, again)
+            guard = guarded(caller_of(fun), fun, points(), seen, aliases, again)
         try:
             # Some tangents are wrong without create_graph=True.
             grads = _pulled(ys, aliases, given, create or not once, again, inside.spent, guard)
@@ -179,7 +183,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             explain(caller_of(fun), error)
             raise
         if again and survey.hooked:
-            grads = _gated_at_hooks(fun, leaves, aliases, ys, given, grads)
+            grads = _gated_at_hooks(fun, points(), aliases, ys, given, grads)
         if here.opened:
             note_taken(ys, grads, leaves, aliases, create, inside)
         if not create:
@@ -194,7 +198,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
     def where_lost(i: int) -> list[str]:
         from gradtools.seeing.torch.recorded_run import where_lost
 
-        return where_lost(fun, leaves, i)
+        return where_lost(fun, points(), i)
 
     def transposed() -> Any:
         if hooks is None or hooks.found or not ordinary or not _is_plain(outs):
@@ -408,10 +412,11 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
     around = here.opened
     # Skip tagging these detaches; no recorder is active.
     plain = on and not upstream.count_of_dispatch_modes() and upstream.forward_level() < 0
+    tracks = keep and not getattr(fun, "deferred", False)  # whether aliases are views of leaves
     aliases = [
         x.detach().requires_grad_()
-        if plain and not (x.requires_grad or x.is_inference())
-        else _alias(x, keep)
+        if plain and not ((tracks and x.requires_grad) or x.is_inference())
+        else _alias(x, tracks)
         for x in leaves
     ]
     inside, hooks = _begun(aliases, around, leaves), hooks_of_users()
@@ -435,7 +440,8 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
     if survey.compiled:
         mark_lost(survey.compiled)
     inside.spent[0] = True
-    attached = keep and (any(map(_is_tracked, leaves)) or not all(map(is_spent, survey.leaves)))
+    captured = not all(map(is_spent, survey.leaves))
+    attached = keep and (captured or (tracks and any(map(_is_tracked, leaves))))
     return outs, extras, aliases, attached, survey, inside
 
 

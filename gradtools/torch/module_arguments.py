@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gradtools.torch.modules import ModuleTree
 
 Tensor = torch.Tensor
+_EVALUATE_ONCE = ("grad", "value_and_grad", "minimax_value_and_grad")
 
 
 def opened(
@@ -104,6 +105,8 @@ class Opened:
 
     Attributes:
         args: The arguments, with each differentiated module replaced by its parameters.
+        deferred: Whether these are the parameters themselves, at which the engine evaluates f as
+            if they required no gradient. Other operators get detached aliases of them.
     """
 
     opens_once = True
@@ -118,10 +121,23 @@ class Opened:
         result = [x for leaves, _ in self._trees.values() for x in leaves if _is_module(x)]
         self._read = _checked(caller, result)
         self._graph = deferred_graphs.current()
-        alias = _itself if self._graph is None else self._graph.alias
+        self.deferred = caller in _EVALUATE_ONCE and self._defers()
+        alias = _itself if self.deferred or self._graph is None else self._graph.alias
         self.args = [
             _part_of(x, alias, self._read) if i in self._trees else x for i, x in enumerate(args)
         ]
+
+    def _defers(self) -> bool:
+        """Whether all that is differentiated are parameters, whose graph is deferred."""
+        if type(self._graph) is not deferred_graphs.DeferredGraph:
+            return False
+        ps = [p for tree in self._read.values() for p in tree.parameters.values()]
+        ps = [p for p in ps if p.requires_grad]
+        count = sum(len(leaves) for leaves, _ in self._trees.values())
+        if len(self._read) != count or not {*map(type, ps)} <= {nn.Parameter}:
+            return False
+        self._graph.parameters = ps
+        return True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls f with copies of the modules that have these parameters."""

@@ -44,6 +44,7 @@ Apply = Callable[..., Applied]
 DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
 SCALARS = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_SLOTS = frozenset(upstream.SLOTS)
 _INERT = frozenset((*SCALARS, torch.dtype, torch.device, torch.Size))
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
 _CONTAINERS_OF_EVERY_MODULE = frozenset(
@@ -356,9 +357,8 @@ def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Modu
         for name, places, source in zip(upstream.SLOTS, own, sources):  # noqa: B905, it costs
             result = filled.get(id(places))
             if result is None:
-                result = filled[id(places)] = {}
-                for k, at in places.items():
-                    result[k] = None if at is None else source[at]
+                result = {k: None if at is None else source[at] for k, at in places.items()}
+                filled[id(places)] = result
             fields[name] = result
         object.__setattr__(copy, "__dict__", fields)
     return copies
@@ -377,55 +377,57 @@ class Copy:
         self, tree: ModuleTree, params: Mapping[str, Tensor], buffers: dict[str, Tensor]
     ) -> None:
         given = {**tree.parameters, **params}
-        own: dict[int, Any] = {id(p): given[name] for name, p in tree.parameters.items()}
+        own: dict[int, Any] = dict(zip(map(id, tree.parameters.values()), given.values()))  # noqa: B905, it costs
         own |= {id(b): buffers[name] for name, b in tree.buffers.items()}
-        made = []
+        self._own, self._made = own, list[Any]()
+        copies = []
         for m in (*tree.modules, *tree.hidden):
             live = _live(vars(m))
             # What f assigns to a module without a reference would be handed back anyway.
-            own[id(m)] = object.__new__(type(m)) if live else m
+            own[id(m)] = copy = object.__new__(type(m)) if live else m
             if live:
-                made.append((m, live))
-        self._own = own
+                copies.append((m, copy, live))
         slots: dict[int, dict[str, Any]] = {}  # the same dictionary for modules that share theirs
-        self._made = [(m, *self._filled(m, live, slots)) for m, live in made]
+        for m, copy, live in copies:
+            fields, fixed = vars(m).copy(), live
+            if fields.get(upstream.COMPILED_CALL) is not None:
+                fields[upstream.COMPILED_CALL] = None
+            if not _SLOTS.issuperset(live):
+                fixed = self._relink(m, fields, live)
+            for name in live:
+                if name in _SLOTS:
+                    source = fields[name]
+                    result = slots.get(id(source))
+                    if result is None:
+                        result = {k: None if v is None else own[id(v)] for k, v in source.items()}
+                        slots[id(source)] = result
+                    fields[name] = result
+            object.__setattr__(copy, "__dict__", fields)
+            self._made.append((m, copy, fields.copy(), fixed))
         self.root = own[id(next(iter(tree.modules)))]
 
-    def _filled(
-        self, module: nn.Module, live: Sequence[str], slots: dict[int, Any]
-    ) -> tuple[Any, dict[str, Any], Sequence[str]]:
-        """The copy with its fields, these, and which of them are not to be handed back."""
-        own, fields, fixed = self._own, vars(module).copy(), live
-        if upstream.COMPILED_CALL in fields:
-            fields[upstream.COMPILED_CALL] = None
-        held = {k: fields[k] for k in live if k not in upstream.SLOTS}
-        if held:
-            _check_closures(module, held, own)
-            fixed = [k for k in live if k not in held or _refers(held[k], own)]
-            for name in fixed:
-                if name in held:
-                    fields[name] = _relink(held[name], lambda x: own.get(id(x)))
-        for name in live:
-            if name not in held:
-                source = fields[name]
-                result = slots.get(id(source))
-                if result is None:
-                    result = {k: None if v is None else own[id(v)] for k, v in source.items()}
-                    slots[id(source)] = result
-                fields[name] = result
-        copy = own[id(module)]
-        object.__setattr__(copy, "__dict__", fields)
-        return copy, fields.copy(), fixed
+    def _relink(
+        self, module: nn.Module, fields: dict[str, Any], live: Sequence[str]
+    ) -> Sequence[str]:
+        """Relinks fields that refer into the tree; returns all that are not to be handed back."""
+        held, own = {k: fields[k] for k in live if k not in _SLOTS}, self._own
+        _check_closures(module, held, own)
+        relinked = [k for k, v in held.items() if _refers(v, own)]
+        for name in relinked:
+            fields[name] = _relink(held[name], lambda x: own.get(id(x)))
+        return [k for k in live if k in _SLOTS or k in relinked]
 
     def hand_back(self) -> None:
         """Assigns buffers and other attributes that f assigned to the copy to the module."""
         for original, copy, before, fixed in self._made:
-            fields, buffers = vars(copy), upstream.slots_of(original)[1]
-            for name, value in [*upstream.slots_of(copy)[1].items()]:
-                buffer = buffers.get(name)
-                given = None if buffer is None else self._own.get(id(buffer), value)
-                if value is not given:
-                    buffers[name] = value
+            fields = vars(copy)
+            if "_buffers" in fixed:
+                buffers = upstream.slots_of(original)[1]
+                for name, value in [*upstream.slots_of(copy)[1].items()]:
+                    buffer = buffers.get(name)
+                    given = None if buffer is None else self._own.get(id(buffer), value)
+                    if value is not given:
+                        buffers[name] = value
             if len(fields) == len(before) and all(map(is_, fields.values(), before.values())):
                 continue
             for name, value in fields.items():

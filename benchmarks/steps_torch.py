@@ -591,16 +591,15 @@ def private() -> Iterator[Row]:
     apply, params, state = gt.make_functional(net)
     each = gt.per_example_grad(lambda p, x: loss(lambda x: apply(p, state, x)[0], x))
 
+    def of_chunk(x: torch.Tensor) -> dict[str, torch.Tensor]:  # its end frees the gradients
+        grads = each(params, x)
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
+        factors = 1.0 / norms.clamp(min=1.0)
+        return {name: torch.tensordot(factors, g, 1) for name, g in grads.items()}
+
     def ours() -> object:
-        total: dict[str, torch.Tensor] = {}
-        for x in xs.split(64):
-            grads = each(params, x)
-            norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
-            factors = 1.0 / norms.clamp(min=1.0)
-            for name, g in grads.items():
-                own = torch.tensordot(factors, g, 1)
-                total[name] = total[name] + own if name in total else own
-        return total
+        total, *others = map(of_chunk, xs.split(64))
+        return {name: g + sum(own[name] for own in others) for name, g in total.items()}
 
     def peak() -> float:
         with LiveBytes() as live:

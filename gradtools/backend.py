@@ -494,10 +494,10 @@ class Programs(Rules):
 
     def value_pairs(
         self, fun: Any, xs: Sequence[Array], ys: Sequence[Array], twin: Any = None
-    ) -> list[tuple[Any, Any]]:
+    ) -> list[tuple[Any, Any]] | None:
         """Pairs of `fun(*xs)` and ys as NumPy arrays, to compare f's value with a rule's.
 
-        Empty in a trace, or if fun draws random numbers or calls a host kernel.
+        Empty in a trace, or if fun draws random numbers; None if fun calls a host kernel.
 
         twin: The function that returned ys; with it both may run at made-up numbers in a trace.
         """

@@ -121,6 +121,8 @@ class Specialization:
 
         # A wrong order of static arguments shows at any numbers, also at made-up ones in a trace.
         pairs = self.backend.value_pairs(self.primal, xs, ys, twin if statics else None)
+        if pairs is None:
+            return True  # it can never be decided
         dtypes = [self.backend.dtype_name(y) for y in ys]
         self.contract.check_values(who, pairs, dtypes, lead)
         return bool(pairs)

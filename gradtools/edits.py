@@ -106,22 +106,20 @@ def _clip_modulus(backend: Backend, ct: Array, bound: Any) -> Array:
 
 
 def _clip_norm(backend: Backend, cts: list[Array], bound: Any) -> list[Array]:
-    """cts * min(1, bound / norm). The norm is computed of c / max|c|, which cannot overflow."""
+    """cts * min(1, bound / norm). The norm is computed of cts / unit, which cannot overflow."""
     xp = backend.xp
     wide = [_wide(backend, ct) for ct in cts]
     largest_of = [xp.max(xp.abs(ct)) for ct in wide if 0 not in ct.shape]
     if not largest_of:
         return cts
     largest = backend.stop_gradient(_of_all(xp, xp.max, largest_of))
-    zero = largest == 0
-    unit = xp.where(zero, xp.ones_like(largest), largest)
     # A quarter, whose reciprocal is never denormal; XLA would flush that to zero.
-    unit = xp.where(unit > 1, unit / 4, unit)
+    unit = xp.maximum(largest / 4, xp.full_like(largest, xp.finfo(largest.dtype).smallest_normal))
     scaled = [ct / unit for ct in wide]
     total = _of_all(xp, xp.sum, [_squares(backend, ct) for ct in scaled if 0 not in ct.shape])
-    size = xp.sqrt(xp.where(zero, xp.ones_like(total), total))
-    inside = zero | (unit * size <= backend.real_scalar(bound, size))
-    factor = backend.real_scalar(bound, size) / size
+    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))  # only of zeros less than 1
+    inside = unit * size <= (bound := backend.real_scalar(bound, size))
+    factor = bound / size
     pairs = zip(cts, scaled, strict=True)
     return [xp.where(inside, ct, backend.cast(c * factor, ct)) for ct, c in pairs]
 

@@ -103,14 +103,16 @@ class JaxBackend(FrameworkBackend):
 
     def value_pairs(
         self, fun: Any, xs: Sequence[Array], ys: Sequence[Array], twin: Any = None
-    ) -> list[tuple[Any, Any]]:
+    ) -> list[tuple[Any, Any]] | None:
         known = all_known((*xs, *ys))
         if (not known and twin is None) or (known and not all(y.is_fully_addressable for y in ys)):
             return []
         outs = [list(ys)]
         for f in [fun] if known else [fun, twin]:
             closed = jax.make_jaxpr(lambda *a, f=f: list(f(*a)))(*map(jax.typeof, xs))
-            own = computed(closed, xs) if can_be_tried(closed, known) else None
+            if known and not can_be_tried(closed, known):
+                return None
+            own = computed(closed, xs) if known or can_be_tried(closed, known) else None
             if own is None:
                 return []
             outs.append(own)

@@ -18,8 +18,8 @@ from gradtools.errors import is_of, refusal
 from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import is_dual
 from gradtools.torch.rules.checking import CHECKING, refuse_kernel
+from gradtools.torch.rules.installing import differentiated
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -138,7 +138,7 @@ def is_followed() -> bool:
 
 
 def _bind(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:
-    if not is_compiling() and (upstream.peek_interpreter_stack() or _tracked(xs)):
+    if not is_compiling() and differentiated(xs):
         return _WithoutDerivative.apply(key, batch, *xs)
     if is_compiling() or all(type(x) in _PLAIN for x in xs):
         return torch.ops.gradtools.call_kernel(key, list(xs), batch)
@@ -232,12 +232,6 @@ torch.library.register_vmap("gradtools::call_kernel", _vmap, lib=_LIBRARY)
 
 
 # --- a kernel without a rule -------------------------------------------------------------
-
-
-def _tracked(xs: Sequence[Tensor]) -> bool:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        return True
-    return any(is_dual(x) for x in xs)
 
 
 class _WithoutDerivative(torch.autograd.Function):

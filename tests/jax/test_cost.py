@@ -32,12 +32,10 @@ def hand_written(backward):
 def clipped_by_norm(c):
     """The formula of clip_gradient, with what keeps it from overflowing."""
     largest = jnp.max(jnp.abs(c))
-    zero = largest == 0
-    unit = jnp.where(zero, 1.0, largest)
-    shrink = jnp.where(largest > 1, 0.25, 1.0)
-    scaled = c * shrink / (unit * shrink)
-    size = jnp.sqrt(jnp.where(zero, 1.0, jnp.sum(scaled * scaled)))
-    return jnp.where(zero | (unit * size <= 0.1), c, scaled * (0.1 / size))
+    unit = jnp.maximum(largest / 4, jnp.finfo(c.dtype).tiny)
+    scaled = c / unit
+    size = jnp.sqrt(jnp.maximum(jnp.sum(scaled * scaled), 0.5))
+    return jnp.where(unit * size <= 0.1, c, scaled * (0.1 / size))
 
 
 EDITS = {

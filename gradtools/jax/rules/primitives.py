@@ -225,7 +225,7 @@ def _jaxpr_key(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> tupl
 
 primal_p = _define("gradtools_primal", eval_primal, _traced_outs(eval_primal))
 evaluation_p = _define("gradtools_evaluation", _evaluation, _traced_outs(_evaluation))
-value_p = _define("gradtools_value", _value, _traced_outs(_value))
+value_p = _define("gradtools_value", _value, _value)
 tangent_p = _define("gradtools_tangent", eval_tangent, lambda *operands, ys, **_: list(ys))
 cotangent_p = _define("gradtools_cotangent", eval_cotangent, lambda *operands, xs, **_: list(xs))
 

@@ -227,7 +227,7 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
 
 def value_pairs(
     fun: Any, xs: Sequence[Tensor], ys: Sequence[Tensor], twin: Any = None
-) -> list[tuple[Any, Any]]:
+) -> list[tuple[Any, Any]] | None:
     """`fun(*xs)` and ys as pairs of NumPy arrays; see `Backend.value_pairs`."""
     known = [value_of(x) for x in (*xs, *ys)]
     if any(x is None for x in known):
@@ -239,6 +239,8 @@ def value_pairs(
             if not drawn.is_unchanged() or len(own) != len(ys):
                 return []
             return [(_numbers(a), _numbers(y)) for a, y in zip(own, known[len(xs) :], strict=True)]
+        except KernelReached:
+            return None
         except Exception:  # f's own error will surface in the real call
             return []
 

@@ -184,7 +184,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if torch.compiler.is_exporting() and upstream.peek_interpreter_stack() is None:
         return _exported(rule, xs)
     plain = rule.reaches is None and not isinstance(rule, BatchedRule)
-    if plain and not _differentiated(xs):
+    if plain and not differentiated(xs):
         return _undifferentiated(rule, xs)
     if rule.user_functions:
         if in_own_transpose(rule, xs):
@@ -495,7 +495,7 @@ def _is_tracked(y: Tensor) -> bool:
     return y.requires_grad or upstream.is_gradtrackingtensor(y) or is_dual(y)
 
 
-def _differentiated(xs: Sequence[Tensor]) -> bool:
+def differentiated(xs: Sequence[Tensor]) -> bool:
     """Whether any of xs may be differentiated, in any mode or transform."""
     levels = upstream.get_interpreter_stack() or ()
     if any(level.key() in _DERIVATIVES for level in levels):
@@ -588,8 +588,12 @@ class _ReverseOnly(torch.autograd.Function):
         axes = tuple([None if d is None else 0 for d in in_dims[2:]])
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[2:], strict=True)]
         rule = batched(one, _Lists(info.randomness == "same"), axes, None, info.batch_size)
+        if point.rule in SAVES_NO_EXTRAS:
+            SAVES_NO_EXTRAS.add(rule)
         batch = replace(point, rule=rule, linearized=None)
         out = _apply_at(batch, front)
+        if rule in SAVES_NO_EXTRAS:
+            SAVES_NO_EXTRAS.add(point.rule)
         point.count = batch.count
         return tuple(out), (0,) * len(out)
 

@@ -661,6 +661,8 @@ def test_a_jump_is_found_where_it_is_and_a_kink_is_none():
     assert found.at == pytest.approx(0.0371) and found.size == pytest.approx(1)
     kink = lambda t: np.array([max(t - 0.0371, 0.0)])
     assert jump_near(kink, lambda t: np.array([float(t > 0.0371)]), 0.1, 2.0**-52) is None
+    steep = lambda t: np.array([np.tanh(1e9 * (t - 0.0371))])
+    assert jump_near(steep, lambda t: 1e9 * (1 - steep(t) ** 2), 0.1, 2.0**-52) is None
     late = lambda t: np.array([max(t - 0.99, 0.0)])  # its slope is zero at all points looked at
     assert jump_far(late, lambda t: np.array([float(t > 0.99)]), 1.0, 2.0**-52) is None
 

@@ -91,6 +91,11 @@ def test_an_index_beyond_its_axis_is_read_modulo_the_axis():
     assert found.lines(1) and found.check is not None and found.check.error < 1e-6
 
 
+def test_a_captured_array_that_requires_no_gradient_has_no_adjoint():
+    c = VECTOR.clone()
+    assert gt.formula(lambda x: (c * x).exp().sum(), VECTOR).lines(1) == ["x̄ = L̄ c ⊙ e"]
+
+
 # --- what is written in place, and read again --------------------------------------------
 
 

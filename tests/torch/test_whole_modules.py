@@ -523,3 +523,23 @@ def check_read_by_another_reference(derivative):
     derivative(lambda m: m(net(X)), spare)
     zeros = gt.grad(lambda m: m(net(X)), disconnected_inputs="zeros")(likelihood)
     assert not zeros["model.0.weight"].any() and zeros["noise"]
+
+
+class Doubling(nn.Module):
+    """Doubles a buffer in each evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        self.scale.mul_(2)
+        return x * self.scale
+
+
+def test_a_graph_made_later_starts_from_the_buffers_of_the_first_evaluation():
+    net, x = nn.Sequential(nn.Linear(3, 3), Doubling(), nn.Linear(3, 1)), torch.randn(8, 3)
+    value, grads = gt.value_and_grad(lambda net: net(x).square().mean())(net)
+    (value + sum(g.square().sum() for g in grads.values())).backward()
+    assert net[1].scale.tolist() == [2, 2, 2]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())

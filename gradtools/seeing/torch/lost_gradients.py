@@ -330,7 +330,7 @@ class _Back:
             for edge, on in zip(node.next_functions, at.on, strict=False):
                 if on and edge[0] is not None:
                     given.setdefault(edge, []).append(node)
-        stopping = [node for node, at in passed.items() if any(at.moves) and not all(at.on)]
+        stopping = [node for node, at in passed.items() if any(at.moves)]
         summed = {edge: nodes for edge, nodes in given.items() if len(nodes) > 1}
         return cls(passed, stopping, summed, readers, ends)
 

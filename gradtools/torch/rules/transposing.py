@@ -24,7 +24,7 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import surveyed
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
+from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.plain_programs.backward_nodes import (
     corrected,
     corrected_vjp,
@@ -64,8 +64,7 @@ def transposed(
     """The transpose of `vs -> linear(at, vs)` (of vectors like `examples`) at `values`."""
     if not examples:
         return []
-    plain = in_eager() and not torch.is_grad_enabled()
-    if plain and not any(v is not None and (is_wrapped(v) or is_dual(v)) for v in values):
+    if in_eager() and not torch.is_grad_enabled():
         return _by_backward(rule, linear, at, examples, values)
     return _by_vjp(rule, linear, at, examples, values)
 

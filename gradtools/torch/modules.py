@@ -275,9 +275,14 @@ def _live(fields: dict[str, Any]) -> list[str]:
     """The attributes of a module that may reference other objects; most are plain values."""
     containers, values_of, others = _layout(tuple(fields))
     held = [k for k in others if type(fields[k]) not in _INERT]
-    result = [k for k in held if type(fields[k]) not in _CONTAINERS or fields[k]] if held else held
+    result = [k for k in held if not _holds_plain_values(fields[k])] if held else held
     result += compress(containers, values_of(fields))
     return result
+
+
+def _holds_plain_values(x: Any) -> bool:
+    """Whether x is an empty container, or one of plain values (a convolution's stride)."""
+    return type(x) in _CONTAINERS and {*map(type, x)} <= _INERT and not (x and isinstance(x, dict))
 
 
 @lru_cache(maxsize=512)

@@ -2,7 +2,8 @@
 # What only a device shows, within eight minutes: benchmarks/device.sh [cuda], in any environment
 # with PyTorch, JAX or both. Each part has its limit, and a part that fails lets the next ones run.
 # What it prints and the tables of costs are put into $OUT (benchmarks/results without it). With
-# `cpu` it shows that the script itself runs.
+# `cpu` it shows that the script itself runs. Before, for a machine that reaches no package index:
+# `pip download --no-deps -d build/wheels array-api-compat`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 DEVICE=${1:-cuda} PYTHON=${PYTHON:-python} OUT=${OUT:-benchmarks/results}
@@ -18,9 +19,11 @@ part() { # name, seconds, command
     echo "$1: exit status $status after $((SECONDS - start)) s; $(tail -n 1 "$log")"
 }
 
+"$PYTHON" -c "import array_api_compat" 2>/dev/null \
+    || "$PYTHON" -m pip install --quiet --no-index --find-links build/wheels array-api-compat
 "$PYTHON" -m gradtools backends
 part check 150 "$PYTHON" -m gradtools check --device "$DEVICE" --quick
-part tests 150 "$PYTHON" -m pytest -q -p no:cacheprovider tests/torch/test_cuda.py
+part tests 120 "$PYTHON" -m pytest -q -p no:cacheprovider tests/torch/test_cuda.py
 part cost 180 "$PYTHON" benchmarks/cost.py --device "$DEVICE"
 for table in "benchmarks/results/cost_$DEVICE".*; do
     [ -e "$table" ] && [ "$OUT" != benchmarks/results ] && cp "$table" "$OUT"

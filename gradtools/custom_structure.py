@@ -11,7 +11,7 @@ from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
 from gradtools.rule_contract import Aval, Primal
-from gradtools.rules import Entries, Linearized, key_of
+from gradtools.rules import Entries, Linearized
 
 if TYPE_CHECKING:
     from gradtools.custom_rules import CustomRule
@@ -54,7 +54,7 @@ class Specialization:
         self.contract = self.of._contract()
         self.values: dict[Any, tuple[Any, list[Aval]]] = {}
         self.rule = self.of._rule(self)
-        self.key = key_of(self.rule)
+        self.key = self.rule.key
         self.entries = [
             self.backend.flatten(tree)
             for tree in self.arguments([ARRAY] * self.others.count(ARRAY))

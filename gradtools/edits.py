@@ -23,7 +23,7 @@ from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, key_of, replaced_at
+from gradtools.rules import Rule, replaced_at
 
 # --- the rules ---------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Edits(Operators):
         super().__init__(backend)
         self._clip_rule = lru_cache(partial(clip_rule, backend))
         # Dynamo embeds the key that this returns as a constant.
-        key = lambda count, *kinds: key_of(self._clip_rule(count, *kinds))
+        key = lambda count, *kinds: self._clip_rule(count, *kinds).key
         self._clip_key = backend.compiler.constant_result(key)
 
     def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -42,14 +42,6 @@ Matrix = Sequence[Sequence[bool]]
 
 KEYS = map(str, itertools.count())  # text: dynamo makes integers symbolic
 _BY_KEY: weakref.WeakValueDictionary[str, Rule] = weakref.WeakValueDictionary()
-_KEYS_OF: weakref.WeakKeyDictionary[Rule, str] = weakref.WeakKeyDictionary()
-
-
-def key_of(rule: Rule) -> str:
-    """A string that compiled code embeds as a constant to refer to the rule; see `by_key`."""
-    key = _KEYS_OF.setdefault(rule, next(KEYS))
-    _BY_KEY[key] = rule
-    return key
 
 
 def by_key(key: str) -> Rule:
@@ -121,6 +113,7 @@ class Rule:
             another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
             ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. None, as the
             attribute or as the function's result: every input may reach every output.
+        key: A string that compiled code embeds as a constant to refer to the rule; see `by_key`.
     """
 
     name: str
@@ -135,8 +128,10 @@ class Rule:
     symbolic_zeros: frozenset[str] = frozenset()
     contract: Contract | None = None
     reaches: Literal["identity"] | Callable[..., Matrix | None] | None = None
+    key: str = field(default_factory=lambda: next(KEYS), init=False)
 
     def __post_init__(self) -> None:
+        _BY_KEY[self.key] = self
         if self.tangent is None and self.cotangent is None and self.linearize is None:
             raise GradtoolsError(
                 f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
@@ -146,10 +141,14 @@ class Rule:
     def __repr__(self) -> str:
         return f"<rule {self.name}>"
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, key=next(KEYS))  # a copy has its own
+        _BY_KEY[self.key] = self
+
     @classmethod
     def of(cls, rule: Rule, **changes: Any) -> Self:
         """Converts a rule to this class, keeping the fields that both have, with changes."""
-        common = [f.name for f in fields(cls) if hasattr(rule, f.name)]
+        common = [f.name for f in fields(cls) if f.init and hasattr(rule, f.name)]
         return cls(**{name: getattr(rule, name) for name in common} | changes)
 
     @property

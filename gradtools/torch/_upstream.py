@@ -725,6 +725,15 @@ derivative is lost. No name tells; seen in 2.8 to 2.12.
 """
 
 
+is_exporting: Callable[[], bool] = torch.compiler.is_exporting
+"""Whether `torch.export` traces. Before PyTorch 2.12 dynamo takes the public function for true in
+all that it compiles, so its flag is read there."""
+if torch.__version__ < "2.12":
+
+    def is_exporting() -> bool:
+        return torch.compiler._is_exporting_flag  # type: ignore[no-any-return]
+
+
 def skip_module(name: str) -> None:
     """Makes dynamo skip the frames of a module; functions that it calls may be compiled."""
     from torch._dynamo import trace_rules

@@ -41,7 +41,7 @@ left_to_python(__name__)
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     before, thread_state.mark = thread_state.mark, thread_state.mark or chunks.caller
     try:
-        exporting = torch.compiler.is_exporting()  # exported programs cannot recompute
+        exporting = upstream.is_exporting()  # exported programs cannot recompute
         return plain_loop(chunks) if exporting or is_plain() else _run(chunks)
     finally:
         thread_state.mark = before
@@ -159,7 +159,7 @@ def checkpointed(
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
     every = [leaf.value for flat in batch.arguments for leaf in flat.leaves]
     leaves = [x for x in every if isinstance(x, Tensor)]
-    if torch.compiler.is_exporting() or not _is_differentiated(leaves):
+    if upstream.is_exporting() or not _is_differentiated(leaves):
         return f(*args, **kwargs)
     whole = Chunks.of(f, batch, Partition(1, 1), options)
     return whole.result(run_chunks(whole)[0], [])

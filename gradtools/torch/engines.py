@@ -82,7 +82,7 @@ _is_tracked = attrgetter("requires_grad")
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback, by the engine for the current context."""
-    if torch.compiler.is_exporting():
+    if upstream.is_exporting():
         raise not_exported(caller_of(fun))
     compiling = torch.compiler.is_dynamo_compiling()
     for flag in _compiled if compiling else _eager.open:
@@ -100,7 +100,7 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
 @only_inlined
 def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     """`(outs, extras, pushed)`, by the engine for the current context."""
-    if torch.compiler.is_exporting():
+    if upstream.is_exporting():
         raise not_exported(caller_of(fun))
     if upstream.DYNAMO in sys.modules and not torch.compiler.is_dynamo_compiling():
         return uncompiled(_jvp, fun, leaves, tangents)
@@ -125,7 +125,7 @@ def _jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
 @only_inlined
 def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
-    if torch.compiler.is_exporting():
+    if upstream.is_exporting():
         raise not_exported(caller_of(fun))
     if upstream.DYNAMO in sys.modules and not torch.compiler.is_dynamo_compiling():
         return uncompiled(_linearize, fun, leaves)

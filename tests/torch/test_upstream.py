@@ -87,6 +87,16 @@ def test_the_loss_without_all_logits_is_a_function_of_newer_versions():
     assert upstream.saved_views_are_detached == (upstream.linear_cross_entropy is None)
 
 
+def test_compiled_code_is_no_exported_program():
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if upstream.is_exporting() else x
+
+    x = torch.zeros(2)
+    assert torch.compile(Net(), backend="eager", fullgraph=True)(x).sum() == 0
+    assert torch.export.export(Net(), (x,)).module()(x).sum() == 2
+
+
 # --- no longer needed? ---------------------------------------------------------------------------
 
 # What is public in 2.8 to 2.15 where a public way may come. A new name may take the place of one of

@@ -59,7 +59,7 @@ def _parts(chunks: Chunks, x: Tensor, axis: int, one: Callable[[Any], Any]) -> S
 
 def _apart(x: Any) -> Any:
     """x with its own version counter, so that in-place changes do not invalidate other graphs."""
-    if torch.compiler.is_exporting():  # which does not trace `.data`
+    if upstream.is_exporting():  # which does not trace `.data`
         return x
     plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or is_wrapped(x))
     return data_of(x, CHUNK) if plain and not is_dual(x) else x

@@ -38,7 +38,6 @@ from gradtools.rules import (
     batched,
     by_key,
     closes_over,
-    key_of,
     reverse_only_text,
     spread,
     total,
@@ -72,7 +71,7 @@ Tensor = torch.Tensor
 def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
     if is_compiling():
-        return apply_rule_by_key(_key_of(rule), *xs)
+        return apply_rule_by_key(rule.key, *xs)
     if rule.reverse_only:
         pushing = _eager.__dict__.get("pushing")
         if pushing and any(x.requires_grad for x in xs):
@@ -88,11 +87,6 @@ def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
     if _pushing() and _reverse_only(key):
         raise GradtoolsError(reverse_only_text(_pushing()[-1], _reverse_only(key)))
     return list(_apply_by_key(key, *xs))
-
-
-@upstream.marked_constant
-def _key_of(rule: Rule) -> str:
-    return key_of(rule)
 
 
 @upstream.marked_constant
@@ -181,7 +175,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
                 "which PyTorch knows no shape. Make it with layout=torch.jagged, or pass its "
                 "buffer (x.values()) and what says its lengths."
             )
-    if torch.compiler.is_exporting() and upstream.peek_interpreter_stack() is None:
+    if upstream.is_exporting() and upstream.peek_interpreter_stack() is None:
         return _exported(rule, xs)
     plain = rule.reaches is None and not isinstance(rule, BatchedRule)
     if plain and not differentiated(xs):

@@ -204,7 +204,7 @@ def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
     for x in xs:
         if x.layout is not torch.strided or x.is_nested or is_wrapped(x):
             return False
-    return not torch.compiler.is_exporting()
+    return not upstream.is_exporting()
 
 
 def _point(rule: Rule, xs: Sequence[Tensor]) -> RuleApplication:

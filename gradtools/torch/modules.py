@@ -5,7 +5,7 @@ between threads. Here nothing is swapped: ``make_functional`` reads the module t
 plan, and each call builds a structural copy from it, in which each submodule has dictionaries of
 its own with the given parameters and clones of the given buffers. Everything else is shared, hooks
 included. References of the tree to itself (tied tensors, shared submodules, bound methods, lists of
-weights) are rebound to the copy.
+weights, plain objects that hold a submodule) are rebound to the copy.
 
 ``torch.compile`` cannot trace the building of such copies: there, ``functional_call`` is traced on
 a private copy. ``gradtools.models`` documents the public name.
@@ -40,6 +40,7 @@ Tensors = Mapping[str, Tensor]
 Shapes = Mapping[str, torch.Size]
 Applied = tuple[Any, dict[str, Tensor]]  # the output, and the new state
 Apply = Callable[..., Applied]
+Objects = dict[int, tuple[Any, Any, dict[str, Any]]]  # an object, its copy, and that one's fields
 
 DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
 SCALARS = (bool, int, float, str, type(None))
@@ -242,7 +243,8 @@ def _plan(tree: ModuleTree) -> ModulePlan:
     places |= {id(p): ("parameters", name) for name, p in tree.parameters.items()}
     places |= {id(b): ("buffers", name) for name, b in tree.buffers.items()}
     slots: dict[int, dict[str, Any]] = {}  # the same dictionary for modules that share theirs
-    nodes = tuple([_node(m, places, slots) for m in modules])
+    known: dict[int, bool] = {}
+    nodes = tuple([_node(m, places, slots, known) for m in modules])
     return ModulePlan(nodes, places, Alive((modules, tree)))
 
 
@@ -253,14 +255,14 @@ def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> ModulePlan:
     return replace(plan, nodes=tuple(nodes))
 
 
-def _node(module: nn.Module, places: dict, slots: dict) -> ModuleNode:
+def _node(module: nn.Module, places: dict, slots: dict, known: dict[int, bool]) -> ModuleNode:
     shared = dict(vars(module))
     for name in upstream.SLOTS:
         shared.pop(name, None)
     if upstream.COMPILED_CALL in shared:
         shared[upstream.COMPILED_CALL] = None
     held = {k: shared[k] for k in _live(shared)}
-    relinked = tuple([k for k, v in held.items() if _refers(v, places)])
+    relinked = tuple([k for k, v in held.items() if _refers(v, places, known=known)])
     if held:
         _check_closures(module, held, places)
     own = upstream.slots_of(module)
@@ -297,19 +299,59 @@ def _slots(fields: Mapping[str, Any], places: dict) -> dict[str, Any]:
     return {k: None if v is None else places[id(v)][1] for k, v in fields.items()}
 
 
-def _refers(value: Any, places: dict, depth: int = DEPTH) -> bool:
-    """Whether a shared field refers to a tensor or module of the tree."""
+def _refers(
+    value: Any, places: dict, depth: int = DEPTH, known: dict[int, bool] | None = None
+) -> bool:
+    """Whether a shared field refers to a tensor or module of the tree.
+
+    known: The answers for plain objects, whose attributes are searched if it is given.
+    """
     if id(value) in places:
         return True
-    return depth > 0 and any(_refers(part, places, depth - 1) for part in parts_of(value))
+    if not depth:
+        return False
+    fields = None if known is None else _attributes_of(value)
+    if known is None or fields is None:
+        return any(_refers(part, places, depth - 1, known) for part in parts_of(value))
+    if id(value) not in known:  # of an object in an object nothing is relinked
+        known[id(value)] = any(_refers(x, places, 1) for x in fields.values())
+    return known[id(value)]
 
 
-def _relink(value: Any, resolve: Callable, depth: int = DEPTH) -> Any:
-    """``value`` with every reference into the tree replaced by the copy's own."""
+def _relink(value: Any, resolve: Callable, objects: Objects, depth: int = DEPTH) -> Any:
+    """``value`` with every reference into the tree replaced by the copy's own.
+
+    objects: The copies of plain objects, by the object's id.
+    """
     own = resolve(value)
     if own is not None or depth == 0:
         return value if own is None else own
-    return with_parts(value, partial(_relink, resolve=resolve, depth=depth - 1))
+    fields = _attributes_of(value)
+    if fields is None:
+        return with_parts(
+            value, partial(_relink, resolve=resolve, objects=objects, depth=depth - 1)
+        )
+    if id(value) not in objects:
+        relinked = {
+            k: x if _attributes_of(x) is not None else _relink(x, resolve, objects, 1)
+            for k, x in fields.items()
+        }
+        if all(map(is_, relinked.values(), fields.values())):
+            return value
+        copy = object.__new__(type(value))
+        vars(copy).update(relinked)
+        objects[id(value)] = value, copy, relinked
+    return objects[id(value)][1]
+
+
+def _attributes_of(x: Any) -> dict[str, Any] | None:
+    """The attributes of a user's plain object, which may hold modules or tensors of the tree."""
+    kind = type(x)
+    if kind.__new__ is not object.__new__ or isinstance(x, nn.Module):
+        return None
+    if kind.__module__.partition(".")[0] in ("torch", "builtins", "gradtools"):
+        return None
+    return getattr(x, "__dict__", None)
 
 
 def _check_closures(module: nn.Module, held: dict, places: dict) -> None:
@@ -354,10 +396,11 @@ def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Modu
 
     filled: dict[int, dict[str, Any]] = {}
     sources: tuple[Any, ...] = (params, buffers, copies)
+    objects: Objects = {}
     for copy, node in zip(copies, plan.nodes, strict=True):
         fields = node.shared.copy()
         for name in node.relinked:
-            fields[name] = _relink(fields[name], resolve)
+            fields[name] = _relink(fields[name], resolve, objects)
         own: tuple[Any, ...] = (node.parameters, node.buffers, node.children)
         for name, places, source in zip(upstream.SLOTS, own, sources):  # noqa: B905, it costs
             result = filled.get(id(places))
@@ -385,6 +428,8 @@ class Copy:
         own: dict[int, Any] = dict(zip(map(id, tree.parameters.values()), given.values()))  # noqa: B905, it costs
         own |= {id(b): buffers[name] for name, b in tree.buffers.items()}
         self._own, self._made = own, list[Any]()
+        self._objects: Objects = {}
+        self._known: dict[int, bool] = {}
         copies = []
         for m in (*tree.modules, *tree.hidden):
             live = _live(vars(m))
@@ -417,13 +462,17 @@ class Copy:
         """Relinks fields that refer into the tree; returns all that are not to be handed back."""
         held, own = {k: fields[k] for k in live if k not in _SLOTS}, self._own
         _check_closures(module, held, own)
-        relinked = [k for k, v in held.items() if _refers(v, own)]
+        relinked = [k for k, v in held.items() if _refers(v, own, known=self._known)]
         for name in relinked:
-            fields[name] = _relink(held[name], lambda x: own.get(id(x)))
+            fields[name] = _relink(held[name], lambda x: own.get(id(x)), self._objects)
         return [k for k in live if k in _SLOTS or k in relinked]
 
     def hand_back(self) -> None:
         """Assigns buffers and other attributes that f assigned to the copy to the module."""
+        for plain, twin, relinked in self._objects.values():
+            for name, value in vars(twin).items():
+                if value is not relinked.get(name, relinked):
+                    setattr(plain, name, value)
         for original, copy, before, fixed in self._made:
             fields = vars(copy)
             if "_buffers" in fixed:

@@ -543,3 +543,35 @@ def test_a_graph_made_later_starts_from_the_buffers_of_the_first_evaluation():
     (value + sum(g.square().sum() for g in grads.values())).backward()
     assert net[1].scale.tolist() == [2, 2, 2]
     assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+
+
+class _Holder:
+    def __init__(self, module):
+        self.module, self.calls = module, 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.module(x)
+
+
+class _ThroughAHolder(torch.nn.Module):
+    """Calls its layer by name and by a plain object, which a list holds as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1, bias=False)
+        self.holder = _Holder(self.layer)
+        self.holders = [self.holder]
+
+    def forward(self, x):
+        return (self.layer(x) + self.holder(x) + self.holders[0](x)).sum()
+
+
+def test_a_plain_object_that_holds_a_submodule_sees_the_given_parameters():
+    net, x = _ThroughAHolder(), torch.ones(3, 2)
+    expected = torch.full((1, 2), 9.0)
+    assert torch.equal(gt.grad(lambda m: m(x))(net)["layer.weight"].detach(), expected)
+    assert net.holder.calls == 2 and net.holder.module is net.layer
+    apply, params, state = gt.make_functional(net)
+    grads = gt.grad(lambda params: apply(params, state, x)[0])(params)
+    assert torch.equal(grads["layer.weight"], expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -58,9 +58,12 @@ class _Value:
         self.shape, self.entries, self.value = tuple(shape), entries, value
 
 
-def detected(fun: Any, x: jax.Array) -> tuple[Any, tuple[int, ...]]:
-    """The pattern of fun's Jacobian at x, a boolean CSR matrix, and the shape of its output."""
-    closed = jax.make_jaxpr(lambda x: fun(x)[0][0])(x)
+def detected(fun: Any, x: jax.Array, only: Callable[..., jax.Array]) -> tuple[Any, tuple[int, ...]]:
+    """The pattern of fun's Jacobian at x, a boolean CSR matrix, and the shape of its output.
+
+    only: Returns the only one of fun's outputs, or raises.
+    """
+    closed = jax.make_jaxpr(lambda x: only(fun(x)[0]))(x)
     jaxpr = open_jaxpr(closed)
     constants = [_Value(np.shape(c), None, _concrete(c)) for c in constants_of(closed)]
     (out,) = _run(jaxpr, [*constants, _Value(x.shape, e.identity(x.shape))])

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -265,7 +265,8 @@ class Compressed:
         if isinstance(sparsity, str) and sparsity == "detect":
             scipy_sparse(call.caller)
             self._fix = ": a rule of f's has a derivative that its value does not show"
-            pattern, self.outs = self.framework.detected(fun, self.x)
+            only = partial(self._only, what="the output")
+            pattern, self.outs = self.framework.detected(fun, self.x, only)
         else:
             pattern, self.outs = pattern_of(call.caller, sparsity, tuple(self.x.shape))
         if symmetric and pattern.shape[0] != pattern.shape[1]:

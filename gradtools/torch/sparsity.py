@@ -42,9 +42,12 @@ _FILLED = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new
 _COPIES = {"to", "mul", "add"}
 
 
-def detected(fun: Any, x: Tensor) -> tuple[Any, tuple[int, ...]]:
-    """The pattern of fun's Jacobian at x, a boolean CSR matrix, and the shape of its output."""
-    run = lambda x: fun(x)[0][0]
+def detected(fun: Any, x: Tensor, only: Callable[..., Tensor]) -> tuple[Any, tuple[int, ...]]:
+    """The pattern of fun's Jacobian at x, a boolean CSR matrix, and the shape of its output.
+
+    only: Returns the only one of fun's outputs, or raises.
+    """
+    run = lambda x: only(fun(x)[0])
     try:
         with put_back(fun, [x]), torch.enable_grad():
             try:

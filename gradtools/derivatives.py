@@ -735,7 +735,7 @@ class Derivatives(Operators):
         """f, whose gradient is differentiated forward over reverse, by a jvp of the gradient."""
         _check_callable(operator, f)
         _check_choice(operator, "mode", mode, _GRAD_MODES)
-        return Freezing(self._backend).frozen(f)
+        return Freezing(self._backend).frozen_for(f"{operator}(mode={mode!r})", f)
 
     def _scalar_gradient(
         self, spec: GradientSpec, args: Sequence[Any], kwargs: dict[str, Any]

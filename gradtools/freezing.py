@@ -29,6 +29,11 @@ from gradtools.function_names import like_function
 _ONE = Partition(1, 1)  # a use is one chunk
 
 
+def name_of_function(caller: str) -> str:
+    """What errors of this operator call the function."""
+    return "G" if caller == "frozen" else "f"
+
+
 class Freezing(Operators):
     """The operator `frozen`."""
 
@@ -96,15 +101,22 @@ class Freezing(Operators):
                 f"frozen: G is {with_article(type(G).__name__)}; expected a function."
             )
         given, _ = ChunkOptions(0, memory_budget, verify).checked(G, 1, "frozen")
-        memory_budget, options = given.memory_budget, ChunkOptions(0, verify=verify)
-        uses = self._backend.frozen_uses(memory_budget)
-        return self._backend.like_module(G, partial(self._frozen_of, options, uses))
+        return self.frozen_for("frozen", G, given.memory_budget, verify)
 
-    def _frozen_of(self, options: ChunkOptions, uses: Any, G: Any) -> Any:
-        uncompiled = self._backend.compiler.uncompiled
-        return like_function("frozen_", G, partial(uncompiled, self._use, G, options, uses))
+    def frozen_for(
+        self, caller: str, G: F, memory_budget: int | None = None, verify: bool | None = None
+    ) -> F:
+        """`frozen(G)` by the name of another operator, of whose f its errors speak."""
+        options, uses = ChunkOptions(0, verify=verify), self._backend.frozen_uses(memory_budget)
+        return self._backend.like_module(G, partial(self._frozen_of, caller, options, uses))
 
-    def _use(self, G: Any, options: ChunkOptions, uses: Any, /, *args: Any, **kwargs: Any) -> Any:
-        batch = Batch.whole(self._backend, "frozen", args, kwargs)
+    def _frozen_of(self, caller: str, options: ChunkOptions, uses: Any, G: Any) -> Any:
+        use = partial(self._backend.compiler.uncompiled, self._use, caller, G, options, uses)
+        return like_function("frozen_", G, use)
+
+    def _use(
+        self, caller: str, G: Any, options: ChunkOptions, uses: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        batch = Batch.whole(self._backend, caller, args, kwargs)
         whole = Chunks.of(G, batch, _ONE, options)
         return whole.result(self._backend.run_frozen(whole, uses), [])

@@ -22,6 +22,7 @@ import numpy as np
 from gradtools.arguments.chunks import Chunks
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError, is_of, warn
+from gradtools.freezing import name_of_function
 from gradtools.jax._upstream import ClosedJaxpr, constants_of
 from gradtools.jax.arrays import asarray
 from gradtools.jax.jaxprs import uses_primitive
@@ -45,7 +46,7 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
     """The outputs of one use."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     xs = [whole.shared[k] for k in arrays]
-    modules = stateful("frozen", whole.call.f, whole.arguments)
+    modules = stateful(whole.caller, whole.call.f, whole.arguments)
     state = [] if modules is None else [jax.lax.stop_gradient(x) for x in modules.leaves]
     call = replace(whole.call, f=modules or whole.call.f)
     # A compiled program keeps the rule, which must not hold tracers.
@@ -59,7 +60,7 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
         after = [] if modules is None else [jax.lax.stop_gradient(_data(x)) for x in modules.after]
         return [y if isinstance(y, jax.Array) else asarray(y) for y in (*outs, *after)]
 
-    use = _Use(fun, xs, budget)
+    use = _Use(whole.caller, fun, xs, budget)
     ys = apply_rule(use.rule, *xs, *use.captured)
     if modules is None:
         return ys
@@ -126,7 +127,10 @@ class _Use:
         user_functions: The objects that may capture further arrays.
     """
 
-    def __init__(self, fun: Callable[..., list[Array]], xs: list[Array], budget: int) -> None:
+    def __init__(
+        self, caller: str, fun: Callable[..., list[Array]], xs: list[Array], budget: int
+    ) -> None:
+        self.caller, self.name = caller, name_of_function(caller)
         self.fun, self.moving, self.budget = fun, [is_inexact(x) for x in xs], budget
         self.user_functions: Any = (fun,)
         self.captured: list[Any] = []
@@ -163,7 +167,7 @@ class _Use:
         fixed = [jax.lax.stop_gradient(x) for x in xs]
         kept = self.budget > 0 and self.may_keep(fixed)
         way = jax.linearize if kept else jax.vjp
-        with explained("frozen"):
+        with explained(self.caller):
             ys, linear, others = way(self.of_moving(fixed), *self.chosen(fixed), has_aux=True)
         left, treedef = jax.tree.flatten(linear)
         count, inexact, rest = len(xs), self.inexact, iter(others)
@@ -194,7 +198,7 @@ class _Use:
             return None
         moved = self.chosen(xs)
         pushed = jax.make_jaxpr(lambda *dxs: self.pushed(xs, spread(dxs, self.moving)))(*moved)
-        return "a jax.custom_vjp in G" if _holds(pushed.jaxpr, *_TO_TRANSPOSE) else None
+        return f"a jax.custom_vjp in {self.name}" if _holds(pushed.jaxpr, *_TO_TRANSPOSE) else None
 
     def may_hold(self, xs: Entries, *names: str) -> bool:
         """Whether G may contain such a primitive; True if G cannot be traced."""
@@ -226,7 +230,7 @@ class _Use:
 
     def pulled(self, mask: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
         """The pullback, recomputed from the arguments."""
-        with explained("frozen"):
+        with explained(self.caller):
             ys, pull, _ = jax.vjp(self.of_moving(xs), *self.chosen(xs), has_aux=True)
         return self.through(pull, xs, _full(ys, self.inexact, mask, cts))
 
@@ -238,10 +242,10 @@ class _Use:
             if not (is_of("jax", error) and self.may_hold(xs, "while")):
                 raise
         warn(
-            "frozen: a lax.while_loop in G has a number of trips that is known only when it runs, "
-            "so JAX has no reverse mode for it; G's pullback is made in forward mode, by one pass "
-            "for each entry of its arguments. A lax.scan, or a fori_loop between Python integers, "
-            "takes one pass."
+            f"{self.caller}: a lax.while_loop in {self.name} has a number of trips that is known "
+            "only when it runs, so JAX has no reverse mode for it; the pullback is made in forward "
+            "mode, by one pass for each entry of its arguments. A lax.scan, or a fori_loop between "
+            "Python integers, takes one pass."
         )
         return self.by_columns(xs, cts)
 
@@ -346,8 +350,8 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
                 # JAX fails at a symbolic zero tangent of a linear solve.
                 if not (is_of("jax", error) and use.may_hold(xs, "custom_linear_solve")):
                     raise
-                lacking = "lax.custom_linear_solve in G"
-        _warn_of_reverse_mode(lacking)
+                lacking = f"lax.custom_linear_solve in {use.name}"
+        _warn_of_reverse_mode(use, lacking)
         return in_reverse_mode(xs, cts, us)
 
     def in_reverse_mode(xs: Entries, cts: list[Any], us: Entries) -> Any:
@@ -363,10 +367,10 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
             transpose(rule, "tangent", of_cts, xs, cts, filled(us, likes))
         except GradtoolsError as error:
             raise GradtoolsError(
-                "frozen: G holds a function with a reverse rule only that is not linear in its "
-                "cotangent (clip_gradient, transform_gradient, or a jax.custom_vjp), and a "
-                "derivative of G's pullback is asked for. Edit gradients outside of G, or take G "
-                "itself."
+                f"{use.caller}: {use.name} holds a function with a reverse rule only that is not "
+                "linear in its cotangent (clip_gradient, transform_gradient, or a jax.custom_vjp), "
+                "and the derivative of its pullback is needed. Edit gradients outside of "
+                f"{use.name}, or leave out {'frozen' if use.name == 'G' else 'the mode'}."
             ) from error
 
     def in_forward_mode(saved: Entries, xs: Entries, cts: list[Any], us: Entries) -> Any:
@@ -435,10 +439,10 @@ def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[A
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])
 
 
-def _warn_of_reverse_mode(lacking: str) -> None:
+def _warn_of_reverse_mode(use: _Use, lacking: str) -> None:
     warn(
-        f"frozen: {lacking} lacks the derivative that forward over reverse needs; that pass takes "
-        "reverse mode twice, and keeps a graph of G while it runs."
+        f"{use.caller}: {lacking} lacks the derivative that forward over reverse needs; that pass "
+        f"takes reverse mode twice, and keeps a graph of {use.name} while it runs."
     )
 
 

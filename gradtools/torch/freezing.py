@@ -20,6 +20,7 @@ import torch
 from gradtools.arguments.chunks import Chunks
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError, refusal, warn
+from gradtools.freezing import name_of_function
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import is_spent, nodes_made, scripts_refused, surveyed
@@ -108,6 +109,8 @@ _MAY_CAST = ("ToCopyBackward", "_ProgramNodeBackward")
 class _Use(Forward):
     """One evaluation of a frozen function."""
 
+    fun = property(lambda self: name_of_function(self.caller))
+    mark = "frozen"
     saves_parameters = False  # they are constants
     compares_leaves = compares_bits = False  # a recomputation may use other kernels
 
@@ -128,10 +131,10 @@ class _Use(Forward):
             kind = own_wrapper(module)
             if kind is not None:
                 raise GradtoolsError(
-                    f"frozen: {name} is a {kind}, which shares out the work on parameters and "
-                    "their gradients; here G is computed several times and its parameters are "
-                    "constants. Give frozen the module inside (such as ddp.module), whole on each "
-                    "process."
+                    f"{self.caller}: {name} is a {kind}, which shares out the work on parameters "
+                    f"and their gradients; here {self.fun} is computed several times and its "
+                    "parameters are constants. Pass the module inside (such as ddp.module), whole "
+                    "on each process."
                 )
 
     # --- the first pass
@@ -175,7 +178,7 @@ class _Use(Forward):
         if not any(which):
             return list(outs)
         tracked = [y for y, w in zip(outs, which, strict=True) if w]
-        left = iter(gated(tracked, constants, _CONSTANTS))
+        left = iter(gated(tracked, constants, _constants_text(self.caller)))
         return [next(left) if w else y for y, w in zip(outs, which, strict=True)]
 
     # --- its derivatives
@@ -234,7 +237,7 @@ class _Use(Forward):
         slow: Computes it by double backward.
         """
         if self.hooked and fast is not None:
-            _warn_of_fallback("a hook on a gradient in G", again=False)
+            _warn_of_fallback(self.caller, f"a hook on a gradient in {self.fun}", again=False)
             fast = None
         methods = [(m, other) for m in (fast, slow) if m is not None for other in (False, True)]
         count = len(methods)
@@ -255,8 +258,8 @@ class _Use(Forward):
                 if kernel is None:
                     raise
                 if not methods:
-                    raise refusal(error, _without(kernel, error)) from error
-                _warn_of_fallback(kernel, again=methods[0][0] is method)
+                    raise refusal(error, _without(self.caller, kernel, error)) from error
+                _warn_of_fallback(self.caller, kernel, again=methods[0][0] is method)
             else:
                 self.uses.skipped[quantity, count] = count - 1 - len(methods)
                 return value
@@ -265,16 +268,17 @@ class _Use(Forward):
         """Raises if G holds a reverse-only rule, since its pullback is differentiated forward."""
         if self.edit is not None:
             raise GradtoolsError(
-                f"frozen: G holds {self.edit}, which has a reverse rule only, and a derivative of "
-                "G's pullback is asked for, which frozen takes by forward mode. Edit gradients "
-                "outside of G, or take G itself."
+                f"{self.caller}: {self.fun} holds {self.edit}, which has a reverse rule only, and "
+                "its pullback is differentiated by forward mode. Edit gradients outside of "
+                f"{self.fun}, or {_instead(self.caller)}."
             )
 
     def refuse_once(self, fix: str = "") -> None:
         """Raises for @once_differentiable in G, where PyTorch would silently drop a term."""
         if self.once is not None:
             raise GradtoolsError(
-                f"frozen: G holds the autograd.Function {self.once}, whose backward is marked with "
+                f"{self.caller}: {self.fun} holds the autograd.Function {self.once}, whose "
+                "backward is marked with "
                 "@once_differentiable, and its derivative is needed. To have one, "
                 f"{fix}write a backward of PyTorch's operations, without that mark."
             )
@@ -290,7 +294,7 @@ class _Use(Forward):
         recorded = nodes_made() - self.made_anew[0]
         dys = self._pushed(zs, dzs)
         if nodes_made() - self.made_anew[0] != recorded:  # by TorchScript, which no mode sees
-            with scripts_refused("frozen"):
+            with scripts_refused(self.caller):
                 self._pushed(zs, dzs)
         return dys
 
@@ -325,7 +329,7 @@ class _Use(Forward):
             ys, _ = use.one(0, [], duals)
             run: Any
             run, tried = use.rerunnable(0, [], duals)
-            gate_graph("frozen", run, tried, ys, duals)
+            gate_graph(self.caller, run, tried, ys, duals)
             # With create_graph=True, without which some gradients have wrong tangents.
             with stops():
                 grads = pulled_back(ys, duals, cts, True, True)
@@ -410,7 +414,7 @@ class _FrozenBackward(Backward):
         for factor in (-0.5, 1e4) if untried else (-0.5,):
             pairs = zip(known, self._of_multiple(factor, zs, cts), strict=True)
             if not all(a is None or _is_times(factor, a, b) for a, b in pairs):
-                raise GradtoolsError(_nonlinear(use.hooked, untried))
+                raise GradtoolsError(_nonlinear(self.caller, use.hooked, untried))
         self.is_linear = True
         use.uses.linear.update(untried)
 
@@ -481,10 +485,11 @@ class _FrozenBackward(Backward):
         if math.isfinite(off) and abs(pulled - pushed) > off:
             use.verification.wrong()
             raise GradtoolsError(
-                "frozen: G's pullback belongs to another function than G computed again: "
-                f"<u, J^H v> is {pulled:.6g} and <J u, v> is {pushed:.6g}. G reads something that "
-                "it changes through .data and puts back, or that is not what it was: compute with "
-                "a changed copy instead. Or a derivative in G is wrong: a rule of your own, or "
+                f"{self.caller}: the pullback of {use.fun} belongs to another function than "
+                f"{use.fun} computed again: <u, J^H v> is {pulled:.6g} and <J u, v> is "
+                f"{pushed:.6g}. {use.fun} reads something that it changes through .data and puts "
+                "back, or that is not what it was: compute with a changed copy instead. Or a "
+                "derivative in it is wrong: a rule of your own, or "
                 "PyTorch's (that of batch norm on the CPU where weights are not contiguous)."
             )
 
@@ -518,13 +523,14 @@ def _is_users(function: Any) -> bool:
     return function.__module__.partition(".")[0] not in ("torch", "gradtools")
 
 
-def _nonlinear(hooked: bool, functions: set[Any]) -> str:
+def _nonlinear(caller: str, hooked: bool, functions: set[Any]) -> str:
     names = ", ".join(sorted(f.__qualname__ for f in functions))
     function = f"the autograd.Function {names}, whose backward is not linear in the gradient"
     held = "a hook on a gradient that is not linear in it" if hooked else function
     return (
-        f"frozen: G holds {held}, and a derivative of G's pullback is needed, which frozen "
-        "takes for linear. Edit gradients outside of G, or take G itself."
+        f"{caller}: {name_of_function(caller)} holds {held}, and the derivative of its pullback is "
+        "needed, which is taken for linear. Edit gradients outside of "
+        f"{name_of_function(caller)}, or {_instead(caller)}."
     )
 
 
@@ -599,13 +605,18 @@ class _PullbackInputs(torch.autograd.Function):
         return tuple([None if t is None else t.view_as(t) for t in filled(tangents, ctx.likes)])
 
 
-_CONSTANTS = (
-    "frozen, or grad(mode='forward_over_reverse'): a derivative is needed with respect to a "
-    "parameter that the function reads and does not take as an argument; such parameters are "
-    "constants here. Pass them as arguments (make_functional), switch them off "
-    "(module.requires_grad_(False)), ask for chosen inputs (torch.autograd.grad, or "
-    "backward(inputs=...)), or use the function itself, without frozen or the mode."
-)
+def _constants_text(caller: str) -> str:
+    return (
+        f"{caller}: a derivative is needed with respect to a parameter that "
+        f"{name_of_function(caller)} reads and does not take as an argument; such parameters are "
+        "constants here. Pass them as arguments (make_functional), switch them off "
+        "(module.requires_grad_(False)), ask for chosen inputs (torch.autograd.grad, or "
+        f"backward(inputs=...)), or {_instead(caller)}."
+    )
+
+
+def _instead(caller: str) -> str:
+    return "use G itself" if caller == "frozen" else "leave out the mode"
 
 
 # --- forward mode -----------------------------------------------------------------------------
@@ -634,22 +645,24 @@ def _is_times(factor: float, x: Tensor, y: Tensor) -> bool:
 _WARNED: set[tuple[str, bool]] = set()
 
 
-def _without(kernel: str, error: Exception) -> str:
+def _without(caller: str, kernel: str, error: Exception) -> str:
     return (
-        f"frozen: {kernel} in G lacks the derivative of its backward pass, forward and backward, "
-        "and PyTorch has no other kernel for what calls it by its name. Call the function that "
-        f"chooses a kernel, or write it by plain operations. PyTorch says: {error}"
+        f"{caller}: {kernel} in {name_of_function(caller)} lacks the derivative of its backward "
+        "pass, forward and backward, and PyTorch has no other kernel for what calls it by its "
+        "name. Call the function that chooses a kernel, or write it by plain operations. PyTorch "
+        f"says: {error}"
     )
 
 
-def _warn_of_fallback(kernel: str, again: bool) -> None:
+def _warn_of_fallback(caller: str, kernel: str, again: bool) -> None:
     """Warns once for each kernel. again: Whether forward mode is tried with other kernels."""
     if (kernel, again) in _WARNED:
         return
     _WARNED.add((kernel, again))
+    kept = f"keeps a graph of {name_of_function(caller)} while it runs."
     done = (
         "that pass uses PyTorch's own alternatives to fused kernels."
         if again
-        else "that pass takes double backward, and keeps a graph of G while it runs."
+        else f"that pass takes double backward, and {kept}"
     )
-    warn(f"frozen: {kernel} lacks the derivative that forward over reverse needs; {done}")
+    warn(f"{caller}: {kernel} lacks the derivative that forward over reverse needs; {done}")

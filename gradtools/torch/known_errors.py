@@ -60,14 +60,14 @@ def lacks_derivative(error: BaseException) -> str | None:
     return kernel or known(error, NO_KERNELS)
 
 
-_FUNCTION, _IN_G = "a torch.autograd.Function", "a derivative or a hook on a gradient in G"
+_FUNCTION, _IN_G = "a torch.autograd.Function", "a derivative or a hook on a gradient"
 NO_KERNELS = {
     "must implement the jvp function": _FUNCTION,
     "marked with @once_differentiable": _FUNCTION,
     "does not require grad": _IN_G,
     "doesn't require grad": _IN_G,
-    "Could not run 'aten::_efficientzerotensor'": "a sparse matrix in G",
-    "Nested forward mode AD is not supported": "torch.func.jvp in G",
+    "Could not run 'aten::_efficientzerotensor'": "a sparse matrix",
+    "Nested forward mode AD is not supported": "torch.func.jvp",
     "view size is not compatible with input tensor's": "a view of a channels_last image",
 }
 

@@ -190,7 +190,7 @@ def test_what_is_no_pattern_is_refused(gt, given, text):
 
 
 def test_only_one_real_array_has_a_sparse_jacobian(gt):
-    for f in (lambda x: {"a": x, "b": x}, lambda x: x * 1j):
+    for f in (lambda x: {"a": x, "b": x}, lambda x: x * 1j, lambda x: x > 0):
         with pytest.raises(GradtoolsError, match="takes one real array and returns one"):
             gt.jacobian(f, sparsity="detect")(gt.asarray(X))
 

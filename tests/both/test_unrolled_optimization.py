@@ -155,6 +155,16 @@ def test_what_the_inner_loss_captures_is_to_be_an_argument(gt):
         gt.grad(outer)(x)
 
 
+def test_an_error_of_the_mode_speaks_of_f(gt):
+    def outer(x):
+        inner = gt.grad(lambda w: (gt.clip_gradient(w, 1.0) ** 2).sum(), mode=MODE)
+        return (inner(x + 1) ** 2).sum()
+
+    said = r"^grad\(mode='forward_over_reverse'\): f holds .* outside of f, or leave out the mode"
+    with pytest.raises(GradtoolsError, match=said):
+        gt.grad(outer)(gt.asarray(np.array([1.0, 2.0])))
+
+
 def test_a_mode_that_is_none_is_refused(gt):
     for operator in (gt.grad, gt.value_and_grad):
         with pytest.raises(GradtoolsError, match="mode is 'reverse'; expected one of"):

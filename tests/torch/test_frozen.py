@@ -829,7 +829,7 @@ def test_a_use_is_freed_with_its_last_holder():
 
 # --- parameters -------------------------------------------------------------------------------
 
-REFUSED = "a derivative is needed with respect to a parameter that the function reads"
+REFUSED = "a derivative is needed with respect to a parameter that G reads"
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -195,7 +195,7 @@ class _Derived(ChunkProgram):
 
     def explain(self, error: RuntimeError) -> None:
         """Raises a better error for one of PyTorch's, except for frozen, which falls back."""
-        if self.caller != "frozen":
+        if self.forward.mark != "frozen":
             explain(self.caller, error)
 
     def needs(self, i: int) -> bool:
@@ -507,7 +507,10 @@ class _Maps:
         if not isinstance(self.program, _Derived):  # the sums of `Forward` are carries
             full = full[: sum(counts)]
         rows, shared, those = self._vectors(saved, full, counts)
-        before, thread_state.mark = thread_state.mark, thread_state.mark or self.program.caller
+        before, thread_state.mark = (
+            thread_state.mark,
+            thread_state.mark or _forward_of(self.program).mark,
+        )
         try:
             return self.program.pull(self.widths, self.width, those, rows, shared, joint)
         finally:
@@ -515,7 +518,7 @@ class _Maps:
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
         result = self._vectors(saved, dxs, self.widths)
-        with marked(self.program.caller):
+        with marked(_forward_of(self.program).mark):
             pushed = self.program.push(self.widths, self.width, result[2], *result[:2])
         mask = self.shape[1]
         pushed += [None] * (len(mask) - len(pushed))  # of carries

@@ -80,6 +80,7 @@ class Forward(ChunkProgram):
 
     saves_parameters = True  # so that autograd detects in-place changes of them
     compares_leaves = compares_bits = True  # in the verification
+    mark = property(lambda self: self.caller)  # of its operations in graphs
     within: Callable[[], Any] | None = None  # a context manager in which f runs
 
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
@@ -408,7 +409,7 @@ class Forward(ChunkProgram):
         grad, device = torch.is_grad_enabled() != self.modes.grad, self.modes.device
         if upstream.device_set() is not self.device or upstream.count_of_function_modes():
             device = default_device()
-        grad = grad and self.caller != "frozen"  # which has a single chunk
+        grad = grad and self.compares_bits  # frozen has a single chunk
         if grad or device != self.modes.device:
             what = "whether gradients are taken" if grad else f"the default device (to {device})"
             how = "torch.no_grad()" if grad else "torch.device(...)"

@@ -4,8 +4,9 @@
 import loads all of Pallas, which took half of the time of `import gradtools.jax`; a test asserts
 that they are the same objects. The rest are fields of records (an equation's source, a jaxpr's
 origin) for pictures, formulas and error messages, one method's name, the functions for DLPack
-capsules, and the transfer guards. All exist in JAX 0.10.2. "Gone:" says what to do once a name no
-longer exists. `tests/jax/test_upstream.py` tests the behaviour of each.
+capsules, and the transfer guards. All exist in JAX 0.7.2 to 0.12 but where an entry names versions.
+"Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests the
+behaviour of each.
 """
 
 from __future__ import annotations

@@ -75,6 +75,9 @@ def is_module(x: Any) -> bool:
 def module_kinds() -> tuple[type, ...]:
     """The module classes of the libraries that the program has imported."""
     equinox, nnx = sys.modules.get("equinox"), sys.modules.get("flax.nnx")
+    if nnx is not None and not hasattr(nnx, "Pytree"):
+        found = sys.modules["flax"].__version__
+        raise GradtoolsError(f"gradtools supports flax>=0.11.2 and found flax {found}; upgrade it.")
     result = [equinox.Module] if equinox is not None else []
     return tuple([*result, nnx.Pytree] if nnx is not None else result)
 

@@ -3,10 +3,10 @@
 All other files import them from here (`tests/house/test_upstream.py` checks their source).
 `tests/torch/test_upstream.py` tests the behaviour of each name, and that no public alternative
 exists yet. Each entry says what it is for; "Gone:" says what to do once it no longer exists. All
-exist in PyTorch 2.13; upstream issues are named. An alias costs nothing, a function costs a call,
-so names that are used at every operation are aliases.
+exist in PyTorch 2.8 to 2.15 but where an entry names versions; upstream issues are named. An alias
+costs nothing, a function costs a call, so names that are used at every operation are aliases.
 
-No public alternative was found in 2.13 for any of them. Hacks that a maintainer of PyTorch would
+No public alternative was found in any of these versions. Hacks that a maintainer of PyTorch would
 reject, and for which there is no other way, are at the end, with benefit and cost.
 """
 

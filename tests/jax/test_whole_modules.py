@@ -7,9 +7,11 @@ loop; it knows nothing of gradtools.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import UserDict
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -630,3 +632,9 @@ def test_a_frozen_module_is_a_module():
     layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     assert isinstance(gt.frozen(layer), nnx.Module)
     np.testing.assert_allclose(gt.frozen(layer)(x), layer(x))
+
+
+def test_an_older_flax_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax.nnx", ModuleType("flax.nnx"))
+    with pytest.raises(GradtoolsError, match=r"supports flax>=0\.11\.2 and found flax 0\."):
+        gt.grad(lambda x: x**2)(1.0)

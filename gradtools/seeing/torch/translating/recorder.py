@@ -51,6 +51,7 @@ _TENSOR: Any = Tensor
 _DETACHING = (Tensor.detach, _TENSOR.data.__get__)
 # Prefixes of operations whose decomposition would be less readable than the name.
 _WHOLE = ("cum", "logcum", "upsample", "grid_sampler", "_fft", "convolution", "renorm", "linalg")
+_WHOLE += ("constant_pad",)
 
 
 def _like(x: Tensor) -> tuple[tuple[int, ...], str]:

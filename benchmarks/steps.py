@@ -31,16 +31,19 @@ from steps_rows import RUNS, Row, Run, seconds
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "steps.md"
 FLOORS = {  # what ours does besides, by how a row begins
-    "`value_and_grad(module)`": "a copy of each module with tensors, so that threads may share it; "
-    "two aliases of each parameter; one of each gradient, which is differentiable again",
-    "the same by `make_functional`": "a copy of each module, an alias of each parameter",
-    "`minimax": "as `value_and_grad(module)`, of both players",
-    "microbatched": "as `value_and_grad(module)` for each chunk; sums beside `.grad`, made after "
-    "each backward pass",
-    "`GradientAccumulator`": "as by `make_functional` for each chunk; sums beside `.grad`, made "
-    "after each backward pass",
-    "`chunked`": "random streams, buffers and attributes are noted and put back, the leaves of "
-    "each chunk are found, and results compared",
+    "`value_and_grad(module)`": "a walk over the module, and a copy of each part with tensors, so "
+    "that threads may share it; an alias of each parameter; a walk over f's graph for what it "
+    "captures or loses; one of each gradient, which is differentiable again; and for "
+    "`assign_gradients` a copy of each gradient, after all were checked",
+    "the same by `make_functional`": "a copy of each module, an alias of each parameter, a walk "
+    "over f's graph; `torch.func.functional_call`, the next row, costs nearly as much",
+    "`minimax": "as `value_and_grad(module)`, of both players; buffers are saved",
+    "microbatched": "as `value_and_grad(module)` for each chunk; sums apart from `.grad`, and "
+    "their mean, which are new tensors",
+    "`GradientAccumulator`": "as by `make_functional` for each chunk; sums apart from `.grad`, and "
+    "their mean, which are new tensors",
+    "`chunked`": "the first pass records each chunk's graph, and its leaves are found in it (by "
+    "hand it runs under `no_grad`); random streams, buffers and modes are noted and put back",
     "the same, 16 chunks": "as above; what is done once for all chunks",
     "200 `straight": "a rule for both modes and all orders, on checked structures",
     "200 `clip_gradient` by norm": "a norm that cannot overflow, NaN and zero kept, 16 bits "

@@ -119,11 +119,18 @@ def modules() -> Iterator[Row]:
         net.zero_grad()
         loss(net, x).backward()
 
+    def by_call() -> object:
+        own = {name: p.detach().requires_grad_() for name, p in net.named_parameters()}
+        value = loss(lambda x: torch.func.functional_call(net, own, (x,)), x)
+        return torch.autograd.grad(value, [*own.values()])
+
     of_net = gt.value_and_grad(lambda m: loss(m, x))
     peer = "`loss.backward()`"
     yield Row("`value_and_grad(module)`, MLP of 400 tensors", peer, "2.36", 1.15,
               lambda: of_net(net), backward)  # fmt: skip
     yield Row("the same by `make_functional`", peer, "1.23", 1.1, functional, backward)
+    yield Row("the same by `torch.func.functional_call` and `torch.autograd.grad`", peer, "", None,
+              by_call, backward)  # fmt: skip
     yield Row("`value_and_grad(module)` and `assign_gradients`", peer, "2.7", 1.2,
               lambda: gt.assign_gradients(net, of_net(net)[1]), backward)  # fmt: skip
     yield from games()
@@ -712,6 +719,18 @@ def growth() -> Iterator[tuple[str, Callable[[int], Run], dict[int, int]]]:
             f = gt.checkpoint(lambda x, f=f: f(x) * 2.0)
         return lambda: gt.grad(lambda x: f(x).sum())(x)
 
+    def inside(n: int) -> Run:
+        f: Any = lambda x: x.sin().sum()
+        for _ in range(n - 1):
+            f = lambda x, f=f: x.sin().sum() + gt.grad(f)(x.detach()).sum()
+        return lambda: gt.grad(f)(x)
+
+    def mapped(n: int) -> Run:
+        f: Any = torch.sin
+        for _ in range(n):
+            f = gt.vmap(f)
+        return lambda: f(x.reshape(2, 2, 2, 2, -1))
+
     for name, of, counts in (
         ("leaves of a dictionary", of_leaves, (1, 20, 200, 2000)),
         ("tensors of a module", of_modules, (2, 20, 200, 2000)),
@@ -723,3 +742,5 @@ def growth() -> Iterator[tuple[str, Callable[[int], Run], dict[int, int]]]:
     # Level k of n runs once, and once more for each level around it, itself included.
     runs = {n: n + n * (n + 1) // 2 for n in range(1, 5)}
     yield "runs of `checkpoint` in `checkpoint`, by depth", nested, runs
+    for name, of in (("`grad` in `grad`", inside), ("`vmap` in `vmap`", mapped)):
+        yield f"calls of {name}, by depth", of, {n: n for n in range(1, 5)}

@@ -405,8 +405,9 @@ def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Modu
         for name, places, source in zip(upstream.SLOTS, own, sources):  # noqa: B905, it costs
             result = filled.get(id(places))
             if result is None:
-                result = {k: None if at is None else source[at] for k, at in places.items()}
-                filled[id(places)] = result
+                result = filled[id(places)] = {}
+                for k, at in places.items():
+                    result[k] = None if at is None else source[at]
             fields[name] = result
         object.__setattr__(copy, "__dict__", fields)
     return copies

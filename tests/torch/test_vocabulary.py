@@ -187,7 +187,7 @@ BY_NAME = set(
     inverse det slogdet solve cholesky triangular_solve cholesky_solve qr lstsq svd eigh expm pinv
     convolution convolution_transposed group_norm max_pool avg_pool grid_sampler_2d
     upsample_nearest2d upsample_bilinear2d fft ifft rfft irfft cumsum cumprod logcumsumexp
-    cummax cummin sort topk
+    cummax cummin sort argsort argmax topk
     median kthvalue scatter scatter_add scatter_along index take_along pad erfinv lgamma digamma
     polygamma remainder fmod renorm cdist cross trilinear polar
     """.split()

@@ -51,7 +51,7 @@ _TENSOR: Any = Tensor
 _DETACHING = (Tensor.detach, _TENSOR.data.__get__)
 # Prefixes of operations whose decomposition would be less readable than the name.
 _WHOLE = ("cum", "logcum", "upsample", "grid_sampler", "_fft", "convolution", "renorm", "linalg")
-_WHOLE += ("constant_pad",)
+_WHOLE += ("constant_pad", "floor_")
 
 
 def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
@@ -308,13 +308,13 @@ class FormulaRecorder(Recorder[Expr]):
         outs: Sequence[Tensor],
         words: str = "",
     ) -> list[Expr | None]:
-        """The outputs as an opaque operation; integer and boolean outputs as constants."""
-        if not any(is_inexact(y) for y in outs):
+        """The outputs as an opaque operation; boolean outputs as constants."""
+        if not any(map(_is_number, outs)):
             return [self.constant(y) for y in outs]
         kernel = kernel_of(self.backend, fun, args, kwargs)
-        some = [_like(y) for y in outs if is_inexact(y)]
+        some = [_like(y) for y in outs if _is_number(y)]
         made = iter(by_name(name, given, some, kernel, words))
-        return [next(made) if is_inexact(y) else self.constant(y) for y in outs]
+        return [next(made) if _is_number(y) else self.constant(y) for y in outs]
 
     def drawn(self, y: Tensor, name: str) -> Expr:
         """A placeholder for a random draw, with the drawn value."""
@@ -362,6 +362,10 @@ class FormulaRecorder(Recorder[Expr]):
         return x
 
 
+def _is_number(x: Tensor) -> bool:
+    return x.dtype is not torch.bool
+
+
 def _scaled(args: Any, given: Sequence[Expr], values: Sequence[Expr | None]) -> Any:
     """The expression of gradtools' scale_gradient by one number; any other call's `values`."""
     rule = getattr(args[0], "rule", None) if args else None
@@ -388,7 +392,7 @@ def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunct
         given, named = pytree.tree_map(swapped, (tuple(args), dict(kwargs)))
         assert kept is not None
         with upstream.disable_current_modes(), torch.enable_grad():
-            return [y for y in tensors_in(fun(*given, **named)) if is_inexact(y)]
+            return [y for y in tensors_in(fun(*given, **named)) if _is_number(y)]
 
     def arrays(values: Sequence[np.ndarray]) -> list[Tensor]:
         pairs = zip(values, dtypes, strict=True)

@@ -216,6 +216,11 @@ _ADVICE = {
         "transforms do not support. Use gt.checkpoint in its place, or take the derivative "
         "outside of the transform (per_example_grad and jacobian: chunk_size=1 is a plain loop)."
     ),
+    "doesn't match the broadcast shape": (
+        "f adds in place to a tensor of another shape, as PyTorch's own RNN, GRU, LSTM and their "
+        "cells do when torch.func.grad under vmap is differentiated again. For these use "
+        "per_example_grad, or gt.grad under vmap."
+    ),
     "vmap: inplace arithmetic": (
         "f changes a tensor in place that is shared by all examples (such as batch "
         "normalization's running statistics in training mode), which vmap cannot follow. Put "

@@ -148,6 +148,26 @@ def test_recurrent_modules_have_per_example_gradients(kind, bidirectional):
             torch.testing.assert_close(found[name][k], g)
 
 
+@pytest.mark.parametrize("kind", ["RNNCell", "GRUCell", "LSTMCell"])
+def test_a_derivative_of_native_per_example_gradients_of_a_cell_is_refused_in_words(kind):
+    torch.manual_seed(0)
+    module, x = getattr(torch.nn, kind)(5, 3, dtype=D), torch.randn(4, 2, 5, dtype=D)
+    params = {k: v.detach() for k, v in module.named_parameters()}
+
+    def loss(p, x):
+        out = torch.func.functional_call(module, p, (x,))
+        return (out if isinstance(out, torch.Tensor) else out[0]).square().sum()
+
+    def penalty(grad, p):
+        return sum(g.sin().sum() for g in torch.vmap(grad(loss), (None, 0))(p, x).values())
+
+    of_ours = gt.grad(lambda p: penalty(gt.grad, p))(params)
+    one_by_one = lambda p: sum(g.sin().sum() for row in x for g in gt.grad(loss)(p, row).values())
+    torch.testing.assert_close(of_ours, gt.grad(one_by_one)(params))
+    with pytest.raises(GradtoolsError, match="use per_example_grad, or gt.grad under vmap"):
+        gt.grad(lambda p: penalty(torch.func.grad, p))(params)
+
+
 def test_first_derivatives_run_the_fused_kernels():
     class Names(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, fun, types, args=(), kwargs=None):

@@ -133,6 +133,7 @@ _ADVICE = {
     ),
     "Batching rule not implemented for": _NO_VMAP,
     "querying is_contiguous inside of vmap": _NO_VMAP,
+    "vmap: we do not yet support": _NO_VMAP,
     "expand is unsupported for Sparse tensors": _NO_VMAP,
     NO_STRIDES: (
         "f multiplies by a CSR matrix, of which PyTorch's vmap has no tangent. Convert it by "

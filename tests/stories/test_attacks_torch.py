@@ -1,0 +1,190 @@
+"""Ordinary training programs at the edges of PyTorch's derivatives, against plain PyTorch.
+
+Each returns pairs of what comes out and what is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import gradtools.torch as gt  # noqa: E402
+
+F, nn, D, Tensor = torch.nn.functional, torch.nn, torch.float64, torch.Tensor
+PROGRAMS: list[Callable[[], list[tuple[Any, Any]]]] = []
+X = torch.linspace(-1.0, 1.0, 15, dtype=D).reshape(5, 3).sin()
+V, U = X[0] + 0.5, torch.tensor([0.5, 1.0, -0.2], dtype=D)
+
+
+def program(f: Any) -> Any:
+    PROGRAMS.append(f)
+    return f
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).to(D)
+
+
+def hessian(f: Any, x: Tensor) -> Tensor:
+    """Central differences of PyTorch's own gradient."""
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(f(x), x)[0]
+
+    h = 1e-5
+    rows = torch.eye(len(x), dtype=x.dtype)
+    return torch.stack([(gradient(x + h * e) - gradient(x - h * e)) / (2 * h) for e in rows])
+
+
+def everywhere(f: Any, x: Tensor) -> list[tuple[Any, Any]]:
+    """Second derivatives in all modes, frozen, in a checkpoint and under no_grad."""
+    second = hessian(f, x)
+    with torch.no_grad():
+        product = gt.hvp(f, (x,), (U,))[1][0]
+    along = lambda f: gt.grad(lambda x: gt.grad(f)(x) @ U)(x)
+    return [
+        (gt.hessian(f)(x), second),
+        (gt.jacobian(gt.grad(f), mode="forward")(x), second),
+        (gt.hvp(f, (x,), (U,), mode="forward_over_reverse")[1][0], second @ U),
+        (along(gt.frozen(f)), second @ U),
+        (along(gt.checkpoint(f)), second @ U),
+        (product, second @ U),
+    ]
+
+
+@program
+def weighted_cross_entropy_with_smoothing():
+    labels = torch.tensor([2])
+    smooth = {"weight": U.abs(), "label_smoothing": 0.1}
+    return everywhere(lambda x: F.cross_entropy(x[None] ** 2, labels, **smooth), V)
+
+
+@program
+def distances_of_a_power():
+    return everywhere(lambda x: torch.cdist(x[:, None], x[:, None] ** 2 + 0.3, p=1.5).sum(), V)
+
+
+@program
+def determinant_of_a_matrix_that_is_singular_there():
+    return everywhere(lambda x: torch.linalg.det(x.outer(x) + torch.diag(x - V)), V)
+
+
+@program
+def sinc_of_a_difference_that_is_zero_there():
+    return everywhere(lambda x: torch.sinc(x - V).sum() + F.hardsigmoid(x).pow(3).sum(), V)
+
+
+@program
+def gradient_penalty_of_a_critic():
+    ours, theirs = network(), network()
+    gt.grad(lambda x: ours(x).sum())(X.clone().requires_grad_()).square().sum().backward()
+    x = X.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(theirs(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return [(p.grad, q.grad) for p, q in pairs if q.grad is not None]
+
+
+@program
+def norms_of_per_example_gradients_of_a_network():
+    ours, theirs = network(), network()
+    loss = lambda net, x: net(x).square().sum()
+    grads = gt.per_example_grad(loss)(ours, X)
+    torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(
+        0
+    ).sqrt().sum().backward()
+    for x in X:
+        own = torch.autograd.grad(loss(theirs, x), [*theirs.parameters()], create_graph=True)
+        torch.stack([g.square().sum() for g in own]).sum().sqrt().backward()
+    return [(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
+
+
+@program
+def an_equilibrium_whose_backward_is_a_solve():
+    @gt.custom_rule
+    def fixed(w, x):
+        z = x
+        with torch.no_grad():
+            for _ in range(100):
+                z = 0.3 * (w * z).tanh() + x
+        return z
+
+    def bwd(saved, ct):
+        z, w, x = saved
+        _, pull = gt.vjp(lambda z, w, x: 0.3 * (w * z).tanh() + x, z, w, x)
+        u = ct
+        for _ in range(100):
+            u = ct + pull(u)[0]
+        return pull(u)[1:]
+
+    fixed.defvjp(lambda w, x: (z := fixed(w, x), (z, w, x)), bwd)
+
+    def unrolled(w):
+        z = X[1]
+        for _ in range(100):
+            z = 0.3 * (w * z).tanh() + X[1]
+        return z.square().sum()
+
+    f = lambda w: fixed(w, X[1]).square().sum()
+    return [(gt.grad(f)(V), gt.grad(unrolled)(V)), (gt.hessian(f)(V), hessian(unrolled, V))]
+
+
+@program
+def two_inner_steps_through_a_norm():
+    inner = lambda w, v: (F.layer_norm(X @ w.diag(), (3,), v) ** 2).sum() + (w * v).sum() ** 2
+
+    def meta(v):
+        w = U
+        for _ in range(2):
+            w = w - 0.1 * gt.grad(inner)(w, v)
+        return inner(w, v)
+
+    def plain(v):
+        w = U.clone().requires_grad_()
+        for _ in range(2):
+            w = w - 0.1 * torch.autograd.grad(inner(w, v), w, create_graph=True)[0]
+        return inner(w, v)
+
+    v = V.clone().requires_grad_()
+    return [(gt.grad(meta)(V), torch.autograd.grad(plain(v), v)[0])]
+
+
+@program
+def scheduled_reversal_in_a_checkpoint():
+    class Reversed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.step, self.net = 0, network()
+
+        def forward(self, x):
+            self.step += 1
+            return self.net(gt.reverse_gradient(x, 0.1 * self.step))
+
+    net, x = Reversed(), X.clone().requires_grad_()
+    gt.checkpoint(net)(x).sum().backward()
+    (slope,) = torch.autograd.grad(network()(y := X.clone().requires_grad_()).sum(), y)
+    return [(x.grad, -0.1 * slope), (net.step, 1)]
+
+
+@program
+def a_hook_that_clips_in_chunks():
+    def f(x):
+        y = x.square()
+        y.register_hook(lambda g: g.clamp(-0.5, 0.5))
+        return y * U
+
+    return [(gt.grad(lambda x: gt.chunked(f, 2)(x).sum())(X), 2 * X * U.clamp(-0.5, 0.5))]
+
+
+@pytest.mark.parametrize("attack", PROGRAMS, ids=lambda f: f.__name__)
+def test_an_attack_comes_out_right(attack):
+    pairs = attack()
+    assert pairs
+    for found, right in pairs:
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-7)

@@ -118,8 +118,8 @@ def _clip_norm(backend: Backend, cts: list[Array], bound: Any) -> list[Array]:
     scaled = [ct / unit for ct in wide]
     total = _of_all(xp, xp.sum, [_squares(backend, ct) for ct in scaled if 0 not in ct.shape])
     size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))  # only of zeros less than 1
-    inside = unit * size <= (bound := backend.real_scalar(bound, size))
-    factor = bound / size
+    bound = backend.real_scalar(bound, size)
+    inside, factor = unit * size <= bound, bound / size
     pairs = zip(cts, scaled, strict=True)
     return [xp.where(inside, ct, backend.cast(c * factor, ct)) for ct, c in pairs]
 

@@ -19,6 +19,7 @@ import pathlib
 import platform
 import sys
 from collections.abc import Iterator
+from types import FrameType
 
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
 
@@ -27,8 +28,10 @@ import jax
 import steps_jax
 import steps_torch
 import torch
+from jax.extend.core import Primitive
 from steps_rows import RUNS, Row, Run, seconds
 
+_BIND = Primitive.bind.__code__  # by which JAX traces or runs an operation
 RESULTS = pathlib.Path(__file__).parent / "results" / "steps.md"
 FLOORS = {  # what ours does besides, by how a row begins
     "`value_and_grad(module)`": "a walk over the module, and a copy of each part with tensors, so "
@@ -107,31 +110,33 @@ def _line(row: Row, figure: float) -> str:
 
 
 def _floor(row: Row) -> str:
-    cells = [_counted(run) for run in (row.ours, row.theirs)] if row.theirs else [("", "")]
+    runs = row.counted or (row.ours, row.theirs or (lambda: None))
+    cells = [_counted(run) for run in runs]
     both = [", ".join(filter(None, pair)) for pair in zip(*cells, strict=True)]
     floor = next((text for start, text in FLOORS.items() if row.work.startswith(start)), "")
     return f"| {row.work} | {' | '.join(both)} | {floor} |"
 
 
 def _counted(run: Run) -> tuple[str, str]:
-    """How many operations of PyTorch and Python calls one run takes."""
+    """How many operations of PyTorch or JAX, and how many Python calls, one run takes."""
     run()
     with torch.autograd.profiler.profile() as profile:
         run()
     own = [e for e in profile.function_events if e.name.startswith("aten::")]
     outer = [e for e in own if not (e.cpu_parent and e.cpu_parent.name.startswith("aten::"))]
-    calls = 0
+    calls = bound = 0
 
-    def count(frame: object, event: str, arg: object) -> None:
-        nonlocal calls
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls, bound
         calls += event == "call"
+        bound += event == "call" and frame.f_code is _BIND
 
     sys.setprofile(count)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return f"{len(outer):,}" if outer else "", f"{calls:,}"
+    return f"{len(outer) or bound:,}", f"{calls:,}"
 
 
 def _growth() -> Iterator[str]:
@@ -161,9 +166,10 @@ def _page(rows: list[str], floors: list[str], growth: list[str]) -> list[str]:
         "",
         "## Floors",
         "",
-        "One run of each row over its goal: ours, the peer's.",
+        "One run of each row over its goal: ours, the peer's (of `mixed_partial` one forward pass "
+        "of G, of a trace that of `jax.custom_vjp`, else zero).",
         "",
-        "| work | operations of PyTorch | Python calls | what ours are for |",
+        "| work | operations | Python calls | what ours are for |",
         "|---|---|---|---|",
         *floors,
         "",

@@ -25,6 +25,8 @@ class Row:
         ours: Runs it; gives the figure itself where there is no peer's.
         theirs: Runs the peer's.
         count: How many times each is run.
+        counted: Ours and the peer's work, of which operations and calls are counted, if `ours`
+            gives a figure.
     """
 
     work: str
@@ -34,6 +36,7 @@ class Row:
     ours: Run
     theirs: Run | None = None
     count: int = RUNS
+    counted: tuple[Run, Run] | None = None
 
     def figure(self) -> Figure:
         """Processor time over the peer's, or what `ours` gives."""

@@ -265,16 +265,30 @@ def powers(x: Array, p: float, order: int) -> list[Any]:
 
 
 def polynomials(y: Array, slope: tuple[float, ...], order: int) -> list[Any]:
-    """The derivatives of a function y with y' = slope(y), which are all polynomials in y."""
-    slopes, p = [], list(slope)
-    for _ in range(order):
-        slopes.append(reduce(lambda value, c: value * y + c, reversed(p)))
+    """The derivatives of a function y with y' = slope(y), which are all polynomials in y.
+
+    The derivative of p(y) is p'(y) slope(y).
+    """
+    if order == 0:
+        return []
+    first = _by_horner(y, slope)
+    slopes, p = [first], list(slope)
+    for _ in range(order - 1):
         derived = [k * c for k, c in enumerate(p)][1:]
+        slopes.append(_by_horner(y, derived) * first)
         p = [0.0] * (len(derived) + len(slope) - 1)
         for i, a in enumerate(derived):
             for j, b in enumerate(slope):
                 p[i + j] += a * b
     return slopes
+
+
+def _by_horner(y: Array, p: Sequence[float]) -> Any:
+    """The polynomial with the coefficients p, without additions of zero."""
+    *lower, value = p
+    for c in reversed(lower):
+        value = value * y + c if c else value * y
+    return value
 
 
 TANH, LOGISTIC = (1.0, 0.0, -1.0), (0.0, 1.0, -1.0)  # 1 - y^2 and y - y^2

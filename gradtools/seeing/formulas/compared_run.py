@@ -437,6 +437,7 @@ class _ComparedRun:
         self, inputs: list[Any], cotangents: list[Any], directions: list[Any]
     ) -> tuple[list[Any], ...]:
         within = partial(_trying, self.program, self.wide)
+        to_numpy = lambda x: None if x is None else np.asarray(self.backend.to_numpy(x))
         with within():
             self._leaves = self.leaves(inputs)
             xs = [self._leaves[k] for k in self._active]
@@ -445,13 +446,10 @@ class _ComparedRun:
             grads = self._filled(first.pullback(cts), xs)
             some, others = iter(first.outs), iter(first.extras)
             outs = [next(some) if inexact else next(others) for inexact in self._inexact]
-            results = [outs, self._spread(grads)]
+            groups = [[*map(to_numpy, outs)], [*map(to_numpy, self._spread(grads))]]
         if self.order == 2:
             with within():  # the same draws again
-                results.append(self._second(xs, cts, us))
-        numpy = lambda x: None if x is None else np.asarray(self.backend.to_numpy(x))
-        with within():
-            groups = [[numpy(x) for x in group] for group in results]
+                groups.append([*map(to_numpy, self._second(xs, cts, us))])
         return tuple(groups)
 
     def _outputs(self, *xs: Any) -> tuple[list[Any], list[Any]]:

@@ -48,24 +48,29 @@ FLOORS = {  # what ours does besides, by how a row begins
     "`chunked`": "the first pass records each chunk's graph, and its leaves are found in it (by "
     "hand it runs under `no_grad`); random streams, buffers and modes are noted and put back",
     "the same, 16 chunks": "as above; what is done once for all chunks",
-    "200 `straight": "a rule for both modes and all orders, on checked structures",
-    "200 `clip_gradient` by norm": "a norm that cannot overflow, NaN and zero kept, 16 bits "
-    "widened; a rule under every transform",
-    "200 `clip_gradient` by value": "the bound as an array; a rule under every transform",
-    "`vmap(grad)`": "the batch's rule is made of one example's, and checked to be linear",
+    "200 `straight": "structures, shapes and dtypes are compared; the node of a rule for both "
+    "modes and all orders, in Python",
+    "200 `clip_gradient` by norm": "a norm in float64, which cannot overflow; no division by zero; "
+    "infinity is made NaN; the node of a rule for every transform, in Python",
+    "200 `clip_gradient` by value": "the node of a rule for every transform, in Python",
+    "`vmap(grad)`": "the batch's rule is made of one example's at each call; `gt.grad` watches "
+    "each operation of f",
     "`host_function` in compiled": "an operator that has derivatives of any order and a vmap",
     "8 Hessian products": "one more backward pass, which transposes the gradient",
     "`hvp` of a module": "as `value_and_grad(module)`",
     "a Gauss-Newton": "f is evaluated for each of the two maps",
-    "`mixed_partial`": "a dual number carries one tangent, so G runs once, with its tangent, for "
-    "each direction; no graph of G is kept",
+    "`mixed_partial`": "a dual number carries one tangent, so G runs with its tangent, 2 passes "
+    "of work, for each of 4 directions, from the same state; no graph of G is kept",
     "`laplacian`": "a first and a second coefficient of each value for each direction",
     "u_xxxx": "five coefficients of each value",
     "forward Jacobian": "arguments and outputs are checked",
     "per-example": "the gradients of 64 examples are computed and held; norms alone need none",
-    "`formula`": "the formula is computed at random numbers before it is shown",
+    "`formula`": "f runs five times: to be recorded, and to be compared with the formula at three "
+    "random points and at the given one",
     "`measure`": "f runs 28 times, to be counted and to be timed",
-    "JAX: trace": "the rule is traced to be checked, and its maps for every order",
+    "JAX: trace of a `clip": "a norm that cannot overflow, NaN and zero kept",
+    "JAX: trace of a rule": "fwd is traced on its own, then inlined; outputs and cotangents pass "
+    "through primitives, whose derivatives are the rule at every order",
     "eager JAX": "each rule's maps are traced and compiled on their own",
     "JAX: `chunked`": "the scan, traced by `jax.checkpoint`",
 }

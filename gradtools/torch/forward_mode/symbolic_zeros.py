@@ -31,7 +31,7 @@ class ComplexNumbers(Exception):
     """An operation on complex numbers ran under `NoProductsOfZero`."""
 
 
-class NoProductsOfZero(upstream.TorchDispatchMode):
+class NoProductsOfZero(upstream.Watching):
     """The dispatch mode.
 
     Args:
@@ -43,15 +43,26 @@ class NoProductsOfZero(upstream.TorchDispatchMode):
         self._refuses_complex = refuses_complex
 
     def __torch_dispatch__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if fun is _SYMBOLIC_ZERO and (kwargs or {}).get("layout") in (None, torch.strided):
-            return _zero(args[0], **(kwargs or {}))
-        shape_of = _PRODUCTS.get(fun)
-        shape = None if shape_of is None else shape_of(*args)
-        if shape is not None:
-            return _zero(shape, dtype=args[0].dtype, device=args[0].device)
-        if self._refuses_complex and any(isinstance(x, Tensor) and x.is_complex() for x in args):
-            raise ComplexNumbers
-        return fun(*args, **kwargs) if kwargs else fun(*args)
+        kwargs = kwargs or {}
+        if fun.namespace != "aten":
+            self._refuse_complex(args)
+            return fun(*args, **kwargs)
+        with upstream.DisableTorchFunction():  # function modes have seen the call already
+            if fun is _SYMBOLIC_ZERO and kwargs.get("layout") in (None, torch.strided):
+                return _zero(args[0], **kwargs)
+            shape_of = _PRODUCTS.get(fun)
+            shape = None if shape_of is None else shape_of(*args)
+            if shape is not None:
+                return _zero(shape, dtype=args[0].dtype, device=args[0].device)
+            self._refuse_complex(args)
+            return fun(*args, **kwargs)
+
+    def _refuse_complex(self, args: Any) -> None:
+        if not self._refuses_complex:
+            return
+        for x in args:  # a loop, for speed: it runs at each operation
+            if isinstance(x, Tensor) and x.is_complex():
+                raise ComplexNumbers
 
 
 def _zero(shape: Any, **how: Any) -> Tensor:

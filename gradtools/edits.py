@@ -276,8 +276,9 @@ class Edits(Operators):
         def edit(leaves: list[Array]) -> list[Array]:
             if ARRAY not in kinds:
                 return backend.apply_rule(self._clip_rule(len(leaves), *kinds), *leaves)
-            pairs = zip(bounds, kinds, strict=True)
-            limits = [backend.real_scalar(b, leaves[0]) for b, kind in pairs if kind is ARRAY]
+            limits = [
+                backend.real_scalar(bounds[i], leaves[0]) for i in (0, 1) if kinds[i] is ARRAY
+            ]
             return backend.apply_rule_by_key(self._clip_key(len(leaves), *kinds), *leaves, *limits)
 
         return _edit_jointly(backend, "clip_gradient", edit, x)

@@ -411,6 +411,7 @@ CLIPPED = {  # cotangents (and their dtype), bounds, what comes out, the relativ
     "NaN, norm": ([[_NAN]], {"max_norm": 1.0}, [[_NAN]], 0),
     "NaN, both": ([[_NAN]], {"max_norm": 1.0, "max_value": 1.0}, [[_NAN]], 0),
     "infinity": ([[_INF, -_INF, 1.0]], {"max_value": 2.0}, [[2.0, -2.0, 1.0]], 0),
+    "infinity, norm": ([([_INF, 1.0], "float32")], {"max_norm": 1.0}, [[_NAN, _NAN]], 0),
     **{
         f"{size} in float32": (
             [([size, size], "float32")],

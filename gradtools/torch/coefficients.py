@@ -61,6 +61,7 @@ def note_edit(note: Note, rule: Rule, xs: Sequence[Any]) -> None:
 
 def closed_over(f: Any, depth: int = _DEPTH) -> Iterator[tuple[Any, Any]]:
     """The variables and bound arguments of a function, and those of functions among them."""
+    held: list[tuple[Any, Any]]
     if isinstance(f, partial):
         held = [(x, None) for x in (f.func, *f.args, *f.keywords.values())]
     elif isinstance(f, FunctionType):

@@ -346,7 +346,7 @@ def _relink(value: Any, resolve: Callable, objects: Objects, depth: int = DEPTH)
 
 def _attributes_of(x: Any) -> dict[str, Any] | None:
     """The attributes of a user's plain object, which may hold modules or tensors of the tree."""
-    kind = type(x)
+    kind: Any = type(x)
     if kind.__new__ is not object.__new__ or isinstance(x, nn.Module):
         return None
     if kind.__module__.partition(".")[0] in ("torch", "builtins", "gradtools"):

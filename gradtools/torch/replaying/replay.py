@@ -199,7 +199,7 @@ class Forward(ChunkProgram):
         check, inside = self.verification, self.within() if self.within else NOTHING
         again = self.modes.outside_of_batchings() if self.is_recomputing_chunks else NOTHING
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
-        watched = check.watching(i) if check else NOTHING
+        watched: Any = check.watching(i) if check else NOTHING
         with again, cached as weights, watched as seen, inside:
             outs, carry = call(self.carry)
             if weights:

@@ -57,6 +57,7 @@ class Run:
     milliseconds: float
     before: dict[str, int]
     after: dict[str, int]
+    date: str
 
     @property
     def grown(self) -> dict[str, int]:
@@ -140,7 +141,8 @@ def measured(use: Use, backend: str, gt: Any, calls: int, seconds: float, part: 
         run()
         done += 1
     spent = (process_time() - start) * 1e3 / done
-    return Run(backend, version(backend), use.name, done, spent, before, alive(backend))
+    today = str(datetime.date.today())
+    return Run(backend, version(backend), use.name, done, spent, before, alive(backend), today)
 
 
 def by_cost(uses: list[Use], gt: Any, backend: str) -> list[Use]:
@@ -178,8 +180,8 @@ def report(runs: list[Run]) -> Iterator[str]:
     yield (
         "Live before many calls of an operator, and how much more after them. In PyTorch each call "
         "makes its operator of new functions; in JAX it is made once. The object a call of "
-        "`mixed_partial`, `straight_through` and a second derivative of `frozen` in JAX is a dead "
-        "weak reference in JAX's own caches, as gradients written by hand leave one "
+        "`mixed_partial`, `straight_through`, a jvp rule and a second derivative of `frozen` in "
+        "JAX is a dead weak reference in JAX's own caches, as gradients written by hand leave one "
         "(tests/house/test_leaks.py measures both). Of each "
         "public name in JAX one use at least is called so often; some of the costliest of x * x "
         "alone (--square), in place of sin(x) + x * x."
@@ -205,12 +207,12 @@ def table(backend: str, runs: list[Run]) -> Iterator[str]:
     )
     if lost:
         yield f"Not measured: {', '.join(lost)}."
-    yield from ("", f"| use | calls | ms a call | {' | '.join(heads)} | grew |")
-    yield "|---" * (len(heads) + 4) + "|"
+    yield from ("", f"| use | calls | on | ms a call | {' | '.join(heads)} | grew |")
+    yield "|---" * (len(heads) + 5) + "|"
     for run in sorted(runs, key=lambda r: order.index(r.use)):
         pairs = [f"{run.before[c]:,} {run.after[c] - run.before[c]:+,}" for c in heads]
         grew_by = ", ".join(run.grown) or "nothing"
-        cells = [run.use, f"{run.calls:,}", f"{run.milliseconds:.2f}", *pairs, grew_by]
+        cells = [run.use, f"{run.calls:,}", run.date, f"{run.milliseconds:.2f}", *pairs, grew_by]
         yield f"| {' | '.join(cells)} |"
 
 

@@ -15,7 +15,7 @@ is s^2 f''.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from gradtools.arguments.checks import as_array
@@ -151,8 +151,9 @@ class Edits(Operators):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self._clip_rule = lru_cache(partial(clip_rule, backend))
-        # Dynamo embeds the key that this returns as a constant.
-        key = lambda count, *kinds: self._clip_rule(count, *kinds).key
+        # Dynamo embeds the key that this returns as a constant, so these rules are kept for good.
+        keyed = cache(partial(clip_rule, backend))
+        key = lambda count, *kinds: keyed(count, *kinds).key
         self._clip_key = backend.compiler.constant_result(key)
 
     def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradtools.pairwise.tiled_attention import tile_size_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.plain_programs.programs import (
@@ -100,6 +99,8 @@ def _in_tiles(
     kernel_options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, log(sum(e^s)) and max(s), without the matrix of scores."""
+    from gradtools.pairwise.tiled_attention import tile_size_of
+
     kinds = {"out": "softmax", "log": "logsumexp", "most": "max"}
     if not kernel_options.get("OUTPUT_LOGSUMEXP", True):
         del kinds["log"]

@@ -476,7 +476,7 @@ class Copy:
                     setattr(plain, name, value)
         for original, copy, before, fixed in self._made:
             fields = vars(copy)
-            if "_buffers" in fixed:
+            if upstream.SLOTS[1] in fixed:
                 buffers = upstream.slots_of(original)[1]
                 for name, value in [*upstream.slots_of(copy)[1].items()]:
                     buffer = buffers.get(name)

@@ -17,6 +17,7 @@ from gradtools.seeing.graphs.collapse import outline_of
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.outline import size_text, value_text
 from gradtools.seeing.pictures import palette
+from gradtools.seeing.pictures.drawing import interpreter
 from tests.support.seeing_graphs import (
     SHAPES,
     Builder,
@@ -213,18 +214,6 @@ def test_graphviz_reads_the_dot(graph):
     assert nodes == sum(len(column.boxes) for column in outline.columns)
 
 
-@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz' program dot is not installed")
-def test_an_installed_graphviz_draws():
-    svg = transformer(3).to_svg(engine="graphviz")
-    assert ElementTree.fromstring(svg).tag == f"{SVG}svg"
-
-
-def test_a_missing_graphviz_is_said(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(GradtoolsError, match="needs the program `dot`, which is not installed"):
-        SHAPES["square"]().to_svg(engine="graphviz")
-
-
 # --- Mermaid -----------------------------------------------------------------------------
 
 MERMAID = [
@@ -302,8 +291,11 @@ def test_the_page_holds_every_box_and_arrow(graph):
     outline = outline_of(graph)
     keys = {item.key for column in outline.columns for item in (column, *column.walk())}
     assert {int(key) for key in data["items"]} == keys
-    carried = {n for level in data["levels"].values() for _, ns in level["strands"] for n in ns}
-    assert carried | set(data["threads"]) == set(range(len(outline.arrows)))
+    ends = [(arrow.source, arrow.target) for arrow in outline.arrows]
+    assert [(arrow["source"], arrow["target"]) for arrow in data["arrows"]] == ends
+    laid = json.loads(interpreter().eval(f"JSON.stringify(layout.graphOf({json.dumps(data)}))"))
+    carried = {n for level in laid["levels"].values() for _, ns in level["strands"] for n in ns}
+    assert carried | set(laid["threads"]) == set(range(len(outline.arrows)))
 
 
 def test_the_page_has_only_the_scripts_that_are_its_own():

@@ -13,8 +13,7 @@ from gradtools.seeing.graphs.collapse import outline_of
 from gradtools.seeing.graphs.outline import ALIVE, Block, size_text
 from gradtools.seeing.pictures.box_text import LINE, card_of, short, size_of, text_width
 from gradtools.seeing.pictures.drawing import interpreter
-from gradtools.seeing.pictures.page_data import script
-from gradtools.seeing.pictures.row_order import arrange
+from gradtools.seeing.pictures.page_data import data_of, script
 from tests.support.scenes import Scene, fitted, picture_of
 from tests.support.seeing_graphs import SHAPES, Builder, random_graph, transformer
 
@@ -329,10 +328,11 @@ def test_long_lines_are_threads_and_cost_no_place_in_every_row():
     x = first = b.input("x", 4)
     for _ in range(300):
         x = b.op("add", b.op("sin", x), first)
-    arrangement = arrange(outline_of(b.graph(x), fold=False))
-    places = sum(len(level.items) for level in arrangement.levels.values())
+    data = json.dumps(data_of(outline_of(b.graph(x), fold=False)))
+    graph = asked(f"layout.graphOf({data})")
+    places = sum(len(level["items"]) for level in graph["levels"].values())
     assert places < 20 * 600
-    assert arrangement.threads
+    assert graph["threads"]
 
 
 def test_a_hostile_name_is_broken_over_few_lines():

@@ -1,21 +1,16 @@
-"""A graph in Graphviz' language, and drawn by an installed Graphviz."""
+"""A graph in Graphviz' language."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs import collapse
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.pictures.box_text import card_of, short, shown
 from gradtools.seeing.pictures.palette import LIGHT
-
-_TIMEOUT = 120  # seconds
 
 
 def to_dot(graph: PlainGraph, **view: Any) -> str:
@@ -86,28 +81,3 @@ def quoted(text: str) -> str:
     lines = [shown(line) for line in text.split("\n")]
     safe = "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines)
     return f'"{re.sub("&", "&amp;", safe)}"'
-
-
-def drawn_by_graphviz(graph: PlainGraph, **view: Any) -> str:
-    """The SVG that an installed Graphviz draws of a graph.
-
-    Raises:
-        GradtoolsError: there is no `dot` program, or it fails.
-    """
-    program = shutil.which("dot")
-    if program is None:
-        raise GradtoolsError(
-            "to_svg: engine='graphviz' needs the program `dot`, which is not installed. Fix: "
-            "install Graphviz, or leave engine out: gradtools draws by itself."
-        )
-    done = subprocess.run(
-        [program, "-Tsvg"],
-        input=to_dot(graph, **view),
-        capture_output=True,
-        encoding="utf-8",
-        timeout=_TIMEOUT,
-        check=False,
-    )
-    if done.returncode:
-        raise GradtoolsError(f"to_svg: `dot` failed: {done.stderr.strip()[:500]}")
-    return done.stdout

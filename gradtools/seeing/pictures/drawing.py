@@ -17,6 +17,7 @@ from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.pictures.page_data import data_of, script
 from gradtools.seeing.pictures.palette import style_sheet
 
+_THEMES = ("auto", "light", "dark")
 _STACK = 64 << 20  # bytes, enough for blocks nested a thousand deep
 _FILE = """
 (data, style) => {
@@ -33,7 +34,6 @@ def to_svg(
     expand: str | Iterable[str] = (),
     fold: bool | None = None,
     theme: str = "auto",
-    engine: str = "gradtools",
     title: str = "",
 ) -> str:
     """A graph as a picture.
@@ -44,31 +44,20 @@ def to_svg(
         expand: Names of blocks to open in any case, such as "layers.3.attention" or "*.attention".
         fold: Whether repeated blocks are drawn once with their count; None folds large graphs.
         theme: "light", "dark", or "auto", the setting of the reader's system.
-        engine: "gradtools", or "graphviz" for the layout of an installed `dot`.
         title: The picture's title.
 
     Returns:
         An SVG document.
 
     Raises:
-        GradtoolsError: an unknown theme or engine; quickjs-ng, or `dot` for that engine, is not
-            installed.
+        GradtoolsError: an unknown theme; quickjs-ng is not installed.
     """
-    _choice("theme", theme, ("auto", "light", "dark"))
-    _choice("engine", engine, ("gradtools", "graphviz"))
-    if engine == "graphviz":
-        from gradtools.seeing.pictures.dot import drawn_by_graphviz
-
-        return drawn_by_graphviz(graph, depth=depth, expand=expand, fold=fold, title=title)
+    if theme not in _THEMES:
+        raise GradtoolsError(f"to_svg: theme={theme!r} is not known; expected one of {_THEMES}.")
     outline = outline_of(graph, fold=fold, expand=expand, title=title)
     data = json.dumps(data_of(outline, depth, expand))
     document: str = json.loads(interpreter().eval(_FILE)(data, style_sheet(theme)))
     return document
-
-
-def _choice(name: str, given: str, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise GradtoolsError(f"to_svg: {name}={given!r} is not known; expected one of {known}.")
 
 
 def interpreter() -> Any:

@@ -1,7 +1,14 @@
 // Where every box, frame and line of a graph stands, for given open blocks. The only layout there
 // is: a page runs it when blocks open and close, and drawing.py runs it for a picture in a file.
 //
-// From the inside out, each open block is laid out by itself. Along a row, the places are pulled
+// It is a layered layout (Sugiyama, Tagawa and Toda, 1981) of each block. Children are in rows by
+// longest path, with a limit on the width of a row. An arrow that spans several rows has a dummy
+// place in each of them. The order within rows comes from barycentre sweeps, of which the one with
+// fewest crossings is kept. An arrow that enters or leaves a block has a port, a place in an extra
+// row above the first or below the last. Arrows between columns, and those that span more than
+// LONGEST rows, are threads.
+//
+// From the inside out, each open block is set by itself. Along a row, the places are pulled
 // towards the mean of their neighbours in the next row and keep their order and distance:
 //
 //     minimise  sum_i w_i (x_i - d_i)^2   subject to   x_(i+1) - x_i >= s_i
@@ -15,8 +22,7 @@
 // line between columns, or one too long for a place in every row) leaves its box to the side, goes
 // between the rows to the border of its column, up or down in the gutter, and in again.
 //
-// Rows and their order come from row_order.py; page_data.py says what the data holds. Nothing here knows
-// of a page.
+// page_data.py says what the data holds. Nothing here knows of a page.
 "use strict";
 const layout = (() => {
   const GAP = 34; // between two rows
@@ -31,6 +37,8 @@ const layout = (() => {
   const SCREEN = [1800, 1400];
   const NEARLY = 1.75; // screens: so large is still better than hardly anything to see
   const HARDLY = 12; // boxes, where the nearly fitting view has twice as many
+  const LONGEST = 30; // rows that a strand may span; longer arrows are threads
+  const ORDERINGS = 6, MOST_COUNTED = 3000; // crossings are not counted among more places
 
   const last = (list) => list[list.length - 1];
   const sum = (list) => list.reduce((a, b) => a + b, 0);
@@ -81,7 +89,7 @@ const layout = (() => {
       : { cut: null, cutWidth: 0 }),
   };
   const seenThreads = (graph, opened) => {
-    const seen = graph.G.threads.map((number) => {
+    const seen = graph.threads.map((number) => {
       const arrow = graph.G.arrows[number];
       return { ...arrow, source: standing(graph, opened, arrow.source),
         target: standing(graph, opened, arrow.target) };
@@ -130,12 +138,192 @@ const layout = (() => {
     return pooled(known, weights).map((move, i) => tops[i] + move);
   };
 
+  // --- rows, places and their order ---------------------------------------------------------
+
+  // The level of each block (rows of places, the child or -1 at each place, strands with their
+  // places and arrows, ports by the outside block and the number of its strand), and the threads.
+  const arranged = (graph) => {
+    const { G, parent } = graph;
+    const blocks = [...G.columns, ...parent.keys()].filter((key) => G.items[key].children);
+    const order = new Map(blocks.flatMap((b) => G.items[b].children.map((key, i) => [key, i])));
+    const journeys = G.arrows.map((arrow) => journeyOf(graph, order, arrow));
+    const drafts = new Map(blocks.map((key) => [key, { children: G.items[key].children, pairs: [],
+      strands: new Map() }]));
+    for (const journey of journeys) {
+      if (journey) drafts.get(journey.block).pairs.push([last(journey.up), last(journey.down)]);
+    }
+    for (const draft of drafts.values()) {
+      draft.ranks = ranksOf(draft.children, draft.pairs);
+      draft.last = most([...draft.ranks.values()], 0);
+    }
+    const threads = [];
+    journeys.forEach((journey, number) => {
+      if (!journey || isLong(drafts, journey)) threads.push(number);
+      else lay(drafts, journey, number);
+    });
+    const levels = Object.fromEntries([...drafts].map(([key, draft]) => [key, levelOf(draft)]));
+    return { levels, threads };
+  };
+  // An arrow within one column: the innermost block around both ends, and the way from each box up
+  // to a child of that block. Null between columns, and against the order of the program.
+  const journeyOf = (graph, order, { source, target }) => {
+    const up = [source, ...around(graph, source)], down = [target, ...around(graph, target)];
+    if (last(up) !== last(down)) return null;
+    let block;
+    while (up.length > 1 && down.length > 1 && last(up) === last(down)) {
+      block = up.pop();
+      down.pop();
+    }
+    return order.get(last(up)) < order.get(last(down)) ? { block, up, down } : null;
+  };
+  const isLong = (drafts, { block, up, down }) => {
+    const rank = (of, key) => drafts.get(of).ranks.get(key);
+    const spans = [rank(block, last(down)) - rank(block, last(up))];
+    for (let i = 1; i < up.length; i++) spans.push(drafts.get(up[i]).last - rank(up[i], up[i - 1]));
+    for (let i = 1; i < down.length; i++) spans.push(rank(down[i], down[i - 1]));
+    return most(spans, 0) > LONGEST;
+  };
+  // Adds an arrow to its strand in the common block, and to those in the blocks at its ends.
+  const lay = (drafts, { block, up, down }, arrow) => {
+    const strand = (key, source, target) => {
+      const { strands } = drafts.get(key), name = `${source} to ${target}`;
+      if (!strands.has(name)) strands.set(name, { number: strands.size, source, target, arrows: [] });
+      strands.get(name).arrows.push(arrow);
+      return strands.get(name).number;
+    };
+    const common = strand(block, `item ${last(up)}`, `item ${last(down)}`);
+    let port = `${block} ${common}`;
+    for (let i = up.length - 1; i > 0; i--) {
+      port = `${up[i]} ${strand(up[i], `item ${up[i - 1]}`, `out ${port}`)}`;
+    }
+    port = `${block} ${common}`;
+    for (let i = down.length - 1; i > 0; i--) {
+      port = `${down[i]} ${strand(down[i], `in ${port}`, `item ${down[i - 1]}`)}`;
+    }
+  };
+  // The row of each child: below all that it reads, in the first row that is not full. Children
+  // without inputs are just above their first reader, if there is room.
+  const ranksOf = (children, pairs) => {
+    const before = new Map(children.map((key) => [key, []]));
+    const after = new Map(children.map((key) => [key, []]));
+    for (const [source, target] of pairs) {
+      before.get(target).push(source);
+      after.get(source).push(target);
+    }
+    const room = Math.max(8, Math.floor(Math.sqrt(children.length)));
+    const isSource = (key) => !before.get(key).length;
+    const ranks = new Map(), downward = rowsOf(room), upward = rowsOf(room); // negative numbers
+    for (const key of children) {
+      const least = 1 + most(before.get(key).map((other) => ranks.get(other)), 0);
+      ranks.set(key, isSource(key) ? 0 : downward.taken(least));
+    }
+    for (const [key, rank] of ranks) if (!isSource(key)) upward.fill(-rank);
+    for (const key of children.filter(isSource)) {
+      const readers = after.get(key).map((other) => -ranks.get(other));
+      ranks.set(key, -upward.taken(readers.length ? 1 + most(readers, -Infinity) : 0));
+    }
+    const used = [...new Set(ranks.values())].sort((a, b) => a - b);
+    const number = new Map(used.map((rank, i) => [rank, i]));
+    return new Map([...ranks].map(([key, rank]) => [key, number.get(rank)]));
+  };
+  // Rows with room for so many; `taken` is the first from a row on that is not full, and takes a
+  // place there. Full rows are skipped by path compression.
+  const rowsOf = (room) => {
+    const filled = new Map(), next = new Map();
+    const fill = (row) => filled.set(row, (filled.get(row) || 0) + 1);
+    const taken = (row) => {
+      const full = [];
+      while ((filled.get(row) || 0) >= room) {
+        full.push(row);
+        row = next.has(row) ? next.get(row) : row + 1;
+      }
+      for (const other of full) next.set(other, row);
+      fill(row);
+      return row;
+    };
+    return { fill, taken };
+  };
+  const levelOf = ({ children, ranks, last: lowest, strands }) => {
+    const items = [], rows = range(0, lowest + 3).map(() => []), ends = new Map();
+    const made = (row, item = -1) => {
+      rows[row].push(items.length);
+      return items.push(item) - 1;
+    };
+    for (const key of children) {
+      const row = ranks.get(key) + 1;
+      ends.set(`item ${key}`, [made(row, key), row]);
+    }
+    const endOf = (name) => {
+      const row = name.startsWith("in") ? 0 : lowest + 2;
+      if (!ends.has(name)) ends.set(name, [made(row), row]);
+      return ends.get(name);
+    };
+    const lines = [...strands.values()].map(({ source, target, arrows }) => {
+      const [first, from] = endOf(source), [end, to] = endOf(target);
+      return [[first, ...range(from + 1, to).map((row) => made(row)), end], arrows];
+    });
+    const ports = (kind) => Object.fromEntries([...ends].filter(([name]) => name.startsWith(kind))
+      .map(([name, [place]]) => [name.slice(kind.length), place]));
+    return { rows: ordered(rows, lines, items.length), items, strands: lines,
+      in: ports("in "), out: ports("out ") };
+  };
+  // The rows in an order with few crossings.
+  const ordered = (rows, lines, count) => {
+    if (most(rows.map((row) => row.length), 0) < 2) return rows;
+    const above = range(0, count).map(() => []), below = range(0, count).map(() => []);
+    for (const [places] of lines) {
+      for (let i = 1; i < places.length; i++) {
+        above[places[i]].push(places[i - 1]);
+        below[places[i - 1]].push(places[i]);
+      }
+    }
+    const counted = count <= MOST_COUNTED;
+    let best = rows, fewest = counted ? crossings(rows, below) : Infinity;
+    for (let sweep = 0; sweep < ORDERINGS; sweep++) {
+      const falls = sweep % 2 === 0;
+      rows = swept(rows, falls ? above : below, falls);
+      const crossed = counted ? crossings(rows, below) : -sweep;
+      if (crossed < fewest) { best = rows; fewest = crossed; }
+    }
+    return best;
+  };
+  // Each row sorted by the mean position of its neighbours in the row before.
+  const swept = (rows, near, falls) => {
+    const at = [], sorted = [...rows];
+    for (const row of rows) row.forEach((place, i) => { at[place] = i; });
+    const numbers = falls ? range(1, rows.length) : range(0, rows.length - 1).reverse();
+    for (const r of numbers) {
+      const mean = new Map(rows[r].map((place) => [place, near[place].length
+        ? sum(near[place].map((other) => at[other])) / near[place].length : at[place]]));
+      sorted[r] = [...rows[r]].sort((a, b) => mean.get(a) - mean.get(b));
+      sorted[r].forEach((place, i) => { at[place] = i; });
+    }
+    return sorted;
+  };
+  // The crossings between neighbouring rows: the inversions of where their lines end.
+  const crossings = (rows, below) => sum(range(1, rows.length).map((r) => {
+    const at = new Map(rows[r].map((place, i) => [place, i])), seen = [];
+    let total = 0;
+    for (const place of rows[r - 1]) {
+      for (const end of below[place].map((other) => at.get(other)).sort((a, b) => a - b)) {
+        let low = 0, high = seen.length;
+        while (low < high) {
+          const middle = (low + high) >> 1;
+          if (seen[middle] <= end) low = middle + 1; else high = middle;
+        }
+        total += seen.length - low;
+        seen.splice(low, 0, end);
+      }
+    }
+    return total;
+  }));
+
   // --- a block's inside, in coordinates of its own; y runs along the flow ---------------------
 
-  const insideOf = (G, key, opened, flips) => {
-    const level = G.levels[key], inner = new Map();
+  const insideOf = (graph, key, opened, flips) => {
+    const { G } = graph, level = graph.levels[key], inner = new Map();
     for (const child of G.items[key].children) {
-      if (opened.has(child)) inner.set(child, insideOf(G, child, opened, flips));
+      if (opened.has(child)) inner.set(child, insideOf(graph, child, opened, flips));
     }
     const sizes = level.items.map((k) => {
       const { width, height } = k < 0 ? { width: 0, height: 0 } : inner.get(k) || G.items[k];
@@ -573,7 +761,7 @@ const layout = (() => {
     const { G } = graph, count = G.columns.length;
     const columns = G.columns.map((key) => {
       const flips = G.items[key].phase % 2 === 1;
-      return stageOf(insideOf(G, key, opened, flips), 0, MARGIN + COLUMN_HEAD, flips, null);
+      return stageOf(insideOf(graph, key, opened, flips), 0, MARGIN + COLUMN_HEAD, flips, null);
     });
     align(columns, threads.map(({ arrow }) => [arrow.source, arrow.target]));
     const page = { columns, boxes: [], frames: [], stages: [], spots: new Map(), gutters: [] };
@@ -600,11 +788,17 @@ const layout = (() => {
     return { top, width: last(page.gutters)[1] + MARGIN, height };
   };
   const graphs = new WeakMap();
+  const graphOf = (G) => {
+    if (!graphs.has(G)) {
+      const graph = { G, ...nested(G) };
+      graphs.set(G, { ...graph, ...arranged(graph) });
+    }
+    return graphs.get(G);
+  };
 
   // Boxes, frames, lines, labels and headings of the data G, each with its place.
   const layout = (G, opened) => {
-    if (!graphs.has(G)) graphs.set(G, { G, ...nested(G) });
-    const graph = graphs.get(G), threads = threadsOf(graph, opened);
+    const graph = graphOf(G), threads = threadsOf(graph, opened);
     const page = setOut(graph, opened, threads), { boxes, frames, spots } = page;
     const threaded = lead(threads, page);
     const lines = page.stages.flatMap((stage) => strandsOf(G, stage)).concat(threaded.lines);
@@ -628,13 +822,8 @@ const layout = (() => {
     const more = nearly && count(shown) < HARDLY && count(nearly) >= 2 * count(shown);
     return more ? nearly : shown;
   };
-  const seenAs = (G, opened, key) => {
-    if (!graphs.has(G)) graphs.set(G, { G, ...nested(G) });
-    return standing(graphs.get(G), opened, key);
-  };
-  const blocksAround = (G, key) => {
-    if (!graphs.has(G)) graphs.set(G, { G, ...nested(G) });
-    return around(graphs.get(G), key).filter((block) => !G.columns.includes(block));
-  };
-  return { layout, fitted, seenAs, blocksAround, sizeText, pooled, rowsNear, MARGIN, LABEL };
+  const seenAs = (G, opened, key) => standing(graphOf(G), opened, key);
+  const blocksAround = (G, key) =>
+    around(graphOf(G), key).filter((block) => !G.columns.includes(block));
+  return { layout, fitted, graphOf, seenAs, blocksAround, sizeText, pooled, rowsNear, MARGIN, LABEL };
 })();

@@ -1,4 +1,4 @@
-"""An outline and its arrangement as JSON data for layout.js, markup.js and page.js.
+"""An outline as JSON data for layout.js, markup.js and page.js.
 
 Text widths are measured here. The scripts measure only sizes in bytes, with `advance` per letter.
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 from gradtools.seeing.graphs.outline import ALIVE, PHASES, Arrow, Block, Box, Outline, value_text
 from gradtools.seeing.pictures.box_text import LINE, Row, card_of, short, shown, text_width
-from gradtools.seeing.pictures.row_order import Level, arrange
 
 _LIMITS = (44, 36, 30, 25, 21, 17, 14, 11, 8, 5, 2)  # boxes
 _WORDS: dict[int | str, str] = {
@@ -43,15 +42,12 @@ def data_of(
         depth: The number of open levels of blocks; None opens as many as fit one screen.
         expand: Names of blocks to open in any case.
     """
-    arrangement = arrange(outline)
     views = [outline.opened(depth, expand, limit) for limit in _LIMITS]
     items = [item for column in outline.columns for item in (column, *column.walk())]
     return {
         "columns": [column.key for column in outline.columns],
         "items": {item.key: _item(item) for item in items},
-        "levels": {key: _level(level) for key, level in arrangement.levels.items()},
         "arrows": [_arrow(arrow) for arrow in outline.arrows],
-        "threads": list(arrangement.threads),
         "bytes": [outline.bytes_of([v]) for v in range(len(outline.values))],
         "memory": [outline.memory_of(v) for v in range(len(outline.values))],
         "alive": ALIVE,
@@ -96,16 +92,6 @@ def _row(row: Row) -> tuple[str, str, float, float]:
     """A row's text, style and baseline, and the width of the pill around a mark."""
     pill = text_width(row.text, LINE) + 10 if row.style == "mark" else 0.0
     return shown(row.text), row.style, row.y, pill
-
-
-def _level(level: Level) -> dict[str, Any]:
-    return {
-        "rows": level.rows,
-        "items": level.items,
-        "strands": [(strand.places, strand.arrows) for strand in level.strands],
-        "in": {f"{block} {number}": p for (block, number), p in level.ports_in.items()},
-        "out": {f"{block} {number}": p for (block, number), p in level.ports_out.items()},
-    }
 
 
 def _arrow(arrow: Arrow) -> dict[str, Any]:

@@ -390,10 +390,12 @@ def refused(rank, world):
     attempt(lambda: gt.chunked(ddp, 2)(batch(world)))
     attempt(lambda: gt.chunked(lambda c: [ddp][0](c), 2)(batch(world)))
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     sharded = fully_shard(encoder(), mesh=init_device_mesh("cpu", (world,)))
     attempt(lambda: gt.chunked(sharded, 2)(batch(world)))
+    register_fsdp_forward_method(sharded, "forward")
+    attempt(lambda: gt.chunked(sharded.forward, 2)(batch(world)))
     return said
 
 
@@ -501,7 +503,7 @@ def test_gather_takes_trees_and_groups(processes):
 
 
 def test_what_is_refused_in_every_process(processes):
-    for shapes, dtypes, scalar, axis, ddp, held, sharded in found_by(processes, "refused"):
+    for shapes, dtypes, scalar, axis, ddp, held, *sharded in found_by(processes, "refused"):
         assert "all_gather: the processes hold different shapes" in shapes and "(2, 2)" in shapes
         assert "different shapes or dtypes" in dtypes and "torch.float64" in dtypes
         assert "expected tensors with rows along axis 0" in scalar
@@ -509,8 +511,9 @@ def test_what_is_refused_in_every_process(processes):
         for message in (ddp, held):
             assert "is a DistributedDataParallel. It would reduce gradients once for" in message
             assert "around a module whose forward calls chunked" in message
-        assert "is a FSDPModule" in sharded
-        assert "put fully_shard, or DistributedDataParallel, around" in sharded
+        for message in sharded:
+            assert "is a FSDPModule" in message
+            assert "a module whose forward calls chunked on its layers or on a method" in message
 
 
 def test_token_means_over_ranks_and_steps_are_the_gradient_of_all_examples(processes):

@@ -179,8 +179,6 @@ def errors(kind: str, way: str, wrapper: str, precision: str) -> list[float]:
 
 def refusal(kind: str, way: str, wrapper: str, precision: str) -> str:
     """What is said where a combination is refused."""
-    if (way, wrapper) == ("gt", "FSDP2"):
-        return "checkpoint: f is a FSDPModule.* take torch.utils.checkpoint"
     if (kind, way) == ("flex", "gt"):
         return "jvp: f holds flex_attention, which PyTorch differentiates on CUDA devices"
     return ""

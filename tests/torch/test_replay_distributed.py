@@ -45,10 +45,14 @@ class Towers(nn.Module):
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, b = self.encode(self.encoder)(x), self.encode(self.encoder)(x.flip(0))
+        a, b = self.encode(self.encoded)(x), self.encode(self.encoded)(x.flip(0))
         return nn.functional.cross_entropy(
             self.scale * a.double() @ b.double().T, torch.arange(len(a))
         )
+
+    def encoded(self, x: torch.Tensor) -> torch.Tensor:
+        """A method, which holds the whole module, sharded or not."""
+        return self.encoder(x)
 
 
 class Critic(nn.Module):

@@ -9,10 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
@@ -146,8 +148,8 @@ _OWN_WRAPPERS = {
     "FullyShardedDataParallel": "Its parameters are gathered and freed around each call; use "
     "DistributedDataParallel around a module whose forward calls chunked.",
     "FSDPModule": "Its parameters are gathered and freed around each call; put fully_shard, or "
-    "DistributedDataParallel, around a module whose forward calls chunked on a plain layer of it, "
-    "as in chunked(self.layers, 8), so that f does not hold the sharded module itself. In place of "
+    "DistributedDataParallel, around a module whose forward calls {caller} on its layers or on a "
+    "method of its own, so that f does not call the sharded module itself. In place of "
     "gt.checkpoint take torch.utils.checkpoint.checkpoint with use_reentrant=False.",
     "DataParallel": "Its replicas are new at each call; use DistributedDataParallel around a "
     "module whose forward calls chunked.",
@@ -160,17 +162,59 @@ def own_wrapper(module: Any) -> str | None:
     return next((k.__name__ for k in kinds if k.__module__.startswith("torch.")), None)
 
 
-def check_modules(caller: str, start: Snapshot, f: Any) -> None:
-    """Raises for unsupported modules, and warns of batch norm, which sees each chunk alone."""
+def _wrapper_error(caller: str, name: str, kind: str) -> GradtoolsError:
+    return GradtoolsError(
+        f"{caller}: {name} is a {kind}. {_OWN_WRAPPERS[kind].format(caller=caller)}"
+    )
+
+
+def _has_forward_methods(module: Any) -> bool:
+    """Whether a module of FSDP2 has methods that gather its parameters as its forward does.
+
+    `register_fsdp_forward_method` stores them in the instance.
+    """
+    return any(isinstance(x, MethodType) for x in vars(module).values())
+
+
+@contextmanager
+def without_sharded_calls(caller: str) -> Iterator[None]:
+    """Context in which calls of FSDP2 modules raise.
+
+    Inside of the module's own forward its parameters are gathered, and autograd's hooks gather them
+    again before the backward pass needs them. A call would gather and free them in each
+    recomputation, where FSDP2 does not expect it, and gradients would be lost.
+    """
+    thread = threading.get_ident()
+
+    def refuse(module: Any, _: Any) -> None:
+        if own_wrapper(module) == "FSDPModule" and threading.get_ident() == thread:
+            raise _wrapper_error(caller, f"{type(module).__name__}, which f calls,", "FSDPModule")
+
+    hook = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def check_modules(caller: str, start: Snapshot, f: Any) -> bool:
+    """Raises for unsupported modules, and warns of batch norm, which sees each chunk alone.
+
+    Returns:
+        Whether f reaches modules of FSDP2, which it may not call.
+    """
+    sharded = False
     for module, name in start.reached.modules.values():
         kind = own_wrapper(module)
-        if kind is not None:
-            raise GradtoolsError(f"{caller}: {name} is a {kind}. {_OWN_WRAPPERS[kind]}")
+        if kind is not None and (kind != "FSDPModule" or _has_forward_methods(module)):
+            raise _wrapper_error(caller, name, kind)
+        sharded |= kind is not None
         normalises = isinstance(module, upstream.BatchNorm)
         if caller == "chunked" and normalises and module.training:
             warn_of_batch_norm(
                 ("torch", getattr(f, "__name__", type(f).__name__)), f"chunked: {name} is"
             )
+    return sharded
 
 
 def check_cached(caller: str, start: Snapshot) -> None:

@@ -44,6 +44,7 @@ from gradtools.torch.replaying.guards import (
     is_wrapped,
     parameters_of,
     steps,
+    without_sharded_calls,
 )
 from gradtools.torch.replaying.nodes import ChunkProgram, cut_up
 from gradtools.torch.replaying.recomputing import check_end
@@ -138,7 +139,8 @@ class Forward(ChunkProgram):
         self.as_batch: dict[tuple[int, str], Forward] = {}  # recomputed by the backward pass
 
     def _check_modules(self) -> None:
-        check_modules(self.caller, self.start, self.chunks.call.f)
+        if check_modules(self.caller, self.start, self.chunks.call.f):
+            self.within = partial(without_sharded_calls, self.caller)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         # A recomputation of an unbatched first pass draws once for all examples.

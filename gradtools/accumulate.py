@@ -17,10 +17,10 @@ Computer Programming, vol. 2, 4.2.2), and add it to the sum once it is large eno
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from gradtools.arguments.wording import in_words, with_article
 from gradtools.backend import Operators
@@ -140,124 +140,11 @@ class Accumulation(Operators):
         return accumulate.write_gradients(target, grads, add=False)
 
 
-# --- which gradient belongs to which buffer ----------------------------------------------
-
-
-class TargetLeaf(NamedTuple):
-    """A leaf of the target and the gradient meant for it.
-
-    Attributes:
-        path: The leaf's path in the target.
-        target: The parameter (PyTorch) or the buffer's array (JAX).
-        grad: The gradient, or None to leave this leaf alone.
-    """
-
-    path: str
-    target: Any
-    grad: Any
-
-
-def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]:
-    """One entry for each leaf of target, in flattening order.
-
-    trees: A backend's module of pytree functions.
-    """
-    leaves, treedef = trees.flatten(target)
-    numbered = trees.unflatten(treedef, list(range(len(leaves))))
-    grad_of = dict(_TargetWalk(trees, caller).pairs(numbered, grads, ""))
-    paths = trees.leaf_paths(target)
-    return [
-        TargetLeaf(path, leaf, grad_of.get(i))
-        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
-    ]
-
-
-@dataclass(frozen=True)
-class _TargetWalk:
-    """Walks the target, whose leaves are replaced by their indices, in parallel to the gradients.
-
-    A dict of gradients may have fewer keys than the target, and None skips a subtree.
-    """
-
-    trees: Any
-    caller: str
-
-    def pairs(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
-        """`(index of the target's leaf, gradient)` for every leaf that grads names."""
-        if grads is None:
-            return iter(())
-        if isinstance(numbered, int):
-            return self._leaf(numbered, grads, path)
-        if isinstance(numbered, Mapping):
-            return self._mapping(numbered, grads, path)
-        if isinstance(numbered, (list, tuple)):
-            return self._sequence(numbered, grads, path)
-        return self._node(numbered, grads, path)
-
-    def _leaf(self, number: int, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
-        leaves = self.trees.flatten(grads)[0]
-        if len(leaves) != 1 or leaves[0] is not grads:
-            self._refuse(path, grads, "one array, as in the target")
-        yield number, grads
-
-    def _mapping(
-        self, numbered: Mapping[Any, Any], grads: Any, path: str
-    ) -> Iterator[tuple[int, Any]]:
-        if not isinstance(grads, Mapping):
-            self._refuse(path, grads, f"a dict with keys among {_listed(numbered)}")
-        for key in grads:
-            below = f"{path}[{key!r}]"
-            if key not in numbered:
-                raise GradtoolsError(
-                    f"{self.caller}: grads{below} has no place in the target, whose keys there are "
-                    f"{_listed(numbered)}. Give gradients under the target's names; some of them "
-                    "may be left out."
-                )
-            yield from self.pairs(numbered[key], grads[key], below)
-
-    def _sequence(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
-        if not isinstance(grads, (list, tuple)) or len(grads) != len(numbered):
-            self._refuse(path, grads, f"a sequence of {len(numbered)} (None leaves an entry alone)")
-        fields = getattr(numbered, "_fields", None)
-        for i, (below, grad) in enumerate(zip(numbered, grads, strict=True)):
-            name = f".{fields[i]}" if fields else f"[{i}]"
-            yield from self.pairs(below, grad, path + name)
-
-    def _node(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
-        leaves, treedef = self.trees.flatten(numbered)
-        if len(leaves) == 1 and leaves[0] is numbered:  # a dataclass, which `unflatten` rebuilt
-            if type(grads) is not type(numbered):
-                self._refuse(path, grads, f"a {type(numbered).__name__}, as in the target")
-            for name, below in vars(numbered).items():
-                yield from self.pairs(below, getattr(grads, name, None), f"{path}.{name}")
-            return
-        try:
-            given = treedef.flatten_up_to(grads)
-        except (ValueError, TypeError):
-            self._refuse(path, grads, f"the target's structure {in_words(treedef)}")
-        for i, grad in zip(leaves, given, strict=True):
-            if grad is not None:
-                yield from self._leaf(i, grad, path)
-
-    def _refuse(self, path: str, grads: Any, expected: str) -> None:
-        came = with_article(type(grads).__name__)
-        size = f" of {len(grads)}" if isinstance(grads, (list, tuple)) else ""
-        raise GradtoolsError(
-            f"{self.caller}: grads{path} is {came}{size}; expected {expected}. "
-            "Give the gradients the target's structure."
-        )
-
-
-def _listed(keys: Any, most: int = 8) -> str:
-    names = [repr(key) for key in keys]
-    return ", ".join(names[:most] + ["..."] * (len(names) > most)) or "none"
-
-
 # --- the accumulator ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """The sums so far. Replaced as a whole, so that `add` is atomic.
 
     Attributes:
@@ -287,9 +174,9 @@ class _Term:
         treedef: Their structure.
         grads: The tree itself, for messages.
         arrays: Its leaves, detached.
-        specs: As in `_State`.
+        specs: As in `State`.
         weight: Their weight.
-        varies: As in `_State`.
+        varies: As in `State`.
     """
 
     treedef: Any
@@ -298,25 +185,6 @@ class _Term:
     specs: tuple[Any, ...]
     weight: Any
     varies: tuple[frozenset[Any], ...]
-
-
-@dataclass(frozen=True)
-class RankSums:
-    """One rank's terms of a sum over ranks.
-
-    Attributes:
-        treedef: The structure of the gradients.
-        paths: Their leaf paths.
-        totals: The weighted sums of this rank, as copies.
-        weight: The sum of its weights.
-        varies: For each leaf the mesh axes of JAX over which all its terms were typed as varying.
-    """
-
-    treedef: Any
-    paths: tuple[str, ...]
-    totals: list[Any]
-    weight: Any
-    varies: tuple[frozenset[Any], ...] = ()
 
 
 @user_facing_methods
@@ -334,7 +202,7 @@ class GradientAccumulator:
         self._backend = backend
         self._precision = _precision(dtype)
         self._compensated = compensated
-        self._state: _State | None = None
+        self._state: State | None = None
         self._open()
 
     def _open(self) -> None:
@@ -420,10 +288,9 @@ class GradientAccumulator:
     def _mean_of_ranks(self, group: Any, axis_name: Any) -> Any:
         self._check_trace("mean")
         with self._lock:
-            state, own = self._state, None
-            if state is not None:
-                totals = [*map(self._arrays.copied, state.totals)]
-                own = RankSums(state.treedef, state.paths, totals, state.weight, state.varies)
+            own = self._state
+            if own is not None:
+                own = replace(own, totals=tuple(map(self._arrays.copied, own.totals)))
         treedef, sums, weight = self._arrays.sums_over_ranks(own, group, axis_name)
         self._check_total(weight)
         means = self._over(sums, weight)
@@ -467,14 +334,14 @@ class GradientAccumulator:
             "arguments only, or put None there."
         )
 
-    def _first(self, term: _Term) -> _State:
+    def _first(self, term: _Term) -> State:
         """The state after a first `add`."""
         paths = tuple(self._backend.leaf_paths(term.grads))
         weighted = self._weighted(paths, term)
         copied = self._arrays.copied
         totals = [copied(y) if y is x else y for x, y in zip(term.arrays, weighted, strict=True)]
         errors = self._no_errors(totals)
-        return _State(
+        return State(
             term.treedef, paths, term.specs, tuple(totals), errors, term.weight, term.varies
         )
 
@@ -515,7 +382,7 @@ class GradientAccumulator:
         real = {"complex64": "float32", "complex128": "float64"}
         return self._backend.cast(weight, real.get(self._name(x), self._name(x)))
 
-    def _after(self, term: _Term) -> _State:
+    def _after(self, term: _Term) -> State:
         """The state with the term added."""
         state = self._state
         assert state is not None
@@ -554,7 +421,7 @@ class GradientAccumulator:
             return ()
         return tuple(map(self._backend.zeros_like, totals))
 
-    def _read(self, caller: str, of: Callable[[_State], list[Any]]) -> tuple[_State, list[Any]]:
+    def _read(self, caller: str, of: Callable[[State], list[Any]]) -> tuple[State, list[Any]]:
         """The state and `of(state)`, which copies the sums under the lock."""
         self._check_trace(caller)
         with self._lock:
@@ -602,7 +469,7 @@ class GradientAccumulator:
             "buffer = accumulate_gradients(buffer, grads)."
         )
 
-    def _check_alike(self, state: _State, term: _Term) -> None:
+    def _check_alike(self, state: State, term: _Term) -> None:
         """Raises unless the term has the structure and specs of the terms before."""
         if state.treedef != term.treedef:
             paths = self._backend.leaf_paths(term.grads)
@@ -629,11 +496,6 @@ class GradientAccumulator:
 
     def _name(self, x: Any) -> str:
         return self._backend.dtype_name(x)
-
-
-def refuse(caller: str, came: str, expected: str, fix: str) -> NoReturn:
-    """Raises for a parameter, a buffer or a gradient that does not fit."""
-    raise GradtoolsError(f"{caller}: {came}; expected {expected}. {fix}")
 
 
 def _precision(dtype: Any) -> str | None:

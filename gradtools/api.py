@@ -14,9 +14,9 @@ from gradtools.backend import Operators
 
 _OPERATORS = {
     "derivatives:Derivatives": (
-        "grad value_and_grad minimax_value_and_grad vjp jvp linearize jacobian hvp hessian "
-        "per_example_grad mixed_partial"
+        "grad value_and_grad minimax_value_and_grad vjp jvp linearize per_example_grad"
     ),
+    "jacobians:Jacobians": "jacobian hvp hessian mixed_partial",
     "taylor:Taylor": "jet laplacian",
     "edits:Edits": (
         "reverse_gradient scale_gradient stop_gradient clip_gradient transform_gradient "

@@ -15,7 +15,7 @@ framework's convention differs.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from gradtools.backend_arrays import Array as Array
+from gradtools.backend_arrays import Arrays
 from gradtools.boundary import called, user_facing_methods
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
@@ -33,7 +35,6 @@ from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions, Chunks
 
-Array = Any
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -121,131 +122,6 @@ class LazyMember:
 
 
 # --- the interface -------------------------------------------------------------------------------
-
-
-class Arrays(ABC):
-    """Arrays and pytrees: the abstract members, and the others in terms of `xp`."""
-
-    name: str  # "torch", "jax", or the module of another backend, which has its `_api`
-    package: str | None = None  # its submodules hold lazily imported members
-
-    def submodule(self, name: str, caller: str) -> Any:
-        """Imports a submodule of the backend, on behalf of the operator `caller`."""
-        if self.package is None:
-            raise GradtoolsError(f"{caller}: the backend {self.name!r} does not provide it.")
-        return import_module(f"{self.package}.{name}")
-
-    @property
-    @abstractmethod
-    def xp(self) -> Any:
-        """A namespace of functions of arrays, by the names of the array-API standard."""
-
-    # Pytrees. None is an empty tree.
-    @abstractmethod
-    def flatten(self, tree: Any) -> tuple[list[Any], Any]: ...
-    @abstractmethod
-    def unflatten(self, treedef: Any, leaves: Sequence[Any]) -> Any: ...
-    @abstractmethod
-    def leaf_paths(self, tree: Any) -> list[str]: ...
-
-    def flatten_arrays(self, tree: Any) -> tuple[list[Any], Any, list[str | None]]:
-        """The leaves, the structure, and the kind of each leaf.
-
-        "real" or "complex" for floating and complex arrays, "exact" for integers and booleans,
-        None for non-arrays.
-        """
-        leaves, treedef = self.flatten(tree)
-        return leaves, treedef, [self._kind(x) if self.is_array(x) else None for x in leaves]
-
-    def _kind(self, x: Array) -> str:
-        return "complex" if self.is_complex(x) else "real" if self.is_inexact(x) else "exact"
-
-    def flatten_static(self, tree: Any) -> tuple[list[Any], Any]:
-        """The leaves, and the structure in a hashable form that dynamo embeds as a constant."""
-        return self.flatten(tree)
-
-    def treedef_of_static(self, structure: Any) -> Any:
-        return structure
-
-    def static_treedef(self, treedef: Any) -> Any:
-        return treedef
-
-    def unflatten_static(self, structure: Any, leaves: Sequence[Any]) -> Any:
-        return self.unflatten(structure, leaves)
-
-    def is_traced(self, x: Any) -> bool:
-        """Whether x is an array of a transform that is still running."""
-        return False
-
-    # Arrays.
-    array_type: type | None = None
-    """The commonest class of arrays: if `type(x)` is this one, `is_array(x)` need not be called."""
-
-    @abstractmethod
-    def is_array(self, x: Any, /) -> bool: ...
-    @abstractmethod
-    def asarray(self, x: Any, device_of: Array | None = None) -> Array:
-        """device_of: An array on whose device x is created; JAX ignores it."""
-
-    @abstractmethod
-    def to_numpy(self, x: Array) -> Any: ...
-    @abstractmethod
-    def stop_gradient(self, x: Array) -> Array: ...
-
-    def dtype_name(self, x: Array) -> str:
-        return str(x.dtype)
-
-    def is_inexact(self, x: Array) -> bool:
-        return self.dtype_name(x).startswith(("float", "bfloat", "complex"))
-
-    def is_complex(self, x: Array) -> bool:
-        return self.dtype_name(x).startswith("complex")
-
-    def as_leaf(self, x: Any) -> Any:
-        """An argument of a rule: floats, complex numbers and NumPy's arrays as arrays."""
-        return self.asarray(x) if isinstance(x, float | complex) or hasattr(x, "dtype") else x
-
-    def cast(self, x: Any, like: Array | str) -> Array:
-        return self.asarray(x).astype(like if isinstance(like, str) else like.dtype)
-
-    def real_scalar(self, x: Any, like: Array) -> Array:
-        return self.asarray(x).real.astype(np.finfo(self.dtype_name(like)).dtype)
-
-    def clip(self, x: Array, bound: Any) -> Array:
-        """A real x between -bound and bound, which is a number or an array; NaN stays NaN."""
-        bound = self.real_scalar(bound, x)
-        return self.xp.minimum(self.xp.maximum(x, -bound), bound)
-
-    def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
-        """xs * min(1, bound / norm), if a wider dtype holds every norm; else None."""
-        return None
-
-    def zeros_like(self, x: Array) -> Array:
-        return self.xp.zeros_like(x)
-
-    def aval(self, x: Array) -> Any:
-        """The abstract value of x: shape, dtype, and what else its type says; no array."""
-        return tuple(x.shape), x.dtype
-
-    def zeros(self, aval: Any, device_of: Array) -> Array:
-        """Zeros of this abstract value, on the device of another array."""
-        return self.xp.zeros(aval[0], dtype=aval[1])
-
-    def ones_like(self, x: Array) -> Array:
-        """Ones with x's shape, dtype and device."""
-        return self.xp.ones_like(x)
-
-    def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
-        """The unit vectors of x's shape, with this many zeros before and after them."""
-        count = before + x.size + after
-        return self.xp.eye(count, x.size, k=-before, dtype=x.dtype).reshape((count, *x.shape))
-
-    def is_known_zero(self, x: Array) -> bool:
-        return False
-
-    def is_symbolic_zero(self, x: Any) -> bool:
-        """Whether x is the framework's own object for a zero, with a shape and a dtype."""
-        return False
 
 
 class Differentiation(Arrays):

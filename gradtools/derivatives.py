@@ -1,10 +1,10 @@
-"""The derivative operators, written once on a backend's vjp, jvp and linearize.
+"""The derivative operators of first order, written once on a backend's vjp, jvp and linearize.
 
 With J the Jacobian of f at x and Re<u, v> the inner product,
 
     pushforward  t -> J t          pullback  c -> J^H c          Re<c, J t> = Re<J^H c, t>
 
-and every operator here is one of the two, or a composition of them. The gradient of a real f is
+and every operator here is one of the two. The gradient of a real f is
 J^H 1, which for complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
 """
 
@@ -16,17 +16,21 @@ from functools import partial
 from typing import Any, Concatenate, Literal, TypeVar, overload
 
 from gradtools.arguments.batches import Batch, shared_examples_named
-from gradtools.arguments.calls import NOT_NAMED, Call
-from gradtools.arguments.checks import normalized_argnums, refuse_arguments, whole_or_none
+from gradtools.arguments.calls import NOT_NAMED, Call, call_of_primals
+from gradtools.arguments.checks import (
+    check_choice,
+    check_function,
+    normalized_argnums,
+    refuse_arguments,
+    same_length,
+    whole_or_none,
+)
 from gradtools.arguments.in_axes import Argument, arguments_of_call
-from gradtools.arguments.wording import describe, with_article
-from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
+from gradtools.backend import Operators, P, R, T
 from gradtools.disconnected_inputs import Connection, is_missing, refuse_cut
-from gradtools.errors import GradtoolsError
 from gradtools.freezing import Freezing
 from gradtools.function_names import like_function
 from gradtools.gradient_types import Gradient, ValueAndGradient
-from gradtools.jacobian_blocks import blocks, in_precision_of
 
 A = TypeVar("A")
 Argnums = int | Sequence[int]
@@ -52,14 +56,9 @@ class GradientSpec:
 
 
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
-JacobianMode = Literal["auto", "forward", "reverse"]
-HvpMode = Literal["auto", "forward_over_reverse", "reverse_over_reverse"]
 GradMode = Literal["auto", "forward_over_reverse"]
 _DISCONNECTED = ("raise", "warn", "zeros", "strict")
-_JACOBIAN_MODES = ("auto", "forward", "reverse")
 _PLAYERS = "minimize or maximize"
-_CLOSED_OVER = "let f close over it"  # where every argument is differentiated
-_HVP_MODES = ("auto", "forward_over_reverse", "reverse_over_reverse")
 _GRAD_MODES = ("auto", "forward_over_reverse")
 
 
@@ -138,11 +137,11 @@ class Derivatives(Operators):
             [2.0, 4.0]
         """
         if disconnected_inputs != "raise":
-            _check_choice("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
+            check_choice("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
         if mode != "auto":
             f = self._forward_over_reverse("grad", f, mode)
         spec = GradientSpec("grad", f, argnums, has_aux, disconnected_inputs)
-        return _named("grad", f, argnums, partial(self._gradient_at, spec))
+        return derivative_function("grad", f, argnums, partial(self._gradient_at, spec))
 
     def _gradient_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:
         _, aux, grads = self._scalar_gradient(spec, args, kwargs)
@@ -204,12 +203,12 @@ class Derivatives(Operators):
             >>> float(value), float(g)
             (9.0, 6.0)
         """
-        _check_choice("value_and_grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
+        check_choice("value_and_grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
         if mode != "auto":
             f = self._forward_over_reverse("value_and_grad", f, mode)
         spec = GradientSpec("value_and_grad", f, argnums, has_aux, disconnected_inputs)
         call = partial(self._value_and_gradient_at, spec)
-        return _named("value_and_grad", f, argnums, call)
+        return derivative_function("value_and_grad", f, argnums, call)
 
     def _value_and_gradient_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:
         value, aux, grads = self._scalar_gradient(spec, args, kwargs)
@@ -254,7 +253,7 @@ class Derivatives(Operators):
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
         spec = GradientSpec("minimax_value_and_grad", f, (*down, *up), has_aux)
         call = partial(self._value_and_signed_gradients, spec, len(down))
-        return _named("minimax_value_and_grad", f, spec.argnums, call)
+        return derivative_function("minimax_value_and_grad", f, spec.argnums, call)
 
     def _value_and_signed_gradients(
         self, spec: GradientSpec, count: int, /, *args: Any, **kwargs: Any
@@ -299,11 +298,7 @@ class Derivatives(Operators):
 
         Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
-        _check_callable("vjp", f)
-        call = Call(
-            self._backend, "vjp", f, primals, {}, tuple(range(len(primals))), has_aux, _CLOSED_OVER
-        )
-        _check_primals(primals, "vjp")
+        call = call_of_primals(self._backend, "vjp", f, primals, has_aux)
         result = self._backend.vjp(call, call.leaves, groups=None, once=False)
         out, aux = call.output(result.outs, result.extras)
 
@@ -314,7 +309,7 @@ class Derivatives(Operators):
         def pullback(pull: Any, cotangent: Any) -> tuple[Any, ...]:
             pulled = pull(bare.cotangents(cotangent, likes))
             refuse_cut(bare, cut(pulled))
-            trees = bare.to_trees(self._filled(bare, pulled))
+            trees = bare.to_trees(self._backend.filled(pulled, bare.leaves))
             return attach(trees, lambda result: result[1](cotangent))
 
         pulling = self._backend.linear_map(pullback, result.pullback)
@@ -374,11 +369,8 @@ class Derivatives(Operators):
 
         Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
-        _check_callable("jvp", f)
-        primals, tangents = _same_length("jvp", primals, tangents)
-        call = Call(
-            self._backend, "jvp", f, primals, {}, tuple(range(len(primals))), has_aux, _CLOSED_OVER
-        )
+        primals, tangents = same_length("jvp", primals, tangents)
+        call = call_of_primals(self._backend, "jvp", f, primals, has_aux)
         flat_tangents = call.from_trees(tangents, "tangent")
         outs, extras, pushed = self._backend.jvp(call, call.leaves, flat_tangents)
         out, aux = call.output(outs, extras)
@@ -408,213 +400,19 @@ class Derivatives(Operators):
 
         Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
-        _check_callable("linearize", f)
-        _check_primals(primals, "linearize")
-        call = Call(
-            self._backend,
-            "linearize",
-            f,
-            primals,
-            {},
-            tuple(range(len(primals))),
-            False,
-            _CLOSED_OVER,
-        )
+        call = call_of_primals(self._backend, "linearize", f, primals)
         outs, extras, push = self._backend.linearize(call, call.leaves)
 
         (bare, _), expected = self._backend.outliving(call, outs), call.argnums
         attach = call.attaching(self.linearize, f, *primals)
 
         def pushforward(push: Any, *tangents: Any) -> Any:
-            _same_length("linearize", expected, tangents)
+            same_length("linearize", expected, tangents)
             pushed = bare.tangent_output(push(bare.from_trees(tangents, "tangent")))
             return attach(pushed, lambda result: result[1](*tangents))
 
         out = attach(call.output(outs, extras)[0], _first)
         return out, self._backend.linear_map(pushforward, push)
-
-    def jacobian(
-        self,
-        f: Callable[P, Any],
-        argnums: Argnums = 0,
-        mode: JacobianMode = "auto",
-        chunk_size: int | None = None,
-        sparsity: Any = None,
-    ) -> Callable[P, Any]:
-        """The Jacobian of f: every output entry by every input entry.
-
-        Args:
-            f: Takes and returns pytrees of arrays; real inputs.
-            argnums: Which positional arguments to differentiate with respect to.
-            mode: "reverse" pulls back one unit cotangent for each output entry, "forward" pushes
-                one unit tangent for each input entry. "auto" takes the smaller number. In PyTorch
-                the size of the output is known once f is evaluated: if it is more than twice
-                that of the input, tangents are pushed by the transposed pullback, as `linearize`
-                does, provided that f consists of PyTorch's own operations and sets no gradient
-                hooks. If f's output has another precision than its input, "forward" gives that of
-                the output, the others that of the input.
-            chunk_size: How many unit vectors at once; all by default. 1 is a loop without vmap: in
-                PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
-            sparsity: Of an f from one array to one array: where its Jacobian may differ from zero,
-                a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array, with one row
-                for each entry of the output and one column for each of the input, or of the
-                Jacobian's shape. Or "detect": the pattern is read from the program of f, which is
-                traced (PyTorch: run) once more for it, and is never smaller than the true one.
-                Columns, rows or both are coloured, so that a banded Jacobian takes as many
-                products as it has bands. It needs `pip install "gradtools[sparse]"`.
-
-        Returns:
-            A function of f's arguments. For an output leaf of shape s and an input leaf of shape
-            t it returns an array of shape s + t, in the tree of the output, with the tree of the
-            argument (a tuple of trees if argnums is a tuple) at each leaf. With sparsity, one
-            sparse array of shape s + t: `torch.sparse_coo`, or `jax.experimental.sparse.BCOO`.
-
-        Raises:
-            GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
-                real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
-                unknown; the chunk size is below 1; the pattern omits a nonzero entry, as a product
-                with a random vector shows (under `jax.jit` the entries then are NaN).
-
-        Example:
-            >>> x = gt.asarray(np.float32([1.0, 2.0]))
-            >>> gt.to_numpy(gt.jacobian(lambda x: x ** 2)(x)).tolist()
-            [[2.0, 0.0], [0.0, 4.0]]
-        """
-        _check_choice("jacobian", "mode", mode, _JACOBIAN_MODES)
-        chunk_size = whole_or_none("jacobian", "chunk_size", chunk_size, 1, "unit vectors")
-
-        call = partial(self._jacobian_at, f, argnums, mode, chunk_size, sparsity)
-        return _named("jacobian", f, argnums, call)
-
-    def _jacobian_at(
-        self,
-        f: Any,
-        argnums: Argnums,
-        mode: str,
-        chunk_size: int | None,
-        sparsity: Any,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if sparsity is None:
-            return self._jacobian("jacobian", f, argnums, mode, chunk_size, args, kwargs)
-        from gradtools.sparse.jacobians import sparse_jacobian
-
-        call = Call(
-            self._backend,
-            "jacobian",
-            f,
-            args,
-            kwargs,
-            normalized_argnums("jacobian", argnums, len(args)),
-        )
-        run = self._backend.stage(call, call.leaves).run
-        uncompiled = self._backend.compiler.uncompiled
-        return uncompiled(sparse_jacobian, call, run, sparsity, mode, chunk_size)
-
-    def hvp(
-        self,
-        f: Callable[P, Any],
-        primals: Sequence[Any],
-        tangents: Sequence[Any],
-        mode: HvpMode = "auto",
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The gradient of a real scalar f and its Hessian times a vector, from one evaluation.
-
-        Products with several vectors at one point share an evaluation by `linearize(grad(f), x)`.
-
-        For complex arguments the Hessian is that of the real and imaginary parts: real-linear
-        in the tangent, symmetric under Re<u, v>.
-
-        Args:
-            f: As in `grad`.
-            primals: One pytree of floating or complex arrays for each argument.
-            tangents: The same structure, shapes and dtypes.
-            mode: "forward_over_reverse" (a jvp of the gradient), "reverse_over_reverse" (a vjp
-                of it), or "auto": the latter in PyTorch, the former in JAX unless f holds a
-                reverse-only edit. In JAX an f with a `while_loop`, which has no reverse mode, is
-                differentiated forward over forward.
-
-        Returns:
-            `(gradient, product)`, each a tuple with one pytree for each primal.
-
-        Raises:
-            GradtoolsError: As `grad` and `jvp` do.
-
-        Example:
-            >>> x, t = gt.asarray(np.float32(3.0)), gt.asarray(np.float32(1.0))
-            >>> (g,), (h,) = gt.hvp(lambda x: x ** 3, (x,), (t,))
-            >>> float(g), float(h)
-            (27.0, 18.0)
-
-        Source: Pearlmutter, Fast exact multiplication by the Hessian, 1994.
-        """
-        _check_callable("hvp", f)
-        _check_choice("hvp", "mode", mode, _HVP_MODES)
-        primals, tangents = _same_length("hvp", primals, tangents)
-        argnums = tuple(range(len(primals)))
-        call = Call(self._backend, "hvp", f, primals, {}, argnums, False, _CLOSED_OVER)
-        flat_tangents = call.from_trees(tangents, "tangent")
-        mode, fun = self._second_order(call, mode)
-        gradient = self._flat_gradient(call, fun, mode)
-        if mode.startswith("forward"):
-            grads, extras, products = self._backend.jvp(gradient, call.leaves, flat_tangents)
-        else:
-            evaluation = self._backend.vjp(gradient, call.leaves, groups=None, once=True)
-            grads, extras = evaluation.outs, evaluation.extras
-            products = self._filled(call, evaluation.pullback(flat_tangents))
-        call.settle(extras)
-        pair = call.to_trees(grads), call.to_trees(products)
-        return call.attaching(self.hvp, f, primals, tangents, mode)(pair)
-
-    def hessian(
-        self, f: Callable[P, Any], argnums: Argnums = 0, sparsity: Any = None
-    ) -> Callable[P, Any]:
-        """The Hessian of a real scalar f of real arguments.
-
-        Args:
-            f: As in `grad`.
-            argnums: Which positional arguments to differentiate with respect to.
-            sparsity: As in `jacobian`, of the Hessian; an entry on one side of the diagonal need
-                not be repeated on the other.
-
-        Returns:
-            A function of f's arguments. For argument leaves of shapes s and t it returns an
-            array of shape s + t, in the tree of the argument, with that tree again at each leaf;
-            for a tuple of argnums, a tuple of tuples. With sparsity, one sparse array.
-
-        Raises:
-            GradtoolsError: An input is complex, or as `grad` does.
-
-        Example:
-            >>> x = gt.asarray(np.float32([1.0, 2.0]))
-            >>> gt.to_numpy(gt.hessian(lambda x: (x ** 3).sum())(x)).tolist()
-            [[6.0, 0.0], [0.0, 12.0]]
-        """
-        return _named("hessian", f, argnums, partial(self._hessian_at, f, argnums, sparsity))
-
-    def _hessian_at(
-        self, f: Any, argnums: Argnums, sparsity: Any, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        positions = normalized_argnums("hessian", argnums, len(args))
-        call = Call(self._backend, "hessian", f, args, kwargs, positions)
-        _refuse_complex(self._backend, call)
-        mode, fun = self._second_order(call, "auto")
-        gradient = self._flat_gradient(call, fun, mode)
-        if sparsity is not None:
-            from gradtools.sparse.jacobians import sparse_hessian
-
-            uncompiled = self._backend.compiler.uncompiled
-            return uncompiled(sparse_hessian, call, gradient, sparsity, mode.split("_")[0])
-        row_blocks = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
-        call.refuse_changes()
-        rows = [call.to_trees(row) for row in row_blocks]
-        if isinstance(argnums, tuple | list):
-            hessian = call.to_trees(rows)
-        else:
-            hessian = call.to_trees([row[0] for row in rows])[0]
-        return call.attaching(self._hessian_at, f, argnums, None, *args, **kwargs)(hessian)
 
     def per_example_grad(
         self,
@@ -652,7 +450,7 @@ class Derivatives(Operators):
         chunk_size = whole_or_none("per_example_grad", "chunk_size", chunk_size, 1, "examples")
         spec = GradientSpec("per_example_grad", f, argnums)
         call = partial(self._per_example, spec, in_axes, chunk_size)
-        return _named("per_example_grad", f, argnums, call)
+        return derivative_function("per_example_grad", f, argnums, call)
 
     def _per_example(
         self, spec: GradientSpec, in_axes: Any, chunk_size: int | None, /, *args: Any, **kwargs: Any
@@ -682,59 +480,12 @@ class Derivatives(Operators):
         leaves = [x for value in split for x in self._backend.flatten(value)[0]]
         return any(getattr(x, "shape", ()) != () for x in leaves)
 
-    def mixed_partial(
-        self, f: Callable[[Any, R], Any], G: Callable[[T], R], y: Any, z: T, u: Any
-    ) -> Any:
-        """(d/dy) <u, (d/dz) f(y, G(z))>, with one forward-mode pass through G and no graph of it.
-
-        With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)>
-        at g = G(z): so G is passed once in forward mode, and only f is differentiated twice.
-        What is kept does not grow with the depth of G. The result is differentiable, also with
-        respect to z, u and what G captures: in PyTorch that evaluates G once more.
-
-        Several directions share one evaluation of f, and in JAX one of G. In PyTorch G runs once
-        for each direction, each time from the same random state, buffers and attributes.
-
-        Args:
-            f: A real scalar function of y and of what G returns.
-            G: Any function of z that has a forward mode. PyTorch: fused attention and recurrent
-                layers on the CPU, which have none, are replaced by PyTorch's own alternatives,
-                which is reported once.
-            y: A pytree of floating or complex arrays.
-            z: The same, for G.
-            u: The direction, a pytree like z, or a list of such pytrees.
-
-        Returns:
-            A pytree like y, or a list of them.
-
-        Raises:
-            GradtoolsError: u does not fit z; G has no forward mode; in PyTorch, when the result
-                is differentiated and G, evaluated once more, returns another value.
-
-        Example:
-            >>> y, z, u = (gt.asarray(np.float32(v)) for v in (2.0, 3.0, 1.0))
-            >>> float(gt.mixed_partial(lambda y, g: (y * g) ** 2, lambda z: z * z, y, z, u))
-            432.0
-
-        Source: forward over reverse, as in Pearlmutter, Fast exact multiplication by the Hessian,
-        1994, with the pushforward taken through G alone.
-        """
-        _check_callable("mixed_partial", f)
-        _check_callable("mixed_partial", G, "G")
-        single = (
-            not isinstance(u, list) or self._backend.flatten(u)[1] == (self._backend.flatten(z)[1])
-        )
-        if single:
-            return self._mixed_partials(f, G, y, z, [u])[0]
-        # Uncompiled: each direction runs G from the same random state, which dynamo cannot restore.
-        return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u)
-
     # --- helpers that need the backend
 
     def _forward_over_reverse(self, operator: str, f: Any, mode: str) -> Any:
         """f, whose gradient is differentiated forward over reverse, by a jvp of the gradient."""
-        _check_callable(operator, f)
-        _check_choice(operator, "mode", mode, _GRAD_MODES)
+        check_function(operator, f)
+        check_choice(operator, "mode", mode, _GRAD_MODES)
         return Freezing(self._backend).frozen_for(f"{operator}(mode={mode!r})", f)
 
     def _scalar_gradient(
@@ -759,7 +510,7 @@ class Derivatives(Operators):
         if not evaluation.checked or any(map(is_missing, grads)):
             if disconnected != "zeros":
                 Connection(self._backend, call, evaluation, grads).check(disconnected)
-            grads = self._filled(call, grads)
+            grads = self._backend.filled(grads, call.leaves)
         aux = None
         if spec.has_aux:
             aux = call.output(evaluation.outs, evaluation.extras)[1]
@@ -771,192 +522,20 @@ class Derivatives(Operators):
             return results
         return call.attaching(self._scalar_gradient, spec, args, kwargs)(results)
 
-    def _filled(self, call: Call, grads: Sequence[Array | None]) -> list[Array]:
-        zeros = self._backend.zeros_like
-        return [zeros(x) if g is None else g for x, g in zip(call.leaves, grads, strict=True)]
-
-    def _flat_gradient(self, call: Call, fun: Fun, mode: str) -> Fun:
-        """The gradient of a call as a function of flat arrays; `fun` evaluates the call."""
-
-        def pushed(*leaves: Array) -> tuple[list[Array], list[Array]]:
-            rows = blocks(self._backend, fun, list(leaves), "forward", None)
-            if len(rows) != 1 or [g.shape for g in rows[0]] != [x.shape for x in leaves]:
-                call.scalar(*fun(*leaves))  # which raises
-            return rows[0], []
-
-        def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
-            evaluation = self._backend.vjp(fun, list(leaves), groups=None, once=True)
-            out = call.scalar(evaluation.outs, evaluation.extras)
-            grads = evaluation.pullback([self._backend.ones_like(out)])
-            refuse_cut(call, evaluation.cut(grads))
-            return self._filled(call, grads), evaluation.extras if call.opened is not None else []
-
-        chosen = pushed if mode == "forward_over_forward" else gradient
-        chosen.caller = call.caller  # type: ignore[attr-defined]
-        return chosen
-
-    def _second_order(self, call: Call, mode: str) -> tuple[str, Fun]:
-        """The mode that "auto" means for this call, and the function that evaluates the call."""
-        if mode != "auto" or self._backend.hvp_mode == "reverse_over_reverse":
-            return (self._backend.hvp_mode if mode == "auto" else mode), call
-        staged = self._backend.stage(call, call.leaves)
-        refuse_cut(call, staged.cut())
-        mode = "reverse_over_reverse" if staged.reverse_only else "forward_over_reverse"
-        if staged.forward_only and not any(map(self._backend.is_complex, call.leaves)):
-            mode = "forward_over_forward"
-        return mode, staged.run
-
     def _negated(self, tree: Any) -> Any:
         leaves, treedef = self._backend.flatten(tree)
         return self._backend.unflatten(treedef, [None if x is None else -x for x in leaves])
 
-    def _mixed_partials(self, f: Any, G: Any, y: Any, z: Any, us: list[Any]) -> list[Any]:
-        """The mixed partial derivatives along each direction of `us`."""
-        if not us:
-            return []
-        backend = self._backend
-        g, ws = self._pushed_through(G, z, us)
-        call = Call(backend, "mixed_partial", f, (y, g), {}, (0, 1), False, _CLOSED_OVER)
-        count = call.counts[0]
-        many = [[x for x in backend.flatten(w)[0] if x is not None] for w in ws]
-        mode, fun = self._second_order(call, "auto")
-        if mode == "forward_over_reverse":
-            by_y = _partial_of(self, call, fun, 0)
-            rows = backend.jvps(by_y, call.leaves[count:], many)[2]
-        else:
-            by_g = _partial_of(self, call, fun, 1)
-            evaluation = backend.vjp(by_g, call.leaves[:count], groups=None, once=len(many) == 1)
-            rows = [backend.filled(evaluation.pullback(w), call.leaves[:count]) for w in many]
-        call.refuse_changes()
-        return [call.to_trees([*row, *call.leaves[count:]])[0] for row in rows]
 
-    def _pushed_through(self, G: Any, z: Any, us: list[Any]) -> tuple[Any, list[Any]]:
-        """G(z) and its tangent along each of us, in forward mode."""
-        backend = self._backend
-        call = Call(backend, "mixed_partial", G, (z,), {}, (0,), False, _CLOSED_OVER)
-        many = [call.from_trees((u,), "tangent") for u in us]
-        outs, extras, pushed = backend.jvps(call, call.leaves, many)
-        if not outs:
-            came = call.output(outs, extras)[0]
-            hint = " Is a return statement missing?" if came is None else ""
-            raise GradtoolsError(
-                "mixed_partial: G must return a floating or complex array; got "
-                f"{describe(backend, came)}.{hint}"
-            )
-        return call.output(outs, extras)[0], [call.tangent_output(dys) for dys in pushed]
-
-    # --- jacobian
-
-    def _jacobian(
-        self,
-        caller: str,
-        f: Any,
-        argnums: Argnums,
-        mode: str,
-        chunk_size: int | None,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        _check_callable(caller, f)
-        positions = normalized_argnums(caller, argnums, len(args))
-        call = Call(self._backend, caller, f, args, kwargs, positions)
-        _refuse_complex(self._backend, call)
-        fun: Fun = call
-        if is_auto := mode == "auto":
-            call.may_transpose = True
-            staged = self._backend.stage(call, call.leaves)
-            refuse_cut(call, staged.cut())
-            mode, fun = staged.jacobian_mode, staged.run
-        row_blocks = blocks(self._backend, fun, call.leaves, mode, chunk_size)
-        if is_auto:  # the dtype must not depend on which mode the output's size selects
-            row_blocks = [
-                [
-                    in_precision_of(self._backend, x, b)
-                    for x, b in zip(call.leaves, row, strict=True)
-                ]
-                for row in row_blocks
-            ]
-        call.refuse_changes()
-        rows = [call.to_trees(row) for row in row_blocks]
-        if not isinstance(argnums, tuple | list):
-            rows = [row[0] for row in rows]
-        attach = call.attaching(self._jacobian, caller, f, argnums, mode, chunk_size, args, kwargs)
-        return attach(call.tangent_output(rows))
-
-
-def _partial_of(operators: Derivatives, call: Call, fun: Fun, which: int) -> Fun:
-    """For f(y, g): its gradient in argument `which`, as a function of the other's leaves."""
-    backend, count = operators._backend, call.counts[0]
-    leaves = call.leaves[:count] if which == 0 else call.leaves[count:]
-
-    def gradient(*others: Array) -> tuple[list[Array], list[Array]]:
-        def restricted(*xs: Array) -> tuple[list[Array], list[Array]]:
-            return fun(*xs, *others) if which == 0 else fun(*others, *xs)
-
-        evaluation = backend.vjp(restricted, leaves, groups=None, once=True)
-        out = call.scalar(evaluation.outs, evaluation.extras)
-        pulled = evaluation.pullback([backend.ones_like(out)])
-        refuse_cut(call, [i + (count if which else 0) for i in evaluation.cut(pulled)])
-        return backend.filled(pulled, leaves), []
-
-    return gradient
-
-
-def _refuse_complex(backend: Backend, call: Call) -> None:
-    for x, path in zip(call.leaves, call.paths, strict=True):
-        if backend.is_complex(x):
-            raise GradtoolsError(
-                f"{call.caller}: {path} is complex ({backend.dtype_name(x)}). The Jacobian of a "
-                "function that is not holomorphic is not a complex matrix. Pass the real and "
-                "imaginary parts as two real arrays, or use hvp, jvp or vjp, which are real-linear."
-            )
-
-
-def _named(operator: str, f: Any, argnums: Any, call: partial[Any]) -> Callable[..., Any]:
-    if not callable(f):
-        _check_callable(operator, f)
+def derivative_function(
+    operator: str, f: Any, argnums: Any, call: partial[Any]
+) -> Callable[..., Any]:
+    """`call` as a function named after f, like "grad(f)"; checks f and argnums."""
+    check_function(operator, f)
     if type(argnums) is not int:
         refuse_arguments(operator, argnums)
     return like_function(f"{operator}(", f, call, ")")
 
 
-def _check_callable(caller: str, f: Any, name: str = "f") -> None:
-    if not callable(f):
-        came = (
-            repr(f)
-            if isinstance(f, str | int | float | complex | None)
-            else with_article(type(f).__name__)
-        )
-        hint = f" Pass the function, not its result: {caller}(f)(x)." if hasattr(f, "dtype") else ""
-        raise GradtoolsError(f"{caller}: {name} must be a function, got {came}.{hint}")
-
-
-def _check_choice(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise GradtoolsError(f"{caller}: {name} is {value!r}; expected one of {allowed}.")
-
-
-def _check_primals(primals: Sequence[Any], caller: str) -> None:
-    if not primals:
-        raise GradtoolsError(f"{caller}: no primals were given; pass f's arguments after f.")
-
-
-def _same_length(
-    caller: str, primals: Any, tangents: Any
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    for name, given in (("primals", primals), ("tangents", tangents)):
-        if not isinstance(given, tuple | list):
-            raise GradtoolsError(
-                f"{caller}: {name} must be a tuple with one entry for each argument of f, got "
-                f"{with_article(type(given).__name__)}. For one argument write (x,)."
-            )
-    if len(primals) != len(tangents) or not primals:
-        raise GradtoolsError(
-            f"{caller}: got {len(primals)} primals and {len(tangents)} tangents; expected one "
-            "tangent for each primal, and at least one."
-        )
-    return tuple(primals), tuple(tangents)
-
-
-def _first(pair: tuple[int, Any]) -> int:
+def _first(pair: tuple[Any, ...]) -> Any:
     return pair[0]

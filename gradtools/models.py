@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.batches import Batch
+from gradtools.arguments.checks import check_function
 from gradtools.arguments.chunks import ChunkOptions, check_verify
 from gradtools.arguments.in_axes import arguments_of_call
-from gradtools.arguments.wording import with_article
 from gradtools.backend import F, Operators, P, R
-from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
 
 Array = Any
@@ -252,7 +251,7 @@ class Models(Operators):
             >>> gt.to_numpy(gt.vmap(lambda row: (row * row).sum())(rows))
             array([3., 3.], dtype=float32)
         """
-        _check_function("vmap", f)
+        check_function("vmap", f)
         return like_function("", f, partial(self._mapped, f, in_axes, out_axes))
 
     def _mapped(self, f: Any, in_axes: Any, out_axes: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +293,7 @@ class Models(Operators):
             >>> gt.to_numpy(gt.grad(square)(gt.asarray(np.ones(2, np.float32))))
             array([2., 2.], dtype=float32)
         """
-        _check_function("checkpoint", f)
+        check_function("checkpoint", f)
         check_verify("checkpoint", verify)
         return self._backend.like_module(
             f, partial(self._checkpoint_of, ChunkOptions(0, verify=verify))
@@ -321,12 +320,5 @@ class Models(Operators):
             >>> callable(fast)
             True
         """
-        _check_function("compile", f)
+        check_function("compile", f)
         return self._backend.compile(f, **options)
-
-
-def _check_function(caller: str, f: Any) -> None:
-    if not callable(f):
-        raise GradtoolsError(
-            f"{caller}: f is {with_article(type(f).__name__)}; expected a function."
-        )

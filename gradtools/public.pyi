@@ -10,6 +10,7 @@ from gradtools.derivatives import Derivatives as _Derivatives
 from gradtools.edits import Edits as _Edits
 from gradtools.freezing import Freezing as _Freezing
 from gradtools.host_functions import HostFunctions as _HostFunctions
+from gradtools.jacobians import Jacobians as _Jacobians
 from gradtools.models import Models as _Models
 from gradtools.pairwise.contrastive_losses import ContrastiveLoss as _ContrastiveLoss
 from gradtools.pairwise.cross_entropy import LinearCrossEntropy as _LinearCrossEntropy
@@ -22,6 +23,7 @@ from gradtools.seeing.measures import Measures as _Measures
 from gradtools.taylor import Taylor as _Taylor
 
 _derivatives: _Derivatives
+_jacobians: _Jacobians
 _edits: _Edits
 _custom_rules: _CustomRules
 _host_functions: _HostFunctions
@@ -59,11 +61,11 @@ all_gather = _chunking.all_gather
 grad = _derivatives.grad
 gradient_graph = _graphing.gradient_graph
 guard_gradients = _seeing.guard_gradients
-hessian = _derivatives.hessian
+hessian = _jacobians.hessian
 host_function = _host_functions.host_function
-hvp = _derivatives.hvp
+hvp = _jacobians.hvp
 is_recomputing = _chunking.is_recomputing
-jacobian = _derivatives.jacobian
+jacobian = _jacobians.jacobian
 jet = _taylor.jet
 jvp = _derivatives.jvp
 laplacian = _taylor.laplacian
@@ -74,7 +76,7 @@ linearize = _derivatives.linearize
 measure = _measures.measure
 microbatched_value_and_grad = _chunking.microbatched_value_and_grad
 minimax_value_and_grad = _derivatives.minimax_value_and_grad
-mixed_partial = _derivatives.mixed_partial
+mixed_partial = _jacobians.mixed_partial
 per_example_grad = _derivatives.per_example_grad
 reverse_gradient = _edits.reverse_gradient
 scale_gradient = _edits.scale_gradient

@@ -28,8 +28,7 @@ from operator import add
 from typing import Any
 
 from gradtools.arguments.calls import Call
-from gradtools.arguments.checks import normalized_argnums
-from gradtools.arguments.wording import with_article
+from gradtools.arguments.checks import check_function, normalized_argnums
 from gradtools.backend import Array, Backend, Fun, Operators, P
 from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
@@ -329,10 +328,7 @@ class Taylor(Operators):
         Johnson and Duvenaud, Taylor-mode automatic differentiation for higher-order derivatives
         in JAX, 2019.
         """
-        if not callable(f):
-            raise GradtoolsError(
-                f"jet: f is {with_article(type(f).__name__)}; expected a function."
-            )
+        check_function("jet", f)
         order = _order(primals, series)
         call = Call(self._backend, "jet", f, primals, {}, tuple(range(len(primals))))
         along = [
@@ -371,10 +367,7 @@ class Taylor(Operators):
         Source: Li et al., A computational framework for neural network-based variational Monte
         Carlo with forward Laplacian, 2024.
         """
-        if not callable(f):
-            raise GradtoolsError(
-                f"laplacian: f is {with_article(type(f).__name__)}; expected a function."
-            )
+        check_function("laplacian", f)
         return like_function("laplacian_of_", f, partial(self._laplacian_at, f, argnums))
 
     def _laplacian_at(

@@ -12,7 +12,7 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from gradtools.arguments.checks import differentiable_leaf, matching
+from gradtools.arguments.checks import check_function, differentiable_leaf, matching
 from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
@@ -259,6 +259,17 @@ class Call:
         raise GradtoolsError(
             f"{self.caller}: f must return one real number, an array of shape (); got {came}. {fix}"
         )
+
+
+def call_of_primals(
+    backend: Backend, caller: str, f: Any, primals: Sequence[Any], has_aux: bool = False
+) -> Call:
+    """The call `f(*primals)`, differentiated with respect to all of them."""
+    check_function(caller, f)
+    if not primals:
+        raise GradtoolsError(f"{caller}: no primals were given; pass f's arguments after f.")
+    argnums = tuple(range(len(primals)))
+    return Call(backend, caller, f, primals, {}, argnums, has_aux, "let f close over it")
 
 
 def _identity(results: Any, select: Any = None) -> Any:

@@ -8,10 +8,44 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.wording import describe, is_numeric
+from gradtools.arguments.wording import describe, is_numeric, with_article
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.integrations import refusal
+
+
+def check_function(caller: str, f: Any, name: str = "f") -> None:
+    """Raises unless f, which messages call `name`, can be called."""
+    if callable(f):
+        return
+    plain = isinstance(f, str | int | float | complex | None)
+    came = repr(f) if plain else with_article(type(f).__name__)
+    hint = f" Pass the function, not its result: {caller}(f)(x)." if hasattr(f, "dtype") else ""
+    raise GradtoolsError(f"{caller}: {name} must be a function, got {came}.{hint}")
+
+
+def check_choice(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises unless an option has one of these values."""
+    if value not in allowed:
+        raise GradtoolsError(f"{caller}: {name} is {value!r}; expected one of {allowed}.")
+
+
+def same_length(
+    caller: str, primals: Any, tangents: Any
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The primals and tangents as tuples, or an error if there is not one tangent for each."""
+    for name, given in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(given, tuple | list):
+            raise GradtoolsError(
+                f"{caller}: {name} must be a tuple with one entry for each argument of f, got "
+                f"{with_article(type(given).__name__)}. For one argument write (x,)."
+            )
+    if len(primals) != len(tangents) or not primals:
+        raise GradtoolsError(
+            f"{caller}: got {len(primals)} primals and {len(tangents)} tangents; expected one "
+            "tangent for each primal, and at least one."
+        )
+    return tuple(primals), tuple(tangents)
 
 
 def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.accumulate import RankSums, TargetLeaf, paired, refuse
+from gradtools.accumulate import State
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
+from gradtools.gradient_targets import TargetLeaf, paired, refuse
 from gradtools.jax import trees
 from gradtools.jax._upstream import get_opaque_trace_state
 from gradtools.jax.gathering import check_axis, sum_over_ranks, tracked_axes
@@ -76,7 +77,7 @@ def added(totals: Any, xs: Any, weight: Any) -> bool:
     return False
 
 
-def sums_over_ranks(own: RankSums | None, group: Any, axis_name: Any) -> tuple[Any, list[Any], Any]:
+def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> tuple[Any, list[Any], Any]:
     """`(treedef, sums, weight)` of all devices along an axis."""
     caller = "GradientAccumulator.mean"
     if own is None:  # all devices run one program, so nothing was added on any

@@ -10,20 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from gradtools.jax._upstream import Literal, bind_again, constants_of
+from gradtools.jax._upstream import bind_again, constants_of
 from gradtools.jax.jaxprs import (
     CALLS,
     RULED,
     Eqn,
     HeldJaxpr,
     Jaxpr,
+    interpreted,
     is_inexact,
     open_jaxpr,
     programs_of,
     scan_counts,
 )
 from gradtools.sparse import entry_dependence as e
-from gradtools.sparse.entry_dependence import Entries
+from gradtools.sparse.entry_dependence import AbstractArray, Entries
 
 _ELEMENTWISE = frozenset(
     """
@@ -51,51 +52,32 @@ _ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"}
 _LONGEST = 4096  # longest scan that is analysed step by step
 
 
-class _Value:
-    """An abstract array: the dependence of its entries, or its constant value, or neither."""
-
-    def __init__(self, shape: Sequence[int], entries: Entries | None, value: Any = None) -> None:
-        self.shape, self.entries, self.value = tuple(shape), entries, value
-
-
 def detected(fun: Any, x: jax.Array, only: Callable[..., jax.Array]) -> tuple[Any, tuple[int, ...]]:
     """The pattern of fun's Jacobian at x, a boolean CSR matrix, and the shape of its output.
 
     only: Returns the only one of fun's outputs, or raises.
     """
     closed = jax.make_jaxpr(lambda x: only(fun(x)[0]))(x)
-    jaxpr = open_jaxpr(closed)
-    constants = [_Value(np.shape(c), None, _concrete(c)) for c in constants_of(closed)]
-    (out,) = _run(jaxpr, [*constants, _Value(x.shape, e.identity(x.shape))])
-    size = int(np.prod(out.shape)), x.size
-    if out.entries is None:
-        return e.empty(size), out.shape
-    return out.entries.matrix, out.shape
+    constants = [AbstractArray(np.shape(c), None, _concrete(c)) for c in constants_of(closed)]
+    (out,) = _run(open_jaxpr(closed), [*constants, AbstractArray(x.shape, e.identity(x.shape))])
+    return out.pattern(x.size), out.shape
 
 
 def _concrete(x: Any) -> Any:
     return None if isinstance(x, jax.core.Tracer) else x
 
 
-def _run(jaxpr: Jaxpr, values: Sequence[_Value]) -> list[_Value]:
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
-
-    def at(atom: Any) -> _Value:
-        if isinstance(atom, Literal):
-            return _Value(np.shape(atom.val), None, atom.val)
-        return env[atom]
-
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _step(eqn, [at(v) for v in eqn.invars]), strict=True))
-    return [at(v) for v in jaxpr.outvars]
+def _run(jaxpr: Jaxpr, values: Sequence[AbstractArray]) -> list[AbstractArray]:
+    literal = lambda atom: AbstractArray(np.shape(atom.val), None, atom.val)
+    return interpreted(jaxpr, values, _step, literal)
 
 
-def _step(eqn: Eqn, ins: list[_Value]) -> Sequence[_Value]:
+def _step(_: int, eqn: Eqn, ins: list[AbstractArray]) -> Sequence[AbstractArray]:
     shapes = [v.aval.shape for v in eqn.outvars]
     if all(x.entries is None for x in ins):
         return _constants(eqn, ins, shapes)
     if not any(map(is_inexact, eqn.outvars)):  # an integer has no derivative
-        return [_Value(shape, None) for shape in shapes]
+        return [AbstractArray(shape, None) for shape in shapes]
     name = eqn.primitive.name
     found = None
     if name == "cond":
@@ -110,72 +92,76 @@ def _step(eqn: Eqn, ins: list[_Value]) -> Sequence[_Value]:
     make = _MADE.get(name, _everywhere)
     results = make(eqn, ins, active, shapes)
     pairs = zip(eqn.outvars, results, strict=True)
-    return [_Value(v.aval.shape, entries if is_inexact(v) else None) for v, entries in pairs]
+    return [AbstractArray(v.aval.shape, entries if is_inexact(v) else None) for v, entries in pairs]
 
 
-def _constants(eqn: Eqn, ins: list[_Value], shapes: Sequence[Any]) -> list[_Value]:
+def _constants(eqn: Eqn, ins: list[AbstractArray], shapes: Sequence[Any]) -> list[AbstractArray]:
     if any(x.value is None for x in ins) or eqn.effects:
-        return [_Value(shape, None) for shape in shapes]
+        return [AbstractArray(shape, None) for shape in shapes]
     try:
         outs = _evaluated(eqn, [x.value for x in ins])
     except Exception:  # it cannot run outside of its program, so its value stays unknown
-        return [_Value(shape, None) for shape in shapes]
-    return [_Value(shape, None, _concrete(y)) for shape, y in zip(shapes, outs, strict=True)]
+        return [AbstractArray(shape, None) for shape in shapes]
+    return [AbstractArray(shape, None, _concrete(y)) for shape, y in zip(shapes, outs, strict=True)]
 
 
-def _called(programs: Sequence[HeldJaxpr], ins: list[_Value]) -> list[_Value] | None:
+def _called(programs: Sequence[HeldJaxpr], ins: list[AbstractArray]) -> list[AbstractArray] | None:
     if len(programs) != 1 or len(programs[0].jaxpr.invars) != len(ins):
         return None
-    consts = [_Value(np.shape(c), None, _concrete(c)) for c in programs[0].consts]
+    consts = [AbstractArray(np.shape(c), None, _concrete(c)) for c in programs[0].consts]
     return _run(programs[0].jaxpr, [*consts, *ins])
 
 
-def _branches(eqn: Eqn, ins: list[_Value]) -> list[_Value]:
+def _branches(eqn: Eqn, ins: list[AbstractArray]) -> list[AbstractArray]:
     runs = [_called([branch], ins[1:]) for branch in programs_of(eqn)]
     return [_joined(column) for column in zip(*[run or [] for run in runs], strict=True)]
 
 
-def _joined(values: Sequence[_Value]) -> _Value:
+def _joined(values: Sequence[AbstractArray]) -> AbstractArray:
     active = [x.entries for x in values if x.entries is not None]
-    return _Value(values[0].shape, e.entrywise(values[0].shape, active) if active else None)
+    return AbstractArray(values[0].shape, e.entrywise(values[0].shape, active) if active else None)
 
 
-def _scanned(eqn: Eqn, ins: list[_Value]) -> list[_Value] | None:
+def _scanned(eqn: Eqn, ins: list[AbstractArray]) -> list[AbstractArray] | None:
     length = eqn.params["length"]
     if length > _LONGEST:
         return None
     consts, carried = scan_counts(eqn)
     body = programs_of(eqn)[0]
-    carry, columns = ins[consts : consts + carried], list[list[_Value]]()
+    carry, columns = ins[consts : consts + carried], list[list[AbstractArray]]()
     steps = range(length)[::-1] if eqn.params["reverse"] else range(length)
     for i in steps:
         rows = [_row(x, i) for x in ins[consts + carried :]]
         outs = _called([body], [*ins[:consts], *carry, *rows])
         assert outs is not None
-        carry = [x if x.entries is not None else _Value(x.shape, None) for x in outs[:carried]]
+        carry = [
+            x if x.entries is not None else AbstractArray(x.shape, None) for x in outs[:carried]
+        ]
         columns.append(outs[carried:])
     if eqn.params["reverse"]:
         columns.reverse()
     return [*carry, *[_stacked(column) for column in zip(*columns, strict=True)]]
 
 
-def _row(x: _Value, i: int) -> _Value:
+def _row(x: AbstractArray, i: int) -> AbstractArray:
     value = None if x.value is None else x.value[i]
     entries = None if x.entries is None else e.moved([x.entries], e.index_array(x.shape)[i])
-    return _Value(x.shape[1:], entries, value)
+    return AbstractArray(x.shape[1:], entries, value)
 
 
-def _stacked(rows: Sequence[_Value]) -> _Value:
+def _stacked(rows: Sequence[AbstractArray]) -> AbstractArray:
     shape = (len(rows), *rows[0].shape)
     active = [x for x in rows if x.entries is not None]
     if not active:
-        return _Value(shape, None)
+        return AbstractArray(shape, None)
     index, start = np.full(shape, -1), 0
     for i, x in enumerate(rows):
         if x.entries is not None:
             index[i] = e.index_array(x.shape, start)
             start += index[i].size
-    return _Value(shape, e.moved([x.entries for x in active if x.entries is not None], index))
+    return AbstractArray(
+        shape, e.moved([x.entries for x in active if x.entries is not None], index)
+    )
 
 
 # --- transfer functions of the primitives
@@ -198,7 +184,7 @@ def _elementwise(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list
     return [e.entrywise(shapes[0], active)]
 
 
-def _moved(eqn: Eqn, ins: list[_Value], active: list[Entries], shapes: Any) -> list[Entries]:
+def _moved(eqn: Eqn, ins: list[AbstractArray], active: list[Entries], shapes: Any) -> list[Entries]:
     """The operation itself, applied to the indices of its operands' entries."""
     places = set(_PLACES.get(eqn.primitive.name, lambda n: [])(len(ins)))
     if any(k in places and x.value is None for k, x in enumerate(ins)):
@@ -234,7 +220,7 @@ def _lines(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list[Entri
     return [e.along(whole, [axis]) for _ in shapes]
 
 
-def _product(eqn: Eqn, ins: list[_Value], active: Any, shapes: Any) -> list[Entries]:
+def _product(eqn: Eqn, ins: list[AbstractArray], active: Any, shapes: Any) -> list[Entries]:
     contracted, batched = eqn.params["dimension_numbers"]
     parts, sizes, constant = list[Entries | None](), list[tuple[int, int, int]](), None
     for x, sums, batch in zip(ins, contracted, batched, strict=True):
@@ -252,7 +238,7 @@ def _product(eqn: Eqn, ins: list[_Value], active: Any, shapes: Any) -> list[Entr
     return [Entries(shapes[0], e.product(parts[0], parts[1], constant, (batch, i, j, k)))]
 
 
-def _convolved(eqn: Eqn, ins: list[_Value], active: Any, shapes: Any) -> list[Entries]:
+def _convolved(eqn: Eqn, ins: list[AbstractArray], active: Any, shapes: Any) -> list[Entries]:
     image, kernel = ins
     p, numbers = eqn.params, eqn.params["dimension_numbers"]
     if kernel.entries is not None or p["batch_group_count"] != 1 or np.prod(image.shape) >= 2**24:

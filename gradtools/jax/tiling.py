@@ -19,7 +19,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
 from gradtools.jax.chunking import promoted
 from gradtools.jax.compiled_once import run_compiled
-from gradtools.jax.jaxprs import DRAWS, bound, read, uses_primitive
+from gradtools.jax.jaxprs import DRAWS, bound, equations, interpreted
 from gradtools.jax.reachability import reached, within_a_trace
 from gradtools.jax.shardings import varying, varying_alike
 from gradtools.pairwise.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
@@ -210,15 +210,8 @@ class _SweepRun:
 
 def _draws(closed: Any) -> set[Any]:
     """The draws of a program: primitive and shape of each."""
-    result = set[Any]()
-
-    def record(eqn: Any) -> bool:
-        if eqn.primitive.name in DRAWS:
-            result.add((eqn.primitive.name, eqn.params["shape"]))
-        return False
-
-    uses_primitive(closed, record)
-    return result
+    drawn = [eqn for eqn in equations(closed) if eqn.primitive.name in DRAWS]
+    return {(eqn.primitive.name, eqn.params["shape"]) for eqn in drawn}
 
 
 def _entry(pairs: Sequence[tuple[str, Any]], side: str) -> Any:
@@ -396,16 +389,13 @@ class _ClosureConverted:
 
 def _evaluated(jaxpr: Any, consts: Arrays, xs: Arrays) -> Arrays:
     """Evaluates a jaxpr under shard_map, where more values may vary than when it was traced."""
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
-    for eqn in jaxpr.eqns:
-        result = [read(env, v) for v in eqn.invars]
+
+    def step(_: int, eqn: Any, xs: Arrays) -> Arrays:
         if eqn.primitive.name == "pvary":
-            result = [varying(result[0], frozenset(eqn.params["axes"]))]
-        else:
-            result = varying_alike(result)
-            result = bound(eqn, result)
-        env.update(zip(eqn.outvars, result, strict=True))
-    return [read(env, v) for v in jaxpr.outvars]
+            return [varying(xs[0], frozenset(eqn.params["axes"]))]
+        return bound(eqn, varying_alike(xs))
+
+    return interpreted(jaxpr, [*consts, *xs], step)
 
 
 def _avals(avals: Sequence[Any]) -> Any:

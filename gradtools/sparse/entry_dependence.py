@@ -33,6 +33,21 @@ class Entries(NamedTuple):
     matrix: Csr
 
 
+class AbstractArray:
+    """An array of a traced program: the dependence of its entries, its constant value, or neither.
+
+    An array whose entries depend on nothing is constant, even if its value is not known.
+    """
+
+    def __init__(self, shape: Sequence[int], entries: Entries | None, value: Any = None) -> None:
+        self.shape, self.entries, self.value = tuple(shape), entries, value
+
+    def pattern(self, inputs: int) -> Csr:
+        """The dependence of its entries on this number of inputs."""
+        size = math.prod(self.shape), inputs
+        return empty(size) if self.entries is None else self.entries.matrix
+
+
 def scipy_sparse(caller: str) -> Any:
     """`scipy.sparse`; raises with the name of the pip extra if it is missing."""
     try:

@@ -170,8 +170,9 @@ def entry_errors(
     return np.where(same, 0.0, np.where(finite, units, np.inf))
 
 
-def widened(x: np.ndarray) -> np.ndarray:
+def widened(x: Any) -> np.ndarray:
     """x in float64 or complex128, so that differences are exact."""
+    x = np.asarray(x)
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradtools.accumulate import RankSums, TargetLeaf, paired, refuse
+from gradtools.accumulate import State
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
+from gradtools.gradient_targets import TargetLeaf, paired, refuse
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.module_arguments import with_parts
@@ -123,7 +124,7 @@ def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: An
 
 
 def sums_over_ranks(
-    own: RankSums | None, group: Any, axis_name: Any
+    own: State | None, group: Any, axis_name: Any
 ) -> tuple[Any, list[torch.Tensor], Any]:
     """`(treedef, sums, weight)` over all processes, which first compare structures."""
     # Imported here, since importing torch.distributed is slow and few programs use it.
@@ -141,18 +142,15 @@ def sums_over_ranks(
     weights = [weight for _, weight in ranks]
     first = next(h for h, _ in ranks if h is not None)
     if own is None:
-        kind = first.device
-        zeros = [torch.zeros(shape, dtype=dtype, device=kind) for _, dtype, shape in first.leaves]
-        own = RankSums(trees.flatten(pickle.loads(first.tree))[1], first.paths, zeros, 0)
-    if not any(map(_is_distributed, own.totals)):
-        add_over_ranks_(own.totals, group)
-        return own.treedef, own.totals, sum(weights)
-    plain = [x for x in own.totals if not _is_distributed(x)]
-    add_over_ranks_(plain, group)
-    for x in own.totals:  # a DTensor is the same on all ranks, so its sum is a multiple
+        kind, treedef = first.device, trees.flatten(pickle.loads(first.tree))[1]
+        totals = [torch.zeros(shape, dtype=dtype, device=kind) for _, dtype, shape in first.leaves]
+    else:
+        treedef, totals = own.treedef, list(own.totals)
+    add_over_ranks_([x for x in totals if not _is_distributed(x)], group)
+    for x in totals:  # a DTensor is the same on all ranks, so its sum is a multiple
         if _is_distributed(x):
             x *= len(weights)
-    return own.treedef, own.totals, sum(weights)
+    return treedef, totals, sum(weights)
 
 
 _MEAN = "GradientAccumulator.mean"
@@ -173,7 +171,7 @@ class _Layout(NamedTuple):
     device: str
 
 
-def _layout_of(own: RankSums) -> _Layout:
+def _layout_of(own: State) -> _Layout:
     leaves = [
         ("DTensor" if _is_distributed(x) else _short(x.layout), x.dtype, tuple(x.shape))
         for x in own.totals

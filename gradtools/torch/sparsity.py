@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradtools.errors import GradtoolsError
 from gradtools.sparse import entry_dependence as e
-from gradtools.sparse.entry_dependence import Entries
+from gradtools.sparse.entry_dependence import AbstractArray, Entries
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_mapped
 from gradtools.torch.known_errors import NO_FUNCTIONALIZED_RULE, says
@@ -64,31 +64,23 @@ def detected(fun: Any, x: Tensor, only: Callable[..., Tensor]) -> tuple[Any, tup
             f"pattern. PyTorch says: {error}"
         ) from error
     out = _EntryReader(graph).of(x)
-    shape, size = out.shape, (math.prod(out.shape), x.numel())
-    return (e.empty(size) if out.entries is None else out.entries.matrix), shape
+    return out.pattern(x.numel()), out.shape
 
 
 def _without_writing(run: Callable[[Tensor], Tensor], x: Tensor) -> torch.fx.GraphModule:
     return make_fx(torch.func.functionalize(run, remove="mutations_and_views"))(x.detach().clone())
 
 
-class _Value:
-    """An abstract tensor: the dependence of its entries, or its constant value."""
-
-    def __init__(self, shape: Sequence[int], entries: Entries | None, value: Any = None) -> None:
-        self.shape, self.entries, self.value = tuple(shape), entries, value
-
-
 class _EntryReader(torch.fx.Interpreter):
     """An interpreter that propagates dependences; evaluates nodes that are constant."""
 
     def of(self, x: Tensor) -> Any:
-        return self.run(_Value(x.shape, e.identity(x.shape)))
+        return self.run(AbstractArray(x.shape, e.identity(x.shape)))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is operator.getitem:
             return args[0][args[1]]
-        ins = [v for v in _flat((args, kwargs)) if isinstance(v, _Value)]
+        ins = [v for v in _flat((args, kwargs)) if isinstance(v, AbstractArray)]
         draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if not draws and all(v.entries is None and v.value is not None for v in ins):
             return _wrapped(target(*_opened(args), **_opened(kwargs)))
@@ -117,12 +109,12 @@ def _flat(tree: Any) -> list[Any]:
     return [tree]
 
 
-def _mapped(change: Callable[[_Value], Any], tree: Any) -> Any:
+def _mapped(change: Callable[[AbstractArray], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {k: _mapped(change, v) for k, v in tree.items()}
     if isinstance(tree, list | tuple):
         return type(tree)([_mapped(change, v) for v in tree])
-    return change(tree) if isinstance(tree, _Value) else tree
+    return change(tree) if isinstance(tree, AbstractArray) else tree
 
 
 def _opened(tree: Any) -> Any:
@@ -132,7 +124,7 @@ def _opened(tree: Any) -> Any:
 def _wrapped(result: Any) -> Any:
     if isinstance(result, list | tuple):
         return type(result)(map(_wrapped, result))
-    return _Value(result.shape, None, result) if isinstance(result, Tensor) else result
+    return AbstractArray(result.shape, None, result) if isinstance(result, Tensor) else result
 
 
 def _results(target: Any, args: Any, kwargs: Any, active: list[Entries], shown: Any) -> Any:
@@ -142,13 +134,15 @@ def _results(target: Any, args: Any, kwargs: Any, active: list[Entries], shown: 
     exact = [not (y.dtype.is_floating_point or y.dtype.is_complex) for y in outs]
     name = _name(target)
     if name in _FILLED:
-        return _Value(shapes[0], None, target(torch.empty(args[0].shape), *args[1:], **kwargs))
+        return AbstractArray(
+            shapes[0], None, target(torch.empty(args[0].shape), *args[1:], **kwargs)
+        )
     if all(exact) or not active:  # an integer has no derivative
         found: list[Any] = [None for _ in outs]
     else:
         found = _entries(target, args, kwargs, active, shapes)
     pairs = zip(shapes, found, exact, strict=True)
-    values = [_Value(shape, None if whole else entries) for shape, entries, whole in pairs]
+    values = [AbstractArray(shape, None if whole else entries) for shape, entries, whole in pairs]
     return values if isinstance(shown, list | tuple) else values[0]
 
 
@@ -180,7 +174,7 @@ def _moved(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> lis
         return None
     if name == "scatter" and (len(args) > 4 or "reduce" in kwargs):
         return None
-    ins = [v for v in _flat((args, kwargs)) if isinstance(v, _Value)]
+    ins = [v for v in _flat((args, kwargs)) if isinstance(v, AbstractArray)]
     start, order = 0, list[Entries]()
     numbers: dict[int, Tensor | None] = {}
     for v in ins:

@@ -81,7 +81,7 @@ def test_an_error_in_a_module_is_shown_without_ours(operator):
 
 def test_a_mistake_of_gradtools_keeps_its_frames(gt, monkeypatch):
     monkeypatch.setattr("gradtools.derivatives.normalized_argnums", lambda *args: 1 / 0)
-    monkeypatch.setattr("gradtools.derivatives.Call", None)
+    monkeypatch.setattr("gradtools.derivatives.call_of_primals", None)
     with pytest.raises(TypeError) as caught:
         gt.vjp(lambda x: x, gt.asarray(np.ones(2)))
     assert any(f.startswith(OWN) for f in shown(caught.value))

@@ -19,10 +19,12 @@ import pytest
 
 import gradtools.accumulate
 import gradtools.arguments.batches
+import gradtools.backend
 import gradtools.chunking
 import gradtools.custom_structure
 import gradtools.derivatives
 import gradtools.edits
+import gradtools.jacobians
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.testing.cross_checking import tolerances
 from tests.conformance.rig.checking import CellVerdict, forget_compiled, judged
@@ -108,24 +110,23 @@ def minimax_sign(patch, gt):
 
 @mutant("a mixed partial without its factor", "mixed_partial")
 def no_factor(patch, gt):
-    whole = gradtools.derivatives.Derivatives._pushed_through
+    whole = gradtools.jacobians.Jacobians._pushed_through
 
     def halved(self, G, z, us):
         g, ws = whole(self, G, z, us)
         return g, [each_leaf(lambda w: w / 2, w) for w in ws]
 
-    patch.setattr(gradtools.derivatives.Derivatives, "_pushed_through", halved)
+    patch.setattr(gradtools.jacobians.Jacobians, "_pushed_through", halved)
 
 
 @mutant("the pullback is half detached", "hvp, reverse over reverse", "hessian", "grad of jvp")
 def lost_term(patch, gt):
-    whole = gradtools.derivatives.Derivatives._filled
+    whole = gradtools.backend.Differentiation.filled
 
-    def filled(self, call, grads):
-        grads = whole(self, call, grads)
-        return [(g + self._backend.stop_gradient(g)) / 2 for g in grads]
+    def filled(self, values, likes):
+        return [(g + self.stop_gradient(g)) / 2 for g in whole(self, values, likes)]
 
-    patch.setattr(gradtools.derivatives.Derivatives, "_filled", filled)
+    patch.setattr(gradtools.backend.Differentiation, "filled", filled)
 
 
 @mutant("the gradient is returned as the Hessian's product", "hvp, forward over reverse")
@@ -221,13 +222,11 @@ def mean_of_examples(patch, gt):
     backends=("torch",),
 )
 def ones_for_zeros(patch, gt):
-    def filled(self, call, grads):
-        return [
-            self._backend.ones_like(x) if g is None else g
-            for x, g in zip(call.leaves, grads, strict=True)
-        ]
+    def filled(self, values, likes):
+        pairs = zip(values, likes, strict=True)
+        return [self.ones_like(x) if g is None else g for g, x in pairs]
 
-    patch.setattr(gradtools.derivatives.Derivatives, "_filled", filled)
+    patch.setattr(gradtools.backend.Differentiation, "filled", filled)
 
 
 @mutant(

@@ -123,11 +123,9 @@ def test_the_names_of_the_array_api_are_there_in_older_numpy():
     np.testing.assert_allclose(older.linalg.svdvals(x), np.linalg.svd(x)[1])
     np.testing.assert_array_equal(older.concat([x, x]), np.concatenate([x, x]))
     np.testing.assert_array_equal(older.cumulative_sum(x, axis=0), np.cumsum(x, axis=0))
-    assert older.atan2(1.0, 1.0) == np.arctan2(1.0, 1.0) and older.pow(2.0, 3.0) == 8
+    assert older.atan2(1.0, 1.0) == np.arctan2(1.0, 1.0)
     for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh"):
         assert getattr(older, f"a{name}") is getattr(np, f"arc{name}")
-    np.testing.assert_array_equal(older.matrix_transpose(x), x.T)
-    np.testing.assert_array_equal(older.vecdot(x, x), (x * x).sum(-1))
     assert older.linalg.det is np.linalg.det and older.sin is np.sin
 
 

@@ -383,7 +383,7 @@ def test_a_broken_rule_is_not_taken_for_a_missing_mode(gt):
         ({"backend": "numpy"}, "backend is 'numpy'; expected"),
         ({"order": 3}, "order is 3; expected 1 or 2"),
         ({"modes": ("sideways",)}, "modes is .*sideways.*; expected a tuple of forward, reverse"),
-        ({"f": 3}, "f must be a function, got an int"),
+        ({"f": 3}, "f must be a function, got 3"),
         ({"f": lambda x: None}, "f returned no floating or complex array"),
     ],
 )

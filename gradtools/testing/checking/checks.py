@@ -15,7 +15,8 @@ index, a comparison. Kinks pass it. At a kink any slope between the two one-side
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gradtools.boundary import user_facing
@@ -95,9 +96,7 @@ def check_derivatives(
     Source: Griewank and Walther, Evaluating Derivatives, 2008, chapter 3 (dot-product test);
     Ridders, Accurate computation of F'(x) and F'(x)F''(x), 1982 (extrapolated differences).
     """
-    check_settings(order, modes)
-    at = at_precision(CALLER, precision, [backend_name(CALLER, backend)])
-    with in_double_precision(is_jax(backend) and wants_64_bits(args)), at as notes:
+    with checking(CALLER, args, backend, order, modes, precision) as notes:
         probe = Probe(CALLER, f, args, backend)
         check = DerivativeCheck(probe, modes, numeric, allow_jumps, seed)
         check.report.notes += notes
@@ -107,8 +106,19 @@ def check_derivatives(
     return check.report.require()
 
 
-def check_settings(order: int, modes: Sequence[str] | None) -> None:
-    """Raises if order or modes are invalid."""
+@contextmanager
+def checking(
+    caller: str,
+    args: Any,
+    backend: Any,
+    order: int,
+    modes: Sequence[str] | None,
+    precision: str,
+) -> Iterator[list[str]]:
+    """The context of a check, with JAX's 64 bits if args have them; yields notes on precision.
+
+    Raises if order, modes, the backend or the precision are invalid.
+    """
     if order not in (1, 2):
         raise GradtoolsError(f"check_derivatives: order is {order!r}; expected 1 or 2.")
     unknown = [m for m in modes or () if m not in MODES]
@@ -116,8 +126,7 @@ def check_settings(order: int, modes: Sequence[str] | None) -> None:
         raise GradtoolsError(
             f"check_derivatives: modes is {modes!r}; expected a tuple of {', '.join(MODES)}."
         )
-
-
-def is_jax(backend: Any) -> bool:
-    """Whether a backend or its name is JAX's."""
-    return "jax" in (backend if isinstance(backend, str) else getattr(backend, "__name__", ""))
+    name = backend_name(caller, backend)
+    at = at_precision(caller, precision, [name])
+    with in_double_precision(name == "jax" and wants_64_bits(args)), at as notes:
+        yield notes

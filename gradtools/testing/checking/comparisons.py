@@ -18,10 +18,10 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.testing.checking import slopes
 from gradtools.testing.checking.error_patterns import pattern
-from gradtools.testing.checking.probe import Probe, inner, no_such_mode, size, wide
+from gradtools.testing.checking.probe import Probe, first_line, inner, no_such_mode, size
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays
-from gradtools.testing.report import AGREES, CONVENTION, Comparison, Report, compare_arrays
+from gradtools.testing.report import AGREES, CONVENTION, Comparison, Report, compare_arrays, widened
 
 NAMES = ("left", "right")
 _ENTRIES = 64  # the largest leaf whose entries are differenced one by one if it fails
@@ -135,7 +135,7 @@ class Comparisons:
             result = ask()
         except Exception as error:
             self.present[mode] = False
-            words = f"{self._name(mode)} mode: {type(error).__name__}: {first_line(error)}"
+            words = f"{self._name(mode)} mode: {first_line(error)}"
             if self.modes is None and no_such_mode(error):
                 self.report.left_out.append(words)
                 return None
@@ -198,7 +198,7 @@ class Comparisons:
         the slope, only NaN counts as wrong.
         """
         limit, here = self._tolerance(), np.isfinite(measured.at)
-        mine = np.where(here, wide(analytic), 0)
+        mine = np.where(here, widened(analytic), 0)
         known = here & np.isfinite(measured.error)
         value = np.where(known, measured.value, np.where(np.isnan(mine), 0, mine))
         noise = 10 * np.where(known, measured.error, 0.0)
@@ -236,7 +236,7 @@ class Comparisons:
             between = np.abs(left - analytic) + np.abs(right - analytic) <= np.abs(
                 left - right
             ) + 10 * slack + 4 * np.abs(off)
-            agree = np.abs(wide(analytic) - value) <= limit * np.max(np.abs(value), initial=0.0)
+            agree = np.abs(widened(analytic) - value) <= limit * np.max(np.abs(value), initial=0.0)
             if np.all(agree | (kinked & between)):
                 return record.because(
                     "a kink", "f has two slopes here; any between them will do.", CONVENTION
@@ -274,7 +274,7 @@ class Comparisons:
         measured = {key: slopes.slope(line, self.probe.eps) for key, line in lines.items()}
 
         def gathered(each: Callable[[Any], Any]) -> np.ndarray:
-            out = np.zeros(x.shape, wide(x).dtype)
+            out = np.zeros(x.shape, widened(x).dtype)
             for place, unit in lines:
                 out[place] += unit * each((place, unit)) / step
             return out
@@ -309,7 +309,7 @@ class Comparisons:
         again: Callable[[Arrays], Sequence[Any]] | None = None,
     ) -> Comparison:
         """Compares left with right; `again` computes both at other points, to detect rounding."""
-        a, b, limit = wide(left), wide(right), self._exact(order)
+        a, b, limit = widened(left), widened(right), self._exact(order)
         if a.ndim == 0 and not (np.isfinite(a) or np.isfinite(b)):
             reason = f"{quantity} of {path}: NaN or infinity on both sides decides nothing"
             self.report.left_out += [reason] if reason not in self.report.left_out else []
@@ -330,7 +330,7 @@ class Comparisons:
             return False
         here = again(self.xs)
         changes = [
-            largest(wide(x) - wide(y))
+            largest(widened(x) - widened(y))
             for draw in range(4)
             for x, y in zip(again(self._last_digits_moved(draw)), here, strict=True)
         ]
@@ -344,7 +344,7 @@ class Comparisons:
 
 def scale_of(x: np.ndarray) -> float:
     """The size of a leaf's entries, a power of two."""
-    mean = math.sqrt(float(np.mean(np.abs(wide(x)) ** 2))) if x.size else 1.0
+    mean = math.sqrt(float(np.mean(np.abs(widened(x)) ** 2))) if x.size else 1.0
     return 2.0 ** round(math.log2(mean)) if 0 < mean < math.inf else 1.0
 
 
@@ -355,7 +355,7 @@ def size_by_entry(x: np.ndarray) -> np.ndarray:
 
 def flattened(xs: Sequence[np.ndarray]) -> np.ndarray:
     """All entries of all arrays in one vector."""
-    return np.concatenate([wide(x).ravel() for x in xs])
+    return np.concatenate([widened(x).ravel() for x in xs])
 
 
 def shaped_like(entries: np.ndarray, like: Arrays) -> Arrays:
@@ -372,8 +372,3 @@ def largest(x: np.ndarray) -> float:
 def shown(x: Any) -> str:
     """A number to nine digits, or a text, for a message."""
     return x if isinstance(x, str) else f"{x:.9g}"
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [""])[0][:200]

@@ -21,9 +21,9 @@ from gradtools.testing.checking.comparisons import (
     shaped_like,
     shown,
 )
-from gradtools.testing.checking.probe import FIRST, SECOND, inner, size, wide
+from gradtools.testing.checking.probe import FIRST, SECOND, inner, size
 from gradtools.testing.flat import Arrays
-from gradtools.testing.report import AGREES, DIFFERS, Comparison
+from gradtools.testing.report import AGREES, DIFFERS, Comparison, widened
 
 
 class DerivativeCheck(Comparisons):
@@ -116,7 +116,7 @@ class DerivativeCheck(Comparisons):
         for k, path in enumerate(paths):
             finite = np.isfinite(of_a[k]) & np.isfinite(of_b[k])  # infinities cannot be added
             one, other, thousands, both = (
-                np.where(finite, wide(x[k]), 0) for x in (of_a, of_b, scaled, added)
+                np.where(finite, widened(x[k]), 0) for x in (of_a, of_b, scaled, added)
             )
             noise = self._exact(1) * (largest(one) + largest(other))
             self._compare(
@@ -234,7 +234,7 @@ class DerivativeCheck(Comparisons):
         for i, (h, s) in enumerate(zip(product, along, strict=True)):
             record = self._against_slope(mode, self.probe.paths[i], h, s, 2, add=False)
             again = lambda xs, i=i: [self.probe.product(mode, xs, d.us, self.vs)[i]]
-            if record.status == DIFFERS and self._is_rounding(wide(h) - s.value, again):
+            if record.status == DIFFERS and self._is_rounding(widened(h) - s.value, again):
                 record = replace(record, error=1.0, status=AGREES, cause=None, detail="")
             if record.status == DIFFERS:
                 record = self._at_second_order(record, mode, i, d)
@@ -245,7 +245,9 @@ class DerivativeCheck(Comparisons):
         wrong = []
         for j in range(min(len(self.xs), 12)):
             us = [u if k == j else np.zeros_like(u) for k, u in enumerate(d.us)]
-            line = lambda t, us=us: wide(self.probe.reverse(self._moved(us, t), self.vs)[i]).ravel()
+            line = lambda t, us=us: widened(
+                self.probe.reverse(self._moved(us, t), self.vs)[i]
+            ).ravel()
             mine = self.probe.product(mode, self.xs, us, self.vs)[i]
             (shaped,) = slopes.slope(line, self.probe.eps).parts([mine])
             if not self._against_slope(mode, "", mine, shaped, 2, add=False).agrees:
@@ -275,7 +277,7 @@ class DerivativeCheck(Comparisons):
         for mode in others:
             for i, path in enumerate(self.probe.paths):
                 a, b = products[first][i], products[mode][i]
-                biggest = max(np.max(np.abs(wide(h)), initial=0) for h in products[first])
+                biggest = max(np.max(np.abs(widened(h)), initial=0) for h in products[first])
                 again = lambda xs, i=i, modes=(first, mode): [
                     self.probe.product(each, xs, d.us, self.vs)[i] for each in modes
                 ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradtools.testing.checking.probe import wide
 from gradtools.testing.diverging.patterns import ArrayPair
+from gradtools.testing.report import widened
 
 
 def pattern(analytic: np.ndarray, value: np.ndarray) -> str | None:
     """The relation of a wrong array to the right one in a few words; None if unknown."""
-    a, b = wide(analytic), wide(value)
+    a, b = widened(analytic), widened(value)
     if (~np.isfinite(a) & np.isfinite(b)).any():
         return "the derivative is not finite"
     if not np.isfinite(b).all():  # where both are infinite nothing differs

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.wording import with_article
+from gradtools.arguments.checks import check_function
 from gradtools.errors import GradtoolsError, LostDerivativeError, MissingRuleError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays, FlatFunction
+from gradtools.testing.report import widened
 
 FIRST = ("forward", "reverse")
 SECOND = (
@@ -47,10 +48,7 @@ class Probe(FlatFunction):
     def __init__(self, caller: str, f: Callable[..., Any], args: Sequence[Any], backend: Any):
         super().__init__(backend_name(caller, backend))
         self.caller, self.f = caller, f
-        if not callable(f):
-            raise GradtoolsError(
-                f"{caller}: f must be a function, got {with_article(type(f).__name__)}."
-            )
+        check_function(caller, f)
         if not isinstance(args, tuple | list) or not args:
             kind = "an empty one" if isinstance(args, tuple | list) else f"a {type(args).__name__}"
             raise GradtoolsError(
@@ -116,22 +114,21 @@ def no_such_mode(error: Exception) -> bool:
     return expected and _NO_SUCH_MODE.search(str(error)) is not None
 
 
+def first_line(error: Exception) -> str:
+    """An error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
 def inner(us: Sequence[Any], ws: Sequence[Any]) -> float:
     """Re<u, w> in double precision; entries with u = 0 do not count, even if w is NaN."""
     pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
-    return float(sum(np.vdot(wide(u)[on], wide(w)[on]).real for u, w, on in pairs))
+    return float(sum(np.vdot(widened(u)[on], widened(w)[on]).real for u, w, on in pairs))
 
 
 def size(us: Sequence[Any], ws: Sequence[Any]) -> float:
     """The sum of |u w|, the scale of an inner product's rounding error."""
     pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
-    return float(sum(np.sum(np.abs(wide(u)[on] * wide(w)[on])) for u, w, on in pairs))
-
-
-def wide(x: Any) -> np.ndarray:
-    """x in float64 or complex128."""
-    x = np.asarray(x)
-    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+    return float(sum(np.sum(np.abs(widened(u)[on] * widened(w)[on])) for u, w, on in pairs))
 
 
 def backend_name(caller: str, backend: Any) -> str:

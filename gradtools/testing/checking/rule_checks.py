@@ -19,7 +19,7 @@ import numpy as np
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.testing.checking import slopes
-from gradtools.testing.checking.checks import check_settings, is_jax
+from gradtools.testing.checking.checks import checking
 from gradtools.testing.checking.comparisons import NAMES, flattened
 from gradtools.testing.checking.derivative_checks import DerivativeCheck
 from gradtools.testing.checking.error_patterns import pattern
@@ -30,14 +30,11 @@ from gradtools.testing.checking.probe import (
     inner,
     no_such_mode,
     size,
-    wants_64_bits,
 )
 from gradtools.testing.checking.rule_causes import Causes
 from gradtools.testing.checking.rule_parts import CALLER, taken_apart
 from gradtools.testing.checking.rule_side_effects import PurityChecks
 from gradtools.testing.checking.rule_vmap import check_batch
-from gradtools.testing.cross_checking.precision import at_precision
-from gradtools.testing.cross_checking.sides import in_double_precision
 from gradtools.testing.report import DIFFERS, Comparison, Report, compare_arrays, mismatch
 
 
@@ -93,9 +90,7 @@ def check_rule(
         Traceback (most recent call last):
         gradtools.testing.report.AgreementError: ...bwd | finite differences of argument 0...
     """
-    check_settings(order, None)
-    at = at_precision(CALLER, precision, [backend_name(CALLER, backend)])
-    with in_double_precision(is_jax(backend) and wants_64_bits(args)), at as notes:
+    with checking(CALLER, args, backend, order, None, precision) as notes:
         check = RuleCheck(rule, args, backend, seed)
         check.report.notes += notes
         check.parts(order)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from gradtools.testing.checking.derivative_checks import DerivativeCheck
-from gradtools.testing.checking.probe import Probe, wide
+from gradtools.testing.checking.probe import Probe, first_line
 from gradtools.testing.flat import Arrays
+from gradtools.testing.report import widened
 
 _POINTS = 1.0, 1.0625, 0.9375  # near enough to be in f's domain
 _CAUSE = "the examples of a batch are mixed, or its axes are taken for an example's"
@@ -54,11 +55,10 @@ def _compare(
         stacked = tuple([array(np.stack(leaf)) for leaf in zip(*points, strict=True)])
         together = numpy(probe.gt.vmap(run, in_axes=(0, None))(stacked, extra))
     except Exception as error:
-        words = str(error).splitlines()[0] if str(error) else ""
-        check.report.left_out.append(f"{name} in a batch: {type(error).__name__}: {words}")
+        check.report.left_out.append(f"{name} in a batch: {first_line(error)}")
         return
     for path, many, *each in zip(paths, together, *single, strict=True):
         ones = np.stack(each)
-        noise = check._exact(1) * float(np.max(np.abs(wide(ones)), initial=0.0))
+        noise = check._exact(1) * float(np.max(np.abs(widened(ones)), initial=0.0))
         quantity = f"{name} in a batch | one by one"
         check._compare(quantity, path, many, ones, 1, 10 * noise, _CAUSE, _DETAIL)

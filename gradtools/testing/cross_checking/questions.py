@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.testing.checking.probe import no_such_mode
+from gradtools.testing.checking.probe import first_line, no_such_mode
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.pairing import Pairing, pair_parameters
 from gradtools.testing.cross_checking.sides import Inputs, Output, Side, is_inexact, narrowed
@@ -184,7 +184,7 @@ class CrossCheck:
             report.comparisons += self._answered(probe, *answers)
             return
         reasons = [
-            f"{probe.quantity}: {side.name}: {_first_line(error)}"
+            f"{probe.quantity}: {side.name}: {first_line(error)}"
             for side, error in zip(self.sides, errors, strict=True)
             if error is not None
         ]
@@ -478,8 +478,3 @@ def _raised(probe: Quantity, errors: list[Exception | None], reason: str) -> Com
     which = "second derivative" if probe.order == 2 else "derivative"
     where = [name for name, error in zip(("torch", "jax"), errors, strict=True) if error]
     return c.because(f"no {which} in {' and '.join(where)}", reason)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"

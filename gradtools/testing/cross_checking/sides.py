@@ -305,9 +305,9 @@ def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, tree
 
 
-def nested(flat: Mapping[Path, Any]) -> dict[str, Any]:
+def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
     """Nested dictionaries from leaves by path."""
-    tree: dict[str, Any] = {}
+    tree: dict[Any, Any] = {}
     for path, x in flat.items():
         place = tree
         for key in path[:-1]:

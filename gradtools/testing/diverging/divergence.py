@@ -21,7 +21,7 @@ from gradtools.testing.checking.error_patterns import pattern
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.sides import in_double_precision, nested
 from gradtools.testing.diverging.layer_guesses import told_apart
-from gradtools.testing.diverging.layouts import _joined, _key, match_parameters
+from gradtools.testing.diverging.layouts import _joined, _key, _stripped, match_parameters
 from gradtools.testing.diverging.traces import (
     CALLER,
     Layer,
@@ -324,8 +324,8 @@ class _TraceWalk:
         return None
 
     def _jax_array(self, arrays: Mapping[Any, np.ndarray], path: Name) -> np.ndarray | None:
-        wanted = _stripped(path)
-        return next((x for p, x in arrays.items() if _stripped(p) == wanted), None)
+        wanted = _joined(_stripped(path))
+        return next((x for p, x in arrays.items() if _joined(_stripped(p)) == wanted), None)
 
     def _close(self, x: np.ndarray, y: np.ndarray, exact: bool = False) -> bool:
         if x.shape != y.shape:
@@ -469,11 +469,6 @@ def _split(name: str) -> Name:
 
 def _dotted(name: Name) -> str:
     return _joined(name) or "the model"
-
-
-def _stripped(path: Sequence[Any]) -> tuple[str, ...]:
-    parts = tuple(map(str, path))
-    return parts[1:] if parts and parts[0] in ("params", "batch_stats") else parts
 
 
 # --- layouts of activations

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
+from gradtools.testing.cross_checking.sides import nested
 
 Path = tuple[Any, ...]
 Shape = tuple[int, ...]
@@ -118,7 +119,7 @@ class ParameterMapping:
         """
         arrays = read_torch(torch_params)
         self._check_names("to_jax", arrays, {e.torch_name for e in self.entries})
-        tree: dict[Any, Any] = {}
+        flat: dict[Path, np.ndarray] = {}
         for e in self.entries:
             if e.torch_name in arrays:
                 x = arrays[e.torch_name]
@@ -126,8 +127,8 @@ class ParameterMapping:
                     raise GradtoolsError(
                         f"to_jax: {e.torch_name} has shape {x.shape}, expected {e.torch_shape}."
                     )
-                put(tree, e.jax_path, e.layout.to_jax(x))
-        return tree
+                flat[e.jax_path] = e.layout.to_jax(x)
+        return nested(flat)
 
     def to_torch(self, jax_params: Any) -> dict[str, np.ndarray]:
         """JAX's arrays in PyTorch's names and layout; the inverse of `to_jax`.
@@ -549,13 +550,6 @@ def _walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def _numpy(x: Any) -> np.ndarray:
     return np.asarray(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
-
-
-def put(tree: dict[Any, Any], path: Path, x: Any) -> None:
-    """Sets the entry at a path in nested dictionaries."""
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = x
 
 
 # --- names

@@ -12,22 +12,14 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from importlib import import_module
-from operator import getitem
 from typing import Any
 
 import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.sides import as_setting, cast, library, tokens
-from gradtools.testing.diverging.layouts import (
-    ParameterMapping,
-    named_leaves,
-    put,
-    read_jax,
-    read_torch,
-)
+from gradtools.testing.diverging.layouts import ParameterMapping, read_jax, read_torch
 
 CALLER = "first_divergence"
 Name = tuple[str, ...]
@@ -65,13 +57,11 @@ class Trace:
         layers: The calls, in the order in which they returned.
         parameters: The model's parameters by name or path.
         gradients: Their gradients.
-        kinds: The class of each module.
     """
 
     layers: list[Layer]
     parameters: dict[Any, np.ndarray]
     gradients: dict[Any, np.ndarray]
-    kinds: dict[Name, Any]
 
 
 def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: Any) -> Trace:
@@ -85,7 +75,6 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
     args = [_to_torch(x, dtype) for x in inputs]
     layers: list[Layer] = []
     calls: dict[Name, int] = {}
-    kinds = {_name(n): m for n, m in model.named_modules()}
 
     def watch(name: Name) -> Callable[..., None]:
         def hook(module: Any, given: Any, named: Any, out: Any) -> Any:
@@ -107,7 +96,9 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
         free = hasattr(y, "requires_grad") and y.is_floating_point() and not y.requires_grad
         return y + torch.zeros_like(y, requires_grad=True) if free else y
 
-    handles = [m.register_forward_hook(watch(name), with_kwargs=True) for name, m in kinds.items()]
+    handles = [
+        m.register_forward_hook(watch(_name(n)), with_kwargs=True) for n, m in model.named_modules()
+    ]
     try:
         out = [y for y in _tensors(model(*args, **(kwargs or {}))) if y.is_floating_point()]
         pairs = [(y, torch.as_tensor(draw(_np(y)))) for y in out]
@@ -118,19 +109,28 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
         for handle in handles:
             handle.remove()
     gradients = {n: _np(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    return Trace(layers, read_torch(model), gradients, kinds)
+    return Trace(layers, read_torch(model), gradients)
 
 
 def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: Any) -> Trace:
-    """Records a run of a flax.linen module with variables, or of an nnx or equinox module."""
+    """Records a run of a flax.linen module with variables, or of an nnx or equinox module.
+
+    An equinox module takes one example, and `jax.vmap` of one a batch. Layers that the module
+    itself maps over an axis are skipped, as their values are tracers of that transform.
+    """
     import jax
 
     gt = import_module("gradtools.jax")
     args = [_to_jax(x, dtype) for x in inputs]
-    params, run, mapped = _runner(model, dtype).split()
+    module, variables = model if isinstance(model, tuple) else (model, None)
+    mapped = library(module) is None
+    module = module.__wrapped__ if mapped else module
+    apply, params, state = gt.make_functional(module, variables=variables)
+    leaves, treedef = jax.tree.flatten(_tree(params, dtype))
+    state = _tree(state, dtype)
     order: list[tuple[Name, int]] = []
 
-    def once(params: Any, zeros: dict[Any, Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    def once(leaves: Any, zeros: dict[Any, Any], args: Sequence[Any]) -> tuple[Any, Any]:
         watched: list[tuple[Any, Any]] = []
         calls: dict[Name, int] = {}
         order.clear()
@@ -143,20 +143,26 @@ def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: 
             watched.append((_arrays(given), _floats(out)))
             return out
 
-        return _floats(run(params, args, kwargs or {}, seen)), watched
+        with _hooks(module, seen):
+            out, _ = apply(jax.tree.unflatten(treedef, leaves), state, *args, **(kwargs or {}))
+        return _floats(out), watched
 
-    def program(params: Any, zeros: dict[Any, Any]) -> tuple[Any, Any]:
+    def program(leaves: Any, zeros: dict[Any, Any]) -> tuple[Any, Any]:
         if not mapped:
-            return once(params, zeros, args)
-        return jax.vmap(lambda zeros, args: once(params, zeros, args))(zeros, args)
+            return once(leaves, zeros, args)
+        return jax.vmap(lambda zeros, args: once(leaves, zeros, args))(zeros, args)
+
+    def named(leaves: Any) -> dict[Any, np.ndarray]:
+        tree = jax.tree.unflatten(treedef, leaves)
+        return read_jax(tree if variables is None else {"params": tree})
 
     try:
-        _, shapes = jax.eval_shape(program, params, {})
+        _, shapes = jax.eval_shape(program, leaves, {})
         zeros: dict[Any, Any] = {
             key: [jax.numpy.zeros(y.shape, y.dtype) for y in outs]
             for key, (_, outs) in zip(order, shapes, strict=True)
         }
-        out, pullback, watched = gt.vjp(program, params, zeros, has_aux=True)
+        out, pullback, watched = gt.vjp(program, leaves, zeros, has_aux=True)
     except jax.errors.UnexpectedTracerError as error:
         raise GradtoolsError(
             f"{CALLER}: a layer of the JAX model is called inside a transform (nn.scan, nn.remat, "
@@ -167,119 +173,56 @@ def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: 
         Layer(key[0], key[1], _nps(ins), _nps(outs), list(_nps(back[key])))
         for key, (ins, outs) in zip(order, watched, strict=True)
     ]
-    return Trace(layers, read_jax(params), read_jax(grads), {})
+    return Trace(layers, named(leaves), named(grads))
 
 
-_Split = tuple[Any, Callable[..., Any], bool]  # parameters, the run, whether over a batch axis
+@contextlib.contextmanager
+def _hooks(module: Any, seen: Callable[..., Any]) -> Iterator[None]:
+    """A context in which each call of a layer of a JAX module is replaced by what `seen` returns.
 
-
-def _runner(model: Any, dtype: str) -> Any:
-    if isinstance(model, tuple):
-        return _Linen(model, dtype)
-    return _Nnx(model, dtype) if library(model) == "flax.nnx" else _Equinox(model, dtype)
-
-
-class _Linen:
-    """A linen module with its variables."""
-
-    def __init__(self, model: Any, dtype: str) -> None:
-        self.module, variables = model
-        self.params = _tree(dict(variables).get("params", {}), dtype)
-        self.rest = {k: _tree(v, dtype) for k, v in dict(variables).items() if k != "params"}
-
-    def split(self) -> _Split:
-        return {"params": self.params}, self._run, False
-
-    def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
+    seen: Takes the layer's name, its arguments and its result.
+    """
+    kind = library(module)
+    if kind == "flax.linen":
         import flax.linen as nn
 
         def meet(call: Any, given: Any, named: Any, context: Any) -> Any:
             out = call(*given, **named)
             if context.method_name != "__call__":
                 return out
-            name = tuple(map(str, context.module.path))
-            return seen(name, [*given, *named.values()], out)
+            return seen(tuple(map(str, context.module.path)), [*given, *named.values()], out)
 
         with nn.intercept_methods(meet):
-            result = self.module.apply(
-                {**params, **self.rest}, *args, mutable=list(self.rest), **kwargs
-            )
-        return result[0]
-
-
-class _Nnx:
-    """An nnx module."""
-
-    def __init__(self, model: Any, dtype: str) -> None:
-        from flax import nnx
-
-        parts: Any = nnx.split(model, nnx.Param, ...)
-        self.graph = parts[0]
-        self.params, self.rest = (_tree(part, dtype) for part in parts[1:])
-
-    def split(self) -> _Split:
-        return self.params.to_pure_dict(), self._run, False
-
-    def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
-        from flax import nnx
-
-        state = import_module("jax").tree.map(lambda x: x, self.params)
-        state.replace_by_pure_dict(params)
-        model = nnx.merge(self.graph, state, self.rest)
-        # flax before 0.12.1 has it as a method alone
-        modules = list(
-            nnx.iter_modules(model) if hasattr(nnx, "iter_modules") else model.iter_modules()
-        )
-        names = {id(m): tuple(map(str, path)) for path, m in modules}
-        with _wrapped({type(m) for _, m in modules}, names, seen):
-            return model(*args, **kwargs)
-
-
-class _Equinox:
-    """An equinox module, which takes one example, or `jax.vmap` of one.
-
-    Layers that the module itself maps over an axis are skipped, as their values are tracers of
-    that transform.
-    """
-
-    def __init__(self, model: Any, dtype: str) -> None:
-        import equinox
-        import jax
-
-        self.mapped = not isinstance(model, equinox.Module)
-        model = _tree(model.__wrapped__ if self.mapped else model, dtype)
-        params, self.rest = equinox.partition(model, equinox.is_inexact_array)
-        self.params, self.treedef = jax.tree.flatten(params)
-        self.paths = list(named_leaves(params))
-
-    def split(self) -> _Split:
-        nested: dict[Any, Any] = {}
-        for path, x in zip(self.paths, self.params, strict=True):
-            put(nested, path, x)
-        return nested, self._run, self.mapped
-
-    def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
-        import equinox
-        import jax
-
+            yield
+    elif kind == "flax.nnx":
+        with _wrapped(_nnx_modules, module, seen):
+            yield
+    else:
         from gradtools.jax._upstream import get_opaque_trace_state
 
-        leaves = [reduce(getitem, path, params) for path in self.paths]
-        model = equinox.combine(jax.tree.unflatten(self.treedef, leaves), self.rest)
-        modules = dict(_equinox_modules(equinox, model))
         here = get_opaque_trace_state(convention=CALLER)
 
         def seen_here(name: Name, given: Any, out: Any) -> Any:
             inside = get_opaque_trace_state(convention=CALLER) == here
             return seen(name, given, out) if inside else out
 
-        names = {id(m): name for name, m in modules.items()}
-        with _wrapped({type(m) for m in modules.values()}, names, seen_here):
-            return model(*args, **kwargs)
+        with _wrapped(_equinox_modules, module, seen_here):
+            yield
 
 
-def _equinox_modules(equinox: Any, module: Any, path: Name = ()) -> Iterator[tuple[Name, Any]]:
+def _nnx_modules(module: Any) -> Iterator[tuple[Name, Any]]:
     """A module and its submodules, with their paths."""
+    from flax import nnx
+
+    # flax before 0.12.1 has it as a method alone
+    every = nnx.iter_modules(module) if hasattr(nnx, "iter_modules") else module.iter_modules()
+    for path, part in every:
+        yield tuple(map(str, path)), part
+
+
+def _equinox_modules(module: Any, path: Name = ()) -> Iterator[tuple[Name, Any]]:
+    """A module and its submodules, with their paths."""
+    import equinox
     import jax
 
     yield path, module
@@ -287,18 +230,24 @@ def _equinox_modules(equinox: Any, module: Any, path: Name = ()) -> Iterator[tup
     for keys, part in jax.tree.leaves_with_path(module, is_leaf=is_part):
         if is_part(part):
             below = tokens(jax.tree_util.keystr(keys))
-            yield from _equinox_modules(equinox, part, (*path, *below))
+            yield from _equinox_modules(part, (*path, *below))
 
 
 @contextlib.contextmanager
 def _wrapped(
-    classes: set[type], names: dict[int, Name], seen: Callable[..., Any]
+    parts: Callable[[Any], Iterator[tuple[Name, Any]]], module: Any, seen: Callable[..., Any]
 ) -> Iterator[None]:
-    """A context in which `__call__` of these classes reports to `seen`."""
-    kept = {}
+    """A context in which `__call__` of the module's classes reports to `seen`.
+
+    What is called is a copy of the module, whose parts are named when it is called itself.
+    """
+    names: dict[int, Name] = {}
+    kept, thread = {}, threading.get_ident()
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *given: Any, **named: Any) -> Any:
+            if not names and threading.get_ident() == thread:
+                names.update({id(part): name for name, part in parts(self)})
             out = call(self, *given, **named)
             name = names.get(id(self))
             return out if name is None else seen(name, [*given, *named.values()], out)
@@ -306,7 +255,7 @@ def _wrapped(
         return run
 
     with _LOCK:
-        for cls in classes:
+        for cls in {type(part) for _, part in parts(module)}:
             if any("__call__" in base.__dict__ for base in cls.__mro__):
                 kept[cls] = cls.__dict__.get("__call__")
         originals = {cls: cls.__call__ for cls in kept}

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.checking.probe import inner, size, wide
+from gradtools.testing.checking.probe import inner, size
+from gradtools.testing.report import widened
 from tests.conformance.rig.matrix import Cell
 from tests.conformance.rig.problem import (
     CLOSED,
@@ -201,7 +202,9 @@ def _rows(p: Problem, found: Sequence[np.ndarray]) -> list[Sequence[np.ndarray]]
 
 def _times(row: Sequence[np.ndarray], t: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
     """One row of blocks times t."""
-    parts = [np.tensordot(wide(j), x, axes=x.ndim) for j, x in zip(row, t, strict=True) if x.size]
+    parts = [
+        np.tensordot(widened(j), x, axes=x.ndim) for j, x in zip(row, t, strict=True) if x.size
+    ]
     return np.asarray(sum(parts, np.zeros(shape)))
 
 
@@ -401,10 +404,10 @@ def _reverse_only(p: Problem, name: str) -> Ask:
     count = len(p.ref.leaves)
 
     def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
-        grads = [wide(g) for g in found[count:]]
+        grads = [widened(g) for g in found[count:]]
         yield from p.slopes(grads)
         for x, y in zip(found[:count], _expected(p, name, grads), strict=True):
-            yield p.near(CLOSED, wide(x), y, y)
+            yield p.near(CLOSED, widened(x), y, y)
 
     return Ask(lambda *leaves: (edited(*p.active(leaves)), plain(*p.active(leaves))), judge)
 

@@ -1,0 +1,379 @@
+"""Jacobians, Hessians, and their products with vectors, without a matrix where none is needed.
+
+With g the gradient of a real f, and H = dg/dx,
+
+    hvp              H t, by a jvp or a vjp of g
+    mixed_partial    (d/dy) <u, (d/dz) f(y, G(z))>, by one jvp of G and a derivative of df/dg
+
+and a Jacobian or Hessian is made of the products with all unit vectors (`jacobian_blocks`), or with
+a few sums of them where it is sparse (`sparse`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from gradtools.arguments.calls import Call, call_of_primals
+from gradtools.arguments.checks import (
+    check_choice,
+    check_function,
+    normalized_argnums,
+    same_length,
+    whole_or_none,
+)
+from gradtools.arguments.wording import describe
+from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
+from gradtools.derivatives import derivative_function
+from gradtools.disconnected_inputs import refuse_cut
+from gradtools.errors import GradtoolsError
+from gradtools.jacobian_blocks import blocks, in_precision_of
+
+Argnums = int | Sequence[int]
+JacobianMode = Literal["auto", "forward", "reverse"]
+HvpMode = Literal["auto", "forward_over_reverse", "reverse_over_reverse"]
+_JACOBIAN_MODES = ("auto", "forward", "reverse")
+_HVP_MODES = ("auto", "forward_over_reverse", "reverse_over_reverse")
+
+
+class Jacobians(Operators):
+    """The operators that compute matrices of derivatives, or products with them."""
+
+    def jacobian(
+        self,
+        f: Callable[P, Any],
+        argnums: Argnums = 0,
+        mode: JacobianMode = "auto",
+        chunk_size: int | None = None,
+        sparsity: Any = None,
+    ) -> Callable[P, Any]:
+        """The Jacobian of f: every output entry by every input entry.
+
+        Args:
+            f: Takes and returns pytrees of arrays; real inputs.
+            argnums: Which positional arguments to differentiate with respect to.
+            mode: "reverse" pulls back one unit cotangent for each output entry, "forward" pushes
+                one unit tangent for each input entry. "auto" takes the smaller number. In PyTorch
+                the size of the output is known once f is evaluated: if it is more than twice
+                that of the input, tangents are pushed by the transposed pullback, as `linearize`
+                does, provided that f consists of PyTorch's own operations and sets no gradient
+                hooks. If f's output has another precision than its input, "forward" gives that of
+                the output, the others that of the input.
+            chunk_size: How many unit vectors at once; all by default. 1 is a loop without vmap: in
+                PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
+            sparsity: Of an f from one array to one array: where its Jacobian may differ from zero,
+                a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array, with one row
+                for each entry of the output and one column for each of the input, or of the
+                Jacobian's shape. Or "detect": the pattern is read from the program of f, which is
+                traced (PyTorch: run) once more for it, and is never smaller than the true one.
+                Columns, rows or both are coloured, so that a banded Jacobian takes as many
+                products as it has bands. It needs `pip install "gradtools[sparse]"`.
+
+        Returns:
+            A function of f's arguments. For an output leaf of shape s and an input leaf of shape
+            t it returns an array of shape s + t, in the tree of the output, with the tree of the
+            argument (a tuple of trees if argnums is a tuple) at each leaf. With sparsity, one
+            sparse array of shape s + t: `torch.sparse_coo`, or `jax.experimental.sparse.BCOO`.
+
+        Raises:
+            GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
+                real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
+                unknown; the chunk size is below 1; the pattern omits a nonzero entry, as a product
+                with a random vector shows (under `jax.jit` the entries then are NaN).
+
+        Example:
+            >>> x = gt.asarray(np.float32([1.0, 2.0]))
+            >>> gt.to_numpy(gt.jacobian(lambda x: x ** 2)(x)).tolist()
+            [[2.0, 0.0], [0.0, 4.0]]
+        """
+        check_choice("jacobian", "mode", mode, _JACOBIAN_MODES)
+        chunk_size = whole_or_none("jacobian", "chunk_size", chunk_size, 1, "unit vectors")
+
+        call = partial(self._jacobian_at, f, argnums, mode, chunk_size, sparsity)
+        return derivative_function("jacobian", f, argnums, call)
+
+    def _jacobian_at(
+        self,
+        f: Any,
+        argnums: Argnums,
+        mode: str,
+        chunk_size: int | None,
+        sparsity: Any,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        backend = self._backend
+        positions = normalized_argnums("jacobian", argnums, len(args))
+        call = Call(backend, "jacobian", f, args, kwargs, positions)
+        if sparsity is not None:
+            from gradtools.sparse.jacobians import sparse_jacobian
+
+            run = backend.stage(call, call.leaves).run
+            uncompiled = backend.compiler.uncompiled
+            return uncompiled(sparse_jacobian, call, run, sparsity, mode, chunk_size)
+        _refuse_complex(backend, call)
+        fun: Fun = call
+        if is_auto := mode == "auto":
+            call.may_transpose = True
+            staged = backend.stage(call, call.leaves)
+            refuse_cut(call, staged.cut())
+            mode, fun = staged.jacobian_mode, staged.run
+        rows = blocks(backend, fun, call.leaves, mode, chunk_size)
+        if is_auto:  # the dtype must not depend on which mode the output's size selects
+            cast = partial(in_precision_of, backend)
+            rows = [list(map(cast, call.leaves, row)) for row in rows]
+        call.refuse_changes()
+        trees = [call.to_trees(row) for row in rows]
+        if not isinstance(argnums, tuple | list):
+            trees = [tree[0] for tree in trees]
+        again = (f, argnums, mode, chunk_size, None, *args)
+        attach = call.attaching(self._jacobian_at, *again, **kwargs)
+        return attach(call.tangent_output(trees))
+
+    def hvp(
+        self,
+        f: Callable[P, Any],
+        primals: Sequence[Any],
+        tangents: Sequence[Any],
+        mode: HvpMode = "auto",
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The gradient of a real scalar f and its Hessian times a vector, from one evaluation.
+
+        Products with several vectors at one point share an evaluation by `linearize(grad(f), x)`.
+
+        For complex arguments the Hessian is that of the real and imaginary parts: real-linear
+        in the tangent, symmetric under Re<u, v>.
+
+        Args:
+            f: As in `grad`.
+            primals: One pytree of floating or complex arrays for each argument.
+            tangents: The same structure, shapes and dtypes.
+            mode: "forward_over_reverse" (a jvp of the gradient), "reverse_over_reverse" (a vjp
+                of it), or "auto": the latter in PyTorch, the former in JAX unless f holds a
+                reverse-only edit. In JAX an f with a `while_loop`, which has no reverse mode, is
+                differentiated forward over forward.
+
+        Returns:
+            `(gradient, product)`, each a tuple with one pytree for each primal.
+
+        Raises:
+            GradtoolsError: As `grad` and `jvp` do.
+
+        Example:
+            >>> x, t = gt.asarray(np.float32(3.0)), gt.asarray(np.float32(1.0))
+            >>> (g,), (h,) = gt.hvp(lambda x: x ** 3, (x,), (t,))
+            >>> float(g), float(h)
+            (27.0, 18.0)
+
+        Source: Pearlmutter, Fast exact multiplication by the Hessian, 1994.
+        """
+        check_choice("hvp", "mode", mode, _HVP_MODES)
+        primals, tangents = same_length("hvp", primals, tangents)
+        call = call_of_primals(self._backend, "hvp", f, primals)
+        flat_tangents = call.from_trees(tangents, "tangent")
+        mode, fun = self._second_order(call, mode)
+        gradient = self._flat_gradient(call, fun, mode)
+        if mode.startswith("forward"):
+            grads, extras, products = self._backend.jvp(gradient, call.leaves, flat_tangents)
+        else:
+            evaluation = self._backend.vjp(gradient, call.leaves, groups=None, once=True)
+            grads, extras = evaluation.outs, evaluation.extras
+            products = self._backend.filled(evaluation.pullback(flat_tangents), call.leaves)
+        call.settle(extras)
+        pair = call.to_trees(grads), call.to_trees(products)
+        return call.attaching(self.hvp, f, primals, tangents, mode)(pair)
+
+    def hessian(
+        self, f: Callable[P, Any], argnums: Argnums = 0, sparsity: Any = None
+    ) -> Callable[P, Any]:
+        """The Hessian of a real scalar f of real arguments.
+
+        Args:
+            f: As in `grad`.
+            argnums: Which positional arguments to differentiate with respect to.
+            sparsity: As in `jacobian`, of the Hessian; an entry on one side of the diagonal need
+                not be repeated on the other.
+
+        Returns:
+            A function of f's arguments. For argument leaves of shapes s and t it returns an
+            array of shape s + t, in the tree of the argument, with that tree again at each leaf;
+            for a tuple of argnums, a tuple of tuples. With sparsity, one sparse array.
+
+        Raises:
+            GradtoolsError: An input is complex, or as `grad` does.
+
+        Example:
+            >>> x = gt.asarray(np.float32([1.0, 2.0]))
+            >>> gt.to_numpy(gt.hessian(lambda x: (x ** 3).sum())(x)).tolist()
+            [[6.0, 0.0], [0.0, 12.0]]
+        """
+        return derivative_function(
+            "hessian", f, argnums, partial(self._hessian_at, f, argnums, sparsity)
+        )
+
+    def _hessian_at(
+        self, f: Any, argnums: Argnums, sparsity: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        positions = normalized_argnums("hessian", argnums, len(args))
+        call = Call(self._backend, "hessian", f, args, kwargs, positions)
+        _refuse_complex(self._backend, call)
+        mode, fun = self._second_order(call, "auto")
+        gradient = self._flat_gradient(call, fun, mode)
+        if sparsity is not None:
+            from gradtools.sparse.jacobians import sparse_hessian
+
+            uncompiled = self._backend.compiler.uncompiled
+            return uncompiled(sparse_hessian, call, gradient, sparsity, mode.split("_")[0])
+        row_blocks = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
+        call.refuse_changes()
+        rows = [call.to_trees(row) for row in row_blocks]
+        if isinstance(argnums, tuple | list):
+            hessian = call.to_trees(rows)
+        else:
+            hessian = call.to_trees([row[0] for row in rows])[0]
+        return call.attaching(self._hessian_at, f, argnums, None, *args, **kwargs)(hessian)
+
+    def mixed_partial(
+        self, f: Callable[[Any, R], Any], G: Callable[[T], R], y: Any, z: T, u: Any
+    ) -> Any:
+        """(d/dy) <u, (d/dz) f(y, G(z))>, with one forward-mode pass through G and no graph of it.
+
+        With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)>
+        at g = G(z): so G is passed once in forward mode, and only f is differentiated twice.
+        What is kept does not grow with the depth of G. The result is differentiable, also with
+        respect to z, u and what G captures: in PyTorch that evaluates G once more.
+
+        Several directions share one evaluation of f, and in JAX one of G. In PyTorch G runs once
+        for each direction, each time from the same random state, buffers and attributes.
+
+        Args:
+            f: A real scalar function of y and of what G returns.
+            G: Any function of z that has a forward mode. PyTorch: fused attention and recurrent
+                layers on the CPU, which have none, are replaced by PyTorch's own alternatives,
+                which is reported once.
+            y: A pytree of floating or complex arrays.
+            z: The same, for G.
+            u: The direction, a pytree like z, or a list of such pytrees.
+
+        Returns:
+            A pytree like y, or a list of them.
+
+        Raises:
+            GradtoolsError: u does not fit z; G has no forward mode; in PyTorch, when the result
+                is differentiated and G, evaluated once more, returns another value.
+
+        Example:
+            >>> y, z, u = (gt.asarray(np.float32(v)) for v in (2.0, 3.0, 1.0))
+            >>> float(gt.mixed_partial(lambda y, g: (y * g) ** 2, lambda z: z * z, y, z, u))
+            432.0
+
+        Source: forward over reverse, as in Pearlmutter, Fast exact multiplication by the Hessian,
+        1994, with the pushforward taken through G alone.
+        """
+        check_function("mixed_partial", f)
+        check_function("mixed_partial", G, "G")
+        single = (
+            not isinstance(u, list) or self._backend.flatten(u)[1] == (self._backend.flatten(z)[1])
+        )
+        if single:
+            return self._mixed_partials(f, G, y, z, [u])[0]
+        # Uncompiled: each direction runs G from the same random state, which dynamo cannot restore.
+        return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u)
+
+    def _flat_gradient(self, call: Call, fun: Fun, mode: str) -> Fun:
+        """The gradient of a call as a function of flat arrays; `fun` evaluates the call."""
+
+        def pushed(*leaves: Array) -> tuple[list[Array], list[Array]]:
+            rows = blocks(self._backend, fun, list(leaves), "forward", None)
+            if len(rows) != 1 or [g.shape for g in rows[0]] != [x.shape for x in leaves]:
+                call.scalar(*fun(*leaves))  # which raises
+            return rows[0], []
+
+        def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
+            evaluation = self._backend.vjp(fun, list(leaves), groups=None, once=True)
+            out = call.scalar(evaluation.outs, evaluation.extras)
+            grads = evaluation.pullback([self._backend.ones_like(out)])
+            refuse_cut(call, evaluation.cut(grads))
+            return self._backend.filled(
+                grads, call.leaves
+            ), evaluation.extras if call.opened is not None else []
+
+        chosen = pushed if mode == "forward_over_forward" else gradient
+        chosen.caller = call.caller  # type: ignore[attr-defined]
+        return chosen
+
+    def _second_order(self, call: Call, mode: str) -> tuple[str, Fun]:
+        """The mode that "auto" means for this call, and the function that evaluates the call."""
+        if mode != "auto" or self._backend.hvp_mode == "reverse_over_reverse":
+            return (self._backend.hvp_mode if mode == "auto" else mode), call
+        staged = self._backend.stage(call, call.leaves)
+        refuse_cut(call, staged.cut())
+        mode = "reverse_over_reverse" if staged.reverse_only else "forward_over_reverse"
+        if staged.forward_only and not any(map(self._backend.is_complex, call.leaves)):
+            mode = "forward_over_forward"
+        return mode, staged.run
+
+    def _mixed_partials(self, f: Any, G: Any, y: Any, z: Any, us: list[Any]) -> list[Any]:
+        """The mixed partial derivatives along each direction of `us`."""
+        if not us:
+            return []
+        backend = self._backend
+        g, ws = self._pushed_through(G, z, us)
+        call = call_of_primals(backend, "mixed_partial", f, (y, g))
+        count = call.counts[0]
+        many = [[x for x in backend.flatten(w)[0] if x is not None] for w in ws]
+        mode, fun = self._second_order(call, "auto")
+        if mode == "forward_over_reverse":
+            by_y = _partial_of(backend, call, fun, 0)
+            rows = backend.jvps(by_y, call.leaves[count:], many)[2]
+        else:
+            by_g = _partial_of(backend, call, fun, 1)
+            evaluation = backend.vjp(by_g, call.leaves[:count], groups=None, once=len(many) == 1)
+            rows = [backend.filled(evaluation.pullback(w), call.leaves[:count]) for w in many]
+        call.refuse_changes()
+        return [call.to_trees([*row, *call.leaves[count:]])[0] for row in rows]
+
+    def _pushed_through(self, G: Any, z: Any, us: list[Any]) -> tuple[Any, list[Any]]:
+        """G(z) and its tangent along each of us, in forward mode."""
+        backend = self._backend
+        call = call_of_primals(backend, "mixed_partial", G, (z,))
+        many = [call.from_trees((u,), "tangent") for u in us]
+        outs, extras, pushed = backend.jvps(call, call.leaves, many)
+        if not outs:
+            came = call.output(outs, extras)[0]
+            hint = " Is a return statement missing?" if came is None else ""
+            raise GradtoolsError(
+                "mixed_partial: G must return a floating or complex array; got "
+                f"{describe(backend, came)}.{hint}"
+            )
+        return call.output(outs, extras)[0], [call.tangent_output(dys) for dys in pushed]
+
+
+def _partial_of(backend: Backend, call: Call, fun: Fun, which: int) -> Fun:
+    """For f(y, g): its gradient in argument `which`, as a function of the other's leaves."""
+    count = call.counts[0]
+    leaves = call.leaves[:count] if which == 0 else call.leaves[count:]
+
+    def gradient(*others: Array) -> tuple[list[Array], list[Array]]:
+        def restricted(*xs: Array) -> tuple[list[Array], list[Array]]:
+            return fun(*xs, *others) if which == 0 else fun(*others, *xs)
+
+        evaluation = backend.vjp(restricted, leaves, groups=None, once=True)
+        out = call.scalar(evaluation.outs, evaluation.extras)
+        pulled = evaluation.pullback([backend.ones_like(out)])
+        refuse_cut(call, [i + (count if which else 0) for i in evaluation.cut(pulled)])
+        return backend.filled(pulled, leaves), []
+
+    return gradient
+
+
+def _refuse_complex(backend: Backend, call: Call) -> None:
+    for x, path in zip(call.leaves, call.paths, strict=True):
+        if backend.is_complex(x):
+            raise GradtoolsError(
+                f"{call.caller}: {path} is complex ({backend.dtype_name(x)}). The Jacobian of a "
+                "function that is not holomorphic is not a complex matrix. Pass the real and "
+                "imaginary parts as two real arrays, or use hvp, jvp or vjp, which are real-linear."
+            )

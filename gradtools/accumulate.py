@@ -340,7 +340,7 @@ class GradientAccumulator:
         weighted = self._weighted(paths, term)
         copied = self._arrays.copied
         totals = [copied(y) if y is x else y for x, y in zip(term.arrays, weighted, strict=True)]
-        errors = self._no_errors(totals)
+        errors = tuple(map(self._backend.zeros_like, totals)) if self._compensated else ()
         return State(
             term.treedef, paths, term.specs, tuple(totals), errors, term.weight, term.varies
         )
@@ -415,11 +415,6 @@ class GradientAccumulator:
         return total, error - (total - s)
 
     # --- helpers
-
-    def _no_errors(self, totals: list[Any]) -> tuple[Any, ...]:
-        if not self._compensated:
-            return ()
-        return tuple(map(self._backend.zeros_like, totals))
 
     def _read(self, caller: str, of: Callable[[State], list[Any]]) -> tuple[State, list[Any]]:
         """The state and `of(state)`, which copies the sums under the lock."""

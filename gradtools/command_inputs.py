@@ -130,12 +130,8 @@ def _packages(f: Any, space: dict[str, Any]) -> Iterator[str]:
     if any(map(_backend_of, own)):
         return
     for value in space.values():
-        yield value.__name__ if isinstance(value, ModuleType) else _home(value)
-
-
-def _home(value: Any) -> str:
-    name = getattr(value, "__module__", None)
-    return name if isinstance(name, str) else ""
+        is_module = isinstance(value, ModuleType)
+        yield value.__name__ if is_module else str(getattr(value, "__module__", ""))
 
 
 def _backend_of(module: str) -> str | None:

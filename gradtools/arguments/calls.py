@@ -48,7 +48,8 @@ class Call:
         has_aux: bool = False,
         elsewhere: str = NOT_NAMED,
     ) -> None:
-        self.backend, self.caller, self.f, self.has_aux = backend, caller, f, has_aux
+        self.backend, self.caller, self.has_aux = backend, caller, has_aux
+        self.f: Any = f
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
         self.opened: Any = None
         kinds = self._flatten()
@@ -93,13 +94,10 @@ class Call:
         """A copy for pullbacks, without arrays: names, structures, shapes and dtypes."""
         bare = copy(self)
         bare.leaves = [aval(x) for x in self.leaves]
-        bare.args = tuple([self._numbered(tree) for tree in self.args])
-        bare.f, bare.kwargs, bare.opened = _no_function, {}, None
+        flat = map(self.backend.flatten, self.args)
+        bare.args = tuple([self.backend.unflatten(t, range(len(leaves))) for leaves, t in flat])
+        bare.f, bare.kwargs, bare.opened = None, {}, None
         return bare
-
-    def _numbered(self, tree: Any) -> Any:
-        leaves, treedef = self.backend.flatten(tree)
-        return self.backend.unflatten(treedef, range(len(leaves)))
 
     # --- the function of flat arrays
 
@@ -207,7 +205,7 @@ class Call:
         `operator(*args, **kwargs)` again, and `select` takes the results from its output.
         """
         if self.opened is None:
-            return _identity
+            return lambda results, select=None: results
         return self.backend.attaching(self.opened, self.caller, partial(operator, *args, **kwargs))
 
     def refuse_changes(self) -> None:
@@ -272,10 +270,6 @@ def call_of_primals(
     return Call(backend, caller, f, primals, {}, argnums, has_aux, "let f close over it")
 
 
-def _identity(results: Any, select: Any = None) -> Any:
-    return results
-
-
 def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
     """The leaves of `tree` at treedef's leaves, in any order of dict keys; None if it differs."""
     try:
@@ -283,7 +277,3 @@ def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
     except (ValueError, TypeError):
         return None
     return None if any(isinstance(x, tuple | list | dict) for x in leaves) else leaves
-
-
-def _no_function(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("the call was made without_values")

@@ -97,12 +97,8 @@ class JaxGuest:
 
     def reach(self, of: Foreign, specs: Sequence[ArraySpec]) -> Sequence[Sequence[bool]] | None:
         """For each output a mask of the inputs that reach it; None if f cannot be traced."""
-        traced = self._traced(of.run, specs)
-        return None if traced is None else reached_matrix(traced)
-
-    def _traced(self, run: Any, specs: Sequence[ArraySpec]) -> Any:
         try:
-            return jax.make_jaxpr(run)(*map(_struct, specs))
+            return reached_matrix(jax.make_jaxpr(of.run)(*map(_struct, specs)))
         except jax.errors.JAXTypeError:  # f reads values
             return None
 

@@ -124,8 +124,11 @@ class TorchGuest:
         """For each output a mask of the inputs that reach it; None if f raises on fake tensors."""
         with self._faked(of, specs) as xs:
             at = [x.requires_grad_() for x in xs if self.backend.is_inexact(x)]
-            ys = _taken(of.run, [x.clone() for x in xs])
-            return None if ys is None else [self._reaching(y, xs, at) for y in ys]
+            try:
+                ys = of.run(*[x.clone() for x in xs])
+            except Exception:  # whatever the author's code meets there, where numbers are missing
+                return None
+            return [self._reaching(y, xs, at) for y in ys]
 
     def _reaching(self, y: Tensor, xs: Sequence[Tensor], at: Sequence[Tensor]) -> list[bool]:
         """A mask of the xs that get a cotangent from y."""
@@ -291,27 +294,17 @@ def _copies(ts: Sequence[Tensor]) -> list[Tensor]:
 
 def _is_touched(t: Tensor, copies: Sequence[Tensor], i: int) -> bool:
     """Whether a function wrote in the copy of t that it was given, or holds it still."""
-    return is_kept(copies, i) or upstream.version_of(copies[i]) > 0 or not _same(t, copies[i])
-
-
-def _taken(run: Any, xs: Sequence[Tensor]) -> list[Tensor] | None:
-    """What a function makes of fake tensors; None where it does not take them."""
-    try:
-        return list(run(*xs))
-    except Exception:  # whatever the author's code meets there, where numbers are missing
-        return None
+    if is_kept(copies, i) or upstream.version_of(copies[i]) > 0:
+        return True
+    return not np.array_equal(_bytes(t), _bytes(copies[i]))
 
 
 def _spec(y: Tensor) -> ArraySpec:
     return ArraySpec(tuple(y.shape), str(y.dtype).removeprefix("torch."))
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have equal bytes, so that NaN equals NaN."""
-    return bool(np.array_equal(_bytes(a), _bytes(b)))
-
-
 def _bytes(t: Tensor) -> np.ndarray:
+    """The bytes of a tensor, of which those of NaN equal NaN's."""
     return numpy_of_tensor(t).reshape(-1).view(np.uint8)
 
 

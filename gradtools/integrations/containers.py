@@ -128,7 +128,8 @@ class Containers:
                 outer.append(next(left))
             else:
                 inner = [next(left) for _ in range(node.treedef.num_leaves)]
-                outer.append(node.made(self._unflatten(node.treedef, inner)))
+                close = self.closed if type(node.treedef) is OpenedTree else self.unflatten
+                outer.append(node.made(close(node.treedef, inner)))
         return self.unflatten(tree.treedef, outer)
 
     def paths(self, tree: Any) -> list[str]:
@@ -147,11 +148,6 @@ class Containers:
 
     def _of_parts(self, parts: dict[Any, Any]) -> tuple[list[Any], Any]:
         return self.opened(*self.flatten(list(parts.values())))
-
-    def _unflatten(self, treedef: Any, leaves: Sequence[Any]) -> Any:
-        if type(treedef) is OpenedTree:
-            return self.closed(treedef, leaves)
-        return self.unflatten(treedef, leaves)
 
 
 class _Kinds(dict[type, bool]):

@@ -258,7 +258,7 @@ class _TracedFunction:
         """For each leaf, whether an inner derivative is constant in it, or is cut afterwards."""
         if not is_in_scope(self.eqns, _SCOPE):
             return [False] * len(self.closed.in_avals), [False] * len(self.closed.in_avals)
-        inside = reachability.InnerDerivatives(_is_derivative)
+        inside = reachability.InnerDerivatives(lambda eqn: is_in_scope((eqn,), _SCOPE))
         return inside.constants_and_cuts(self.closed, len(self.out_avals))
 
     def cut(self) -> list[int]:
@@ -302,10 +302,6 @@ def _watched() -> Iterator[list[bool]]:
         yield around[-1]
     finally:
         around.pop()
-
-
-def _is_derivative(eqn: Any) -> bool:
-    return is_in_scope((eqn,), _SCOPE)
 
 
 def _traced(fun: Fun, leaves: list[Array]) -> _TracedFunction | None:

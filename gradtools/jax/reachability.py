@@ -186,10 +186,6 @@ def _mask(row: Sequence[bool]) -> int:
     return sum(1 << i for i, connected in enumerate(row) if connected)
 
 
-def _from_inexact(eqn: Eqn, bits: Sequence[int]) -> list[int]:
-    return [item if is_inexact(var) else 0 for var, item in zip(eqn.invars, bits, strict=True)]
-
-
 def is_activation_rule(eqn: Eqn) -> bool:
     """Whether a comparison comes from jax.nn's derivative of an activation, such as relu."""
     return eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
@@ -233,48 +229,35 @@ class Flow:
 
     def through(self, step: Step, bits: Sequence[int]) -> list[int]:
         """The bits of a step's targets, given those of its operands."""
-        inner = [] if step.is_leaf else bodies(step.eqn)
-        if not inner:
-            return self._through_leaf(step, bits)
-        return [_union(mask, bits) for mask in self._edges(step.eqn, inner)]
-
-    def _through_leaf(self, step: Step, bits: Sequence[int]) -> list[int]:
-        edges = _leaf_edges(step.eqn, self.raw)
-        if edges is None or len(step.targets) != len(step.eqn.outvars):
-            return self._any_to_any(step, bits)
-        outputs = [_union(mask, bits) for mask in edges]
-        return [b if self.raw or i else 0 for i, b in zip(step.inexact, outputs, strict=True)]
-
-    def _any_to_any(self, step: Step, bits: Sequence[int]) -> list[int]:
-        """All inputs flow to all outputs, except from a float to an integer or a bool."""
-        total = _any(bits)
-        if self.raw or all(step.inexact) or is_activation_rule(step.eqn):
+        eqn = step.eqn
+        inner = [] if step.is_leaf else bodies(eqn)
+        if inner:
+            return [_union(mask, bits) for mask in self._edges(eqn, inner)]
+        edges = _leaf_edges(eqn, self.raw)
+        if edges is not None and len(step.targets) == len(eqn.outvars):
+            outputs = [_union(mask, bits) for mask in edges]
+            return [b if self.raw or i else 0 for i, b in zip(step.inexact, outputs, strict=True)]
+        total = _any(bits)  # every input to every output, but no float to an integer or a bool
+        if self.raw or all(step.inexact) or is_activation_rule(eqn):
             return [total] * len(step.targets)
-        kept = total & ~_any(_from_inexact(step.eqn, bits))
-        return [total if i else kept for i in step.inexact]
+        floats = [b for var, b in zip(eqn.invars, bits, strict=True) if is_inexact(var)]
+        return [total if i else total & ~_any(floats) for i in step.inexact]
 
     def _edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
         """For each output of a structured equation the mask of its inputs that flow to it."""
-        if eqn.primitive.name in RULED and not self.raw:
-            return self._ruled_edges(eqn, bodies)
+        if eqn.primitive.name in RULED and not self.raw:  # the rule overrides cuts in its function
+            masks = self.uncut._edges(eqn, bodies)
+            return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
         masks = _untouched(eqn)
         for body in bodies:
             if not body.gate:
-                outputs = self._body_edges(body)
+                inner = self.of_jaxpr(body.jaxpr)
+                back = {i: inner[k] for k, i in body.carries}
+                inputs = [1 << i for i in body.inputs]
+                outputs = [_union(_closure(mask, back), inputs) for mask in inner]
                 masks = [a | b for a, b in zip(masks, outputs, strict=True)]
         gates = self._gates(eqn, bodies, masks) if self.raw else 0
         return [mask | gates for mask in masks]
-
-    def _body_edges(self, body: InnerJaxpr) -> list[int]:
-        inner = self.of_jaxpr(body.jaxpr)
-        back = {i: inner[k] for k, i in body.carries}
-        inputs = [1 << i for i in body.inputs]
-        return [_union(_closure(mask, back), inputs) for mask in inner]
-
-    def _ruled_edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
-        """The raw flow to the inexact outputs: a custom rule overrides the cuts in its function."""
-        masks = self.uncut._edges(eqn, bodies)
-        return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
 
     def _gates(self, eqn: Eqn, bodies: list[InnerJaxpr], masks: Sequence[int]) -> int:
         """The inputs that determine which branch runs, or how often a loop does."""

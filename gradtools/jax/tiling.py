@@ -97,7 +97,8 @@ class _SweepRun:
         of_columns = []
         for _, size, count in self.columns:
             like = avals if size == first[1] else self._avals(first[0], size)
-            of_columns.append(_repeated(self._empty(like, COLUMNS), count))
+            repeated = lambda x, count=count: jnp.repeat(x[None], count, axis=0)
+            of_columns.append(jax.tree.map(repeated, self._empty(like, COLUMNS)))
         carry = self._empty(avals, SHARED), of_columns
         for start, size, count in self.rows:
             like = avals if size == first[0] else self._avals(size, first[1])
@@ -200,10 +201,9 @@ class _SweepRun:
 
     def _empty(self, avals: States, side: str) -> States:
         """The identity elements of the merges, for the groups of one side."""
+        full = lambda x, fill: promoted(jnp.full(x.shape, fill, x.dtype), x)
         return [
-            [_full(x, fill) for x, fill in zip(aval, group.identity(len(aval)), strict=True)]
-            if group.side == side
-            else []
+            list(map(full, aval, group.identity(len(aval)))) if group.side == side else []
             for aval, group in zip(avals, self.groups, strict=True)
         ]
 
@@ -218,14 +218,6 @@ def _entry(pairs: Sequence[tuple[str, Any]], side: str) -> Any:
     """The mesh axes (Explicit ones) over which a side is sharded, or None."""
     result = (shardings.entries(x)[0] for role, x in pairs if role == side)
     return next((entry for entry in result if entry is not None), None)
-
-
-def _full(aval: Any, fill: float) -> Any:
-    return promoted(jnp.full(aval.shape, fill, aval.dtype), aval)
-
-
-def _repeated(states: States, count: int) -> States:
-    return jax.tree.map(lambda x: jnp.repeat(x[None], count, axis=0), states)
 
 
 def _cut(x: Any, count: int) -> Any:

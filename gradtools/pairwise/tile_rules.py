@@ -118,12 +118,23 @@ def apply_over_tiles(backend: Backend, of: SumOverTiles | Reduced, xs: Sequence[
     rule = Rule(
         of.name,
         primal=of.primal,
-        linearize=of.linearize,
+        linearize=partial(_linearized, of),
         user_functions=of.call.user_functions,
         nondifferentiable=of.call.unreached if of.is_call else (),
         symbolic_zeros=frozenset({"cotangent"}),
     )
     return backend.apply_rule(rule, *xs)
+
+
+def _linearized(
+    of: SumOverTiles | Reduced, *xs: Array, perturbed: tuple[bool, ...] | None = None
+) -> Linearized:
+    """The outputs, with their tangent and cotangent maps, which are sums over tiles."""
+    moving, ys = moving_inputs(of.call, of.name, xs, perturbed), of.primal(*xs)
+    if of.is_call:
+        moving = [i for i in moving if i not in of.call.unreached]
+    saves = tuple(range(len(xs) + (len(ys) if of.reads_results else 0)))
+    return Linearized(ys, [], saves, of._tangent, partial(of._cotangent, moving))
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +160,7 @@ class SumOverTiles:
     name: str = "pairwise_reduce"
     dtypes: list[str] = field(default_factory=list)
     is_call: bool = False
+    reads_results = False  # whether the derivatives read the outputs
 
     def apply(self, xs: Sequence[Array]) -> Arrays:
         return apply_over_tiles(self.call.backend, self, xs)
@@ -169,14 +181,6 @@ class SumOverTiles:
 
     def _side(self, i: int) -> str:
         return self.sides if isinstance(self.sides, str) else self.sides[i]
-
-    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
-        """The sums, with their tangent and cotangent maps, which are sums over tiles."""
-        moving, ys = moving_inputs(self.call, self.name, xs, perturbed), self.primal(*xs)
-        if self.is_call:
-            moving = [i for i in moving if i not in self.call.unreached]
-        saves = tuple(range(len(xs)))
-        return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
 
     def _tangent(self, xs: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
         given, n = _given(dxs), len(xs)
@@ -239,7 +243,7 @@ class Reduced:
 
     call: TiledCall
     name: str = "pairwise_reduce"
-    is_call = True  # as in `SumOverTiles`
+    is_call = reads_results = True  # as in `SumOverTiles`
 
     def primal(self, *xs: Array) -> Arrays:
         call = self.call
@@ -267,14 +271,6 @@ class Reduced:
             )
             for kind, places, side in triples
         ]
-
-    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
-        """The results, with their tangent and cotangent maps, which are sums over tiles."""
-        moving, ys = moving_inputs(self.call, self.name, xs, perturbed), self.primal(*xs)
-        if self.is_call:
-            moving = [i for i in moving if i not in self.call.unreached]
-        saves = tuple(range(len(xs) + len(ys)))
-        return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
 
     def _read(self, saved: Sequence[Array]) -> tuple[Arrays, list[Arrays], list[Arrays]]:
         """The saved arguments, results, and the results that are read at each tile."""

@@ -306,7 +306,7 @@ class Compressed:
             grads = result.pullback([unit])
             if isinstance(self.fun, Call):  # not for a gradient: cuts were refused inside
                 refuse_cut(self.fun, result.cut(grads))
-            return [self.backend.zeros_like(self.x) if g is None else g for g in grads]
+            return self.backend.filled(grads, [self.x])
 
         assert self.outs is not None
         seeds = self.seeds(self.colouring.row_colours, checking, self.outs, result.outs[0])
@@ -424,12 +424,7 @@ def sparse_hessian(call: Call, gradient: Fun, sparsity: Any, mode: str) -> Any:
     else:
         result = call.backend.vjp(gradient, call.leaves, groups=None, once=False)
         plan._settle(result.outs)
-
-        def pulled(unit: Array) -> list[Array]:
-            return [
-                call.backend.zeros_like(plan.x) if g is None else g for g in result.pullback([unit])
-            ]
-
+        pulled = lambda unit: call.backend.filled(result.pullback([unit]), [plan.x])
         products = call.backend.map_batches(pulled, [seeds], None)[0]
     count = colours.pulled
     return plan.assembled(products[:count] if count else None, products[count:])

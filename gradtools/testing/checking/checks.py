@@ -96,7 +96,7 @@ def check_derivatives(
     Source: Griewank and Walther, Evaluating Derivatives, 2008, chapter 3 (dot-product test);
     Ridders, Accurate computation of F'(x) and F'(x)F''(x), 1982 (extrapolated differences).
     """
-    with checking(CALLER, args, backend, order, modes, precision) as notes:
+    with check_context(CALLER, args, backend, order, modes, precision) as notes:
         probe = Probe(CALLER, f, args, backend)
         check = DerivativeCheck(probe, modes, numeric, allow_jumps, seed)
         check.report.notes += notes
@@ -107,7 +107,7 @@ def check_derivatives(
 
 
 @contextmanager
-def checking(
+def check_context(
     caller: str,
     args: Any,
     backend: Any,

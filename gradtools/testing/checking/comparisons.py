@@ -86,11 +86,6 @@ class Comparisons:
                 )
         return not all(np.isfinite(y).all() for y in self.probe.out)
 
-    def _undecided(self, what: str, unseen: np.ndarray) -> None:
-        """Notes the entries that finite differences can decide in no direction so far."""
-        before = self.unseen.get(what)
-        self.unseen[what] = unseen if before is None else before & unseen
-
     def say_undecided(self) -> None:
         """Lists in the report the entries that no direction could decide."""
         both = self.present.get("forward") and self.present.get("reverse")
@@ -207,7 +202,8 @@ class Comparisons:
             near = off <= noise
             biggest = max(largest(mine), largest(value))
         vague = near & (noise > 0.1 * biggest) & ((mine != 0) | (value != 0))
-        self._undecided(f"{self._name(mode)} of {path}", here & (~known | vague))
+        what, unseen = f"{self._name(mode)} of {path}", here & (~known | vague)
+        self.unseen[what] = unseen & self.unseen.get(what, unseen)
         quantity = f"{self._name(mode)} | finite differences"
         kept = np.where(near, mine, value)
         record = compare_arrays(quantity, path, mine, kept, order, tolerance=limit)
@@ -329,17 +325,14 @@ class Comparisons:
         if not np.max(np.abs(off)) <= _ROUNDING * self.probe.eps * greatest:
             return False
         here = again(self.xs)
-        changes = [
-            largest(widened(x) - widened(y))
-            for draw in range(4)
-            for x, y in zip(again(self._last_digits_moved(draw)), here, strict=True)
-        ]
+        changes = [0.0]
+        for draw in range(4):
+            rng = np.random.default_rng(draw)
+            factors = [1 + 4 * self.probe.eps * rng.uniform(-1, 1, x.shape) for x in self.xs]
+            near = [(x * f).astype(x.dtype) for x, f in zip(self.xs, factors, strict=True)]
+            pairs = zip(again(near), here, strict=True)
+            changes += [largest(widened(x) - widened(y)) for x, y in pairs]
         return bool(np.max(np.abs(off)) <= _ROUNDING * max(changes))
-
-    def _last_digits_moved(self, draw: int) -> Arrays:
-        rng = np.random.default_rng(draw)
-        factor = lambda x: 1 + 4 * self.probe.eps * rng.uniform(-1, 1, x.shape)
-        return [(x * factor(x)).astype(x.dtype) for x in self.xs]
 
 
 def scale_of(x: np.ndarray) -> float:

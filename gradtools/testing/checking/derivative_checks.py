@@ -34,7 +34,11 @@ class DerivativeCheck(Comparisons):
         probe = self.probe
         gradient = self._has("reverse", lambda: probe.reverse(self.xs, self.vs))
         self._has("forward", lambda: probe.forward(self.xs, self._everywhere().us))
-        self._some_mode()
+        if not (self.present.get("forward") or self.present.get("reverse")):
+            raise GradtoolsError(
+                f"{probe.caller}: f has neither forward nor reverse mode: "
+                f"{'; '.join(self.report.left_out) or 'modes names none of both'}."
+            )
         jumping = [i for i in range(len(self.xs)) if self._jumps(i)]
         for i in range(len(self.xs)):
             for direction in [] if i in jumping else self._directions(i):
@@ -43,13 +47,6 @@ class DerivativeCheck(Comparisons):
                 self._dot_product(direction, gradient, pushed)
         self._linearity()
         self.say_undecided()
-
-    def _some_mode(self) -> None:
-        if not (self.present.get("forward") or self.present.get("reverse")):
-            raise GradtoolsError(
-                f"{self.probe.caller}: f has neither forward nor reverse mode: "
-                f"{'; '.join(self.report.left_out) or 'modes names none of both'}."
-            )
 
     def _slopes(self, direction: Direction, gradient: Any, pushed: Any) -> None:
         if not self.against_values:

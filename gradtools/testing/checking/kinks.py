@@ -225,13 +225,13 @@ def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> lis
         jax_ops: The same of JAX's, with named functions; None if it could not be recorded.
         order: 1 or 2.
     """
-    rows = [measured(kink) for kink in KINKS if _holds(kink, torch_ops, jax_ops)]
+    in_torch = [kink for kink in KINKS if not torch_ops.isdisjoint(kink.torch_ops)]
+    rows = [
+        measured(kink)
+        for kink in in_torch
+        if jax_ops is None or not jax_ops.isdisjoint(kink.jax_ops)
+    ]
     return [row for row in rows if row.differs_at(1) or row.differs_at(order)]
-
-
-def _holds(kink: Kink, torch_ops: set[str], jax_ops: set[str] | None) -> bool:
-    in_torch = not torch_ops.isdisjoint(kink.torch_ops)
-    return in_torch and (jax_ops is None or not jax_ops.isdisjoint(kink.jax_ops))
 
 
 def convention_table(rows: Sequence[Convention] | None = None, colour: bool = False) -> str:

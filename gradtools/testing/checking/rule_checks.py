@@ -19,7 +19,7 @@ import numpy as np
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.testing.checking import slopes
-from gradtools.testing.checking.checks import checking
+from gradtools.testing.checking.checks import check_context
 from gradtools.testing.checking.comparisons import NAMES, flattened
 from gradtools.testing.checking.derivative_checks import DerivativeCheck
 from gradtools.testing.checking.error_patterns import pattern
@@ -90,7 +90,7 @@ def check_rule(
         Traceback (most recent call last):
         gradtools.testing.report.AgreementError: ...bwd | finite differences of argument 0...
     """
-    with checking(CALLER, args, backend, order, None, precision) as notes:
+    with check_context(CALLER, args, backend, order, None, precision) as notes:
         check = RuleCheck(rule, args, backend, seed)
         check.report.notes += notes
         check.parts(order)
@@ -129,7 +129,8 @@ class RuleCheck:
             pulled = self._pull(self.check.vs)
             self._check_bwd(pulled)
         if self.rule.jvp is not None:
-            self._same_value("jvp", lambda *a: self._jvp(a, self._zeros())[0])
+            zeros = [np.zeros_like(x) for x in self.values.leaves]
+            self._same_value("jvp", lambda *a: self._jvp(a, zeros)[0])
             pushed = self._check_jvp()
         if pulled is not None and pushed is not None:
             self._check_adjoint(pulled)
@@ -267,15 +268,13 @@ class RuleCheck:
     def _not_differentiable(self, run: Callable[..., Any]) -> str | None:
         """Why a part has no derivative in any mode, such as a host function without a rule."""
         try:
-            self.gt.vjp(run, *self._moving())[1](self._ones(run))
+            ys, pullback = self.gt.vjp(run, *self._moving())
+            pullback([self.waist.ones_like(y) for y in ys])
         except MissingRuleError as error:
             return str(error)
         except Exception:  # other errors are reported by the comparison
             return None
         return None
-
-    def _ones(self, run: Callable[..., Any]) -> list[Any]:
-        return [self.waist.ones_like(y) for y in run(*self._moving())]
 
     def whole(self, order: int) -> None:
         """Runs the checks of `check_derivatives` on the rule as users call it."""
@@ -427,6 +426,3 @@ class RuleCheck:
 
     def _vs_arrays(self) -> list[Any]:
         return list(self.values.arrays(self.check.vs))
-
-    def _zeros(self) -> list[np.ndarray]:
-        return [np.zeros_like(x) for x in self.values.leaves]

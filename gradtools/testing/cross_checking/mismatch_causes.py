@@ -137,9 +137,8 @@ class CauseSearch:
             by_torch, by_jax = rows[0].at(1 if rows[0].differs_at(1) else 2)
             choices = f"{self.names[0]} {by_torch}, {self.names[1]} {by_jax}"
             return rows[0], f"convention: {names}", f"The frameworks choose differently: {choices}."
-        where = (
-            "a kink or tie" if self._finite() else "a singular point, where one side is not finite"
-        )
+        finite = _finite(self.a) and _finite(self.b)
+        where = "a kink or tie" if finite else "a singular point, where one side is not finite"
         return (
             None,
             "kink: " + where,
@@ -147,12 +146,9 @@ class CauseSearch:
             "convention of the frameworks explains it.",
         )
 
-    def _finite(self) -> bool:
-        return bool(np.isfinite(widened(self.a)).all() and np.isfinite(widened(self.b)).all())
-
     def _fits(self, row: Convention) -> bool:
         """Whether the same sides are NaN as in the convention."""
-        seen = [bool(np.isfinite(widened(x)).all()) for x in (self.a, self.b)]
+        seen = [_finite(self.a), _finite(self.b)]
         orders = [n for n in range(1, self.c.order + 1) if row.differs_at(n)]
         return any(seen == [_finite(x) for x in row.at(n)] for n in orders)
 
@@ -341,4 +337,4 @@ class CauseSearch:
 
 
 def _finite(values: Any) -> bool:
-    return bool(np.isfinite(np.asarray(values)).all())
+    return bool(np.isfinite(widened(values)).all())

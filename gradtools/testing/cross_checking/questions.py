@@ -211,8 +211,8 @@ class CrossCheck:
                 quantity, path, order, 0.0, 0.0, None, "not connected", "not connected"
             )
         if a is None or b is None:
-            present = a if b is None else b
-            return mismatch(quantity, path, order, (_connected(a), _connected(b)), present.shape)
+            words = ("not connected", "connected") if a is None else ("connected", "not connected")
+            return mismatch(quantity, path, order, words, (a if b is None else b).shape)
         return compare_arrays(quantity, path, a, b, order, tolerance=self.tolerance)
 
     # --- rounding of larger numbers that cancel
@@ -443,10 +443,6 @@ def _largest(x: np.ndarray) -> float:
 def _distinct(dtype: str) -> float:
     """The relative difference from which a single entry counts as different."""
     return min(math.sqrt(tolerances.epsilon(dtype)) * 1e4, 0.5)
-
-
-def _connected(x: np.ndarray | None) -> str:
-    return "not connected" if x is None else "connected"
 
 
 def _structure(first: Output, second: Output) -> Comparison:

@@ -55,16 +55,12 @@ class Side(FlatFunction):
         paths = self.waist.leaf_paths(params)
         arrays = [cast(self.gt.to_numpy(x), dtype) for x in self._own]
         self.params = dict(zip(paths, arrays, strict=True))
-        self._state = self._cast_state(dtype)
-
-    def _cast_state(self, dtype: str | None) -> Any:
-        leaves, tree = self.waist.flatten(self._state)
-        if dtype is None or self._state is None:
-            return self._state
-        return self.waist.unflatten(tree, [self._cast_array(x, dtype) for x in leaves])
-
-    def _cast_array(self, x: Any, dtype: str) -> Any:
-        return self.array(cast(self.gt.to_numpy(x), dtype)) if self.differentiable(x) else x
+        if dtype is not None:
+            leaves, tree = self.waist.flatten(self._state)
+            for i, x in enumerate(leaves):
+                if self.differentiable(x):
+                    leaves[i] = self.array(cast(self.gt.to_numpy(x), dtype))
+            self._state = self.waist.unflatten(tree, leaves)
 
     def array(self, x: Any) -> Any:
         """x in the framework, on the device of the program's parameters."""

@@ -170,7 +170,8 @@ class _TraceWalk:
             report.comparisons += self._values(pair)
         self._explain_value(report)
         values_agree = bool(report)
-        noise = self._noise()
+        biggest = [np.max(np.abs(g), initial=0.0) for g in self.mine.gradients.values()]
+        noise = _ROUNDING * tolerances.epsilon(self.dtype) * float(max(biggest, default=0.0))
         for pair in reversed(self.pairs):
             report.comparisons += self._gradients(pair, noise, values_agree)
         report.comparisons += self._parameters(noise)
@@ -339,10 +340,6 @@ class _TraceWalk:
         return tolerances.tolerance(self.dtype, order) if self.tolerance is None else self.tolerance
 
     # --- backward
-
-    def _noise(self) -> float:
-        biggest = [np.max(np.abs(g), initial=0.0) for g in self.mine.gradients.values()]
-        return _ROUNDING * tolerances.epsilon(self.dtype) * float(max(biggest, default=0.0))
 
     def _gradients(self, pair: _LayerPair, noise: float, explain: bool) -> list[Comparison]:
         result = []

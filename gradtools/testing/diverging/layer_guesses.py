@@ -57,16 +57,12 @@ def told_apart(
     sources = [*inputs[:1], *list(parts.values())[-1:]]
     for x in sources:
         if x.shape == first.shape and x.dtype.kind == "f":
-            result = _elementwise(x, first, second) or _normalised(x, first, second, weights)
-            if result:
+            with np.errstate(all="ignore"):
+                guesses = ((name, f(x)) for name, f in ELEMENTWISE.items())
+                result = _two(guesses, first, second)
+            if result := result or _normalised(x, first, second, weights):
                 return result
     return _attention(inputs, parts, first, second)
-
-
-def _elementwise(x: np.ndarray, first: np.ndarray, second: np.ndarray) -> str | None:
-    with np.errstate(all="ignore"):
-        guesses = ((name, f(x)) for name, f in ELEMENTWISE.items())
-        return _two(guesses, first, second)
 
 
 def _two(guesses: Any, first: np.ndarray, second: np.ndarray) -> str | None:
@@ -123,6 +119,8 @@ def _epsilon(x: np.ndarray, y: np.ndarray, weights: Sequence[np.ndarray]) -> flo
 
 # --- attention
 
+_PROJECTIONS = (("query", "q", "q_proj"), ("key", "k", "k_proj"), ("value", "v", "v_proj"))
+
 
 def _attention(
     inputs: Sequence[np.ndarray],
@@ -131,7 +129,7 @@ def _attention(
     second: np.ndarray,
 ) -> str | None:
     """Attention over query, key and value, with each mask among the inputs."""
-    q, k, v = (_part(parts, name) for name in ("query", "key", "value"))
+    q, k, v = (next((parts[s] for s in names if s in parts), None) for names in _PROJECTIONS)
     if q is None or k is None or v is None or q.ndim != 3 or not q.shape == k.shape == v.shape:
         return None
     if first.shape != q.shape:
@@ -142,13 +140,6 @@ def _attention(
         if result:
             return result
     return None
-
-
-def _part(parts: dict[str, np.ndarray], name: str) -> np.ndarray | None:
-    spelled = {"query": ("query", "q", "q_proj"), "key": ("key", "k", "k_proj")}.get(
-        name, ("value", "v", "v_proj")
-    )
-    return next((parts[s] for s in spelled if s in parts), None)
 
 
 def _variants(

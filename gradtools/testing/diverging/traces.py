@@ -72,7 +72,7 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
 
     model = copy.deepcopy(model).to(getattr(torch, dtype)).requires_grad_(True)
     model.zero_grad()
-    args = [_to_torch(x, dtype) for x in inputs]
+    args = [torch.as_tensor(cast(np.array(x), dtype)) if _is_numpy(x) else x for x in inputs]
     layers: list[Layer] = []
     calls: dict[Name, int] = {}
 
@@ -121,7 +121,7 @@ def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: 
     import jax
 
     gt = import_module("gradtools.jax")
-    args = [_to_jax(x, dtype) for x in inputs]
+    args = [jax.numpy.asarray(cast(np.asarray(x), dtype)) if _is_numpy(x) else x for x in inputs]
     module, variables = model if isinstance(model, tuple) else (model, None)
     mapped = library(module) is None
     module = module.__wrapped__ if mapped else module
@@ -320,18 +320,8 @@ def _nps(xs: Any) -> list[np.ndarray]:
     return [_np(x) for x in xs]
 
 
-def _to_torch(x: Any, dtype: str) -> Any:
-    import torch
-
-    is_array = isinstance(x, np.ndarray | np.generic)
-    return torch.as_tensor(cast(np.array(x), dtype)) if is_array else x
-
-
-def _to_jax(x: Any, dtype: str) -> Any:
-    import jax
-
-    is_array = isinstance(x, np.ndarray | np.generic)
-    return jax.numpy.asarray(cast(np.asarray(x), dtype)) if is_array else x
+def _is_numpy(x: Any) -> bool:
+    return isinstance(x, np.ndarray | np.generic)
 
 
 def _tree(tree: Any, dtype: str) -> Any:

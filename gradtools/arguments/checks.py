@@ -158,23 +158,24 @@ def differentiable_leaf(
 
     elsewhere: Advice for a leaf that cannot, at the end of the message.
     """
+    came = ""
     if isinstance(leaf, bool | int):
-        raise _not_differentiable(
-            caller, name, elsewhere, f"the Python {type(leaf).__name__} {leaf!r}"
-        )
-    if not backend.is_array(leaf):
-        leaf = _converted(backend, caller, leaf, name, elsewhere)
-    if not backend.is_inexact(leaf):
+        came = f"the Python {type(leaf).__name__} {leaf!r}"
+    elif not backend.is_array(leaf):
+        if isinstance(leaf, float | complex) or hasattr(leaf, "__array__"):
+            leaf = _as_inexact(backend, caller, leaf, name)
+        elif (error := refusal(caller, name, leaf)) is not None:
+            raise error
+        else:
+            came = f"an object of type {type(leaf).__name__}"
+    if not came and not backend.is_inexact(leaf):
         came = f"an array of dtype {backend.dtype_name(leaf)} and shape {tuple(leaf.shape)}"
-        raise _not_differentiable(caller, name, elsewhere, came)
+    if came:
+        raise GradtoolsError(
+            f"{caller}: {name} is {came}; expected a floating or complex array. "
+            f"Cast it, or {elsewhere}."
+        )
     return leaf
-
-
-def _converted(backend: Backend, caller: str, leaf: Any, name: str, elsewhere: str) -> Array:
-    if not isinstance(leaf, float | complex) and not hasattr(leaf, "__array__"):
-        came = f"an object of type {type(leaf).__name__}"
-        raise refusal(caller, name, leaf) or _not_differentiable(caller, name, elsewhere, came)
-    return _as_inexact(backend, caller, leaf, name)
 
 
 def _as_inexact(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
@@ -182,13 +183,6 @@ def _as_inexact(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
         return backend.asarray(leaf)
     except GradtoolsError as error:
         raise GradtoolsError(f"{caller}: {name} cannot be differentiated: {error}") from error
-
-
-def _not_differentiable(caller: str, name: str, elsewhere: str, came: str) -> GradtoolsError:
-    return GradtoolsError(
-        f"{caller}: {name} is {came}; expected a floating or complex array. "
-        f"Cast it, or {elsewhere}."
-    )
 
 
 def matching(
@@ -204,7 +198,13 @@ def matching(
     if isinstance(x, bool | int | float | complex):
         x = backend.cast(x, like)
     elif not backend.is_array(x):
-        x = _as_like(backend, caller, x, like, names)
+        name, like_name = names()
+        if not hasattr(x, "__array__"):
+            raise GradtoolsError(
+                f"{caller}: {name} is {describe(backend, x)}, expected {describe(backend, like)}, "
+                f"like {like_name}."
+            )
+        x = _as_inexact(backend, caller, x, name)
     if x.shape != like.shape or x.dtype != like.dtype:
         came = (tuple(x.shape), backend.dtype_name(x))
         wanted = (tuple(like.shape), backend.dtype_name(like))
@@ -214,15 +214,3 @@ def matching(
             f"{wanted[1]}, those of {like_name}. Reshape or cast it."
         )
     return x
-
-
-def _as_like(
-    backend: Backend, caller: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
-) -> Array:
-    if hasattr(x, "__array__"):
-        return _as_inexact(backend, caller, x, names()[0])
-    name, like_name = names()
-    raise GradtoolsError(
-        f"{caller}: {name} is {describe(backend, x)}, expected {describe(backend, like)}, like "
-        f"{like_name}."
-    )

@@ -168,18 +168,14 @@ class Foreign:
         return self._of("vjp", (moving, given), pulled, outs)
 
     def mapped(self, shared: Any, depth: int) -> Run:
-        """`over`, memoized, as it may be compiled; `shared` as from `_shared`."""
+        """The function mapped over `depth` batch axes, memoized; `shared` as from `_shared`."""
         result = self._mapped.get(shared)
         if result is None:
-            result = _kept(self._mapped, shared, self.guest.entry(self.over(shared, depth)))
+            run = self.run
+            for level in reversed(range(depth)):
+                run = self.guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
+            result = _kept(self._mapped, shared, self.guest.entry(run))
         return result
-
-    def over(self, shared: Any, depth: int) -> Run:
-        """The function mapped over `depth` batch axes."""
-        run = self.run
-        for level in reversed(range(depth)):
-            run = self.guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
-        return run
 
     def _of(self, which: str, masks: Any, run: Run, outs: Callable[..., Any]) -> Foreign:
         result = self._derived.get((which, masks))
@@ -308,7 +304,10 @@ class KnownOfShapes:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), carrier(s.dtype)) for s in self.outs]
         shared = _shared(arrays, depth)
-        arrays = _without_copies(arrays, shared)
+        arrays = [  # without the axes over which they are the same
+            a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a  # no number
+            for a, of in zip(arrays, shared, strict=True)
+        ]
         run = self.of.mapped(tuple(map(tuple, shared)), depth)
         return guest.called_on_host(self, run, arrays, depth)
 
@@ -320,14 +319,6 @@ def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
         if all(s[level] for s in result):
             result[0][level] = False
     return result
-
-
-def _without_copies(arrays: Sequence[Array], shared: Sequence[Sequence[bool]]) -> list[Array]:
-    """The arrays without the axes over which they are the same."""
-    return [
-        a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a  # no number
-        for a, of in zip(arrays, shared, strict=True)
-    ]
 
 
 def _present(xs: Entries) -> list[Array]:

@@ -74,15 +74,11 @@ def _apply(
     if key is not None:
         rngs = dict(zip(rng_names, keys(key, len(rng_names)), strict=True))
     call = {"rngs": rngs, "mutable": list(state), **mode, **kwargs}
-    out, updates = _call(module, {"params": params, **state}, args, call, rng_names)
-    return out, {**state, **updates}
-
-
-def _call(module: Any, variables: dict, args: tuple, call: dict, rng_names: tuple) -> Any:
     try:
-        return module.apply(variables, *args, **call)
+        out, updates = module.apply({"params": params, **state}, *args, **call)
     except InvalidRngError as error:
         advice = "pass key= to apply"
         if call["rngs"] is not None:
             advice = f"name the stream in make_functional's rng_names, which are {rng_names}"
         raise no_key(error, advice) from error
+    return out, {**state, **updates}

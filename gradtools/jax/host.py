@@ -151,14 +151,14 @@ def _staged(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list
 
 
 def _abstract(*xs: Any, **params: Any) -> list[Any]:
+    def staged(*xs: Any) -> list[Any]:
+        """The results, typed as varying over all mesh axes over which an input varies."""
+        ys = _staged(*xs, **params)
+        axes = {axis for x in xs for axis in varying_axes(jax.typeof(x))}
+        return [as_varying(y, tuple(axes)) for y in ys] if axes else ys
+
     # `make_jaxpr`: its avals keep, under shard_map, the axes over which a value varies.
-    return list(jax.make_jaxpr(lambda *xs: _varying(_staged(*xs, **params), xs))(*xs).out_avals)
-
-
-def _varying(ys: list[Any], xs: Sequence[Any]) -> list[Any]:
-    """The results, typed as varying over all mesh axes over which an input varies."""
-    axes = {axis for x in xs for axis in varying_axes(jax.typeof(x))}
-    return [as_varying(y, tuple(axes)) for y in ys] if axes else ys
+    return list(jax.make_jaxpr(staged)(*xs).out_avals)
 
 
 def _batch(xs: Any, dims: Any, *, call: KernelCall, expected: Results, batch: Shape) -> Any:

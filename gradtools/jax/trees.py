@@ -61,11 +61,12 @@ def _leaf_paths(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray)
-
-
-_CONTAINERS = Containers(jax.tree.flatten, jax.tree.unflatten, _leaf_paths, _is_array)
+_CONTAINERS = Containers(
+    jax.tree.flatten,
+    jax.tree.unflatten,
+    _leaf_paths,
+    lambda x: isinstance(x, jax.Array | np.ndarray),
+)
 
 
 def is_inexact(x: Any) -> bool:

@@ -353,9 +353,8 @@ class TiledCall:
             self._read(out, treedef)
         shape = self.shape_of(xs)
         for kind, side, places in zip(self.kinds, self.sides, self.places, strict=True):
-            kind.check(
-                [reduced_second(self.backend, out[i], side) for i in places], _order(shape, side)
-            )
+            tile = [reduced_second(self.backend, out[i], side) for i in places]
+            kind.check(tile, shape if side == ROWS else shape[::-1])
         return out
 
     def evaluated(self, xs: Sequence[Array]) -> Any:
@@ -531,7 +530,3 @@ def _unknown(caller: str, what: str, came: Any) -> GradtoolsError:
         f"{caller}: {what} is {came!r}; expected one of {', '.join(map(repr, KINDS))}, a tree of "
         "these, or three functions (init, combine, finish)."
     )
-
-
-def _order(shape: tuple[int, int], side: str) -> tuple[int, int]:
-    return shape if side == ROWS else shape[::-1]

@@ -136,7 +136,13 @@ class CrossCheck:
         self.outputs = [self.value(k, self.leaves[k]) for k in (0, 1)]
         first, second = self.outputs
         if sorted(first.paths) != sorted(second.paths):
-            report.comparisons.append(_structure(first, second))
+            words = [
+                f"{len(out.paths)} leaves: {', '.join(out.paths) or 'one array'}"
+                for out in self.outputs
+            ]
+            c = mismatch("structure", "output", 0, (words[0], words[1]))
+            fix = "Return the same tuples, lists and dictionaries."
+            report.comparisons.append(c.because("another structure", fix))
             return False
         if not first.paths:
             raise GradtoolsError("cross_check: the programs return no array; return the result.")
@@ -443,16 +449,6 @@ def _largest(x: np.ndarray) -> float:
 def _distinct(dtype: str) -> float:
     """The relative difference from which a single entry counts as different."""
     return min(math.sqrt(tolerances.epsilon(dtype)) * 1e4, 0.5)
-
-
-def _structure(first: Output, second: Output) -> Comparison:
-    words = (_leaves(first), _leaves(second))
-    result = mismatch("structure", "output", 0, words)
-    return result.because("another structure", "Return the same tuples, lists and dictionaries.")
-
-
-def _leaves(out: Output) -> str:
-    return f"{len(out.paths)} leaves: {', '.join(out.paths) or 'one array'}"
 
 
 def _dtypes(paths: list[str], firsts: Any, seconds: Any, notes: list[str]) -> list[Comparison]:

@@ -1,4 +1,4 @@
-"""Diagnoses a wrong rule: tries hypotheses on the author's bwd and jvp.
+"""`PartsCheck`: bwd and jvp as the modes of fun, and hypotheses about what is wrong with them.
 
 If bwd has a single common mistake, undoing that mistake makes it right:
 
@@ -12,62 +12,68 @@ and likewise for jvp. A cause is reported only if the corrected map agrees with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import numpy as np
 
-from gradtools.testing.report import Comparison
+from gradtools.testing.checking.comparisons import Direction
+from gradtools.testing.checking.derivative_checks import DerivativeCheck
+from gradtools.testing.checking.rule_parts import RuleProbe
+from gradtools.testing.checking.slopes import Slope
+from gradtools.testing.flat import Arrays
+from gradtools.testing.report import DIFFERS, Comparison
 
-Arrays = list[np.ndarray]
 _ENTRIES, _SQUARE = 64, 16  # the largest leaf to difference by entries; the largest matrix side
 
 
-class Causes:
-    """The hypotheses for one rule.
+class PartsCheck(DerivativeCheck):
+    """The first-order checks of bwd and jvp as the two modes of fun, with these hypotheses."""
 
-    Args:
-        check: A `RuleCheck`.
-    """
+    probe: RuleProbe
 
-    def __init__(self, check: Any) -> None:
-        self.of, self.check, self.paths = check, check.check, check.values.paths
+    def __init__(self, probe: RuleProbe, seed: int) -> None:
+        parts = {"forward": probe.rule.jvp, "reverse": probe.rule.bwd}
+        modes = [mode for mode, part in parts.items() if part is not None]
+        labels = {"forward": "jvp", "reverse": "bwd"}
+        super().__init__(probe, modes, allow_jumps=True, seed=seed, labels=labels)
 
     # --- of bwd
 
-    def of_bwd(self, record: Comparison, i: int, pulled: Arrays) -> Comparison:
-        """The record with its likely cause."""
-        look = f"Look at what bwd returns for {self.paths[i]}."
-        if i in self.of.nones:
-            return record.because(f"bwd returned None, a zero, for {self.paths[i]}", look)
-        for cause, mended in self._hypotheses_of_bwd(record, i, pulled):
-            if self._is_gradient(i, mended):
+    def _of_reverse(self, record: Comparison, i: int, gradient: Arrays) -> Comparison:
+        if record.status != DIFFERS:
+            return record
+        paths = self.probe.paths
+        look = f"Look at what bwd returns for {paths[i]}."
+        if i in self.probe.nones:
+            return record.because(f"bwd returned None, a zero, for {paths[i]}", look)
+        for cause, corrected in self._hypotheses_of_bwd(record, i, gradient):
+            if self._is_gradient(i, corrected):
                 return record.because(cause, f"{record.detail} {look}")
-        j = self._gradient_of(i, pulled)
-        if j is not None:
-            cause = f"it is the cotangent of {self.paths[j]}: bwd's entries are in another order"
-            return record.because(cause, f"{record.detail} {look}")
-        return record.because(record.cause or "", f"{record.detail} {look}")
+        cause = record.cause or ""
+        if (j := self._gradient_of(i, gradient)) is not None:
+            cause = f"it is the cotangent of {paths[j]}: bwd's entries are in another order"
+        return record.because(cause, f"{record.detail} {look}")
 
     def _hypotheses_of_bwd(
         self, record: Comparison, i: int, pulled: Arrays
     ) -> Iterator[tuple[str, np.ndarray]]:
-        of, vs = self.of, self.check.vs
+        pull, vs = partial(self.probe.reverse, self.xs), self.vs
         if record.cause:
             return
         if any(x.dtype.kind == "c" for x in (pulled[i], *vs)):
-            conjugate = of._pull([np.conj(v) for v in vs])
+            conjugate = pull([np.conj(v) for v in vs])
             yield "a conjugate is missing, or one too many", np.conj(conjugate[i])
         if len(vs) == 1 and vs[0].size == pulled[i].size <= _SQUARE:
             yield (
                 "bwd multiplies by the Jacobian, not by its transpose",
-                _transposed(lambda v: of._pull([v])[i], vs[0]),
+                _transposed(lambda v: pull([v])[i], vs[0]),
             )
 
     def _is_gradient(self, i: int, candidate: np.ndarray) -> bool:
-        x = self.check.xs[i]
+        x = self.xs[i]
         if not 0 < x.size <= _ENTRIES or candidate.shape != x.shape:
             return False
-        return bool(self.check._entrywise("bwd", i, candidate.astype(x.dtype)).agrees)
+        return bool(self._entrywise("reverse", i, candidate.astype(x.dtype)).agrees)
 
     def _gradient_of(self, i: int, pulled: Arrays) -> int | None:
         """The argument whose gradient bwd gives for argument i, and not for itself."""
@@ -78,40 +84,34 @@ class Causes:
 
     # --- of jvp
 
-    def of_jvp(
-        self, record: Comparison, i: int, us: Arrays, agrees: Callable[[Arrays], bool]
-    ) -> Comparison:
-        """The record with its likely cause.
-
-        us: The direction, which is zero except in leaf i.
-        agrees: Whether tangents of the outputs are the slopes along it.
-        """
-        look = f"Look at what jvp makes of the tangent of {self.paths[i]}."
-        if self.of.none_pushed:
+    def _of_forward(self, record: Comparison, direction: Direction, measured: Slope) -> Comparison:
+        if record.status != DIFFERS:
+            return record
+        i, paths, parts = direction.leaf or 0, self.probe.out_paths, measured.parts(self.probe.out)
+        look = f"Look at what jvp makes of the tangent of {self.probe.paths[i]}."
+        if self.probe.none_pushed:
             return record.because("jvp returned None, a zero, for the tangent", look)
-        for cause, corrected in self._hypotheses_of_jvp(record, i, us):
-            if agrees(corrected):
+        for cause, corrected in self._hypotheses_of_jvp(record, i, direction.us):
+            triples = zip(paths, corrected, parts, strict=True)
+            if all(self._against_slope("forward", *t, 1, add=False).agrees for t in triples):
                 return record.because(cause, f"{record.detail} {look}")
         return record.because(record.cause or "", f"{record.detail} {look}")
 
     def _hypotheses_of_jvp(
         self, record: Comparison, i: int, us: Arrays
     ) -> Iterator[tuple[str, Arrays]]:
-        push, xs = self.of._push, self.check.xs
+        push, xs, outs = partial(self.probe.forward, self.xs), self.xs, self.probe.out
         for j in range(len(xs)):
             if j != i and xs[j].shape == xs[i].shape and xs[j].dtype == xs[i].dtype:
                 swapped = list(us)
                 swapped[i], swapped[j] = us[j], us[i]
-                yield (
-                    f"the tangents of {self.paths[i]} and {self.paths[j]} change places",
-                    push(swapped),
-                )
+                paths = self.probe.paths
+                yield f"the tangents of {paths[i]} and {paths[j]} change places", push(swapped)
         if record.cause:
             return
         if any(x.dtype.kind == "c" for x in xs):
             pushed = push([np.conj(u) for u in us])
             yield "a conjugate is missing, or one too many", [np.conj(p) for p in pushed]
-        outs = self.of.values.out
         if len(outs) == 1 and outs[0].size == us[i].size <= _SQUARE:
 
             def along(u: np.ndarray) -> np.ndarray:

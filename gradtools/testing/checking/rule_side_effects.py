@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.testing.checking.rule_parts import CALLER
+from gradtools.testing.checking.rule_parts import CALLER, RuleProbe
+from gradtools.testing.flat import Arrays
 
 _BESIDE = 1.0625  # another point, near enough to be in f's domain
 
@@ -21,11 +22,14 @@ class PurityChecks:
     """The parts of one rule, called as a framework would call them.
 
     Args:
-        check: A `RuleCheck`.
+        probe: The rule.
+        us: Tangents of the arguments.
+        cts: Cotangents of the outputs, in the framework's arrays.
     """
 
-    def __init__(self, check: Any) -> None:
-        self.of, self.waist, self.gt = check, check.waist, check.gt
+    def __init__(self, probe: RuleProbe, us: Arrays, cts: list[Any]) -> None:
+        self.of, self.us, self.cts = probe, us, cts
+        self.waist, self.gt = probe.waist, probe.gt
 
     def check(self) -> None:
         """Raises if a part is no function of what it gets."""
@@ -36,34 +40,34 @@ class PurityChecks:
 
     def _reverse(self) -> None:
         of = self.of
-        args, cts = of.values.rebuilt(of._moving()), of._vs_arrays()
+        args, cts = of.rebuilt(of.moving()), self.cts
         given = self._copies(args)
-        out, residuals = of._fwd(*args)
+        out, residuals = of.fwd(*args)
         self._unchanged("fwd", "argument ", args, given)
         saved, came = self._copies(residuals), self._copies(cts)
-        pull = lambda: of.values.numpy(of._pulled(args, out, residuals, cts))
+        pull = lambda: of.numpy(of.pulled(args, out, residuals, cts))
         first = pull()
         self._unchanged("bwd", "the cotangent of output", cts, came)
         self._unchanged("bwd", "the residual ", residuals, saved)
-        self._alike(first, pull(), "bwd", of.values.paths, _DRAWN.format("bwd"))
+        self._alike(first, pull(), "bwd", of.paths, _DRAWN.format("bwd"))
         try:
-            of._fwd(*of.values.rebuilt(self._elsewhere()))
+            of.fwd(*of.rebuilt(self._elsewhere()))
         except Exception:  # the nearby point is outside of f's domain
             return
-        self._alike(first, pull(), "bwd", of.values.paths, _STALE)
+        self._alike(first, pull(), "bwd", of.paths, _STALE)
 
     def _forward(self) -> None:
         of = self.of
-        args = of.values.rebuilt(of._moving())
-        given, us = self._copies(args), of.check._everywhere().us
-        push = lambda: of.values.numpy(of._pushed(args, us))
+        args = of.rebuilt(of.moving())
+        given, us = self._copies(args), self.us
+        push = lambda: of.numpy(of.pushed(args, us))
         first = push()
         self._unchanged("jvp", "argument ", args, given)
-        self._alike(first, push(), "jvp", of.values.out_paths, _DRAWN.format("jvp"))
+        self._alike(first, push(), "jvp", of.out_paths, _DRAWN.format("jvp"))
 
     def _elsewhere(self) -> Sequence[Any]:
-        leaves = self.of.values.leaves
-        return self.of.values.arrays([(x * _BESIDE).astype(x.dtype) for x in leaves])
+        leaves = self.of.leaves
+        return self.of.arrays([(x * _BESIDE).astype(x.dtype) for x in leaves])
 
     # --- before and after
 

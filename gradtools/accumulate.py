@@ -145,13 +145,14 @@ class Accumulation(Operators):
 
 @dataclass(frozen=True)
 class State:
-    """The sums so far. Replaced as a whole, so that `add` is atomic.
+    """The sums so far, or one term. Replaced as a whole, so that `add` is atomic.
 
     Attributes:
         treedef: The gradients' structure.
-        paths: Their leaf paths.
+        paths: Their leaf paths; of a term none.
         specs: The dtype, shape and device of each added leaf.
-        totals: The weighted sums, which a backend may add to in place.
+        totals: The weighted sums, which a backend may add to in place; of a term its leaves,
+            detached, without their weight.
         errors: The rounding errors of the sums, when compensated.
         weight: The sum of the weights.
         varies: For each leaf the mesh axes of JAX over which all its terms were typed as varying.
@@ -162,27 +163,6 @@ class State:
     specs: tuple[Any, ...]
     totals: tuple[Any, ...]
     errors: tuple[Any, ...]
-    weight: Any
-    varies: tuple[frozenset[Any], ...]
-
-
-@dataclass(frozen=True)
-class _Term:
-    """Gradients to add.
-
-    Attributes:
-        treedef: Their structure.
-        grads: The tree itself, for messages.
-        arrays: Its leaves, detached.
-        specs: As in `State`.
-        weight: Their weight.
-        varies: As in `State`.
-    """
-
-    treedef: Any
-    grads: Any
-    arrays: list[Any]
-    specs: tuple[Any, ...]
     weight: Any
     varies: tuple[frozenset[Any], ...]
 
@@ -304,7 +284,7 @@ class GradientAccumulator:
 
     # --- one addition
 
-    def _term(self, grads: Any, weight: Any) -> _Term:
+    def _term(self, grads: Any, weight: Any) -> State:
         leaves, treedef = self._backend.flatten(grads)
         arrays = [self._arrays.detached(x) for x in leaves]
         for k, array in enumerate(arrays):
@@ -321,7 +301,7 @@ class GradientAccumulator:
                         "Use compensated=False, or give a dense gradient."
                     )
         varies = tuple(map(self._arrays.varies, arrays))
-        return _Term(treedef, grads, arrays, specs, weight, varies)
+        return State(treedef, (), specs, tuple(arrays), (), weight, varies)
 
     def _refuse_leaf(self, grads: Any, k: int, x: Any) -> NoReturn:
         array = self._arrays.detached(x)
@@ -334,20 +314,22 @@ class GradientAccumulator:
             "arguments only, or put None there."
         )
 
-    def _first(self, term: _Term) -> State:
+    def _first(self, term: State) -> State:
         """The state after a first `add`."""
-        paths = tuple(self._backend.leaf_paths(term.grads))
-        weighted = self._weighted(paths, term)
-        copied = self._arrays.copied
-        totals = [copied(y) if y is x else y for x, y in zip(term.arrays, weighted, strict=True)]
+        paths = self._paths(term)
+        weighted, copied = self._weighted(paths, term), self._arrays.copied
+        pairs = zip(term.totals, weighted, strict=True)
+        totals = tuple([copied(y) if y is x else y for x, y in pairs])
         errors = tuple(map(self._backend.zeros_like, totals)) if self._compensated else ()
-        return State(
-            term.treedef, paths, term.specs, tuple(totals), errors, term.weight, term.varies
-        )
+        return replace(term, paths=paths, totals=totals, errors=errors)
 
-    def _weighted(self, paths: Sequence[str], term: _Term) -> list[Any]:
+    def _paths(self, term: State) -> tuple[str, ...]:
+        whole = self._backend.unflatten(term.treedef, term.totals)
+        return tuple(self._backend.leaf_paths(whole))
+
+    def _weighted(self, paths: Sequence[str], term: State) -> list[Any]:
         """The weight times the arrays, in the accumulator's dtype."""
-        pairs = zip(paths, term.arrays, strict=True)
+        pairs = zip(paths, term.totals, strict=True)
         cast = [self._cast(path, x, self._precision) for path, x in pairs]
         if not isinstance(term.weight, (int, float)):
             return [self._where_counted(self._factor(term.weight, x), x) for x in cast]
@@ -382,7 +364,7 @@ class GradientAccumulator:
         real = {"complex64": "float32", "complex128": "float64"}
         return self._backend.cast(weight, real.get(self._name(x), self._name(x)))
 
-    def _after(self, term: _Term) -> State:
+    def _after(self, term: State) -> State:
         """The state with the term added."""
         state = self._state
         assert state is not None
@@ -393,7 +375,7 @@ class GradientAccumulator:
         if term.varies != state.varies:
             both = zip(state.varies, term.varies, strict=True)
             state = replace(state, varies=tuple(a & b for a, b in both))
-        if not self._compensated and self._arrays.added(state.totals, term.arrays, term.weight):
+        if not self._compensated and self._arrays.added(state.totals, term.totals, term.weight):
             return replace(state, weight=weight)
         missing = state.errors or (None,) * len(state.totals)
         terms = self._weighted(state.paths, term)
@@ -464,10 +446,10 @@ class GradientAccumulator:
             "buffer = accumulate_gradients(buffer, grads)."
         )
 
-    def _check_alike(self, state: State, term: _Term) -> None:
+    def _check_alike(self, state: State, term: State) -> None:
         """Raises unless the term has the structure and specs of the terms before."""
         if state.treedef != term.treedef:
-            paths = self._backend.leaf_paths(term.grads)
+            paths = self._paths(term)
             new = [path for path in paths if path not in state.paths]
             lost = [path for path in state.paths if path not in paths]
             what = "grads has containers of other types"

@@ -14,10 +14,8 @@ from typing import Any
 from gradtools.arguments.checks import as_array
 from gradtools.backend import Array, Backend, Operators
 from gradtools.errors import GradtoolsError
-from gradtools.pairwise.cross_entropy import check_shape, check_smoothing, tiled
+from gradtools.pairwise.cross_entropy import TileSize, check_shape, check_smoothing, tiled
 from gradtools.pairwise.tile_reductions import wide
-
-TileSize = int | tuple[int, int] | None
 
 
 class ContrastiveLoss(Operators):

@@ -11,9 +11,8 @@ from typing import Any, Literal
 from gradtools.arguments.checks import as_array
 from gradtools.backend import Array, Backend, Operators
 from gradtools.errors import GradtoolsError
-from gradtools.pairwise.cross_entropy import tiled
+from gradtools.pairwise.cross_entropy import TileSize, tiled
 
-TileSize = int | tuple[int, int] | None
 _PAIRS_AT_ONCE = 2**22  # pairs of a tile, summed over all heads
 
 

@@ -176,6 +176,12 @@ def widened(x: Any) -> np.ndarray:
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
+def largest(x: Any) -> float:
+    """The largest finite modulus."""
+    sizes = np.abs(widened(x))
+    return float(sizes[np.isfinite(sizes)].max(initial=0.0))
+
+
 def as_number(x: Any) -> Number:
     """One entry of an array as a Python number."""
     value = x.item() if x.dtype.kind in "biufc" else float(x)

@@ -21,7 +21,16 @@ from gradtools.testing.checking.error_patterns import pattern
 from gradtools.testing.checking.probe import Probe, first_line, inner, no_such_mode, size
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays
-from gradtools.testing.report import AGREES, CONVENTION, Comparison, Report, compare_arrays, widened
+from gradtools.testing.report import (
+    AGREES,
+    CONVENTION,
+    Comparison,
+    Report,
+    compare_arrays,
+    largest,
+    show,
+    widened,
+)
 
 NAMES = ("left", "right")
 _ENTRIES = 64  # the largest leaf whose entries are differenced one by one if it fails
@@ -157,7 +166,7 @@ class Comparisons:
             return self._entrywise(mode, i, gradient)
         weights = (self.vs, self.vs, [np.abs(v) for v in self.vs])
         kink = lambda: [
-            np.array(inner(vs, shaped_like(side, self.probe.out)))
+            np.array(inner(vs, slopes.shaped_like(side, self.probe.out)))
             for vs, side in zip(weights, slopes.one_sided(line, self.probe.eps), strict=True)
         ]
         path = self.probe.paths[i]
@@ -169,7 +178,7 @@ class Comparisons:
 
     def _contracted(self, measured: slopes.Slope) -> slopes.Slope:
         """The slope of Re<v, f> from the slopes of f."""
-        value = shaped_like(measured.value, self.probe.out)
+        value = slopes.shaped_like(measured.value, self.probe.out)
         rounding = self._tolerance() * size(self.vs, value) / 10
         weights = np.abs(flattened(self.vs))
         error = float(np.sum(weights[weights > 0] * measured.error[weights > 0])) + rounding
@@ -238,7 +247,7 @@ class Comparisons:
                     "a kink", "f has two slopes here; any between them will do.", CONVENTION
                 )
         detail = (
-            f"Analytic {shown(record.first)}, numeric {shown(record.second)} "
+            f"Analytic {show(record.first)}, numeric {show(record.second)} "
             f"(steps down to {measured.smallest:.1e} of the argument's size)."
         )
         return record.because(pattern(analytic, value) or "", detail)
@@ -349,19 +358,3 @@ def size_by_entry(x: np.ndarray) -> np.ndarray:
 def flattened(xs: Sequence[np.ndarray]) -> np.ndarray:
     """All entries of all arrays in one vector."""
     return np.concatenate([widened(x).ravel() for x in xs])
-
-
-def shaped_like(entries: np.ndarray, like: Arrays) -> Arrays:
-    """The inverse of `flattened`: arrays of these shapes."""
-    ends = np.cumsum([x.size for x in like])[:-1]
-    return [part.reshape(x.shape) for part, x in zip(np.split(entries, ends), like, strict=True)]
-
-
-def largest(x: np.ndarray) -> float:
-    """The largest finite modulus."""
-    return float(np.max(np.abs(x[np.isfinite(x)]), initial=0.0))
-
-
-def shown(x: Any) -> str:
-    """A number to nine digits, or a text, for a message."""
-    return x if isinstance(x, str) else f"{x:.9g}"

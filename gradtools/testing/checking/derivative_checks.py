@@ -16,14 +16,11 @@ from gradtools.testing.checking.comparisons import (
     Comparisons,
     Direction,
     flattened,
-    largest,
     scale_of,
-    shaped_like,
-    shown,
 )
 from gradtools.testing.checking.probe import FIRST, SECOND, inner, size
 from gradtools.testing.flat import Arrays
-from gradtools.testing.report import AGREES, DIFFERS, Comparison, widened
+from gradtools.testing.report import AGREES, DIFFERS, Comparison, largest, show, widened
 
 
 class DerivativeCheck(Comparisons):
@@ -58,7 +55,7 @@ class DerivativeCheck(Comparisons):
             sides = lambda: slopes.one_sided(line, probe.eps)
             parts = zip(probe.out_paths, pushed, result.parts(probe.out), strict=True)
             for k, (path, p, s) in enumerate(parts):
-                kink = lambda k=k: [shaped_like(side, probe.out)[k] for side in sides()]
+                kink = lambda k=k: [slopes.shaped_like(side, probe.out)[k] for side in sides()]
                 name = f"{path} by {probe.paths[i]}"
                 record = self._against_slope("forward", name, p, s, 1, kink, add=False)
                 self.report.comparisons.append(self._of_forward(record, direction, result))
@@ -188,9 +185,9 @@ class DerivativeCheck(Comparisons):
             _number(steep), _number(change), self.xs[i].shape, str(self.xs[i].dtype), DIFFERS,
         )  # fmt: skip
         detail = (
-            f"Analytic {shown(record.first)}; numeric {shown(record.second)} with a step of "
+            f"Analytic {show(record.first)}; numeric {show(record.second)} with a step of "
             f"{abs(end):g} times the leaf's size, at {abs(at):.3g} of which f jumps by "
-            f"{shown(_number(found.size))}. round, floor, a comparison, or an argmax that "
+            f"{show(_number(found.size))}. round, floor, a comparison, or an argmax that "
             "indexes lose the gradient: give them a surrogate (gt.straight_through), or, if f is "
             "meant to jump, pass allow_jumps=True."
         )

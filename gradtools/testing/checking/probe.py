@@ -15,6 +15,7 @@ import numpy as np
 from gradtools.arguments.checks import check_function
 from gradtools.errors import GradtoolsError, LostDerivativeError, MissingRuleError
 from gradtools.testing.cross_checking import tolerances
+from gradtools.testing.cross_checking.sides import walk
 from gradtools.testing.flat import Arrays, FlatFunction
 from gradtools.testing.report import widened
 
@@ -146,9 +147,5 @@ def backend_name(caller: str, backend: Any) -> str:
 
 def wants_64_bits(args: Any) -> bool:
     """Whether some array in the arguments has a 64-bit dtype."""
-    if isinstance(args, dict):
-        return any(wants_64_bits(x) for x in args.values())
-    if isinstance(args, tuple | list):
-        return any(wants_64_bits(x) for x in args)
-    name = str(getattr(args, "dtype", "")).removeprefix("torch.")
-    return name in ("float64", "complex128", "int64", "uint64")
+    names = [str(getattr(x, "dtype", "")).removeprefix("torch.") for _, x in walk(args)]
+    return not {"float64", "complex128", "int64", "uint64"}.isdisjoint(names)

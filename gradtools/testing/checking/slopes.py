@@ -45,10 +45,14 @@ class Slope:
 
     def parts(self, like: Sequence[np.ndarray]) -> list[Slope]:
         """Splits the slope of a flat vector into slopes of arrays like these."""
-        ends = np.cumsum([x.size for x in like])[:-1]
-        cut = lambda x: [p.reshape(y.shape) for p, y in zip(np.split(x, ends), like, strict=True)]
-        pieces = zip(cut(self.value), cut(self.error), cut(self.at), strict=True)
-        return [Slope(value, error, at, self.smallest) for value, error, at in pieces]
+        pieces = [shaped_like(x, like) for x in (self.value, self.error, self.at)]
+        return [Slope(*three, self.smallest) for three in zip(*pieces, strict=True)]
+
+
+def shaped_like(entries: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The entries of a vector as arrays of these shapes."""
+    ends = np.cumsum([x.size for x in like])[:-1]
+    return [part.reshape(x.shape) for part, x in zip(np.split(entries, ends), like, strict=True)]
 
 
 def slope(f: Line, eps: float) -> Slope:

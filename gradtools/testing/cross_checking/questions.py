@@ -26,6 +26,7 @@ from gradtools.testing.report import (
     Comparison,
     Report,
     compare_arrays,
+    largest,
     mismatch,
     widened,
 )
@@ -229,7 +230,7 @@ class CrossCheck:
         if probe.order:  # a derivative's intermediate results have the size of the output, too
             present += [x for out in self.outputs for x in out.inexact().values()]
         eps = max((tolerances.epsilon(x.dtype) for x in present), default=0.0)
-        return ROUNDING * eps * max((_largest(x) for x in present), default=0.0)
+        return ROUNDING * eps * max((largest(x) for x in present), default=0.0)
 
     def _without_rounding(
         self, c: Comparison, probe: Quantity, i: int, a: Any, b: Any, noise: float
@@ -408,13 +409,13 @@ class CrossCheck:
         drawn: Arrays = []
         for i, x in enumerate(self.leaves[0]):
             direction = widened(self._draw(purpose, i, x))
-            largest = _largest(x) or 1.0
+            biggest = largest(x) or 1.0
             if size is None:
                 sizes = np.abs(widened(x))
                 digits = _FAR.get(x.dtype.name, 1e2) if purpose[0] == "rounding, far" else 1.0
-                scale = digits * tolerances.epsilon(x.dtype) * np.where(sizes > 0, sizes, largest)
+                scale = digits * tolerances.epsilon(x.dtype) * np.where(sizes > 0, sizes, biggest)
             else:
-                scale = size * largest
+                scale = size * biggest
             drawn.append(scale * direction)
         steps: list[Any] = [*drawn] if k == 0 else self.carried(drawn)
         return [_like(widened(x) + d, x) for x, d in zip(self.leaves[k], steps, strict=True)]
@@ -438,12 +439,6 @@ class CrossCheck:
 
 def _like(x: Any, like: np.ndarray) -> np.ndarray:
     return np.asarray(x).astype(like.dtype)
-
-
-def _largest(x: np.ndarray) -> float:
-    """The largest finite modulus."""
-    sizes = np.abs(widened(np.asarray(x)))
-    return float(np.where(np.isfinite(sizes), sizes, 0.0).max(initial=0.0))
 
 
 def _distinct(dtype: str) -> float:

@@ -29,6 +29,7 @@ from gradtools.testing.diverging.traces import (
     Trace,
     check_arguments,
     jax_trace,
+    split_name,
 )
 from gradtools.testing.diverging.traces import torch_trace as trace_torch
 from gradtools.testing.report import Comparison, Report, compare_arrays
@@ -419,7 +420,7 @@ def _pair_names(
     spelled = {_key(name): name for name in others}
     result: dict[Name, Name] = {(): ()}
     for one, other in {**modules, **layers}.items():
-        name, target = _split(one), spelled.get(_key(_split(other)))
+        name, target = split_name(one), spelled.get(_key(split_name(other)))
         if one in layers and (target is None or name not in ours):
             raise GradtoolsError(
                 f"{CALLER}: layers pairs {one!r} with {other!r}; the layers that ran are "
@@ -458,10 +459,6 @@ def _owners(paired: dict[Name, Name]) -> list[tuple[Name, Name]]:
         if name and target and _key(name[-1:]) == _key(target[-1:])
     ]
     return list(dict.fromkeys(alike))
-
-
-def _split(name: str) -> Name:
-    return tuple(name.replace("/", ".").split(".")) if name else ()
 
 
 def _dotted(name: Name) -> str:

@@ -97,7 +97,8 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
         return y + torch.zeros_like(y, requires_grad=True) if free else y
 
     handles = [
-        m.register_forward_hook(watch(_name(n)), with_kwargs=True) for n, m in model.named_modules()
+        m.register_forward_hook(watch(split_name(n)), with_kwargs=True)
+        for n, m in model.named_modules()
     ]
     try:
         out = [y for y in _tensors(model(*args, **(kwargs or {}))) if y.is_floating_point()]
@@ -302,8 +303,9 @@ def check_arguments(torch_model: Any, jax_model: Any, inputs: Any, mapping: Any)
 # --- arrays and trees
 
 
-def _name(dotted: str) -> Name:
-    return tuple(dotted.split(".")) if dotted else ()
+def split_name(name: str) -> Name:
+    """The parts of a module's name, joined by "." or "/"."""
+    return tuple(name.replace("/", ".").split(".")) if name else ()
 
 
 def _tensors(tree: Any) -> list[Any]:
@@ -327,11 +329,8 @@ def _is_numpy(x: Any) -> bool:
 def _tree(tree: Any, dtype: str) -> Any:
     import jax
 
-    def leaf(x: Any) -> Any:
-        plain = hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
-        return jax.numpy.asarray(cast(np.asarray(x), dtype)) if plain else x
-
-    return jax.tree.map(leaf, tree)
+    numbers = lambda x: jax.numpy.asarray(cast(np.asarray(x), dtype))
+    return jax.tree.map(lambda x: numbers(x) if _is_inexact(x) else x, tree)
 
 
 def _arrays(tree: Any) -> list[Any]:
@@ -341,9 +340,13 @@ def _arrays(tree: Any) -> list[Any]:
 
 
 def _floats(tree: Any) -> list[Any]:
+    return [x for x in _arrays(tree) if _is_inexact(x)]
+
+
+def _is_inexact(x: Any) -> bool:
     import jax
 
-    return [x for x in _arrays(tree) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
+    return hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
 
 def _added(out: Any, zeros: list[Any]) -> Any:
@@ -351,7 +354,5 @@ def _added(out: Any, zeros: list[Any]) -> Any:
     import jax
 
     left = iter(zeros)
-    inexact = lambda x: (
-        isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
-    )
-    return jax.tree.map(lambda x: x + next(left) if inexact(x) else x, out)
+    is_float = lambda x: isinstance(x, jax.Array) and _is_inexact(x)
+    return jax.tree.map(lambda x: x + next(left) if is_float(x) else x, out)

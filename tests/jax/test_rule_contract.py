@@ -466,10 +466,6 @@ def test_derivatives_are_mapped_over_an_axis_of_an_explicit_mesh():
 # --- as JAX's own, program for program ---------------------------------------------------
 
 
-def _tree(p):
-    return {"s": jnp.sin(p["a"]) * p["b"][0], "n": p["a"].sum()}
-
-
 def _summed(g):
     return lambda *xs: sum(jnp.sum(y) for y in jax.tree.leaves(g(*xs)))
 

@@ -27,11 +27,6 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_first_derivatives_are_those_of_the_closed_form(way):
-    torch.testing.assert_close(WAYS[way](), FIRST)
-
-
 def test_second_derivatives_are_those_of_the_closed_form():
     for f in (C, lambda x: gt.vmap(C)(x).sum()):
         for mode in ("forward_over_reverse", "reverse_over_reverse"):
@@ -74,15 +69,6 @@ def test_values_under_vmap_may_read_what_is_mapped_around_them():
     torch.testing.assert_close(found, (X * X).sum(1))
 
 
-def test_a_captured_tensor_of_the_transform_is_differentiated():
-    f = lambda x: gt.checkpoint(lambda y: (x * y).sum())(x)
-    torch.testing.assert_close(torch.func.grad(f)(X), 2 * X)
-    wanted = 2 * torch.eye(X.numel(), dtype=X.dtype).reshape(*X.shape, *X.shape)
-    torch.testing.assert_close(torch.func.hessian(f)(X), wanted)
-    rows = torch.stack([X, 2 * X])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(f))(rows), 2 * rows)
-
-
 class _OfChunks(ChunkProgram):
     leaves: ClassVar[list[torch.Tensor]] = []
 
@@ -96,11 +82,3 @@ class _OfChunks(ChunkProgram):
 def test_the_pullback_of_a_batch_runs_the_f_of_that_batch():
     pullback = Backward(_OfChunks("of one"), [1], 0, [[True], []])
     assert pullback.batched(2, [[True, True], []], "same", False)[0].forward.name == "of a batch"
-
-
-def test_forward_mode_alone_calls_the_function_itself():
-    seen = []
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(X, X)
-        gt.checkpoint(lambda x: seen.append(x) or x.sin())(dual)
-    assert seen[0] is dual

@@ -76,15 +76,6 @@ def test_lengths_that_the_data_decide_are_joined():
     assert torch.equal(gt.chunked(lambda x: x[x > 0.5], 4)(x), torch.ones(2))
 
 
-def test_the_derivative_is_that_of_the_plain_loop():
-    weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
-    loss = lambda f: (f(X).tanh().sum(0) ** 2).sum()
-    f = lambda x: x @ weight
-    grads = [torch.autograd.grad(loss(g), weight)[0] for g in (f, gt.chunked(f, 4))]
-    torch.testing.assert_close(*grads)
-    assert weight.grad is None
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_state_is_refused_without_gradients_as_with_them(grad):
     norm = torch.nn.BatchNorm1d(8).double()

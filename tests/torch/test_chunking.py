@@ -135,12 +135,6 @@ def test_captured_non_leaves_are_refused_by_name():
         gt.chunked(lambda c: model(c * model.extra["prompt"]), CHUNK)(X)
 
 
-def test_a_captured_non_leaf_that_was_made_under_no_grad_is_a_constant():
-    with torch.no_grad():
-        scaled = W * 2
-    assert agrees(lambda c: (c @ scaled) @ W, [W])
-
-
 def test_gradients_to_the_batch_to_shared_arguments_and_keywords():
     w, b, x = W.detach().requires_grad_(), numbers(3).requires_grad_(), X.clone().requires_grad_()
     f = lambda c, w, *, shift: ((c["x"] @ w) * c["y"][0].T + shift["b"]).tanh()
@@ -151,23 +145,6 @@ def test_gradients_to_the_batch_to_shared_arguments_and_keywords():
     expected = f(batch(x), w.cos(), shift={"b": b})
     assert same(out, expected, 1e-15)
     assert all_same(gradients(contrast(out), [w, b, x]), gradients(contrast(expected), [w, b, x]))
-
-
-def test_tied_weights_and_one_model_in_two_towers():
-    model = network()
-    tied = lambda c: model[0](model[1](c @ model[0].weight.T @ model[0].weight))
-    assert agrees(tied, model.parameters())
-    query, passage = X, X.flip(0) * 2
-
-    def loss(tower, other):
-        return torch.logsumexp(tower(query) @ other(passage).T, 1).sum()
-
-    ours = gt.chunked(model, 2, keep_graphs=2)
-    found = gradients(loss(ours, gt.chunked(model, 5)), model.parameters())
-    expected = gradients(loss(model, model), model.parameters())
-    assert all_same(found, expected)
-    same_one = gradients(loss(ours, ours), model.parameters())
-    assert all_same(same_one, expected)
 
 
 def test_chunked_in_chunked_with_dropout_and_state():
@@ -228,25 +205,6 @@ def test_integer_nested_and_untracked_outputs():
     found = gradients(loss(out["y"], out["n"][1][1]), model.parameters())
     expected = gradients(loss(expected, expected.T), model.parameters())
     assert all_same(found, expected)
-
-
-def test_outputs_with_more_rows_than_examples():
-    model = network()
-    assert agrees(lambda c: model(c).repeat_interleave(2, 0), model.parameters())
-    assert agrees(lambda c: torch.cat([model(c), model(-c)]), model.parameters())
-
-
-def test_a_result_that_is_an_input_or_a_parameter():
-    model, x = network(), X.clone().requires_grad_()
-    f = lambda c: (c, model[0].weight[: len(c)], c.detach())
-    out, weights, detached = gt.chunked(f, CHUNK)(x)
-    assert torch.equal(out, x) and torch.equal(
-        weights, torch.cat([model[0].weight[:n] for n in SIZES])
-    )
-    found = gradients(contrast(out @ weights.T), [x, model[0].weight])
-    weights = torch.cat([model[0].weight[:n] for n in SIZES])
-    assert all_same(found, gradients(contrast(x @ weights.T), [x, model[0].weight]))
-    assert not detached.requires_grad
 
 
 @pytest.mark.sampled(1, 1)
@@ -371,50 +329,6 @@ def test_no_grad_and_inference_mode():
     )
 
 
-def test_an_inference_tensor_as_the_batch():
-    with torch.inference_mode():
-        batch = X * 1
-    assert agrees(lambda c: (c.clone() @ W).tanh(), [W], x=batch) is True
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_an_eval_transformer_with_padding_takes_its_fast_path_in_neither_pass():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.1)
-    model = nn.TransformerEncoder(layer, 2).double().eval()
-    x, padded = numbers(5, 4, 4), torch.arange(4)[None] >= torch.tensor([4, 2, 3, 1, 4])[:, None]
-    f = lambda c, padding: model(c, src_key_padding_mask=padding)
-    pairs = lambda call: torch.cat(
-        [call(c, p) for c, p in zip(x.split(2), padded.split(2), strict=True)]
-    )
-    for keep_graphs in (0, 1):
-        out, expected = gt.chunked(f, 2, keep_graphs=keep_graphs)(x, padded), pairs(f)
-        assert torch.equal(out, expected)
-        found = gradients(out.sin().sum(), model.parameters())
-        assert all_same(found, gradients(expected.sin().sum(), model.parameters()))
-    with torch.no_grad():  # here they do
-        assert torch.equal(gt.chunked(f, 2)(x, padded), pairs(f))
-
-
-def test_grad_scaler():
-    def run(call):
-        model = network().float()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-        for _ in range(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-                loss = contrast(call(model, X.float()).float())
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), scaler.get_scale()
-
-    ours, scale = run(lambda m, x: gt.chunked(m, CHUNK)(x))
-    expected, scale_of_plain = run(plain)
-    assert scale == scale_of_plain == 4096.0 and torch.allclose(ours, expected, rtol=0, atol=1e-5)
-
-
 def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
     """Nothing is asked of them, but a later chunk depends on what they do."""
     model = network(nn.Dropout(0.5))
@@ -442,19 +356,6 @@ def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
     expected, _ = run(lambda f: [y for i in range(0, 8, 2) for y in f(examples[i : i + 2])])
     found, replayed = run(lambda f: gt.chunked(f, 2, keep_graphs=0)(examples))
     assert all_same(found, expected) and replayed == [True] * 6
-
-
-def test_what_f_no_longer_reaches_is_left_as_it_stands():
-    model = network(nn.BatchNorm1d(4))
-    held = [model]
-    out = gt.chunked(lambda c: held[0](c), CHUNK, keep_graphs=0)(X)
-    held[0] = None
-    model[2].running_mean.fill_(7)
-    model[2].eval()
-    found = gradients(contrast(out), model.parameters())
-    twin = network(nn.BatchNorm1d(4))
-    assert all_same(found, gradients(contrast(plain(twin)), twin.parameters()))
-    assert (model[2].running_mean == 7).all() and not model[2].training and held == [None]
 
 
 class Drawing(torch.autograd.Function):
@@ -495,26 +396,6 @@ def test_an_existing_grad_is_added_to():
     contrast(plain(twin)).backward()
     assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
     assert all_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
-
-
-def test_hooks_and_gradients_of_the_batch():
-    x, seen = X.clone().requires_grad_(), []
-    model = network()
-    x.register_hook(lambda g: seen.append(g.clone()))
-    model[0].weight.register_hook(lambda g: g * 2)
-    model[0].weight.register_hook(lambda g: g + 1)
-    handle = model[0].bias.register_hook(lambda g: g * 0)
-    contrast(gt.chunked(model, CHUNK, keep_graphs=2)(x)).backward()
-    found = [x.grad, *(p.grad for p in model.parameters())]
-    x.grad = None
-    model.zero_grad()
-    contrast(plain(model, x)).backward()
-    assert all_same(found, [x.grad, *(p.grad for p in model.parameters())])
-    assert len(seen) == 2 and same(seen[0], seen[1], 1e-12)
-    handle.remove()
-    model.zero_grad()
-    contrast(gt.chunked(model, CHUNK, keep_graphs=2)(x)).backward()
-    assert model[0].bias.grad.abs().sum() > 0
 
 
 def test_is_replaying_is_this_threads():
@@ -569,16 +450,6 @@ def test_an_exception_in_a_chunks_backward_leaves_no_gradient(at):
     assert x.grad is not None
 
 
-def test_hooks_come_back_after_an_exception():
-    model = network()
-    model[0].weight.register_hook(lambda g: g * 2)
-    Raising.calls, Raising.at = itertools.count(), 2
-    out = gt.chunked(lambda c: Raising.apply(model(c)), CHUNK)(X)
-    with pytest.raises(ZeroDivisionError):
-        contrast(out).backward(retain_graph=True)
-    assert len(model[0].weight._backward_hooks) == 1
-
-
 # --- keep_graphs --------------------------------------------------------------------------------
 
 
@@ -604,14 +475,6 @@ def test_retained_graphs_are_not_computed_again(keep_graphs, count_only):
     expected = plain(model)
     assert torch.equal(out, expected)
     assert all_same(first, gradients(contrast(expected), parameters))
-
-
-def test_a_second_backward_needs_retain_graph_as_ever():
-    model = network()
-    loss = contrast(gt.chunked(model, CHUNK)(X))
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
 
 
 def test_a_retained_graph_is_freed_by_the_backward_pass():
@@ -665,18 +528,6 @@ def test_an_argument_changed_between_the_passes_is_refused():
         changed.mul_(2)
         with pytest.raises(GradtoolsError, match="an argument was changed in place after"):
             contrast(out).backward()
-
-
-@pytest.mark.parametrize("keep_graphs", [0, 1])
-def test_what_requires_a_gradient_and_is_changed_after_the_forward_pass_is_told(keep_graphs):
-    x, w = torch.ones(4, 2, requires_grad=True), torch.ones(2, requires_grad=True)
-    for changed in (x, w):
-        out = gt.chunked(lambda x: x**2 * w, 2, keep_graphs=keep_graphs)(x)
-        with torch.no_grad():
-            changed.add_(1)
-        with pytest.raises(GradtoolsError, match="chunked: an argument or a parameter was changed"):
-            out.sum().backward()
-    assert x.grad is None and w.grad is None
 
 
 def test_a_large_captured_tensor_that_f_changes_is_refused():
@@ -1054,22 +905,6 @@ def test_checkpoint_inside_and_around(reentrant):
         assert all_same(found[0], expected) and found[1] == stands
 
 
-def test_two_towers_with_state_before_one_backward():
-    def run(call):
-        torch.manual_seed(1)
-        model = stateful()
-        tower = call(model)
-        loss = contrast(tower(X) @ tower(X.flip(0)).T)
-        model.eval()
-        loss.backward()
-        model.train()
-        return [*(p.grad for p in model.parameters()), *state_of(model).values()]
-
-    for keep_graphs in (0, 1):
-        ours = run(lambda m: gt.chunked(m, CHUNK, keep_graphs=keep_graphs))
-        assert all_same(ours, run(lambda m: lambda x: plain(m, x)))
-
-
 @pytest.mark.sweep_at("eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_around(backend):
@@ -1117,20 +952,6 @@ class Hidden(nn.Module):
 
     def forward(self, x):
         return self.linear(x) * (1 + (self.count() == self.at))
-
-
-@pytest.mark.parametrize("chunk", [0, 1, 2])
-def test_verify_names_the_chunk_and_the_submodule(chunk):
-    model = network(nn.Tanh(), Hidden(5 + chunk), nn.Tanh())
-    parameters = list(model.parameters())
-    silent = gradients(contrast(gt.chunked(model, CHUNK, verify=False)(X)), parameters)
-    assert not all_same(silent, gradients(contrast(plain(model)), parameters))
-    model[3].reset()
-    loss = contrast(gt.chunked(model, CHUNK, verify=True)(X))
-    match = rf"chunk {chunk} gives other numbers when .* again, first in f\.3 \(Hidden\)"
-    with pytest.raises(GradtoolsError, match=match):
-        loss.backward()
-    assert all(p.grad is None for p in parameters)
 
 
 def test_verify_sees_a_module_whose_output_cancels_in_the_value_alone():
@@ -1206,23 +1027,6 @@ def test_data_parallel_is_refused():
         gt.chunked(lambda c: model(c), CHUNK)(X)
 
 
-def test_wrapping_the_module_that_calls_chunked_is_not_refused():
-    class Step(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder = network()
-
-        def forward(self, x):
-            return contrast(gt.chunked(self.encoder, CHUNK)(x))
-
-    model = nn.DataParallel(Step())
-    model(X).backward()
-    twin = network()
-    contrast(twin(X)).backward()
-    found = [p.grad for p in model.parameters()]
-    assert all_same(found, [p.grad for p in twin.parameters()])
-
-
 # --- keys and carries ----------------------------------------------------------------------
 
 
@@ -1262,40 +1066,6 @@ def chunk_key(key, i):
     return seen[i]
 
 
-@pytest.mark.parametrize("keep_graphs", [0, 2])
-def test_carries_go_from_chunk_to_chunk(keep_graphs):
-    model, x = network(nn.Dropout(0.3)), X.clone().requires_grad_()
-
-    def f(c, mean, count):
-        y = model(c - mean)
-        new = {"sum": 0.5 * mean + c.detach().mean(0), "last": y.detach().sum()}
-        return (y * count["n"], y.detach()), (new["sum"], {"n": count["n"] + 1})
-
-    mean, count = X[0] * 0, {"n": torch.tensor(1)}
-
-    def looped(x):
-        carry, outs = (mean, count), []
-        for c in x.split(CHUNK):
-            (y, _), carry = f(c, *carry)
-            outs.append(y)
-        return torch.cat(outs), carry
-
-    def ours(x):
-        call = gt.chunked(f, CHUNK, (0, None, None), carry_argnums=(1, 2), keep_graphs=keep_graphs)
-        (y, _), carry = call(x, mean, count)
-        return y, carry
-
-    found = []
-    for call in (ours, looped):
-        torch.manual_seed(1)
-        y, carry = call(x)
-        found.append(
-            [y, carry[0], carry[1]["n"], *gradients(contrast(y), [x, *model.parameters()])]
-        )
-    assert all_same(*found) and found[0][2] == 5 and (mean == 0).all()
-    assert not found[0][1].requires_grad
-
-
 def test_a_carry_beneath_transforms_and_one_alone():
     f = lambda c, h, w: ((c @ w) * (1 + h), h * 0.5 + c.mean(0))
     chunked = gt.chunked(f, CHUNK, (0, None, None), carry_argnums=1)
@@ -1326,22 +1096,6 @@ def squared(w, x, *, power=2):
     return ((x["x"] @ w["w"]) ** power + w["b"]).mean()
 
 
-def test_microbatched_argnums_axes_and_no_graph():
-    f = lambda x, a, b: ((x.T @ a) * b).tanh().mean()
-    a, b = W.detach()[0], W.detach()[1, 0].requires_grad_()
-    call = gt.microbatched_value_and_grad(f, CHUNK, argnums=(1, 2), in_axes=(1, None, None))
-    value, grads = call(X.T, a, b.detach())
-    expected = gt.value_and_grad(f, argnums=(1, 2))(X.T, a, b.detach())
-    assert same(value, expected[0], 1e-14) and all_same(list(grads), list(expected[1]), 1e-14)
-    assert b.grad is None
-    examples = [numbers(n, seed=n) for n in (1, 2, 3)]
-    listed = gt.microbatched_value_and_grad(
-        lambda w, xs: sum((w * x).sum() for x in xs), 2, reduction="sum"
-    )
-    total = sum(x.sum() for x in examples)
-    assert same(listed(b.detach(), examples)[1], total, 1e-14)
-
-
 @pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_microbatched_sums_narrow_numbers_in_float32(dtype):
@@ -1352,14 +1106,6 @@ def test_microbatched_sums_narrow_numbers_in_float32(dtype):
     )
     assert value.dtype is dtype and grad.dtype is dtype
     assert abs(grad.item() - 5094) <= 16 and abs(value.item() - 5094) <= 16
-
-
-def test_per_example_gradients_of_chunked_and_in_chunks():
-    w, xs = W.detach(), numbers(4, 6, 3)
-    f = lambda w, x: contrast(gt.chunked(F, 2, in_axes=(0, None))(x, w))
-    expected = torch.stack([gt.grad(lambda w, x: contrast(F(x, w)))(w, x) for x in xs])
-    assert same(gt.per_example_grad(f)(w, xs), expected, 1e-12)
-    assert same(gt.per_example_grad(f, chunk_size=3)(w, xs), expected, 1e-12)
 
 
 def test_the_key_of_a_late_chunk_is_made_without_those_before_it():

@@ -248,41 +248,6 @@ class Log:
 # --- whose gradient it is -----------------------------------------------------------------
 
 
-def test_the_gradient_is_autograds_and_not_a_hooks():
-    torch.manual_seed(0)
-    model = nn.Sequential(linear(), nn.Tanh()).double()
-    parameters = tuple(model.parameters())
-    cache = Cache(model)
-    found = torch.autograd.grad(contrast(cache(X)), parameters, allow_unused=True)
-    assert found == (None, None)
-
-    def first_and_second(run):
-        first = torch.autograd.grad(contrast(run(X)), parameters, create_graph=True)
-        second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), parameters)
-        return [*first, *second]
-
-    ours, plain = first_and_second(Ours(model)), first_and_second(Plain(model))
-    assert all(same(a, b, 1e-12) for a, b in zip(ours, plain, strict=True))
-    assert all(p.grad is None for p in parameters)
-
-    values = {k: p.detach() for k, p in model.named_parameters()}
-
-    def of_values(way):
-        def loss(values):
-            call = lambda c, values: torch.func.functional_call(model, values, c)
-            if way is Ours:
-                return contrast(gt.chunked(call, CHUNK, in_axes=(0, None))(X, values))
-            return contrast(way(lambda c: call(c, values))(X))
-
-        return loss
-
-    naive = torch.func.grad(of_values(Cache))
-    with pytest.raises(RuntimeError):
-        naive(values)
-    ours, plain = (torch.func.grad(of_values(way))(values) for way in (Ours, Plain))
-    assert all(same(ours[k], plain[k], 1e-12) for k in values)
-
-
 @pytest.mark.parametrize("way", OURS)
 def test_parameters_of_the_loss_get_their_gradient_once(way):
     """The other usual way takes the whole loss once for each chunk (open_clip's --accum-freq)."""
@@ -315,15 +280,6 @@ def test_parameters_of_the_loss_get_their_gradient_once(way):
 
 
 # --- edges --------------------------------------------------------------------------------
-
-
-def test_the_last_chunk_may_be_smaller():
-    """Chunks that are made by a reshape cannot be unequal."""
-    with pytest.raises(RuntimeError, match="invalid for input"):
-        X.reshape(-1, CHUNK, 3)
-    for chunk_size in (1, 2, 4, 5, 10, 11, 100):
-        plain = step(lambda f, n=chunk_size: Plain(f, n), Counter)
-        assert step(lambda f, n=chunk_size: Ours(f, n), Counter).differences(plain) == []
 
 
 def test_the_mean_of_unequal_chunks_means_is_not_the_mean():
@@ -361,25 +317,6 @@ def test_a_chunk_without_parameters(way):
         with pytest.raises(RuntimeError, match="does not require grad"):
             step(Cache, make)
         assert step(way, make).differences(step(Plain, make)) == []
-
-
-def test_a_frozen_model_gives_outputs_without_a_graph():
-    model = linear().double().requires_grad_(False)
-    cache = Cache(model)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        cache.backward(contrast(cache(X)))
-    out = gt.chunked(model, CHUNK)(X)
-    assert torch.equal(out, Plain(model)(X)) and not out.requires_grad
-
-
-@pytest.mark.parametrize("way", OURS)
-def test_an_output_that_the_loss_ignores(way):
-    ignoring = lambda y: (nn.Parameter(torch.ones(1, dtype=torch.float64)) * 3).sum()
-    with pytest.raises(AttributeError):
-        step(Cache, linear, ignoring)
-    assert step(way, linear, ignoring).grads == {"weight": None, "bias": None}
-    first = lambda y: contrast(y[:3])
-    assert step(way, linear, first).differences(step(Plain, linear, first)) == []
 
 
 # --- hooks and exceptions -----------------------------------------------------------------

@@ -92,34 +92,6 @@ def test_what_a_subclass_keeps_besides_is_put_back(keep_graphs):
     assert trained(lambda f: gt.chunked(f, 2, keep_graphs=keep_graphs)(X)) == pytest.approx(plain)
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, list, deque, set])
-def test_what_a_container_of_ones_own_class_stored_is_put_back(kind):
-    class Own(kind):
-        pass
-
-    def trained(encode_of):
-        w = torch.tensor(2.0, requires_grad=True)
-        held = Own()
-
-        def f(x):
-            if isinstance(held, dict):
-                held[len(held)] = None
-            elif isinstance(held, set):
-                held.add(len(held))
-            else:
-                held.append(len(held))
-            return w * x * len(held)
-
-        (encode_of(f).sum() ** 2).backward()
-        return w.grad.item(), len(held), list(held)
-
-    plain = trained(lambda f: torch.cat([f(x) for x in X.split(2)]))
-    assert plain[1:] == (3, [0, 1, 2])
-    found = trained(lambda f: gt.chunked(f, 2, keep_graphs=0)(X))
-    assert found[0] == pytest.approx(plain[0])
-    assert found[1:] == plain[1:]
-
-
 def test_who_exchanges_the_forward_of_a_chunked_module_exchanges_that_call():
     """As accelerate and other packages do, which take a module's forward and put theirs around."""
     inner = torch.nn.Linear(3, 2)
@@ -151,12 +123,6 @@ pytree.register_pytree_node(
     lambda out: (list(out.parts.values()), list(out.parts)),
     lambda parts, names: Output(**dict(zip(names, parts, strict=True))),
 )
-
-
-def test_a_container_without_names_for_its_parts_is_joined():
-    out = gt.chunked(lambda x: Output(x * 2, pair=(x, None, x + 1)), 2)(X)
-    assert torch.equal(out.parts["rows"], X * 2)
-    assert torch.equal(out.parts["pair"][2], X + 1)
 
 
 def test_in_a_container_without_names_the_place_is_named_and_how_to_take_a_part():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import gradtools.torch as gt
-from tests.support.drawn_graphs import computed, differing, edges_without_effect
+from tests.support.drawn_graphs import computed, differing
 from tests.support.gallery import PICTURES, Picture
 
 BY_NAME = {picture.name: picture for picture in PICTURES}
@@ -41,33 +41,6 @@ def by_autograd(picture: Picture) -> tuple[dict[str, Tensor], dict[str, Tensor]]
 def test_a_graph_computes_what_autograd_computes(name):
     given, expected = by_autograd(BY_NAME[name])
     assert not differing(computed(BY_NAME[name].graph(), given), expected)
-
-
-@pytest.mark.slow_at("wgan_gp", "frozen_network")
-@pytest.mark.sweep_at("transformer_block")
-@pytest.mark.parametrize("name", BY_NAME)
-def test_each_edge_of_a_graph_counts(name):
-    """With noise on any operand some result is another one, but for those of `_WITHOUT_EFFECT`."""
-    given, expected = by_autograd(BY_NAME[name])
-    unseen = edges_without_effect(BY_NAME[name].graph(), given, expected)
-    assert unseen == _WITHOUT_EFFECT.get(name, set())
-
-
-# Which operand has no effect: a shift that a normalisation's derivative forgets, the statistics
-# that are not used in training, the guard of a norm at 0. What is missing has no number.
-_STATISTICS = {"batch_norm": (3, 4), "native_batch_norm_backward": (3, 4)}
-_WITHOUT_EFFECT = {
-    "sinh": {("divide", 1, "2")},  # of the cotangents of the dropped outputs, which are zero
-    "sinh_lost": {("missing", 0, ""), ("missing", 1, "")},
-    "transformer_block": {("native_layer_norm_backward", 5, f"norm{k}.bias") for k in (1, 2)},
-    "resnet_block": {
-        (operation, place, f"bn{k}.running_{name}")
-        for operation, places in _STATISTICS.items()
-        for place, name in zip(places, ("mean", "var"), strict=True)
-        for k in (1, 2)
-    },
-    "wgan_gp": {("compare", 0, ""), ("compare", 1, "0"), ("where", 1, "0")},
-}
 
 
 @pytest.mark.slow_at("transformer_block", "resnet_block")

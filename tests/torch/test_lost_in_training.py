@@ -149,13 +149,6 @@ def test_after_backward_gradients_that_are_zero_are_told():
     assert set(told(report)) == {"body.weight", "body.bias", "head.weight"}
 
 
-def test_features_that_were_computed_before_count():
-    model = Net()
-    features = torch.tanh(model.body(X))
-    report = gt.why_zero(lambda: F.cross_entropy(model.head(features), Y), model=model)
-    assert not report
-
-
 def test_a_loss_without_a_graph_is_told():
     model = Net()
     with torch.no_grad():
@@ -204,13 +197,6 @@ def test_several_models_and_optimizers():
     assert {f.argument for f in pair if f.kind == "other_model"} == {
         "optimizer.param_groups[1]['params'][0]"
     }
-
-
-def test_tied_parameters_are_one():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    assert not gt.why_zero(lambda: model(X).square().sum(), model=model, optimizer=optimizer)
 
 
 def test_buffers_of_batch_norm_are_no_finding():

@@ -31,16 +31,6 @@ def nodes(x):
     return seen
 
 
-def test_frozen_parameters_are_state():
-    net = player()
-    apply, params, state = gt.make_functional(net)
-    assert list(params) == ["4.weight", "4.bias"]
-    assert list(state) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert all(x.data_ptr() == net.get_parameter(k).data_ptr() for k, x in state.items())
-    out, after = apply(params, state, X)
-    assert torch.equal(out, net(X)) and all(after[k] is x for k, x in state.items())
-
-
 def test_a_partly_frozen_player_descends_as_in_a_plain_loop():
     a, b = player(1), player(2)
     apply_a, params_a, state_a = gt.make_functional(a)
@@ -83,15 +73,6 @@ def test_no_graph_is_kept_of_frozen_layers():
     apply, params, state = gt.make_functional(player())
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
     assert len(nodes(apply(leaves, state, X)[0])) == 4  # addmm, transpose, and two leaves
-
-
-def test_a_module_that_is_frozen_altogether_has_no_params():
-    apply, params, state = gt.make_functional(player().requires_grad_(False))
-    assert params == {} and len(state) == 6
-    gradient = gt.grad(lambda x: apply(params, state, x)[0].sum())(X)
-    x = X.clone().requires_grad_()
-    player()(x).sum().backward()
-    torch.testing.assert_close(gradient, x.grad)
 
 
 @pytest.mark.parametrize("with_key", [False, True])

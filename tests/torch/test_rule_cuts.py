@@ -102,30 +102,3 @@ def test_a_second_gradient_that_has_another_way_is_cut_and_not_missing():
     graph = gt.gradient_graph(lambda x: Sinh.apply(x) * x, X, order=2)
     assert any(edge.cut == MEND for edge in graph.edges)
     assert made(graph, SECOND).operation != "missing"
-
-
-def test_the_nodes_of_a_rule_carry_its_name():
-    graph = gt.gradient_graph(Square.apply, X, order=2)
-    assert {n.attributes["rule"] for n in graph.nodes if n.mark == "custom rule"} == {"Square"}
-
-
-def test_a_derivative_inside_of_f_is_marked():
-    def f(x):
-        (g,) = torch.autograd.grad(torch.sin(x).sum(), x, create_graph=True)
-        return g * 2
-
-    graph = gt.gradient_graph(f, X)
-    inner = [node.operation for node in graph.nodes if node.mark == "inner derivative"]
-    assert "cos" in inner and "sin" not in inner
-
-
-def test_what_autograd_adds_is_no_part_of_the_rule_before_it():
-    graph = gt.gradient_graph(lambda x: Sinh.apply(x) * x, X, order=2)
-    sums = [n for n in graph.nodes if n.operation == "add" and n.phase]
-    assert len(sums) > 1 and any("rule" not in n.attributes and not n.mark for n in sums)
-    graph = gt.gradient_graph(lambda x: SinhOfOutputs.apply(x)[0] * x, X)
-    (inside, *_), (around, *_) = (
-        [n for n in graph.nodes if n.native == "aten.add" and n.phase and bool(n.mark) is marked]
-        for marked in (True, False)
-    )
-    assert inside.attributes["rule"] == "SinhOfOutputs" and "rule" not in around.attributes

@@ -23,38 +23,6 @@ def _numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-class _Makes(collections.OrderedDict):
-    """Holds classes and gives out instances, as transformers' table of activations does."""
-
-    def __getitem__(self, key):
-        return super().__getitem__(key)()
-
-
-class _Pretends(collections.OrderedDict):
-    """Has keys that it does not hold, as transformers' lazy tables of models do."""
-
-    def __iter__(self):
-        return iter(["absent"])
-
-    def __getitem__(self, key):
-        raise ValueError(key)
-
-
-def test_a_dict_of_its_own_class_holds_afterwards_what_it_held():
-    table, lazy, count = _Makes(tanh=torch.nn.Tanh), _Pretends(), [0]
-
-    def f(x):
-        count[0] += 1
-        assert lazy is not None
-        return table["tanh"](x)
-
-    x = _numbers(3).requires_grad_()
-    gt.checkpoint(f)(x).sum().backward()
-    assert dict.__getitem__(table, "tanh") is torch.nn.Tanh
-    assert count == [1]
-    torch.testing.assert_close(x.grad, 1 - x.detach().tanh() ** 2)
-
-
 def test_the_order_of_an_ordered_dict_is_put_back():
     table = collections.OrderedDict(a=1, b=2)
     start = Snapshot.of([lambda: table], [])
@@ -215,17 +183,6 @@ class Marked(torch.Tensor):
     """A subclass, whose backward() runs with __torch_function__ switched off."""
 
 
-@pytest.mark.parametrize("cast", [False, True])
-def test_a_subclass_is_computed_again_as_one(cast):
-    x = torch.linspace(0, 1, 3).as_subclass(Marked).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-        y = gt.checkpoint(lambda x: x.sin() * x)(x).sum()
-    y.backward()
-    expected = torch.linspace(0, 1, 3).requires_grad_()
-    (expected.sin() * expected).sum().backward()
-    torch.testing.assert_close(x.grad.as_subclass(torch.Tensor), expected.grad)
-
-
 def test_a_replay_under_another_vmap_is_no_verification(monkeypatch):
     ticks, w = itertools.count(1), _numbers(3)
     f = lambda x: x * w * next(ticks)  # an iterator cannot be put back
@@ -239,22 +196,6 @@ def test_a_replay_under_another_vmap_is_no_verification(monkeypatch):
         gt.chunked(f, 2, keep_graphs=0)(x).sum().backward()  # nothing can be compared
     with pytest.raises(GradtoolsError, match="chunk 0 gives other numbers"):
         gt.chunked(f, 2, keep_graphs=0)(x).sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:chunked. norm is a batch norm")
-def test_who_asks_whether_f_is_replayed_may_count_by_that():
-    norm = torch.nn.BatchNorm1d(3).double()
-    seen = torch.zeros(3)
-    norm.register_buffer("seen", seen)
-
-    def f(x):
-        if not gt.is_recomputing():
-            norm.seen += 1
-        return norm(x)
-
-    gt.chunked(f, 2, keep_graphs=0)(_numbers(6, 3)).sum().backward()
-    assert seen.tolist() == [3, 3, 3]
-    assert norm.num_batches_tracked == 3
 
 
 @pytest.mark.parametrize(
@@ -327,17 +268,6 @@ def test_a_pullback_of_another_function_is_refused_each_time():
     for _ in range(2):
         with pytest.raises(GradtoolsError, match="belongs to another function"):
             gt.grad(lambda y: gt.grad(lambda z: (y * G(z)).sum())(x).sum())(y)
-
-
-def test_functions_of_other_lists_are_verified_each(monkeypatch):
-    seen, compare = [], Verification.compare
-    noted = lambda self, i, *more: seen.append(i) or compare(self, i, *more)
-    monkeypatch.setattr(Verification, "compare", noted)
-    made = lambda layers: lambda x: [x := layer(x) for layer in layers][-1]
-    layers = [torch.nn.Linear(3, 3).double() for _ in range(3)]
-    for part in (layers, layers[:2], layers[::-1], list(layers), layers[:2]):
-        gt.checkpoint(made(part))(_numbers(2, 3)).sum().backward()
-    assert len(seen) == 3
 
 
 def test_what_was_verified_of_objects_that_died_is_forgotten():

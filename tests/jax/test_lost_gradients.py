@@ -18,7 +18,7 @@ def found(report):
     return {(f.kind, f.source.line if f.source else None, f.whole) for f in report.findings}
 
 
-@pytest.mark.sampled(55, 102)
+@pytest.mark.sampled(45, 84)
 @pytest.mark.parametrize("case", CAUSES, ids=lambda case: case.name)
 def test_a_cause_is_found_at_its_line_with_its_kind(case):
     report = report_on(case)
@@ -27,7 +27,7 @@ def test_a_cause_is_found_at_its_line_with_its_kind(case):
         assert {f.scope for f in report.findings} == {case.scope}
 
 
-@pytest.mark.sampled(16, 48)
+@pytest.mark.sampled(16, 40)
 @pytest.mark.parametrize("case", HEALTHY, ids=lambda case: case.name)
 def test_nothing_is_found_where_nothing_is_lost(case):
     report = report_on(case)

@@ -151,11 +151,6 @@ def a_penalty_on_the_gradient_norm_of_all_weights():
 # --- force fields
 
 
-def _energy(net: Any, positions: Tensor) -> Tensor:
-    pairs = torch.pdist(positions)
-    return net(pairs[:, None]).sum() + torch.exp(-pairs).sum()
-
-
 @story("lab-cosmo/torch-pme#188")
 def forces_do_not_depend_on_what_was_computed_before():
     positions = leaf(rand(4, 3))

@@ -438,21 +438,6 @@ class _Sinh(torch.autograd.Function):
         return ct * (ctx.up + ctx.down) / 2
 
 
-class _SinhSaved(_Sinh):
-    """The same, saved as if they were inputs or outputs."""
-
-    @staticmethod
-    def forward(ctx, x):
-        up, down = x.exp(), (-x).exp()
-        ctx.save_for_backward(up, down)
-        return (up - down) / 2
-
-    @staticmethod
-    def backward(ctx, ct):
-        up, down = ctx.saved_tensors
-        return ct * (up + down) / 2
-
-
 class _SinhOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

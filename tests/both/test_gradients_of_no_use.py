@@ -269,24 +269,6 @@ def of_states(gt):
     return [gt.asarray(rng.normal(size=n).astype(np.float32)) for n in (3, (4, 3), (4, 3))]
 
 
-@pytest.mark.slow_at("jax")
-def test_a_stopped_target_is_no_finding(gt):
-    def learning(w, s, t):
-        target = 1 + 0.9 * gt.stop_gradient(values(gt, w, t))
-        return gt.xp.mean((values(gt, w, s) - target) ** 2)
-
-    assert not gt.why_zero(learning, *of_states(gt))
-
-
-@pytest.mark.slow_at("jax")
-def test_a_stopped_policy_in_a_ratio_is_no_finding(gt):
-    def clipped(w, s, t):
-        ratio = gt.xp.exp(values(gt, w, s) - gt.stop_gradient(values(gt, w, s)))
-        return gt.xp.mean(gt.xp.minimum(2 * ratio, 2 * gt.xp.clip(ratio, 0.8, 1.2)))
-
-    assert not gt.why_zero(clipped, *of_states(gt))
-
-
 LOST = {
     "a term that is taken off": lambda gt, w, s, t: (
         gt.xp.mean(values(gt, w, s)) - 0.1 * gt.stop_gradient(gt.xp.mean(values(gt, w, t)))

@@ -41,37 +41,21 @@ def nearest(gt, codes, z):
     return codes[gt.xp.argmin(squared_distances(gt, z, codes), axis=1)]
 
 
-def nearest_by_one_hot(gt, codes, z):
-    index = gt.xp.argmin(squared_distances(gt, z, codes), axis=1)
-    return one_hot(gt, index, codes.shape[0]) @ codes
-
-
-def vq_vae(gt, p, choose=nearest):
+def vq_vae(gt, p):
     x, stop = rows(gt, 6, 5), gt.stop_gradient
     z = x @ p["encoder"]
-    q = choose(gt, p["codes"], z)
+    q = nearest(gt, p["codes"], z)
     decoded = (z + stop(q - z)) @ p["decoder"]
     return mse(gt, decoded, x) + mse(gt, q, stop(z)) + 0.25 * mse(gt, z, stop(q))
 
 
-def vq_vae_by_one_hot(gt, p):
-    return vq_vae(gt, p, nearest_by_one_hot)
-
-
-def vq_vae_by_straight_through(gt, p, surrogate=False):
+def vq_vae_by_straight_through(gt, p):
     x, stop = rows(gt, 6, 5), gt.stop_gradient
     z = x @ p["encoder"]
     q = nearest(gt, p["codes"], z)
     code = stop(q)
-    if surrogate:
-        passed = gt.straight_through(lambda z, c: c, lambda z, c: z)(z, code)
-    else:
-        passed = gt.straight_through(lambda z: code)(z)
+    passed = gt.straight_through(lambda z: code)(z)
     return mse(gt, passed @ p["decoder"], x) + mse(gt, q, stop(z)) + 0.25 * mse(gt, z, code)
-
-
-def vq_vae_by_a_surrogate(gt, p):
-    return vq_vae_by_straight_through(gt, p, surrogate=True)
 
 
 def symmetric_stops(gt, p):
@@ -85,11 +69,6 @@ def simsiam(gt, p):
     return d(z1, z2) / 2 + d(z2, z1) / 2
 
 
-def byol(gt, p):
-    online, target = rows(gt, 6, 5) @ p["online"], rows(gt, 6, 5, seed=1) @ rows(gt, 5, 4)
-    return mse(gt, unit(gt, online @ p["head"]), gt.stop_gradient(unit(gt, target)))
-
-
 def q_learning(gt, p):
     s, t = rows(gt, 6, 4), rows(gt, 6, 4, seed=1)
     target = 1 + 0.9 * gt.stop_gradient(gt.xp.max(t @ p["w"], axis=1))
@@ -97,26 +76,11 @@ def q_learning(gt, p):
     return gt.xp.mean(gt.xp.where(abs(error) < 1, 0.5 * error**2, abs(error) - 0.5))
 
 
-def double_q_learning(gt, p):
-    s, t = rows(gt, 6, 4), rows(gt, 6, 4, seed=1)
-    choice = gt.xp.argmax(t @ p["w"], axis=1)
-    values = gt.xp.sum(one_hot(gt, choice, 2) * (t @ rows(gt, 4, 2)), axis=1)
-    return mse(gt, (s @ p["w"])[:, 0], gt.stop_gradient(1 + 0.9 * values))
-
-
 def advantage_actor_critic(gt, p):
     h = gt.xp.tanh(rows(gt, 6, 4) @ p["body"])
     log_p = log_softmax(gt, h @ p["policy"])[:, 0]
     advantage = rows(gt, 6, seed=2) - (h @ p["value"])[:, 0]
     return -gt.xp.mean(log_p * gt.stop_gradient(advantage)) + 0.5 * gt.xp.mean(advantage**2)
-
-
-def normalised_advantage(gt, p):
-    h, reward = rows(gt, 6, 4), rows(gt, 6, seed=2)
-    value = (h @ p["value"])[:, 0]
-    a = gt.stop_gradient(reward - value)
-    a = (a - gt.xp.mean(a)) / (gt.xp.std(a) + 1e-6)
-    return -gt.xp.mean(log_softmax(gt, h @ p["policy"])[:, 0] * a) + mse(gt, value, reward)
 
 
 def clipped_policy(gt, p):
@@ -129,12 +93,6 @@ def soft_actor_critic(gt, p):
     log_p = -gt.xp.sum(gt.xp.tanh(rows(gt, 6, 4) @ p["policy"]) ** 2, axis=1)
     alpha, stop = gt.xp.exp(p["log_alpha"]), gt.stop_gradient
     return gt.xp.mean(stop(alpha) * log_p) - gt.xp.mean(p["log_alpha"] * stop(log_p + 2))
-
-
-def dino(gt, p):
-    teacher = softmax(gt, rows(gt, 6, 5) @ rows(gt, 5, 4) / 0.04)
-    student = log_softmax(gt, rows(gt, 6, 5, seed=1) @ p["w"])
-    return -gt.xp.mean(gt.xp.sum(gt.stop_gradient(teacher) * student, axis=-1))
 
 
 def self_distillation(gt, p):
@@ -154,18 +112,6 @@ def hard_gumbel_softmax(gt, p):
     return gt.xp.sum(((hard - gt.stop_gradient(y) + y) @ rows(gt, 3, 2)) ** 2)
 
 
-def contrast_with_a_queue(gt, p):
-    q, k = unit(gt, rows(gt, 6, 5) @ p["w"]), unit(gt, rows(gt, 6, 5, seed=1) @ p["w"])
-    own = gt.xp.sum(q * gt.stop_gradient(k), axis=-1, keepdims=True)
-    logits = gt.xp.concat([own, q @ rows(gt, 4, 9)], axis=1) / 0.07
-    return -gt.xp.mean(log_softmax(gt, logits)[:, 0])
-
-
-def score_distillation(gt, p):
-    score = p["x"] @ rows(gt, 4, 4) - 1
-    return 0.5 * gt.xp.sum((p["x"] - gt.stop_gradient(p["x"] - score)) ** 2)
-
-
 def weights_of_losses(gt, p):
     a, b = gt.xp.sum(p["w"] ** 2), gt.xp.sum(gt.xp.exp(p["w"]))
     share = gt.stop_gradient(a / (a + b))
@@ -175,24 +121,6 @@ def weights_of_losses(gt, p):
 def log_sum_exp(gt, p):
     highest = lambda: gt.stop_gradient(gt.xp.max(p["x"]))
     return gt.xp.log(gt.xp.sum(gt.xp.exp(p["x"] - highest()))) + highest()
-
-
-def log_sum_exp_along_an_axis(gt, p):
-    x, stop = p["x"], gt.stop_gradient
-    shifted = gt.xp.exp(x - stop(gt.xp.max(x, axis=1, keepdims=True)))
-    return gt.xp.sum(gt.xp.log(gt.xp.sum(shifted, axis=1)) + stop(gt.xp.max(x, axis=1)))
-
-
-def stopped_statistics(gt, p):
-    x, stop = p["x"], gt.stop_gradient
-    y = (x - stop(gt.xp.mean(x, axis=0))) / (stop(gt.xp.std(x, axis=0)) + 1e-5)
-    return gt.xp.sum((y * rows(gt, 4)) ** 2)
-
-
-def reinforce_with_a_baseline(gt, p):
-    reward = gt.xp.sum(p["w"] ** 2, axis=1)
-    advantage = gt.stop_gradient(reward - gt.xp.mean(reward))
-    return -gt.xp.mean(log_softmax(gt, p["w"])[:, 0] * advantage) + gt.xp.mean(reward)
 
 
 def truncated_recurrence(gt, p):
@@ -221,29 +149,18 @@ def sticking_the_landing(gt, p):
 
 HEALTHY = {
     vq_vae: {"encoder": (5, 3), "codes": (7, 3), "decoder": (3, 5)},
-    vq_vae_by_one_hot: {"encoder": (5, 3), "codes": (7, 3), "decoder": (3, 5)},
     vq_vae_by_straight_through: {"encoder": (5, 3), "codes": (7, 3), "decoder": (3, 5)},
-    vq_vae_by_a_surrogate: {"encoder": (5, 3), "codes": (7, 3), "decoder": (3, 5)},
     symmetric_stops: {"a": (6, 3), "b": (6, 3)},
     simsiam: {"w": (5, 4), "head": (4, 4)},
-    byol: {"online": (5, 4), "head": (4, 4)},
     q_learning: {"w": (4, 2)},
-    double_q_learning: {"w": (4, 2)},
     advantage_actor_critic: {"body": (4, 8), "policy": (8, 2), "value": (8, 1)},
-    normalised_advantage: {"policy": (4, 2), "value": (4, 1)},
     clipped_policy: {"policy": (4, 2)},
     soft_actor_critic: {"policy": (4, 1), "log_alpha": ()},
-    dino: {"w": (5, 4)},
     self_distillation: {"w": (5, 4)},
     straight_through_by_hand: {"w": (5, 3)},
     hard_gumbel_softmax: {"w": (5, 3)},
-    contrast_with_a_queue: {"w": (5, 4)},
-    score_distillation: {"x": (3, 4)},
     weights_of_losses: {"w": (5,)},
     log_sum_exp: {"x": (5,)},
-    log_sum_exp_along_an_axis: {"x": (3, 5)},
-    stopped_statistics: {"x": (6, 4)},
-    reinforce_with_a_baseline: {"w": (6, 3)},
     truncated_recurrence: {"w": (3, 4), "u": (4, 4)},
     linear_probe: {"encoder": (5, 3), "decoder": (3, 5), "probe": (3, 2)},
     sticking_the_landing: {"mean": (4,), "log_scale": (4,)},
@@ -254,7 +171,7 @@ def parameters(gt, shapes):
     return {name: rows(gt, *shape, seed=7 + k) for k, (name, shape) in enumerate(shapes.items())}
 
 
-@pytest.mark.sampled(torch=(40, 50), jax=(30, 50))
+@pytest.mark.sampled(torch=(20, 34), jax=(14, 34))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("f", HEALTHY, ids=lambda f: f.__name__)
 def test_a_stop_that_the_algorithm_needs_is_no_finding(gt, f, compiled):

@@ -612,58 +612,11 @@ def test_mapped_operators_give_each_examples_numbers(some_problem, operator, bac
         close(tree_map(lambda y: y[i], mapped), one, EXACT)
 
 
-@pytest.mark.slow_at(
-    ("jax", "hvp"), ("a linear solve", "jax", "grad"), ("a linear solve", "jax", "vjp")
-)
-@pytest.mark.sweep_at(("a linear solve", "jax", "hvp"))
-@pytest.mark.parametrize("operator", ["grad", "value_and_grad", "vjp", "hvp"])
-def test_a_checkpointed_function_has_the_same_derivatives(some_problem, operator):
-    problem = some_problem
-    (t,) = problem.draws(15, 1)
-    xs, ts = problem.lifted((problem.primals, t))
-    gt, plain = problem.gt, problem.of_primals("loss")
-    loss = gt.checkpoint(plain)
-    run = {
-        "grad": lambda f: gt.grad(f)(*xs),
-        "value_and_grad": lambda f: gt.value_and_grad(f)(*xs),
-        "vjp": lambda f: gt.vjp(f, *xs)[1](gt.xp.ones_like(plain(*xs))),
-        "hvp": lambda f: gt.hvp(f, xs, ts, "reverse_over_reverse"),
-    }[operator]
-    close(lower(run(loss)), lower(run(plain)), EXACT)
-
-
 def test_a_derivative_inside_a_checkpoint_is_differentiated(gt, backend_name):
     x = lift(backend_name, np.array([0.3, -1.2]))
     inner = gt.checkpoint(lambda x: gt.grad(lambda x: gt.xp.sum(gt.xp.sin(x)))(x))
     found = gt.grad(lambda x: gt.xp.sum(inner(x) ** 2))(x)
     close(lower(found), -2 * np.cos(lower(x)) * np.sin(lower(x)), EXACT)
-
-
-def test_a_derivative_inside_a_checkpoint_may_close_over_the_outer_variable(gt, backend_name):
-    a, y = lift(backend_name, (np.array(0.5), np.array(3.0)))
-
-    def f(a):
-        inner = gt.checkpoint(lambda y: gt.grad(lambda z: gt.xp.sin(a * z) * z)(y))
-        return inner(y) ** 2
-
-    g = lambda a: np.sin(3 * a) + 3 * a * np.cos(3 * a)
-    expected = 2 * g(0.5) * slope(lambda s: np.asarray(g(0.5 + s)))
-    close(lower(gt.grad(f)(a)), np.asarray(expected), DIFFERENCE)
-
-
-@pytest.mark.slow_at("jax")
-def test_gradient_steps_in_a_loop_are_differentiated(gt, backend_name):
-    """Four steps of x - r x give (1 - r)^4 x."""
-
-    def train(r, x):
-        for _ in range(4):
-            x = x - r * gt.grad(lambda x: gt.xp.sum(x * x) / 2)(x)
-        return gt.xp.sum(x)
-
-    r, x = lift(backend_name, (np.array(0.1), np.array([1.0, 2.0])))
-    dr, dx = gt.grad(train, (0, 1))(r, x)
-    close(lower(dr), np.asarray(-4 * 0.9**3 * 3.0), EXACT)
-    close(lower(dx), np.full(2, 0.9**4), EXACT)
 
 
 @pytest.mark.parametrize("operator", ["grad", "jacobian", "hessian", "per_example_grad"])

@@ -78,12 +78,6 @@ def second(loss, *args):
 # --- the same function ---------------------------------------------------------------------
 
 
-@functools.cache
-def full_batch():
-    """The value, and what `second` says of the loss; the examples do not meet in embed."""
-    return embed(W, X), derivatives(lambda w, x: contrast(embed(w, x)), W, X)
-
-
 def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
     """Interleaved into 4, 4, 4 and 3: the second and the third are one run that is kept."""
     x = jnp.arange(15.0)
@@ -127,11 +121,6 @@ def test_an_empty_tree_is_an_output_and_an_argument():
     run = gt.chunked(lambda x, none: ({}, x * 2, None), 4)
     same(run(X, None), ({}, X * 2, None))
     assert gt.chunked(lambda x: (), 4)(X) == ()
-
-
-def test_outputs_need_not_have_one_entry_for_each_example():
-    run = gt.chunked(lambda x: x.reshape(-1, 2, *x.shape[1:]).sum(1), 4)
-    same(run(X), X.reshape(-1, 2, *X.shape[1:]).sum(1))
 
 
 gradient_in_double = jax.jit(jax.grad(lambda w, x: contrast(embed(w, x))))
@@ -313,20 +302,6 @@ def test_several_carries_come_as_a_tuple():
     np.testing.assert_allclose(carry[1]["b"], X[:4].sum() * X[4:8].sum() * X[8:].sum())
 
 
-def test_a_key_may_be_a_carry():
-    def f(key, x):
-        now, key = jax.random.split(key)
-        return x * jax.random.normal(now), key
-
-    out, last = gt.chunked(f, 4, carry_argnums=0)(gt.random_key(0), X)
-    key, expected = gt.random_key(0), []
-    for r in rows_of(10, 4):
-        part, key = f(key, X[r])
-        expected.append(part)
-    same(out, jnp.concatenate(expected))
-    assert last == key
-
-
 @pytest.mark.parametrize(
     "change", [lambda c: c.astype(jnp.float32), lambda c: c[:2], lambda c: c > 0]
 )
@@ -360,23 +335,6 @@ def test_under_vmap_and_with_a_mapped_weight():
         same(jax.jit(jax.vmap(g(run), axes))(*args), jax.vmap(g(embed), axes)(*args), 1e-10, 1e-11)
 
 
-@pytest.mark.whole_at("jit")
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
-def test_inside_the_frameworks_transforms(wrap):
-    loss = lambda f: wrap(lambda w, x: contrast(f(w, x)))
-    same(derivatives(loss(chunked(4)), W, X), full_batch()[1], 1e-10, 1e-10)
-
-
-def test_inside_a_scan():
-    def train(f):
-        def step(w, x):
-            return w - 0.01 * jax.grad(lambda w: contrast(f(w, x)))(w), contrast(f(w, x))
-
-        return lambda w: jax.lax.scan(step, w, jnp.stack([X, 2 * X]))[1].sum()
-
-    same(jax.jit(jax.grad(train(chunked(4))))(W), jax.grad(train(embed))(W), 1e-10, 1e-11)
-
-
 def test_f_may_close_over_what_is_traced_and_differentiated():
     def loss(w, x):
         return contrast(gt.chunked(lambda x: embed(w, x), 4)(x * w.sum()))
@@ -384,13 +342,6 @@ def test_f_may_close_over_what_is_traced_and_differentiated():
     plain = lambda w, x: contrast(embed(w, x * w.sum()))
     ours = derivatives(loss, W, X)
     same(ours, derivatives(plain, W, X), 1e-10, 1e-10)
-
-
-def test_f_may_take_a_derivative_inside():
-    f = lambda w, x: jax.vmap(jax.grad(lambda x: jnp.sum(jnp.sin(x @ w))))(x)
-    run = gt.chunked(f, 4, in_axes=(None, 0))
-    ours = derivatives(lambda w, x: contrast(run(w, x)), W, X)
-    same(ours, derivatives(lambda w, x: contrast(f(w, x)), W, X), 1e-10, 1e-10)
 
 
 def test_a_reverse_rule_inside_f_is_obeyed():
@@ -579,22 +530,6 @@ def test_microbatched_is_differentiable_again(chunk_size):
     same(both(ours), both(plain), 1e-11)
     push = lambda g: jax.jit(lambda w: jax.jvp(lambda w: g(w, X), (w,), (w,)))(W)
     same(push(ours), push(plain), 1e-11)
-
-
-def test_microbatched_under_vmap_and_scan():
-    loss = lambda w, x: jnp.mean(of_each(w, x))
-    ours, plain = gt.microbatched_value_and_grad(loss, 4), jax.value_and_grad(loss)
-    ws = jnp.stack([W, 2 * W])
-    same(jax.vmap(ours, (0, None))(ws, X), jax.vmap(plain, (0, None))(ws, X))
-    train = lambda g: jax.lax.scan(lambda w, _: (w - g(w, X)[1], g(w, X)[0]), W, None, length=3)
-    same(jax.jit(lambda: train(ours))(), jax.jit(lambda: train(plain))())
-
-
-def test_microbatched_takes_lists_of_examples():
-    loss = lambda w, xs: sum(of_each(w, x).sum() for x in xs)
-    xs = [X[:3], X[3:6], X[6:7], X[7:8], X[8:9]]
-    found = gt.microbatched_value_and_grad(loss, 2, reduction="sum")(W, xs)
-    same(found, jax.value_and_grad(loss)(W, xs))
 
 
 def test_microbatched_traces_once_for_each_shape_and_recomputes_nothing():

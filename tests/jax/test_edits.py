@@ -52,24 +52,6 @@ def test_hvp_in_mode_auto_sees_a_reverse_only_edit_inside_jit_scan_cond_and_vmap
     assert np.diag(gt.hessian(f)(X)).tolist() == [6.0, 12.0]
 
 
-def test_a_scheduled_scale_inside_scan():
-    def f(x):
-        def turn(x, i):
-            return gt.scale_gradient(x, i.astype(x.dtype)), None
-
-        return jax.lax.scan(turn, x, jnp.arange(1, 5))[0].sum()
-
-    assert jax.jit(gt.grad(f))(X).tolist() == [24.0, 24.0]
-    assert jax.jvp(f, (X,), (X,))[1] == 72.0
-
-
-def test_the_edits_under_jaxs_own_hessian():
-    f = lambda x: (gt.reverse_gradient(x, 0.5) ** 3).sum()
-    for hessian in (jax.hessian(f), jax.jacrev(jax.jacfwd(f)), jax.jacrev(jax.jacrev(f))):
-        assert np.diag(hessian(X)).tolist() == [1.5, 3.0]
-    assert np.diag(jax.jacfwd(jax.jacfwd(f))(X)).tolist() == [1.5, 3.0]
-
-
 def test_a_numpy_function_in_straight_through_is_vmapped_and_scanned():
     hard = gt.straight_through(lambda x: (np.asarray(x) > 1.5).astype(np.float64), lambda x: x**2)
     f = lambda x: jax.lax.scan(lambda c, xi: (c + hard(xi), None), 0.0, x)[0]
@@ -91,13 +73,6 @@ def test_the_derivative_to_a_factor_is_refused_through_scan_jit_and_vmap(wrap, f
         wrap(gt.grad(f, 1))(X, jnp.array(2.0))
     with pytest.raises(DisconnectedInputError, match="cut by scale_gradient"):
         jax.vmap(wrap(gt.grad(f, 1)), (None, 0))(X, jnp.ones(3))
-
-
-def test_a_factor_that_is_traced_scheduled_and_mapped_is_no_concern():
-    factors = jnp.array([1.0, 2.0, 3.0])
-    found = jax.jit(jax.vmap(gt.grad(scanned), (None, 0)))(X, factors)
-    np.testing.assert_allclose(found, np.array(factors)[:, None] ** 2 * np.ones(2), rtol=1e-15)
-    assert jax.grad(scanned, 1)(X, factors[1]) == 0.0  # as JAX's own of what is stopped
 
 
 EDITED_BY = {

@@ -46,10 +46,6 @@ def scanned(G):
     return jax.grad(total, (0, 1))
 
 
-def test_a_scan_over_many_z():
-    same(jax.jit(scanned(gt.frozen(net)))(Y, ZS), jax.jit(scanned(net))(Y, ZS))
-
-
 def test_eager_and_jit_agree_and_nothing_is_traced_twice():
     traced = []
 

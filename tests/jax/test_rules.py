@@ -41,23 +41,6 @@ def test_jaxs_own_checks_to_third_order(rule):
     check_grads(lambda x: apply_rule(rule, x)[0], (X,), order=3, modes=("fwd", "rev"))
 
 
-@pytest.mark.slow_at("clip")
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_every_edit_lowers_for_every_platform(edit):
-    loss = lambda x: (edit(x) ** 2).sum()
-    for f in (edit, gt.grad(loss), gt.hessian(loss), gt.vmap(gt.grad(lambda x: loss(x[None])))):
-        lowered = jax.jit(f).trace(X).lower(lowering_platforms=("cpu", "cuda", "tpu"))
-        assert "func.func public @main" in lowered.as_text()
-
-
-@pytest.mark.slow_at("clip")
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_a_gradient_is_exported_for_other_platforms_and_runs_on_this_one(edit):
-    gradient = jax.jit(gt.grad(lambda x: (edit(x) ** 2).sum()))
-    exported = jax.export.export(gradient, platforms=("cpu", "cuda", "tpu"))(X)
-    assert exported.call(X).tolist() == gradient(X).tolist()
-
-
 @pytest.mark.slow_at(("clip", "False"))
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("name", EDITS)

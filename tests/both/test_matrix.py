@@ -43,7 +43,7 @@ def error_of(cell, found, expected):
     )
 
 
-@pytest.mark.whole_at("checkpoint")
+@pytest.mark.quick_at("gradient", "mixed partial")
 @pytest.mark.parametrize("family", families())
 def test_both_frameworks_give_the_same_numbers(family):
     failed = []

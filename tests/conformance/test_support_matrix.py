@@ -1,6 +1,6 @@
 """The cells of the matrix of own rules, those that are refused too.
 
-Each way in the plain transforms, each transform in the plain ways, one in two of them quick, of
+Each way in the plain transforms, each transform in the plain ways, one in three of them quick, of
 those that take long to compile one in four, and of all others one in sixteen, in which each way and
 each transform has its turn; the rest are a sweep (`pytest -m sweep`).
 """
@@ -65,7 +65,7 @@ def _cells(backends):
             slow = not DEVICES and any(word in transform.name for word in SLOW_WORDS[backend])
             every = 4 if slow else 1
             marks = [pytest.mark.slow, *in_turn(turn, every if plain else 16)]
-            marks = [] if plain and not slow and (DEVICES or turn % 2 == 0) else marks
+            marks = [] if plain and not slow and (DEVICES or turn % 3 == 0) else marks
             if refusal is not None and refusal.bug:
                 reason = f"library bug: {refusal.reason}"
                 marks.append(pytest.mark.xfail(strict=True, reason=reason))

@@ -18,7 +18,7 @@ TOUR = ROOT / "docs" / "tour.md"
 # --- the blocks --------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(24, 200)
+@pytest.mark.sampled(16, 200)
 @pytest.mark.parametrize("block", **named([b for b in blocks() if b.picks_a_backend]))
 def test_a_block_runs_as_it_stands(block):
     block.run()

@@ -357,7 +357,7 @@ def test_derivatives_at_modules_import_nothing_of_seeing():
     assert run(OF_MODULES) == "[]"
 
 
-@pytest.mark.slow_at("torch")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_derivatives_edits_rules_and_chunks_import_nothing_of_seeing(backend):
     assert run(MISSION.format(backend=backend)) == "[]"

@@ -141,7 +141,7 @@ def test_only_installed_packages_are_libraries(path, kind):
     assert kind_of(os.sep + os.path.join(*path)) == kind
 
 
-@pytest.mark.slow_at("cp1252")
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_the_command_prints_on_a_terminal_that_lacks_characters(tmp_path, encoding):
     (tmp_path / "loss_of.py").write_text("def f(x):\n    return (x * x).sum()\n")

@@ -56,6 +56,7 @@ def _port():
     return original, port
 
 
+@pytest.mark.slow
 def test_a_correct_port_with_attention_in_float32_is_told_so():
     """flax's attention accumulates in float32 even under x64."""
     original, port = _port()

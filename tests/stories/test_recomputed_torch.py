@@ -185,7 +185,7 @@ def test_figures_of_the_largest_floats_are_finite_and_seen_to_differ():
 # --- rules and edits inside, in a process in which nothing was called before
 
 
-@pytest.mark.quick_at("kernel(y)")
+@pytest.mark.slow
 @pytest.mark.sweep_at("gt.scale_gradient(y, 1.0)")
 @pytest.mark.parametrize(
     "rule",

@@ -207,6 +207,7 @@ def test_without_expecttest_the_sweep_says_what_to_install(monkeypatch):
         list(in_torch.sweep())
 
 
+@pytest.mark.slow
 def test_the_sweep_leaves_flags_and_random_stream_as_they_were():
     torch.manual_seed(3)
     before = torch.get_rng_state()

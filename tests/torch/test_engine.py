@@ -613,6 +613,7 @@ def test_a_mixed_partial_trains_the_parameters_of_G():
         torch.testing.assert_close(p.grad, g, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_compiled_gradients_of_a_mixed_partial_reach_z_and_u():
     def total(z, u):
         f, y = lambda y, g: (y.sin() * g).sum() ** 2, POINT["y"]

@@ -91,6 +91,7 @@ def test_what_a_custom_operator_lacks_is_refused_by_name():
     torch.testing.assert_close(gt.jvp(lossy, (X,), (T,))[1], 3 * X**2 * T)
 
 
+@pytest.mark.slow
 def test_compiled_forward_mode_leaves_a_custom_operator_out_of_the_graph():
     torch._dynamo.reset()
     pushed = lambda x: gt.jvp(cube, (x,), (T,))[1]

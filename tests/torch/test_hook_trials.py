@@ -74,7 +74,8 @@ WITHIN = {
 }
 
 
-@pytest.mark.sampled(2, 6)
+@pytest.mark.slow
+@pytest.mark.sampled(slow=6)
 @pytest.mark.parametrize("within", WITHIN)
 @pytest.mark.parametrize("dtype", [torch.float32, D])
 def test_a_hook_that_solves_without_a_graph_is_refused_at_second_order_alone(within, dtype):

@@ -148,6 +148,7 @@ def test_168393_an_operator_with_a_registered_derivative_has_a_forward_mode_of_z
     close(gradient(cube)(X), 3 * X**2)
 
 
+@pytest.mark.slow
 def test_91469_there_is_no_compiled_double_backward():
     x = X.clone().requires_grad_()
     (g,) = torch.autograd.grad(compiled(lambda x: (x**3).sum())(x), x, create_graph=True)

@@ -111,7 +111,7 @@ RULES = {
 }
 
 
-@pytest.mark.sampled(11, 16)
+@pytest.mark.sampled(5, 16)
 @pytest.mark.slow_at("norms")
 @pytest.mark.parametrize("f", RULES.values(), ids=RULES)
 def test_ordinary_operations_have_rules(f, monkeypatch):

@@ -11,7 +11,6 @@ import sys
 import threading
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -162,26 +161,6 @@ def test_chunked_in_chunked_with_dropout_and_state():
         for inner, outer in ((ours, ours), (ours, loop), (loop, ours)):
             found, stands = run(inner, outer)
             assert all_same(found, expected) and stands == stood
-
-
-# --- lists ---------------------------------------------------------------------------------
-
-
-def test_strings_dicts_and_arrays_as_examples():
-    table = nn.Embedding(5, 3, dtype=torch.float64)
-    words = ["a", "bc", "d", "ea", "b", "ccd", ""]
-
-    def f(batch, extra, more):
-        assert len(batch) == len(extra) == len(more["z"])
-        sums = [table(torch.tensor([ord(c) - 97 for c in w]).long()).sum(0) for w in batch]
-        return torch.stack(sums) * torch.as_tensor(extra)[:, None] + more["z"]
-
-    extra, more = np.arange(7.0), {"z": numbers(7, 3)}
-    out = gt.chunked(f, 2)(words, extra, more)
-    expected = f(words, extra, more)
-    assert torch.equal(out, expected)
-    (weights,) = table.parameters()
-    assert all_same(gradients(contrast(out), [weights]), gradients(contrast(expected), [weights]))
 
 
 # --- outputs -------------------------------------------------------------------------------
@@ -557,32 +536,6 @@ def test_a_tracked_argument_that_f_changes_is_refused():
     assert agrees(scaled, model.parameters(), x=x)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("keep_graphs", [0, 1])
-def test_lists_and_batches_that_f_changes_in_place(interleaved, keep_graphs):
-    model = network()
-
-    def f(c, batch):
-        c.add_(1)
-        for e in batch:
-            e["x"].mul_(2)
-        return model(c.clone()) * torch.stack([e["x"].clone().sum() for e in batch])[:, None]
-
-    def run(call):
-        x, examples = X[:6].clone(), [{"x": numbers(2, seed=n)} for n in range(6)]
-        out = call(x, examples)
-        return [out, *gradients(contrast(out), model.parameters()), x, *(e["x"] for e in examples)]
-
-    ours = run(gt.chunked(f, 3, interleaved=interleaved, keep_graphs=keep_graphs))
-    rows = [slice(0, None, 2), slice(1, None, 2)] if interleaved else [slice(0, 3), slice(3, 6)]
-
-    def looped(x, examples):
-        out = torch.cat([f(x[r], examples[r]) for r in rows])
-        return out[torch.tensor([0, 3, 1, 4, 2, 5])] if interleaved else out
-
-    assert all_same(ours, run(looped))
-
-
 # --- higher orders -------------------------------------------------------------------------
 
 
@@ -636,18 +589,6 @@ def test_a_third_derivative_of_batch_norm_is_right(keep_graphs):
         model, x = stateful(norm), X.clone().requires_grad_()
         found.append(first_to_third(gt.chunked(model, CHUNK, keep_graphs=keep_graphs), model, x, 3))
     assert all_same(*found, 1e-11)
-
-
-def test_gradgradcheck():
-    torch.manual_seed(0)
-    f = lambda c, w: (c @ w).tanh() * c.sum(1, keepdim=True).exp()
-    w, x = numbers(2, 2).requires_grad_(), numbers(3, 2, seed=1).requires_grad_()
-    for keep_graphs in (0, 1):
-        call = lambda x, w, k=keep_graphs: gt.chunked(f, 2, in_axes=(0, None), keep_graphs=k)(x, w)
-        assert torch.autograd.gradcheck(
-            call, (x, w), check_forward_ad=True, check_batched_grad=True
-        )
-        assert torch.autograd.gradgradcheck(call, (x, w), check_batched_grad=True)
 
 
 # --- torch.func and gradtools --------------------------------------------------------------
@@ -1028,42 +969,6 @@ def test_data_parallel_is_refused():
 
 
 # --- keys and carries ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keep_graphs", [0, 1])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_keys_are_folded_with_the_chunks_index(keep_graphs, interleaved):
-    model = network(nn.Dropout(0.5))
-    apply, params, state = gt.make_functional(model)
-    key, rows = gt.random_key(3), [X[i::4] for i in range(4)] if interleaved else X.split(CHUNK)
-    f = lambda c, p, k: apply(p, state, c, key=k)[0]
-    chunked = gt.chunked(
-        f, CHUNK, (0, None, None), key_argnums=2, interleaved=interleaved, keep_graphs=keep_graphs
-    )
-
-    def loss(params, call):
-        return contrast(call(params)) + call(params)[0].sum()
-
-    stands = streams()
-    found = gt.value_and_grad(loss)(params, lambda p: chunked(X, p, key))
-    looped = lambda p: torch.cat(
-        [f(c, p, gt.asarray(chunk_key(key, i))) for i, c in enumerate(rows)]
-    )
-    order = torch.tensor([k for i in range(4) for k in range(i, 11, 4)]).argsort()
-    restored = (lambda p: looped(p)[order]) if interleaved else looped
-    expected = gt.value_and_grad(loss)(params, restored)
-    assert same(found[0], expected[0], 1e-14)
-    assert all_same(list(found[1].values()), list(expected[1].values()))
-    assert streams() == stands and len({chunk_key(key, i).sum().item() for i in range(4)}) == 4
-
-
-def chunk_key(key, i):
-    """As chunks get it: read off from one that is called."""
-    seen = []
-    gt.chunked(lambda c, k: seen.append(k.clone()) or c, 1, (0, None), key_argnums=(1,))(
-        X[: i + 1], key
-    )
-    return seen[i]
 
 
 def test_a_carry_beneath_transforms_and_one_alone():

@@ -56,15 +56,6 @@ def test_a_dual_number_without_a_tangent_stays_without(kind):
         assert forward_ad.unpack_dual(f(numbers())).tangent is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_picture_of_a_rule_that_was_called_is_that_of_a_new_one(kind):
-    x = numbers()
-    new, old = (f for f in (sine(kind), called(sine(kind))))
-    pictures = [str(gt.gradient_graph(lambda x, f=f: f(x).sum(), x)) for f in (new, old)]
-    assert pictures[0] == pictures[1]
-    assert "stopped" not in pictures[1]
-
-
 @pytest.mark.parametrize("kind", ["jvp", "both"])
 def test_an_affine_forward_rule_is_refused_in_forward_mode(kind):
     f = sine(kind, forward=lambda p, t: (p[0].sin(), p[0].cos() * t[0] + 1))

@@ -182,11 +182,6 @@ def test_an_integer_output_of_a_kernel_cuts_nothing():
     assert not [e for e in graph.edges if e.cut]
 
 
-def test_a_mask_of_dropout_is_drawn_and_not_computed_from_what_it_masks():
-    graph = gt.gradient_graph(torch.nn.functional.dropout, X)
-    assert not [e for e in graph.edges if e.cut]
-
-
 def test_a_recording_inside_of_a_recording_is_refused_and_leaves_nothing_behind():
     def f(x):
         gt.gradient_graph(torch.exp, x)

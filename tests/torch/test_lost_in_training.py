@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
@@ -71,21 +70,6 @@ def test_a_healthy_loop_has_nothing_to_tell():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gt.guard_gradients(given.loss, model=given.model, optimizer=given.optimizer)()
-
-
-def test_a_reentrant_checkpoint_of_what_requires_grad_loses_nothing():
-    model = Net()
-    body = lambda x: checkpoint(model.body, x, use_reentrant=True)
-    report = gt.why_zero(lambda: model.head(body(X.clone().requires_grad_())).sum(), model=model)
-    assert not report and not report.notes
-
-
-def test_a_number_that_is_logged_is_not_read_by_the_loss():
-    model, seen = Net(), []
-    aux = nn.Linear(3, 1)
-    loss = lambda: (seen.append(float(aux(X).sum())), model(X).sum())[1]
-    report = gt.why_zero(loss, model={"net": model, "aux": aux})
-    assert told(report) == {"aux.weight": "unread", "aux.bias": "unread"}
 
 
 def test_the_line_of_a_loss_is_named():

@@ -7,7 +7,6 @@ import sys
 
 import torch
 
-import gradtools.torch as gt
 from gradtools.torch import operation_marks
 
 ROOM = """
@@ -51,16 +50,6 @@ def test_a_detach_of_our_own_says_for_whose_sake_and_ends_with_it():
         operation_marks.data_of(x, operation_marks.DERIVATIVE)
     assert seen == [operation_marks.CHUNK, "", operation_marks.DERIVATIVE]
     assert operation_marks.reason_of_detach() == ""
-
-
-def test_a_recording_knows_a_chunk_and_a_frozen_function_by_what_their_functions_say():
-    w = torch.randn(3, 3)
-    x = torch.randn(4, 3)
-    for operator in (lambda f: gt.chunked(f, 2), gt.frozen):
-        graph = gt.gradient_graph(
-            lambda x, o=operator: (o(lambda x: (x @ w).tanh())(x) ** 2).sum(), x
-        )
-        assert {"chunked", "frozen"} & {node.mark for node in graph.nodes}
 
 
 def test_functions_of_ours_are_told_from_the_users_by_their_class():

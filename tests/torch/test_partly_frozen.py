@@ -73,16 +73,3 @@ def test_no_graph_is_kept_of_frozen_layers():
     apply, params, state = gt.make_functional(player())
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
     assert len(nodes(apply(leaves, state, X)[0])) == 4  # addmm, transpose, and two leaves
-
-
-@pytest.mark.parametrize("with_key", [False, True])
-def test_buffers_and_keys_work_beside_frozen_parameters(with_key):
-    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
-    net[0].requires_grad_(False)
-    apply, params, state = gt.make_functional(net, train=True)
-    key = gt.random_key(3) if with_key else None
-    torch.manual_seed(0)
-    _, after = apply(params, state, X, key=key)
-    assert list(params) == ["1.weight", "1.bias"] and int(after["1.num_batches_tracked"]) == 1
-    mean = net[0](X).mean(0) * 0.1
-    torch.testing.assert_close(after["1.running_mean"], mean.detach())

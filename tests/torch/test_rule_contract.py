@@ -641,20 +641,6 @@ def test_what_is_written_in_an_argument_in_place_is_refused():
             rule(x)
 
 
-def test_arguments_may_have_names_and_trees():
-    rule = gt.custom_rule(lambda p, scale=1.0: {"y": p["a"] * p["b"] * scale})
-    rule.defvjp(
-        lambda p, scale: (rule(p, scale), (p, scale)),
-        lambda r, ct: (
-            {"a": ct["y"] * r[0]["b"] * r[1], "b": ct["y"] * r[0]["a"] * r[1]},
-            None,
-        ),
-    )
-    a, b = leaf(), leaf(Y)
-    y = rule({"a": a, "b": b}, scale=3.0)["y"]
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), (a, b)), (3 * b, 3 * a))
-
-
 # --- a rule that is no rule -----------------------------------------------------------------
 
 AFFINE = {
@@ -797,13 +783,3 @@ def test_what_a_map_raises_where_it_is_asked_reaches_the_user_once_it_is_not_rai
         gt.grad(f)(x)
     assert "check='never'" in caught.value.__notes__[0]
     assert float(gt.grad(f)(x)) == pytest.approx(0.8775825618903728, rel=1e-15)
-
-
-@pytest.mark.parametrize("mode", ["forward", "reverse", "auto"])
-def test_a_bwd_with_a_jacobian_is_pushed_by_a_forward_jacobian(mode):
-    cube = gt.custom_rule(lambda x: x**3)
-    slope = lambda x: gt.jacobian(lambda x: x**3)(x).diagonal()
-    cube.defvjp(lambda x: (x**3, x), lambda x, ct: (slope(x) * ct,))
-    x = torch.tensor([0.5, -0.7, 0.2], dtype=torch.float64)
-    found = gt.jacobian(gt.grad(lambda x: cube(x).sin().sum()), mode=mode)(x)
-    torch.testing.assert_close(found, gt.hessian(lambda x: (x**3).sin().sum())(x))

@@ -1,6 +1,5 @@
 """What is computed again: programs that PyTorch's own checkpoint runs, against the plain call."""
 
-import collections
 import functools
 import itertools
 import time
@@ -13,7 +12,6 @@ import gradtools.torch as gt
 from gradtools.errors import GradtoolsError
 from gradtools.torch.replaying import consistency
 from gradtools.torch.replaying.consistency import Verification
-from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
 
@@ -21,15 +19,6 @@ Tensor = torch.Tensor
 def _numbers(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def test_the_order_of_an_ordered_dict_is_put_back():
-    table = collections.OrderedDict(a=1, b=2)
-    start = Snapshot.of([lambda: table], [])
-    table.move_to_end("a")
-    assert not start.reached.is_unchanged()
-    start.restore()
-    assert list(table) == ["a", "b"]
 
 
 class _Square(torch.autograd.Function):
@@ -340,18 +329,6 @@ def test_a_coefficient_that_an_iterator_gives_is_refused(edit, how):
         GradtoolsError, match=f"coefficient of .*{edit} .*is another one when chunk"
     ):
         gradient(functools.partial(next, itertools.count(1.0)))
-
-
-def test_a_transform_of_gradients_may_count_its_calls():
-    calls = 0
-
-    def counted(g):
-        nonlocal calls
-        calls += 1
-        return 2 * g
-
-    f = gt.chunked(lambda x: gt.transform_gradient(x, counted), 1, keep_graphs=0)
-    assert gt.grad(lambda x: f(x).sum())(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_per_example_gradients_of_a_function_with_a_counter_are_refused():

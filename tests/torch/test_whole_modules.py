@@ -138,17 +138,6 @@ def test_forward_mode_is_the_inner_product_with_the_gradient(make):
     torch.testing.assert_close(tangent, wanted, rtol=1e-11, atol=1e-14)
 
 
-def test_two_modules_play_and_each_is_given_its_own_gradients():
-    a, b = mlp(), partly_frozen()
-    f = lambda a, b, x: loss(a, x) - 2 * loss(b, x)
-    _, (down, up) = gt.minimax_value_and_grad(f, 0, 1)(a, b, X)
-    gt.assign_gradients(a, down)
-    gt.assign_gradients(b, up)
-    same({k: p.grad for k, p in a.named_parameters()}, plain(a)[1])
-    assert b[0].weight.grad is None
-    same({"g": b[2].weight.grad}, {"g": 2 * plain(b)[1]["2.weight"]})
-
-
 def test_a_derivative_inside_of_a_derivative_of_the_same_module():
     net = mlp()
     steep = lambda net: sum(g.square().sum() for g in gt.grad(loss)(net, X).values())
@@ -446,23 +435,6 @@ def test_gradients_at_a_module_may_be_changed_in_place_and_written_to_grad():
     optimizer.zero_grad(set_to_none=False)
     loss(net, X).backward()
     assert all(p.grad.grad_fn is None for p in net.parameters())
-
-
-def test_none_among_a_modules_attributes_refers_to_nothing():
-    class Stateful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.states = nn.Linear(3, 1, bias=False).double(), [None]
-            self.activation = lambda x, scale=None: x.tanh()
-
-        def forward(self, x):
-            self.states = [self.activation(self.a(x)).detach()]
-            return self.activation(self.a(x))
-
-    net = Stateful()
-    (grad,) = gt.grad(lambda m: m(X).sum())(net).values()
-    torch.testing.assert_close(net.states, [net.a(X).tanh().detach()])
-    torch.testing.assert_close(grad, torch.autograd.grad(net.a(X).tanh().sum(), net.a.weight)[0])
 
 
 class Likelihood(nn.Module):

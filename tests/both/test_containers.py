@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import enum
 import pickle
 import types
 
@@ -70,10 +69,6 @@ class Abstract(collections.abc.Mapping):
 
 
 Pair = collections.namedtuple("Pair", "x mask")
-
-
-class Level(enum.Enum):
-    HIGH = 1
 
 
 KINDS = {
@@ -153,29 +148,6 @@ def test_what_a_mapping_has_besides_its_items_is_kept(gt):
     out = gt.chunked(f, 2)(given)
     assert out.encodings == ["tokens"] and seen[0] == ["tokens"]
     np.testing.assert_allclose(gt.to_numpy(given["x"]), X)
-
-
-def test_a_configuration_without_arrays_is_the_object_itself(gt):
-    settings = Output(None, None, "settings")
-    f = lambda x, settings_: x * (2.0 if settings_ is settings else np.nan)
-    np.testing.assert_allclose(gt.to_numpy(gt.chunked(f, 2)(gt.asarray(X), settings)), 2 * X)
-
-
-def test_a_tree_of_axes_may_name_what_a_container_holds(gt):
-    given = Encoding({"x": gt.asarray(X), "mask": gt.asarray(np.array([2.0, 3.0]))}, [])
-    ours = gt.chunked(lambda b: b["x"] * b["mask"], 2, in_axes=({"x": 0, "mask": None},))
-    np.testing.assert_allclose(gt.to_numpy(ours(given)), X * [2.0, 3.0])
-
-
-@pytest.mark.slow_at("jax")
-def test_none_and_constants_pass(gt):
-    constants = {"none": None, "name": "bert", "flag": True, "level": Level.HIGH, "layers": 12}
-    f = lambda x: {"x": x * 2, **constants}
-    out = gt.chunked(f, 2)(gt.asarray(X))
-    assert {k: v for k, v in out.items() if k != "x"} == constants
-    np.testing.assert_allclose(gt.to_numpy(out["x"]), 2 * X)
-    back = gt.grad(lambda x: (gt.chunked(f, 2)(x)["x"] ** 2).sum())(gt.asarray(X))
-    np.testing.assert_allclose(gt.to_numpy(back), 8 * X)
 
 
 def test_what_checkpoint_computes_again_may_return_containers_and_texts(gt):
@@ -346,23 +318,6 @@ def test_a_chunked_torch_module_has_what_the_module_has():
         _ = ours.nothing
 
 
-@pytest.mark.filterwarnings("ignore:chunked. .* batch normalization")
-def test_a_chunked_torch_module_trains_as_a_submodule():
-    x = torch.tensor(X)
-    grads = []
-    for wrap in (lambda m: m, lambda m: gt_torch.chunked(m, 2)):
-        model = torch.nn.Sequential(wrap(net().eval()), torch.nn.Tanh())
-        model[0].linear.bias.data.fill_(0.1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        out = model(x)
-        torch.logsumexp(out @ out.T, 1).sum().backward()
-        optimizer.step()
-        grads.append({k: v.clone() for k, v in model.state_dict().items()})
-    assert grads[0].keys() == grads[1].keys()
-    for k, v in grads[0].items():
-        torch.testing.assert_close(grads[1][k], v, rtol=1e-12, atol=1e-12)
-
-
 def test_a_state_dict_does_not_tell_whether_the_module_was_chunked():
     plain, other = torch.nn.Sequential(net()), net()
     torch.nn.init.ones_(other.linear.weight)
@@ -429,36 +384,3 @@ def test_a_chunked_equinox_module_is_a_tree_with_its_arrays():
         np.testing.assert_allclose(a, b, rtol=1e-10)
     np.testing.assert_allclose(jax.jit(gj.chunked(Rows(linear), 2))(x), Rows(linear)(x))
     assert rows is not None
-
-
-def test_a_chunked_nnx_module_has_its_parameters():
-    nnx = pytest.importorskip("flax.nnx")
-    import jax
-
-    class Two(nnx.Module):
-        def __init__(self, encode):
-            self.encode = encode
-
-        def __call__(self, x):
-            return jax.numpy.tanh(self.encode(x))
-
-    linear = lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0), param_dtype=jax.numpy.float64)
-    loss = lambda m, x: jax.numpy.sum(m(x) @ m(x).T) ** 2
-    x = jax.numpy.asarray(X)
-    found = nnx.grad(loss)(Two(gj.chunked(linear(), 2)), x)
-    wanted = nnx.grad(loss)(Two(linear()), x)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-10)
-
-
-def test_flax_struct_dataclasses_are_split_and_joined():
-    struct = pytest.importorskip("flax.struct")
-
-    @struct.dataclass
-    class Batch:
-        x: object
-        name: str = struct.field(pytree_node=False, default="n")
-
-    out = gj.chunked(lambda b: b.replace(x=b.x * 2), 2)(Batch(gj.asarray(X)))
-    np.testing.assert_allclose(out.x, 2 * X)
-    assert out.name == "n"

@@ -494,16 +494,6 @@ def test_separate_parts_are_put_together_to_the_same_rule(formulas):
 TWICE = ("linear", "complex affine", "cross entropy", "attention", "layer norm", "solve", "where")
 
 
-@pytest.mark.sweep_at(
-    "complex affine", "cross entropy", "attention", "layer norm", "solve", "where"
-)
-@pytest.mark.parametrize("name", TWICE)
-def test_double_backward_reads_alike(name):
-    of_torch, of_jax = (FUNCTIONS[name].formula(backend, 2) for backend in ("torch", "jax"))
-    assert lines(of_torch) == lines(of_jax)
-    assert of_torch.lines(2)
-
-
 @pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_what_second_derivatives_are_of_shares_its_name_with_no_value(backend):

@@ -389,15 +389,6 @@ def test_of_a_smooth_network_only_what_is_added_drops_out(gt):
     assert finding.argument == "argument 0['d']" and finding.kind in DROPPED
 
 
-def test_what_f_computes_and_does_not_return_is_unused(gt):
-    def f(x, y):
-        (y**2).sum() if hasattr(y, "sum") else y
-        return gt.xp.sum(x)
-
-    (finding,) = gt.why_zero(f, gt.asarray(X), gt.asarray(X), argnums=1)
-    assert finding.kind == "unused"
-
-
 def test_what_concerns_most_comes_first(gt):
     f = lambda p: sum(gt.xp.sum(gt.stop_gradient(p[k])) for k in "xyz") + gt.xp.sum(p["w"])
     params = {name: gt.asarray(X) for name in ("spare", "w", "x", "y", "z")}

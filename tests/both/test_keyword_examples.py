@@ -163,22 +163,6 @@ def test_a_dict_names_other_axes_and_what_is_shared(gt, check, keyword):
     run(gt, f, args, kwargs, axes, wanted, sizes_of(gt))
 
 
-@pytest.mark.slow_at(("microbatched_value_and_grad", "jax"), ("per_example_grad", "jax"))
-@pytest.mark.sweep_at(("chunked", "jax"))
-def test_arrays_without_axes_and_what_is_no_array_are_shared(gt, check):
-    run, operator = check
-    scale, names = gt.asarray(np.float64(2.0)), ("a", "b")
-    f = lambda w, x, scale, *, power, names, none: (
-        gt.xp.tanh(x @ w) * scale**power * len(names) * (1.0 if none is None else 0.0)
-    )
-    out, rows = expected(X, scale=8.0)
-    for args, kwargs in (
-        ((gt.asarray(W), gt.asarray(X), scale), {"power": 2, "names": names, "none": None}),
-        ((gt.asarray(W),), {"x": X, "scale": scale, "power": 2, "names": names, "none": None}),
-    ):
-        run(gt, f, args, kwargs, default(operator, None), (out, rows), sizes_of(gt))
-
-
 @pytest.mark.sweep_at("jax")
 def test_a_batch_by_keywords_alone(gt):
     batch = data(gt, {"x": X, "mask": MASK})
@@ -204,12 +188,6 @@ def test_arguments_of_a_variadic_parameter(gt):
     ours = gt.chunked(f, 2, in_axes={"rest": (0, None)})
     close(gt, ours(x, mask, shared), X * MASK + SHARED)
     close(gt, gt.chunked(f, 2, in_axes={"rest": None})(x, shared, shared), X * SHARED + SHARED)
-
-
-def test_a_list_by_keyword_is_a_list_of_examples(gt):
-    rows = [gt.asarray(row) for row in X]
-    f = lambda *, rows: gt.xp.stack([row.sum() for row in rows])
-    close(gt, gt.chunked(f, 2)(rows=rows), X.sum(1))
 
 
 @pytest.mark.sweep_at("jax")

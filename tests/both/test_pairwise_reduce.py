@@ -283,17 +283,6 @@ def test_arguments_are_named_by_position_from_either_end_or_by_name(gt, named):
 
 
 @pytest.mark.sweep_at("jax")
-def test_masks_by_index_are_arguments(gt):
-    q, k = arrays(gt, (7, 3), (7, 3))
-    i = gt.asarray(np.arange(7))
-    causal = lambda q, k, i, j: gt.xp.where(i[:, None] >= j, q @ k.T, -np.inf)
-    found = gt.pairwise_reduce(causal, "logsumexp", TILE, rows=("q", "i"), columns=("k", "j"))
-    for n in (1, 4, 7):
-        close(gt, found(q, k, i, i)[n - 1], logsumexp(gt.xp, q[n - 1 : n] @ k[:n].T, 1)[0])
-    close(gt, found(q, k=k, j=i, i=i), found(q, k, i, i))
-
-
-@pytest.mark.sweep_at("jax")
 def test_trees_of_rows_and_of_results(gt):
     x, y, w = arrays(gt, (7, 3), (5, 3), ())
     f = lambda rows, y, w: {
@@ -386,26 +375,6 @@ def test_second_derivatives_of_attention_by_finite_differences(gt):
     np.testing.assert_allclose(
         gt.to_numpy(product), (ahead - behind) / (2 * h), rtol=1e-7, atol=1e-7
     )
-
-
-@pytest.mark.sweep_at("jax")
-@pytest.mark.parametrize("mix", ["r", "fr", "rr"])
-def test_f_closes_over_an_array_of_a_running_trace(mix, gt, backend_name):
-    """A temperature that is computed within the same jitted function, say."""
-    x, y, w = arrays(gt, (7, 3), (5, 3), ())
-    u = arrays(gt, (7, 3), seed=3)
-
-    def at(reduced):
-        def of(x, y, w):
-            f = lambda x: gt.xp.sum(gt.xp.sin(reduced(lambda x, y: w * (x @ y.T))(x, y)))
-            for mode in mix:
-                f = along(gt, f, mode, u)
-            return f(x)
-
-        return jitted(backend_name, of)
-
-    dense = lambda f: lambda x, y: logsumexp(gt.xp, f(x, y), 1)
-    close(gt, at(lambda f: gt.pairwise_reduce(f, "logsumexp", TILE))(x, y, w), at(dense)(x, y, w))
 
 
 @pytest.mark.sweep_at("fr", "rr", "rfr")

@@ -164,15 +164,6 @@ def test_what_is_set_as_a_part_of_a_rule_is_a_function(gt):
     assert f.bwd is None
 
 
-def test_the_names_of_static_arguments_may_be_set_after_calls(gt, x):
-    f = gt.custom_rule(lambda x, n: x**n)
-    f.defvjp(lambda x, n: (x**n, (x, n)), lambda kept, ct: (kept[1] * kept[0] * ct, None))
-    same(gt.grad(lambda x: f(x, 2).sum())(x), 2 * X)
-    f.static_argnames = ("n",)
-    f.defvjp(lambda n, x: (x**n, x), lambda n, x, ct: (n * x ** (n - 1) * ct,))
-    same(gt.grad(lambda x: f(x, 3).sum())(x), 3 * X**2)
-
-
 def test_a_host_functions_rule_may_be_set_after_calls_and_its_kernel_not(gt, x):
     f = gt.host_function(np.sin)
     f.defvjp(lambda x: (f(x), x), lambda x, ct: (gt.xp.cos(x) * ct,))

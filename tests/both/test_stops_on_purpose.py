@@ -194,24 +194,6 @@ def test_of_two_arguments_that_stop_each_other_none_is_lost(gt, argnums):
         assert report.notes
 
 
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
-def test_an_advantage_is_no_finding_whichever_network_is_looked_at(gt, argnums):
-    loss = lambda policy, value: advantage_actor_critic(
-        gt, {"body": rows(gt, 4, 8), "policy": policy, "value": value}
-    )
-    report = gt.why_zero(loss, rows(gt, 8, 2), rows(gt, 8, 1, seed=1), argnums=argnums)
-    assert not report, str(report)
-
-
-def test_stopped_weights_of_data_are_a_finding(gt):
-    def loss(w, x):
-        attention = softmax(gt, x @ w)
-        return mse(gt, gt.stop_gradient(attention) @ x, x) + gt.xp.mean(attention**2)
-
-    (finding,) = gt.why_zero(loss, rows(gt, 5, 6), rows(gt, 6, 5, seed=1))
-    assert finding.kind == "detached"
-
-
 def vq_vae_without_straight_through(gt, p):
     x, stop = rows(gt, 6, 5), gt.stop_gradient
     z = x @ p["encoder"]

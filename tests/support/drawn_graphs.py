@@ -7,7 +7,6 @@ by the same table.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -140,55 +139,4 @@ def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> se
     return {n for n in names if n not in both or not close(found[n], expected[n].detach())}
 
 
-def edges_without_effect(
-    graph: Graph, known: Mapping[str, Tensor], expected: Mapping[str, Tensor]
-) -> set[tuple[str, int, str]]:
-    """The edges, by operation, place and value, with noise on which no result is another one."""
-    unseen, reaching = set(), _reaching(graph, values_of(graph, known))
-    for at, node in enumerate(graph.nodes):
-        for place, value in enumerate(node.inputs):
-            moved, noise = _with_noise(graph, at, place)
-            if (at, place) in reaching and not differing(
-                computed(moved, {**known, "noise": noise}), expected
-            ):
-                unseen.add((node.operation, place, graph.values[value].name))
-    return unseen
-
-
-def _reaching(graph: Graph, values: Mapping[int, Any]) -> set[tuple[int, int]]:
-    """The edges, by node and place, that lead to a result and are not multiplied by zero."""
-    zero = lambda v: v in values and not torch.as_tensor(values[v]).any()
-    matter, found = set(graph.outputs), set()
-    for at in reversed(range(len(graph.nodes))):
-        node = graph.nodes[at]
-        if not matter.intersection(node.outputs):
-            continue
-        for place, value in enumerate(node.inputs):
-            other = node.inputs[1 - place] if node.operation in _PRODUCTS else None
-            if other is None or not zero(other):
-                found.add((at, place))
-                matter.add(value)
-    return found
-
-
 _PRODUCTS = ("multiply", "tanh_backward")
-
-
-def _with_noise(graph: Graph, at: int, place: int) -> tuple[Graph, Tensor]:
-    """The graph in which one operation reads something else than it read."""
-    node = graph.nodes[at]
-    value = graph.values[node.inputs[place]]
-    step, made = max(graph.values) + 1, max(graph.values) + 2
-    values = {
-        **graph.values,
-        step: dataclasses.replace(value, name="noise", dtype="float32"),
-        made: dataclasses.replace(value, name=""),
-    }
-    added = Node("add", (node.inputs[place], step), (made,))
-    inputs = tuple(made if k == place else v for k, v in enumerate(node.inputs))
-    nodes = [*graph.nodes[:at], added, dataclasses.replace(node, inputs=inputs)]
-    nodes += graph.nodes[at + 1 :]
-    captured = (*graph.captured, step)
-    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).abs() + 0.5
-    moved = dataclasses.replace(graph, nodes=tuple(nodes), values=values, captured=captured)
-    return moved, noise

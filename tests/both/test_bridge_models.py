@@ -95,20 +95,6 @@ def test_evaluation_needs_no_key_and_leaves_the_state():
     jax.tree.map(near, new, state)
 
 
-def test_the_hessian_of_a_module_in_its_parameters_is_the_native_one():
-    model = network().eval()
-    apply, params, state = bridge.to_jax(model)
-    of = lambda p: (apply(p, state, jnp.asarray(X))[0] ** 3).sum()
-    v = jax.tree.map(lambda p: 0.3 * p + 0.1, params)
-    found = jax.jvp(jax.grad(of), (params,), (v,))[1]
-    run, own, buffers = gt.make_functional(model)
-    by_torch = lambda p: (run(p, buffers, torch.from_numpy(X))[0] ** 3).sum()
-    own_v = {k: 0.3 * p + 0.1 for k, p in own.items()}
-    (expected,) = gt.hvp(by_torch, (own,), (own_v,))[1]
-    for name, p in expected.items():
-        near(found[name], p)
-
-
 # --- a model in PyTorch ------------------------------------------------------------------
 
 

@@ -68,17 +68,6 @@ def test_an_error_of_the_users_own_in_f_is_shown_without_ours(gt):
     assert files[0] == files[-1] == HERE and not any(f.startswith(OWN) for f in files)
 
 
-@pytest.mark.parametrize("operator", ["chunked", "checkpoint", "frozen"])
-def test_an_error_in_a_module_is_shown_without_ours(operator):
-    torch = pytest.importorskip("torch")
-    gt = pytest.importorskip("gradtools.torch")
-    options = {"chunk_size": 2} if operator == "chunked" else {}
-    module = getattr(gt, operator)(torch.nn.Linear(3, 2), **options)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        module(torch.ones(4, 5))
-    assert not [f for f in shown(caught.value) if f.startswith(OWN)]
-
-
 def test_a_mistake_of_gradtools_keeps_its_frames(gt, monkeypatch):
     monkeypatch.setattr("gradtools.derivatives.normalized_argnums", lambda *args: 1 / 0)
     monkeypatch.setattr("gradtools.derivatives.call_of_primals", None)

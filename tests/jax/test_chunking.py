@@ -478,19 +478,6 @@ def of_each(w, x):
     return jnp.sum(jnp.sin(x @ w) ** 2, -1)
 
 
-TOKENS = jnp.asarray([3.0, 1.0, 0.0, 2.0, 5.0, 1.0, 1.0, 4.0, 2.0, 7.0])
-
-
-def test_weights_may_be_traced_and_differentiated():
-    full = lambda t: jnp.sum(of_each(W, X) * t) / jnp.sum(t)
-
-    def parts(t):
-        f = lambda w, x, t: jnp.sum(of_each(w, x) * t) / jnp.sum(t)
-        return gt.microbatched_value_and_grad(f, 4, weights=lambda w, x, t: t.sum())(W, X, t)[0]
-
-    same(jax.jit(jax.grad(parts))(TOKENS + 1), jax.grad(full)(TOKENS + 1))
-
-
 def test_trees_several_arguments_and_keywords():
     def loss(p, x, q, power=2):
         return jnp.mean(jnp.abs(jnp.sin(x @ p["w"]) * q) ** power) + 0 * p["n"]["b"]

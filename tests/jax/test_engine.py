@@ -118,19 +118,6 @@ def test_a_jacobian_in_reverse_mode_of_what_varies_under_shard_map():
     _same(mapped(X, X), jnp.diag(X * (1 - jnp.tanh(X * X) ** 2)))
 
 
-@pytest.mark.sampled(1, 2)
-@pytest.mark.parametrize("f", [CUBE, lambda x: jnp.sum(gt.reverse_gradient(x, 0.5) ** 3)])
-def test_a_while_loop_is_differentiated_forwards(f):
-    def power(x):
-        return jax.lax.fori_loop(
-            0, jnp.int32(jnp.round(x[0] * 0 + 3)), lambda i, y: y * x, x * 0 + 1
-        )
-
-    _, pushed = gt.jvp(lambda x: f(power(x)), (X,), (ONES,))
-    sign = 1 if f is CUBE else -0.5
-    np.testing.assert_allclose(pushed, sign * jnp.sum(9 * X**8), rtol=1e-13)
-
-
 @pytest.mark.slow
 def test_shard_map_over_four_devices_gives_the_same_numbers():
     program = """
@@ -289,18 +276,6 @@ def test_the_policy_holds_under_jit_and_costs_nothing_at_run_time():
     plain = jax.jit(jax.grad(CUBE)).lower(X).compile().cost_analysis()
     assert mine["flops"] == plain["flops"]
     assert mine["bytes accessed"] == plain["bytes accessed"]
-
-
-def test_a_stop_in_the_carry_of_a_scan_is_a_cut():
-    def f(x, stop):
-        def body(c, _):
-            return (jax.lax.stop_gradient(c) if stop else c) * 2.0, None
-
-        return jnp.sum(jax.lax.scan(body, x, None, 3)[0])
-
-    _same(gt.grad(f)(X, False), jnp.full(2, 8.0))
-    with pytest.raises(DisconnectedInputError):
-        gt.grad(f)(X, True)
 
 
 # --- libraries' pytrees ------------------------------------------------------------------

@@ -41,14 +41,6 @@ def test_a_number_that_one_branch_gives_is_drawn():
     assert gt.gradient_graph(f, X).to_svg()
 
 
-def test_a_program_that_decides_on_values_is_seen_as_it_runs():
-    def f(x):
-        return jnp.sin(x) if x.sum() > 0 else jnp.cos(x)
-
-    graph = gt.gradient_graph(f, X)
-    assert [n.operation for n in graph.nodes if not n.phase][:2] == ["sin", "cos"]
-
-
 def test_what_leaves_jax_is_refused_with_what_to_ask():
     with pytest.raises(GradtoolsError, match=r"leaves JAX on the way.*why_zero"):
         gt.gradient_graph(lambda x: jnp.asarray(np.sin(x)), X)
@@ -85,27 +77,6 @@ def test_a_flax_module_gives_its_layers_scopes_in_both_passes():
     graph = gt.gradient_graph(network.apply, params, X)
     scopes = {(n.phase, n.scope[-1]) for n in graph.nodes if n.native == "dot_general"}
     assert {(0, "first"), (0, "last"), (1, "first"), (1, "last")} <= scopes
-
-
-def test_a_derivative_inside_of_f_is_marked():
-    f = lambda x: jax.grad(lambda z: jnp.sin(z).sum())(x) * 2
-    for order in (0, 1):
-        graph = gt.gradient_graph(f, jnp.ones(3), order=order)
-        assert any(n.mark == "inner derivative" and n.phase == 0 for n in graph.nodes)
-    plain = gt.gradient_graph(jnp.sin, jnp.ones(3))
-    assert not any(n.mark for n in plain.nodes)
-
-
-def test_the_nodes_of_a_rule_carry_its_name():
-    @jax.custom_vjp
-    def square(x):
-        return x**2
-
-    square.defvjp(lambda x: (x**2, x), lambda x, g: (2 * x * g,))
-    graph = gt.gradient_graph(square, jnp.ones(3), order=2)
-    marked = [node for node in graph.nodes if node.mark == "custom rule"]
-    assert marked and {node.attributes["rule"] for node in marked} == {"square"}
-    assert "◆ custom rule square" in str(graph)
 
 
 def test_outputs_that_exist_already_are_refused_with_what_to_do():

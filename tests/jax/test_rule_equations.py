@@ -137,13 +137,6 @@ def test_a_part_of_a_part_and_a_part_of_a_linear_rule():
     np.testing.assert_allclose(jax.jvp(last, (X,), (ONES,))[1][0], 5 * ONES)
 
 
-def test_a_rule_with_optimize_remat_leaves_only_what_is_used_before_a_recomputation():
-    f = gt.custom_rule(two)
-    f.defvjp(fwd, bwd, optimize_remat=True)
-    loss = lambda x, y: jax.checkpoint(f)(x, y)[0].sum()
-    np.testing.assert_allclose(jax.grad(loss)(X, Y), 2 * jnp.cos(X), rtol=1e-6)
-
-
 # --- the shape of a cotangent
 
 

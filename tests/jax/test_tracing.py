@@ -487,16 +487,6 @@ def test_only_the_cuts_of_the_asked_input_are_named():
     assert named(cuts) == marked(f)
 
 
-def test_several_cuts_come_in_program_order():
-    def f(x):
-        a = jnp.argmax(x)  # <- argmax
-        b = lax.scan(lambda c, y: (c + stop(y), None), ONE, x)[0]  # <- stop_gradient
-        return a + b + (x > 0).sum()  # <- gt
-
-    cuts = cuts_of(f, X)
-    assert named(cuts) == marked(f)
-
-
 def test_a_line_is_named_once():
     def f(x):
         return sum(stop(x) + k for k in range(3))  # <- stop_gradient

@@ -416,15 +416,6 @@ def test_an_operator_that_runs_a_module_often_gives_plain_jax_numbers(operator, 
 # --- what comes out, and what stands afterwards ------------------------------------------
 
 
-def test_the_gradient_of_an_equinox_module_is_what_filter_grad_gives():
-    m = mixed()
-    kind = KINDS["equinox with leaves of all kinds"]
-    found, wanted = gt.grad(kind.loss)(m, X), eqx.filter_grad(kind.loss)(m, X)
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    updated = eqx.apply_updates(m, jax.tree.map(lambda g: -0.1 * g, found))
-    assert updated.name == "net" and updated.activation is m.activation
-
-
 def test_the_gradient_of_an_nnx_module_is_what_nnx_grad_gives_and_its_optimizer_takes():
     optax = pytest.importorskip("optax")
     kind = KINDS["nnx with batch norm, dropout, a counter"]

@@ -917,17 +917,6 @@ def test_an_edit_in_a_branch_acts_only_where_that_branch_is_taken(gt, native, ta
     assert number(gt.grad(gt.grad(f))(native.array(1.0))) == (18.0 if taken else 2.0)
 
 
-@pytest.mark.sweep_at("jax")
-def test_per_example_gradients_are_clipped_one_by_one_and_pooled(gt, rng):
-    """The idiom of private training: clip each example's gradient on its way to the parameters."""
-    w, x = rng.normal(size=3), rng.normal(size=(5, 3))
-    loss = lambda w, x: (gt.clip_gradient(w, max_norm=0.1) * x).sum() ** 2
-    found = gt.per_example_grad(loss)(gt.asarray(w), gt.asarray(x))
-    plain = 2 * (x @ w)[:, None] * x
-    expected = plain * np.minimum(1, 0.1 / np.linalg.norm(plain, axis=1))[:, None]
-    same(gt.to_numpy(found), expected, rtol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
 def test_an_edit_keeps_the_dtype_of_the_gradient(edit, gt, native, dtype):
     x = native.array([1.0, 2.0], dtype)

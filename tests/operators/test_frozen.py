@@ -228,24 +228,6 @@ def test_third_derivatives(gt, case, budget):
     close(gt, third(gt.frozen(G, budget)), third(G))
 
 
-@pytest.mark.slow_at("jax")
-@pytest.mark.sweep_at(("trees and an integer", "jax"), ("complex", "jax"))
-def test_frozen_inside_frozen_with_a_budget(gt, case):
-    G, z, whole, read = case
-    both = gt.frozen(lambda z: gt.frozen(G)(z), memory_budget=1 << 20)
-
-    def second(G):
-        def by_y(y):
-            g = gt.grad(lambda z: scalar(gt, y * read(G(whole(z)))))(z)
-            return sum((x.real * x.real).sum() for x in leaves(g))
-
-        return gt.grad(by_y)(number(gt, 0.7))
-
-    close(gt, second(both), second(G))
-    f = lambda G: lambda z: scalar(gt, read(G(whole(z))))
-    close(gt, gt.hvp(f(both), (z,), (z,)), gt.hvp(f(G), (z,), (z,)))
-
-
 # --- inside other operators -------------------------------------------------------------------
 
 
@@ -328,17 +310,6 @@ def test_inside_other_operators(gt, problem, place):
     gradients = place(gt, gt.frozen(G), zs)
     found = staged(gt, gt.grad(lambda y: outer(gt, gradients(y), y)))(y)
     close(gt, found, expected_by_y(gt, G, y, zs))
-
-
-@pytest.mark.sweep_at("jax")
-def test_mixed_partial_through_a_frozen_function(gt, problem, rng):
-    G, y, zs = problem
-    f = lambda y, g: (gt.xp.tanh(y * g) * y).sum()
-    us = arrays(gt, rng, (6, 4), (6, 4))
-    expected = [gt.grad(lambda y, u=u: (inner(gt, G)(y, zs) * u).sum())(y) for u in us]
-    close(gt, gt.mixed_partial(f, gt.frozen(G), y, zs, us), expected)
-    close(gt, gt.mixed_partial(f, G, y, zs, us), expected)
-    close(gt, gt.mixed_partial(f, G, y, zs, us[1]), expected[1])
 
 
 @pytest.mark.sweep_at("jax")

@@ -361,32 +361,6 @@ def test_a_compiled_module_call_does_not_bring_back_the_original():
 # PyTorch: transforms
 
 
-def test_it_runs_under_func_grad_with_batch_statistics():
-    net, x = network(), batch(6, 4)
-    apply, params, state = make_functional(net)
-
-    def loss(params):
-        out, new_state = apply(params, state, x, key=random_key(0))
-        return out.square().sum(), new_state
-
-    grads, new_state = torch.func.grad(loss, has_aux=True)(params)
-    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    expected = torch.autograd.grad(loss(leaves)[0], list(leaves.values()))
-    for found, want in zip(grads.values(), expected, strict=True):
-        torch.testing.assert_close(found, want)
-    assert same(new_state, loss(params)[1])
-
-
-def test_it_runs_under_vmap_over_examples_and_over_models():
-    net, x = network(), batch(6, 4)
-    apply, params, state = make_functional(net, train=False)
-    rows = torch.func.vmap(lambda row: apply(params, state, row[None])[0][0])(x)
-    torch.testing.assert_close(rows, apply(params, state, x)[0])
-    stacked = {name: torch.stack([p, 2 * p]) for name, p in params.items()}
-    both = torch.func.vmap(lambda p: apply(p, state, x)[0])(stacked)
-    torch.testing.assert_close(both[0], apply(params, state, x)[0])
-
-
 def test_a_key_under_vmap_gives_each_example_its_own_mask():
     apply, params, state = make_functional(nn.Dropout(0.5))
     masked = torch.func.vmap(

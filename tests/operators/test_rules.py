@@ -166,17 +166,6 @@ def test_two_inputs_and_two_outputs(pair, gt, native):
         same(plain(one), other)
 
 
-@pytest.mark.slow_at("jax")
-def test_the_cross_derivative_of_two_inputs(pair, gt, native):
-    x, y = native.array(X), native.array(np.array([2.0, -1.0]))
-
-    def cross(run):
-        f = lambda x, y: sum((out**3).sum() for out in run(x, y))
-        return gt.grad(lambda y: (gt.grad(f)(x, y) ** 2).sum())(y)
-
-    same(plain(cross(pair)), plain(cross(pair_by_hand)))
-
-
 INDEXED = Rule(
     "take",
     lambda x, i: [x[i]],
@@ -196,37 +185,6 @@ def test_an_integer_input_has_no_derivative_and_is_handed_to_the_maps(gt, native
     for mix in MIXES:
         found = second_order(gt, mix, f, x, native.array(V), native.array(W))
         same(plain(found), (6 * X * [1, 0, 2] * V * W).sum())
-
-
-INTEGER_OUT = Rule(
-    "square and count",
-    lambda x: [x**2, (x > 0).sum()],
-    tangent=lambda xs, dxs: [2 * xs[0] * dxs[0], None],
-    cotangent=lambda xs, cts: [2 * xs[0] * cts[0]],
-)
-
-
-def test_an_integer_output_has_no_derivative(gt, native):
-    run = applied(gt, INTEGER_OUT)
-    f = lambda x: run(x)[0].sum() * run(x)[1]
-    same(plain(gt.grad(f)(native.array(X))), 2 * X * 2)
-    same(plain(gt.jvp(f, (native.array(X),), (native.array(V),))[1]), (4 * X * V).sum())
-
-
-def test_none_is_a_zero_in_what_a_map_returns(gt, native):
-    rule = Rule(
-        "first of two",
-        lambda x, y: [x * 1, y * 1],
-        tangent=lambda xs, dxs: [dxs[0], None],
-        cotangent=lambda xs, cts: [cts[0], None],
-    )
-    run = applied(gt, rule)
-    f = lambda x, y: (run(x, y)[0] ** 2).sum() + (run(x, y)[1] ** 2).sum()
-    x, v = native.array(X), native.array(V)
-    dx, dy = gt.grad(f, (0, 1), disconnected_inputs="zeros")(x, x)
-    same(plain(dx), 2 * X)
-    assert plain(dy).tolist() == [0.0, 0.0, 0.0]
-    same(plain(gt.jvp(f, (x, x), (v, v))[1]), (2 * X * V).sum())
 
 
 # --- vmap ---------------------------------------------------------------------------------

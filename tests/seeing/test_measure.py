@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 
@@ -90,21 +89,6 @@ def test_complex_numbers_count_what_their_parts_do(gt):
 
 # A perceptron: x (M, I) to hidden (M, H) by relu, to (M, O), and the sum of squares.
 M, I, H, O = 6, 5, 8, 3
-MLP_FORWARD = 2 * M * I * H + M * H + M * H + 2 * M * H * O + M * O + M * O + (M * O - 1)
-#             product       + bias  + relu  + product       + bias  + squares + sum
-MLP_BACKWARD = (
-    2 * M * O  # of the squares: twice the output, times the cotangent
-    + 2 * M * H * O * 2  # to the hidden layer, and to its weights
-    + (M - 1) * O  # the bias: a sum over examples
-    + 2 * M * I * H  # the first weights; nobody asks for x
-    + (M - 1) * H
-)
-
-
-def relu_of(backend_name):
-    if backend_name == "torch":
-        return importlib.import_module("torch").relu
-    return importlib.import_module("jax").nn.relu
 
 
 @pytest.mark.slow_at("torch")

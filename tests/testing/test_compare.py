@@ -10,7 +10,6 @@ pytest.importorskip("jax")
 pytest.importorskip("flax")
 pytest.importorskip("equinox")
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import torch
@@ -439,24 +438,6 @@ def variables(module: torch.nn.Module) -> dict:
     return {"params": jax.tree.map(jnp.asarray, to_linen(params))}
 
 
-@pytest.mark.sweep_at("table", "function")
-@pytest.mark.parametrize(
-    "mapping", [TABLE, to_linen, Mapping()], ids=["table", "function", "object"]
-)
-def test_a_linen_module_is_compared_by_a_mapping(mapping):
-    module = two_layers()
-    report = cross_check(
-        torch=module,
-        jax=(Ported(), variables(module)),
-        args=(ROWS,),
-        mapping=mapping,
-        dtype="float64",
-    )
-    names = [f"parameter Dense_{i}.{name}" for i in (0, 1) for name in ("bias", "kernel")]
-    assert report and paths(report, "gradient") == [*names, "argument 0"]
-    assert paths(report, "parameter") == names
-
-
 def test_a_transposed_parameter_is_named():
     square = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False))
     kernel = jnp.asarray(square[0].weight.detach().numpy())
@@ -569,15 +550,6 @@ def test_an_nnx_module_is_compared():
         order=1, torch=module, jax=ported, args=(ROWS.astype("float32"),), mapping=mapping
     )
     assert report and "parameter kernel" in paths(report, "gradient")
-
-
-def test_an_equinox_module_of_the_same_names_needs_no_mapping():
-    module = torch.nn.Linear(3, 2)
-    ported = eqx.nn.Linear(3, 2, key=jax.random.key(0))
-    own = [jnp.asarray(p.detach().numpy()) for p in (module.weight, module.bias)]
-    ported = eqx.tree_at(lambda m: (m.weight, m.bias), ported, own)
-    report = cross_check(order=1, torch=module, jax=ported, args=(ROWS[0].astype("float32"),))
-    assert report and paths(report, "gradient")[:2] == ["parameter weight", "parameter bias"]
 
 
 def test_make_functionald_triples_are_compared():

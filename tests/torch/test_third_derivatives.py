@@ -26,17 +26,6 @@ def _plain(axis):
     return norm
 
 
-NORMS = {
-    "layer_norm": (lambda x, w: F.layer_norm(x, (5,), w), _plain(-1)),
-    "batch_norm": (lambda x, w: F.batch_norm(x, None, None, w, training=True), _plain(0)),
-}
-
-
-@pytest.fixture(params=NORMS)
-def norms(request):
-    return NORMS[request.param]
-
-
 RULES = {
     "jvp": lambda norm: lambda xs, dxs: gt.jvp(norm, xs, dxs),
     "linearize": lambda norm: lambda xs, dxs: (norm(*xs), gt.linearize(norm, *xs)[1](*dxs)),

@@ -491,9 +491,6 @@ def test_separate_parts_are_put_together_to_the_same_rule(formulas):
         assert found.lines(2) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō"]
 
 
-TWICE = ("linear", "complex affine", "cross entropy", "attention", "layer norm", "solve", "where")
-
-
 @pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_what_second_derivatives_are_of_shares_its_name_with_no_value(backend):

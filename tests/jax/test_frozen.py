@@ -34,18 +34,6 @@ def same(found, expected, tolerance=1e-12):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(jnp.abs(b).max()))
 
 
-def scanned(G):
-    def total(y, zs):
-        def body(carry, z):
-            g = by_z(G)(y + 0.1 * carry, z)
-            return jnp.tanh(carry + (g * g).sum(0)), g.sum()
-
-        carry, sums = jax.lax.scan(body, jnp.zeros(4), zs)
-        return carry.sum() + (sums**2).sum()
-
-    return jax.grad(total, (0, 1))
-
-
 def test_eager_and_jit_agree_and_nothing_is_traced_twice():
     traced = []
 

@@ -442,10 +442,6 @@ def test_derivatives_are_mapped_over_an_axis_of_an_explicit_mesh():
 # --- as JAX's own, program for program ---------------------------------------------------
 
 
-def _summed(g):
-    return lambda *xs: sum(jnp.sum(y) for y in jax.tree.leaves(g(*xs)))
-
-
 def test_the_forward_pass_of_numbers_sees_the_axis_that_is_mapped_over():
     f = gt.custom_rule(lambda x: x * jax.lax.axis_index("i"))
     f.defvjp(lambda x: (x * jax.lax.axis_index("i"), None), lambda r, c: (c + 0.0,))

@@ -13,8 +13,6 @@ from gradtools.seeing.formulas.typesetting import number
 from tests.support.formula_builder import Builder
 from tests.support.formula_programs import PROGRAMS
 
-RNG = np.random.default_rng(11)
-
 
 def lines(name, section=1, order=1):
     return derive(PROGRAMS[name](), order).lines(section)

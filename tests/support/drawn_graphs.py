@@ -137,6 +137,3 @@ def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> se
     names = found.keys() | expected.keys()
     both = found.keys() & expected.keys()
     return {n for n in names if n not in both or not close(found[n], expected[n].detach())}
-
-
-_PRODUCTS = ("multiply", "tanh_backward")

@@ -71,10 +71,6 @@ def loop(model, optimizer=None, forward=None, loss=None, extra=()):
     return Loop(model, optimizer or torch.optim.SGD(model.parameters(), 0.5), given, meant)
 
 
-def all_of(module, kind, prefix):
-    return {f"{prefix}.{name}": kind for name, _ in module.named_parameters()}
-
-
 LINEAR = ("weight", "bias")
 
 
@@ -294,9 +290,6 @@ def two_losses_one_detached():
         return F.cross_entropy(model.head(h), Y) + F.cross_entropy(model.aux(h), Y).detach()
 
     return loop(model, loss=loss)
-
-
-NET = {**each("body", "x"), **each("head", "x")}
 
 
 def of(kind, *prefixes):

@@ -34,8 +34,6 @@ from tests.torch.test_chunking_traps import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalization")
 
-SIZES = [len(c) for c in X.split(CHUNK)]
-
 
 def numbers(*shape, seed=0, dtype=torch.float64):
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
@@ -995,10 +993,6 @@ def test_a_carry_beneath_transforms_and_one_alone():
 
 
 # --- microbatched_value_and_grad -----------------------------------------------------------
-
-
-def squared(w, x, *, power=2):
-    return ((x["x"] @ w["w"]) ** power + w["b"]).mean()
 
 
 @pytest.mark.sampled(1, 1)

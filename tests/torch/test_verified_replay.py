@@ -168,10 +168,6 @@ def test_what_chunks_keep_aside_has_its_gradient_or_is_refused(keep_graphs):
     torch.testing.assert_close(x.grad, x.detach().cos() + 2 * x.detach())
 
 
-class Marked(torch.Tensor):
-    """A subclass, whose backward() runs with __torch_function__ switched off."""
-
-
 def test_a_replay_under_another_vmap_is_no_verification(monkeypatch):
     ticks, w = itertools.count(1), _numbers(3)
     f = lambda x: x * w * next(ticks)  # an iterator cannot be put back

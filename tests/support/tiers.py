@@ -97,10 +97,16 @@ def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
     spread = sorted(range(len(rows)), key=lambda k: k * _GOLDEN % 1)
     chosen: list[int] = []
     met: set[object] = set()
+    adds: dict[int, int] = {}  # at most so many pairs: what a row adds only falls
     while spread and len(chosen) < count:
-        best = max(spread, key=lambda k: len(pairs[k] - met))
-        if not pairs[best] - met and met:
-            met = set()  # all pairs have met: once more
+        best, most = spread[0], -1
+        for k in spread:
+            if adds.get(k, most + 1) > most:
+                adds[k] = len(pairs[k] - met)
+                if adds[k] > most:
+                    best, most = k, adds[k]
+        if most == 0 and met:
+            met, adds = set(), {}  # all pairs have met: once more
             continue
         spread.remove(best)
         chosen.append(best)

@@ -27,9 +27,8 @@ def test_a_planted_mistake_is_found_and_named(mistake, gt, backend_name):
     assert not missing, str(raised.value)
 
 
-@pytest.mark.slow_at("sin, forward", "a saved output", "complex numbers, holomorphic")
+@pytest.mark.slow_at("a saved output", "complex numbers, holomorphic")
 @pytest.mark.whole_at(
-    ("torch", "sin, forward"),
     ("torch", "a saved output"),
     ("torch", "complex numbers, holomorphic"),
     ("torch", "float32"),

@@ -368,6 +368,12 @@ def changed_in_place(x):
 
 
 @lost("in_place_data")
+def a_view_changed_in_place(x):
+    x[0] = 0.0  # <- here
+    return x.sum()
+
+
+@lost("in_place_data")
 def changed_after_it_was_saved(x):
     y = x.exp()
     z = y.square().sum()
@@ -383,6 +389,21 @@ def changed_after_it_was_saved(x):
 def inner_gradient_of_what_is_detached(x):
     (g,) = torch.autograd.grad((x.detach() ** 2).sum(), x)  # <- here
     return g.sum()
+
+
+@lost("unused")
+def inner_gradient_of_something_else(x):
+    w = torch.ones(3, requires_grad=True)
+    (g,) = torch.autograd.grad((w**2).sum(), x)  # <- here
+    return g.sum()
+
+
+@lost("no_grad")
+def inference_tensor_changed(x):
+    with torch.inference_mode():
+        y = torch.zeros(3, dtype=torch.float64)
+    y.add_(x)  # <- here
+    return y.sum()
 
 
 @lost("no_grad")

@@ -170,7 +170,7 @@ class Specialization:
 
     # --- the reverse rule
 
-    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> FwdMaps:
+    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """Runs fwd; returns the outputs and the maps that read its residuals.
 
         perturbed: Which of xs are differentiated, None if unknown.
@@ -182,7 +182,11 @@ class Specialization:
         out, res = self.pair(result, "fwd", "(out, residuals)")
         ys = self.outputs(xs, out, "fwd")
         kept, extras = Residuals.of(backend, res, xs, ys)
-        return self.maps(ys, extras, kept, self.outs[avals], like)
+        maps = self.maps(ys, extras, kept, self.outs[avals], like)
+        if self.refined is None:
+            return maps
+        outs = [backend.aval(y) if backend.is_inexact(y) else None for y in ys]
+        return self.refined(maps, [inexact for _, _, inexact in like], outs)
 
     def maps(
         self, ys: list[Array], extras: list[Array], kept: Residuals, out_def: Any, like: Any

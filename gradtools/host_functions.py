@@ -144,11 +144,10 @@ class HostFunction(CustomRule):
                 )
 
             return Rule(self.__name__, specialized.primal, missing, missing)
+        rule = super()._rule(specialized)
         if self.bwd is None:
-            return super()._rule(specialized)
-        of_kernels = _OfKernels(self, specialized)
-        specialized.refined = of_kernels.refined
-        rule = self._new_rule(specialized, linearize=of_kernels.linearize)
+            return rule
+        specialized.refined = _OfKernels(self, specialized).refined
         # Its maps are rules of all cotangents, so fwd must treat every input as perturbed.
         return replace(rule, symbolic_zeros=self.symbolic_zeros - {"cotangent"})
 
@@ -170,13 +169,6 @@ class _OfKernels:
 
     def __post_init__(self) -> None:
         self.backend = self.of._backend
-
-    def linearize(self, *xs: Array) -> Linearized:
-        """Like `Specialization.linearize`, with maps that can be differentiated again."""
-        backend = self.backend
-        result = self.specialized.linearize(*xs)
-        outs = [backend.aval(y) if backend.is_inexact(y) else None for y in result.ys]
-        return self.refined(result, [backend.is_inexact(x) for x in xs], outs)
 
     def refined(self, linearized: FwdMaps, moving: Sequence[bool], outs: Entries) -> Linearized:
         """The maps of `Specialization.maps` as rules, which can be differentiated again.

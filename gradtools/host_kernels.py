@@ -13,7 +13,6 @@ import functools
 import inspect
 import numbers
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -365,20 +364,16 @@ class KernelCall:
     def fresh(
         self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()
     ) -> list[np.ndarray]:
-        """Calls the kernel at read-only arrays in C order; returns arrays that own their memory.
-
-        The kernel itself may return its argument or its own workspace.
-        """
+        """Calls the kernel at read-only arrays in C order; returns `owned` arrays."""
         return self.owned(self._called(xs), expected, batch)
 
     def owned(self, tree: Any, expected: Results, batch: Shape = ()) -> list[np.ndarray]:
-        """The kernel's results, checked, as arrays that own their memory."""
-        ys = self._checked(tree, expected, batch)
-        del tree
-        for i, dtype in enumerate(expected.dtypes):
-            if not _is_new(ys, i, dtype):
-                ys[i] = np.array(ys[i], dtype, order="C")
-        return ys
+        """The kernel's results, checked and copied.
+
+        The kernel may return its argument, or its own workspace, which it writes in again.
+        """
+        pairs = zip(self._checked(tree, expected, batch), expected.dtypes, strict=True)
+        return [np.array(y, dtype, order="C") for y, dtype in pairs]
 
     def _called(self, xs: Sequence[np.ndarray]) -> Any:
         return self.kernel.fun(*xs) if self.flat else self.kernel.fun(*self._arguments(xs))
@@ -387,7 +382,7 @@ class KernelCall:
         """The kernel's results as a flat list, checked against the expected specs."""
         kernel = self.kernel
         if expected.alone and type(tree) is np.ndarray and not kernel.raw:
-            ys, tree = [tree], None  # one reference only, for `_is_new`
+            ys = [tree]
             if not batch and (ys[0].shape, ys[0].dtype) == expected.avals[0]:
                 return ys
         elif kernel.raw:
@@ -396,7 +391,7 @@ class KernelCall:
                 count = len(expected.specs)
                 raise self.error(f"it returned {len(ys)} arrays, expected {count}, those of out.")
         else:
-            ys, tree = self._leaves(tree, expected.treedef), None
+            ys = self._leaves(tree, expected.treedef)
         if expected.are(ys, batch):
             return ys
         for i, (y, spec) in enumerate(zip(ys, expected.specs, strict=True)):
@@ -439,21 +434,6 @@ class KernelCall:
         return self.error("it has no derivative of its own. Give it a rule (defvjp or defjvp).")
 
 
-def _is_new(ys: list[Any], i: int, dtype: np.dtype[Any]) -> bool:
-    """Whether ys[i] is in C order, of this dtype, owns its memory, and is referred to only here."""
-    if type(ys[i]) is not np.ndarray or sys.getrefcount(ys[i]) > _SINGLE_REFERENCE:
-        return False
-    flags = ys[i].flags
-    return flags.owndata and flags.c_contiguous and flags.writeable and ys[i].dtype == dtype
-
-
-def _refcount_of_an_entry() -> int:
-    """`sys.getrefcount` of an array to which a list alone refers."""
-    ys = [np.empty(0)]
-    return sys.getrefcount(ys[0])
-
-
-_SINGLE_REFERENCE = _refcount_of_an_entry()
 _LEAF = object()
 
 

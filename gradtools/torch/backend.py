@@ -20,7 +20,8 @@ from gradtools.torch.forward_mode.plain_kernels import jvps, restarting
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.hooks import scaled
 from gradtools.torch.known_errors import explained
-from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key, transpose
+from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
+from gradtools.torch.rules.maps import transpose
 from gradtools.torch.rules.transposing import pull, push, value_and_push
 
 if TYPE_CHECKING:

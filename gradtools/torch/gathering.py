@@ -14,7 +14,8 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.modes import batchings
-from gradtools.torch.rules.installing import BatchedRule, apply_rule
+from gradtools.torch.rules.functions import BatchedRule
+from gradtools.torch.rules.installing import apply_rule
 
 Tensor = torch.Tensor
 left_to_python(__name__)

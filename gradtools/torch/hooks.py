@@ -21,12 +21,8 @@ from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.coefficients import HERE, note_edit
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.rules.installing import (
-    RuleApplication,
-    apply_rule,
-    attach,
-    edit_application,
-)
+from gradtools.torch.rules.functions import RuleApplication, attach, edit_application
+from gradtools.torch.rules.installing import apply_rule
 
 Tensor = torch.Tensor
 

@@ -7,7 +7,6 @@ has.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ _modes, _functions = upstream.count_of_dispatch_modes, upstream.count_of_functio
 _tracing, _levels = upstream.tracing_state, upstream.peek_interpreter_stack
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
 _is_zero = upstream.is_zero
-_ARRAY, _count, _tensor = np.ndarray, sys.getrefcount, torch.from_numpy
+_ARRAY, _tensor = np.ndarray, torch.from_numpy
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -86,14 +85,8 @@ class KernelCalls:
             return self._any(args, arrays)
         y = self.fun(*arrays)
         first = arrays[0]
-        if (
-            type(y) is _ARRAY
-            and y.dtype is first.dtype
-            and y.shape == first.shape
-            and y.flags.num & _NEW == _NEW
-            and _count(y) <= _SINGLE_REFERENCE
-        ):
-            return _tensor(y)
+        if type(y) is _ARRAY and y.dtype is first.dtype and y.shape == first.shape:
+            return _tensor(y.copy())  # the kernel may keep it, too
         call, expected = self._known(args, arrays)
         return _tensor(call.owned(y, expected)[0])
 
@@ -109,19 +102,6 @@ class KernelCalls:
         """The call with arrays of these shapes and dtypes, and its result specs."""
         avals = tuple([(array.shape, array.dtype) for array in arrays])
         return self.kernel.known_call(avals, self.backend, args)
-
-
-_NEW = 0x1 | 0x4 | 0x400
-"""NumPy's flags of a writable array in C order that owns its memory."""
-
-
-def _refcount_of_a_local() -> int:
-    """`sys.getrefcount` of an array to which one local variable refers."""
-    y = np.empty(0)
-    return sys.getrefcount(y)
-
-
-_SINGLE_REFERENCE = _refcount_of_a_local()
 
 
 def is_followed() -> bool:

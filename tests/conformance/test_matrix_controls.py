@@ -332,7 +332,7 @@ def stale_residual(patch, gt):
 
     patch.setattr(gradtools.custom_structure.Residuals, "restored", stale)
     if gt._api._backend.name == "torch":  # plain eager calls go another way
-        import gradtools.torch.rules.installing as rules
+        import gradtools.torch.rules.functions as rules
         from gradtools.torch._upstream import backward_class
 
         node = backward_class(rules._BothModes)
@@ -351,7 +351,7 @@ def stale_residual(patch, gt):
 def transposed_rule(patch, gt):
     minus = lambda xs: [None if x is None else -x for x in xs]
     if gt._api._backend.name == "torch":
-        import gradtools.torch.rules.installing as rules
+        import gradtools.torch.rules.maps as rules
         import gradtools.torch.rules.signatures as direct
 
         whole = rules.transposed

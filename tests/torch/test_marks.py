@@ -55,7 +55,7 @@ def test_a_detach_of_our_own_says_for_whose_sake_and_ends_with_it():
 def test_functions_of_ours_are_told_from_the_users_by_their_class():
     from gradtools.torch.freezing import _PullbackInputs
     from gradtools.torch.replaying.nodes import _ProgramNode
-    from gradtools.torch.rules.installing import _BothModes
+    from gradtools.torch.rules.functions import _BothModes
 
     class Mine(torch.autograd.Function):
         pass

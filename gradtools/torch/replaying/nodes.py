@@ -54,7 +54,8 @@ from gradtools.torch.replaying.summing import (
     join,
     joint_of,
 )
-from gradtools.torch.rules.installing import BatchedRule, apply_rule, reverse_only_at
+from gradtools.torch.rules.functions import BatchedRule, reverse_only_at
+from gradtools.torch.rules.installing import apply_rule
 
 left_to_python(__name__)
 _requires_grad = attrgetter("requires_grad")

@@ -62,7 +62,7 @@ from gradtools.torch.replaying.slicing import (
     untracked,
 )
 from gradtools.torch.rerunning import Rerunnable
-from gradtools.torch.rules.installing import reverse_only_at
+from gradtools.torch.rules.functions import reverse_only_at
 from gradtools.torch.state import Snapshot, changed_contents
 
 left_to_python(__name__)

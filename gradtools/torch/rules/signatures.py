@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,14 +29,17 @@ from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, like
 from gradtools.torch.patches import WATCHING
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.rules import installing
+from gradtools.torch.rules import functions
+from gradtools.torch.rules.captures import Closures, closed_over_error, other_leaves
 from gradtools.torch.rules.checking import CheckedMap, check_linear
-from gradtools.torch.rules.installing import (
+from gradtools.torch.rules.functions import (
     RuleApplication,
     attach,
     attach_recorded,
     is_alias_of,
 )
+from gradtools.torch.rules.installing import as_duals
+from gradtools.torch.rules.maps import pulled_back, unusual
 from gradtools.torch.rules.transposing import EAGER, ONGOING, Transposing, unpacked
 
 Tensor = torch.Tensor
@@ -48,10 +50,6 @@ _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-
-
-def _as_they_are(xs: Any) -> Any:
-    return xs
 
 
 @dataclass(eq=False)
@@ -109,24 +107,24 @@ class _Signature:
 
     def _of_trees(self, of: Any, specialized: Specialization, statics: tuple[Any, ...]) -> None:
         """The author's functions as functions of flat tensors."""
-        arguments = _as_they_are if self.flat else specialized.arguments
+        arguments = tuple if self.flat else specialized.arguments
         self.fun = lambda *xs: of._binding.call(of.fun, statics, arguments(xs))
         if of.bwd is not None:
             self.fwd = lambda *xs: of.fwd(*statics, *arguments(xs))
             self.bwd = partial(of.bwd, *statics)
         if of.jvp is not None:
-            tangents = _as_they_are if self.flat else specialized.tangents
+            tangents = tuple if self.flat else specialized.tangents
             self.jvp = lambda xs, dxs: of.jvp(*statics, arguments(xs), tangents(dxs))
 
     def pulled_back(self, ctx: Any, cts: tuple[Any, ...]) -> Sequence[Any]:
         """The backward pass at any order, after setting the attributes that `ctx` lacks."""
         point, plan = ctx.point, ctx.point.plan
         ctx.like_ys = plan.likes or [None if ct is None else like(ct) for ct in cts]
-        ctx.unusual = installing.unusual(cts)
+        ctx.unusual = unusual(cts)
         ctx.pulling, ctx.avals, ctx.like_xs = plan.pulling, self.avals, self.likes
         if point.linearized is None:
             point.linearized = self._maps(point, ctx.like_ys)
-        result = installing.pulled_back(ctx, cts)
+        result = pulled_back(ctx, cts)
         if None not in self.likes:
             self.pulled = self.bwd is not None
         return tuple(result)
@@ -137,7 +135,7 @@ class _Signature:
         if self.bwd is None:
             maps = specialized.rule.linearized_from([None] * self.count, [])
             given = point.randomness
-            return maps if given is None else installing.drawing_again(maps, given)
+            return maps if given is None else functions.drawing_again(maps, given)
         maps = specialized.maps([], [], plan.kept, plan.out_def, self.expected)
         if specialized.refined is None:
             return maps
@@ -159,7 +157,7 @@ class _Signature:
     def is_sure(self) -> bool:
         """Whether fwd is known to save inputs and outputs only, so that it never runs again."""
         self.saves_no_extras = (
-            self.bwd is not None and self.specialized.rule in installing.SAVES_NO_EXTRAS
+            self.bwd is not None and self.specialized.rule in functions.SAVES_NO_EXTRAS
         )
         return self.saves_no_extras
 
@@ -186,7 +184,7 @@ class DirectCalls:
             0 if of._needs_binding else len(of._binding.names)
         )  # 0 where any number may come
         self.signatures: dict[Any, _Signature] = {}
-        self.closed = _Closed((of.fun, of.fwd, of.bwd, of.jvp))
+        self.closed = Closures((of.fun, of.fwd, of.bwd, of.jvp))
 
     @staticmethod
     def fit(of: CustomRule) -> bool:
@@ -333,70 +331,11 @@ class DirectCalls:
             signature.valued = True
         for y in ys:
             if y.requires_grad and not tracked:
-                raise installing.closed_over_error(signature.specialized.rule)
+                raise closed_over_error(signature.specialized.rule)
         return out
 
 
 _MOST = 256
-
-
-class _Closed:
-    """The closure cells and tensors of the rule's functions, cached between calls.
-
-    A rebound cell triggers a new search. A list or dict may change unnoticed, so it is not cached.
-    """
-
-    def __init__(self, user_functions: Sequence[Any]) -> None:
-        self.user_functions = user_functions
-        self.search()
-
-    def untracked(self) -> bool:
-        """Whether no captured tensor requires grad; False if unknown."""
-        for cell, content in self.cells:
-            if cell.cell_contents is not content:
-                self.search()
-                return False
-        if self.unbound:
-            self.search()
-        return self.known and not any(x.requires_grad for x in self.tensors)
-
-    def search(self) -> None:
-        """Searches the closures again."""
-        self.known = self._search()
-        self.unsure = bool(self.tensors) or not self.known  # whether checking cells is not enough
-
-    def _search(self) -> bool:
-        self.cells: list[tuple[Any, Any]] = []
-        self.tensors: list[Tensor] = []
-        self.unbound = False  # whether a name is not bound yet
-        todo, seen = list(self.user_functions), set()
-        while todo:
-            x = todo.pop()
-            if id(x) in seen:
-                continue
-            seen.add(id(x))
-            if isinstance(x, Tensor):
-                self.tensors.append(x)
-            elif isinstance(x, dict | list | set):
-                return False
-            elif isinstance(x, tuple | frozenset):
-                todo += x
-            elif isinstance(x, FunctionType):
-                todo += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-                for cell in x.__closure__ or ():
-                    try:
-                        self.cells.append((cell, cell.cell_contents))
-                    except ValueError:
-                        self.unbound = True
-                        return False
-                    todo.append(cell.cell_contents)
-            elif hasattr(x, "func"):
-                todo += [x.func, x.args, *x.keywords.values()] if _is_partial(x) else []
-        return True
-
-
-def _is_partial(x: Any) -> bool:
-    return all(hasattr(x, name) for name in ("func", "args", "keywords"))
 
 
 # --- one call ----------------------------------------------------------------------------
@@ -446,7 +385,7 @@ def _refuse_written(signature: _Signature, xs: Sequence[Tensor], versions: Seque
     """Raises if one of xs that is differentiated has another version now."""
     pairs = zip(versions, xs, strict=True)
     if any(x.requires_grad and _version(x) != version for version, x in pairs):
-        raise installing.written_error(signature.specialized.rule)
+        raise functions.written_error(signature.specialized.rule)
 
 
 def _plan_of(signature: _Signature, res: Any, known: Sequence[Tensor]) -> _Plan | None:
@@ -484,11 +423,11 @@ def _linearized(signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, 
     kept, extras = Residuals.of(backend, res, plain, ys)
     outs = (*ys, *extras)
     if True in map(_is_tracked, outs):
-        raise installing.closed_over_error(specialized.rule)
+        raise closed_over_error(specialized.rule)
     point = RuleApplication(specialized.rule, count=len(ys), signature=signature)
     if extras or kept.opaque_residuals or signature.bwd is None:
         if before is None and signature.bwd is not None:
-            installing.SAVES_NO_EXTRAS.discard(specialized.rule)
+            functions.SAVES_NO_EXTRAS.discard(specialized.rule)
             signature.saves_no_extras = False
             before = Randomness.now(xs)
             out, res = specialized.pair(signature.fwd(*plain), "fwd", "(out, residuals)")
@@ -536,7 +475,7 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     if not (type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype):
         return None
     if y.requires_grad:
-        raise installing.closed_over_error(signature.specialized.rule)
+        raise closed_over_error(signature.specialized.rule)
     if not dy.requires_grad:
         return None
     plan = signature.recorded
@@ -586,11 +525,11 @@ def _has_leaves(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
         dxs = [torch.ones_like(x, requires_grad=True) for x in xs]
         with restored(Randomness.now(xs)), Transposing(rule, EAGER):
             dys = signature.specialized.tangent(xs, dxs)
-        return [node.variable for node in installing.other_leaves(dys, dxs)]
+        return [node.variable for node in other_leaves(dys, dxs)]
 
     first = leaves()
     if first and {*map(id, first)} & {*map(id, leaves())}:
-        raise installing.closed_over_error(rule)
+        raise closed_over_error(rule)
     return bool(first)
 
 
@@ -620,7 +559,7 @@ def _pushed(signature: _Signature, args: tuple[Tensor, ...]) -> Any:
     else:
         ys, dys = specialized.pushed(xs, result)
         out_def = signature.out_def()
-    duals = installing.as_duals(specialized.rule, xs, dxs, ys, dys)
+    duals = as_duals(specialized.rule, xs, dxs, ys, dys)
     return duals[0] if out_def is None else specialized.backend.unflatten(out_def, duals)
 
 
@@ -645,7 +584,7 @@ def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[
             (dy,) = upstream.run_engine(
                 ends, seeds, False, False, (ct,), allow_unreachable=True, accumulate_grad=False
             )
-    (dual,) = installing.as_duals(specialized.rule, xs, dxs, [out], filled([dy], [like(out)]))
+    (dual,) = as_duals(specialized.rule, xs, dxs, [out], filled([dy], [like(out)]))
     return dual
 
 

@@ -1,0 +1,138 @@
+"""What a rule's functions close over: a captured tensor that is differentiated is refused.
+
+Autograd knows a rule's arguments only, so the derivative by anything else would be lost in silence.
+Closures are searched before a call; results that require grad at detached arguments, and leaves in
+the graph of a map, show what the search cannot see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from gradtools.errors import GradtoolsError
+from gradtools.rules import Rule, closes_over
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import is_spent
+from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
+
+Tensor = torch.Tensor
+
+
+def closed_over_error(rule: Rule) -> GradtoolsError:
+    """The error of a rule that closes over a tensor that is differentiated."""
+    return GradtoolsError(
+        f"rule {rule.name!r} closes over a tensor that is differentiated, or mapped by vmap, "
+        "outside of it; its derivative would be lost. Pass the tensor to the function as an "
+        "argument."
+    )
+
+
+def closes_over_tracked(rule: Rule) -> bool:
+    """Whether a rule captures a differentiated tensor, whose derivative would be lost."""
+    if is_derived(rule):
+        return False
+    if closes_over(rule, lambda x: isinstance(x, Tensor) and x.requires_grad, Tensor, False):
+        return True
+    if upstream.peek_interpreter_stack() is not None:
+        return closes_over(rule, lambda x: isinstance(x, Tensor) and is_wrapped(x), Tensor)
+    return upstream.forward_level() >= 0 and closes_over(rule, is_dual, Tensor)
+
+
+def is_derived(rule: Rule) -> bool:
+    """Whether gradtools computes the rule's value, as a derivative whose graph is not wanted."""
+    return rule.contract is None and rule.linearize is None
+
+
+def is_captured(y: Tensor) -> bool:
+    return y.requires_grad or is_wrapped(y)
+
+
+def refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
+    """Raises if the results depend on a leaf that none of the map's arguments depends on."""
+    if any(True for _ in other_leaves(results, known)):
+        raise closed_over_error(rule)
+
+
+def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
+    """The nodes of leaves in the results' graph that `known` tensors do not reach.
+
+    The aliases of a derivative that the map itself took are skipped.
+    """
+    if any(x is not None and is_wrapped(x) for x in (*results, *known)):
+        return  # functorch wrappers hide the graph
+    known = [x for x in known if x is not None and x.requires_grad]
+    seen = {x.grad_fn or get_gradient_edge(x).node for x in known}
+    todo = [x for x in results if x is not None and x.requires_grad]
+    nodes = [x.grad_fn or get_gradient_edge(x).node for x in todo]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions and hasattr(node, "variable") and not is_spent(node.variable):
+            yield node
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+class Closures:
+    """The closure cells and tensors of the rule's functions, cached between calls.
+
+    A rebound cell triggers a new search. A list or dict may change unnoticed, so it is not cached.
+    """
+
+    def __init__(self, user_functions: Sequence[Any]) -> None:
+        self.user_functions = user_functions
+        self.search()
+
+    def untracked(self) -> bool:
+        """Whether no captured tensor requires grad; False if unknown."""
+        for cell, content in self.cells:
+            if cell.cell_contents is not content:
+                self.search()
+                return False
+        if self.unbound:
+            self.search()
+        return self.known and not any(x.requires_grad for x in self.tensors)
+
+    def search(self) -> None:
+        """Searches the closures again."""
+        self.known = self._search()
+        self.unsure = bool(self.tensors) or not self.known  # whether checking cells is not enough
+
+    def _search(self) -> bool:
+        self.cells: list[tuple[Any, Any]] = []
+        self.tensors: list[Tensor] = []
+        self.unbound = False  # whether a name is not bound yet
+        todo, seen = list(self.user_functions), set()
+        while todo:
+            x = todo.pop()
+            if id(x) in seen:
+                continue
+            seen.add(id(x))
+            if isinstance(x, Tensor):
+                self.tensors.append(x)
+            elif isinstance(x, dict | list | set):
+                return False
+            elif isinstance(x, tuple | frozenset):
+                todo += x
+            elif isinstance(x, FunctionType):
+                todo += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+                for cell in x.__closure__ or ():
+                    try:
+                        self.cells.append((cell, cell.cell_contents))
+                    except ValueError:
+                        self.unbound = True
+                        return False
+                    todo.append(cell.cell_contents)
+            elif hasattr(x, "func"):
+                todo += [x.func, x.args, *x.keywords.values()] if _is_partial(x) else []
+        return True
+
+
+def _is_partial(x: Any) -> bool:
+    return all(hasattr(x, name) for name in ("func", "args", "keywords"))

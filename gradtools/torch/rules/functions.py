@@ -1,0 +1,515 @@
+"""The `torch.autograd.Function` of a rule, with both modes and its own vmap.
+
+Double backward differentiates the code of the cotangent map, so a rule is differentiated at any
+order. A `jvp` staticmethod runs with forward gradients switched off, so nested forward mode drops a
+term in silence (torch#197867). Ours reads the primal part of what was saved and switches them on
+again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` fails once it is fixed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from gradtools.boundary import user_facing
+from gradtools.errors import GradtoolsError
+from gradtools.rules import JvpRule, Linearized, Rule, batched
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import (
+    alive,
+    filled,
+    is_dual,
+    is_inexact,
+    is_wrapped,
+    may_be_dual,
+    unwrapped,
+)
+from gradtools.torch.operation_marks import RULE
+from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.rules.captures import closed_over_error, is_captured, is_derived
+from gradtools.torch.rules.maps import (
+    extras_pushed,
+    inputs_of,
+    note_avals,
+    pulled_back,
+    real_tensors_too,
+    tangent_at,
+    unusual_of,
+)
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class BatchedRule(Rule):
+    """A rule with its own batching rule.
+
+    Attributes:
+        batching_rule: `batching_rule(size, axes, xs, randomness)` returns the rule of a batch, its
+            inputs, and a function from its outputs to their axes.
+    """
+
+    batching_rule: Callable[..., Any]
+
+
+@dataclass(eq=False, slots=True)
+class RuleApplication:
+    """One application of a rule: its maps and everything else that is no tensor.
+
+    Tensors are saved by autograd.
+
+    Attributes:
+        rule: The rule.
+        linearized: Its maps at this evaluation, without arrays.
+        count: The number of outputs; extras follow them.
+        randomness: The generators' states before the evaluation, if a second one draws from them.
+        own: Whether outputs must not be views, because a torch.func transform is active.
+        perturbed: Which inputs are differentiated, None if unknown.
+        signature: The cache entry of the fast path (`signatures.py`), if any.
+        plan: With a signature, how to rebuild the residuals. If these are arguments and outputs
+            only, one application serves all calls.
+    """
+
+    rule: Rule
+    linearized: Linearized | None = None
+    count: int = 0
+    randomness: Any = None
+    own: bool = False
+    perturbed: tuple[bool, ...] | None = None
+    signature: Any = None
+    plan: Any = None
+
+    def record(self, linearized: Linearized) -> None:
+        """Stores the maps without arrays."""
+        self.count = len(linearized.ys)
+        self.linearized = linearized.without_arrays()
+
+
+def undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The value alone, for inputs that are not differentiated, where a recursive rule ends."""
+    if is_derived(rule):
+        with torch.no_grad():
+            return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
+    ys = rule.primal(*xs)
+    if any(_is_tracked(y) for y in ys) and not any(_is_tracked(x) for x in xs):
+        raise closed_over_error(rule)
+    return list(ys)
+
+
+def apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs and extras of an application, with their node."""
+    function = _ReverseOnly if point.rule.reverse_only else _BothModes
+    if upstream.peek_interpreter_stack() is not None:
+        point.own = True
+    elif not any(map(is_wrapped, xs)):
+        # `Function.apply` without building its signature in each call, which is half the time.
+        return super(torch.autograd.Function, function).apply(point, None, *apart(xs))
+    return function.apply(point, None, *apart(xs))
+
+
+def apart(xs: Sequence[Tensor]) -> list[Tensor]:
+    """xs with a view for each repeated tensor, since autograd tells inputs apart by identity."""
+    if len(xs) == 1 or len(set(map(id, xs))) == len(xs):
+        return list(xs)
+    first = {id(x): i for i, x in reversed([*enumerate(xs)])}
+    return [x if first[id(x)] == i else x.view_as(x) for i, x in enumerate(xs)]
+
+
+def evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs and extras at detached inputs; an output that requires grad shows a capture."""
+    rule = point.rule
+    if not rule.user_functions:
+        result = rule.at(*xs)
+    elif is_derived(rule):
+        result = rule.linearized_from(xs, undifferentiated(rule, xs))
+    else:
+        twice = isinstance(rule, JvpRule)  # f for the value, the forward rule for a tangent
+        unsure = twice or (rule.linearize and rule not in SAVES_NO_EXTRAS)
+        before = Randomness.now(xs) if unsure else None
+        versions = versions_of(xs)
+        try:
+            with torch.enable_grad():
+                result = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
+        except GradtoolsError:  # an in-place write may be the cause, and is reported below
+            if versions == versions_of(xs):
+                raise
+        if versions != versions_of(xs):
+            raise written_error(rule)
+        if (result.extras or result.opaque_residuals) and rule in SAVES_NO_EXTRAS:
+            SAVES_NO_EXTRAS.discard(rule)
+            return evaluate(point, xs)
+        if not result.extras and not result.opaque_residuals:
+            SAVES_NO_EXTRAS.add(rule)
+            before = before if twice else None
+        if any(is_captured(y) for y in (*result.ys, *result.extras)):
+            raise closed_over_error(rule)
+        if before is not None and not before.is_unchanged():
+            point.randomness = before
+            result = drawing_again(result, before) if twice else result
+    point.record(result)
+    return [*result.ys, *result.extras]
+
+
+def drawing_again(linearized: Linearized, randomness: Randomness) -> Linearized:
+    """The maps with a tangent map that draws f's random numbers again."""
+    tangent = linearized.tangent
+    assert tangent is not None
+
+    def drawn(saved: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+        with restored(randomness):
+            return list(tangent(saved, dxs))
+
+    return replace(linearized, tangent=drawn)
+
+
+def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, as views where they share memory with an input or each other.
+
+    Autograd cannot track in-place writes to such outputs; it refuses them if they are marked as
+    views of a custom Function.
+    """
+    if len(ys) == 1:
+        y = ys[0]
+        x = next((x for x in xs if _shares(x, y)), y)
+        return ys if x is y or upstream.is_view(y) else [_view_like(x, y)]
+    known = {id(x): upstream.storage_key(x) for x in xs}
+    first = {known[id(x)]: x for x in reversed(xs)}
+    keys = [known.get(id(y)) or upstream.storage_key(y) for y in ys]
+    times = Counter(keys)
+    result = list(ys)
+    for i, (y, key) in enumerate(zip(ys, keys, strict=True)):
+        x = first.get(key)
+        if x is not None and y is not x and not upstream.is_view(y):
+            result[i] = _view_like(x, y)
+        elif times[key] > 1:
+            result[i] = y.view_as(y)
+    return result
+
+
+is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
+
+
+def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
+    """ys, cloned where they share memory with each other or with `others`.
+
+    Dual numbers may be written in place.
+    """
+    known: list[Tensor] = []
+    for xs in others:
+        known += [unwrapped(x) for x in xs if x is not None and is_strided(x)]
+    cloned = list(ys)
+    keys: set[int] | None = None  # a few tensors are compared faster in pairs
+    for i, y in enumerate(cloned):
+        if y is None or not is_strided(y):
+            continue
+        inner = unwrapped(y)
+        if len(known) > _FEW:
+            keys = set(map(upstream.storage_key, known)) if keys is None else keys
+            shares = (key := upstream.storage_key(inner)) in keys
+            keys.add(key)
+        else:
+            shares = any(map(is_alias_of, known, repeat(inner)))
+        if shares:
+            cloned[i] = y.clone()
+        else:
+            known.append(inner)
+    return cloned
+
+
+_FEW = 8
+
+
+def is_strided(x: Tensor) -> bool:
+    """Whether x has strides, and so one storage that views can share."""
+    return x.layout is torch.strided
+
+
+def _cloned(y: Tensor) -> Tensor:
+    """A copy that is not a view. Cloning a tensor subclass gives a view."""
+    copied = y.clone()
+    return upstream.make_subclass(type(y), copied) if upstream.is_view(copied) else copied
+
+
+def _shares(x: Tensor, y: Tensor) -> bool:
+    return x is y or (is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
+
+
+def _view_like(x: Tensor, y: Tensor) -> Tensor:
+    """y as a view of x, or a copy of y if the dtypes differ."""
+    if x.dtype != y.dtype:
+        return y.clone()
+    return x.as_strided(y.shape, y.stride(), y.storage_offset())
+
+
+# Rules that need no second evaluation, so that generator states need not be saved.
+SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
+
+
+def _is_tracked(y: Tensor) -> bool:
+    return y.requires_grad or upstream.is_gradtrackingtensor(y) or is_dual(y)
+
+
+def versions_of(xs: Sequence[Tensor]) -> list[int]:
+    """The version counters of the tensors that require grad."""
+    return [upstream.version_of(x) for x in xs if x.requires_grad and not is_wrapped(x)]
+
+
+def written_error(rule: Rule) -> GradtoolsError:
+    """The error of a rule whose forward pass writes in its arguments."""
+    return GradtoolsError(
+        f"rule {rule.name!r} writes in place in an argument that is differentiated, of which "
+        "autograd would not know: a rule has no mark_dirty. Return a new tensor, and write it "
+        "into the old one where the rule is called."
+    )
+
+
+class _ReverseOnly(torch.autograd.Function):
+    """A rule whose cotangent map is not linear: it has no forward mode."""
+
+    recorded_as = RULE
+
+    @staticmethod
+    def forward(point: RuleApplication, evaluated: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+        if evaluated is not None:  # outputs and extras, computed by `signatures.py`
+            if point.plan.fresh:
+                return evaluated
+            return (*as_views(evaluated[: point.count], xs), *evaluated[point.count :])
+        out = evaluate(point, xs)
+        assert point.linearized is not None
+        if point.own or upstream.forward_level() >= 0:
+            # PyTorch requires that the tangent of a view is a view as well.
+            out = [_cloned(y) if upstream.is_view(y) else y for y in without_aliases(out, xs)]
+        else:
+            out[: point.count] = as_views(out[: point.count], xs)
+        # torch.func may unwrap two inputs to one tensor; see `apart`.
+        saved = {id(xs[i]) for i in point.linearized.saves if i < len(xs)}
+        return tuple([y.view_as(y) if id(y) in saved else y for y in out])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
+        ctx.point = point = inputs[0]
+        ctx.save_for_backward(*[inputs[2 + i] for i in point.linearized.saves])
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor) -> Any:
+        return (None, None, *ctx.point.linearized.cotangent(ctx.saved_tensors, cts))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, point: RuleApplication, _: None, *xs: Tensor) -> Any:
+        """Applies the rule of a batch, made from the maps of one example, at the level below."""
+        one = point.rule
+        if one.linearize is None:
+            point.linearized = one.linearized_from(xs, [])
+        else:
+            linearize = one.linearize
+
+            def recorded(*xs: Tensor, **kwargs: Any) -> Linearized:
+                linearized = linearize(*xs, **kwargs)
+                point.record(linearized)
+                return linearized
+
+            one = replace(one, linearize=recorded)
+        if isinstance(one, BatchedRule):
+            rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims[2:], xs, info.randomness)
+            out = apply_at(replace(point, rule=rule, linearized=None), xs)
+            point.count = len(out)
+            return tuple(out), axes_of(out)
+        axes = tuple([None if d is None else 0 for d in in_dims[2:]])
+        front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[2:], strict=True)]
+        rule = batched(one, _Lists(info.randomness == "same"), axes, None, info.batch_size)
+        if point.rule in SAVES_NO_EXTRAS:
+            SAVES_NO_EXTRAS.add(rule)
+        batch = replace(point, rule=rule, linearized=None)
+        out = apply_at(batch, front)
+        if rule in SAVES_NO_EXTRAS:
+            SAVES_NO_EXTRAS.add(point.rule)
+        point.count = batch.count
+        return tuple(out), (0,) * len(out)
+
+
+# PyTorch reads this signature in every call; building it takes as long as the call.
+_ReverseOnly.forward.__signature__ = inspect.signature(_ReverseOnly.forward)  # type: ignore[attr-defined]
+
+
+def reverse_only_at(node: Any) -> str | None:
+    """The name of the reverse-only rule that recorded this node, if one did."""
+    is_one = type(node) is upstream.backward_class(_ReverseOnly)
+    return node.point.rule.name if is_one else None
+
+
+class _BothModes(_ReverseOnly):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
+        ctx.point = point = inputs[0]
+        ctx.set_materialize_grads(False)
+        plan = point.plan
+        if plan is not None and not plan.pulling:
+            return
+        xs, result = inputs[2:], point.linearized
+        everything = xs + outputs
+        if plan is not None:
+            ctx.save_for_backward(*map(everything.__getitem__, plan.pulling))
+            if plan.likes is not None and None in plan.likes:
+                ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
+            return
+        ctx.pushing, ctx.pulling = (
+            result.saves,
+            result.saves[: len(result.saves) - result.tangent_only],
+        )
+        if result.opaque_residuals or len(outputs) > point.count:
+            ctx.pushing, ctx.pulling = (
+                [*saves, *(i for i in range(len(xs)) if i not in saves)]
+                for saves in (ctx.pushing, ctx.pulling)
+            )
+        ctx.save_for_backward(*[everything[i] for i in ctx.pulling])
+        ctx.save_for_forward(*[everything[i] for i in ctx.pushing])
+        ctx.unusual = unusual_of(ctx, xs, outputs)
+        note_avals(ctx, xs, outputs)
+        if None in ctx.like_ys:
+            ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
+
+    @staticmethod
+    @user_facing
+    def backward(ctx: Any, *cts: Any) -> Any:
+        point = ctx.point
+        signature, plan = point.signature, point.plan
+        if signature is None:
+            return *_NO_TENSORS, *pulled_back(ctx, cts)
+        ct = cts[0]
+        if not (signature.pulled and plan.single and type(ct) is Tensor) or _graphs():
+            return *_NO_TENSORS, *signature.pulled_back(ctx, cts)
+        if len(cts) > 1 and any(ct is not None for ct in cts[1:]):  # of extras
+            return *_NO_TENSORS, *signature.pulled_back(ctx, cts)
+        # The fast path of all but the first backward pass of a signature.
+        saved = ctx.saved_tensors
+        residuals = saved[0] if plan.form is Tensor else plan.residuals(saved)
+        cotangents = signature.bwd(residuals, ct)
+        avals = signature.avals
+        if signature.flat and type(cotangents) is tuple and len(cotangents) == len(avals):
+            for g, aval in zip(cotangents, avals, strict=True):
+                if type(g) is not Tensor or g.dtype is not aval[1] or g.shape != aval[0]:
+                    break
+            else:
+                return _NO_TENSORS + cotangents
+        return *_NO_TENSORS, *signature.cotangents(cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *dxs: Tensor | None) -> Any:
+        point = ctx.point
+        with upstream.forward_mode_enabled(True), real_tensors_too(ctx.saved_tensors):
+            kept = [alive(x) for x in ctx.saved_tensors]
+            tensors = [
+                forward_ad.unpack_dual(x, level=0).primal if may_be_dual(x) else x for x in kept
+            ]
+            moving = [None if i in point.rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
+            dys = tangent_at(ctx, tensors, moving)
+            if len(ctx.like_ys) > point.count:
+                dys += extras_pushed(ctx, inputs_of(ctx, ctx.pushing, tensors), moving)
+            return tuple(filled(without_aliases(dys, dxs, tensors), ctx.like_ys))
+
+
+@dataclass(eq=False, slots=True)
+class _EditPlan:
+    """The signature and plan of an edit's application, for any shapes; its maps need no checks."""
+
+    pulled_back: Callable[[Any, Sequence[Any]], Sequence[Any]]
+    pulling: tuple[int, ...] = ()
+    likes: Any = None
+    fresh: bool = True
+    pulled: bool = False
+
+
+def edit_application(rule: Rule, inputs: int) -> RuleApplication:
+    """The application that all calls of an edit share."""
+    cotangent = rule.cotangent
+    assert cotangent is not None
+
+    def pulled_back(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+        if cts[0] is None:
+            return (None,) * inputs
+        return cotangent(ctx.saved_tensors, [alive(cts[0])])
+
+    maps = rule.linearized_from([None] * inputs, []).without_arrays()
+    count = inputs - len(rule.nondifferentiable) if rule.reverse_only else 1
+    # An edit that saves nothing does not read its first argument.
+    plan = _EditPlan(pulled_back if maps.saves else cotangent, maps.saves, fresh=count == 1)
+    return RuleApplication(rule, maps, count, signature=plan, plan=plan)
+
+
+class _Recorded(_BothModes):
+    """A forward rule's value; its tangent at dx = x is the last input.
+
+    The tangent is linear in dx, so its graph is the same at any dx, and at dx = x leads a cotangent
+    to x.
+    """
+
+    @staticmethod
+    @user_facing
+    def backward(ctx: Any, *cts: Any) -> Any:
+        (ct,), signature = cts, ctx.point.signature
+        if _graphs():
+            return *_NO_TENSORS, *signature.pulled_back(ctx, (ct,)), None
+        if _is_compiling():  # compiled autograd cannot add a tensor to None
+            return *_NO_TENSORS, *[torch.zeros_like(x) for x in ctx.saved_tensors], ct
+        return *signature.nothing, ct
+
+
+for _function in (_ReverseOnly, _BothModes, _Recorded):
+    # Saves the lookup of `backward` or `vjp` in each call.
+    upstream.backward_class(_function).apply = _function.backward
+
+
+# `Function.apply` without its check for torch.func transforms, for plain eager mode.
+attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _BothModes).apply
+
+
+attach_reverse_only: Callable[..., tuple[Tensor, ...]] = super(
+    torch.autograd.Function, _ReverseOnly
+).apply
+
+
+attach_recorded: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Recorded).apply
+
+
+# --- vmap and torch.compile --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """The `backend` argument of `rules.batched`.
+
+    one_draw: Whether all examples share random numbers.
+    """
+
+    one_draw: bool
+
+    def vmap_list(self, fun: Callable[..., Any], axes: tuple[Any, ...], size: int) -> Any:
+        if all(a is None for a in axes):
+            return lambda *xs: [y.expand(size, *y.shape) for y in fun(*xs)]
+        randomness = "same" if self.one_draw else "different"
+        return torch.vmap(lambda *xs: tuple(fun(*xs)), in_dims=axes, randomness=randomness)
+
+    def vmap_extras(self, fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
+        def run(*xs: Tensor) -> tuple[list[Tensor], list[int]]:
+            out = self.vmap_list(fun, axes, size)(*xs)
+            return out, [0] * len(out)
+
+        return run
+
+    @staticmethod
+    def sum_leading(x: Tensor) -> Tensor:
+        return x.sum(0)
+
+
+_NO_TENSORS = (None, None)
+
+
+_graphs, _is_compiling = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling

@@ -1,0 +1,223 @@
+"""The tangent and cotangent map of one application of a rule, and of its extras.
+
+`ctx` is the context of the application's `torch.autograd.Function` (`functions.py`). A map that the
+author did not give is the transpose of the other one. Extras are differentiated through the code
+that computed them, by a second evaluation of the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from gradtools.errors import GradtoolsError
+from gradtools.rules import Rule, spread, total
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import alive, filled, like, ones, unwrapped, zeros
+from gradtools.torch.plain_programs.backward_nodes import corrected_vjp
+from gradtools.torch.randomness import restored
+from gradtools.torch.rules.captures import refuse_captured
+from gradtools.torch.rules.checking import CheckedMap, check_linear, check_zero
+from gradtools.torch.rules.transposing import in_eager, transposed
+
+Tensor = torch.Tensor
+
+
+def note_avals(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    """Stores the shapes, dtypes and devices of inputs and outputs in ctx."""
+    ctx.avals = [(x.shape, x.dtype, x.device) for x in xs]
+    ctx.like_xs, ctx.like_ys = list(map(like, xs)), list(map(like, ys))
+
+
+def unusual_of(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layout | None:
+    """The first layout without a transpose among differentiated inputs and outputs."""
+    needed = [x for x, need in zip(xs, ctx.needs_input_grad[2:], strict=True) if need]
+    return unusual((*needed, *ys))
+
+
+def unusual(xs: Sequence[Any]) -> torch.layout | None:
+    """The first layout that is neither strided nor sparse_coo; maps cannot be transposed in it."""
+    for x in xs:
+        if x is not None and x.layout is not torch.strided and x.layout is not torch.sparse_coo:
+            return x.layout
+    return None
+
+
+def _refuse_layout(ctx: Any, which: str) -> None:
+    """Raises if a map must be transposed at a tensor of an unsupported layout."""
+    if ctx.unusual is not None:
+        name = str(ctx.unusual).removeprefix("torch.").lstrip("_")
+        raise GradtoolsError(
+            f"rule {ctx.point.rule.name!r}: the other mode follows by transposing its {which} "
+            f"map, which takes strided tensors, and one is {name}. Give the missing map as well, "
+            "or pass the tensor's values as an argument."
+        )
+
+
+def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
+    """The backward pass, at any order."""
+    point, tensors = ctx.point, [alive(x) for x in ctx.saved_tensors]
+    cts = tuple([None if ct is None else alive(ct) for ct in cts])
+    inner, hidden = cts[: point.count], cts[point.count :]
+    parts = []
+    with real_tensors_too(tensors):
+        if any(ct is not None for ct in inner):
+            parts.append(_cotangent(ctx, tensors, inner))
+        if any(ct is not None for ct in hidden):
+            parts.append(_extras_pullback(ctx, inputs_of(ctx, ctx.pulling, tensors), hidden))
+    if not parts:
+        return (None,) * len(ctx.like_xs)
+    return parts[0] if len(parts) == 1 else [*map(total, zip(*parts, strict=True))]
+
+
+def inputs_of(ctx: Any, kept: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs, which were saved for a second evaluation."""
+    return [tensors[kept.index(i)] for i in range(len(ctx.like_xs))]
+
+
+# --- the maps, and the transpose of one for the other -------------------------------------
+
+
+def _saved(ctx: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors[: len(ctx.point.linearized.saves)]
+
+
+def _linear_map(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> CheckedMap:
+    """A map to check; with avals, so that compiled code can evaluate the rule at made-up inputs."""
+    return CheckedMap(ctx.point.rule, which, run, at, likes, ctx.avals)
+
+
+def tangent_at(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    rule, result, saved = ctx.point.rule, ctx.point.linearized, _saved(ctx, tensors)
+    if rule.fills("tangent"):
+        dxs = filled(dxs, ctx.like_xs)
+    if result.tangent is not None:
+        if rule.contract is not None:
+            check_zero(_linear_map(ctx, "tangent", result.tangent, saved, ctx.like_xs))
+        return list(result.tangent(saved, dxs))
+    likes = ctx.like_ys[: ctx.point.count]
+    mask = [like is not None for like in likes]
+    present = [i for i, dx in enumerate(dxs) if dx is not None]
+
+    def run(at: Any, cts: Any) -> list[Any]:
+        pulled = result.cotangent(at, spread(cts, mask))
+        return [pulled[i] for i in present]
+
+    _refuse_layout(ctx, "cotangent")
+    check_linear(_linear_map(ctx, "cotangent", result.cotangent, saved, likes))
+    examples = [ones(*like) for like in likes if like]
+    return spread(transposed(rule, run, saved, examples, [dxs[i] for i in present]), mask)
+
+
+def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    rule, result, saved = ctx.point.rule, ctx.point.linearized, _saved(ctx, tensors)
+    likes = ctx.like_ys[: ctx.point.count]
+    is_checked = ctx.point.signature is not None and ctx.point.signature.pulled
+    if result.cotangent is not None and rule.contract is not None and not is_checked:
+        check_zero(_linear_map(ctx, "cotangent", result.cotangent, saved, likes))
+    if result.opaque_residuals and torch.is_grad_enabled():
+        xs = inputs_of(ctx, ctx.pulling, tensors)
+        with restored(ctx.point.randomness):
+            result = rule.at(*xs, perturbed=ctx.point.perturbed)
+        saved = result.saved(xs)
+    if rule.fills("cotangent"):
+        cts = filled(cts, likes)
+    if result.cotangent is not None:
+        pulled = list(result.cotangent(saved, cts))
+        if rule.contract is not None:
+            pulled = filled(pulled, ctx.like_xs)
+        if rule.user_functions and torch.is_grad_enabled() and in_eager():
+            refuse_captured(rule, pulled, (*tensors, *saved, *cts))
+        return pulled
+    mask = [
+        like is not None and i not in rule.nondifferentiable for i, like in enumerate(ctx.like_xs)
+    ]
+
+    def run(at: Any, moving: Any) -> list[Any]:
+        dxs = spread(moving, mask)
+        return list(result.tangent(at, dxs if rule.contract is None else filled(dxs, ctx.like_xs)))
+
+    kept = [like if m else None for like, m in zip(ctx.like_xs, mask, strict=True)]
+    _refuse_layout(ctx, "tangent")
+    check_linear(_linear_map(ctx, "tangent", result.tangent, saved, kept))
+    examples = [ones(*like) for like in kept if like]
+    return spread(transposed(rule, run, saved, examples, list(cts)), mask)
+
+
+def transpose(
+    rule: Rule, which: str, linear: Any, at: Sequence[Any], examples: Any, values: Any
+) -> list[Any]:
+    """The transpose of `vs -> linear(at, *vs)`, of tensors like `examples`, at `values`."""
+    run = lambda at, vs: linear(at, *vs)
+    check_linear(CheckedMap(rule, which, run, at, [like(e) for e in examples]))
+    return transposed(rule, run, at, examples, values)
+
+
+# --- extras: differentiated through the code that computed them ---------------------------
+
+
+def _extras_vjp(ctx: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
+    """The pullback from the wanted extras to the inputs, by evaluating the rule again."""
+    point, mask = ctx.point, [like is not None for like in ctx.like_xs]
+    moving = [x for x, m in zip(xs, mask, strict=True) if m]
+    extras: list[Tensor] = []
+
+    def run(*changed: Tensor) -> tuple[Tensor, ...]:
+        new = iter(changed)
+        full = [next(new) if m else x for x, m in zip(xs, mask, strict=True)]
+        result = point.rule.at(*full, perturbed=point.perturbed)
+        extras[:] = result.extras
+        return tuple([e for e, w in zip(result.extras, wanted, strict=True) if w])
+
+    with restored(point.randomness):
+        _, pullback = corrected_vjp(run, *moving)
+    return pullback, mask
+
+
+def _extras_pullback(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    pullback, mask = _extras_vjp(ctx, xs, [ct is not None for ct in cts])
+    return spread(pullback(tuple([ct for ct in cts if ct is not None])), mask)
+
+
+def extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    """Tangents of the extras, by the transposed pullback, since dual levels do not nest."""
+    likes = ctx.like_ys[ctx.point.count :]
+    wanted = [like is not None for like in likes]
+    if not any(wanted) or _first_order(xs):
+        return [None] * len(likes)
+    pullback, mask = _extras_vjp(ctx, xs, wanted)
+    nothing = tuple([zeros(*like) for like in likes if like])
+    pulled, push = torch.func.vjp(lambda *cts: pullback(cts), *nothing)[:2]
+    moving = [dx for dx, m in zip(dxs, mask, strict=True) if m]
+    pairs = zip(pulled, moving, strict=True)
+    dense = [torch.zeros_like(p) if dx is None else dx for p, dx in pairs]
+    return spread(push(tuple(dense)), wanted)
+
+
+def _first_order(xs: Sequence[Tensor]) -> bool:
+    """Whether only forward mode is active, so that the tangents of extras are not needed."""
+    return in_eager() and not any(x.requires_grad for x in xs)
+
+
+def real_tensors_too(xs: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Lets a compiled graph embed the tensors that a rule closes over as constants."""
+    return _NOTHING if upstream.TracingContext.try_get() is None else _real_tensors(xs)
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _real_tensors(xs: Sequence[Tensor]) -> Iterator[None]:
+    mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
+    if mode is None:
+        yield
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before

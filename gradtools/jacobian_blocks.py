@@ -32,8 +32,10 @@ def blocks(
         return _forward(backend, fun, leaves, chunk_size)
     evaluation = backend.vjp(fun, leaves, groups=None, once=False)
     push = None
-    if mode == "auto" and _passes(backend, evaluation.outs) > 2 * _size(leaves):
-        push = evaluation.transposed()
+    if mode == "auto":
+        parts = [y for y in evaluation.outs if backend.is_complex(y)]  # two cotangents an entry
+        if _size(evaluation.outs) + _size(parts) > 2 * _size(leaves):
+            push = evaluation.transposed()
     if push is not None:
         with suppress(CannotPush):
             return _columns(backend, push, leaves, chunk_size)
@@ -42,11 +44,6 @@ def blocks(
 
 def _size(xs: list[Array]) -> int:
     return sum([math.prod(x.shape) for x in xs])
-
-
-def _passes(backend: Backend, ys: list[Array]) -> int:
-    """How many cotangents reverse mode pulls back: two for each complex entry."""
-    return sum([math.prod(y.shape) * (2 if backend.is_complex(y) else 1) for y in ys])
 
 
 def _rows(

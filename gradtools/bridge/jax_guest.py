@@ -19,8 +19,6 @@ from gradtools.backend import backend_of
 from gradtools.bridge.functions import Foreign, KnownOfShapes
 from gradtools.bridge.memory import (
     array_of,
-    array_of_numpy,
-    numpy_of_array,
     refuse_wide,
     tensors_of_own,
 )
@@ -119,8 +117,9 @@ class JaxGuest:
         """Calls the function on NumPy arrays, in a host callback."""
         self._hold_wide(known.of.name, known.ins)
         pairs = zip(arrays, known.ins, strict=True)
-        ys = self._evaluated(known, run, [array_of_numpy(a, s) for a, s in pairs])
-        return [numpy_of_array(y) for y in ys]
+        xs = [jnp.array(a, s.dtype, copy=True) for a, s in pairs]
+        ys = self._evaluated(known, run, xs)
+        return [np.array(y, np.float32 if y.dtype == jnp.bfloat16 else None) for y in ys]
 
     def _evaluated(self, known: KnownOfShapes, run: Any, xs: Sequence[Any]) -> list[Any]:
         try:

@@ -198,13 +198,3 @@ def _of_writable_alone() -> bool:
 def numpy_of_tensor(t: Tensor) -> np.ndarray:
     """The tensor as a NumPy array, sharing memory on the CPU; bfloat16 as float32."""
     return (t.float() if t.dtype is torch.bfloat16 else t).numpy(force=True)
-
-
-def array_of_numpy(x: np.ndarray, spec: ArraySpec) -> jax.Array:
-    """A JAX array with a copy of a NumPy array."""
-    return jnp.array(x, spec.dtype, copy=True)
-
-
-def numpy_of_array(x: jax.Array) -> np.ndarray:
-    """A NumPy copy of a JAX array; bfloat16 as float32."""
-    return np.array(x, np.float32 if x.dtype == jnp.bfloat16 else None)

@@ -222,20 +222,12 @@ def _lines(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list[Entri
 
 def _product(eqn: Eqn, ins: list[AbstractArray], active: Any, shapes: Any) -> list[Entries]:
     contracted, batched = eqn.params["dimension_numbers"]
-    parts, sizes, constant = list[Entries | None](), list[tuple[int, int, int]](), None
+    indices = []
     for x, sums, batch in zip(ins, contracted, batched, strict=True):
         free = [i for i in range(len(x.shape)) if i not in sums and i not in batch]
-        order = [*batch, *free, *sums]
         size = [int(np.prod([x.shape[i] for i in some])) for some in (batch, free, sums)]
-        sizes.append((size[0], size[1], size[2]))
-        if x.entries is not None:
-            parts.append(e.moved([x.entries], e.index_array(x.shape).transpose(order)))
-        else:
-            parts.append(None)
-            if x.value is not None:
-                constant = (np.asarray(x.value).transpose(order) != 0).reshape(size)
-    (batch, i, k), (_, j, _) = sizes
-    return [Entries(shapes[0], e.product(parts[0], parts[1], constant, (batch, i, j, k)))]
+        indices.append(e.index_array(x.shape).transpose([*batch, *free, *sums]).reshape(size))
+    return [Entries(shapes[0], e.product(ins, indices, lambda x: np.asarray(x) != 0))]
 
 
 def _convolved(eqn: Eqn, ins: list[AbstractArray], active: Any, shapes: Any) -> list[Entries]:

@@ -10,7 +10,7 @@ depends on the input.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,37 +144,40 @@ def everything(shape: Sequence[int], operands: Sequence[Entries]) -> Entries:
 
 
 def product(
-    a: Entries | None,
-    b: Entries | None,
-    nonzero: np.ndarray | None,
-    sizes: tuple[int, int, int, int],
-) -> Csr:
+    operands: Sequence[AbstractArray],
+    indices: Sequence[np.ndarray],
+    nonzero: Callable[[Any], np.ndarray],
+) -> Csr | None:
     """The dependence of a batch of matrix products, of shape (batch, i, j).
 
     Args:
-        a: The left operand, of shape (batch, i, k); None for a constant.
-        b: The right operand, of shape (batch, j, k); None for a constant.
-        nonzero: Where the constant operand is nonzero, in its shape; None if it is not known.
-        sizes: batch, i, j, k.
+        operands: The two arrays.
+        indices: For each the indices of its entries, of shapes (batch, i, k) and (batch, j, k).
+        nonzero: Where a constant is not zero, in its shape.
 
     Returns:
-        A matrix with batch * i * j rows.
+        A matrix with batch * i * j rows; None if both are constant.
     """
-    batch, i, j, k = sizes
+    (batch, i, k), (_, j, _) = (at.shape for at in indices)
+    pairs = list(zip(operands, indices, strict=True))
+    a, b = (None if x.entries is None else moved([x.entries], at) for x, at in pairs)
+    masks = [
+        nonzero(x.value).reshape(-1)[at] if x.entries is None and x.value is not None else None
+        for x, at in pairs
+    ]
     out = index_array((batch, i, j))
     total = None
-    for x, other, n, m in ((a, b, i, j), (b, a, j, i)):
+    for x, where, n, m in ((a, masks[1], i, j), (b, masks[0], j, i)):
         if x is None:
             continue
-        where = nonzero if other is None else None
         if where is not None and int(where.sum()) * n <= _LARGEST:
             at, to, of = np.nonzero(where)  # batch, the constant's own row, the sum's index
             rows = (out[at, :, to] if x is a else out[at, to, :]).reshape(-1)
             cols = index_array((batch, n, k))[at, :, of].reshape(-1)
-            pairs = _sparse().csr_matrix(
+            taking = _sparse().csr_matrix(
                 (np.ones(rows.size, bool), (rows, cols)), (out.size, batch * n * k)
             )
-            part = pairs @ x.matrix
+            part = taking @ x.matrix
         else:
             line = over_axes(Entries((batch, n, k), x.matrix), (2,))
             at = np.broadcast_to(index_array((batch, n))[:, :, None], (batch, n, m))

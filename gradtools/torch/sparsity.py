@@ -246,30 +246,15 @@ def _product(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> l
     name = _name(target)
     added = [args[0]] if name in ("addmm", "baddbmm", "addmv") else []
     a, b = args[len(added) : len(added) + 2]
-    is_batch = len(a.shape) == 3
-    batch = a.shape[0] if is_batch else 1
+    batch, width = (a.shape[0] if len(a.shape) == 3 else 1), a.shape[-1]
     rows = a.shape[-2] if len(a.shape) > 1 else 1
-    width = a.shape[-1]
     cols = b.shape[-1] if len(b.shape) > 1 else 1
-    parts: list[Entries | None] = []
-    constant = None
-    for v, size in ((a, (batch, rows, width)), (b, (batch, width, cols))):
-        index = e.index_array(size)
-        index = index if v is a else index.swapaxes(1, 2)
-        if v.entries is not None:
-            parts.append(e.moved([v.entries], index))
-        else:
-            parts.append(None)
-            if v.value is not None:
-                there = _nonzero(v.value).reshape(size)
-                constant = there if v is a else there.swapaxes(1, 2)
-    if parts == [None, None]:
-        found = None
-    else:
-        matrix = e.product(parts[0], parts[1], constant, (batch, rows, cols, width))
-        found = Entries(shapes[0], matrix)
-    extra = [v.entries for v in added if v.entries is not None]
-    return [e.entrywise(shapes[0], [x for x in (found, *extra) if x is not None])]
+    left, right = e.index_array((batch, rows, width)), e.index_array((batch, width, cols))
+    matrix = e.product((a, b), (left, right.swapaxes(1, 2)), _nonzero)
+    found = [v.entries for v in added if v.entries is not None]
+    if matrix is not None:
+        found.append(Entries(shapes[0], matrix))
+    return [e.entrywise(shapes[0], found)]
 
 
 def _nonzero(x: Tensor) -> np.ndarray:

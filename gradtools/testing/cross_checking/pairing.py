@@ -141,9 +141,8 @@ def _same_names(first: Side, second: Side) -> tuple[ToJax, str, list[str]]:
         order = [names[_dotted(path)] for path in first.free_params]
         same = lambda tree: nested(dict(zip(order, first.params_list(tree), strict=True)))
         return same, "pairing", []
-    result = match_parameters(
-        first.params_tree(list(first.free_params.values())), second.plain_params()
-    )
+    variables = nested({tokens(path): x for path, x in second.params.items()})
+    result = match_parameters(first.params_tree(list(first.free_params.values())), variables)
     return result.to_jax, "the common layouts", list(result.notes)
 
 

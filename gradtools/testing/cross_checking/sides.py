@@ -101,10 +101,6 @@ class Side(FlatFunction):
         """The inexact arrays of such a tree."""
         return [x for x in self.waist.flatten(tree)[0] if is_inexact(x)]
 
-    def plain_params(self) -> dict[str, Any]:
-        """The parameters as nested dictionaries of NumPy arrays."""
-        return nested({tokens(path): x for path, x in self.params.items()})
-
     def has_64_bits(self) -> bool:
         """Whether a parameter is float64 or complex128."""
         return any(_is_wide(x) for x in self.params.values())
@@ -201,7 +197,7 @@ class Inputs:
         positions = range(len(args)) if argnums is None else _positions(argnums, len(args))
         moving, constants, others = {}, {}, {}
         for i, (path, leaf) in enumerate(walk(tuple(args))):
-            if not is_arraylike(leaf):
+            if not isinstance(leaf, np.ndarray | np.generic | float | complex):
                 others[i] = as_setting("cross_check", leaf, argument_path(path))
                 continue
             x = cast(np.asarray(leaf), dtype)
@@ -326,11 +322,6 @@ def convert_leaves(tree: Any, f: Callable[[Any], Any]) -> Any:
 def convert(tree: Any, f: Callable[[Any], Any]) -> Any:
     """The tree with f applied to each NumPy array."""
     return convert_leaves(tree, lambda x: f(x) if isinstance(x, np.ndarray | np.generic) else x)
-
-
-def is_arraylike(x: Any) -> bool:
-    """Whether a leaf is an array or a floating number, rather than a setting."""
-    return isinstance(x, np.ndarray | np.generic | float | complex)
 
 
 def as_setting(caller: str, x: Any, path: str) -> Any:

@@ -56,7 +56,7 @@ def tolerance(dtype: Any, order: int = 0) -> float:
     row = TOLERANCES.get(real_name(dtype))
     if row is not None:
         return row[order]
-    if is_exact(dtype):
+    if real_name(dtype).rstrip("0123456789") in ("int", "uint", "bool"):
         return 0.0
     raise GradtoolsError(
         f"tolerance: the table has no row for the dtype {dtype}; it has {', '.join(TOLERANCES)}, "
@@ -78,11 +78,6 @@ def real_name(dtype: Any) -> str:
     """The name of a dtype; of a complex one, that of its real part."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     return _REAL_PART.get(name, name)
-
-
-def is_exact(dtype: Any) -> bool:
-    """Whether a dtype holds integers or booleans, which are compared for equality."""
-    return real_name(dtype).rstrip("0123456789") in ("int", "uint", "bool")
 
 
 def coarser(first: Any, second: Any) -> str:

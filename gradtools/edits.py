@@ -22,6 +22,7 @@ from gradtools.arguments.checks import as_array
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.boundary import user_facing
+from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, replaced_at
 
@@ -59,87 +60,6 @@ REPLACE_COTANGENT = Rule(
     reverse_only=True,
 )
 """Inputs x and dx; the cotangent is dx, whatever the incoming one."""
-
-
-ARRAY = "array"  # in place of a bound's number
-
-
-def clip_rule(backend: Backend, count: int, max_norm: Any, max_value: Any) -> Rule:
-    """The rule of `clip_gradient`, of `count` leaves.
-
-    A bound is a number, None, or `ARRAY`: then it is a further input of the rule.
-    """
-    inputs = tuple(range(count, count + [max_norm, max_value].count(ARRAY)))
-
-    def cotangent(limits: Any, cts: Any) -> list[Any]:
-        norm, value = max_norm, max_value
-        if norm is ARRAY:
-            norm = limits[0]
-        if value is ARRAY:
-            value = limits[-1]
-        clipped = list(cts[:count])
-        if value is not None:
-            clipped = [_clip_modulus(backend, ct, value) for ct in clipped]
-        if norm is not None:
-            clipped = backend.clipped_by_norm(clipped, norm) or _clip_norm(backend, clipped, norm)
-        return clipped + [None] * len(inputs)
-
-    return Rule(
-        "clip_gradient",
-        primal=lambda *xs: list(xs[:count]),
-        cotangent=cotangent,
-        nondifferentiable=inputs,
-        saves=inputs,
-        reaches="identity",
-        reverse_only=True,
-    )
-
-
-def _clip_modulus(backend: Backend, ct: Array, bound: Any) -> Array:
-    if not backend.is_complex(ct):
-        return backend.clip(ct, bound)
-    xp = backend.xp
-    bound = backend.real_scalar(bound, ct)
-    outside = xp.abs(ct) > bound
-    size = xp.abs(xp.where(outside, ct, xp.ones_like(ct)))
-    return ct * xp.where(outside, bound / size, xp.ones_like(size))
-
-
-def _clip_norm(backend: Backend, cts: list[Array], bound: Any) -> list[Array]:
-    """cts * min(1, bound / norm). The norm is computed of cts / unit, which cannot overflow."""
-    xp = backend.xp
-    wide = [_wide(backend, ct) for ct in cts]
-    largest_of = [xp.max(xp.abs(ct)) for ct in wide if 0 not in ct.shape]
-    if not largest_of:
-        return cts
-    largest = backend.stop_gradient(_of_all(xp, xp.max, largest_of))
-    # A quarter, whose reciprocal is never denormal; XLA would flush that to zero.
-    unit = xp.maximum(largest / 4, xp.full_like(largest, xp.finfo(largest.dtype).smallest_normal))
-    scaled = [ct / unit for ct in wide]
-    total = _of_all(xp, xp.sum, [_squares(backend, ct) for ct in scaled if 0 not in ct.shape])
-    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))  # only of zeros less than 1
-    bound = backend.real_scalar(bound, size)
-    inside, factor = unit * size <= bound, bound / size
-    pairs = zip(cts, scaled, strict=True)
-    return [xp.where(inside, ct, backend.cast(c * factor, ct)) for ct, c in pairs]
-
-
-def _of_all(xp: Any, reduce: Callable[[Array], Array], numbers: list[Array]) -> Array:
-    return numbers[0] if len(numbers) == 1 else reduce(xp.stack(numbers))
-
-
-def _wide(backend: Backend, ct: Array) -> Array:
-    """Casts 16-bit leaves to float32, for an accurate sum of squares."""
-    narrow = backend.dtype_name(ct) in ("float16", "bfloat16")
-    return backend.cast(ct, "float32") if narrow else ct
-
-
-def _squares(backend: Backend, ct: Array) -> Array:
-    xp = backend.xp
-    if not backend.is_complex(ct):
-        return xp.sum(ct * ct)
-    re, im = xp.real(ct), xp.imag(ct)
-    return xp.sum(re * re + im * im)
 
 
 # --- the public edits --------------------------------------------------------------------
@@ -272,7 +192,7 @@ class Edits(Operators):
             raise GradtoolsError("clip_gradient: give max_norm, max_value or both.")
         backend = self._backend
         bounds = max_norm, max_value
-        kinds = _kind(backend, "max_norm", max_norm), _kind(backend, "max_value", max_value)
+        kinds = bound_of(backend, "max_norm", max_norm), bound_of(backend, "max_value", max_value)
 
         def edit(leaves: list[Array]) -> list[Array]:
             if ARRAY not in kinds:
@@ -421,23 +341,6 @@ def _edited(backend: Backend, leaf: Any) -> bool:
     return backend.is_array(leaf) and backend.is_inexact(leaf)
 
 
-def _kind(backend: Backend, name: str, bound: Any) -> Any:
-    """A bound of `clip_gradient` as `clip_rule` takes it."""
-    if bound is None:
-        return None
-    if isinstance(bound, int | float):
-        if bound < 0:
-            raise GradtoolsError(f"clip_gradient: {name} is {bound}; it must not be negative.")
-        compiles = backend.compiles_rules or backend.compiler.is_tracing()
-        return ARRAY if compiles else float(bound)
-    if not _has_real_dtype(bound) or getattr(bound, "shape", ()) != ():
-        raise GradtoolsError(
-            f"clip_gradient: {name} is {describe(backend, bound)}; it must be a real number, or an "
-            "array of shape () that holds one."
-        )
-    return ARRAY
-
-
 def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> None:
     """Raises for an object that is no pytree, since its arrays would silently stay unedited."""
     if len(leaves) != 1 or leaves[0] is not x or hasattr(x, "dtype"):
@@ -495,7 +398,7 @@ def _factor(backend: Backend, name: str, leaf: Array, path: Path, scale: Any) ->
             f"{name}: scale is complex; it must be real. For a complex factor use "
             "transform_gradient."
         )
-    if not _has_real_dtype(scale):
+    if not has_real_dtype(scale):
         raise GradtoolsError(
             f"{name}: scale is {describe(backend, scale)}; it must be a real number, or an array "
             "of real numbers that broadcasts to every leaf."
@@ -511,11 +414,6 @@ def _factor(backend: Backend, name: str, leaf: Array, path: Path, scale: Any) ->
             f"{wanted}. Give a scalar, or an array that broadcasts to every leaf."
         )
     return factor
-
-
-def _has_real_dtype(x: Any) -> bool:
-    dtype = str(getattr(x, "dtype", "complex"))
-    return not any(kind in dtype for kind in ("complex", "object", "str", "<U"))
 
 
 def _replaced(backend: Backend, x: Array, dx: Any, path: Path) -> Array:

@@ -21,6 +21,7 @@ import gradtools.accumulate
 import gradtools.arguments.batches
 import gradtools.backend
 import gradtools.chunking
+import gradtools.clipping
 import gradtools.custom_structure
 import gradtools.derivatives
 import gradtools.edits
@@ -290,9 +291,9 @@ def open_stop(patch, gt):
     where=lambda cell: "several" in cell.program.tags and cell.transform == "eager",
 )
 def norm_of_a_leaf(patch, gt):
-    whole = gradtools.edits._clip_norm
+    whole = gradtools.clipping._clip_norm
     patch.setattr(
-        gradtools.edits,
+        gradtools.clipping,
         "_clip_norm",
         lambda backend, cts, bound: [whole(backend, [ct], bound)[0] for ct in cts],
     )

@@ -67,8 +67,6 @@ def test_every_room_that_the_page_names_is_there():
 
 # What is imported back where it is asked for; without these no room is in a circle.
 BACK = {
-    "seeing.formulas.algebra.products": {"seeing.formulas.algebra"},  # its rooms use each other
-    "seeing.formulas.algebra.arrays": {"seeing.formulas.algebra"},
     "torch.plain_programs.backward_nodes": {
         "torch.plain_programs.known_values"
     },  # a rule, which is transposed by it

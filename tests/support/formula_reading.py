@@ -376,9 +376,8 @@ def _chosen(c, a, b):
 def check_page(formula, point, **reading):
     """Every line of the formula against the expression that it stands for; how many were read."""
     str(formula)
-    statements, derived = formula._statements, formula._derived
-    known = derived.known(*point)
-    known |= {p.whole: known[p.real] + 1j * known[p.imaginary] for p in derived.pairs}
+    statements, known = formula._statements, formula._known(*point)
+    known |= {p.whole: known[p.real] + 1j * known[p.imaginary] for p in formula._pairs}
     expressions = {w.text: x for x, w in statements.writer.names.items()}
     for section in statements.sections:
         expressions.update({w.text: x for x, w in section.roots})
@@ -413,8 +412,8 @@ def _check_line(line, names, reading):
 def undefined(formula):
     """The names that are read before a line has said what they are."""
     str(formula)
-    derived, names = formula._derived, formula._statements.writer.names
-    known = {w.text for w in derived.names.values()}
+    names = formula._statements.writer.names
+    known = {w.text for w in formula._names.values()}
     generated = re.compile(r"[A-Zλ]\u0304?[₀-₉]*(?![a-z])")
     said, missing = set(known), []
     for section in formula._statements.sections:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,14 @@ from gradtools.seeing.formulas.comparing import (
     Agreement,
     Differs,
     Outside,
+    Point,
     all_finite,
     compared,
     least_of,
-    near,
+    moved,
     returned,
 )
 from gradtools.seeing.formulas.derivation import Check, Formula, derive
-from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.graphs.program import LeafProgram
 
 _POINTS = 3
@@ -56,30 +56,6 @@ _NOWHERE = (
 )
 
 
-class _FormulaDiffers(GradtoolsError):
-    """The formula differs from the framework's numbers."""
-
-
-def _trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
-    """A context in which f may run and whose effects are undone.
-
-    wide: 64-bit arrays are enabled, and f's captured arrays are read in 64 bits.
-    """
-    block: AbstractContextManager[Any] = program.framework.programs.trying(program, wide)
-    return block
-
-
-def _formula_graph(program: LeafProgram) -> Recorded:
-    """Records one forward run as expressions."""
-    recorded: Recorded = program.framework.programs.formula_graph(program)
-    return recorded
-
-
-def _described(error: BaseException) -> str:
-    """An error's type, message, and line in the user's code."""
-    return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
-
-
 def formulated(program: LeafProgram, order: int) -> Formula:
     """The compared formula, in double precision if f runs in it, else in f's own precision.
 
@@ -88,82 +64,33 @@ def formulated(program: LeafProgram, order: int) -> Formula:
     """
     leaves = list(program.leaves)
     try:
-        return _of_one_precision(program, order, wide=True)
-    except _FormulaDiffers as error:
-        raise GradtoolsError(str(error)) from error.__cause__
+        return _ComparedRun(program, order, wide=True).formula()
+    except (Differs, Outside):
+        raise
     except Exception:  # f does not run in double precision; its own errors are raised below
         program.leaves = leaves
-    return _in_own_precision(program, order)
-
-
-def _of_one_precision(program: LeafProgram, order: int, wide: bool) -> Formula:
-    """The formula of one run, compared with the framework."""
-    backend = program.backend
-    given = [_values(backend, x) for x in program.leaves]
-    with _trying(program, wide):
-        if wide:
-            program.leaves = [_widened(backend, x) for x in program.leaves]
-        recorded = _formula_graph(program)
-        held = {p: _values(backend, x) for p, x in recorded.held.items()}
-    given += [held[p] for p in recorded.wanted]
-    active = [*program.wrt, *range(len(recorded.inputs), len(recorded.opened))]
-    run = _ComparedRun(program, recorded, order, wide, given, active)
-    recorded.held.update(held)
-    return run.compared(partial(derive, recorded, order, active))
-
-
-def _in_own_precision(program: LeafProgram, order: int) -> Formula:
     try:
-        return _of_one_precision(program, order, wide=False)
-    except _FormulaDiffers as error:
-        raise GradtoolsError(str(error)) from error.__cause__
+        return _ComparedRun(program, order, wide=False).formula()
     except GradtoolsError:
         raise
     except Exception as error:
         what = _described(error)
-        missing = _derivative_error(program)
-        if missing:
-            raise GradtoolsError(_NO_DERIVATIVE.format(missing)) from error
-        if _runs(program):
+        try:
+            program.framework.recorded_run.rerun(program.run, program.leaves)
+        except Exception:  # f's own error, reported with its line
             raise GradtoolsError(
-                f"formula: f runs, but its formula could not be made ({what}). If the framework "
-                "differentiates f at these arguments, please report the function."
+                f"formula: f raised {what}. It must run and be differentiable at the given "
+                "arguments."
             ) from error
         raise GradtoolsError(
-            f"formula: f raised {what}. It must run and be differentiable at the given arguments."
+            f"formula: f runs, but its formula could not be made ({what}). If the framework "
+            "differentiates f at these arguments, please report the function."
         ) from error
 
 
-def _derivative_error(program: LeafProgram) -> str:
-    """What the framework raises when it differentiates f, which runs; empty if it does."""
-    if not _runs(program):
-        return ""
-    backend = program.backend
-    leaves = list(program.leaves)
-
-    def outputs(*xs: Any) -> tuple[list[Any], list[Any]]:
-        for k, x in zip(program.wrt, xs, strict=True):
-            leaves[k] = x
-        ys = [backend.asarray(y) for y in program.run(leaves)]
-        return [y for y in ys if backend.is_inexact(y)], []
-
-    try:
-        with _trying(program, wide=False):
-            xs = [program.leaves[k] for k in program.wrt]
-            result = backend.vjp(outputs, xs, groups=None, once=False)
-            result.pullback([backend.ones_like(y) for y in result.outs])
-    except Exception as error:
-        return _described(error)
-    return ""
-
-
-def _runs(program: LeafProgram) -> bool:
-    """Whether f runs without being recorded."""
-    try:
-        program.framework.recorded_run.rerun(program.run, program.leaves)
-    except Exception:  # f's own error, reported with its line
-        return False
-    return True
+def _described(error: BaseException) -> str:
+    """An error's type, message, and line in the user's code."""
+    return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
 
 
 def _values(backend: Backend, x: Any) -> np.ndarray:
@@ -174,48 +101,54 @@ def _values(backend: Backend, x: Any) -> np.ndarray:
     return result.astype(np.float64)
 
 
-def _widened(backend: Backend, x: Any) -> Any:
-    if not backend.is_inexact(x):
-        return x
-    return backend.cast(x, "complex128" if backend.is_complex(x) else "float64")
-
-
 class _ComparedRun:
-    """Compares the formula of a recorded run with automatic differentiation.
+    """One recorded run of f, and the comparison of its formula with automatic differentiation.
 
-    Attributes:
+    Args:
         program: The user's call.
-        recorded: Its record.
         order: The order of the formula.
         wide: Whether it is computed in double precision.
-        given: The values of its inputs and of differentiated captured arrays.
-        active: The indices of the differentiated ones.
     """
 
-    def __init__(
-        self,
-        program: LeafProgram,
-        recorded: Recorded,
-        order: int,
-        wide: bool,
-        given: list[np.ndarray],
-        active: list[int],
-    ) -> None:
-        self.program, self.recorded, self.order, self.wide = program, recorded, order, wide
-        self.given, self.backend = given, program.backend
-        own = [*program.leaves, *(recorded.held[p] for p in recorded.wanted)]
-        self._dtypes = [self.backend.dtype_name(x) for x in own]
+    def __init__(self, program: LeafProgram, order: int, wide: bool) -> None:
+        self.program, self.order, self.wide = program, order, wide
+        self.backend = backend = program.backend
+        self.given = [_values(backend, x) for x in program.leaves]
+        with self._trying():
+            if wide:
+                program.leaves = [self._widened(x) for x in program.leaves]
+            self.recorded = recorded = program.framework.programs.formula_graph(program)
+            own = [*program.leaves, *(recorded.held[p] for p in recorded.wanted)]
+            self._dtypes = [backend.dtype_name(x) for x in own]
+            recorded.held.update({p: _values(backend, x) for p, x in recorded.held.items()})
+        self.given += [recorded.held[p] for p in recorded.wanted]
+        captured = range(len(recorded.inputs), len(recorded.opened))
+        active = (*program.wrt, *captured)
         self._active = [k for k in active if recorded.opened[k].is_inexact]
         self._inexact = [y.is_inexact for y in recorded.outputs]
 
-    def compared(self, derived: Callable[[bool], Formula]) -> Formula:
-        """The formula with the result of its comparison.
+    def _widened(self, x: Any) -> Any:
+        if not self.backend.is_inexact(x):
+            return x
+        return self.backend.cast(x, "complex128" if self.backend.is_complex(x) else "float64")
 
-        derived: Makes it; the argument says whether patterns are recognized by name.
+    def _trying(self) -> AbstractContextManager[Any]:
+        """A context in which f may run and whose effects are undone.
+
+        If wide, 64-bit arrays are enabled, and f's captured arrays are read in 64 bits.
         """
-        formula = derived(True).held_by(self.agreement)
+        block: AbstractContextManager[Any] = self.program.framework.programs.trying(
+            self.program, self.wide
+        )
+        return block
+
+    # --- the formula
+
+    def formula(self) -> Formula:
+        """The formula with the result of its comparison."""
+        formula = self._derive(named=True)
         try:
-            result = self._at_random(formula)
+            check = self._check_nearby(formula)
         except Outside:
             return self._of_one_run(formula, _NO_NEIGHBOURS)
         except GradtoolsError as error:
@@ -223,43 +156,58 @@ class _ComparedRun:
                 return self._of_one_run(formula, _OTHER_PROGRAM)
             if formula.draws:
                 return self._of_one_run(formula, _OTHER_DRAWS)
-            as_recorded = self._as_recorded(derived)
-            if as_recorded is None or not isinstance(error, Differs):
-                raise _FormulaDiffers(str(error)) from error
-            return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
+            as_recorded = self._as_recorded(error) if isinstance(error, Differs) else None
+            if as_recorded is None:
+                raise
+            return as_recorded
+        formula.check = replace(check, given=True)
         try:
-            self._at_given(formula)
+            self._check(formula, [self._here(formula)])
         except Differs as error:
-            as_recorded = self._as_recorded(derived)
-            if as_recorded is not None:
-                return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
-            return result.noted(f"{_AT_AN_EDGE} {error.values()}")
-        return result.noted("", given=True)
+            formula.check = replace(check, note=f"{_AT_AN_EDGE} {error.values()}")
+            return self._as_recorded(error) or formula
+        return formula
 
-    def _at_random(self, formula: Formula, finite: bool = True) -> Formula:
+    def _derive(self, named: bool) -> Formula:
+        """named: whether patterns are recognized and written by name."""
+        formula = derive(self.recorded, self.order, self._active, named)
+        formula._agreement = self.agreement
+        return formula
+
+    def _of_one_run(self, formula: Formula, why: str) -> Formula:
+        check = self._check(formula, [self._here(formula)], finite=True)
+        note = f"{why}; compared at the given arguments alone, for which it holds"
+        formula.check = replace(check, note=note)
+        return formula
+
+    def _as_recorded(self, error: Differs) -> Formula | None:
+        """The formula without recognized names, if it agrees with the framework; NaN equals NaN."""
+        formula = self._derive(named=False)
+        try:
+            self._check(formula, [self._here(formula)])
+            check = self._check_nearby(formula, finite=False)
+        except Differs:
+            return None
+        formula.check = replace(check, note=f"{_AS_RECORDED} {error.values()}", given=True)
+        return formula
+
+    def _check_nearby(self, formula: Formula, finite: bool = True) -> Check:
         """Compares at random points near the given arguments, nearer if f's domain requires it."""
         for step in _STEPS:
             try:
-                return self._checked(formula, self._sample(formula, step, 0, _POINTS), finite)
+                return self._check(formula, self._sample(formula, step), finite, is_near=True)
             except Outside as error:
                 outside = error
         raise outside
 
-    def _at_given(self, formula: Formula, finite: bool = False) -> Formula:
-        return self._checked(formula, [self._here(formula, 0)], finite, at_given=True)
-
-    def _here(self, formula: Formula, seed: int) -> Any:
-        """The given arguments, with random cotangents."""
-        return self._rounded((self.given, *formula.point(np.random.default_rng(seed))[1:]))
-
-    def _sample(self, formula: Formula, step: float, seed: int, points: int) -> list[Any]:
-        rng, sample = np.random.default_rng(seed), near(self.given, formula.point, step)
-        return [self._rounded(sample(rng)) for _ in range(points)]
-
-    def _checked(
-        self, formula: Formula, points: Sequence[Any], finite: bool, at_given: bool = False
-    ) -> Formula:
-        """The formula with the result of its comparison at these points.
+    def _check(
+        self,
+        formula: Formula,
+        points: Sequence[Point],
+        finite: bool = False,
+        is_near: bool = False,
+    ) -> Check:
+        """Compares the formula's numbers with the framework's.
 
         Raises:
             Differs: They differ.
@@ -268,36 +216,37 @@ class _ComparedRun:
         names = [*formula.outputs, *formula.gradients, *formula.second]
         worst, counted, tolerance = 0.0, 0, self._tolerance()
         for point in points:
+            theirs = self._numbers(point, is_near)
             values = formula.evaluate(*point)
             ours = (values.outputs, values.gradients, values.second)
             counted += all_finite(ours)
-            theirs = self.numbers(point, not at_given)
             if finite and _undefined(ours[0], theirs[0]):
                 continue
-            joined = lambda of: [x for group in of for x in group]
-            result = compared(names, joined(theirs), joined(ours), tolerance, least_of(ours))
+            result = compared(names, _joined(theirs), _joined(ours), tolerance, least_of(ours))
             if not result:
                 raise Differs(result)
             worst = max(worst, result.error)
         if finite and not counted:
             raise Outside(_NOWHERE.format(len(points)))
-        return formula.checked(Check(len(points), worst, tolerance))
+        return Check(len(points), worst, tolerance)
 
-    def _of_one_run(self, formula: Formula, why: str) -> Formula:
+    def _changes(self, formula: Formula) -> bool:
+        """Whether f runs another program at a nearby point, or raises there."""
+        before, mark = self.program.leaves, self.recorded.fingerprint()
         try:
-            result = self._at_given(formula, finite=True)
-        except GradtoolsError as error:
-            raise _FormulaDiffers(str(error)) from error
-        return result.noted(f"{why}; compared at the given arguments alone, for which it holds")
+            for point in self._sample(formula, _STEPS[0]):
+                with self._trying():
+                    self.program.leaves = self._leaves(point[0][: len(before)])
+                    other = self.program.framework.programs.formula_graph(self.program)
+                if other.fingerprint() != mark:
+                    return True
+        except Exception:  # f is not defined there
+            return True
+        finally:
+            self.program.leaves = before
+        return False
 
-    def _as_recorded(self, derived: Callable[[bool], Formula]) -> Formula | None:
-        """The formula without recognized names, if it agrees with the framework; NaN equals NaN."""
-        formula = derived(False).held_by(self.agreement)
-        try:
-            self._at_given(formula)
-            return self._at_random(formula, finite=False)
-        except Differs:
-            return None
+    # --- a derivation by hand
 
     def agreement(
         self,
@@ -313,8 +262,8 @@ class _ComparedRun:
         tolerance = self._tolerance() if tolerance is None else tolerance
         call = _counted(formula)
         worst, counted = 0.0, 0
-        for point in [self._here(formula, seed), *self._near(formula, seed, points)]:
-            theirs = self.numbers(point, is_near=False)
+        for point in [self._here(formula, seed), *self._defined_nearby(formula, seed, points)]:
+            theirs = self._numbers(point)
             counted += all_finite(theirs)
             came = returned(self._derived(derivation, point, convert), names, theirs[-1], call)
             result = compared(names, theirs[-1], came, tolerance, least_of(theirs))
@@ -330,38 +279,42 @@ class _ComparedRun:
         )
         return Agreement(True, worst, message=message)
 
-    def _near(self, formula: Formula, seed: int, points: int) -> list[Any]:
+    def _defined_nearby(self, formula: Formula, seed: int, points: int) -> list[Point]:
         """Random points at which f is defined and runs the same program; may be empty."""
         if self._changes(formula):
             return []
         for step in _STEPS:
             sample = self._sample(formula, step, seed, points)
             try:
-                if all(all_finite(self.numbers(point, is_near=True)) for point in sample):
+                if all(all_finite(self._numbers(point, is_near=True)) for point in sample):
                     return sample
             except Outside:
                 continue
         return []
 
-    def _derived(self, derivation: Callable[..., Any], point: Any, convert: Any) -> Any:
+    def _derived(self, derivation: Callable[..., Any], point: Point, convert: Any) -> Any:
         """The results of a derivation at a point, as NumPy arrays."""
-        with _trying(self.program, self.wide):
-            values = [x for group in point for x in group]
-            arrays = self.arrays(values) if convert is None else [*map(convert, values)]
-            result = derivation(*arrays)
+        with self._trying():
+            result = derivation(*map(convert or self._array, _joined(point)))
             numpy = lambda x: None if x is None else self.backend.to_numpy(self._array(x))
-            if isinstance(result, tuple | list):
-                return tuple(map(numpy, result))
-            return numpy(result)
+            return tuple(map(numpy, result)) if isinstance(result, tuple | list) else numpy(result)
 
-    def _array(self, x: Any) -> Any:
-        return (
-            x
-            if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic)
-            else (self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None)))
-        )
+    # --- points and precision
 
-    # --- precision
+    def _here(self, formula: Formula, seed: int = 0) -> Point:
+        """The given arguments, with random cotangents."""
+        return self._rounded((self.given, *formula.point(np.random.default_rng(seed))[1:]))
+
+    def _sample(
+        self, formula: Formula, step: float, seed: int = 0, points: int = _POINTS
+    ) -> list[Point]:
+        """Random points near the given arguments."""
+        rng, result = np.random.default_rng(seed), []
+        for _ in range(points):
+            _, cotangents, directions = formula.point(rng)
+            inputs = [moved(rng, x, step) for x in self.given]
+            result.append(self._rounded((inputs, cotangents, directions)))
+        return result
 
     def _tolerance(self) -> float:
         if self.wide and not self.recorded.narrow:
@@ -375,47 +328,33 @@ class _ComparedRun:
         single = kinds & {"float32", "complex64"}
         return _IN_SINGLE * 10 ** (self.order - 1) if single else _EXACT
 
-    def _rounded(self, point: Any) -> Any:
+    def _rounded(self, point: Point) -> Point:
         """The point in the precision in which f runs."""
         if self.wide:
             return point
         inputs, *others = point
         pairs = zip(inputs, self._dtypes, strict=True)
         arrays = [x.astype(dtype) if x.dtype.kind in "fc" else x for x, dtype in pairs]
-        single = any(a.dtype in (np.float32, np.complex64) for a in arrays)
-        return arrays, *([_single(x) if single else x for x in xs] for xs in others)
+        if not any(a.dtype in (np.float32, np.complex64) for a in arrays):
+            return arrays, others[0], others[1]
+        single = lambda x: x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
+        return arrays, [*map(single, others[0])], [*map(single, others[1])]
 
-    def _changes(self, formula: Formula) -> bool:
-        """Whether f runs another program at a nearby point, or raises there."""
-        before, mark = self.program.leaves, self.recorded.fingerprint()
-        try:
-            for point in self._sample(formula, _STEPS[0], 0, _POINTS):
-                with _trying(self.program, self.wide):
-                    self.program.leaves = self.leaves(point[0][: len(before)])
-                    other = _formula_graph(self.program)
-                if other.fingerprint() != mark:
-                    return True
-        except Exception:  # f is not defined there
-            return True
-        finally:
-            self.program.leaves = before
-        return False
-
-    # --- the framework's own numbers
-
-    def leaves(self, values: Sequence[Any]) -> list[Any]:
+    def _leaves(self, values: Sequence[Any]) -> list[Any]:
         """The framework's arrays of all inputs; integers and random keys are the given ones."""
         own = self.program.leaves
         kept = [k < len(own) and not self.backend.is_inexact(own[k]) for k in range(len(values))]
-        rest = iter(self.arrays([x for x, keep in zip(values, kept, strict=True) if not keep]))
-        return [own[k] if keep else next(rest) for k, keep in enumerate(kept)]
+        return [own[k] if kept[k] else self._array(x) for k, x in enumerate(values)]
 
-    def arrays(self, values: Sequence[Any]) -> list[Any]:
-        """Converts values to the framework's arrays."""
-        like = next(iter(self.program.leaves), None)
-        return [self.backend.asarray(np.asarray(x), like) for x in values]
+    def _array(self, x: Any) -> Any:
+        """The framework's array of a NumPy array or number; other arrays as they are."""
+        if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic):
+            return x
+        return self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None))
 
-    def numbers(self, point: Any, is_near: bool) -> tuple[list[Any], ...]:
+    # --- the framework's own numbers
+
+    def _numbers(self, point: Point, is_near: bool = False) -> tuple[list[Any], ...]:
         """The framework's outputs, gradients and, at order 2, their derivatives.
 
         is_near: Whether the point differs from the given arguments, so that f may raise.
@@ -436,32 +375,35 @@ class _ComparedRun:
     def _computed(
         self, inputs: list[Any], cotangents: list[Any], directions: list[Any]
     ) -> tuple[list[Any], ...]:
-        within = partial(_trying, self.program, self.wide)
         to_numpy = lambda x: None if x is None else np.asarray(self.backend.to_numpy(x))
-        with within():
-            self._leaves = self.leaves(inputs)
-            xs = [self._leaves[k] for k in self._active]
-            cts, us = self.arrays(cotangents), self.arrays(directions)
+        with self._trying():
+            self._at = self._leaves(inputs)
+            xs = [self._at[k] for k in self._active]
+            cts, us = ([*map(self._array, group)] for group in (cotangents, directions))
             first = self.backend.vjp(self._outputs, xs, groups=None, once=False)
             grads = self._filled(first.pullback(cts), xs)
             some, others = iter(first.outs), iter(first.extras)
             outs = [next(some) if inexact else next(others) for inexact in self._inexact]
             groups = [[*map(to_numpy, outs)], [*map(to_numpy, self._spread(grads))]]
         if self.order == 2:
-            with within():  # the same draws again
+            with self._trying():  # the same draws again
                 groups.append([*map(to_numpy, self._second(xs, cts, us))])
         return tuple(groups)
 
     def _outputs(self, *xs: Any) -> tuple[list[Any], list[Any]]:
         """f as a function of the differentiated leaves: its inexact outputs, and the others."""
-        leaves = list(self._leaves)
+        leaves = list(self._at)
         for k, x in zip(self._active, xs, strict=True):
             leaves[k] = x
         run = self.recorded.run or self.program.run
         like = next(iter(leaves), None)
-        ys = [self.backend.asarray(y, like) for y in run(leaves)]
-        pairs = list(zip(ys, self._inexact, strict=True))
-        return [y for y, inexact in pairs if inexact], [y for y, inexact in pairs if not inexact]
+        pairs = zip(
+            (self.backend.asarray(y, like) for y in run(leaves)), self._inexact, strict=True
+        )
+        groups: tuple[list[Any], list[Any]] = [], []
+        for y, inexact in pairs:
+            groups[not inexact].append(y)
+        return groups
 
     _outputs.caller = "formula"  # type: ignore[attr-defined]
 
@@ -484,7 +426,11 @@ class _ComparedRun:
     def _spread(self, grads: Sequence[Any]) -> list[Any]:
         """One gradient for each input; None for those that are not differentiated."""
         place = dict(zip(self._active, grads, strict=True))
-        return [place.get(k) for k in range(len(self._leaves))]
+        return [place.get(k) for k in range(len(self._at))]
+
+
+def _joined(groups: Sequence[Sequence[Any]]) -> list[Any]:
+    return [x for group in groups for x in group]
 
 
 def _undefined(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
@@ -504,7 +450,3 @@ def _counted(formula: Formula) -> str:
         "direction": len(formula.directions),
     }
     return ", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items() if n)
-
-
-def _single(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)

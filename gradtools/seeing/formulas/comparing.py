@@ -6,7 +6,7 @@ each gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,58 +75,39 @@ def compared(
 ) -> Agreement:
     """Each of mine with the framework's own, where there is one.
 
-    least: The size below which a whole array may be what is left of larger numbers that cancel.
+    An array's error is relative to its greatest modulus, or to `least`, the size below which a
+    whole array may be what is left of larger numbers that cancel.
     """
     worst = 0.0
     for name, expected, came in zip(names, theirs, mine, strict=True):
         if expected is None:
             continue
-        a = np.asarray(expected)
-        b = np.zeros_like(a) if came is None else np.asarray(came)
+        a = np.asarray(expected) + 0.0
+        b = np.zeros_like(a) if came is None else np.asarray(came) + 0.0
         if a.shape != b.shape:
             message = f"no: {name} has shape {a.shape}, the derivation gives {b.shape}"
             return Agreement(False, float("inf"), name, a.shape, b.shape, message)
-        error = relative_error(a, b, least)
+        size = max(_greatest(a), _greatest(b), least)
+        with np.errstate(all="ignore"):
+            same = (a == b) | (np.isnan(a) & np.isnan(b))
+            errors = np.where(same, 0.0, np.abs(a - b) / size)
+        errors = np.where(np.isnan(errors), np.inf, errors)
+        error = float(errors.max(initial=0.0))
         if error > tolerance:
-            return _difference(name, a, b, tolerance, least, error)
+            at = tuple(map(int, np.argwhere(errors > tolerance)[0]))
+            where = name + (str(list(at)) if at else "")
+            message = (
+                f"no: {where} is {a[at]:.10g} by automatic differentiation, {b[at]:.10g} by the "
+                f"derivation (relative error {error:.1e} over {name})"
+            )
+            return Agreement(False, error, where, a[at].item(), b[at].item(), message)
         worst = max(worst, error)
     return Agreement(True, worst)
-
-
-def relative_error(a: Any, b: Any, least: float = 0.0) -> float:
-    """The greatest difference of two arrays, relative to their greatest modulus or `least`."""
-    a, b = np.asarray(a), np.asarray(b)
-    if a.size == 0:
-        return 0.0
-    both = np.isnan(a) & np.isnan(b)
-    with np.errstate(invalid="ignore"):  # inf - inf, where both are equal
-        distance = np.where(both | (a == b), 0, np.abs(a - b))
-    size = max(_greatest(a), _greatest(b), least)
-    if not np.isfinite(distance).all():
-        return float("inf")
-    return float(np.max(distance) / size) if size else 0.0
 
 
 def _greatest(x: np.ndarray) -> float:
     """The greatest finite modulus."""
     return float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
-
-
-def _difference(
-    name: str, a: np.ndarray, b: np.ndarray, tolerance: float, least: float, error: float
-) -> Agreement:
-    """The disagreement at the first entry that differs by more than the tolerance."""
-    size = max(_greatest(a), _greatest(b), least)
-    with np.errstate(invalid="ignore"):
-        near = np.abs(a - b) <= tolerance * size
-    differs = ~near & (a != b) & ~(np.isnan(a) & np.isnan(b))
-    at = tuple(np.argwhere(differs)[0]) if differs.any() else (0,) * a.ndim
-    where = name + (str(list(map(int, at))) if at else "")
-    message = (
-        f"no: {where} is {a[at]:.10g} by automatic differentiation, {b[at]:.10g} by the "
-        f"derivation (relative error {error:.1e} over {name})"
-    )
-    return Agreement(False, error, where, a[at].item(), b[at].item(), message)
 
 
 _CANCELLED = 1e-4  # relative to the greatest number, the scale for smaller arrays
@@ -147,33 +128,15 @@ def all_finite(groups: Sequence[Group]) -> bool:
     return all(np.isfinite(x).all() for group in groups for x in group if x is not None)
 
 
-def near(
-    inputs: Sequence[np.ndarray], draw: Callable[[np.random.Generator], Point], step: float
-) -> Callable[[np.random.Generator], Point]:
-    """A sampler of points near these inputs: entries times e**(step n), zeros plus step n.
-
-    Hermitian matrices stay Hermitian.
-    """
-
-    def sample(rng: np.random.Generator) -> Point:
-        _, cotangents, directions = draw(rng)
-        return [_moved(rng, x, step) for x in inputs], cotangents, directions
-
-    return sample
-
-
-def _moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
+def moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
+    """An array near x: entries times e**(step n), zeros plus step n; Hermitian where x is."""
     if x.dtype.kind not in "fc":
         return x
     n = rng.normal(size=x.shape)
-    if _is_hermitian(x):  # what a Cholesky factor or eigenvalues are taken of stays so
-        n = (n + n.swapaxes(-1, -2)) / 2
-    return np.where(x == 0, step * n, x * np.exp(step * n))
-
-
-def _is_hermitian(x: np.ndarray) -> bool:
     square = x.ndim >= 2 and x.shape[-1] == x.shape[-2] > 1
-    return square and np.array_equal(x, x.swapaxes(-1, -2).conj())
+    if square and np.array_equal(x, x.swapaxes(-1, -2).conj()):
+        n = (n + n.swapaxes(-1, -2)) / 2  # a Cholesky factor or eigenvalues may be taken of it
+    return np.where(x == 0, step * n, x * np.exp(step * n))
 
 
 def returned(given: Any, names: Sequence[str], expected: Group, call: str) -> list[Any]:

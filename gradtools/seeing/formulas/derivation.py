@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from gradtools.printing import printable
 from gradtools.seeing.formulas import files
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, pair, together
-from gradtools.seeing.formulas.expressions import Expr, order, placeholder
+from gradtools.seeing.formulas.expressions import Expr, placeholder
+from gradtools.seeing.formulas.expressions import order as ordered
 from gradtools.seeing.formulas.operation_record import OPERATIONS, evaluate
 from gradtools.seeing.formulas.recognition import recognise
 from gradtools.seeing.formulas.recorded import Recorded
@@ -63,6 +64,22 @@ class Check:
         )
 
 
+@dataclass(frozen=True)
+class Values:
+    """The numbers of a formula.
+
+    Attributes:
+        outputs: The program's results.
+        gradients: The inputs' cotangents, for inputs that can have one; None for others.
+        second: At order 2: the derivatives of <u, gradients> with respect to each input and each
+            cotangent; None if there is none.
+    """
+
+    outputs: tuple[np.ndarray | None, ...]
+    gradients: tuple[np.ndarray | None, ...]
+    second: tuple[np.ndarray | None, ...] = ()
+
+
 class Formula:
     """A program and its derivatives as mathematics.
 
@@ -79,44 +96,90 @@ class Formula:
         check: The comparison with automatic differentiation, or None.
     """
 
-    def __init__(self, derived: _FormulaPrograms, check: Check | None = None) -> None:
-        self._derived = derived
-        self._sections: list[Section] | None = None
-        self.check = check
-        self.order = derived.order
-        named = [x["name"] for x in order(derived.outputs) if x.op == "by_name"]
-        self.marked = tuple(dict.fromkeys(named))
-        names = derived.names
-        self.inputs = tuple(names[p].text for p in derived.recorded.opened)
-        self.outputs = tuple(w.text for w in derived.output_names)
-        self.draws = tuple(names[p].text for p in derived.recorded.draws)
-        self.cotangents = tuple(names[p].text for p in derived.cotangents)
-        self.directions = tuple(names[p].text for p in derived.directions)
-        self.gradients = tuple(w.text for w in derived.gradient_names)
-        self.second = tuple(w.text for w in derived.second_names)
+    check: Check | None = None
+    _agreement: Callable[..., Agreement]
+    _statements: Statements | None = None
 
-    def held_by(self, agreement: Callable[..., Agreement]) -> Formula:
-        """A copy that compares derivations by this function."""
-        return Formula(replace(self._derived, agreement=agreement), self.check)
+    def __init__(
+        self, recorded: Recorded, order: int, wrt: Sequence[int] | None, named: bool
+    ) -> None:
+        inputs = recorded.opened
+        self.order, self._recorded = order, recorded
+        self._outputs = recognise(recorded.outputs) if named else list(recorded.outputs)
+        leaves = list(dict.fromkeys((*inputs, *recorded.held, *recorded.draws)))
+        self._names, self._output_names = leaf_names(leaves, self._outputs)
+        active = [k for k, p in enumerate(inputs) if p.is_inexact and (wrt is None or k in wrt)]
+        sources = [inputs[k] for k in active]
+        inexact = [(y, w) for y, w in self._named_outputs if y.is_inexact]
+        self._cotangents = [self._cotangent(y, w) for y, w in inexact]
+        grads, table = adjoint([y for y, _ in inexact], self._cotangents, sources)
+        self._tables = [table]
+        spread = lambda xs: [dict(zip(active, xs, strict=False)).get(k) for k in range(len(inputs))]
+        self._gradients = spread(grads)
+        self._gradient_names = [ts.bar(self._names[p]) for p in inputs]
+        self._directions: list[Expr] = []
+        self._second: list[Expr | None] = []
+        self._second_names: list[Written] = []
+        if order == 2:
+            self._directions = [self._direction(p, len(sources)) for p in sources]
+            both, table = adjoint(grads, self._directions, [*sources, *self._cotangents])
+            self._tables.append(table)
+            self._second = [*spread(both), *both[len(sources) :]]
+            places = (*inputs, *self._cotangents)
+            self._second_names = [_partial(self._names[p]) for p in places]
+        self._pairs, self._whole = self._in_complex_numbers()
+        marked = [x["name"] for x in ordered(self._outputs) if x.op == "by_name"]
+        self.marked = tuple(dict.fromkeys(marked))
+        texts = lambda ps: tuple(self._names[p].text for p in ps)
+        self.inputs, self.draws = texts(inputs), texts(recorded.draws)
+        self.outputs = tuple(w.text for w in self._output_names)
+        self.cotangents, self.directions = texts(self._cotangents), texts(self._directions)
+        self.gradients = tuple(w.text for w in self._gradient_names)
+        self.second = tuple(w.text for w in self._second_names)
 
-    def checked(self, check: Check) -> Formula:
-        """A copy with the result of its comparison."""
-        return Formula(self._derived, check)
+    @property
+    def _named_outputs(self) -> list[tuple[Expr, Written]]:
+        return list(zip(self._outputs, self._output_names, strict=True))
 
-    def noted(self, note: str, given: bool = False) -> Formula:
-        """A copy with a note on its comparison."""
-        assert self.check is not None
-        return Formula(self._derived, replace(self.check, note=note, given=given))
+    def _cotangent(self, y: Expr, name: Written) -> Expr:
+        g = placeholder(f"cotangent of {name.text}", y.shape, y.kind, role="cotangent")
+        self._names[g] = ts.bar(name)
+        return g
+
+    def _direction(self, p: Expr, count: int) -> Expr:
+        u, x = placeholder(f"u {p['name']}", p.shape, p.kind), self._names[p]
+        one = count == 1
+        self._names[u] = Written("u", "u") if one else Written(f"u_{x.text}", f"u_{{{x.latex}}}")
+        return u
+
+    def _in_complex_numbers(self) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
+        """The adjoint of separate real and imaginary parts in complex form, if it has one."""
+        pairs, cotangents = find_pairs(self._recorded.opened), self._cotangents
+        if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
+            return [], []
+        base = "O" if "O" not in {p.name for p in pairs} else "out"
+        pairs.append(pair(base, *cotangents))
+        place = dict(zip(self._recorded.opened, self._gradients, strict=True))
+        result = []
+        for p in pairs[:-1]:
+            a, b = place[p.real], place[p.imaginary]
+            joined = None if a is None or b is None else together(a, b, pairs)
+            if joined is None:
+                return [], []
+            self._names[p.whole] = ts.symbol(p.name)
+            result.append((joined, ts.bar(self._names[p.whole])))
+        self._names[pairs[-1].whole] = ts.bar(ts.symbol(base))
+        return pairs, result
 
     # Reading.
 
     def __str__(self) -> str:
         lines = []
-        for section in self._written():
+        for section in self._written().sections:
             lines += [section.title.text, *_aligned_text(section), ""]
-        lines += ["where", *(f"  {w.text}" for w in self._derived.legend(self._statements))]
+        lines += ["where", *(f"  {w.text}" for w in self._legend())]
         lines += [f"  {name.text}" for name in self._recognised()]
-        lines += [f"  {note}" for note in self._statements.writer.notes]
+        lines += [f"  {note}" for note in self._written().writer.notes]
         lines += [str(self.check)] if self.check is not None else []
         return printable("\n".join(lines))
 
@@ -125,7 +188,7 @@ class Formula:
 
     def lines(self, section: int) -> list[str]:
         """The lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
-        parts = self._written()
+        parts = self._written().sections
         if section not in range(len(parts)):
             raise GradtoolsError(
                 f"formula.lines: part is {section!r}; expected one of 0 to {len(parts) - 1}. "
@@ -136,14 +199,11 @@ class Formula:
     def latex(self) -> str:
         """The formula in LaTeX: one ``aligned`` for each part, and one for definitions of names."""
         blocks = []
-        for section in self._written():
-            rows = [rf"&{a.latex} = {b.latex}" for a, b in section.lines]
-            body = " \\\\\n".join(rows)
-            title = rf"&{section.title.latex}"
-            blocks.append("\\begin{aligned}\n" + title + " \\\\\n" + body + "\n\\end{aligned}")
+        for section in self._written().sections:
+            rows = [section.title.latex, *(f"{a.latex} = {b.latex}" for a, b in section.lines)]
+            blocks.append(_aligned_latex(rows))
         if names := self._recognised():
-            body = " \\\\\n".join(rf"&{name.latex}" for name in names)
-            blocks.append("\\begin{aligned}\n" + body + "\n\\end{aligned}")
+            blocks.append(_aligned_latex([name.latex for name in names]))
         return "\n\\\\[1em]\n".join(blocks)
 
     def _repr_latex_(self) -> str:
@@ -157,16 +217,57 @@ class Formula:
         """
         saving.save(self, files.FORMS, path)
 
-    def _written(self) -> list[Section]:
-        if self._sections is None:
-            self._statements = self._derived.statements()
-            self._sections = list(self._statements.sections)
-        return self._sections
+    def _written(self) -> Statements:
+        if self._statements is None:
+            self._statements = Statements(self._sections(), self._names, self._tables)
+        return self._statements
+
+    def _sections(self) -> list[Section]:
+        there = lambda xs, ws: [(x, w) for x, w in zip(xs, ws, strict=True) if x is not None]
+        given = ts.join([self._names[p] for p in self._cotangents], ", ", ", ", ts.SUM)
+        gradients = there(self._gradients, self._gradient_names)
+        sections = [
+            Section(_title("the program"), self._named_outputs),
+            Section(_title("its adjoint, from", given), gradients),
+        ]
+        if self._whole:
+            sections.append(Section(_title("that is, with", self._sums()), self._whole))
+        if self.order == 2:
+            pairs = zip(self._directions, [w for _, w in gradients], strict=True)
+            terms = [ts.inner_product(self._names[u], n) for u, n in pairs]
+            title = _title("the adjoint of that, of s =", ts.summed(terms))
+            sections.append(Section(title, there(self._second, self._second_names)))
+        return sections
+
+    def _sums(self) -> Written:
+        """The complex arrays as the sums of their parts."""
+        names = [[self._names[x] for x in (p.whole, p.real, p.imaginary)] for p in self._pairs]
+        sums = [
+            Written(f"{z.text} = {a.text} + i {b.text}", f"{z.latex} = {a.latex} + i\\, {b.latex}")
+            for z, a, b in names
+        ]
+        return ts.join(sums, ", ", ",\\; ", ts.SUM)
+
+    def _legend(self) -> list[Written]:
+        """The spaces of the leaves, the constants, and the lengths of the axes."""
+        written, recorded = self._written(), self._recorded
+        used = {*written.values, *recorded.opened}
+        sizes: dict[str, int] = {}
+        result = []
+        for p in dict.fromkeys((*recorded.opened, *recorded.held, *recorded.draws)):
+            if p in used:
+                letters = written.axes.letters(p)
+                sizes.update(zip(letters, p.shape, strict=True))
+                result.append(_space(self._names[p], p, letters))
+        for x, name in written.constants:
+            shape = "×".join(map(str, x.shape)) or "a number"
+            result.append(Written(f"{name.text}: held by the program, {shape}", name.latex))
+        said = ", ".join(f"{l} = {n}" for l, n in sizes.items())
+        return [*result, *([Written(said, said)] if said else [])]
 
     def _recognised(self) -> list[Written]:
         """The definitions of recognized names."""
-        self._written()
-        used = self._statements.writer.recognised
+        used = self._written().writer.recognised
         return [o.definition for name, o in OPERATIONS.items() if name in used and o.definition]
 
     # Numbers.
@@ -187,7 +288,28 @@ class Formula:
         Raises:
             GradtoolsError: The numbers or shapes do not fit.
         """
-        return self._derived.evaluate(inputs, cotangents, directions)
+        known = self._known(inputs, cotangents, directions)
+        groups = (self._outputs, self._gradients, self._second)
+        real = [x for group in groups for x in group if x is not None]
+        values = dict(zip(real, evaluate(real, known), strict=True))
+        shaped = lambda x: None if x is None else np.asarray(values[x]).reshape(x.shape)
+        return Values(*(tuple(map(shaped, group)) for group in groups))
+
+    def _known(
+        self, inputs: Arrays, cotangents: Arrays | None = None, directions: Arrays | None = None
+    ) -> dict[Expr, Any]:
+        """The value of each placeholder."""
+        recorded = self._recorded
+        known = _matched("inputs", recorded.opened, inputs)
+        if cotangents is None:
+            cotangents = [np.ones(p.shape) for p in self._cotangents]
+        known |= _matched("cotangents", self._cotangents, cotangents)
+        if self.order == 2:
+            if directions is None:
+                raise GradtoolsError("formula: order 2 needs directions, one for each gradient")
+            known |= _matched("directions", self._directions, directions)
+        known |= {p: v for p, v in recorded.held.items() if p not in recorded.wanted}
+        return known | recorded.draws
 
     def agrees_with(
         self,
@@ -223,143 +345,13 @@ class Formula:
             raise GradtoolsError(
                 f"formula.agrees_with: the derivation must be a function, got {kind}."
             )
-        assert self._derived.agreement is not None
-        return self._derived.agreement(self, derivation, points, tolerance, seed, convert)
+        return self._agreement(self, derivation, points, tolerance, seed, convert)
 
     def point(self, rng: np.random.Generator) -> tuple[list, list, list]:
         """Random inputs, cotangents and directions, standard normal; integers are 0 or 1."""
-        d = self._derived
-        groups = (d.recorded.opened, d.cotangents, d.directions)
+        groups = (self._recorded.opened, self._cotangents, self._directions)
         inputs, cotangents, directions = ([_draw(rng, p) for p in group] for group in groups)
         return inputs, cotangents, directions
-
-
-def _draw(rng: np.random.Generator, p: Expr) -> np.ndarray:
-    """A random value for a placeholder: standard normal, or zeros and ones."""
-    if not p.is_inexact:
-        return rng.integers(0, 2, p.shape).astype(bool if p.kind == "boolean" else np.int64)
-    x = rng.normal(size=p.shape)
-    return x + 1j * rng.normal(size=p.shape) if p.is_complex else x
-
-
-@dataclass(frozen=True)
-class Values:
-    """The numbers of a formula.
-
-    Attributes:
-        outputs: The program's results.
-        gradients: The inputs' cotangents, for inputs that can have one; None for others.
-        second: At order 2: the derivatives of <u, gradients> with respect to each input and each
-            cotangent; None if there is none.
-    """
-
-    outputs: tuple[np.ndarray | None, ...]
-    gradients: tuple[np.ndarray | None, ...]
-    second: tuple[np.ndarray | None, ...] = ()
-
-
-@dataclass
-class _FormulaPrograms:
-    """The programs of a formula, and the names in them."""
-
-    recorded: Recorded
-    order: int
-    outputs: list[Expr]
-    cotangents: list[Expr]
-    gradients: list[Expr | None]
-    directions: list[Expr]
-    second: list[Expr | None]
-    tables: list[dict[Expr, Expr]]
-    names: dict[Expr, Written]
-    output_names: list[Written]
-    gradient_names: list[Written]
-    second_names: list[Written]
-    pairs: list[ComplexPair]
-    whole: list[tuple[Expr, Written]]
-    agreement: Callable[..., Agreement] | None = None
-
-    def statements(self) -> Statements:
-        result = Statements(self._sections(), self.names, self.tables)
-        result.write()
-        return result
-
-    def _sections(self) -> list[Section]:
-        there = lambda xs, ws: [(x, w) for x, w in zip(xs, ws, strict=True) if x is not None]
-        given = ts.join([self.names[p] for p in self.cotangents], ", ", ", ", ts.SUM)
-        gradients = there(self.gradients, self.gradient_names)
-        sections = [
-            Section(_title("the program"), there(self.outputs, self.output_names)),
-            Section(_title("its adjoint, from", given), gradients),
-        ]
-        if self.whole:
-            sections.append(Section(self._whole_title(), self.whole))
-        if self.order == 2:
-            pairs = zip(self.directions, [w for _, w in gradients], strict=True)
-            terms = [ts.inner_product(self.names[u], n) for u, n in pairs]
-            title = _title("the adjoint of that, of s =", ts.summed(terms))
-            sections.append(Section(title, there(self.second, self.second_names)))
-        return sections
-
-    def _whole_title(self) -> Written:
-        names = [[self.names[x] for x in (p.whole, p.real, p.imaginary)] for p in self.pairs]
-        sums = [
-            Written(f"{z.text} = {a.text} + i {b.text}", f"{z.latex} = {a.latex} + i\\, {b.latex}")
-            for z, a, b in names
-        ]
-        return _title("that is, with", ts.join(sums, ", ", ",\\; ", ts.SUM))
-
-    def legend(self, statements: Statements) -> list[Written]:
-        inputs = self.recorded.opened
-        used = {*statements.values, *inputs}
-        sizes: dict[str, int] = {}
-        result = []
-        for p in dict.fromkeys((*inputs, *self.recorded.held, *self.recorded.draws)):
-            if p in used:
-                letters = statements.axes.letters(p)
-                sizes.update(zip(letters, p.shape, strict=True))
-                result.append(_space(self.names[p], p, letters))
-        for x, name in statements.constants:
-            shape = "×".join(map(str, x.shape)) or "a number"
-            result.append(Written(f"{name.text}: held by the program, {shape}", name.latex))
-        said = ", ".join(f"{l} = {n}" for l, n in sizes.items())
-        return [*result, *([Written(said, said)] if said else [])]
-
-    def known(
-        self, inputs: Arrays, cotangents: Arrays | None, directions: Arrays | None
-    ) -> dict[Expr, Any]:
-        """The value of each placeholder."""
-        known = _matched("inputs", self.recorded.opened, inputs)
-        if cotangents is None:
-            cotangents = [np.ones(p.shape) for p in self.cotangents]
-        known |= _matched("cotangents", self.cotangents, cotangents)
-        if self.order == 2:
-            if directions is None:
-                raise GradtoolsError("formula: order 2 needs directions, one for each gradient")
-            known |= _matched("directions", self.directions, directions)
-        wanted = self.recorded.wanted
-        known |= {p: v for p, v in self.recorded.held.items() if p not in wanted}
-        return known | self.recorded.draws
-
-    def evaluate(
-        self, inputs: Arrays, cotangents: Arrays | None, directions: Arrays | None
-    ) -> Values:
-        known = self.known(inputs, cotangents, directions)
-        wanted = [*self.outputs, *self.gradients, *self.second]
-        real = [x for x in wanted if x is not None]
-        values = dict(zip(real, evaluate(real, known), strict=True))
-        shaped = lambda x: None if x is None else np.asarray(values[x]).reshape(x.shape)
-        get = lambda xs: tuple(map(shaped, xs))
-        return Values(get(self.outputs), get(self.gradients), get(self.second))
-
-
-def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
-    values = list(values)
-    if len(values) != len(places):
-        raise GradtoolsError(
-            f"formula: {len(places)} {what} are needed "
-            f"({', '.join(p['name'] for p in places) or 'none'}); {len(values)} were given"
-        )
-    return dict(zip(places, values, strict=True))
 
 
 def derive(
@@ -379,71 +371,25 @@ def derive(
     """
     if order not in (1, 2):
         raise GradtoolsError(f"formula: order is 1 or 2, not {order!r}")
-    inputs, outputs = recorded.opened, list(recorded.outputs)
-    outputs = recognise(outputs) if named else outputs
-    active = [k for k, p in enumerate(inputs) if p.is_inexact and (wrt is None or k in wrt)]
-    leaves = list(dict.fromkeys((*inputs, *recorded.held, *recorded.draws)))
-    names, output_names = leaf_names(leaves, outputs)
-    inexact = [(y, w) for y, w in zip(outputs, output_names, strict=True) if y.is_inexact]
-    cotangents = []
-    for y, w in inexact:
-        g = placeholder(f"cotangent of {w.text}", y.shape, y.kind, role="cotangent")
-        cotangents.append(g)
-        names[g] = ts.bar(w)
-    sources = [inputs[k] for k in active]
-    result, table = adjoint([y for y, _ in inexact], cotangents, sources)
-    tables = [table]
-    directions: list[Expr] = []
-    second: list[Expr | None] = []
-    second_names: list[Written] = []
-    if order == 2:
-        directions = [placeholder(f"u {p['name']}", p.shape, p.kind) for p in sources]
-        for u, p in zip(directions, sources, strict=True):
-            names[u] = _direction(names[p], len(sources))
-        both, other = adjoint(result, directions, [*sources, *cotangents])
-        tables.append(other)
-        second_names = [_partial(names[p]) for p in (*inputs, *cotangents)]
-        place = dict(zip(active, both, strict=False))
-        second = [*(place.get(k) for k in range(len(inputs))), *both[len(sources) :]]
-    place = dict(zip(active, result, strict=True))
-    gradients = [place.get(k) for k in range(len(inputs))]
-    gradient_names = [ts.bar(names[p]) for p in inputs]
-    pairs, whole = _in_complex_numbers(inputs, cotangents, gradients, names)
-    programs = recorded, order, outputs, cotangents, gradients, directions, second, tables
-    written = names, output_names, gradient_names, second_names, pairs, whole
-    return Formula(_FormulaPrograms(*programs, *written))
+    return Formula(recorded, order, wrt, named)
 
 
-def _in_complex_numbers(
-    inputs: Sequence[Expr],
-    cotangents: Sequence[Expr],
-    gradients: Sequence[Expr | None],
-    names: dict[Expr, Written],
-) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
-    """The adjoint of separate real and imaginary parts in complex form, if it has one."""
-    pairs = find_pairs(inputs)
-    if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
-        return [], []
-    base = "O" if "O" not in {p.name for p in pairs} else "out"
-    result = pair(base, *cotangents)
-    all_pairs = [*pairs, result]
-    place = dict(zip(inputs, gradients, strict=True))
-    found = []
-    for p in pairs:
-        a, b = place[p.real], place[p.imaginary]
-        joined = None if a is None or b is None else together(a, b, all_pairs)
-        if joined is None:
-            return [], []
-        names[p.whole] = ts.symbol(p.name)
-        found.append((joined, ts.bar(names[p.whole])))
-    names[result.whole] = ts.bar(ts.symbol(base))
-    return all_pairs, found
+def _draw(rng: np.random.Generator, p: Expr) -> np.ndarray:
+    """A random value for a placeholder: standard normal, or zeros and ones."""
+    if not p.is_inexact:
+        return rng.integers(0, 2, p.shape).astype(bool if p.kind == "boolean" else np.int64)
+    x = rng.normal(size=p.shape)
+    return x + 1j * rng.normal(size=p.shape) if p.is_complex else x
 
 
-def _direction(x: Written, count: int) -> Written:
-    if count == 1:
-        return Written("u", "u")
-    return Written(f"u_{x.text}", rf"u_{{{x.latex}}}")
+def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
+    values = list(values)
+    if len(values) != len(places):
+        raise GradtoolsError(
+            f"formula: {len(places)} {what} are needed "
+            f"({', '.join(p['name'] for p in places) or 'none'}); {len(values)} were given"
+        )
+    return dict(zip(places, values, strict=True))
 
 
 def _partial(x: Written) -> Written:
@@ -457,16 +403,26 @@ def _title(text: str, more: Written | None = None) -> Written:
     return Written(f"{text} {more.text}", rf"{latex}\ {more.latex}")
 
 
+_FIELDS = {
+    "real": ("ℝ", r"\mathbb{R}"),
+    "complex": ("ℂ", r"\mathbb{C}"),
+    "integer": ("ℤ", r"\mathbb{Z}"),
+    "boolean": ("{0,1}", r"\{0,1\}"),
+}
+
+
 def _space(name: Written, p: Expr, letters: Sequence[str]) -> Written:
-    field = {"real": "ℝ", "complex": "ℂ", "integer": "ℤ", "boolean": "{0,1}"}[p.kind]
-    latex = {"ℝ": r"\mathbb{R}", "ℂ": r"\mathbb{C}", "ℤ": r"\mathbb{Z}"}.get(field, r"\{0,1\}")
+    """The declaration of a leaf: x ∈ ℝ^(i×j)."""
+    field, latex = _FIELDS[p.kind]
     over = "×".join(letters)
-    high = f"^({over})" if len(letters) > 1 else (f"^{over}" if over else "")
-    return Written(
-        f"{name.text} ∈ {field}{high}",
-        rf"{name.latex} \in {latex}" + (f"^{{{over.replace('×', ' times ')}}}" if over else ""),
-    )
+    high = f"^({over})" if len(letters) > 1 else f"^{over}" if over else ""
+    deep = f"^{{{' times '.join(letters)}}}" if over else ""
+    return Written(f"{name.text} ∈ {field}{high}", rf"{name.latex} \in {latex}{deep}")
 
 
 def _aligned_text(section: Section) -> list[str]:
     return [f"  {a.text} = {b.text}" for a, b in section.lines]
+
+
+def _aligned_latex(rows: Sequence[str]) -> str:
+    return "\\begin{aligned}\n" + " \\\\\n".join(f"&{row}" for row in rows) + "\n\\end{aligned}"

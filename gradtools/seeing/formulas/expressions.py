@@ -52,6 +52,8 @@ class Expr:
     __pow__: ClassVar[Callable[[Expr, Any], Expr]]
     __matmul__: ClassVar[Callable[[Expr, Any], Expr]]
     __neg__: ClassVar[Callable[[Expr], Expr]]
+    reshape: ClassVar[Callable[[Expr, Any], Expr]]
+    squeeze: ClassVar[Callable[[Expr, Any], Expr]]
     __slots__ = ("__weakref__", "args", "attributes", "kind", "op", "serial", "shape", "turn")
 
     def __init__(

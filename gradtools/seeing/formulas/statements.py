@@ -40,7 +40,7 @@ class Section:
 
 
 class Statements:
-    """Writes sections; a name has the same meaning in all of them."""
+    """Writes the lines of sections; a name has the same meaning in all of them."""
 
     def __init__(
         self,
@@ -65,10 +65,7 @@ class Statements:
         self._chosen: set[Expr] = set()
         self._weights: dict[Expr, float] = {}
         self._name(cotangents)
-
-    def write(self) -> None:
-        """Fill the sections' lines."""
-        for section in self.sections:
+        for section in sections:
             self._section(section)
 
     # Names.

@@ -1,12 +1,11 @@
 """Smart constructors of expressions: they canonicalize on construction.
 
-`product` (einsum) is the core. The other modules are built on it, and it uses them in turn.
+`product` (einsum) is the core, on which the other modules are built. It uses `**`, `reshape` and
+`squeeze` in turn, which `functions.py` sets as methods of `Expr`.
 """
 
-from gradtools.seeing.formulas.algebra.arrays import axis_groups as axis_groups
 from gradtools.seeing.formulas.algebra.arrays import broadcast as broadcast
 from gradtools.seeing.formulas.algebra.arrays import broadcast_shape as broadcast_shape
-from gradtools.seeing.formulas.algebra.arrays import diagonal_matrix as diagonal_matrix
 from gradtools.seeing.formulas.algebra.arrays import einsum as einsum
 from gradtools.seeing.formulas.algebra.arrays import matmul as matmul
 from gradtools.seeing.formulas.algebra.arrays import mean as mean
@@ -14,7 +13,6 @@ from gradtools.seeing.formulas.algebra.arrays import negate as negate
 from gradtools.seeing.formulas.algebra.arrays import reshape as reshape
 from gradtools.seeing.formulas.algebra.arrays import scale as scale
 from gradtools.seeing.formulas.algebra.arrays import spread as spread
-from gradtools.seeing.formulas.algebra.arrays import squeeze as squeeze
 from gradtools.seeing.formulas.algebra.arrays import swap as swap
 from gradtools.seeing.formulas.algebra.arrays import times as times
 from gradtools.seeing.formulas.algebra.arrays import total as total
@@ -23,7 +21,6 @@ from gradtools.seeing.formulas.algebra.arrays import unbroadcast as unbroadcast
 from gradtools.seeing.formulas.algebra.arrays import unsqueeze as unsqueeze
 from gradtools.seeing.formulas.algebra.functions import OPERATORS as OPERATORS
 from gradtools.seeing.formulas.algebra.functions import add as add
-from gradtools.seeing.formulas.algebra.functions import adjoint_matrix as adjoint_matrix
 from gradtools.seeing.formulas.algebra.functions import apply as apply
 from gradtools.seeing.formulas.algebra.functions import conj as conj
 from gradtools.seeing.formulas.algebra.functions import divide as divide
@@ -33,9 +30,11 @@ from gradtools.seeing.formulas.algebra.functions import plus as plus
 from gradtools.seeing.formulas.algebra.functions import power as power
 from gradtools.seeing.formulas.algebra.functions import real as real
 from gradtools.seeing.formulas.algebra.functions import rebuild as rebuild
+from gradtools.seeing.formulas.algebra.functions import squeeze as squeeze
 from gradtools.seeing.formulas.algebra.functions import subtract as subtract
 from gradtools.seeing.formulas.algebra.products import Labels as Labels
 from gradtools.seeing.formulas.algebra.products import array as array
+from gradtools.seeing.formulas.algebra.products import axis_groups as axis_groups
 from gradtools.seeing.formulas.algebra.products import constant_of as constant_of
 from gradtools.seeing.formulas.algebra.products import contracts as contracts
 from gradtools.seeing.formulas.algebra.products import full as full

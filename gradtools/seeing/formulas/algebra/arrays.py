@@ -8,18 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas import algebra  # its rooms use each other
 from gradtools.seeing.formulas.algebra.products import (
     Labels,
     array,
+    axis_groups,
     constant_of,
     contracts,
     full,
-    identity,
     product,
 )
 from gradtools.seeing.formulas.expressions import Expr, expr
-from gradtools.seeing.formulas.operation_record import is_elementwise
 
 
 def scale(coefficient: Any, x: Expr) -> Expr:
@@ -120,13 +118,6 @@ def matmul(a: Expr, b: Expr) -> Expr:
     return product([a, b], [[*skip(a), *left], [*skip(b), *right]], out, shape)
 
 
-def diagonal_matrix(x: Expr) -> Expr:
-    """The last axis as the diagonal of a matrix."""
-    batch = tuple(range(x.rank - 1))
-    n = x.shape[-1]
-    return product([x, identity(n)], [(*batch, "i"), ("i", "j")], (*batch, "i", "j"), (*x.shape, n))
-
-
 def unbroadcast(g: Expr, shape: Sequence[int]) -> Expr:
     """The adjoint of broadcasting leading and length-1 axes, as in NumPy."""
     if g.shape == tuple(shape):
@@ -139,28 +130,6 @@ def unbroadcast(g: Expr, shape: Sequence[int]) -> Expr:
 # --- reshapes; axes of length 1 are represented by the labels of a product
 
 
-def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:
-    """Removes axes of length 1, inside of products, sums and elementwise functions if possible."""
-    shape = tuple(n for a, n in enumerate(x.shape) if a not in axes)
-    if x.op == "einsum":
-        kept = tuple(a for a in range(x.rank) if a not in axes)
-        return product(x.args, x["labels"], kept, shape, x["coefficient"])
-    if is_elementwise(x) and all(a.shape == x.shape for a in x.args):
-        inner = [squeeze(a, axes) for a in x.args]
-        if all(a.shape == shape for a in inner):
-            return expr(x.op, inner, shape, x.kind, **dict(x.attributes))
-    if x.op == "add":
-        inner = [squeeze(a, axes) for a in x.args]
-        return algebra.add(inner) if all(a.shape == shape for a in inner) else _bare(x, shape)
-    return _bare(x, shape)
-
-
-def _bare(x: Expr, shape: tuple[int, ...]) -> Expr:
-    if x.op == "reshape":
-        return reshape(x.args[0], shape)
-    return expr("reshape", (x,), shape, x.kind)
-
-
 def reshape(x: Expr, shape: Sequence[int]) -> Expr:
     """A row-major reshape; axes of length 1 are removed and inserted by products."""
     shape = tuple(shape)
@@ -171,7 +140,7 @@ def reshape(x: Expr, shape: Sequence[int]) -> Expr:
     if x.op == "array":
         return array(x["value"].array.reshape(shape))
     ones = tuple(a for a, n in enumerate(x.shape) if n == 1)
-    inner = squeeze(x, ones) if ones else x
+    inner = x.squeeze(ones) if ones else x
     long = tuple(n for n in shape if n != 1)
     if inner.shape != long:
         inner = _reshape_long(inner, long)
@@ -206,26 +175,6 @@ def _reshape_product(x: Expr, shape: tuple[int, ...]) -> Expr | None:
             return None
     labels = [tuple(rename[l] for l in names) for names in x["labels"]]
     return product(x.args, labels, range(len(shape)), shape, x["coefficient"])
-
-
-def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list, list]] | None:
-    """The smallest groups of axes that a reshape maps to each other; None for empty arrays."""
-    if 0 in old or 0 in new:
-        return None
-    groups, i, j = [], 0, 0
-    while i < len(old) or j < len(new):
-        left, right = [i], [j]
-        if i >= len(old) or j >= len(new):
-            return None
-        a, b = old[i], new[j]
-        i, j = i + 1, j + 1
-        while a != b:
-            if a < b:
-                left, a, i = [*left, i], a * old[i], i + 1
-            else:
-                right, b, j = [*right, j], b * new[j], j + 1
-        groups.append((left, right))
-    return groups
 
 
 def is_reshape(x: Expr) -> bool:

@@ -20,7 +20,6 @@ from gradtools.seeing.formulas.algebra.arrays import (
     negate,
     reshape,
     scale,
-    swap,
     times,
 )
 from gradtools.seeing.formulas.algebra.products import (
@@ -305,10 +304,7 @@ def _power_of_product(x: Expr, exponent: Any, whole: bool) -> Expr:
         return product(raised, labels, out, x.shape, c**exponent)
     if positive and c != 1:
         return scale(c**exponent, power(product(factors, labels, out, x.shape), exponent))
-    kept = [a for a in out if any(a in names for names in labels)]
-    if len(kept) < x.rank:
-        return product([power(drop_axes(x, kept), exponent)], [kept], out, x.shape)
-    return expr("power", (x,), x.shape, widest(x.kind, REAL), exponent=exponent)
+    return apply("power", x, exponent=exponent)  # type: ignore[no-any-return]
 
 
 # --- parts of complex numbers
@@ -336,11 +332,6 @@ def conj(x: Expr) -> Expr:
     ):
         return power(conj(x.args[0]), x["exponent"])
     return expr("conj", (x,), x.shape, COMPLEX)
-
-
-def adjoint_matrix(x: Expr) -> Expr:
-    """The conjugate transpose of the last two axes."""
-    return conj(swap(x))
 
 
 def _is_integral(value: Any) -> bool:
@@ -395,6 +386,15 @@ def _part_of_product(x: Expr, which: int) -> Expr:
     return expr(("real", "imag")[which], (x,), x.shape, REAL)
 
 
+def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:
+    """Removes axes of length 1."""
+    shape = tuple(n for a, n in enumerate(x.shape) if a not in axes)
+    if x.op == "einsum":
+        kept = tuple(a for a in range(x.rank) if a not in axes)
+        return product(x.args, x["labels"], kept, shape, x["coefficient"])
+    return reshape(x.args[0], shape) if x.op == "reshape" else expr("reshape", (x,), shape, x.kind)
+
+
 # --- Python's operators
 
 
@@ -413,6 +413,8 @@ OPERATORS = {
     "__pow__": power,
     "__neg__": negate,
     "__matmul__": matmul,
+    "reshape": reshape,
+    "squeeze": squeeze,
     "__array_ufunc__": None,  # NumPy scalars defer to Expr's operators
 }
 for _name, _operator in OPERATORS.items():

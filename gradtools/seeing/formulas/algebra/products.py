@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas import algebra  # its rooms use each other
 from gradtools.seeing.formulas.expressions import (
     COMPLEX,
     INTEGER,
@@ -204,7 +203,7 @@ def _squeeze_axes(p: _Product) -> None:
     squeezed = []
     for factor, names in p.factors:
         ones = tuple(a for a, n in enumerate(factor.shape) if n == 1)
-        inner = algebra.squeeze(factor, ones) if ones else factor
+        inner = factor.squeeze(ones) if ones else factor
         if inner is not factor:
             names = tuple(name for a, name in enumerate(names) if a not in ones)
         squeezed.append((inner, names))
@@ -320,20 +319,7 @@ def _gather_powers(p: _Product) -> None:
         )
         powers[base, names] = powers.get((base, names), 0) + exponent
     _modulus_times_sign(powers)
-    p.factors = []
-    for (base, names), exponent in powers.items():
-        if exponent == 0:
-            continue
-        raised = algebra.power(base, exponent)
-        if raised.op in ("einsum", "number") and exponent != 1:
-            coefficient, inner, labels, out = parts(raised)
-            p.coefficient *= coefficient
-            known = dict(zip(out, names, strict=True))
-            p.factors += [
-                (f, tuple(known[l] for l in ls)) for f, ls in zip(inner, labels, strict=True)
-            ]
-        else:
-            p.factors.append((raised, names))
+    p.factors = [(base**n, names) for (base, names), n in powers.items() if n != 0]
     p.drop_sums_over_nothing(before)
 
 
@@ -399,10 +385,30 @@ def _merged_axes(factor: Expr, axis: int) -> tuple[int, ...] | None:
     """The lengths that a reshape merged into this axis."""
     if factor.op != "reshape":
         return None
-    for old, new in algebra.axis_groups(factor.args[0].shape, factor.shape) or []:
+    for old, new in axis_groups(factor.args[0].shape, factor.shape) or []:
         if new == [axis]:
             return tuple(n for n in (factor.args[0].shape[a] for a in old) if n != 1)
     return None
+
+
+def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list, list]] | None:
+    """The smallest groups of axes that a reshape maps to each other; None for empty arrays."""
+    if 0 in old or 0 in new:
+        return None
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        left, right = [i], [j]
+        if i >= len(old) or j >= len(new):
+            return None
+        a, b = old[i], new[j]
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b:
+                left, a, i = [*left, i], a * old[i], i + 1
+            else:
+                right, b, j = [*right, j], b * new[j], j + 1
+        groups.append((left, right))
+    return groups
 
 
 def _split_label(p: _Product, name: Any, lengths: Sequence[int], shape: Sequence[int]) -> Expr:
@@ -416,14 +422,14 @@ def _split_label(p: _Product, name: Any, lengths: Sequence[int], shape: Sequence
                 for label, length in zip(names, factor.shape, strict=True)
                 for n in (lengths if label == name else [length])
             ]
-            factor = algebra.reshape(factor, sizes)
+            factor = factor.reshape(sizes)
         factors.append((factor, spread(names)))
     size = {**p.size, **dict(zip(new, lengths, strict=True))}
     out = spread(p.out)
     inner = product(
         [f for f, _ in factors], [n for _, n in factors], out, [size[n] for n in out], p.coefficient
     )
-    return algebra.reshape(inner, shape)
+    return inner.reshape(shape)
 
 
 def _build(p: _Product, shape: tuple[int, ...]) -> Expr:

@@ -195,6 +195,8 @@ FUNCTIONS: dict[str, Written] = {
     "modulus of reals": Written(lambda gt, x: gt.xp.sum(gt.xp.abs(x)), (real(5),)),
     "gather": Written(lambda gt, X, i: gt.xp.take(X, i, axis=0), (real(4, 3), PLACES)),
     "embedding": Written(lambda gt, E, i: gt.xp.sum(E[i] ** 2), (real(4, 3), PLACES)),
+    "largest": Written(lambda gt, x: x[gt.xp.argmax(x)] ** 2, (real(5),)),
+    "largest of a row": Written(lambda gt, X: X[1, gt.xp.argmax(X[1, :])], (real(3, 4),)),
     "picked": Written(
         lambda gt, Z, y: gt.xp.sum(gt.xp.take_along_axis(Z, y[:, None], axis=1)),
         (real(4, 3), LABELS),
@@ -248,6 +250,8 @@ FUNCTIONS: dict[str, Written] = {
 
 # What is written by its name, of which the formula has no algebra.
 BY_NAME = {
+    "largest": ("argmax",),
+    "largest of a row": ("argmax",),
     "cumulative sum": ("cumsum",),
     "squares of cumulative sums": ("cumsum",),
     "determinant": ("det",),
@@ -356,6 +360,7 @@ TEXTBOOK = {
     "modulus of reals": ["x̄ = L̄ sgn(x)"],
     "gather": ["X̄ = add_at[i](Ȳ)"],
     "embedding": ["Ē = add_at[i](2 L̄ E[i])"],
+    "largest": ["x̄ = add_at[z](2 L̄ x[z])"],
     "picked": ["Z̄ = L̄ onehot(y)"],
     "slices": ["x̄ = into[:5](-2 ȳ ⊙ z) + into[1:](2 ȳ ⊙ z)"],
     "concatenated": ["x̄ = e ⊙ f̄[:3]", "ȳ = 2 y ⊙ f̄[3:]"],

@@ -412,6 +412,12 @@ def test_labels_are_read_as_one_hot_factors(pick):
     assert lines(loss, real(3, 4), np.array([0, 3, 1])) == ["z̄ = L̄ (softmaxⱼ(z) - onehot(y)) / 3"]
 
 
+def test_a_remainder_is_written_with_both_operands():
+    found = gt.formula(lambda x, i: x[(i + 1) // 2 % 3] * (x[:2] % 0.7), real(3), jnp.array([4, 5]))
+    assert found.lines(0)[0] == "z₁ = remainder(floor_divide(i + 1, 2), 3)"
+    assert found.lines(0)[1] == "z₂ = remainder(x[:2], 0.7)"
+
+
 @pytest.mark.parametrize(
     ("word", "f", "args"),
     [

@@ -241,7 +241,7 @@ def _back(y: Expr) -> np.ndarray:
 
 
 def _update_value(y: Expr, x: np.ndarray, u: np.ndarray) -> np.ndarray:
-    out = np.array(x, np.result_type(x, u))
+    out = np.array(x, np.result_type(x, u), order="C")
     out.reshape(-1)[y["places"].array.ravel()] = u.ravel()
     return out
 
@@ -289,6 +289,8 @@ def _arrange_form(w: ExpressionWriter, x: Expr) -> ts.Written:
         if not forward:
             w.note("fᵀ: the transpose of the linear f")
         return ts.function(name + "ᵀ" * (not forward), [inner], latex=_command(name, not forward))
+    if "c" in name:
+        w.note("[c]: at the places that f selects, by constant indices or by a mask")
     if forward:
         return _part_of(inner, ts.Written(name[1:-1], name[1:-1]))
     w.note("into[...](x): zeros with x at these places")

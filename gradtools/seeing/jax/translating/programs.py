@@ -229,7 +229,8 @@ class _Translator:
         self, eqn: Any, entries: Sequence[Entry], name: str, with_words: bool = True
     ) -> list[Entry]:
         """As an opaque operation; `Known` operands that are not shown are part of its kernel."""
-        moving = [k for k, e in enumerate(entries) if isinstance(e, Expr) or _is_read(e)]
+        numbers = name in _OF_NUMBERS
+        moving = [k for k, e in enumerate(entries) if isinstance(e, Expr) or _is_read(e, numbers)]
         wide = bool(jax.config.read("jax_enable_x64"))
         fixed = {k: e.value for k, e in enumerate(entries) if isinstance(e, Known)}
         dtypes = [eqn.invars[k].aval.dtype for k in moving]
@@ -319,6 +320,7 @@ _RULES = tuple(
     f"gradtools_{name}" for name in ("primal", "evaluation", "value", "tangent", "cotangent")
 )
 _WHOLE = ("det", "expm")  # opaque, because JAX inlines them for small matrices
+_OF_NUMBERS = ("remainder", "floor_divide", "fmod", "divmod", "mod")  # written with both operands
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
 _DRAWS = {"normal": "ε", "uniform": "u", "bernoulli": "m", "permutation": "π", "shuffle": "π"}
 _RANDOM = ("random_bits", "threefry2x32", "random_gamma")
@@ -337,10 +339,11 @@ def _is_key(entry: Entry) -> bool:
     return isinstance(entry, Known) and jnp.issubdtype(entry.value.dtype, jax.dtypes.extended)
 
 
-def _is_read(entry: Known) -> bool:
-    """Whether a constant is shown as an operand: a draw, or an inexact array."""
-    value = entry.value
-    return bool(entry.drawn) or (bool(np.ndim(value)) and jnp.issubdtype(value.dtype, jnp.inexact))
+def _is_read(entry: Known, numbers: bool) -> bool:
+    """Whether a constant is shown as an operand: a draw, an inexact array or, if `numbers`, one."""
+    if entry.drawn or not np.ndim(entry.value):
+        return bool(entry.drawn) or (numbers and not _is_key(entry))
+    return bool(jnp.issubdtype(entry.value.dtype, jnp.inexact))
 
 
 def _name_of(eqn: Any) -> str:

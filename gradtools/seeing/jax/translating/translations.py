@@ -23,6 +23,7 @@ from gradtools.seeing.formulas.operations.arrays import (
     picked,
     sliced,
     take_along,
+    taken,
 )
 from gradtools.seeing.formulas.operations.elementwise import cast, clip, is_integer, where
 
@@ -62,21 +63,23 @@ def _padded(w: Any, p: Params, x: Expr, around: Expr) -> Expr | None:
     return w.arranged(x, "pad") if is_zero(around) else None
 
 
-def _starts(x: Expr, starts: Sequence[Expr], sizes: Sequence[int]) -> list[int] | None:
-    """The clamped start of a window if it is constant, as in dynamic_slice; else None."""
-    known: list[Any] = [constant_of(s) if not s.rank else None for s in starts]
-    if None in known:
-        return None
-    triples = zip(known, x.shape, sizes, strict=True)
-    return [min(max(int(s), 0), n - m) for s, n, m in triples]
-
-
 def _window(w: Any, p: Params, x: Expr, *starts: Expr) -> Expr | None:
+    """A slice, one axis of which may have length 1 and a computed start; None for others."""
     sizes = [int(n) for n in p["slice_sizes"]]
-    start = _starts(x, starts, sizes)
-    if start is None:
+    axes = list(zip(starts, x.shape, sizes, strict=True))
+    known: list[Any] = [0 if n == m else constant_of(s) for s, n, m in axes]
+    low = [min(max(int(k or 0), 0), n - m) for k, (_, n, m) in zip(known, axes, strict=True)]
+    high = [n if k is None else a + m for k, a, (_, n, m) in zip(known, low, axes, strict=True)]
+    computed = [a for a, k in enumerate(known) if k is None]
+    if not computed:
+        return sliced(x, start=low, limit=high)
+    axis = computed[0]
+    place = w.concrete(starts[axis])  # what is beyond the end is clamped
+    if len(computed) > 1 or sizes[axis] != 1 or not 0 <= place < x.shape[axis]:
         return None
-    return sliced(x, start=start, limit=[a + n for a, n in zip(start, sizes, strict=True)])
+    low[axis], gone = 0, [a for a, n in enumerate(sizes) if n == 1 and a != axis]
+    part = sliced(x, start=low, limit=high, drop=gone)
+    return reshape(taken(part, starts[axis], axis - sum(a < axis for a in gone)), sizes)
 
 
 def _gathered(w: Any, p: Params, x: Expr, indices: Expr) -> Expr | None:

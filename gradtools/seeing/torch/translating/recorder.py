@@ -23,8 +23,8 @@ from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
 from gradtools.rules import Rule
 from gradtools.seeing.formulas.algebra import apply
-from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
-from gradtools.seeing.formulas.operations.arrays import arrange, constant, written
+from gradtools.seeing.formulas.expressions import INTEGER, Expr, kind_of, order, placeholder
+from gradtools.seeing.formulas.operations.arrays import arrange, constant, taken, written
 from gradtools.seeing.formulas.operations.elementwise import stop
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.recorded import fitted, in_words, said
@@ -109,14 +109,36 @@ class FormulaRecorder(Recorder[Expr]):
         return out
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Records the user's detach; all other functions are recorded as aten operations."""
-        if fun not in _DETACHING or upstream.peek_interpreter_stack() is not None:
+        """Records the user's detach, and an index that PyTorch reads as a Python number.
+
+        All other functions are recorded as aten operations.
+        """
+        value = None
+        if upstream.peek_interpreter_stack() is None and fun in _DETACHING:
+            value = stop(self.of(args[0]))
+        elif upstream.peek_interpreter_stack() is None and fun is Tensor.__getitem__:
+            value = self._entry(*args)
+        if value is None:
             return fun(*args, **kwargs)
-        value = self.of(args[0])
         with self.silent():
             out = fun(*args, **kwargs)
-        self._note([out], [stop(value)])
+        self._note([out], [value])
         return out
+
+    def _entry(self, x: Tensor, index: Any) -> Expr | None:
+        """x at an index with one computed integer, such as x[i] or x[0, i]; None for others."""
+        entries = index if isinstance(index, tuple) else (index,)
+        computed = [k for k, at in enumerate(entries) if isinstance(at, Tensor)]
+        if len(computed) != 1 or any(type(at) not in (int, slice, Tensor) for at in entries):
+            return None
+        (k,) = computed
+        if _like(entries[k]) != ((), INTEGER) or entries[k].dtype is torch.uint8:
+            return None
+        place = self.of(entries[k])
+        if place.turn[0]:
+            return None
+        whole = x[(*entries[:k], slice(None), *entries[k + 1 :])] if len(entries) > 1 else x
+        return taken(self.of(whole), place, sum(isinstance(at, slice) for at in entries[:k]))
 
     # --- values of tensors
 

@@ -445,7 +445,7 @@ TEXTBOOK = {
 }
 
 
-@pytest.mark.sampled(40, 63)
+@pytest.mark.sampled(40, 64)
 @pytest.mark.sweep_at("layer norm")
 @pytest.mark.parametrize("name", TEXTBOOK)
 def test_the_rules_of_the_textbooks_stand_there_word_for_word(name, formulas):

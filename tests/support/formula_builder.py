@@ -27,7 +27,7 @@ class Builder:
 
     def draw(self, name: str, value: Any) -> Expr:
         """A random draw."""
-        draw = placeholder(name, np.shape(value), role="draw")
+        draw = placeholder(name, np.shape(value))
         self._draws[draw] = np.asarray(value)
         return draw
 

@@ -58,11 +58,6 @@ class Axes:
         """Reserves letters that have another meaning."""
         self._taken.update(letters)
 
-    def fix(self, x: Expr, axis: int, letter: str) -> None:
-        """Sets the letter of an axis."""
-        self._letters[self._root((x, axis))] = letter
-        self._taken.add(letter)
-
     def letter(self, x: Expr, axis: int) -> str:
         """The letter of an axis."""
         root = self._root((x, axis))

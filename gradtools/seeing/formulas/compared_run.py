@@ -28,6 +28,7 @@ from gradtools.seeing.formulas.comparing import (
     returned,
 )
 from gradtools.seeing.formulas.derivation import Check, Formula, derive
+from gradtools.seeing.formulas.operations.opaque import OpaqueFunction
 from gradtools.seeing.graphs.program import LeafProgram
 
 _POINTS = 3
@@ -125,7 +126,6 @@ class _ComparedRun:
         captured = range(len(recorded.inputs), len(recorded.opened))
         active = (*program.wrt, *captured)
         self._active = [k for k in active if recorded.opened[k].is_inexact]
-        self._inexact = [y.is_inexact for y in recorded.outputs]
 
     def _widened(self, x: Any) -> Any:
         if not self.backend.is_inexact(x):
@@ -359,74 +359,40 @@ class _ComparedRun:
 
         is_near: Whether the point differs from the given arguments, so that f may raise.
         """
-        for attempt in range(2):  # retried, because some errors are transient
-            try:
-                return self._computed(*point)
-            except GradtoolsError:
-                raise
-            except Exception as error:  # at the given arguments f itself runs
-                message = _NO_DERIVATIVE.format(_described(error))
-                if not is_near:
-                    raise GradtoolsError(message) from error
-                if attempt:
-                    raise Outside(message) from error
-        raise AssertionError
+        try:
+            return self._computed(*point)
+        except GradtoolsError:
+            raise
+        except Exception as error:  # at the given arguments f itself runs
+            message = _NO_DERIVATIVE.format(_described(error))
+            raise (Outside if is_near else GradtoolsError)(message) from error
 
     def _computed(
         self, inputs: list[Any], cotangents: list[Any], directions: list[Any]
     ) -> tuple[list[Any], ...]:
-        to_numpy = lambda x: None if x is None else np.asarray(self.backend.to_numpy(x))
-        with self._trying():
-            self._at = self._leaves(inputs)
-            xs = [self._at[k] for k in self._active]
-            cts, us = ([*map(self._array, group)] for group in (cotangents, directions))
-            first = self.backend.vjp(self._outputs, xs, groups=None, once=False)
-            grads = self._filled(first.pullback(cts), xs)
-            some, others = iter(first.outs), iter(first.extras)
-            outs = [next(some) if inexact else next(others) for inexact in self._inexact]
-            groups = [[*map(to_numpy, outs)], [*map(to_numpy, self._spread(grads))]]
-        if self.order == 2:
-            with self._trying():  # the same draws again
-                groups.append([*map(to_numpy, self._second(xs, cts, us))])
-        return tuple(groups)
+        inexact = [k for k, y in enumerate(self.recorded.outputs) if y.is_inexact]
+        moving = tuple(p.is_inexact for p in self.recorded.opened)
+        f = OpaqueFunction(self.backend, self._run, self._leaves, moving, self._trying)
+        found = f.vjp(inexact, self._active, with_outputs=True).value(*inputs, *cotangents)
+        count, given = len(self.recorded.outputs), len(inputs)
+        groups = found[:count], self._spread(found[count:])
+        if self.order == 1:
+            return groups
+        both = [*self._active, *range(given, given + len(cotangents))]
+        adjoint = f.vjp(inexact, self._active)
+        second = adjoint.vjp(range(len(self._active)), both)
+        found, count = second.value(*inputs, *cotangents, *directions), len(self._active)
+        return *groups, [*self._spread(found[:count]), *found[count:]]
 
-    def _outputs(self, *xs: Any) -> tuple[list[Any], list[Any]]:
-        """f as a function of the differentiated leaves: its inexact outputs, and the others."""
-        leaves = list(self._at)
-        for k, x in zip(self._active, xs, strict=True):
-            leaves[k] = x
-        run = self.recorded.run or self.program.run
-        like = next(iter(leaves), None)
-        pairs = zip(
-            (self.backend.asarray(y, like) for y in run(leaves)), self._inexact, strict=True
-        )
-        groups: tuple[list[Any], list[Any]] = [], []
-        for y, inexact in pairs:
-            groups[not inexact].append(y)
-        return groups
-
-    _outputs.caller = "formula"  # type: ignore[attr-defined]
-
-    def _second(self, xs: list[Any], cts: list[Any], us: list[Any]) -> list[Any]:
-        """The derivatives of <u, gradients> with respect to inputs and cotangents."""
-
-        def gradients(*both: Any) -> tuple[list[Any], list[Any]]:
-            inner, given = list(both[: len(xs)]), list(both[len(xs) :])
-            result = self.backend.vjp(self._outputs, inner, groups=None, once=False)
-            return self._filled(result.pullback(given), inner), []
-
-        again = self.backend.vjp(gradients, [*xs, *cts], groups=None, once=False)
-        result = self._filled(again.pullback(us), [*xs, *cts])
-        return [*self._spread(result[: len(xs)]), *result[len(xs) :]]
-
-    def _filled(self, gradients: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-        zeros = self.backend.zeros_like
-        return [zeros(x) if g is None else g for g, x in zip(gradients, xs, strict=True)]
+    def _run(self, *leaves: Any) -> list[Any]:
+        """f's outputs, for all of its inputs."""
+        run, like = self.recorded.run or self.program.run, next(iter(leaves), None)
+        return [self.backend.asarray(y, like) for y in run(list(leaves))]
 
     def _spread(self, grads: Sequence[Any]) -> list[Any]:
         """One gradient for each input; None for those that are not differentiated."""
         place = dict(zip(self._active, grads, strict=True))
-        return [place.get(k) for k in range(len(self._at))]
+        return [place.get(k) for k in range(len(self.recorded.opened))]
 
 
 def _joined(groups: Sequence[Sequence[Any]]) -> list[Any]:

@@ -142,7 +142,7 @@ class Formula:
         return list(zip(self._outputs, self._output_names, strict=True))
 
     def _cotangent(self, y: Expr, name: Written) -> Expr:
-        g = placeholder(f"cotangent of {name.text}", y.shape, y.kind, role="cotangent")
+        g = placeholder(f"cotangent of {name.text}", y.shape, y.kind)
         self._names[g] = ts.bar(name)
         return g
 

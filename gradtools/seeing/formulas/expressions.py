@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -175,11 +175,9 @@ class ArrayValue:
 _fresh = itertools.count()
 
 
-def placeholder(
-    name: str, shape: Iterable[int], kind: str = REAL, role: str = "input", of: Expr | None = None
-) -> Expr:
-    """A new input, distinct from all others; `of` is the value whose cotangent it is, if any."""
-    return expr("placeholder", (), shape, kind, name=name, role=role, number=next(_fresh), of=of)
+def placeholder(name: str, shape: Iterable[int], kind: str = REAL) -> Expr:
+    """A new input, distinct from all others."""
+    return expr("placeholder", (), shape, kind, name=name, number=next(_fresh))
 
 
 def order(roots: Iterable[Expr]) -> list[Expr]:
@@ -200,19 +198,16 @@ def order(roots: Iterable[Expr]) -> list[Expr]:
 
 def substitute(
     roots: Iterable[Expr],
-    known: Mapping[Expr, Expr],
     rebuild: Callable[[Expr, tuple[Expr, ...]], Expr],
-    then: Callable[[Expr], Expr] = lambda x: x,
+    then: Callable[[Expr], Expr],
 ) -> list[Expr]:
-    """The roots with some expressions replaced; the others are rebuilt by ``rebuild``.
+    """The roots with every expression rewritten by ``then``, its arguments first.
 
-    then: A rewrite that is applied to each expression after its arguments are rewritten.
+    ``rebuild`` makes an expression of an operation with other arguments.
     """
     roots = list(roots)
-    new = dict(known)
+    new: dict[Expr, Expr] = {}
     for node in order(roots):
-        if node in new:
-            continue
         args = tuple(new[arg] for arg in node.args)
         same = all(a is b for a, b in zip(args, node.args, strict=True))
         new[node] = then(node if same else rebuild(node, args))

@@ -36,10 +36,6 @@ Make = Callable[..., Any]
 Cotangents = list[Expr | None]  # of the arguments; None where one has no derivative
 
 
-def _of_the_first(x: Expr, *rest: Expr, **attributes: Any) -> tuple[tuple[int, ...], str]:
-    return x.shape, x.kind
-
-
 @dataclass(frozen=True)
 class Operation:
     """An operation: how it is built, evaluated, differentiated and written.
@@ -71,7 +67,7 @@ class Operation:
     evaluate: Callable[..., Any] | None = None
     pullback: Callable[..., Any] | None = None
     selective: bool = False
-    result: Callable[..., Any] = _of_the_first
+    result: Callable[..., Any] = lambda x, *rest, **attributes: (x.shape, x.kind)
     elementwise: bool = False
     form: Form | None = None
     entry: EntryForm | None = None

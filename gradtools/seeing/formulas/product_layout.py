@@ -40,7 +40,8 @@ def display_factors(
         if factor in named or factor.op != "einsum" or not factor.args:
             result.append((factor, names))
             continue
-        linked = opens and sums and _flat(x) and len(factor.args) > 1
+        flat = x.rank <= 2 and all(f.rank <= 2 for f in x.args)
+        linked = opens and sums and flat and len(factor.args) > 1
         if contracts(factor) and not (single or linked or entries):
             result.append((factor, names))
             continue
@@ -89,7 +90,10 @@ def _replaced(entries: list[Entry], p: Expr) -> list[Entry] | None:
     place: dict[int, int] = {}
     left = list(entries)
     for f, names in zip(p.args, p["labels"], strict=True):
-        match = next((e for e in left if e[0] is f and _fits(place, names, e[1])), None)
+        fits = lambda there, own=names: all(
+            place.get(l, t) == t for l, t in zip(own, there, strict=True)
+        )
+        match = next((e for e in left if e[0] is f and fits(e[1])), None)
         if match is None:
             return None
         place.update(zip(names, match[1], strict=True))
@@ -99,19 +103,11 @@ def _replaced(entries: list[Entry], p: Expr) -> list[Entry] | None:
     return [(p, tuple(place[l] for l in range(p.rank))), *left]
 
 
-def _fits(place: dict[int, int], names: Sequence[int], there: Sequence[int]) -> bool:
-    return all(place.get(l, t) == t for l, t in zip(names, there, strict=True))
-
-
 def summed_length(x: Expr) -> int:
     """The number of terms of each sum, if x sums one array over axes; else 0."""
     if not contracts(x) or len(x.args) != 1:
         return 0
     return prod(n for l, n in zip(x["labels"][0], x.args[0].shape, strict=True) if l >= x.rank)
-
-
-def _flat(x: Expr) -> bool:
-    return all(f.rank <= 2 for f in x.args) and x.rank <= 2
 
 
 class Factors:
@@ -148,7 +144,8 @@ class Factors:
     def apart(self) -> None:
         """Put negative powers below the line, and what has no axes in front."""
         for f, names in self._entries:
-            negative = f.op == "power" and _is_negative(f["exponent"])
+            exponent = f["exponent"] if f.op == "power" else 1
+            negative = not isinstance(exponent, complex) and exponent < 0
             shown = power(f.args[0], -f["exponent"]) if negative else f
             if not f.rank:
                 (self.scalars_below if negative else self.scalars).append(shown)
@@ -169,10 +166,6 @@ class Factors:
         for _, names in sorted((*self.arrays, *self.below), key=lambda e: -len(e[1])):
             order += [l for l in names if l not in order]
         return order
-
-
-def _is_negative(exponent: Any) -> bool:
-    return not isinstance(exponent, complex) and exponent < 0
 
 
 Link = tuple[list[Expr], bool]
@@ -220,17 +213,14 @@ def _groups(entries: Sequence[Entry], joins: bool) -> list[tuple[list[Expr], tup
     groups: list[tuple[list[Expr], tuple[int, ...]]] = []
     for a, names in sorted(entries, key=lambda e: -len(e[1])):
         home = next((g for g in groups if g[1] == names), None)
-        if joins and home is None and len(names) == 1 and _busy(names[0], entries) > 2:
+        busy = len(names) == 1 and sum(names[0] in others for _, others in entries) > 2
+        if joins and home is None and busy:
             home = next((g for g in groups if names[0] in g[1]), None)
         if home is None:
             groups.append(([a], names))
         else:
             home[0].append(a)
     return groups
-
-
-def _busy(label: int, entries: Sequence[Entry]) -> int:
-    return sum(label in names for _, names in entries)
 
 
 def _is_chain(groups: Sequence, out: Sequence[int]) -> bool:

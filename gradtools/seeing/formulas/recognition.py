@@ -23,7 +23,7 @@ Patterns ignore stop_gradient (JAX stops the maximum that it subtracts): these t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from gradtools.seeing.formulas.algebra import (
     add,
@@ -47,7 +47,7 @@ Pattern = Callable[[Expr], Expr | None]
 
 def recognise(roots: Sequence[Expr]) -> list[Expr]:
     """The roots with every matching subexpression rewritten."""
-    return substitute(roots, {}, rebuild, _rewritten)
+    return substitute(roots, rebuild, _rewritten)
 
 
 def _rewritten(x: Expr) -> Expr:
@@ -112,33 +112,17 @@ def _sum_over(x: Expr) -> tuple[Expr, set[int]] | None:
 
 def _softmax(x: Expr) -> Expr | None:
     """An exponential over its own sum along one axis."""
-    for e, names, below, low_names, rest in _quotients(x):
-        summed = _sum_over(below)
-        if summed is None or summed[0] is not e or len(summed[1]) != 1:
-            continue
-        (axis,) = summed[1]
-        kept = [n for a, n in enumerate(names) if a != axis]
-        if list(low_names) != kept:
-            continue
-        shifted, _ = _shifted(e.args[0], {axis})
-        p = apply("softmax", shifted, axis=axis)
-        c, factors, labels, out = rest
-        return product([p, *factors], [names, *labels], out, x.shape, c)
-    return None
-
-
-def _quotients(x: Expr) -> Iterator[tuple]:
-    """Each exponential and each divisor of a product, with labels, and the other factors."""
-    if x.op != "einsum":
-        return
     c, factors, labels, out = parts(x)
     entries = list(zip(factors, labels, strict=True))
-    for top in entries:
-        for low in entries:
-            if top[0].op == "exp" and low[0].op == "power" and low[0]["exponent"] == -1:
-                left = [e for e in entries if e is not top and e is not low]
-                rest = (c, [f for f, _ in left], [n for _, n in left], out)
-                yield top[0], top[1], low[0].args[0], low[1], rest
+    for e, names in entries:
+        for axis in range(e.rank) if e.op == "exp" else ():
+            below = total(e, [axis]) ** -1, (*names[:axis], *names[axis + 1 :])
+            if below in entries:
+                p = apply("softmax", _shifted(e.args[0], {axis})[0], axis=axis)
+                left = [entry for entry in entries if entry not in ((e, names), below)]
+                left.insert(0, (p, names))
+                return product([f for f, _ in left], [n for _, n in left], out, x.shape, c)
+    return None
 
 
 def _log_softmax(x: Expr) -> Expr | None:
@@ -380,26 +364,18 @@ def _standardize(x: Expr) -> Expr | None:
     if x.op != "einsum" or contracts(x):
         return None
     c, factors, labels, out = parts(x)
-    for k, (f, names) in enumerate(zip(factors, labels, strict=True)):
-        if f.op != "power" or f["exponent"] not in (-0.5, -1.0):
-            continue
-        width = _width(f)
-        if width is None:
+    entries = list(zip(factors, labels, strict=True))
+    for f, names in entries:
+        width = _width(f) if f.op == "power" and f["exponent"] in (-0.5, -1.0) else None
+        if width is None or width[0].is_complex:
             continue
         z, axes, eps = width
-        if z.is_complex:
-            continue
-        rest = [(g, n) for j, (g, n) in enumerate(zip(factors, labels, strict=True)) if j != k]
-        for g, n in rest:
-            same = g.shape == z.shape and tuple(
-                l for a, l in enumerate(n) if a not in axes
-            ) == tuple(names)
-            if same and _uncentred(g, axes) is z:
-                left = [e for e in rest if e[0] is not g]
-                done = standardize(z, axes=axes, eps=eps)
-                return product(
-                    [done, *(e[0] for e in left)], [n, *(e[1] for e in left)], out, x.shape, c
-                )
+        for g, n in entries:
+            kept = tuple(l for a, l in enumerate(n) if a not in axes)
+            if g.shape == z.shape and kept == names and _uncentred(g, axes) is z:
+                left = [entry for entry in entries if entry not in ((f, names), (g, n))]
+                left.insert(0, (standardize(z, axes=axes, eps=eps), n))
+                return product([h for h, _ in left], [m for _, m in left], out, x.shape, c)
     return None
 
 

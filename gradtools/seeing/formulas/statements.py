@@ -124,18 +124,14 @@ class Statements:
 
     def _weight(self, x: Expr) -> float:
         """The size of x as written, where named values count 0; its arguments are weighed first."""
-        inner = sum(self._inner_weight(a) for a in x.args)
+        named = lambda a: a in self.writer.names or a in self._chosen
+        inner = sum(0 if named(a) else self._weights.get(a, 0) for a in x.args)
         if x.op in _LIGHT or _is_wrapper(x):
             result = inner + (0.5 if x.op in _LIGHT else 0)
         else:
             result = inner + (1 if x.op == "add" else 2) if x.args else 0
         self._weights[x] = result
         return result
-
-    def _inner_weight(self, a: Expr) -> float:
-        if a in self.writer.names or a in self._chosen:
-            return 0
-        return self._weights.get(a, 0)
 
     def _with_primals(self, wanted: list[Expr], cotangents: Sequence[Mapping]) -> list[Expr]:
         """What a named cotangent belongs to gets a name as well."""
@@ -167,7 +163,10 @@ class Statements:
     def _name_long(self) -> None:
         """Name values that would make a line too long or cannot be written as an operand."""
         names = self.writer.names
-        inner = {a for x in self.values if _is_whole_only(x) for a in x.args}
+        whole_only = [
+            x for x in self.values if not (is_elementwise(x) or x.op in ("einsum", "add"))
+        ]
+        inner = {a for x in whole_only for a in x.args}
         for x in self.values:
             inside = x in inner
             if x in names or (_is_plain(x) and not inside):
@@ -224,7 +223,7 @@ class Statements:
     def _define(self, x: Expr) -> None:
         self._done.add(x)
         if x in self.writer.names:
-            self.writer.define(x)
+            self.writer.defined.add(x)  # from here on it may be written for several factors
 
     def _line(self, x: Expr, written: Written) -> Statement:
         own = self.writer.names.pop(x, None) if x.op != "placeholder" else None
@@ -253,10 +252,6 @@ def _is_plain(x: Expr) -> bool:
     if x.op in ("placeholder", "number", "unit_matrix") or constant_of(x) is not None:
         return True
     return (_is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
-
-
-def _is_whole_only(x: Expr) -> bool:
-    return not (is_elementwise(x) or x.op in ("einsum", "add"))
 
 
 def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:

@@ -27,7 +27,6 @@ from gradtools.seeing.formulas.product_layout import (
     summed_length,
 )
 from gradtools.seeing.formulas.typesetting import (
-    ATOM,
     BIG,
     POWER,
     PRODUCT,
@@ -66,10 +65,6 @@ class ExpressionWriter:
         self.notes: dict[str, None] = {}
         self.recognised: set[str] = set()
         self._as_mean: set[Expr] = set()
-
-    def define(self, x: Expr) -> None:
-        """Say that a line has told what x is: from here on it may stand for several factors."""
-        self.defined.add(x)
 
     # Whole arrays.
 
@@ -142,16 +137,6 @@ class ExpressionWriter:
         _, _, labels = display_factors(x, self.names, False, self.defined)
         if not {l for names in labels for l in names} >= set(range(rank)):
             raise NeedsIndices
-
-    def matrix(self, x: Expr) -> Written:
-        """An operand whose axes must all be visible, such as that of a matrix function.
-
-        Raises:
-            NeedsIndices: It is repeated along an axis.
-        """
-        if x.op == "einsum" and x not in self.names:
-            self._must_cover(x, x.rank)
-        return self.whole(x)
 
     # Elementwise functions.
 
@@ -311,19 +296,14 @@ class ExpressionWriter:
         """The transpose, the conjugate transpose where x is a conjugate."""
         if x.op == "conj" and x not in self.names:
             return superscript(self.whole(x.args[0]), "ᴴ", "H")
-        if x.op == "inverse" and x not in self.names:
-            return superscript(self.whole(x.args[0]), "⁻ᵀ", r"-\top")
-        written = self.whole(x)
-        if written.text.endswith("ᵀ") and written.level == POWER:
-            stem = written.latex.removesuffix(r"^{\top}")
-            return Written(written.text[:-1], stem, ATOM)
         return superscript(self.whole(x), "ᵀ", r"\top")
 
     def _aligned(self, f: Factors) -> Written | None:
         """An elementwise product, summed over axes by their letters; None if that is ambiguous."""
         letters = f.label_letters(self.axes)
         clear = len(set(letters.values())) == len(letters)
-        if not (clear or _keeps_order(f, letters) or _is_whole(f)):
+        aligned = all(n == tuple(range(f.target.rank)) for _, n in (*f.arrays, *f.below))
+        if not (clear or _keeps_order(f, letters) or (aligned and not f.summed)):
             return None
         if any(len(set(n)) < len(n) for _, n in (*f.arrays, *f.below)):
             return None
@@ -459,12 +439,6 @@ def _divided(f: Factors) -> dict[Expr, Expr] | None:
             return None
         result[hosts[0]] = vector
     return result
-
-
-def _is_whole(f: Factors) -> bool:
-    """Whether all factors have all axes of the result in its order, without a sum."""
-    entries = (*f.arrays, *f.below)
-    return not f.summed and all(names == tuple(range(f.target.rank)) for _, names in entries)
 
 
 def _keeps_order(f: Factors, letters: dict[int, str]) -> bool:

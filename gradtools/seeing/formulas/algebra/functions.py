@@ -35,7 +35,7 @@ from gradtools.seeing.formulas.algebra.products import (
     tidy,
     zeros,
 )
-from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, expr, several, widest
+from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, expr, widest
 from gradtools.seeing.formulas.operation_record import OPERATIONS, is_elementwise
 
 
@@ -103,7 +103,10 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
     common = _common_factors(split)
     coefficient = _common_coefficient([s[0] for s in split])
     if not common and coefficient == 1:
-        return _plain_sum(terms, shape)
+        terms = sorted(terms, key=lambda t: t.turn)
+        return _sum_of_reshapes(terms, shape) or expr(
+            "add", terms, shape, widest(*(t.kind for t in terms))
+        )
     left = [_remove(s, common, coefficient, shape) for s in split]
     factors, labels = [f for f, _ in common], [n for _, n in common]
     rest = add(left)
@@ -161,14 +164,6 @@ def _remove(s: tuple, common: list, coefficient: Any, shape: tuple[int, ...]) ->
     return product([f for f, _ in left], [n for _, n in left], out, shape, rest)
 
 
-def _plain_sum(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
-    moved = _sum_of_reshapes(terms, shape)
-    if moved is not None:
-        return moved
-    terms = sorted(terms, key=lambda t: t.turn)
-    return expr("add", terms, shape, widest(*(t.kind for t in terms)))
-
-
 def _sum_of_reshapes(terms: list[Expr], shape: tuple[int, ...]) -> Expr | None:
     """The reshape of a sum, if all terms are reshapes of one shape; else None."""
     shapes = {s for s in map(_inner_shape, terms) if s is not None}
@@ -209,11 +204,9 @@ def plus(*terms: Expr) -> Expr:
 
 
 def apply(name: str, /, *of: Any, **attributes: Any) -> Any:
-    """Applies the named operation to expressions and numbers; a list for several outputs."""
+    """Applies the named operation to expressions and numbers."""
     operation, args = OPERATIONS[name], tuple(map(lifted, of))
     result = operation.result(*args, **attributes)
-    if isinstance(result, list):
-        return several(name, args, result, **attributes)
     shape, kind = result
     if operation.elementwise:
         return _elementwise(name, args, kind, attributes)
@@ -267,12 +260,7 @@ def power(x: Expr, exponent: Any) -> Expr:
         return full(1.0, x.shape)
     constant = constant_of(x)
     if constant is not None and (constant != 0 or not _is_negative(exponent)):
-        value = (
-            complex(constant) ** exponent
-            if _leaves_reals(constant, exponent)
-            else constant**exponent
-        )
-        return full(value, x.shape)
+        return full(constant**exponent, x.shape)
     whole = not isinstance(exponent, complex) and float(exponent).is_integer()
     if x.op == "power" and whole:
         return power(x.args[0], x["exponent"] * exponent)
@@ -288,10 +276,6 @@ def divide(a: Expr, b: Expr) -> Expr:
 
 def _is_negative(exponent: Any) -> bool:
     return isinstance(exponent, complex) or exponent < 0
-
-
-def _leaves_reals(constant: Any, exponent: Any) -> bool:
-    return isinstance(constant, complex) or isinstance(exponent, complex)
 
 
 def _power_of_product(x: Expr, exponent: Any, whole: bool) -> Expr:
@@ -325,17 +309,10 @@ def conj(x: Expr) -> Expr:
         return add([conj(t) for t in x.args])
     if x.op == "reshape":
         return reshape(conj(x.args[0]), x.shape)
-    if (
-        x.op == "power"
-        and float(np.real(x["exponent"])) == x["exponent"]
-        and _is_integral(x["exponent"])
-    ):
-        return power(conj(x.args[0]), x["exponent"])
+    exponent = x["exponent"] if x.op == "power" else 0.5
+    if not isinstance(exponent, complex) and float(exponent).is_integer():
+        return power(conj(x.args[0]), exponent)
     return expr("conj", (x,), x.shape, COMPLEX)
-
-
-def _is_integral(value: Any) -> bool:
-    return float(np.real(value)).is_integer()
 
 
 def real(x: Expr) -> Expr:

@@ -444,7 +444,8 @@ def _build(p: _Product, shape: tuple[int, ...]) -> Expr:
         if coefficient == 1 and kept == p.out:
             return core
         return _einsum([(core, kept)], p.out, shape, coefficient)
-    kept = _own_order(factors)
+    by_rank = sorted(factors, key=lambda f: -len(f[1]))  # the order of the axes follows these
+    kept = tuple(dict.fromkeys(n for _, names in by_rank for n in names))
     if len(factors) > 1 and set(kept) == set(p.out) and kept != p.out:
         core = _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0)
         return _einsum([(core, kept)], p.out, shape, coefficient)
@@ -457,12 +458,6 @@ _first_order: weakref.WeakKeyDictionary[Expr, tuple[int, ...]] = weakref.WeakKey
 
 
 _keys: weakref.WeakKeyDictionary[Expr, Expr] = weakref.WeakKeyDictionary()
-
-
-def _own_order(factors: list) -> Labels:
-    """A canonical order of a product's axes, following its factors of highest rank."""
-    by_rank = sorted(factors, key=lambda f: -len(f[1]))
-    return tuple(dict.fromkeys(n for _, names in by_rank for n in names))
 
 
 def _has_sum(p: _Product) -> bool:

@@ -437,11 +437,6 @@ def _view_as_complex(x: Expr) -> Expr:
 # Integer indices: one-hot factors, and rows.
 
 
-def _one_hot_value(y: Expr, i: np.ndarray) -> np.ndarray:
-    """A last axis with 1 at i; negative ones count from the end."""
-    return (np.asarray(i)[..., None] % y["size"] == np.arange(y["size"])) * 1.0
-
-
 def _tie_one_hot(axes: Axes, y: Expr) -> None:
     for k in range(y.rank - 1):
         axes.tie((y, k), (y.args[0], k))
@@ -449,7 +444,7 @@ def _tie_one_hot(axes: Axes, y: Expr) -> None:
 
 operation(
     "one_hot",  # a last axis with 1 at i; a negative index counts from the end
-    _one_hot_value,
+    lambda y, i: (np.asarray(i)[..., None] % y["size"] == np.arange(y["size"])) * 1.0,
     make=lambda i, *, size: apply("one_hot", i, size=size),
     result=lambda i, size: ((*i.shape, size), REAL),
     form=lambda w, x: ts.function("onehot", [w.whole(x.args[0])]),
@@ -461,10 +456,6 @@ def picked(x: Expr, i: Expr) -> Expr:
     """The entry of each row of x that i names: the last axis is summed with a one-hot factor."""
     i = meant(i, x.shape[-1])
     return total(x * apply("one_hot", i, size=x.shape[-1]), [x.rank - 1])
-
-
-def _index_shape(x: Expr, i: Expr, axis: int) -> tuple[Any, str]:
-    return (*i.shape, *(n for a, n in enumerate(x.shape) if a != axis)), x.kind
 
 
 def _index_add_value(y: Expr, u: np.ndarray, i: np.ndarray) -> np.ndarray:
@@ -498,16 +489,12 @@ def index_add(u: Expr, i: Expr, axis: int, shape: Sequence[int]) -> Expr:
     return expr("index_add", (u, i), shape, u.kind, axis=axis)
 
 
-def _index_cotangent(y: Expr, g: Expr, x: Expr, i: Expr) -> Cotangents:
-    return [index_add(g, i, y["axis"], x.shape), None]
-
-
 # Entries of one axis by integers, whose axes lead in the result.
 operation(
     "index",
     lambda y, x, i: np.moveaxis(x, y["axis"], 0)[i.astype(np.int64, copy=False)],
-    _index_cotangent,
-    result=_index_shape,
+    lambda y, g, x, i: [index_add(g, i, y["axis"], x.shape), None],
+    result=lambda x, i, axis: ((*i.shape, *x.shape[:axis], *x.shape[axis + 1 :]), x.kind),
     form=lambda w, x: _part_of(w.whole(x.args[0]), _index_where(w, x)),
     ties=_tie_index,
 )

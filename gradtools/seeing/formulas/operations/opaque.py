@@ -50,10 +50,13 @@ class OpaqueFunction:
         with self.around():
             return [np.asarray(self.backend.to_numpy(y)) for y in self.run(*self.arrays(values))]
 
-    def vjp(self, chosen: Sequence[int], wanted: Sequence[int]) -> OpaqueFunction:
+    def vjp(
+        self, chosen: Sequence[int], wanted: Sequence[int], with_outputs: bool = False
+    ) -> OpaqueFunction:
         """The function from operands and chosen outputs' cotangents to wanted operands' cotangents.
 
-        Other operands are not differentiated, because they may have no derivative.
+        Other operands are not differentiated, because they may have no derivative. `with_outputs`:
+        all outputs precede the cotangents.
         """
         count, backend = len(self.moving), self.backend
 
@@ -70,7 +73,7 @@ class OpaqueFunction:
                 for k, x in zip(wanted, at, strict=True):
                     given[k] = x
                 ys = self.run(*given)
-                return [ys[k] for k in chosen], []
+                return [ys[k] for k in chosen], list(ys) if with_outputs else []
 
             some.caller = "formula"  # type: ignore[attr-defined]
             at = [xs[k] for k in wanted]
@@ -78,7 +81,8 @@ class OpaqueFunction:
             pairs = zip(both[count:], result.outs, strict=True)
             cotangents = [backend.cast(c, backend.dtype_name(y)) for c, y in pairs]
             pulled = zip(at, result.pullback(cotangents), strict=True)
-            return [backend.zeros_like(x) if g is None else g for x, g in pulled]
+            grads = [backend.zeros_like(x) if g is None else g for x, g in pulled]
+            return [*result.extras, *grads]
 
         moving = (*self.moving, *[True] * len(chosen))
         return OpaqueFunction(backend, pulled, arrays, moving, self.around)

@@ -183,10 +183,6 @@ def _log_softmax_value(y: Expr, x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(axis, keepdims=True))
 
 
-def _softmax_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
-    return [conj(y) * (g - total(conj(y) * g, [y["axis"]], keep=True))]
-
-
 def _log_softmax_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     axis = y["axis"]
     return [g - conj(apply("softmax", x, axis=axis)) * total(g, [axis], keep=True)]
@@ -195,7 +191,7 @@ def _log_softmax_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
 _along(
     "softmax",
     _softmax_value,
-    _softmax_pullback,
+    lambda y, g, x: [conj(y) * (g - total(conj(y) * g, [y["axis"]], keep=True))],
     form=along_form("softmax"),
     definition=ts.Written(
         "softmaxᵢ(x) := e^x / Σᵢ e^x", r"\operatorname{softmax}_{i}(x) := e^{x} / \sum_{i} e^{x}"

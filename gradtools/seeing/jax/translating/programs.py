@@ -119,7 +119,7 @@ class _Translator:
             if keys or not (name or jnp.issubdtype(x.dtype, jnp.inexact)):
                 self._arrays[id(x)] = Known(x if keys else np.asarray(x))
             else:
-                p = placeholder(name, x.shape, kind_of(x.dtype), role="captured")
+                p = placeholder(name, x.shape, kind_of(x.dtype))
                 self.held[p] = self._given[p] = x
                 self._arrays[id(x)] = p
         return self._arrays[id(x)]
@@ -133,7 +133,7 @@ class _Translator:
             if jnp.issubdtype(value.dtype, jnp.floating):
                 value = value.astype(np.float64)
             if entry.drawn:
-                draw = placeholder(entry.drawn, value.shape, kind_of(value.dtype), role="draw")
+                draw = placeholder(entry.drawn, value.shape, kind_of(value.dtype))
                 self.draws[draw] = self._given[draw] = value
                 self._exprs[entry] = draw
             else:
@@ -175,7 +175,9 @@ class _Translator:
         if name in _OF_KEYS:
             entries = [self._at_leaves(e) for e in entries]
         if name == "platform_index":
-            return [Known(np.asarray(_platform(eqn.params["platforms"])))]
+            here, platforms = jax.default_backend(), eqn.params["platforms"]
+            chosen = next(k for k, names in enumerate(platforms) if names is None or here in names)
+            return [Known(np.asarray(chosen))]
         if name in (*jaxprs.CALLS, *jaxprs.RULED):
             return self._call(eqn, entries)
         if name == "cond" and isinstance(entries[0], Known):
@@ -356,11 +358,6 @@ def _name(eqn: Any, jaxpr: Any) -> str:
     name = eqn.params.get("name") or function_name(jaxpr)
     name = str(name).lstrip("_").rpartition(".")[2] or eqn.primitive.name
     return {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
-
-
-def _platform(platforms: Sequence[Any]) -> int:
-    here = jax.default_backend()
-    return next(k for k, names in enumerate(platforms) if names is None or here in names)
 
 
 def _draws(jaxpr: Any) -> bool:

@@ -36,11 +36,6 @@ def _cast(w: Any, p: Params, x: Expr) -> Expr:
     return x if kind_of(dtype) == x.kind else cast(x, dtype=dtype)
 
 
-def _divided(w: Any, p: Params, a: Expr, b: Expr) -> Expr | None:
-    """a / b; None for integers, whose division truncates."""
-    return None if is_integer(a) else a / b
-
-
 def _selected(w: Any, p: Params, which: Expr, *cases: Expr) -> Expr | None:
     """A selection; a constant mask selects one case, or is a triangle."""
     if len(cases) != 2 or which.kind != "boolean":
@@ -57,10 +52,6 @@ def _selected(w: Any, p: Params, which: Expr, *cases: Expr) -> Expr | None:
                 counts = np.arange(mask.size).reshape(mask.shape)
                 return arrange(yes, np.where(mask, counts, -1), name)
     return where(which, yes, no)
-
-
-def _padded(w: Any, p: Params, x: Expr, around: Expr) -> Expr | None:
-    return w.arranged(x, "pad") if is_zero(around) else None
 
 
 def _window(w: Any, p: Params, x: Expr, *starts: Expr) -> Expr | None:
@@ -101,13 +92,9 @@ def _gathered(w: Any, p: Params, x: Expr, indices: Expr) -> Expr | None:
         return take_along(x, i, axes[0]) if not d.offset_dims else None
     if batched or tuple(d.collapsed_slice_dims) != axes:
         return None
-    if i is not None and all(n == m for a, (n, m) in enumerate(_pairs(x, sizes)) if a != axes[0]):
+    if i is not None and all(sizes[a] == n for a, n in enumerate(x.shape) if a != axes[0]):
         return _rows(x, i, axes[0], d.offset_dims)
     return _of_each(x, indices) if axes == (0, 1) and x.rank == 2 else None
-
-
-def _pairs(x: Expr, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(x.shape, sizes, strict=True))
 
 
 def _rows(x: Expr, i: Expr, axis: int, offset_dims: Sequence[int]) -> Expr:
@@ -134,9 +121,9 @@ PRIMITIVES: dict[str, Translation] = {
     "optimization_barrier": lambda w, p, *xs: list(xs),
     "reduce_precision": lambda w, p, x: x,
     "convert_element_type": _cast,
-    "div": _divided,
+    "div": lambda w, p, a, b: None if is_integer(a) else a / b,  # integers' division truncates
     "select_n": _selected,
-    "pad": _padded,
+    "pad": lambda w, p, x, around: w.arranged(x, "pad") if is_zero(around) else None,
     "dynamic_slice": _window,
     "gather": _gathered,
 }
@@ -165,10 +152,6 @@ def _one_hot(w: Any, jaxpr: Any, i: Expr) -> Expr | None:
     return apply("one_hot", i, size=out.shape[-1]) if fits else None
 
 
-def _hypot(w: Any, jaxpr: Any, a: Expr, b: Expr) -> Expr:
-    return (a**2 + b**2) ** 0.5
-
-
 def _traced(w: Any, jaxpr: Any, x: Expr, *offset: Expr) -> Expr | None:
     plain = x.rank == 2 and x.shape[0] == x.shape[1] and all(constant_of(k) == 0 for k in offset)
     adds = [e for e in jaxpr.eqns if e.primitive.name == "add"]
@@ -189,7 +172,7 @@ WORDS: dict[str, Translation] = {
     "logaddexp": _logaddexp,
     "one_hot": _one_hot,
     "_one_hot": _one_hot,
-    "hypot": _hypot,
+    "hypot": lambda w, jaxpr, a, b: (a**2 + b**2) ** 0.5,
     "relu": lambda w, jaxpr, x: apply("relu", x),
     "silu": lambda w, jaxpr, x: x * apply("sigmoid", x),
     "log_sigmoid": lambda w, jaxpr, x: -apply("softplus", -x),

@@ -340,7 +340,7 @@ class FormulaRecorder(Recorder[Expr]):
 
     def drawn(self, y: Tensor, name: str) -> Expr:
         """A placeholder for a random draw, with the drawn value."""
-        draw = placeholder("m" if "bernoulli" in name else "ε", *_like(y), role="draw")
+        draw = placeholder("m" if "bernoulli" in name else "ε", *_like(y))
         self.draws[draw] = self._numbers(y)
         return draw
 

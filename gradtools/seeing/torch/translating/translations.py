@@ -196,15 +196,11 @@ def _batch_norm(o: Any) -> Any:
         y = standardize(o.input, axes=others, eps=eps)
     else:
         width = (o.running_var + eps) ** -0.5
-        y = _affine(o.input - _affine_shape(o.running_mean, o.input), width, None, (1,))
+        y = _affine(_affine(o.input, None, -o.running_mean, (1,)), width, None, (1,))
     rest: list[Expr | None] = [None] * (len(o.outs) - 1)
     if training and len(o.outs) >= 3:
         rest[:2] = _statistics(o.input, others, eps, o.likes[:3])
     return [_affine(y, o.weight, o.bias, (1,)), *rest]
-
-
-def _affine_shape(v: Expr, y: Expr) -> Expr:
-    return product([v], [(1,)], range(y.rank), y.shape)
 
 
 @operation("nll_loss_forward", "nll_loss2d_forward")

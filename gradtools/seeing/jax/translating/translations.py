@@ -132,20 +132,6 @@ PRIMITIVES: dict[str, Translation] = {
 # --- functions of JAX's own --------------------------------------------------------------
 
 
-def _clip(w: Any, jaxpr: Any, x: Expr, *bounds: Expr) -> Expr | None:
-    """A clip with constant bounds; else None."""
-    known = [constant_of(b) for b in bounds]
-    if len(bounds) != 2 or None in known or x.shape != jaxpr.outvars[0].aval.shape:
-        return None
-    return clip(x, low=known[0], high=known[1])
-
-
-def _logaddexp(w: Any, jaxpr: Any, a: Expr, b: Expr) -> Expr:
-    if is_zero(b):
-        return apply("softplus", a)
-    return apply("softplus", b) if is_zero(a) else b + apply("softplus", a - b)
-
-
 def _one_hot(w: Any, jaxpr: Any, i: Expr) -> Expr | None:
     out = jaxpr.outvars[0].aval
     fits = out.shape[:-1] == i.shape
@@ -166,15 +152,15 @@ def _arranged(w: Any, jaxpr: Any, x: Expr) -> Expr | None:
     return w.arranged(x, w.name, lambda counts: jax.core.eval_jaxpr(jaxpr, [], counts)[0])
 
 
+def _in_vocabulary(w: Any, jaxpr: Any, *xs: Expr) -> Expr:
+    return OPERATIONS[w.name].make(*xs)  # type: ignore[misc, no-any-return]
+
+
 WORDS: dict[str, Translation] = {
     "trace": _traced,
-    "clip": _clip,
-    "logaddexp": _logaddexp,
+    "clip": lambda w, jaxpr, x, *bounds: clip(x, *bounds) if len(bounds) == 2 else None,
     "one_hot": _one_hot,
     "_one_hot": _one_hot,
-    "hypot": lambda w, jaxpr, a, b: (a**2 + b**2) ** 0.5,
-    "relu": lambda w, jaxpr, x: apply("relu", x),
-    "silu": lambda w, jaxpr, x: x * apply("sigmoid", x),
-    "log_sigmoid": lambda w, jaxpr, x: -apply("softplus", -x),
+    **dict.fromkeys(("hypot", "logaddexp", "relu", "silu", "log_sigmoid"), _in_vocabulary),
     **dict.fromkeys(("roll_static", "diagonal", "diag", "tril", "triu"), _arranged),
 }

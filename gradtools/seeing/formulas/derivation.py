@@ -112,8 +112,7 @@ class Formula:
         sources = [inputs[k] for k in active]
         inexact = [(y, w) for y, w in self._named_outputs if y.is_inexact]
         self._cotangents = [self._cotangent(y, w) for y, w in inexact]
-        grads, table = adjoint([y for y, _ in inexact], self._cotangents, sources)
-        self._tables = [table]
+        grads, self._table = adjoint([y for y, _ in inexact], self._cotangents, sources)
         spread = lambda xs: [dict(zip(active, xs, strict=False)).get(k) for k in range(len(inputs))]
         self._gradients = spread(grads)
         self._gradient_names = [ts.bar(self._names[p]) for p in inputs]
@@ -122,8 +121,7 @@ class Formula:
         self._second_names: list[Written] = []
         if order == 2:
             self._directions = [self._direction(p, len(sources)) for p in sources]
-            both, table = adjoint(grads, self._directions, [*sources, *self._cotangents])
-            self._tables.append(table)
+            both, _ = adjoint(grads, self._directions, [*sources, *self._cotangents])
             self._second = [*spread(both), *both[len(sources) :]]
             places = (*inputs, *self._cotangents)
             self._second_names = [_partial(self._names[p]) for p in places]
@@ -219,7 +217,7 @@ class Formula:
 
     def _written(self) -> Statements:
         if self._statements is None:
-            self._statements = Statements(self._sections(), self._names, self._tables)
+            self._statements = Statements(self._sections(), self._names, self._table)
         return self._statements
 
     def _sections(self) -> list[Section]:

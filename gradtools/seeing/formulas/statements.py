@@ -46,7 +46,7 @@ class Statements:
         self,
         sections: Sequence[Section],
         leaves: Mapping[Expr, Written],
-        cotangents: Sequence[Mapping[Expr, Expr]],
+        cotangents: Mapping[Expr, Expr],
     ) -> None:
         self.sections = sections
         self.axes = Axes()
@@ -64,13 +64,14 @@ class Statements:
         self._counts: Counter[str] = Counter()
         self._chosen: set[Expr] = set()
         self._weights: dict[Expr, float] = {}
-        self._name(cotangents)
+        self._name(_primals(cotangents))
         for section in sections:
             self._section(section)
 
     # Names.
 
-    def _name(self, cotangents: Sequence[Mapping[Expr, Expr]]) -> None:
+    def _name(self, origin: Mapping[Expr, Expr]) -> None:
+        """Chooses what gets a name; origin: what each cotangent belongs to."""
         roots = [(x, w) for s in self.sections for x, w in s.roots]
         self._taken |= {w.text for _, w in roots}
         if len(self.sections) > 2:  # of order 2: the derivatives are those of s
@@ -85,8 +86,10 @@ class Statements:
             if self._needs_name(x):
                 self._chosen.add(x)
         wanted = [x for x in self.values if x in self._chosen]
-        wanted = self._with_primals(wanted, cotangents)
-        origin = _primals(cotangents)
+        values = [origin[x] for x in wanted if x in origin]  # get a name as well
+        more = {v for v in values if v not in names and v not in wanted}
+        self._chosen |= more
+        wanted = [*(x for x in self.values if x in more), *wanted]
         self._bases.update(self._base(x) for x in wanted if x not in origin)
         for x in wanted:
             v = origin.get(x)
@@ -133,26 +136,15 @@ class Statements:
         self._weights[x] = result
         return result
 
-    def _with_primals(self, wanted: list[Expr], cotangents: Sequence[Mapping]) -> list[Expr]:
-        """What a named cotangent belongs to gets a name as well."""
-        origin = _primals(cotangents)
-        values = [origin[x] for x in wanted if x in origin]
-        more = {v for v in values if v not in self.writer.names and v not in wanted}
-        self._chosen |= more
-        return [*(x for x in self.values if x in more), *wanted]
-
     def _new(self, base: str) -> Written:
-        if self._bases[base] == 1 and not self._counts[base]:
-            written = ts.symbol(base)
-            if written.text not in self._taken:
-                self._taken.add(written.text)
-                return written
-        while True:
+        alone = self._bases[base] == 1 and not self._counts[base]
+        written = ts.symbol(base)
+        while not alone or written.text in self._taken:
+            alone = True
             self._counts[base] += 1
             written = ts.symbol(f"{base}{self._counts[base]}")
-            if written.text not in self._taken:
-                self._taken.add(written.text)
-                return written
+        self._taken.add(written.text)
+        return written
 
     def _free(self, written: Written) -> Written:
         if written.text in self._taken:
@@ -281,15 +273,15 @@ def _unwrapped(x: Expr) -> Expr:
     return x
 
 
-def _primals(cotangents: Sequence[Mapping[Expr, Expr]]) -> dict[Expr, Expr]:
+def _primals(cotangents: Mapping[Expr, Expr]) -> dict[Expr, Expr]:
     """What each cotangent belongs to, the most telling value first."""
     result: dict[Expr, Expr] = {}
-    for table in cotangents[:1]:
-        for v, c in table.items():
-            if _is_plain(v) or v.shape != c.shape:
-                continue
-            if not _is_wrapper(v) or v["coefficient"] != 1 or contracts(v.args[0]):
-                result.setdefault(c, v)
+    for v, c in cotangents.items():
+        plain = _is_plain(v) or v.shape != c.shape
+        if not plain and not (
+            _is_wrapper(v) and v["coefficient"] == 1 and not contracts(v.args[0])
+        ):
+            result.setdefault(c, v)
     return result
 
 

@@ -26,21 +26,7 @@ from gradtools.seeing.formulas.product_layout import (
     display_factors,
     summed_length,
 )
-from gradtools.seeing.formulas.typesetting import (
-    BIG,
-    POWER,
-    PRODUCT,
-    Written,
-    bracket,
-    function,
-    join,
-    negative,
-    number,
-    over,
-    subscript,
-    summed,
-    superscript,
-)
+from gradtools.seeing.formulas.typesetting import Written
 
 
 class NeedsIndices(Exception):
@@ -86,7 +72,7 @@ class ExpressionWriter:
             return self.names[x]
         constant = constant_of(x)
         if constant is not None:
-            return number(constant)
+            return ts.number(constant)
         if x.op == "einsum":
             return self._product(x)
         if x.op == "add":
@@ -99,7 +85,7 @@ class ExpressionWriter:
         if operation and operation.form:
             self._note_name(x)
             return operation.form(self, x)
-        return function(x.op, [self.whole(a) for a in x.args])
+        return ts.function(x.op, [self.whole(a) for a in x.args])
 
     def _note_name(self, x: Expr) -> None:
         self.recognised.add("variance" if x.op == "deviation" else x.op)
@@ -107,7 +93,7 @@ class ExpressionWriter:
     def sum_of(self, terms: list[Written]) -> Written:
         """A sum; the terms without a minus come first."""
         terms = sorted(terms, key=lambda t: t.text.startswith("-"))
-        return summed(terms)
+        return ts.summed(terms)
 
     def _in_order(self, terms: Sequence[Expr]) -> list[Expr]:
         """Compositions first, then named values, then numbers."""
@@ -143,7 +129,7 @@ class ExpressionWriter:
     def _function(self, x: Expr, args: list[Written], matrix: bool) -> Written:
         self._note_name(x)
         entry = OPERATIONS[x.op].entry
-        return entry(x, args, matrix) if entry else function(x.op, args)
+        return entry(x, args, matrix) if entry else ts.function(x.op, args)
 
     # Products.
 
@@ -195,7 +181,7 @@ class ExpressionWriter:
         if len(big) != 1 or big[0][0].rank != 2 or big[0][1][0] != big[0][1][1]:
             return None
         inner = self.whole(big[0][0])
-        return function("diag" if x.rank else "tr", [inner])
+        return ts.function("diag" if x.rank else "tr", [inner])
 
     def _core(self, f: Factors) -> Written | None:
         """The factors with axes; None if there are none."""
@@ -257,7 +243,7 @@ class ExpressionWriter:
         if not squared or x.is_complex:
             return None
         base = self.whole(x.args[0].args[0] if x.args[0].op == "abs" else x.args[0])
-        return Written(f"‖{base.text}‖²", rf"\left\| {base.latex} \right\|^{{2}}", POWER)
+        return Written(f"‖{base.text}‖²", rf"\left\| {base.latex} \right\|^{{2}}", ts.POWER)
 
     def _is_mean(self, f: Factors) -> bool:
         """Whether a sum of one array is written as its mean."""
@@ -276,27 +262,27 @@ class ExpressionWriter:
         if result is None or divided is None:
             return None
         pieces = [self._link(group, flipped, divided) for group, flipped in result]
-        product = join(pieces, " ", " ", PRODUCT)
-        return function("tr", [product]) if not f.out and result[0][0][0].rank == 2 else product
+        product = ts.join(pieces, " ", " ", ts.PRODUCT)
+        return ts.function("tr", [product]) if not f.out and result[0][0][0].rank == 2 else product
 
     def _link(self, group: list[Expr], flipped: bool, divided: Mapping[Expr, Expr]) -> Written:
         by = [divided[g] for g in group if g in divided]
         if by:
-            top = self._hadamard([self.whole(g).at(PRODUCT) for g in group])
-            written = bracket(over(top, self._hadamard([self.whole(b) for b in by])))
-            return superscript(written, "ᵀ", r"\top") if flipped else written
+            top = self._hadamard([self.whole(g).at(ts.PRODUCT) for g in group])
+            written = ts.bracket(ts.over(top, self._hadamard([self.whole(b) for b in by])))
+            return ts.superscript(written, "ᵀ", r"\top") if flipped else written
         if group[0].op == "unit_matrix" and len(group) == 2:
-            return function("diag", [self.whole(group[1])])
+            return ts.function("diag", [self.whole(group[1])])
         if len(group) == 1:
-            return self.transposed(group[0]) if flipped else self.whole(group[0]).at(PRODUCT)
-        written = bracket(self._hadamard([self.whole(g) for g in group]))
-        return superscript(written, "ᵀ", r"\top") if flipped else written
+            return self.transposed(group[0]) if flipped else self.whole(group[0]).at(ts.PRODUCT)
+        written = ts.bracket(self._hadamard([self.whole(g) for g in group]))
+        return ts.superscript(written, "ᵀ", r"\top") if flipped else written
 
     def transposed(self, x: Expr) -> Written:
         """The transpose, the conjugate transpose where x is a conjugate."""
         if x.op == "conj" and x not in self.names:
-            return superscript(self.whole(x.args[0]), "ᴴ", "H")
-        return superscript(self.whole(x), "ᵀ", r"\top")
+            return ts.superscript(self.whole(x.args[0]), "ᴴ", "H")
+        return ts.superscript(self.whole(x), "ᵀ", r"\top")
 
     def _aligned(self, f: Factors) -> Written | None:
         """An elementwise product, summed over axes by their letters; None if that is ambiguous."""
@@ -311,9 +297,9 @@ class ExpressionWriter:
             return None
         up = [self._oriented(a, n, f) for a, n in self._sorted(f.arrays)]
         down = [self._oriented(a, n, f) for a, n in f.below]
-        top = self._hadamard(up) if up else number(1.0)
+        top = self._hadamard(up) if up else ts.number(1.0)
         if down:
-            top = over(top.at(PRODUCT), self._hadamard(down))
+            top = ts.over(top.at(ts.PRODUCT), self._hadamard(down))
         if not f.summed:
             return top
         name = "".join(letters[l] for l in sorted(f.summed, key=lambda l: letters[l]))
@@ -321,9 +307,9 @@ class ExpressionWriter:
             if f.target not in self._as_mean:
                 f.coefficient = 1.0 if f.coefficient > 0 else -1.0
             whole = not f.out
-            return function("mean", [top], "" if whole else name)
-        inner = top.at(POWER)
-        return Written(f"Σ{ts.below(name)} {inner.text}", rf"\sum_{{{name}}} {inner.latex}", BIG)
+            return ts.function("mean", [top], "" if whole else name)
+        inner = top.at(ts.POWER)
+        return Written(f"Σ{ts.below(name)} {inner.text}", rf"\sum_{{{name}}} {inner.latex}", ts.BIG)
 
     def _oriented(self, a: Expr, names: Sequence[int], f: Factors) -> Written:
         reference = f.reference()
@@ -347,12 +333,12 @@ class ExpressionWriter:
     def _hadamard(self, pieces: list[Written]) -> Written:
         if len(pieces) == 1:
             return pieces[0]
-        return join([p.at(PRODUCT) for p in pieces], " ⊙ ", r" \odot ", PRODUCT)
+        return ts.join([p.at(ts.PRODUCT) for p in pieces], " ⊙ ", r" \odot ", ts.PRODUCT)
 
     def _with_scalars(
         self, f: Factors, core: Written | None, below: Sequence[Written] = ()
     ) -> Written:
-        up = [self.whole(s).at(PRODUCT) for s, _ in self._sorted((s, ()) for s in f.scalars)]
+        up = [self.whole(s).at(ts.PRODUCT) for s, _ in self._sorted((s, ()) for s in f.scalars)]
         down = [self.whole(s) for s in f.scalars_below]
         coefficient, number_below = _fraction(f.coefficient)
         if number_below is not None:
@@ -360,13 +346,15 @@ class ExpressionWriter:
         down += [self._hadamard([*below])] if below else []
         minus = not isinstance(coefficient, complex) and coefficient < 0
         coefficient = -coefficient if minus else coefficient
-        pieces = ([number(coefficient).at(PRODUCT)] if coefficient != 1 else []) + up
+        pieces = ([ts.number(coefficient).at(ts.PRODUCT)] if coefficient != 1 else []) + up
         if core is not None:
-            pieces.append(core.at(PRODUCT) if pieces or down else core)
-        top = _side_by_side(pieces or [number(1)])
+            pieces.append(core.at(ts.PRODUCT) if pieces or down else core)
+        top = _side_by_side(pieces or [ts.number(1)])
         if down:
-            top = over(top, _side_by_side(down if len(down) == 1 else [d.at(POWER) for d in down]))
-        return negative(top) if minus else top
+            top = ts.over(
+                top, _side_by_side(down if len(down) == 1 else [d.at(ts.POWER) for d in down])
+            )
+        return ts.negative(top) if minus else top
 
     # Entries.
 
@@ -376,7 +364,7 @@ class ExpressionWriter:
             return self._indexed(self.names[x], letters)
         constant = constant_of(x)
         if constant is not None:
-            return number(constant)
+            return ts.number(constant)
         if x.op == "einsum":
             return self._entry_of_product(x, letters)
         if x.op == "add":
@@ -384,13 +372,13 @@ class ExpressionWriter:
         if is_elementwise(x):
             return self._function(x, [self.entry(a, letters) for a in x.args], False)
         if x.op == "unit_matrix":
-            return subscript(Written("δ", r"\delta"), "".join(letters))
+            return ts.subscript(Written("δ", r"\delta"), "".join(letters))
         return self._indexed(self.whole(x), letters)
 
     def _indexed(self, x: Written, letters: Sequence[str]) -> Written:
         if not letters:
             return x
-        return subscript(x, "".join(letters))
+        return ts.subscript(x, "".join(letters))
 
     def _entry_of_product(self, x: Expr, letters: Sequence[str]) -> Written:
         coefficient, factors, labels = display_factors(x, self.names, True, self.defined)
@@ -402,16 +390,18 @@ class ExpressionWriter:
         fresh = primed([own[l] for l in extra], letters)
         names.update(zip(extra, fresh, strict=True))
         at = lambda a, ls: self.entry(a, [names[l] for l in ls])
-        up = [at(a, ls).at(PRODUCT) for a, ls in self._sorted(f.arrays)]
-        down = [at(a, ls).at(POWER) for a, ls in f.below]
-        top = _side_by_side(up or [number(1.0)])
-        top = over(top, _side_by_side(down)) if down else top
+        up = [at(a, ls).at(ts.PRODUCT) for a, ls in self._sorted(f.arrays)]
+        down = [at(a, ls).at(ts.POWER) for a, ls in f.below]
+        top = _side_by_side(up or [ts.number(1.0)])
+        top = ts.over(top, _side_by_side(down)) if down else top
         if not f.arrays and not f.below:
             return self._with_scalars(f, None)
         if extra:
             low = "".join(fresh)
-            inner = top.at(PRODUCT)
-            top = Written(f"Σ{ts.below(low)} {inner.text}", rf"\sum_{{{low}}} {inner.latex}", BIG)
+            inner = top.at(ts.PRODUCT)
+            top = Written(
+                f"Σ{ts.below(low)} {inner.text}", rf"\sum_{{{low}}} {inner.latex}", ts.BIG
+            )
         return self._with_scalars(f, top)
 
     def axis_names(self, x: Expr, axes: Iterable[int]) -> str:
@@ -426,7 +416,7 @@ class ExpressionWriter:
 
 
 def _side_by_side(pieces: Sequence[Written]) -> Written:
-    return join(pieces, " ", " ", PRODUCT) if len(pieces) > 1 else pieces[0]
+    return ts.join(pieces, " ", " ", ts.PRODUCT) if len(pieces) > 1 else pieces[0]
 
 
 def _divided(f: Factors) -> dict[Expr, Expr] | None:
@@ -460,8 +450,8 @@ def _fraction(coefficient: Any) -> tuple[Any, Written | None]:
     for n in (inverse, inverse * inverse):
         if inverse < 1e6 and abs(n - round(n)) < 1e-12 * n:
             below = round(n) if n == inverse else round(n) ** 0.5
-            return sign, number(float(below))
+            return sign, ts.number(float(below))
     for up in range(2, 10):
         if abs(inverse * up - round(inverse * up)) < 1e-12 * inverse:
-            return sign * up, number(float(round(inverse * up)))
+            return sign * up, ts.number(float(round(inverse * up)))
     return coefficient, None

@@ -7,7 +7,6 @@ moved out of elementwise functions. Conjugates and real parts are moved to the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -89,17 +88,8 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
     used = {l for _, _, labels, _ in split for names in labels for l in names}
     kept = [a for a in range(len(shape)) if a in used]
     if len(kept) < len(shape):
-        inner = [
-            product(
-                [t],
-                [range(len(shape))],
-                kept,
-                [shape[a] for a in kept],
-                1.0 / prod(n for a, n in enumerate(shape) if a not in kept),
-            )
-            for t in terms
-        ]
-        return product([add(inner)], [kept], range(len(shape)), shape)
+        inner = add([drop_axes(t, kept) for t in terms])
+        return product([inner], [kept], range(len(shape)), shape)
     common = _common_factors(split)
     coefficient = _common_coefficient([s[0] for s in split])
     if not common and coefficient == 1:

@@ -89,7 +89,9 @@ def _expanded(x: Expr, known: dict[Expr, list[Expr]]) -> list[Expr] | None:
         if y.op == "add":
             new[y] = [t for a in y.args for t in new[a]]
         elif y.op == "einsum":
-            new[y] = _distributed(y, [new[a] for a in y.args])
+            chosen = itertools.islice(itertools.product(*(new[a] for a in y.args)), _MOST_TERMS + 1)
+            c, labels = y["coefficient"], y["labels"]
+            new[y] = [product(args, labels, range(y.rank), y.shape, c) for args in chosen]
         elif not set(order([y])) & set(known):
             new[y] = [y]
         else:
@@ -97,13 +99,6 @@ def _expanded(x: Expr, known: dict[Expr, list[Expr]]) -> list[Expr] | None:
         if len(new[y]) > _MOST_TERMS:
             return None
     return new[x]
-
-
-def _distributed(x: Expr, choices: Sequence[Sequence[Expr]]) -> list[Expr]:
-    """Distributes a product of sums to a sum of products."""
-    c, labels = x["coefficient"], x["labels"]
-    chosen = itertools.islice(itertools.product(*choices), _MOST_TERMS + 1)
-    return [product(args, labels, range(x.rank), x.shape, c) for args in chosen]
 
 
 def _gathered(terms: Sequence[Expr], shape: Sequence[int]) -> Expr:

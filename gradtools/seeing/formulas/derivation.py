@@ -123,8 +123,9 @@ class Formula:
             self._directions = [self._direction(p, len(sources)) for p in sources]
             both, _ = adjoint(grads, self._directions, [*sources, *self._cotangents])
             self._second = [*spread(both), *both[len(sources) :]]
-            places = (*inputs, *self._cotangents)
-            self._second_names = [_partial(self._names[p]) for p in places]
+            xs = [self._names[p] for p in (*inputs, *self._cotangents)]
+            partial = r"\frac{{\partial s}}{{\partial {}}}"
+            self._second_names = [Written(f"∂s/∂{x.text}", partial.format(x.latex)) for x in xs]
         self._pairs, self._whole = self._in_complex_numbers()
         marked = [x["name"] for x in ordered(self._outputs) if x.op == "by_name"]
         self.marked = tuple(dict.fromkeys(marked))
@@ -388,10 +389,6 @@ def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
             f"({', '.join(p['name'] for p in places) or 'none'}); {len(values)} were given"
         )
     return dict(zip(places, values, strict=True))
-
-
-def _partial(x: Written) -> Written:
-    return Written(f"∂s/∂{x.text}", rf"\frac{{\partial s}}{{\partial {x.latex}}}")
 
 
 def _title(text: str, more: Written | None = None) -> Written:

@@ -31,53 +31,31 @@ def adjoint(
     Returns:
         The cotangents of ``wrt``, and the cotangent of every value between.
     """
-    values = order(outputs)
-    active = _active(values, wrt)
+    values, leaves, active = order(outputs), set(wrt), set(wrt)
+    waiting: dict[tuple, set[Expr]] = {}  # the outputs of an operation all need their cotangents
+    for y in values:
+        if y.is_inexact and any(a in active for a in y.args):
+            active.add(y)
+        if y.get("output") is not None and y.is_inexact:
+            waiting.setdefault(y.family, set()).add(y)
     gathered: dict[Expr, list[Expr]] = {}
     for out, g in zip(outputs, cotangents, strict=True):
         gathered.setdefault(out, []).append(_projected(g, out))
     summed: dict[Expr, Expr] = {}
-    waiting = _families(values)
-    leaves = set(wrt)
     for y in reversed(values):
         if y not in active:
             continue
         if y in gathered:
             summed[y] = add(gathered.pop(y))
-        family = waiting.get(y.family)
-        if family is not None:
-            family.discard(y)
-            if family:
-                continue
-        if y not in leaves:
-            _hand_on(y, summed, gathered, active)
-    result = [summed[x] if x in summed else zeros(x.shape) for x in wrt]
-    return result, summed
-
-
-def _active(values: Sequence[Expr], wrt: Sequence[Expr]) -> set[Expr]:
-    active = set(wrt)
-    for y in values:
-        if y.is_inexact and any(a in active for a in y.args):
-            active.add(y)
-    return active
-
-
-def _families(values: Sequence[Expr]) -> dict[tuple, set[Expr]]:
-    """The used outputs of each operation with several outputs: all need their cotangents first."""
-    result: dict[tuple, set[Expr]] = {}
-    for y in values:
-        if y.get("output") is not None and y.is_inexact:
-            result.setdefault(y.family, set()).add(y)
-    return result
-
-
-def _hand_on(y: Expr, summed: dict, gathered: dict, active: set) -> None:
-    result = _pullback(y, summed, active)
-    for arg, g in zip(y.args, result, strict=True):
-        if g is None or arg not in active or is_zero(g):
+        family = waiting.get(y.family, set())
+        family.discard(y)
+        if family or y in leaves:
             continue
-        gathered.setdefault(arg, []).append(unbroadcast(_projected(g, arg), arg.shape))
+        for arg, c in zip(y.args, _pullback(y, summed, active), strict=True):
+            if c is not None and arg in active and not is_zero(c):
+                c = unbroadcast(_projected(c, arg), arg.shape)
+                gathered.setdefault(arg, []).append(c)
+    return [summed[x] if x in summed else zeros(x.shape) for x in wrt], summed
 
 
 def _projected(g: Expr, x: Expr) -> Expr:

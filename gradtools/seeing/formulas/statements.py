@@ -83,7 +83,9 @@ class Statements:
         self._forward = set(order([x for x, _ in self.sections[0].roots]))
         self._name_constants()
         for x in self.values:
-            if self._needs_name(x):
+            weight = self._weight(x)
+            repeated = self._uses[x] > 1 and weight >= 2 and not _divides(x)
+            if repeated and x not in names and not _is_plain(x):
                 self._chosen.add(x)
         wanted = [x for x in self.values if x in self._chosen]
         values = [origin[x] for x in wanted if x in origin]  # get a name as well
@@ -93,10 +95,12 @@ class Statements:
         self._bases.update(self._base(x) for x in wanted if x not in origin)
         for x in wanted:
             v = origin.get(x)
-            if v is not None and v in names:
-                names[x] = self._free(ts.bar(names[v]))
+            barred = ts.bar(names[v]) if v is not None and v in names else None
+            if barred is None or barred.text in self._taken:
+                names[x] = self._new("T" if barred else self._base(x))
             else:
-                names[x] = self._new(self._base(x))
+                names[x] = barred
+                self._taken.add(barred.text)
         self._name_long()
 
     def _base(self, x: Expr) -> str:
@@ -119,12 +123,6 @@ class Statements:
             self._done.add(x)
             self.constants.append((x, name))
 
-    def _needs_name(self, x: Expr) -> bool:
-        weight = self._weight(x)
-        if x in self.writer.names or _is_plain(x):
-            return False
-        return self._uses[x] > 1 and weight >= 2 and not _divides(x)
-
     def _weight(self, x: Expr) -> float:
         """The size of x as written, where named values count 0; its arguments are weighed first."""
         named = lambda a: a in self.writer.names or a in self._chosen
@@ -143,12 +141,6 @@ class Statements:
             alone = True
             self._counts[base] += 1
             written = ts.symbol(f"{base}{self._counts[base]}")
-        self._taken.add(written.text)
-        return written
-
-    def _free(self, written: Written) -> Written:
-        if written.text in self._taken:
-            return self._new("T")
         self._taken.add(written.text)
         return written
 
@@ -314,24 +306,15 @@ def leaf_names(
 
 def short_names(paths: Sequence[str]) -> list[str]:
     """The shortest unique names for the paths."""
-    parts = [_parts(p) for p in paths]
-    length = [_shortest(p) for p in parts]
+    found = [re.findall(r"[^\W_][\w]*|_\w+", p.replace("argument ", "arg")) for p in paths]
+    parts = [f or [p.strip() or "x"] for f, p in zip(found, paths, strict=True)]
+    words = [[k for k, part in enumerate(reversed(p)) if not part.isdigit()] for p in parts]
+    length = [1 + next(iter(w), 0) for w in words]  # a number alone is no name
     for _ in range(max((len(p) for p in parts), default=0)):
         chosen = [_joined(p[-n:]) for p, n in zip(parts, length, strict=True)]
         same = {c for c in chosen if chosen.count(c) > 1}
         length = [n + (c in same) for n, c in zip(length, chosen, strict=True)]
     return _numbered([_joined(p[-n:]) for p, n in zip(parts, length, strict=True)])
-
-
-def _parts(path: str) -> list[str]:
-    result = re.findall(r"[^\W_][\w]*|_\w+", path.replace("argument ", "arg"))
-    return result or [path.strip() or "x"]
-
-
-def _shortest(parts: Sequence[str]) -> int:
-    """How many parts of a path make a name: a number alone is none."""
-    numbers = next((k for k, part in enumerate(reversed(parts)) if not part.isdigit()), 0)
-    return numbers + 1
 
 
 def _joined(parts: Sequence[str]) -> str:

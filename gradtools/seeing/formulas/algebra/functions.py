@@ -156,27 +156,17 @@ def _remove(s: tuple, common: list, coefficient: Any, shape: tuple[int, ...]) ->
 
 def _sum_of_reshapes(terms: list[Expr], shape: tuple[int, ...]) -> Expr | None:
     """The reshape of a sum, if all terms are reshapes of one shape; else None."""
-    shapes = {s for s in map(_inner_shape, terms) if s is not None}
+    shapes = set()
+    for _, factors, labels, out in map(parts, terms):
+        if len(factors) == 1 and is_reshape(factors[0]) and labels[0] == out:
+            shapes.add(factors[0].args[0].shape)
     if len(shapes) != 1:
         return None
     (inner,) = shapes
-    before = [_reshape_if_plain(t, inner) for t in terms]
-    plain = [b for b in before if b is not None]
-    return reshape(add(plain), shape) if len(plain) == len(terms) else None
-
-
-def _inner_shape(x: Expr) -> tuple[int, ...] | None:
-    _, factors, labels, out = parts(x)
-    if len(factors) == 1 and is_reshape(factors[0]) and labels[0] == out:
-        return factors[0].args[0].shape
-    return None
-
-
-def _reshape_if_plain(x: Expr, shape: tuple[int, ...]) -> Expr | None:
-    result = reshape(x, shape)
-    _, factors, _, _ = parts(result)
-    stuck = any(f.op == "reshape" and f.args[0].shape == x.shape for f in factors)
-    return None if stuck else result
+    before = [reshape(t, inner) for t in terms]
+    factors = [f for b in before for f in parts(b)[1]]
+    stuck = any(f.op == "reshape" and f.args[0].shape == shape for f in factors)
+    return None if stuck else reshape(add(before), shape)
 
 
 def subtract(a: Expr, b: Expr) -> Expr:

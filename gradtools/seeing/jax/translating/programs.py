@@ -266,7 +266,8 @@ class _Translator:
         own = bool(source_lines.is_own(jaxpr)) and not source_lines.is_gradtools(jaxpr)
         name = _name(eqn, jaxpr)
         known = all(isinstance(e, Known) for e in entries)
-        if own and known and is_of_random(jaxpr) and _draws(jaxpr):
+        drawing = lambda eqn: eqn.primitive.name in _RANDOM
+        if own and known and is_of_random(jaxpr) and jaxprs.uses_primitive(jaxpr, drawing):
             return self._drawn(eqn, entries, name)
         if own and not known and not any(map(_is_key, entries)):
             word = WORDS.get(name)
@@ -358,10 +359,6 @@ def _name(eqn: Any, jaxpr: Any) -> str:
     name = eqn.params.get("name") or function_name(jaxpr)
     name = str(name).lstrip("_").rpartition(".")[2] or eqn.primitive.name
     return {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
-
-
-def _draws(jaxpr: Any) -> bool:
-    return jaxprs.uses_primitive(jaxpr, lambda eqn: eqn.primitive.name in _RANDOM)
 
 
 def _folded(eqn: Any, entries: Sequence[Any]) -> list[Entry]:

@@ -18,7 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formulas.expressions import Expr, order
+from gradtools.seeing.formulas.expressions import order
+from gradtools.seeing.formulas.operations.arrays import constant
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch.recording.autograd_functions import look_up_applies
@@ -47,7 +48,8 @@ def _recorded(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
     pairs = zip(xs, program.names, strict=True)
     inputs = [recorder.introduced(x, name) for x, name in pairs]
     with followed(), plainly():  # control flow runs in Python, without recomputation
-        outputs = recorder.run(lambda: [_output(recorder, y) for y in program.run(xs)])
+        value = lambda y: recorder.of(y) if isinstance(y, Tensor) else constant(value=y)
+        outputs = recorder.run(lambda: [value(y) for y in program.run(xs)])
     read = set(order(outputs))
     held = {p: x for p, x in recorder.held.items() if p in read}
     wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
@@ -60,10 +62,6 @@ def _recorded(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
         partial(_run_with_captured, program, [held[p] for p in wanted]),
         recorder.narrow,
     )
-
-
-def _output(recorder: FormulaRecorder, y: Any) -> Expr:
-    return recorder.of(y) if isinstance(y, Tensor) else recorder.constant(torch.as_tensor(y))
 
 
 def _run_with_captured(

@@ -1,22 +1,24 @@
 """A PyTorch module as a pure function of its parameters and buffers.
 
 ``torch.func.functional_call`` swaps tensors inside of the shared module, which is a data race
-between threads. Here nothing is swapped: ``make_functional`` reads the module tree once into a
-plan, and each call builds a structural copy from it, in which each submodule has dictionaries of
-its own with the given parameters and clones of the given buffers. Everything else is shared, hooks
-included. References of the tree to itself (tied tensors, shared submodules, bound methods, lists of
-weights, plain objects that hold a submodule) are rebound to the copy.
+between threads. Here nothing is swapped: each call builds a structural copy (`Copy`), in which each
+submodule has dictionaries of its own with the given parameters and clones of the given buffers.
+Everything else is shared, hooks included. References of the tree to itself (tied tensors, shared
+submodules, bound methods, lists of weights, plain objects that hold a submodule) are rebound to the
+copy. ``make_functional`` makes such a copy once, from which its calls are copied in turn.
 
-``torch.compile`` cannot trace the building of such copies: there, ``functional_call`` is traced on
-a private copy. ``gradtools.models`` documents the public name.
+``torch.compile`` cannot trace the building of copies: there, ``functional_call`` is traced on
+another private copy. ``gradtools.models`` documents the public name.
 """
+
+from __future__ import annotations
 
 import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import compress
 from operator import is_, itemgetter
@@ -42,6 +44,8 @@ Applied = tuple[Any, dict[str, Tensor]]  # the output, and the new state
 Apply = Callable[..., Applied]
 Objects = dict[int, tuple[Any, Any, dict[str, Any]]]  # an object, its copy, and that one's fields
 
+Relinked = dict[nn.Module, list[str]]
+
 DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
 SCALARS = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -52,40 +56,6 @@ _CONTAINERS_OF_EVERY_MODULE = frozenset(
     k for k, v in vars(nn.Module()).items() if type(v) in _CONTAINERS
 )
 SEEDING = threading.RLock()  # the global random streams are one resource of the process
-
-
-@dataclass(frozen=True)
-class ModuleNode:
-    """The plan of one submodule: the attributes that copies share, and the slots of the others."""
-
-    kind: type
-    shared: dict[str, Any]
-    parameters: dict[str, str | None]
-    buffers: dict[str, str | None]
-    children: dict[str, int | None]
-    relinked: tuple[str, ...]  # shared fields that refer into the tree
-
-
-class Alive:
-    """Keeps objects alive."""
-
-    never_changes = True
-
-    def __init__(self, objects: tuple[Any, ...]) -> None:
-        self.objects = objects
-
-
-@dataclass(frozen=True, repr=False)
-class ModulePlan:
-    """The module tree, read once. ``places`` maps a tensor's or module's id to its slot."""
-
-    nodes: tuple[ModuleNode, ...]
-    places: dict[int, tuple[str, Any]]
-    originals: Alive  # the objects whose ids are in ``places``
-
-    def __reduce__(self) -> Any:  # ids are valid in one process only
-        scalars = [{k: v for k, v in n.shared.items() if type(v) in SCALARS} for n in self.nodes]
-        return _plan_again, (self.originals.objects[0][0], scalars)
 
 
 @dataclass(frozen=True)
@@ -101,7 +71,7 @@ class ModuleTree:
     hidden: dict[nn.Module, None]
 
     @classmethod
-    def of(cls, module: nn.Module) -> "ModuleTree":
+    def of(cls, module: nn.Module) -> ModuleTree:
         """The tree in one walk; by `named_modules` and so on if a class overrides these."""
         tree = cls({}, {}, {}, {})
         _walk(module, "", tree, set())
@@ -160,21 +130,19 @@ def make_functional(
     all_params = {name: p.detach() for name, p in tree.parameters.items()}
     free = {name for name, p in tree.parameters.items() if p.requires_grad or frozen_too}
     buffers = {name: b.detach().clone() for name, b in tree.buffers.items()}
-    plan = _plan(tree)
-    if train is not None:
-        plan = _in_mode(plan, all_params, buffers, train)
-    private = _copies(plan, all_params, buffers)[0]  # for torch.compile alone
+    template = _Template.of(tree, all_params, buffers, train)
+    private = template.copy(all_params, buffers).root  # for torch.compile alone
     params = {name: p for name, p in all_params.items() if name in free}
     frozen = {name: p for name, p in all_params.items() if name not in free}
     shapes = {name: p.shape for name, p in params.items()}
     state = {**frozen, **buffers}
     state_shapes = {name: x.shape for name, x in state.items()}
 
-    return partial(_apply, plan, private, (shapes, state_shapes, tuple(frozen))), params, state
+    return partial(_apply, template, private, (shapes, state_shapes, tuple(frozen))), params, state
 
 
 def _apply(
-    plan: ModulePlan,
+    template: _Template,
     private: nn.Module,
     shapes: tuple[Shapes, Shapes, tuple[str, ...]],
     /,
@@ -186,36 +154,25 @@ def _apply(
 ) -> Applied:
     _check_tensors("params", params, shapes[0])
     _check_tensors("state", state, shapes[1])
-    if not shapes[2]:
-        return _applied(plan, private, params, state, args, kwargs, key)
     frozen = {name: state[name] for name in shapes[2]}
-    buffers = {name: x for name, x in state.items() if name not in frozen}
-    out, after = _applied(plan, private, {**params, **frozen}, buffers, args, kwargs, key)
+    buffers = {name: x for name, x in state.items() if name not in frozen} if frozen else state
+    given = {**params, **frozen} if frozen else params
+    if key is not None:
+        out, after = _seeded_call(template, given, buffers, args, kwargs, key)
+    elif torch.compiler.is_compiling():
+        out, after = _traced_call(private, given, buffers, args, kwargs)
+    else:
+        out, after = _call(template, given, buffers, args, kwargs)
     return out, {**frozen, **after}
 
 
-def _applied(
-    plan: ModulePlan,
-    private: nn.Module,
-    params: Tensors,
-    state: Tensors,
-    args: tuple,
-    kwargs: dict,
-    key: Any,
+def _call(
+    template: _Template, params: Tensors, state: Tensors, args: tuple, kwargs: dict
 ) -> Applied:
-    if key is not None:
-        return _seeded_call(plan, params, state, args, kwargs, key)
-    if torch.compiler.is_compiling():
-        return _traced_call(private, params, state, args, kwargs)
-    return _call(plan, params, state, args, kwargs)
-
-
-def _call(plan: ModulePlan, params: Tensors, state: Tensors, args: tuple, kwargs: dict) -> Applied:
     _refuse_cached_parametrizations()
-    clones = {name: buffer.clone() for name, buffer in state.items()}
-    copies = _copies(plan, params, clones)
-    out = copies[0](*args, **kwargs)
-    return out, _buffers_of(plan, copies, clones)
+    copy = template.copy(params, {name: buffer.clone() for name, buffer in state.items()})
+    out = copy.root(*args, **kwargs)
+    return out, copy.buffers()
 
 
 def _traced_call(
@@ -228,49 +185,60 @@ def _traced_call(
 
 @skipped_by_dynamo
 def _seeded_call(
-    plan: ModulePlan, params: Tensors, state: Tensors, args: tuple, kwargs: dict, key: Any
+    template: _Template, params: Tensors, state: Tensors, args: tuple, kwargs: dict, key: Any
 ) -> Applied:
     with _seeded(_seed(key), _devices((params, state, args, kwargs))):
-        return _call(plan, params, state, args, kwargs)
+        return _call(template, params, state, args, kwargs)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Template:
+    """A copy of a module as it was when it was made functional, from which calls are copied."""
+
+    tree: ModuleTree
+    relinked: Relinked
+    never_changes = True  # searches for mutable state that a function captures skip it
+
+    @classmethod
+    def of(
+        cls, tree: ModuleTree, params: Tensors, buffers: Tensors, train: bool | None
+    ) -> _Template:
+        """The template after ``module.train(train)``, which classes may override."""
+        relinked = _relinked(tree)
+        if train is None:
+            made = ModuleTree.of(Copy(tree, params, buffers, relinked).root)
+            modules = (*made.modules, *made.hidden)
+            return cls(made, dict(zip(modules, relinked.values(), strict=True)))
+        scratch = {name: p.clone() for name, p in params.items()}
+        clones = {name: b.clone() for name, b in buffers.items()}
+        root = Copy(tree, scratch, clones, relinked).root.train(train)
+        for name, value in scratch.items():
+            if not torch.allclose(value, params[name], rtol=0, atol=0, equal_nan=True):
+                raise GradtoolsError(
+                    f"make_functional: train={train} makes the module's train() change parameter "
+                    f"{name!r}. Call module.train({train}) yourself and pass train=None."
+                )
+        return cls.of(ModuleTree.of(root), params, buffers, None)
+
+    def copy(self, params: Tensors, buffers: Tensors) -> Copy:
+        return Copy(self.tree, params, buffers, self.relinked)
 
 
 # Reading the tree
 
 
-def _plan(tree: ModuleTree) -> ModulePlan:
-    modules = [*tree.modules, *tree.hidden]
-    places: dict[int, tuple[str, Any]] = {id(m): ("modules", i) for i, m in enumerate(modules)}
-    places |= {id(p): ("parameters", name) for name, p in tree.parameters.items()}
-    places |= {id(b): ("buffers", name) for name, b in tree.buffers.items()}
-    slots: dict[int, dict[str, Any]] = {}  # the same dictionary for modules that share theirs
+def _relinked(tree: ModuleTree) -> Relinked:
+    """The attributes of each module that refer into the tree; raises if one closes over it."""
+    modules = (*tree.modules, *tree.hidden)
+    places = {id(x): x for x in (*modules, *tree.parameters.values(), *tree.buffers.values())}
     known: dict[int, bool] = {}
-    nodes = tuple([_node(m, places, slots, known) for m in modules])
-    return ModulePlan(nodes, places, Alive((modules, tree)))
-
-
-def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> ModulePlan:
-    plan = _plan(ModuleTree.of(module))
-    pairs = zip(plan.nodes, scalars, strict=True)
-    nodes = [replace(node, shared=node.shared | own) for node, own in pairs]
-    return replace(plan, nodes=tuple(nodes))
-
-
-def _node(module: nn.Module, places: dict, slots: dict, known: dict[int, bool]) -> ModuleNode:
-    shared = dict(vars(module))
-    for name in upstream.SLOTS:
-        shared.pop(name, None)
-    if upstream.COMPILED_CALL in shared:
-        shared[upstream.COMPILED_CALL] = None
-    held = {k: shared[k] for k in _live(shared)}
-    relinked = tuple([k for k, v in held.items() if _refers(v, places, known=known)])
-    if held:
-        _check_closures(module, held, places)
-    own = upstream.slots_of(module)
-    parameters, buffers, children = [
-        slots.get(id(fields)) or slots.setdefault(id(fields), _slots(fields, places))
-        for fields in own
-    ]
-    return ModuleNode(type(module), shared, parameters, buffers, children, relinked)
+    result: Relinked = {}
+    for m in modules:
+        live = {*_live(vars(m))} - {*_SLOTS, upstream.COMPILED_CALL}
+        held = {k: v for k, v in vars(m).items() if k in live}
+        _check_closures(m, held, places)
+        result[m] = [k for k, v in held.items() if _refers(v, places, known=known)]
+    return result
 
 
 def _live(fields: dict[str, Any]) -> list[str]:
@@ -293,10 +261,6 @@ def _layout(names: tuple[str, ...]) -> tuple[list[str], Callable[..., tuple], li
     containers = [k for k in names if k in _CONTAINERS_OF_EVERY_MODULE]
     others = [k for k in names if k not in _CONTAINERS_OF_EVERY_MODULE]
     return containers, itemgetter(*containers, *containers[:1]), others
-
-
-def _slots(fields: Mapping[str, Any], places: dict) -> dict[str, Any]:
-    return {k: None if v is None else places[id(v)][1] for k, v in fields.items()}
 
 
 def _refers(
@@ -386,45 +350,25 @@ def _closes_over(value: Any, places: dict, depth: int = DEPTH) -> bool:
 # Building a copy
 
 
-def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Module]:
-    copies: list[Any] = [object.__new__(node.kind) for node in plan.nodes]
-    slots: dict[str, Any] = {"parameters": params, "buffers": buffers, "modules": copies}
-
-    def resolve(value: Any) -> Any:
-        place = plan.places.get(id(value))
-        return None if place is None else slots[place[0]][place[1]]
-
-    filled: dict[int, dict[str, Any]] = {}
-    sources: tuple[Any, ...] = (params, buffers, copies)
-    objects: Objects = {}
-    for copy, node in zip(copies, plan.nodes, strict=True):
-        fields = node.shared.copy()
-        for name in node.relinked:
-            fields[name] = _relink(fields[name], resolve, objects)
-        own: tuple[Any, ...] = (node.parameters, node.buffers, node.children)
-        for name, places, source in zip(upstream.SLOTS, own, sources):  # noqa: B905, it costs
-            result = filled.get(id(places))
-            if result is None:
-                result = filled[id(places)] = {}
-                for k, at in places.items():
-                    result[k] = None if at is None else source[at]
-            fields[name] = result
-        object.__setattr__(copy, "__dict__", fields)
-    return copies
-
-
 class Copy:
     """A copy of a module for one call: other parameters, everything else shared.
 
-    It is built once for each derivative, so in a single pass, without a plan.
+    Args:
+        tree: The module.
+        params: The copy's parameters; those that are missing are shared.
+        buffers: The copy's buffers.
+        relinked: For a copy of which nothing reaches the original, as `_relinked` returns it.
+            Otherwise modules without references are shared, and `hand_back` assigns what f
+            assigned to the copy.
 
     Attributes:
         root: The copy.
     """
 
     def __init__(
-        self, tree: ModuleTree, params: Mapping[str, Tensor], buffers: dict[str, Tensor]
+        self, tree: ModuleTree, params: Tensors, buffers: Tensors, relinked: Relinked | None = None
     ) -> None:
+        self._tree, self._buffers, self._is_whole = tree, buffers, relinked is not None
         given = {**tree.parameters, **params}
         own: dict[int, Any] = dict(zip(map(id, tree.parameters.values()), given.values()))  # noqa: B905, it costs
         own |= {id(b): buffers[name] for name, b in tree.buffers.items()}
@@ -433,7 +377,7 @@ class Copy:
         self._known: dict[int, bool] = {}
         copies = []
         for m in (*tree.modules, *tree.hidden):
-            live = _live(vars(m))
+            live = [*upstream.SLOTS, *relinked[m]] if relinked is not None else _live(vars(m))
             # What f assigns to a module without a reference would be handed back anyway.
             own[id(m)] = copy = object.__new__(type(m)) if live else m
             if live:
@@ -454,7 +398,7 @@ class Copy:
                         slots[id(source)] = result
                     fields[name] = result
             object.__setattr__(copy, "__dict__", fields)
-            self._made.append((m, copy, fields.copy(), fixed))
+            self._made.append((m, copy, fields if self._is_whole else fields.copy(), fixed))
         self.root = own[id(next(iter(tree.modules)))]
 
     def _relink(
@@ -462,11 +406,25 @@ class Copy:
     ) -> Sequence[str]:
         """Relinks fields that refer into the tree; returns all that are not to be handed back."""
         held, own = {k: fields[k] for k in live if k not in _SLOTS}, self._own
-        _check_closures(module, held, own)
-        relinked = [k for k, v in held.items() if _refers(v, own, known=self._known)]
+        relinked = [*held]
+        if not self._is_whole:
+            _check_closures(module, held, own)
+            relinked = [k for k, v in held.items() if _refers(v, own, known=self._known)]
         for name in relinked:
             fields[name] = _relink(held[name], lambda x: own.get(id(x)), self._objects)
         return [k for k in live if k in _SLOTS or k in relinked]
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers after the call by their names, changed in place or reassigned."""
+        result = dict(self._buffers)
+        names = {id(b): name for name, b in self._tree.buffers.items()}
+        for original, copy, _, _ in self._made:
+            after = upstream.slots_of(copy)[1]
+            for name, b in upstream.slots_of(original)[1].items():
+                value = after.get(name)
+                if b is not None and value is not None and value is not self._own[id(b)]:
+                    result[names[id(b)]] = value
+        return result
 
     def hand_back(self) -> None:
         """Assigns buffers and other attributes that f assigned to the copy to the module."""
@@ -488,38 +446,6 @@ class Copy:
             for name, value in fields.items():
                 if name not in fixed and value is not before.get(name, before):
                     vars(original)[name] = value
-
-
-def _buffers_of(plan: ModulePlan, copies: list[nn.Module], clones: dict) -> dict[str, Tensor]:
-    """The buffers after the call, whether changed in place or reassigned in any submodule."""
-    result = dict(clones)
-    holding = [(c, node) for c, node in zip(copies, plan.nodes, strict=True) if node.buffers]
-    for copy, node in holding:
-        for name, slot in node.buffers.items():
-            value = upstream.slots_of(copy)[1].get(name)
-            if slot is not None and value is not None and value is not clones[slot]:
-                result[slot] = value
-    return result
-
-
-def _in_mode(plan: ModulePlan, params: Tensors, state: Tensors, train: bool) -> ModulePlan:
-    """The plan after ``module.train(train)``, which classes may override, on a scratch copy."""
-    scratch = {name: p.clone() for name, p in params.items()}
-    copies = _copies(plan, scratch, {name: b.clone() for name, b in state.items()})
-    copies[0].train(train)
-    for name, value in scratch.items():
-        if not torch.allclose(value, params[name], rtol=0, atol=0, equal_nan=True):
-            raise GradtoolsError(
-                f"make_functional: train={train} makes the module's train() change parameter "
-                f"{name!r}. Call module.train({train}) yourself and pass train=None."
-            )
-    nodes = (_with_scalars(node, copy) for node, copy in zip(plan.nodes, copies, strict=True))
-    return replace(plan, nodes=tuple(nodes))
-
-
-def _with_scalars(node: ModuleNode, copy: nn.Module) -> ModuleNode:
-    scalars = {k: v for k, v in vars(copy).items() if isinstance(v, SCALARS)}
-    return replace(node, shared=node.shared | scalars)
 
 
 # Checks

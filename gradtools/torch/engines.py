@@ -26,11 +26,10 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import CannotPush, Evaluation, Fun
 from gradtools.disconnected_inputs import refuse_cut
-from gradtools.errors import GradtoolsError, refusal
+from gradtools.errors import refusal
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import (
@@ -145,9 +144,8 @@ def _linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
-    hooks = SetsHooks() if getattr(fun, "may_transpose", False) else None
     try:
-        evaluated = _evaluate(fun if hooks is None else hooks.around(fun), leaves)
+        evaluated = _evaluate(fun, leaves)
     except RuntimeError as error:
         explain(caller_of(fun), error)
         raise
@@ -201,7 +199,8 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         return where_lost(fun, points(), i)
 
     def transposed() -> Any:
-        if hooks is None or hooks.found or not ordinary or not _is_plain(outs):
+        linear = ordinary and not survey.hooked  # hooks need not be
+        if not (getattr(fun, "may_transpose", False) and linear and _is_plain(outs)):
             return None
         try:
             return _pushing(_transposed(fun, leaves, evaluated), attached)
@@ -217,39 +216,6 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         where_lost=where_lost,
         transposed=transposed,
     )
-
-
-class SetsHooks(TorchFunctionMode):
-    """Detects gradient hooks in a function whose pullback may be transposed.
-
-    (Hooks need not be linear.)
-
-    Attributes:
-        found: Whether the function sets a gradient hook, or reads a node of the graph.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def around(self, fun: Fun) -> Fun:
-        """The function, evaluated in this mode."""
-
-        def inside(*xs: Tensor) -> Any:
-            with self:
-                return fun(*xs)
-
-        inside.caller = caller_of(fun)  # type: ignore[attr-defined]
-        return inside
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if fun in _REACH_THE_GRAPH:
-            self.found = True
-        return fun(*args, **kwargs) if kwargs else fun(*args)
-
-
-_GRAD_FN: Any = Tensor.grad_fn
-_REACH_THE_GRAPH = (Tensor.register_hook, _GRAD_FN.__get__)
 
 
 def _is_plain(ys: Sequence[Tensor]) -> bool:
@@ -333,25 +299,6 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     return (outs, extras, push) if attached else (_freed(outs), _freed(extras), push)
 
 
-def _refuse_nonlinear_hooks(fun: Fun, ys: Any, xs: Any, cts: Any, pulled: Any, spent: Any) -> None:
-    """Raises if hooks make the pullback nonlinear in the cotangents: then it has no transpose."""
-    for scale in (1e3, -1e3):
-        larger = _pulled(ys, xs, [scale * ct.detach() for ct in cts], True, False, spent)
-        for p, q in zip(pulled, larger, strict=True):
-            if p is None or q is None or not p.numel():
-                continue
-            wanted = scale * p.detach()
-            finite = wanted.isfinite() & q.isfinite()
-            error = torch.where(finite, q - wanted, 0).abs().max()
-            size = torch.where(finite, wanted, 0).abs().max()
-            if error > torch.finfo(p.dtype).eps ** 0.5 * size:
-                raise GradtoolsError(
-                    f"{caller_of(fun)}: f sets a hook on a gradient that is not linear in it "
-                    "(clipping, normalizing), so its pushforward is no derivative of f. Take vjp "
-                    "or grad."
-                )
-
-
 def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
     """The pushforward, as the pullback of the pullback, which is linear in the cotangents."""
     outs, _, aliases, attached, survey, inside = evaluated
@@ -364,8 +311,7 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
             setattr(dummy, SPENT, [True])  # no derivative is taken with respect to it elsewhere
         pulled = _pulled(tracked, aliases, dummies, True, True, inside.spent) if tracked else ()
         if survey.hooked and pulled:
-            _refuse_nonlinear_hooks(fun, tracked, aliases, dummies, pulled, inside.spent)
-            pulled = _gated_at_hooks(fun, leaves, aliases, tracked, dummies, pulled)
+            pulled = _gated_at_hooks(fun, leaves, aliases, tracked, dummies, pulled, True)
     found = pulled or [None] * len(leaves)
     refuse_read_elsewhere(fun, outs, leaves, found)
     refuse_cut(fun, inside.cut(found, outs))
@@ -663,7 +609,6 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     empty: list[bool] = []
     wrong: list[Any] = []
     hooked: list[Tensor] = []  # if f sets hooks, the leaves of its graph
-    hooks = SetsHooks() if getattr(fun, "may_transpose", False) else None
     plain: list[bool] = []
     keep = torch.is_grad_enabled()
 
@@ -681,17 +626,18 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
             guarding = _calls_guarded(caller_of(fun)) if again or keep else nullcontext()
             count = hooks_of_users()
             with _opened(xs) as inside, guarding, PlainPrograms(), _pushed_from_outside():
-                outs, extras = (fun if hooks is None else hooks.around(fun))(*xs)
+                outs, extras = fun(*xs)
             entered[:] = [inside]
             survey = surveyed(outs)
-            if (again or keep) and hooks_of_users() != count:
+            sets_hooks = hooks_of_users() != count
+            if (again or keep) and sets_hooks:
                 hooked[:] = survey.leaves
             if again:
                 refuse_torchscript(caller_of(fun), outs)
             result, wrong[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
             reached[:] = [id(x) in result for x in xs]
-            ordinary = not (again or survey.lost or survey.wrong or survey.custom)
-            plain[:] = [ordinary and hooks is not None and not hooks.found and _is_plain(outs)]
+            ordinary = not (again or survey.lost or survey.wrong or survey.custom or sets_hooks)
+            plain[:] = [getattr(fun, "may_transpose", False) and ordinary and _is_plain(outs)]
         empty[:] = [not outs]
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
 

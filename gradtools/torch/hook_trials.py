@@ -37,7 +37,7 @@ from gradtools.torch.double_backward import is_pushed_beneath
 from gradtools.torch.double_backward_trials import differs, is_tracked, on_one_line, wave
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.nondifferentiable import with_gate
-from gradtools.torch.operation_marks import OWN_HOOKS
+from gradtools.torch.operation_marks import OWN_HOOKS, only_observes
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.replaying.guards import mark, marked
 from gradtools.torch.rerunning import Rerunnable, put_back
@@ -166,8 +166,9 @@ _LOSES = (
 )
 _TEXTS = {
     "nonlinear": (
-        "that is not linear in it, and a derivative of the gradient is asked for, where {} takes "
-        "the pullback for linear. Set the hook outside of what is computed again."
+        "that is not linear in it (clipping, normalizing), and a derivative of the gradient is "
+        "asked for, where {} takes the pullback for linear. Take vjp or grad, or set the hook "
+        "outside of what is computed again."
     ),
     "edits": (
         "that edits it, and the gradient is differentiated in forward mode or by torch.func (in "
@@ -272,14 +273,9 @@ def _set_on_nodes(outs: Sequence[Any], first: int) -> list[_Hook]:
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether a hook is tested: not in a program that is recomputed, which tests its own hooks.
-
-    Hooks of `torch.autograd.graph` only observe a backward pass.
-    """
-    return not (mark() or getattr(hook, "__module__", "").startswith((OWN[0], _LOOKS_ON)))
-
-
-_LOOKS_ON = "torch.autograd.graph"
+    """Whether a hook is tested: not in a program that is recomputed, which tests its own hooks."""
+    own = getattr(hook, "__module__", "").startswith(OWN[0])
+    return not (mark() or own or only_observes(hook))
 
 
 class _Hooks(TorchFunctionMode):

@@ -21,6 +21,7 @@ from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.coefficients import HERE, note_edit
 from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.operation_marks import only_observes
 from gradtools.torch.rules.functions import RuleApplication, attach, edit_application
 from gradtools.torch.rules.installing import apply_rule
 
@@ -105,6 +106,8 @@ class HookGuard:
             both = [x, upstream.unpack_dual(x, level=upstream.forward_level())[1]]
             handles = [fun(y, hook) for y in both if y.requires_grad]
             return handles[0] if handles else RemovableHandle({})
+        if only_observes(hook):
+            return fun(x, hook) if x.requires_grad else RemovableHandle({})
         ran: list[bool] = []
 
         def noted(ct: Tensor) -> Any:

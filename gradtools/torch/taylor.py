@@ -28,6 +28,7 @@ from gradtools.torch import engines
 from gradtools.torch.autograd_graph import ReadsElsewhere, graph_of, node_of
 from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.plain_programs import programs
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.rerunning import changes_in_place, name_of
 
@@ -500,45 +501,16 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     return z if keepdim else z.squeeze(dim)
 
 
-def _layer_norm(
-    x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
-) -> Any:
-    axes = tuple(range(-len(shape), 0))
-    z = x - x.mean(axes, True)
-    z = z * torch.rsqrt((z * z).mean(axes, True) + eps)
-    z = z if weight is None else z * weight
-    return z if bias is None else z + bias
+def _dropout(x: Any, p: float, training: bool) -> Any:
+    return x * torch.dropout(torch.ones_like(x.detach()), p, True) if training else x
 
 
 def _batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    variance: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn: bool,
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *how: Any
 ) -> Any:
     if training or mean is None:
-        with torch.no_grad():  # updates the running statistics
-            torch.batch_norm(x.detach(), None, None, mean, variance, True, momentum, eps, cudnn)
-        axes = (0, *range(2, x.dim()))
-        z = x - x.mean(axes, True)
-        z = z * torch.rsqrt((z * z).mean(axes, True) + eps)
-    else:
-        z = (x - _channels(mean, x)) * torch.rsqrt(_channels(variance, x) + eps)
-    z = z if weight is None else z * _channels(weight, x)
-    return z if bias is None else z + _channels(bias, x)
-
-
-def _channels(parameter: Any, x: Any) -> Any:
-    return parameter.reshape(-1, *[1] * (x.dim() - 2))
-
-
-def _dropout(x: Any, p: float, training: bool) -> Any:
-    return x * torch.dropout(torch.ones_like(x.detach()), p, True) if training else x
+        return programs.batch_norm(x, weight, bias, mean, variance, True, *how)
+    return programs.batch_norm_by_statistics(x, weight, bias, mean, variance, how[1])
 
 
 def _attention(
@@ -553,13 +525,8 @@ def _attention(
 ) -> Any:
     if dropout_p or enable_gqa:
         raise _NotSeen
-    scores = (q * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)) @ k.transpose(-2, -1)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -math.inf)
-    scores = scores if attn_mask is None else scores + attn_mask
-    return torch.softmax(scores, -1) @ v
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return programs.attention_weights(q, k, attn_mask, is_causal, scale) @ v
 
 
 _DIFFERENTIATE = {
@@ -624,14 +591,14 @@ _ALIKE: dict[Any, str] = {
     _known_slopes(_COS): "cos",
     _composed(_reversed_difference): "rsub",
     _composed(_gelu): "gelu",
-    _composed(lambda x: x * torch.sigmoid(x)): "silu",
+    _composed(programs.silu): "silu",
     _composed(_lerp): "lerp",
     _composed(_vector_norm): "linalg_vector_norm",
     _composed(_frobenius_norm): "linalg_norm",
     _composed(_softmax): "softmax",
     _composed(_log_softmax): "log_softmax",
     _composed(_logsumexp): "logsumexp",
-    _composed(_layer_norm): "layer_norm",
+    _composed(programs.layer_norm): "layer_norm",
     _composed(_batch_norm): "batch_norm",
     _composed(_dropout): "dropout",
     _composed(_attention): "scaled_dot_product_attention",

@@ -360,10 +360,6 @@ def _error_function(x: Tensor, y: Tensor, order: int) -> list[Tensor]:
     return slopes
 
 
-def _rectified(x: Tensor, y: Tensor, order: int) -> list[Any]:
-    return [(x > 0).to(x.dtype), *[0.0] * (order - 1)]
-
-
 def _softplus(call: _Operation, x: Any, beta: Any = 1, threshold: Any = 20, **kwargs: Any) -> Any:
     """Derivatives by the logistic function; the identity above PyTorch's threshold."""
     if kwargs or _series(x) is None:
@@ -428,7 +424,7 @@ def _einsum(call: _Operation, equation: Any, *operands: Any, **kwargs: Any) -> A
     return carrying(call.at(x.primal, y.primal), terms)
 
 
-def _circular(signs: Sequence[int], own: Any, other: Any) -> Any:
+def _circular(signs: Sequence[int], other: Any) -> Any:
     def slopes(x: Tensor, y: Tensor, order: int) -> list[Tensor]:
         z = other(x)
         return [signs[k % 4] * (z if k % 2 == 0 else y) for k in range(order)]
@@ -476,10 +472,6 @@ def _vector_norm(
 
 def _frobenius_norm(x: Any, ord: Any = None, *args: Any, **kwargs: Any) -> Any:
     return _vector_norm(x, ord, *args, **kwargs) if ord is None else None
-
-
-def _lerp(start: Any, end: Any, weight: Any) -> Any:
-    return start + (end - start) * weight
 
 
 def _softmax(x: Any, dim: int, dtype: Any = None) -> Any:
@@ -546,8 +538,8 @@ _QUESTIONS = frozenset(
 )
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 _SCALES = frozenset(("mul", "rmul", "multiply"))
-_SIN = _circular((1, -1, -1, 1), torch.sin, torch.cos)
-_COS = _circular((-1, -1, 1, 1), torch.cos, torch.sin)
+_SIN = _circular((1, -1, -1, 1), torch.cos)
+_COS = _circular((-1, -1, 1, 1), torch.sin)
 _ALIKE: dict[Any, str] = {
     _linear: (
         "cat concat concatenate stack hstack vstack neg negative reshape view reshape_as view_as "
@@ -583,7 +575,7 @@ _ALIKE: dict[Any, str] = {
     _known_slopes(lambda x, y, n: polynomials(y, TANH, n)): "tanh",
     _known_slopes(lambda x, y, n: polynomials(y, LOGISTIC, n)): "sigmoid",
     _known_slopes(_error_function): "erf",
-    _known_slopes(_rectified): "relu",
+    _known_slopes(lambda x, y, n: [(x > 0).to(x.dtype), *[0.0] * (n - 1)]): "relu",
     _known_slopes(lambda x, y, n: [1 / (1 + x), *powers(1 + x, -1.0, n)[: n - 1]]): "log1p",
     _known_slopes(lambda x, y, n: [y + 1] * n): "expm1",
     _known_slopes(lambda x, y, n: [y * math.log(2) ** (k + 1) for k in range(n)]): "exp2",
@@ -592,7 +584,7 @@ _ALIKE: dict[Any, str] = {
     _composed(_reversed_difference): "rsub",
     _composed(_gelu): "gelu",
     _composed(programs.silu): "silu",
-    _composed(_lerp): "lerp",
+    _composed(lambda start, end, weight: start + (end - start) * weight): "lerp",
     _composed(_vector_norm): "linalg_vector_norm",
     _composed(_frobenius_norm): "linalg_norm",
     _composed(_softmax): "softmax",

@@ -9,19 +9,16 @@ cut from it afterwards from one on which it does not depend.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
-from gradtools.errors import DisconnectedInputError, LostDerivativeError
+from gradtools.errors import LostDerivativeError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import COMPILED, LOST, nodes_of
 from gradtools.torch.functorch_wrappers import unwrapped
@@ -31,7 +28,6 @@ from gradtools.torch.plain_programs.backward_nodes import (
     is_wrong,
     multiplies_by_deviation,
 )
-from gradtools.torch.rerunning import put_back
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
@@ -185,196 +181,6 @@ def guarded(
 
 
 # --- derivatives taken inside a function ----------------------------------------------------
-
-SPENT = "gradtools_spent"
-_UNSPENT = [False]
-
-
-class _OpenDerivatives(threading.local):
-    """This thread's stack of derivatives whose functions are being evaluated."""
-
-    def __init__(self) -> None:
-        self.opened: list[OpenDerivative] = []
-
-
-here = _OpenDerivatives()
-
-
-def is_spent(x: Tensor) -> bool:
-    """Whether x is an alias of a finished call. Such aliases do not count as captured tensors."""
-    return getattr(x, SPENT, _UNSPENT)[0]
-
-
-class OpenDerivative(NamedTuple):
-    """A derivative whose function is being evaluated.
-
-    Attributes:
-        aliases: The tensors at which the function is evaluated.
-        entered: The indices of those on which an inner derivative depends.
-        constant: The indices of those that reach an inner derivative which is constant in them.
-        before: For each outer function its `entered` when this evaluation began.
-        spent: Whether the call is finished, one flag shared by all aliases.
-        leaves: The tensors of which these are aliases.
-    """
-
-    aliases: Sequence[Tensor]
-    entered: set[int]
-    constant: set[int]
-    before: list[set[int]]
-    spent: list[bool]
-    leaves: Sequence[Tensor]
-
-    def cut(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[int]:
-        """The unreached leaves on which an inner derivative depends: cut after it."""
-        if not self.entered:
-            return []
-        lost = [i for i in sorted(self.entered) if grads[i] is None]
-        return [i for i in lost if i not in self._led_to(outs)] if lost else lost
-
-    def _led_to(self, outs: Sequence[Tensor]) -> set[int]:
-        """The aliases in the graph of outs: one without a gradient has a zero on its path."""
-        nodes = graph_of(outs)
-        return {i for i, x in enumerate(self.aliases) if node_of(x) in nodes}
-
-    def filled(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients, with zeros for leaves in which inner derivatives are constant."""
-        if not (self.entered or self.constant):
-            return list(grads)
-        lost = {i for i in self.entered if grads[i] is None}
-        zero = self.constant - self.entered
-        zero |= lost & self._led_to(outs) if lost else lost
-        return [
-            torch.zeros_like(self.aliases[i], requires_grad=False) if g is None and i in zero else g
-            for i, g in enumerate(grads)
-        ]
-
-
-SOURCE = "_gradtools_source"
-"""The attribute of an alias with a reference to the parameter."""
-
-
-def parameters_of(leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """The parameter that each leaf is, or is an alias of; None for other tensors."""
-    around = {id(a): x for o in here.opened for a, x in zip(o.aliases, o.leaves, strict=True)}
-    result: list[Tensor | None] = []
-    for x in leaves:
-        x = around.get(id(x), x)
-        reference = getattr(x, SOURCE, None)
-        p = x if reference is None else reference()
-        result.append(p if isinstance(p, torch.nn.Parameter) else None)
-    return result
-
-
-class ReadsElsewhere(TorchFunctionMode):
-    """Notes whether a function reads a parameter that it is differentiated at as an argument.
-
-    In forward mode no graph shows it, and the tangent would be zero.
-    """
-
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.found = False
-        self._ids = {id(p) for p in parameters_of(leaves) if p is not None and p.requires_grad}
-
-    def __enter__(self) -> ReadsElsewhere:
-        if self._ids:
-            super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._ids:
-            super().__exit__(*error)
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self.found and torch.is_grad_enabled() and fun.__name__ != "__get__":
-            for x in (*args, *kwargs.values()):
-                several = x if isinstance(x, list | tuple) else (x,)
-                self.found = self.found or any(id(y) in self._ids for y in several)
-        return fun(*args, **kwargs) if kwargs else fun(*args)
-
-
-def refuse_read_elsewhere(
-    fun: Any, outs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> None:
-    """Raises if outs depend on a parameter by another reference than the leaf.
-
-    For example a loss that closes over a submodule of the module argument.
-    """
-    lost: dict[int, int] = {}
-    for i, p in enumerate(parameters_of(leaves)):
-        if grads[i] is None and p is not None:
-            lost[id(p)] = i
-    if not lost:
-        return
-
-    def refuse(outs: Sequence[Tensor]) -> None:
-        for node in nodes_of(tracked([unwrapped(y) for y in outs])):
-            if type(node) is upstream.AccumulateGrad and id(node.variable) in lost:
-                i, paths = lost[id(node.variable)], getattr(fun, "paths", None)
-                raise DisconnectedInputError(
-                    f"{getattr(fun, 'caller', 'gradtools')}: f reads the parameter "
-                    f"{paths[i] if paths else f'at leaf {i}'} by another reference (a module that "
-                    "f closes over and an argument holds, say), so the gradient of the argument "
-                    "would be zero there. In f, use the module that is passed as an argument, or "
-                    "detach what is meant to be constant."
-                )
-
-    if not torch.is_grad_enabled() and any(map(is_wrapped, outs)):
-        # The graph beneath torch.func's transforms is not recorded under no_grad.
-        with put_back(fun, leaves), torch.enable_grad():
-            outs = fun(*leaves)[0]
-    refuse(outs)
-
-
-def note_taken(
-    outs: Sequence[Tensor],
-    found: Sequence[Tensor | None],
-    leaves: Sequence[Tensor],
-    aliases: Sequence[Tensor],
-    kept: bool,
-    inside: OpenDerivative | None = None,
-) -> None:
-    """Records in all open derivatives which of their aliases an inner derivative depends on.
-
-    outs: The outputs of the inner function.
-    found: Their derivative at the leaves, whose aliases are in the graph of outs. It is constant in
-        what the graph of outs reaches and its own graph does not.
-    kept: Whether found has a graph.
-    inside: The inner evaluation. Where this derivative is constant in an alias that entered one
-        inside of it, the alias is not cut.
-    """
-    around = here.opened
-    if not around:
-        return
-    befores = inside.before if inside is not None else []
-    nodes = graph_of(outs)
-    pairs = [(x, a) for x, a in zip(leaves, aliases, strict=True) if x.requires_grad]
-    nodes |= graph_of([x for x, a in pairs if x is a or node_of(a) in nodes])
-    moving = graph_of([g for g in found if g is not None]) if kept else nodes
-    for each, before in zip_longest(around, befores[: len(around)]):
-        for i, x in enumerate(each.aliases):
-            node = node_of(x)
-            if node is not None and node in moving:
-                each.entered.add(i)
-            elif node is not None and node in nodes:
-                each.constant.add(i)
-                if before is not None and i not in before:
-                    each.entered.discard(i)
-
-
-def tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with respect to which a graph may be differentiated again.
-
-    aliases: The derivative's own aliases, which do not count if they are leaves.
-    """
-    own = {id(x) for x in aliases}
-    leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
-    tensors = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
-    for x in (*aliases, *(x for opened in here.opened for x in opened.aliases)):
-        if x.grad_fn is not None and x.grad_fn in nodes:
-            tensors[id(x)] = x
-    return list(tensors.values())
 
 
 # --- TorchScript ----------------------------------------------------------------------------

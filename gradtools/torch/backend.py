@@ -15,11 +15,11 @@ from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiled_functions import compiled
 from gradtools.torch.compiling import Dynamo, is_compiling, uncompiled
-from gradtools.torch.engines import caller_of
 from gradtools.torch.forward_mode.plain_kernels import jvps, restarting
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.hooks import scaled
 from gradtools.torch.known_errors import explained
+from gradtools.torch.open_derivatives import caller_of, is_inside, is_pushed_in_trace
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
 from gradtools.torch.rules.maps import transpose
 from gradtools.torch.rules.transposing import pull, push, value_and_push
@@ -255,9 +255,9 @@ class TorchBackend(FrameworkBackend):
 def _checkpointed(
     backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    if is_compiling() and engines.is_pushed_in_trace():
+    if is_compiling() and is_pushed_in_trace():
         return f(*args, **kwargs)  # dynamo does not trace tangents through checkpoint's operator
-    if is_compiling() and not engines.is_inside():
+    if is_compiling() and not is_inside():
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(f, *args, use_reentrant=False, **kwargs)

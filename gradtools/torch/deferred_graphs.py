@@ -27,10 +27,10 @@ from torch import nn
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.autograd_graph import SOURCE
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.modes import Modes
+from gradtools.torch.open_derivatives import SOURCE
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.rerunning import put_back
 from gradtools.torch.rules.checking import value_of

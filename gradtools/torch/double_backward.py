@@ -39,7 +39,6 @@ from gradtools.torch.autograd_graph import (
     is_torchscript,
     node_of,
     surveyed,
-    tracked_in,
 )
 from gradtools.torch.double_backward_trials import (
     InnerGraphs,
@@ -52,6 +51,7 @@ from gradtools.torch.double_backward_trials import (
 )
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.nondifferentiable import with_gate
+from gradtools.torch.open_derivatives import tracked_in
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.plain_programs.backward_nodes import corrected
 from gradtools.torch.rerunning import Rerunnable, rerun

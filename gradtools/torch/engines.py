@@ -13,10 +13,9 @@ tensor requires grad; otherwise they are detached and the graph is freed.
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -25,34 +24,15 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.function import BackwardCFunction
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradtools.backend import CannotPush, Evaluation, Fun
+from gradtools.backend import Evaluation, Fun
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import refusal
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import (
-    CPP_NODE,
-    SOURCE,
-    SPENT,
-    OpenDerivative,
-    ReadsElsewhere,
-    guarded,
-    here,
-    is_spent,
-    nodes_made,
-    note_taken,
-    parameters_of,
-    refuse_read_elsewhere,
-    refuse_torchscript,
-    scripts_refused,
-    surveyed,
-)
+from gradtools.torch.autograd_graph import guarded, nodes_made, scripts_refused, surveyed
 from gradtools.torch.compiling import (
-    is_compiling,
     mark_lost,
-    nodes_of,
     not_exported,
     only_inlined,
     refuse_lost,
@@ -60,17 +40,40 @@ from gradtools.torch.compiling import (
 )
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, recorded_dual
 from gradtools.torch.forward_mode.one_tangent import OneTangent
-from gradtools.torch.forward_mode.pushing import RightTangents, gated_where_unseen
+from gradtools.torch.forward_mode.pushing import gated_where_unseen
 from gradtools.torch.forward_mode.training_machinery import pushed_through
-from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
-from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, forward_mode
-from gradtools.torch.operation_marks import DERIVATIVE, detached, hooks_of_users
-from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_in_batches, wrong_nodes
-from gradtools.torch.plain_programs.modes import (
-    PlainPrograms,
-    PlainProgramsInTrace,
+from gradtools.torch.functorch_engine import (
+    functorch_jvp,
+    functorch_linearize,
+    functorch_vjp,
+    in_functorch,
+    is_differentiated_again,
+    is_plain,
+    pushing,
 )
+from gradtools.torch.functorch_wrappers import is_inexact, unshared
+from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
+from gradtools.torch.modes import NoForwardMode, dual_level, dual_of
+from gradtools.torch.open_derivatives import (
+    COMPILED,
+    EAGER,
+    SOURCE,
+    SPENT,
+    ReadsElsewhere,
+    begun,
+    caller_of,
+    here,
+    is_spent,
+    note_derivative,
+    note_taken,
+    open_flags,
+    parameters_of,
+    refuse_read_elsewhere,
+    watched,
+)
+from gradtools.torch.operation_marks import DERIVATIVE, OWN_HOOKS, detached
+from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_in_batches, wrong_nodes
+from gradtools.torch.plain_programs.modes import PlainPrograms
 from gradtools.torch.rerunning import rerun
 from gradtools.torch.rules.installing import evaluated_to_push
 
@@ -84,7 +87,7 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
     if upstream.is_exporting():
         raise not_exported(caller_of(fun))
     compiling = torch.compiler.is_dynamo_compiling()
-    for flag in _compiled if compiling else _eager.open:
+    for flag in COMPILED if compiling else EAGER.open:
         flag[0] = True
     if not compiling and upstream.peek_interpreter_stack() is None:
         if upstream.DYNAMO in sys.modules:
@@ -93,7 +96,7 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
             return replace(result, pullback=partial(uncompiled, result.pullback))
         return _eager_vjp(fun, leaves, once)
     with explained(caller_of(fun)):
-        return _functorch_vjp(fun, leaves, groups)
+        return functorch_vjp(fun, leaves, groups)
 
 
 @only_inlined
@@ -107,13 +110,16 @@ def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
 
 
 def _jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
-    _note_derivative(_open_derivatives())
+    note_derivative(open_flags())
     with explained(caller_of(fun)):
-        if _in_functorch():
-            if not _is_differentiated_again():
+        if in_functorch():
+            if not is_differentiated_again():
                 with suppress(NoForwardMode):
-                    return _functorch_jvp(fun, leaves, tangents)
-            outs, extras, push = _functorch_linearize(fun, leaves)
+                    result, may_be_lost = functorch_jvp(fun, leaves, tangents)
+                    if may_be_lost:
+                        refuse_lost_along(fun, leaves)
+                    return result
+            outs, extras, push = functorch_linearize(fun, leaves)
             return outs, extras, push(tangents)
         with suppress(NoForwardMode):
             return _dual_jvp(fun, leaves, tangents)
@@ -132,9 +138,9 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    _note_derivative(_open_derivatives())
+    note_derivative(open_flags())
     with explained(caller_of(fun)):
-        return (_functorch_linearize if _in_functorch() else _eager_linearize)(fun, leaves)
+        return (functorch_linearize if in_functorch() else _eager_linearize)(fun, leaves)
 
 
 # --- the eager engine --------------------------------------------------------------------
@@ -200,10 +206,10 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 
     def transposed() -> Any:
         linear = ordinary and not survey.hooked  # hooks need not be
-        if not (getattr(fun, "may_transpose", False) and linear and _is_plain(outs)):
+        if not (getattr(fun, "may_transpose", False) and linear and is_plain(outs)):
             return None
         try:
-            return _pushing(_transposed(fun, leaves, evaluated), attached)
+            return pushing(_transposed(fun, leaves, evaluated), attached)
         except RuntimeError:  # some operation's backward pass has no derivative
             return None
 
@@ -216,27 +222,6 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         where_lost=where_lost,
         transposed=transposed,
     )
-
-
-def _is_plain(ys: Sequence[Tensor]) -> bool:
-    """Whether the graph consists of PyTorch's own operations, without custom Functions."""
-    nodes = nodes_of([y for y in ys if y.requires_grad])
-    return not any(isinstance(n, BackwardCFunction) or type(n).__name__ == CPP_NODE for n in nodes)
-
-
-def _pushing(push: Any, attached: bool) -> Any:
-    """A transposed pullback that raises `CannotPush` if an operation has no second derivative."""
-
-    def pushed(tangents: list[Tensor]) -> list[Tensor]:
-        try:
-            result = push(tangents)
-        except RuntimeError as error:
-            raise CannotPush from error
-        if attached and not _is_plain(result):
-            raise CannotPush
-        return result
-
-    return pushed
 
 
 def _gated_at_hooks(fun: Fun, *where: Any) -> list[Tensor | None]:
@@ -365,8 +350,8 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
         else _alias(x, tracks)
         for x in leaves
     ]
-    inside, hooks = _begun(aliases, around, leaves), hooks_of_users()
-    before = nodes_made()
+    inside, before = begun(aliases, around, leaves), nodes_made()
+    hooks = upstream.hooks_made() - OWN_HOOKS[0]
     around.append(inside)
     try:
         if on:
@@ -381,7 +366,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
     survey = surveyed(outs, nodes_made() - before)
     if survey.compiled:
         refuse_lost(caller_of(fun), outs)
-    if hooks_of_users() != hooks:
+    if upstream.hooks_made() - OWN_HOOKS[0] != hooks:
         survey = survey._replace(hooked=True)
     if survey.compiled:
         mark_lost(survey.compiled)
@@ -389,27 +374,6 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
     captured = not all(map(is_spent, survey.leaves))
     attached = keep and (captured or (tracks and any(map(_is_tracked, leaves))))
     return outs, extras, aliases, attached, survey, inside
-
-
-def _begun(
-    aliases: Sequence[Tensor], around: Sequence[OpenDerivative], leaves: Sequence[Tensor]
-) -> OpenDerivative:
-    """The record of a derivative whose function is about to be evaluated, in others' functions."""
-    before, spent = [set(each.entered) for each in around] if around else [], [False]
-    for alias in aliases:
-        setattr(alias, SPENT, spent)
-    return OpenDerivative(aliases, set(), set(), before, spent, leaves)
-
-
-@contextmanager
-def _opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
-    """Around the evaluation of a function at the aliases."""
-    around = here.opened
-    around.append(_begun(aliases, around, aliases))
-    try:
-        yield around[-1]
-    finally:
-        around.pop()
 
 
 def is_in_inference() -> bool:
@@ -462,10 +426,6 @@ def _freed(xs: Sequence[Any]) -> list[Any]:
     return [_detached(x) if x is not None and x.requires_grad else x for x in xs]
 
 
-def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    return (x, None) if upstream.forward_level() < 0 else forward_ad.unpack_dual(x)
-
-
 # --- forward mode ------------------------------------------------------------------------
 
 
@@ -473,7 +433,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
     keep = torch.is_grad_enabled()  # before leaving inference mode enables it
     with outside_of_inference(), torch.set_grad_enabled(keep), dual_level():
         pairs = zip(leaves, tangents, strict=True)
-        duals = [dual_of(_unshared(_normal(x)), _normal(t)) for x, t in pairs]
+        duals = [dual_of(unshared(_normal(x)), _normal(t)) for x, t in pairs]
         shows = keep and any(map(_is_tracked, tangents))
         if shows:  # record a graph to see which operations the tangents' derivatives pass
             duals = [recorded_dual(x) for x in duals]
@@ -482,7 +442,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
             caller = caller_of(fun)
             mode = NoGradStopsTangents(False, True, caller) if keep else OneTangent((), caller)
             with mode, pushed_through(caller, keep), ReadsElsewhere(leaves) as elsewhere:
-                outs, extras, nested = _watched(fun, duals)
+                outs, extras, nested = watched(fun, duals)
             unseen = not (keep or nested or seen) and nodes_made() != recorded
             # Under no_grad a view of a tracked tensor would require grad without a graph.
             unpacked = [forward_ad.unpack_dual(y) for y in outs]
@@ -571,294 +531,3 @@ def refuse_lost_along(fun: Fun, leaves: Sequence[Tensor]) -> None:
     with upstream.temporarily_clear_interpreter_stack(), suppress(RuntimeError):
         cut = rerun(run, leaves)
     refuse_cut(fun, cut)
-
-
-def caller_of(fun: Fun) -> str:
-    """The operator that the user called, if the function knows it."""
-    return getattr(fun, "caller", "gradtools")
-
-
-# --- inside functorch and dynamo ---------------------------------------------------------
-
-
-def _in_functorch() -> bool:
-    return is_compiling() or upstream.peek_interpreter_stack() is not None
-
-
-def _is_differentiated_again(own: int = 0) -> bool:
-    """Whether an outer level differentiates: PyTorch's forward rules may then lose a term.
-
-    (Inside plain dual numbers `torch.func.jvp` does not nest at all.)
-
-    own: How many levels belong to this call.
-    """
-    if is_compiling():
-        return False
-    if upstream.forward_level() >= 0:
-        return True
-    kinds = upstream.TransformType
-    stack = upstream.get_interpreter_stack() or ()
-    result = [level for level in stack if level.key() in (kinds.Grad, kinds.Jvp)]
-    return len(result) > own
-
-
-def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
-    reached: list[bool] = []
-    nested: list[bool] = []
-    entered: list[OpenDerivative] = []
-    empty: list[bool] = []
-    wrong: list[Any] = []
-    hooked: list[Tensor] = []  # if f sets hooks, the leaves of its graph
-    plain: list[bool] = []
-    keep = torch.is_grad_enabled()
-
-    def paired(*xs: Tensor) -> Any:
-        probed_groups = groups if groups is not None and is_compiling() else ()
-        if is_compiling():
-            nested_in_trace = bool(_open_derivatives())
-            with PlainProgramsInTrace(1 + len(probed_groups), nested_in_trace):
-                outs, extras, inside = _watched(
-                    lambda *a: _probed(fun, a, probed_groups, reached), xs
-                )
-            nested[:] = [inside]
-        else:
-            again = _is_differentiated_again(1)
-            guarding = _calls_guarded(caller_of(fun)) if again or keep else nullcontext()
-            count = hooks_of_users()
-            with _opened(xs) as inside, guarding, PlainPrograms(), _pushed_from_outside():
-                outs, extras = fun(*xs)
-            entered[:] = [inside]
-            survey = surveyed(outs)
-            sets_hooks = hooks_of_users() != count
-            if (again or keep) and sets_hooks:
-                hooked[:] = survey.leaves
-            if again:
-                refuse_torchscript(caller_of(fun), outs)
-            result, wrong[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
-            reached[:] = [id(x) in result for x in xs]
-            ordinary = not (again or survey.lost or survey.wrong or survey.custom or sets_hooks)
-            plain[:] = [getattr(fun, "may_transpose", False) and ordinary and _is_plain(outs)]
-        empty[:] = [not outs]
-        return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
-
-    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
-    outs = () if empty[0] else outs
-
-    def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
-        if not outs:
-            return [None] * len(leaves)
-        filled = tuple(
-            torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
-        )
-        # A view, since a tensor that a rule returns unchanged may be a wrapper of a dead level.
-        with explained(caller_of(fun)), corrected(wrong):
-            grads = [g.view_as(g) for g in pull(filled)]
-        if hooked:
-            from gradtools.torch.hook_trials import gated_in_functorch
-
-            grads = gated_in_functorch(caller_of(fun), fun, leaves, hooked, filled, grads)
-        if not is_compiling():
-            note_taken(outs, grads, leaves, leaves, torch.is_grad_enabled(), *entered)
-        if not reached or any(nested):
-            return list(grads)
-        grads = [g if r else None for g, r in zip(grads, reached, strict=True)]
-        return entered[0].filled(grads, ()) if entered else grads
-
-    def transposed() -> Any:
-        if not any(plain) or entered[0].entered:
-            return None
-        try:
-            return _pushing(_pulled_back(pull, outs), False)
-        except RuntimeError:  # some operation's backward pass has no derivative
-            return None
-
-    if not entered:  # compiled, or evaluated after a graph break
-        return Evaluation(list(outs), list(extras), pullback)
-
-    def cut(grads: Sequence[Tensor | None]) -> list[int]:
-        if not all(g is not None for g in grads):
-            refuse_read_elsewhere(fun, outs, leaves, grads)
-        return entered[0].cut(grads, ())
-
-    return Evaluation(list(outs), list(extras), pullback, cut, transposed=transposed)
-
-
-def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list[bool]) -> Any:
-    """f, recording at trace time for each leaf whether its group reaches an output.
-
-    Dynamo exposes no graph, but `requires_grad` shows at each level whether a result depends on the
-    inputs of that level; so each group gets a level. This adds nothing to the compiled program.
-    """
-    if not groups:
-        return fun(*xs)
-    mine, others = xs[: groups[0]], xs[groups[0] :]
-    deeper: list[bool] = []
-
-    def level(*tracked: Tensor) -> Any:
-        def rest(*a: Tensor) -> Any:
-            return fun(*tracked, *a)
-
-        outs, extras = _probed(rest, others, groups[1:], deeper)
-        hit = any(y.requires_grad for y in outs)
-        reached[:] = [hit for _ in tracked] + deeper
-        return tuple(outs), tuple(extras)
-
-    if not mine:
-        return level()
-    outs, _, extras = torch.func.vjp(level, *mine, has_aux=True)  # type: ignore[misc]
-    return list(outs), list(extras)
-
-
-def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
-    stopped: list[bool] = []
-
-    def paired(*xs: Tensor) -> Any:
-        if is_compiling():
-            _pushed_in_trace.append(True)
-            try:
-                with _twice_in_trace(), RightTangents():
-                    outs, extras = fun(*xs)
-            finally:
-                _pushed_in_trace.pop()
-        else:
-            mode = NoGradStopsTangents(False, True, caller_of(fun))
-            with torch.enable_grad(), mode, ReadsElsewhere(leaves) as elsewhere:
-                outs, extras, nested = _watched(fun, xs)
-            refuse_torchscript(caller_of(fun), outs)
-            lost = nested and all(_unpacked(y)[1] is None for y in outs)
-            stopped[:] = [lost or elsewhere.found]
-        return tuple(outs), tuple(extras)
-
-    apart = tuple(_unshared(x) for x in leaves)
-    with nullcontext() if is_compiling() else forward_mode():
-        outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
-    if any(stopped) and not any(map(is_wrapped, leaves)):
-        refuse_lost_along(fun, leaves)
-    # Under vmap PyTorch promotes the tangent of a scalar times a Python number, unlike its value.
-    pushed = [
-        t if t.dtype == y.dtype or not is_inexact(y) else t.to(y.dtype)
-        for y, t in zip(outs, pushed, strict=True)
-    ]
-    result = [list(xs) for xs in (outs, extras, pushed)]
-    return result if torch.is_grad_enabled() else [[_untracked(x) for x in xs] for xs in result]
-
-
-def _untracked(x: Any) -> Any:
-    """x without its graph, under no_grad, but with its tangent and functorch wrappers."""
-    return x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x
-
-
-def _unshared(x: Tensor) -> Tensor:
-    """x, or a copy if its entries overlap in memory: tangents get x's memory layout."""
-    if is_compiling() or x.is_contiguous():
-        return x
-    if all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _is_pushed_again() -> bool:
-    """Whether an outer level is forward mode, or may be in compiled code."""
-    stack = upstream.get_interpreter_stack() or ()
-    pushes = any(level.key() == upstream.TransformType.Jvp for level in stack)
-    return is_compiling() or pushes or upstream.forward_level() >= 0
-
-
-def _twice_in_trace() -> AbstractContextManager[Any]:
-    """Unfused attention, for traced code that is differentiated again."""
-    return sdpa_kernel(SDPBackend.MATH)
-
-
-def _pushed_from_outside() -> AbstractContextManager[Any]:
-    """`NoGradStopsTangents`, for a vjp inside of PyTorch's own `torch.func.jvp`."""
-    if not _is_pushed_again():
-        return nullcontext()
-    modes = upstream.function_modes()
-    return (
-        nullcontext()
-        if any(isinstance(m, NoGradStopsTangents) for m in modes)
-        else NoGradStopsTangents(False, True)
-    )
-
-
-@contextmanager
-def _differentiated_twice(caller: str) -> Iterator[None]:
-    """Around a function whose backward pass is differentiated again."""
-    if is_compiling():
-        with _twice_in_trace():
-            yield
-        return
-    with _calls_guarded(caller), PlainPrograms(times=1, control_flow=True):
-        yield
-
-
-def _calls_guarded(caller: str) -> AbstractContextManager[Any]:
-    from gradtools.torch.double_backward import calls_guarded
-
-    return calls_guarded(caller)
-
-
-def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    def paired(*xs: Tensor) -> Any:
-        with _differentiated_twice(caller_of(fun)):
-            outs, extras = evaluated_to_push(caller_of(fun), fun, *xs)
-        if not is_compiling():
-            refuse_torchscript(caller_of(fun), outs)
-        return tuple(outs), tuple(extras)
-
-    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
-    return list(outs), list(extras), _pulled_back(pull, outs)
-
-
-def _pulled_back(pull: Any, outs: Sequence[Tensor]) -> Any:
-    """The pushforward, as the pullback of the pullback."""
-    ones = tuple(torch.ones_like(y) for y in outs)
-    _, push = torch.func.vjp(pull, ones)  # type: ignore[misc]
-    return lambda tangents: list(push(tuple(tangents))[0])
-
-
-# --- whether f takes a derivative itself -------------------------------------------------
-
-
-class _OpenFlags(threading.local):
-    def __init__(self) -> None:
-        self.open: list[list[bool]] = []
-
-
-_eager = _OpenFlags()
-_compiled: list[list[bool]] = []  # dynamo can trace a plain list, but no thread-local
-
-
-_pushed_in_trace: list[bool] = []
-
-
-def is_pushed_in_trace() -> bool:
-    """Whether dynamo traces a function in forward mode."""
-    return bool(_pushed_in_trace)
-
-
-def _open_derivatives() -> list[list[bool]]:
-    """A stack of flags, one for each derivative whose function is being evaluated."""
-    return _compiled if is_compiling() else _eager.open
-
-
-def is_inside() -> bool:
-    """Whether a gradtools derivative is evaluating its function."""
-    return bool(_open_derivatives())
-
-
-def _note_derivative(still_open: list[list[bool]]) -> None:
-    for flag in still_open:
-        flag[0] = True
-
-
-def _watched(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], bool]:
-    """f at xs, and whether it took a gradtools derivative itself."""
-    flag = [False]
-    still_open = _open_derivatives()
-    still_open.append(flag)
-    try:
-        outs, extras = fun(*xs)
-    finally:
-        still_open.pop()
-    return outs, extras, flag[0]

@@ -23,17 +23,17 @@ from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.freezing import name_of_function
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import is_spent, nodes_made, scripts_refused, surveyed
+from gradtools.torch.autograd_graph import nodes_made, scripts_refused, surveyed
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.double_backward import gate_graph
-from gradtools.torch.engines import _unshared
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
 from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
-from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, like
+from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, like, unshared
 from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
 from gradtools.torch.modes import NOTHING, Modes, NoForwardMode, batchings, dual_level, dual_of
 from gradtools.torch.nondifferentiable import gated
+from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import CHUNK, detached
 from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked, own_wrapper
 from gradtools.torch.replaying.nodes import (
@@ -626,7 +626,7 @@ def _dual(z: Tensor, dz: Tensor | None) -> Tensor:
     z = detached(z, CHUNK)
     if dz is None:
         return z
-    return dual_of(_unshared(z), detached(dz, CHUNK))
+    return dual_of(unshared(z), detached(dz, CHUNK))
 
 
 def _tangent(y: Any) -> Tensor | None:

@@ -115,6 +115,15 @@ def is_inexact(x: Any) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+def unshared(x: Tensor) -> Tensor:
+    """x, or a copy if its entries overlap in memory: tangents get x's memory layout."""
+    if torch.compiler.is_dynamo_compiling() or x.is_contiguous():
+        return x
+    if all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 # --- zeros -------------------------------------------------------------------------------
 
 

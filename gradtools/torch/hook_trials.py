@@ -25,18 +25,12 @@ from torch.overrides import TorchFunctionMode
 from gradtools.backend import Fun
 from gradtools.errors import LostDerivativeError, is_of
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import (
-    OWN,
-    all_behind,
-    graph_of,
-    is_spent,
-    surveyed,
-    tracked_in,
-)
+from gradtools.torch.autograd_graph import OWN, all_behind, graph_of, surveyed
 from gradtools.torch.double_backward import is_pushed_beneath
 from gradtools.torch.double_backward_trials import differs, is_tracked, on_one_line, wave
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.nondifferentiable import with_gate
+from gradtools.torch.open_derivatives import is_spent, tracked_in
 from gradtools.torch.operation_marks import OWN_HOOKS, only_observes
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.replaying.guards import mark, marked

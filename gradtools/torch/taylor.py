@@ -25,9 +25,10 @@ from gradtools.rules import replaced_at
 from gradtools.taylor import LOGISTIC, TANH, Algebra, Laplacians, Series, polynomials, powers
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import engines
-from gradtools.torch.autograd_graph import ReadsElsewhere, graph_of, node_of
+from gradtools.torch.autograd_graph import graph_of, node_of
 from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.open_derivatives import ReadsElsewhere, caller_of
 from gradtools.torch.plain_programs import programs
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.rerunning import changes_in_place, name_of
@@ -64,7 +65,7 @@ def carry_series(
         places[:] = [[t is not None for t in y.terms] for y in ys]
         return [x for y in ys for x in (y.primal, *y.terms) if x is not None], extras
 
-    flat.caller = engines.caller_of(fun)  # type: ignore[attr-defined]
+    flat.caller = caller_of(fun)  # type: ignore[attr-defined]
     elsewhere = ReadsElsewhere([x.primal for x in moved])
     result = engines.vjp(flat, [x.primal for x in moved], groups=None, once=True)
     if elsewhere.found:

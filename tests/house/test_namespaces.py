@@ -193,6 +193,8 @@ torch/rerunning.py: f runs again and all that it changed is put back; JAX's func
 torch/live_bytes.py: the bytes of a tile, counted as it runs; JAX's compiler says them
 torch/state.py: modules and variables that change; JAX's functions are pure
 torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
+torch/functorch_engine.py: the engine inside of torch.func, beside the eager one; JAX has one
+torch/open_derivatives.py: what inner derivatives depend on; in JAX the jaxpr tells it
 torch/deferred_graphs.py: graphs of derivatives at modules; JAX differentiates programs
 torch/double_backward.py: what autograd loses in silence in a Function; JAX raises there
 torch/double_backward_trials.py: how that is found out

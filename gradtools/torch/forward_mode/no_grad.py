@@ -22,10 +22,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import SPENT
 from gradtools.torch.compiling import as_written
 from gradtools.torch.forward_mode.pushing import pushed_rightly
 from gradtools.torch.hooks import HookGuard
+from gradtools.torch.open_derivatives import SPENT
 from gradtools.torch.plain_programs.rows import is_wrong_at
 
 Tensor = torch.Tensor

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, is_of, warn_once
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.deferred_graphs import (
     ANOTHER_VALUE,
@@ -26,9 +25,10 @@ from gradtools.torch.deferred_graphs import (
     agree,
     started,
 )
-from gradtools.torch.engines import caller_of, jvp
+from gradtools.torch.engines import jvp
 from gradtools.torch.known_errors import NO_FORWARD_MODE, kernel_without
 from gradtools.torch.modes import Modes
+from gradtools.torch.open_derivatives import caller_of, is_spent
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.state import Snapshot
 

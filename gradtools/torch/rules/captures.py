@@ -17,8 +17,8 @@ from torch.autograd.graph import get_gradient_edge
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, closes_over
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
+from gradtools.torch.open_derivatives import is_spent
 
 Tensor = torch.Tensor
 

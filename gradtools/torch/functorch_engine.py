@@ -1,0 +1,304 @@
+"""The engine inside of torch.func's transforms and in compiled code: `torch.func`.
+
+There autograd's own graph is hidden, and dynamo traces this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.autograd.function import BackwardCFunction
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gradtools.backend import CannotPush, Evaluation, Fun
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import CPP_NODE, refuse_torchscript, surveyed
+from gradtools.torch.compiling import is_compiling, nodes_of
+from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
+from gradtools.torch.forward_mode.pushing import RightTangents
+from gradtools.torch.functorch_wrappers import is_inexact, unshared
+from gradtools.torch.known_errors import explained
+from gradtools.torch.modes import forward_mode
+from gradtools.torch.open_derivatives import (
+    OpenDerivative,
+    ReadsElsewhere,
+    begun,
+    caller_of,
+    here,
+    note_taken,
+    open_flags,
+    pushed_in_trace,
+    refuse_read_elsewhere,
+    watched,
+)
+from gradtools.torch.operation_marks import hooks_of_users
+from gradtools.torch.plain_programs.backward_nodes import corrected
+from gradtools.torch.plain_programs.modes import PlainPrograms, PlainProgramsInTrace
+from gradtools.torch.rules.installing import evaluated_to_push
+
+Tensor = torch.Tensor
+is_wrapped = upstream.is_wrapped
+
+
+def in_functorch() -> bool:
+    return is_compiling() or upstream.peek_interpreter_stack() is not None
+
+
+def functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
+    reached: list[bool] = []
+    nested: list[bool] = []
+    entered: list[OpenDerivative] = []
+    empty: list[bool] = []
+    wrong: list[Any] = []
+    hooked: list[Tensor] = []  # if f sets hooks, the leaves of its graph
+    plain: list[bool] = []
+    keep = torch.is_grad_enabled()
+
+    def paired(*xs: Tensor) -> Any:
+        probed_groups = groups if groups is not None and is_compiling() else ()
+        if is_compiling():
+            nested_in_trace = bool(open_flags())
+            with PlainProgramsInTrace(1 + len(probed_groups), nested_in_trace):
+                outs, extras, inside = watched(
+                    lambda *a: _probed(fun, a, probed_groups, reached), xs
+                )
+            nested[:] = [inside]
+        else:
+            again = is_differentiated_again(1)
+            guarding = _calls_guarded(caller_of(fun)) if again or keep else nullcontext()
+            count = hooks_of_users()
+            with _opened(xs) as inside, guarding, PlainPrograms(), _pushed_from_outside():
+                outs, extras = fun(*xs)
+            entered[:] = [inside]
+            survey = surveyed(outs)
+            sets_hooks = hooks_of_users() != count
+            if (again or keep) and sets_hooks:
+                hooked[:] = survey.leaves
+            if again:
+                refuse_torchscript(caller_of(fun), outs)
+            result, wrong[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
+            reached[:] = [id(x) in result for x in xs]
+            ordinary = not (again or survey.lost or survey.wrong or survey.custom or sets_hooks)
+            plain[:] = [getattr(fun, "may_transpose", False) and ordinary and is_plain(outs)]
+        empty[:] = [not outs]
+        return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
+
+    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
+    outs = () if empty[0] else outs
+
+    def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
+        if not outs:
+            return [None] * len(leaves)
+        filled = tuple(
+            torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
+        )
+        # A view, since a tensor that a rule returns unchanged may be a wrapper of a dead level.
+        with explained(caller_of(fun)), corrected(wrong):
+            grads = [g.view_as(g) for g in pull(filled)]
+        if hooked:
+            from gradtools.torch.hook_trials import gated_in_functorch
+
+            grads = gated_in_functorch(caller_of(fun), fun, leaves, hooked, filled, grads)
+        if not is_compiling():
+            note_taken(outs, grads, leaves, leaves, torch.is_grad_enabled(), *entered)
+        if not reached or any(nested):
+            return list(grads)
+        grads = [g if r else None for g, r in zip(grads, reached, strict=True)]
+        return entered[0].filled(grads, ()) if entered else grads
+
+    def transposed() -> Any:
+        if not any(plain) or entered[0].entered:
+            return None
+        try:
+            return pushing(_pulled_back(pull, outs), False)
+        except RuntimeError:  # some operation's backward pass has no derivative
+            return None
+
+    if not entered:  # compiled, or evaluated after a graph break
+        return Evaluation(list(outs), list(extras), pullback)
+
+    def cut(grads: Sequence[Tensor | None]) -> list[int]:
+        if not all(g is not None for g in grads):
+            refuse_read_elsewhere(fun, outs, leaves, grads)
+        return entered[0].cut(grads, ())
+
+    return Evaluation(list(outs), list(extras), pullback, cut, transposed=transposed)
+
+
+def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list[bool]) -> Any:
+    """f, recording at trace time for each leaf whether its group reaches an output.
+
+    Dynamo exposes no graph, but `requires_grad` shows at each level whether a result depends on the
+    inputs of that level; so each group gets a level. This adds nothing to the compiled program.
+    """
+    if not groups:
+        return fun(*xs)
+    mine, others = xs[: groups[0]], xs[groups[0] :]
+    deeper: list[bool] = []
+
+    def level(*tracked: Tensor) -> Any:
+        def rest(*a: Tensor) -> Any:
+            return fun(*tracked, *a)
+
+        outs, extras = _probed(rest, others, groups[1:], deeper)
+        hit = any(y.requires_grad for y in outs)
+        reached[:] = [hit for _ in tracked] + deeper
+        return tuple(outs), tuple(extras)
+
+    if not mine:
+        return level()
+    outs, _, extras = torch.func.vjp(level, *mine, has_aux=True)  # type: ignore[misc]
+    return list(outs), list(extras)
+
+
+@contextmanager
+def _opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
+    """Around the evaluation of a function at the aliases."""
+    around = here.opened
+    around.append(begun(aliases, around, aliases))
+    try:
+        yield around[-1]
+    finally:
+        around.pop()
+
+
+def functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
+    """`(outs, extras, pushed)`, and whether leaves may be cut or read by another reference."""
+    stopped: list[bool] = []
+
+    def paired(*xs: Tensor) -> Any:
+        if is_compiling():
+            pushed_in_trace.append(True)
+            try:
+                with _twice_in_trace(), RightTangents():
+                    outs, extras = fun(*xs)
+            finally:
+                pushed_in_trace.pop()
+        else:
+            mode = NoGradStopsTangents(False, True, caller_of(fun))
+            with torch.enable_grad(), mode, ReadsElsewhere(leaves) as elsewhere:
+                outs, extras, nested = watched(fun, xs)
+            refuse_torchscript(caller_of(fun), outs)
+            lost = nested and all(forward_ad.unpack_dual(y).tangent is None for y in outs)
+            stopped[:] = [lost or elsewhere.found]
+        return tuple(outs), tuple(extras)
+
+    apart = tuple(unshared(x) for x in leaves)
+    with nullcontext() if is_compiling() else forward_mode():
+        outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
+    # Under vmap PyTorch promotes the tangent of a scalar times a Python number, unlike its value.
+    pushed = [
+        t if t.dtype == y.dtype or not is_inexact(y) else t.to(y.dtype)
+        for y, t in zip(outs, pushed, strict=True)
+    ]
+    results = [list(xs) for xs in (outs, extras, pushed)]
+    if not torch.is_grad_enabled():
+        results = [[_untracked(x) for x in xs] for xs in results]
+    return results, any(stopped) and not any(map(is_wrapped, leaves))
+
+
+def _untracked(x: Any) -> Any:
+    """x without its graph, under no_grad, but with its tangent and functorch wrappers."""
+    return x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x
+
+
+def functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
+    def paired(*xs: Tensor) -> Any:
+        with _differentiated_twice(caller_of(fun)):
+            outs, extras = evaluated_to_push(caller_of(fun), fun, *xs)
+        if not is_compiling():
+            refuse_torchscript(caller_of(fun), outs)
+        return tuple(outs), tuple(extras)
+
+    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
+    return list(outs), list(extras), _pulled_back(pull, outs)
+
+
+def _pulled_back(pull: Any, outs: Sequence[Tensor]) -> Any:
+    """The pushforward, as the pullback of the pullback."""
+    ones = tuple(torch.ones_like(y) for y in outs)
+    _, push = torch.func.vjp(pull, ones)  # type: ignore[misc]
+    return lambda tangents: list(push(tuple(tangents))[0])
+
+
+def is_differentiated_again(own: int = 0) -> bool:
+    """Whether an outer level differentiates: PyTorch's forward rules may then lose a term.
+
+    (Inside plain dual numbers `torch.func.jvp` does not nest at all.)
+
+    own: How many levels belong to this call.
+    """
+    if is_compiling():
+        return False
+    if upstream.forward_level() >= 0:
+        return True
+    kinds = upstream.TransformType
+    stack = upstream.get_interpreter_stack() or ()
+    result = [level for level in stack if level.key() in (kinds.Grad, kinds.Jvp)]
+    return len(result) > own
+
+
+def _is_pushed_again() -> bool:
+    """Whether an outer level is forward mode, or may be in compiled code."""
+    stack = upstream.get_interpreter_stack() or ()
+    pushes = any(level.key() == upstream.TransformType.Jvp for level in stack)
+    return is_compiling() or pushes or upstream.forward_level() >= 0
+
+
+def _twice_in_trace() -> AbstractContextManager[Any]:
+    """Unfused attention, for traced code that is differentiated again."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def _pushed_from_outside() -> AbstractContextManager[Any]:
+    """`NoGradStopsTangents`, for a vjp inside of PyTorch's own `torch.func.jvp`."""
+    if not _is_pushed_again():
+        return nullcontext()
+    modes = upstream.function_modes()
+    return (
+        nullcontext()
+        if any(isinstance(m, NoGradStopsTangents) for m in modes)
+        else NoGradStopsTangents(False, True)
+    )
+
+
+@contextmanager
+def _differentiated_twice(caller: str) -> Iterator[None]:
+    """Around a function whose backward pass is differentiated again."""
+    if is_compiling():
+        with _twice_in_trace():
+            yield
+        return
+    with _calls_guarded(caller), PlainPrograms(times=1, control_flow=True):
+        yield
+
+
+def _calls_guarded(caller: str) -> AbstractContextManager[Any]:
+    from gradtools.torch.double_backward import calls_guarded
+
+    return calls_guarded(caller)
+
+
+def is_plain(ys: Sequence[Tensor]) -> bool:
+    """Whether the graph consists of PyTorch's own operations, without custom Functions."""
+    nodes = nodes_of([y for y in ys if y.requires_grad])
+    return not any(isinstance(n, BackwardCFunction) or type(n).__name__ == CPP_NODE for n in nodes)
+
+
+def pushing(push: Any, attached: bool) -> Any:
+    """A transposed pullback that raises `CannotPush` if an operation has no second derivative."""
+
+    def pushed(tangents: list[Tensor]) -> list[Tensor]:
+        try:
+            result = push(tangents)
+        except RuntimeError as error:
+            raise CannotPush from error
+        if attached and not is_plain(result):
+            raise CannotPush
+        return result
+
+    return pushed

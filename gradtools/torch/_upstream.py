@@ -94,9 +94,6 @@ get_interpreter_stack: Callable[[], Any] = _functorch.get_interpreter_stack
 TransformType: Any = _functorch.TransformType
 """The kinds of levels: Grad, Jvp, Vmap, Functionalize."""
 
-maybe_current_level: Callable[[], int | None] = _functorch.maybe_current_level
-"""The number of the innermost level, which tells one nest of transforms from another."""
-
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 """Whether a tensor is of a level. `torch.func.debug_unwrap` could tell, by
 `debug_unwrap(x, recurse=False) is not x`, which is slower, and for debugging by its own words."""
@@ -456,17 +453,13 @@ def saved(node: Any, name: str, *default: Any) -> Any:
     return getattr(node, f"_saved_{name}", *default)
 
 
-def arrays_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The shape and dtype of each output of a node. Gone: they are not reported."""
-    return [(tuple(x.shape), x.dtype) for x in getattr(node, "_input_metadata", ())]
-
-
 def described(node: Any) -> Sequence[Any]:
     """The shape, dtype and device of each output of a node.
 
-    Gone: hooks on nodes are not tested, and a derivative through them is refused.
+    Gone: they are not reported; hooks on nodes are not tested, and a derivative through them is
+    refused.
     """
-    described: Sequence[Any] = node._input_metadata
+    described: Sequence[Any] = getattr(node, "_input_metadata", ())
     return described
 
 
@@ -539,11 +532,6 @@ def clone_each(xs: Sequence[Tensor]) -> Sequence[Tensor]:
         if clone and xs:
             return tuple(clone(xs))
     return [x.clone() for x in xs]
-
-
-def overload_of(operation: Any) -> str:
-    """The name of an ATen operation's overload. Gone: the end of its text."""
-    return str(operation._overloadname)
 
 
 def storage_key(x: Tensor) -> int:

@@ -75,7 +75,8 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 
 def current_trace() -> Any:
     """An identifier of the current `torch.func` nesting; None outside of all transforms."""
-    return upstream.maybe_current_level()
+    level = upstream.peek_interpreter_stack()
+    return None if level is None else level.level()
 
 
 spec: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter("layout", "dtype", "shape", "device")

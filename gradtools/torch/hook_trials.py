@@ -300,6 +300,8 @@ class _Hooks(TorchFunctionMode):
         return fun(*args, **kwargs)
 
 
+_SCALES = (-0.5, 1e4, -1e4)  # a hook may clamp one sign
+
 # --- the trial -----------------------------------------------------------------------------
 
 
@@ -363,8 +365,8 @@ class _Trial:
 
     def _are_linear(self, cts: Sequence[Any]) -> bool:
         with self.hooks() as (_, hooks, _):
-            known, *others = [_numbers(hooks, cts, s) for s in (1.0, -0.5, 1e4)]
-        for s, ys in zip((-0.5, 1e4), others, strict=True):
+            known, *others = [_numbers(hooks, cts, s) for s in (1.0, *_SCALES)]
+        for s, ys in zip(_SCALES, others, strict=True):
             for y, one in zip(ys, known, strict=True):
                 # A result that is not finite, as in half precision, is undecided.
                 slack = torch.finfo(one.dtype).eps ** 0.5

@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from gradtools.errors import GradtoolsError
 from gradtools.sparse import entry_dependence as e
 from gradtools.sparse.entry_dependence import AbstractArray, Entries
-from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_mapped
 from gradtools.torch.known_errors import NO_FUNCTIONALIZED_RULE, says
 from gradtools.torch.rerunning import put_back
@@ -218,7 +217,7 @@ def _axes(args: Any, kwargs: Any, ndim: int) -> list[int]:
 
 def _reduced(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> list[Entries] | None:
     x = active[0]
-    overload = upstream.overload_of(target)
+    overload = str(target).rpartition(".")[2]
     axis = args[1] if len(args) > 1 else kwargs.get("dim")
     if type(axis) is int and overload != "default":
         axes = [axis]

@@ -61,8 +61,8 @@ class _AutogradReader:
 
     def node(self, fn: GradFn) -> Node:
         self.held.append(fn)
-        for k, (shape, dtype) in enumerate(upstream.arrays_of(fn)):
-            value = Value(shape, str(dtype).removeprefix("torch."))
+        for k, x in enumerate(upstream.described(fn)):
+            value = Value(tuple(x.shape), str(x.dtype).removeprefix("torch."))
             self.numbers[id(fn), k] = self.new(value)
         outputs = tuple(n for key, n in self.numbers.items() if key[0] == id(fn))
         kept, attributes = self.saved(fn)

@@ -322,7 +322,7 @@ NODES = {
     "SiluBackward0": BackwardNode(
         _unary("self", programs.silu),
         wrong=_ALWAYS,
-        when=lambda node: upstream.arrays_of(node)[0][1].is_complex,
+        when=lambda node: upstream.described(node)[0].dtype.is_complex,
     ),
     "LogcumsumexpBackward0": BackwardNode(_logcumsumexp),
     "SparseCooTensorWithDimsAndTensorsBackward0": BackwardNode(result=_sparse),
@@ -364,7 +364,7 @@ def multiplies_by_deviation(node: Any) -> bool:
     difference = node.next_functions[0][0]
     if type(difference).__name__ != "SubBackward0" or difference.next_functions[1][0] is not None:
         return False
-    deviation, shape = upstream.saved(node, "other"), upstream.arrays_of(node)[0][0]
+    deviation, shape = upstream.saved(node, "other"), upstream.described(node)[0].shape
     return deviation.dim() == len(shape) > 1 and deviation.shape[-1] == 1 < shape[-1]
 
 

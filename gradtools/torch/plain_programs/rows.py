@@ -140,13 +140,6 @@ TABLE = (
         },
     ),
     PlainProgram(
-        "ldexp_",
-        {GRADIENT: "zero", TANGENT: _OTHER},
-        _in_place(programs.ldexp),
-        "torch#186556",
-        _by_integers,
-    ),
-    PlainProgram(
         f"{_F}silu",
         {GRADIENT: _OTHER, TANGENT: _OTHER},
         programs.silu,
@@ -155,12 +148,6 @@ TABLE = (
             GRADIENT: f"torch.{_F}silu(torch.complex(x, 1 - x), inplace=True).abs().sum()",
             TANGENT: f"torch.{_F}silu(torch.complex(x, 1 - x)).abs().sum()",
         },
-    ),
-    PlainProgram(
-        "silu_",
-        {GRADIENT: _OTHER, TANGENT: _OTHER},
-        _in_place(programs.silu),
-        when=_is_complex,
     ),
     PlainProgram(
         "logcumsumexp",
@@ -272,7 +259,6 @@ TABLE = (
         programs.hardsigmoid,
         examples={GRADIENT_AGAIN: f"(torch.{_F}hardsigmoid(x) ** 2).sum()"},
     ),
-    PlainProgram("hardsigmoid_", {GRADIENT_AGAIN: _ERROR}, _in_place(programs.hardsigmoid)),
     PlainProgram(
         "cdist",
         {GRADIENT_AGAIN: _ERROR, MAPPED: _OTHER},
@@ -293,11 +279,6 @@ TABLE = (
             GRADIENT_AGAIN: "torch.sinc(x - x0).sum()",
             TANGENT_OF_GRADIENT: "torch.sinc(x - x0).sum()",
         },
-    ),
-    PlainProgram(
-        "sinc_",
-        {GRADIENT_AGAIN: "NaN at zero", TANGENT_OF_GRADIENT: "zero at zero"},
-        _in_place(programs.sinc),
     ),
     PlainProgram(
         "as_strided_scatter",
@@ -418,6 +399,13 @@ TABLE = (
             ("huber_loss", ""),
         )
     ],
+)
+TABLE += tuple(
+    [
+        replace(row, operation=f"{row.name}_", program=programs.in_place(row.program), examples={})
+        for row in TABLE
+        if row.name in ("ldexp", "silu", "hardsigmoid", "sinc") and row.program is not None
+    ]
 )
 _BY_NAME = {row.name: row for row in TABLE}
 _IN_PYTHON = (

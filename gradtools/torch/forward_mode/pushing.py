@@ -33,7 +33,7 @@ from gradtools.torch.functorch_wrappers import (
 )
 from gradtools.torch.known_errors import NO_STRIDES, says
 from gradtools.torch.nondifferentiable import gated
-from gradtools.torch.plain_programs.modes import plain_kernel
+from gradtools.torch.plain_programs.modes import plain_kernel, traced
 from gradtools.torch.plain_programs.rows import (
     GRADIENT_AGAIN,
     MAPPED,
@@ -46,6 +46,7 @@ from gradtools.torch.plain_programs.rows import (
     traced_programs,
 )
 from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.rules.transposing import value_and_push
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -386,11 +387,9 @@ class RightTangents(TorchFunctionMode):
 
 
 def _traced(row: PlainProgram, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    if "out" in kwargs or not row.applies(args, kwargs):
-        return fun(*args, **kwargs)
-    if row.program is not None:
-        return row.program(*args, **kwargs)
-    return _transposed_in_trace(fun, args, kwargs)
+    if row.program is None and "out" not in kwargs and row.applies(args, kwargs):
+        return _transposed_in_trace(fun, args, kwargs)
+    return traced(row, fun, args, kwargs)
 
 
 def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -398,30 +397,23 @@ def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     leaves, treedef = upstream.tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and is_inexact(x)]
     duals = [forward_ad.unpack_dual(leaves[i]) for i in places]
-    moved = [k for k, dual in enumerate(duals) if dual.tangent is not None]
+    moved = [(i, dual) for i, dual in zip(places, duals, strict=True) if dual.tangent is not None]
     if not moved:
         return fun(*args, **kwargs)
+    primals = replaced_at(leaves, places, [dual.primal for dual in duals])
     shape: list[Any] = []
 
-    def run(*xs: Tensor) -> Any:
-        primals = replaced_at([dual.primal for dual in duals], moved, xs)
-        filled = replaced_at(leaves, places, primals)
+    def run(*xs: Tensor) -> list[Tensor]:
+        filled = replaced_at(primals, [i for i, _ in moved], xs)
         again, named = upstream.tree_unflatten(filled, treedef)
         outs, outdef = upstream.tree_flatten(fun(*again, **named))
-        carried = [isinstance(y, Tensor) and is_inexact(y) for y in outs]
-        shape[:] = [outdef, carried]
-        pairs = list(zip(outs, carried, strict=True))
-        return tuple([y for y, c in pairs if c]), tuple([y for y, c in pairs if not c])
+        shape[:] = [outdef]
+        return outs
 
-    ys, pull, others = torch.func.vjp(run, *[duals[k].primal for k in moved], has_aux=True)  # type: ignore[misc]
-    _, push = torch.func.vjp(pull, tuple([torch.ones_like(y) for y in ys]))  # type: ignore[misc]
-    pushed = push(tuple([duals[k].tangent for k in moved]))[0]
-    outs = [forward_ad.make_dual(y, dy) for y, dy in zip(ys, pushed, strict=True)]
-    outdef, carried = shape
-    result, left, rest = [], list(outs), list(others)
-    for c in carried:
-        result.append(left.pop(0) if c else rest.pop(0))
-    return upstream.tree_unflatten(result, outdef)
+    xs, dxs = [dual.primal for _, dual in moved], [dual.tangent for _, dual in moved]
+    pairs = zip(*value_and_push(run, xs, dxs), strict=True)
+    outs = [y if dy is None else forward_ad.make_dual(y, dy) for y, dy in pairs]
+    return upstream.tree_unflatten(outs, shape[0])
 
 
 _TRACED = traced_programs((TANGENT, TANGENT_AGAIN))

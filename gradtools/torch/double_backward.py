@@ -12,12 +12,10 @@ class's own jvp are treated alike.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,26 +26,27 @@ from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import (
-    CPP_FUNCTION,
-    CPP_NODE,
     OWN,
     TORCHSCRIPT_LOSES,
     Survey,
     all_behind,
     graph_of,
-    is_cpp_function,
-    is_torchscript,
     node_of,
     surveyed,
 )
 from gradtools.torch.double_backward_trials import (
     InnerGraphs,
-    TangentTrial,
-    Trial,
     TrialCall,
     Untried,
     is_tracked,
-    on_one_line,
+)
+from gradtools.torch.double_backward_verdicts import (
+    TORCHSCRIPT,
+    Key,
+    is_fine,
+    key_of,
+    lost_in_rerun,
+    verdict_on,
 )
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.nondifferentiable import with_gate
@@ -67,8 +66,8 @@ Args = tuple[Any, ...]
 def refuse_lossy(caller: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey) -> None:
     """Raises if custom code loses the derivative of its gradient with respect to the arguments."""
     for node in survey.custom:
-        key = _key_of(node)
-        _Gating(caller, key, partial(_lost_in_rerun, fun, leaves, key), ()).refuse_if_lost("inputs")
+        key = key_of(node)
+        _Gating(caller, key, partial(lost_in_rerun, fun, leaves, key), ()).refuse_if_lost("inputs")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -158,9 +157,9 @@ def _gates(
 ) -> list[Any]:
     handles = []
     for node in survey.custom:
-        if not _is_fine(node):
-            key = _key_of(node)
-            gating = _Gating(caller, key, partial(_lost_in_rerun, fun, leaves, key), aliases)
+        if not is_fine(node):
+            key = key_of(node)
+            gating = _Gating(caller, key, partial(lost_in_rerun, fun, leaves, key), aliases)
             handles.append(node.register_hook(gating.hook(node)))
     return handles
 
@@ -176,7 +175,7 @@ class _Gating(NamedTuple):
     """
 
     caller: str
-    key: _Key
+    key: Key
     tried: Callable[[bool], set[str]]
     aliases: Sequence[Tensor]
 
@@ -230,7 +229,7 @@ class _Gating(NamedTuple):
         """Raises if the class loses, or may lose, the derivative of its gradient along these."""
         if self.key.fine(forward):
             return
-        if self.key == _TORCHSCRIPT:
+        if self.key == TORCHSCRIPT:
             raise LostDerivativeError(f"{self.caller}: {TORCHSCRIPT_LOSES}")
         try:
             lost = which in self.tried(forward)
@@ -282,16 +281,16 @@ class Called:
         """Whether the gradient of outs at a leaf loses its dependence on the inputs of the call."""
         if self.node not in graph_of(outs) or node_of(leaf) not in all_behind([self.node]):
             return False
-        key = _Key(self.kind, tuple(self.node.needs_input_grad))
+        key = Key(self.kind, tuple(self.node.needs_input_grad))
         if key.fine(False):
             return False
         try:
-            return "inputs" in (_test_call(key, TrialCall.of(self.args), False) or ())
+            return "inputs" in (verdict_on(key, TrialCall.of(self.args), False) or ())
         except Untried:  # undecided: no loss is reported
             return False
 
 
-def _message(caller: str, key: _Key, which: str) -> str:
+def _message(caller: str, key: Key, which: str) -> str:
     method = "jvp" if key.pushed else "backward"
     return (
         f"{caller}: f holds {key.name}, whose {method} gives a {key.gives} that autograd cannot "
@@ -319,8 +318,8 @@ def gated_tangents(
     """
     xs = [x for x, _, _ in points]
     for node in custom:
-        key = _key_of(node, True)
-        if key == _TORCHSCRIPT:
+        key = key_of(node, True)
+        if key == TORCHSCRIPT:
             raise LostDerivativeError(f"{caller}: {TORCHSCRIPT_LOSES}")
         if key.fine(False) or not _pushes(key.kind):
             continue
@@ -329,7 +328,7 @@ def gated_tangents(
         inputs = [*tracked_in(behind, ()), *[x for x, _ in moved if x.requires_grad]]
         # Operations before it may compute its tangents from the inputs, too.
         along = [*inputs, *[t for _, t in moved if t.requires_grad]]
-        gating = _Gating(caller, key, partial(_lost_in_rerun, fun, xs, key), ())
+        gating = _Gating(caller, key, partial(lost_in_rerun, fun, xs, key), ())
         for i, y in enumerate(ys):
             if node in graph_of([y]):
                 (pushed[i],) = gating.with_gate([pushed[i]], inputs, along)
@@ -345,7 +344,7 @@ def gated_call(caller: str, kind: Any, beneath: Any, args: Args) -> Any:
     duals = [_unpacked(x) for x in args]
     inputs = [x for x, _ in duals if x is not None and is_tracked(x)]
     along = [t for _, t in duals if t is not None and is_tracked(t)]
-    key = _Key(kind, tuple([is_tracked(x) or t is not None for x, t in duals]), True)
+    key = Key(kind, tuple([is_tracked(x) or t is not None for x, t in duals]), True)
     if not (inputs or along) or not _pushes(kind) or key.fine(False):
         return out
     gating = _Gating(caller, key, partial(_lost_by, key, TrialCall.of(args)), ())
@@ -392,7 +391,7 @@ class _Calls(TorchFunctionMode):
             self._note(upstream.users_class(args[0]), args[1:], out)
             return out
         before = self._example
-        if before is None and not _Key(upstream.users_class(args[0]), _needs(args[1:])).fine(False):
+        if before is None and not Key(upstream.users_class(args[0]), _needs(args[1:])).fine(False):
             self._example = TrialCall.of(args[1:])
         try:
             with self:  # intercepts the class that vmap generates from this one
@@ -403,7 +402,7 @@ class _Calls(TorchFunctionMode):
     def _note(self, kind: Any, args: Args, out: Any) -> None:
         outs = out if isinstance(out, tuple | list) else (out,)
         nodes: list[Any] = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
-        key = _Key(kind, _needs(args))
+        key = Key(kind, _needs(args))
         if not nodes or key.fine(False) or any(isinstance(x, Tensor) and x.is_meta for x in args):
             return  # on the meta device there are no numbers
         call = self._example or TrialCall.of(args)
@@ -432,12 +431,12 @@ def _needs(args: Args) -> tuple[bool, ...]:
     return tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
 
 
-def _lost_by(key: _Key, call: TrialCall, forward: bool) -> set[str]:
+def _lost_by(key: Key, call: TrialCall, forward: bool) -> set[str]:
     """What a call with these values loses."""
     if any(x is None and needed for x, needed in zip(call.args, key.needs, strict=True)):
         raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
     with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
-        return _test_call(key, call, forward) or set()
+        return verdict_on(key, call, forward) or set()
 
 
 def calls_guarded(caller: str) -> AbstractContextManager[Any]:
@@ -457,235 +456,3 @@ def tracked_beneath(xs: Iterable[Tensor]) -> list[Tensor]:
     """The tensors, unwrapped by one level of functorch, that require a gradient there."""
     beneath = [upstream.get_unwrapped(x) for x in xs if is_wrapped(x)]
     return [x for x in beneath if is_tracked(x)]
-
-
-# --- is a class's backward differentiable? -----------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Key:
-    """A class, and which of its arguments are differentiated.
-
-    pushed: Whether its tangent (by its jvp) is differentiated again, and not its gradient.
-    """
-
-    kind: Any
-    needs: tuple[bool, ...]
-    pushed: bool = False
-
-    @property
-    def name(self) -> str:
-        if isinstance(self.kind, _CppFunction):
-            return f"the C++ torch::autograd::Function {self.kind.name}"
-        name = self.kind.__name__
-        if not name.startswith(_GENERATED):
-            return f"the torch.autograd.Function {name.removeprefix('Vmapped')}"
-        return f"the custom operator {name.removeprefix(_GENERATED).rpartition('_')[0]}"
-
-    @property
-    def unseen(self) -> str:
-        """The reason why no call was recorded, for errors."""
-        if isinstance(self.kind, _CppFunction):
-            return (
-                "evaluated a second time, f calls no operator of torch.ops in whose graph it is "
-                "(what is bound to Python in another way is not seen; bind it by TORCH_LIBRARY)"
-            )
-        return "evaluated a second time, f does not call it in this thread"
-
-    def fine(self, forward: bool) -> bool | None:
-        """Whether it lost nothing in a trial; None without a trial."""
-        if self == _TORCHSCRIPT:
-            return not forward
-        verdict = _VERDICTS.get(self.kind, {}).get((self.needs, self.pushed, forward))
-        return None if verdict is None else verdict == FINE
-
-    @property
-    def attaches(self) -> bool:
-        """Whether nothing is lost if the backward's own torch.autograd.grad creates graphs."""
-        return _VERDICTS.get(self.kind, {}).get((self.needs, self.pushed, False)) == ATTACHES
-
-    @property
-    def gives(self) -> str:
-        return "tangent" if self.pushed else "gradient"
-
-    def called(self, which: str) -> str:
-        return "tangents" if self.pushed and which == "cotangents" else which
-
-    @property
-    def trial(self) -> type[Trial]:
-        return TangentTrial if self.pushed else Trial
-
-    def like(self, needs: tuple[bool, ...]) -> bool:
-        """Whether a trial of a call with these differentiated arguments is valid for this key."""
-        if self.pushed:  # the rerun differentiates all inputs that have tangents
-            return any(needs) and all(a <= b for a, b in zip(self.needs, needs, strict=False))
-        return needs == self.needs[: len(needs)]
-
-    def record(self, verdict: str, forward: bool) -> None:
-        _VERDICTS.setdefault(self.kind, {})[self.needs, self.pushed, forward] = verdict
-
-
-@dataclass(frozen=True)
-class _CppFunction:
-    """A C++ torch::autograd::Function, known by its name."""
-
-    name: str
-
-
-_TORCHSCRIPT = _Key(_CppFunction("TorchScript"), ())
-_cpp_function = cache(_CppFunction)  # one object for each name, for the weak dictionary
-_GENERATED = "GeneratedBackwardFor_"
-FINE, LOSES, ATTACHES = "fine", "loses", "loses but where inner derivatives keep their graphs"
-# The verdicts by class. A class that lost is tested again for each use: one that takes functions
-# may lose the derivative of one function and not of another.
-_VERDICTS: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()
-
-
-def _key_of(node: Any, pushed: bool = False) -> _Key:
-    if is_torchscript(node):
-        return _TORCHSCRIPT
-    if type(node).__name__ == CPP_NODE:
-        return _Key(_cpp_function(node.name().removeprefix(CPP_FUNCTION)[:-1]), ())
-    return _Key(upstream.forward_class(type(node)), tuple(node.needs_input_grad), pushed)
-
-
-def _is_fine(node: Any) -> bool:
-    forward = upstream.forward_level() >= 0
-    return _key_of(node).fine(forward) is True
-
-
-def _test_call(
-    key: _Key, call: TrialCall, forward: bool, apply: Any = None, noted: bool = True
-) -> set[str] | None:
-    """Tests a call and records the verdict of its class: what it loses, or None if undecided.
-
-    Raises:
-        Untried: The call cannot be tested.
-    """
-    if call.held is None:
-        raise Untried(_HELD)
-    trial = key.trial.of(apply or key.kind.apply, call.args, call.held)
-    if trial.is_unread(call.originals):
-        raise Untried(_HELD)
-    result = trial.lost(forward)
-    if result is not None and noted:
-        key.record(FINE if not result else LOSES, forward)
-    if (
-        result
-        and not (key.pushed or forward)
-        and replace(trial, attaches=True).lost(False) == set()
-    ):
-        key.record(ATTACHES, forward)
-    return result
-
-
-_HELD = (
-    "an argument is handed in for autograd's sake alone, and the function reads in its place what "
-    "holds it, as a module holds its parameters"
-)
-
-
-def _lost_in_rerun(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[str]:
-    """What calls of a class in fun lose. Reruns fun to record them, and undoes its side effects.
-
-    Raises:
-        Untried: No call could be tested.
-    """
-    result: list[set[str] | None] = []
-    why: list[str] = []
-
-    def tried(call: TrialCall, apply: Any = None) -> None:
-        if len(result) < _CALLS:
-            try:
-                result.append(_test_call(key, call, forward, apply, noted=False))
-            except Untried as error:
-                why.append(str(error))
-
-    operators = _OperatorCalls(key, tried)
-    run: Any = lambda xs: fun(*xs)[0]
-    if isinstance(fun, Rerunnable):
-        run = Rerunnable(run, fun.roots)
-    try:
-        with _forwards(key) as calls, operators, upstream.temporarily_clear_interpreter_stack():
-            rerun(run, leaves)
-    except Exception as error:
-        why.append(f"evaluated a second time, f raises {on_one_line(error)}")
-    with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
-        for call in calls.recorded:
-            tried(call)
-    if not result or _HELD in why:
-        raise Untried((*why, key.unseen)[0])
-    lost = set[str]().union(*[each for each in result if each is not None])
-    if any(each is not None for each in result) and not (lost and key.attaches):
-        key.record(LOSES if lost else FINE, forward)
-    return lost
-
-
-_CALLS = 4  # how many calls of one class in f are tested
-
-
-class _RecordedCalls:
-    """Recorded calls; exempt from the restoring of state after the rerun."""
-
-    never_changes = True
-
-    def __init__(self) -> None:
-        self.recorded: list[TrialCall] = []
-
-
-@contextmanager
-def _forwards(key: _Key) -> Iterator[_RecordedCalls]:
-    """Records this thread's calls of a class, by patching its `forward`.
-
-    A call by a bound `apply` or from C++ reaches `forward`, too.
-    """
-    result = _RecordedCalls()
-    if not isinstance(key.kind, type):
-        yield result
-        return
-    kind: Any = key.kind
-    thread, own = threading.get_ident(), vars(kind).get("forward")
-    forward = kind.forward
-    old = kind.setup_context is torch.autograd.Function.setup_context  # forward takes ctx as well
-
-    def noted(*given: Any, **kwargs: Any) -> Any:
-        args = given[1:] if old else given
-        needs = tuple([isinstance(x, Tensor) and is_tracked(x) for x in args])
-        if threading.get_ident() == thread and len(result.recorded) < _CALLS and key.like(needs):
-            result.recorded.append(TrialCall.of(args))
-        return forward(*given, **kwargs)
-
-    kind.forward = staticmethod(noted)
-    try:
-        yield result
-    finally:
-        if own is None:
-            del kind.forward
-        else:
-            kind.forward = own
-
-
-class _OperatorCalls(TorchFunctionMode):
-    """A function mode that tests the calls of operators whose graph contains a C++ Function."""
-
-    def __init__(self, key: _Key, tried: Callable[[TrialCall, Any], None]) -> None:
-        super().__init__()
-        self.key, self.tried = key, tried
-
-    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        out = fun(*args, **(kwargs or {}))
-        if isinstance(self.key.kind, _CppFunction) and isinstance(fun, _OPERATORS):
-            flat, treedef = upstream.tree_flatten((args, kwargs or {}))
-            outs = [y for y in upstream.tree_leaves(out) if isinstance(y, Tensor)]
-            own = graph_of(outs) - graph_of([x for x in flat if isinstance(x, Tensor)])
-            if any(is_cpp_function(node) and _key_of(node) == self.key for node in own):
-                self.tried(TrialCall.of(tuple(flat)), partial(_called_flat, fun, treedef))
-        return out
-
-
-_OPERATORS = (upstream.OpOverload, upstream.OpOverloadPacket)
-
-
-def _called_flat(fun: Any, treedef: Any, *flat: Any) -> Any:
-    args, kwargs = upstream.tree_unflatten(flat, treedef)
-    return fun(*args, **kwargs)

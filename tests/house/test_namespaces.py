@@ -198,6 +198,7 @@ torch/open_derivatives.py: what inner derivatives depend on; in JAX the jaxpr te
 torch/deferred_graphs.py: graphs of derivatives at modules; JAX differentiates programs
 torch/double_backward.py: what autograd loses in silence in a Function; JAX raises there
 torch/double_backward_trials.py: how that is found out
+torch/double_backward_verdicts.py: what was found out, by class
 torch/hook_trials.py: the same of hooks on gradients, which JAX has not
 jax/compiled_once.py: eager programs that JAX would compile at each call; PyTorch compiles none
 jax/complex_sign.py: the sign of complex numbers, whose derivative PyTorch has

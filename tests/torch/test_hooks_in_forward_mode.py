@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
@@ -150,3 +151,13 @@ def test_the_hooks_of_another_thread_are_not_looked_at():
             return z * pool.submit(lambda: G(Z).detach()).result()
 
         assert torch.equal(gt.jvp(g, (Z,), (U,))[1], U * G(Z))
+
+
+def test_a_counter_of_operations_looks_on_in_forward_mode():
+    net = nn.Sequential(nn.Linear(4, 4, dtype=D), nn.Tanh(), nn.Linear(4, 2, dtype=D))
+    counted = FlopCounterMode(display=False)
+    with counted:
+        found = gt.jvp(net, (Z,), (U,))
+    (expected,) = torch.autograd.functional.jvp(net, Z, U)[1:]
+    torch.testing.assert_close(found[1].detach(), expected)
+    assert counted.get_total_flops() >= 2 * 2 * (3 * 4 * 4 + 3 * 4 * 2)

@@ -325,7 +325,7 @@ def _slope(fun: Fun, ones: Tensor, x: Tensor) -> tuple[list[Tensor], list[Any]]:
     return engines.jvp(fun, [x], [ones])[2], []
 
 
-def _known_slopes(slopes: Callable[[Tensor, Tensor, int], list[Tensor]]) -> Any:
+def _known_slopes(slopes: Callable[[Tensor, Tensor, int], list[Any]]) -> Any:
     """Elementwise functions of one operand, with closed derivatives in x and y."""
 
     def rule(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:

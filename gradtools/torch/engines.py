@@ -55,10 +55,10 @@ from gradtools.torch.functorch_wrappers import is_inexact, unshared
 from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of
 from gradtools.torch.open_derivatives import (
-    COMPILED,
     EAGER,
     SOURCE,
     SPENT,
+    TRACED,
     ReadsElsewhere,
     begun,
     caller_of,
@@ -87,7 +87,7 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
     if upstream.is_exporting():
         raise not_exported(caller_of(fun))
     compiling = torch.compiler.is_dynamo_compiling()
-    for flag in COMPILED if compiling else EAGER.open:
+    for flag in TRACED if compiling else EAGER.open:
         flag[0] = True
     if not compiling and upstream.peek_interpreter_stack() is None:
         if upstream.DYNAMO in sys.modules:

@@ -35,17 +35,19 @@ def caller_of(fun: Fun) -> str:
 
 
 class _OpenFlags(threading.local):
+    """This thread's stack of flags in eager mode."""
+
     def __init__(self) -> None:
         self.open: list[list[bool]] = []
 
 
 EAGER = _OpenFlags()
-COMPILED: list[list[bool]] = []  # dynamo can trace a plain list, but no thread-local
+TRACED: list[list[bool]] = []  # dynamo can trace a plain list, but no thread-local
 
 
 def open_flags() -> list[list[bool]]:
     """A stack of flags, one for each derivative whose function is being evaluated."""
-    return COMPILED if is_compiling() else EAGER.open
+    return TRACED if is_compiling() else EAGER.open
 
 
 def is_inside() -> bool:
@@ -54,6 +56,7 @@ def is_inside() -> bool:
 
 
 def note_derivative(still_open: list[list[bool]]) -> None:
+    """Tells the functions that are being evaluated that they take a derivative."""
     for flag in still_open:
         flag[0] = True
 

@@ -49,7 +49,7 @@ from gradtools.torch.functorch_engine import (
     in_functorch,
     is_differentiated_again,
     is_plain,
-    pushing,
+    pushforward_of,
 )
 from gradtools.torch.functorch_wrappers import is_inexact, unshared
 from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
@@ -209,7 +209,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         if not (getattr(fun, "may_transpose", False) and linear and is_plain(outs)):
             return None
         try:
-            return pushing(_transposed(fun, leaves, evaluated), attached)
+            return pushforward_of(_transposed(fun, leaves, evaluated), attached)
         except RuntimeError:  # some operation's backward pass has no derivative
             return None
 

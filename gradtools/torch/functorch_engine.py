@@ -114,7 +114,7 @@ def functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) 
         if not any(plain) or entered[0].entered:
             return None
         try:
-            return pushing(_pulled_back(pull, outs), False)
+            return pushforward_of(_pulled_back(pull, outs), False)
         except RuntimeError:  # some operation's backward pass has no derivative
             return None
 
@@ -289,7 +289,7 @@ def is_plain(ys: Sequence[Tensor]) -> bool:
     return not any(isinstance(n, BackwardCFunction) or type(n).__name__ == CPP_NODE for n in nodes)
 
 
-def pushing(push: Any, attached: bool) -> Any:
+def pushforward_of(push: Any, attached: bool) -> Any:
     """A transposed pullback that raises `CannotPush` if an operation has no second derivative."""
 
     def pushed(tangents: list[Tensor]) -> list[Tensor]:

@@ -225,6 +225,17 @@ def test_integers_booleans_numbers_and_words_go_across_and_have_no_derivative():
     near(found, expected)
 
 
+@pytest.mark.sampled(1, 18)
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool", "complex128"])
+def test_each_dtype_and_shape_keeps_its_bits_both_ways_traced_or_not(dtype, shape):
+    x = jnp.asarray(rows(*shape) * 3).astype(dtype)
+    same = bridge.to_jax(lambda t: t.clone())
+    for f in (same, jax.jit(same), bridge.to_jax(lambda t: bridge.to_torch(lambda a: a)(t))):
+        assert f(x).dtype == x.dtype and f(x).shape == x.shape
+        assert np.array_equal(np.asarray(f(x)), np.asarray(x))
+
+
 def test_arrays_are_not_copied_on_their_way_in_or_out():
     seen = []
     f = bridge.to_jax(lambda t: seen.append(t.data_ptr()) or t + 1)

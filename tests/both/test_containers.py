@@ -309,6 +309,23 @@ def test_a_chunked_torch_module_has_what_the_module_has():
         _ = ours.nothing
 
 
+@pytest.mark.filterwarnings("ignore:chunked. .* batch normalization")
+def test_a_chunked_torch_module_trains_as_a_submodule():
+    x = torch.tensor(X)
+    grads = []
+    for wrap in (lambda m: m, lambda m: gt_torch.chunked(m, 2)):
+        model = torch.nn.Sequential(wrap(net().eval()), torch.nn.Tanh())
+        model[0].linear.bias.data.fill_(0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        out = model(x)
+        torch.logsumexp(out @ out.T, 1).sum().backward()
+        optimizer.step()
+        grads.append({k: v.clone() for k, v in model.state_dict().items()})
+    assert grads[0].keys() == grads[1].keys()
+    for k, v in grads[0].items():
+        torch.testing.assert_close(grads[1][k], v, rtol=1e-12, atol=1e-12)
+
+
 def test_a_state_dict_does_not_tell_whether_the_module_was_chunked():
     plain, other = torch.nn.Sequential(net()), net()
     torch.nn.init.ones_(other.linear.weight)
@@ -359,3 +376,16 @@ def test_a_chunked_equinox_module_is_a_tree_with_its_arrays():
         np.testing.assert_allclose(a, b, rtol=1e-10)
     np.testing.assert_allclose(jax.jit(gj.chunked(Rows(linear), 2))(x), Rows(linear)(x))
     assert rows is not None
+
+
+def test_flax_struct_dataclasses_are_split_and_joined():
+    struct = pytest.importorskip("flax.struct")
+
+    @struct.dataclass
+    class Batch:
+        x: object
+        name: str = struct.field(pytree_node=False, default="n")
+
+    out = gj.chunked(lambda b: b.replace(x=b.x * 2), 2)(Batch(gj.asarray(X)))
+    np.testing.assert_allclose(out.x, 2 * X)
+    assert out.name == "n"

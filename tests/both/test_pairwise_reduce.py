@@ -377,6 +377,26 @@ def test_second_derivatives_of_attention_by_finite_differences(gt):
     )
 
 
+@pytest.mark.sweep_at("jax")
+@pytest.mark.parametrize("mix", ["r", "fr", "rr"])
+def test_f_closes_over_an_array_of_a_running_trace(mix, gt, backend_name):
+    """A temperature that is computed within the same jitted function, say."""
+    x, y, w = arrays(gt, (7, 3), (5, 3), ())
+    u = arrays(gt, (7, 3), seed=3)
+
+    def at(reduced):
+        def of(x, y, w):
+            f = lambda x: gt.xp.sum(gt.xp.sin(reduced(lambda x, y: w * (x @ y.T))(x, y)))
+            for mode in mix:
+                f = along(gt, f, mode, u)
+            return f(x)
+
+        return jitted(backend_name, of)
+
+    dense = lambda f: lambda x, y: logsumexp(gt.xp, f(x, y), 1)
+    close(gt, at(lambda f: gt.pairwise_reduce(f, "logsumexp", TILE))(x, y, w), at(dense)(x, y, w))
+
+
 @pytest.mark.sweep_at("fr", "rr", "rfr")
 @pytest.mark.parametrize("mix", ["r", "fr", "rr", "rfr"])
 def test_f_closes_over_an_array_of_a_trace_that_has_ended(mix):

@@ -302,6 +302,20 @@ def test_several_carries_come_as_a_tuple():
     np.testing.assert_allclose(carry[1]["b"], X[:4].sum() * X[4:8].sum() * X[8:].sum())
 
 
+def test_a_key_may_be_a_carry():
+    def f(key, x):
+        now, key = jax.random.split(key)
+        return x * jax.random.normal(now), key
+
+    out, last = gt.chunked(f, 4, carry_argnums=0)(gt.random_key(0), X)
+    key, expected = gt.random_key(0), []
+    for r in rows_of(10, 4):
+        part, key = f(key, X[r])
+        expected.append(part)
+    same(out, jnp.concatenate(expected))
+    assert last == key
+
+
 @pytest.mark.parametrize(
     "change", [lambda c: c.astype(jnp.float32), lambda c: c[:2], lambda c: c > 0]
 )
@@ -333,6 +347,16 @@ def test_under_vmap_and_with_a_mapped_weight():
     for axes in ((0, 0), (None, 0), (0, None)):
         args = (ws if axes[0] == 0 else W, xs if axes[1] == 0 else X)
         same(jax.jit(jax.vmap(g(run), axes))(*args), jax.vmap(g(embed), axes)(*args), 1e-10, 1e-11)
+
+
+def test_inside_a_scan():
+    def train(f):
+        def step(w, x):
+            return w - 0.01 * jax.grad(lambda w: contrast(f(w, x)))(w), contrast(f(w, x))
+
+        return lambda w: jax.lax.scan(step, w, jnp.stack([X, 2 * X]))[1].sum()
+
+    same(jax.jit(jax.grad(train(chunked(4))))(W), jax.grad(train(embed))(W), 1e-10, 1e-11)
 
 
 def test_f_may_close_over_what_is_traced_and_differentiated():
@@ -478,6 +502,19 @@ def of_each(w, x):
     return jnp.sum(jnp.sin(x @ w) ** 2, -1)
 
 
+TOKENS = jnp.asarray([3.0, 1.0, 0.0, 2.0, 5.0, 1.0, 1.0, 4.0, 2.0, 7.0])
+
+
+def test_weights_may_be_traced_and_differentiated():
+    full = lambda t: jnp.sum(of_each(W, X) * t) / jnp.sum(t)
+
+    def parts(t):
+        f = lambda w, x, t: jnp.sum(of_each(w, x) * t) / jnp.sum(t)
+        return gt.microbatched_value_and_grad(f, 4, weights=lambda w, x, t: t.sum())(W, X, t)[0]
+
+    same(jax.jit(jax.grad(parts))(TOKENS + 1), jax.grad(full)(TOKENS + 1))
+
+
 def test_trees_several_arguments_and_keywords():
     def loss(p, x, q, power=2):
         return jnp.mean(jnp.abs(jnp.sin(x @ p["w"]) * q) ** power) + 0 * p["n"]["b"]
@@ -517,6 +554,15 @@ def test_microbatched_is_differentiable_again(chunk_size):
     same(both(ours), both(plain), 1e-11)
     push = lambda g: jax.jit(lambda w: jax.jvp(lambda w: g(w, X), (w,), (w,)))(W)
     same(push(ours), push(plain), 1e-11)
+
+
+def test_microbatched_under_vmap_and_scan():
+    loss = lambda w, x: jnp.mean(of_each(w, x))
+    ours, plain = gt.microbatched_value_and_grad(loss, 4), jax.value_and_grad(loss)
+    ws = jnp.stack([W, 2 * W])
+    same(jax.vmap(ours, (0, None))(ws, X), jax.vmap(plain, (0, None))(ws, X))
+    train = lambda g: jax.lax.scan(lambda w, _: (w - g(w, X)[1], g(w, X)[0]), W, None, length=3)
+    same(jax.jit(lambda: train(ours))(), jax.jit(lambda: train(plain))())
 
 
 def test_microbatched_traces_once_for_each_shape_and_recomputes_nothing():

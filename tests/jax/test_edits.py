@@ -52,6 +52,24 @@ def test_hvp_in_mode_auto_sees_a_reverse_only_edit_inside_jit_scan_cond_and_vmap
     assert np.diag(gt.hessian(f)(X)).tolist() == [6.0, 12.0]
 
 
+def test_a_scheduled_scale_inside_scan():
+    def f(x):
+        def turn(x, i):
+            return gt.scale_gradient(x, i.astype(x.dtype)), None
+
+        return jax.lax.scan(turn, x, jnp.arange(1, 5))[0].sum()
+
+    assert jax.jit(gt.grad(f))(X).tolist() == [24.0, 24.0]
+    assert jax.jvp(f, (X,), (X,))[1] == 72.0
+
+
+def test_the_edits_under_jaxs_own_hessian():
+    f = lambda x: (gt.reverse_gradient(x, 0.5) ** 3).sum()
+    for hessian in (jax.hessian(f), jax.jacrev(jax.jacfwd(f)), jax.jacrev(jax.jacrev(f))):
+        assert np.diag(hessian(X)).tolist() == [1.5, 3.0]
+    assert np.diag(jax.jacfwd(jax.jacfwd(f))(X)).tolist() == [1.5, 3.0]
+
+
 def test_a_numpy_function_in_straight_through_is_vmapped_and_scanned():
     hard = gt.straight_through(lambda x: (np.asarray(x) > 1.5).astype(np.float64), lambda x: x**2)
     f = lambda x: jax.lax.scan(lambda c, xi: (c + hard(xi), None), 0.0, x)[0]

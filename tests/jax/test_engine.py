@@ -102,6 +102,43 @@ def test_an_argument_that_is_no_array_may_steer_f():
     _same(gt.grad(f)(X, "cube", 2), 6 * X**2)
 
 
+@operators
+def test_jit_gives_the_same_numbers(operator):
+    fun = _operators(CUBE)[operator]
+    _same(jax.jit(fun)(X), fun(X))
+
+
+@pytest.mark.slow_at("hessian", "per_example_grad")
+@operators
+def test_vmap_gives_each_examples_numbers(operator):
+    fun = _operators(CUBE)[operator]
+    mapped = jax.vmap(fun)(jnp.stack([X, 2 * X]))
+    _same(jax.tree.map(lambda y: y[1], mapped), fun(2 * X))
+
+
+@operators
+def test_the_body_of_a_scan_may_take_derivatives(operator):
+    fun = _operators(CUBE)[operator]
+    _, found = jax.lax.scan(lambda c, x: (c, fun(x)), 0.0, jnp.stack([X, 2 * X]))
+    _same(jax.tree.map(lambda y: y[1], found), fun(2 * X))
+
+
+@operators
+def test_both_branches_of_a_cond_may_take_derivatives(operator):
+    fun = _operators(CUBE)[operator]
+    run = jax.jit(lambda p, x: jax.lax.cond(p, fun, lambda x: fun(2 * x), x))
+    _same(run(True, X), fun(X))
+    _same(run(False, X), fun(2 * X))
+
+
+@pytest.mark.slow_at("jacobian", "hessian", "mixed_partial")
+@operators
+def test_a_checkpointed_derivative_is_differentiated(operator):
+    fun = _operators(CUBE)[operator]
+    total = lambda x: sum(jnp.sum(y) for y in jax.tree.leaves(fun(x)))
+    _same(jax.grad(jax.checkpoint(total))(X), jax.grad(total)(X))
+
+
 # --- inside JAX's transforms -------------------------------------------------------------
 
 
@@ -172,6 +209,11 @@ def test_forward_mode_through_a_custom_vjp_is_refused_in_words():
         gt.linearize(_doubled, X)[1](X)
 
 
+def test_forward_over_reverse_goes_through_a_custom_vjp_as_in_jax():
+    found = gt.hvp(lambda x: jnp.sum(_doubled(x)), (X,), (ONES,), "forward_over_reverse")[1][0]
+    _same(found, -2 * jnp.sin(X))
+
+
 # --- what a jaxpr must not lose ----------------------------------------------------------
 
 
@@ -225,6 +267,16 @@ def test_dtypes_are_kept(dtype):
     assert value.dtype == g.dtype == dtype
 
 
+def test_keys_in_other_arguments_are_welcome():
+    key = jax.random.key(0)
+    f = lambda x, key: jnp.sum(x * jax.random.normal(key, (2,)))
+    _same(gt.grad(f)(X, key), jax.random.normal(key, (2,)))
+    _same(jax.jit(gt.grad(f))(X, key), jax.random.normal(key, (2,)))
+    keys = jax.random.split(key, 3)
+    found = gt.per_example_grad(f)(X, keys)
+    _same(found[2], jax.random.normal(keys[2], (2,)))
+
+
 CONSTANTS = {"weak": lambda: jnp.asarray(2.0), "strong": lambda: jnp.float32(2)}
 
 
@@ -243,6 +295,12 @@ def test_a_constant_that_f_makes_is_an_array_as_in_plain_jax(constant):
 def test_a_key_as_a_differentiated_argument_is_refused():
     with pytest.raises(GradtoolsError, match=r"argument 0 is an array of dtype key<fry>"):
         gt.grad(lambda k: jnp.ones(()))(jax.random.key(0))
+
+
+def test_keys_may_be_returned_in_aux():
+    key = jax.random.key(0)
+    _, aux = gt.grad(lambda x, k: (CUBE(x), jax.random.split(k)), has_aux=True)(X, key)
+    assert jnp.array_equal(jax.random.key_data(aux), jax.random.key_data(jax.random.split(key)))
 
 
 # --- conventions at the edge -------------------------------------------------------------
@@ -276,6 +334,17 @@ def test_the_policy_holds_under_jit_and_costs_nothing_at_run_time():
     plain = jax.jit(jax.grad(CUBE)).lower(X).compile().cost_analysis()
     assert mine["flops"] == plain["flops"]
     assert mine["bytes accessed"] == plain["bytes accessed"]
+
+
+def test_either_branch_of_a_cond_connects():
+    f = lambda x, p: jax.lax.cond(p, lambda x: jnp.sum(x), lambda x: 1.0, x)
+    _same(gt.grad(f)(X, False), 0 * X)
+    _same(gt.grad(f)(X, True), ONES)
+    cut = lambda x, p: jax.lax.cond(
+        p, lambda x: jnp.sum(jax.lax.stop_gradient(x)), lambda x: 1.0, x
+    )
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(cut)(X, True)
 
 
 # --- libraries' pytrees ------------------------------------------------------------------

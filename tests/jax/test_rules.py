@@ -115,6 +115,19 @@ def test_a_rule_reduces_over_the_axis_that_vmap_names(mode, derivative):
     np.testing.assert_allclose(jax.jit(found)(xs), right(xs), rtol=1e-12)
 
 
+@pytest.mark.slow_at("both")
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_linearize_and_forward_mode_of_a_mapped_scan(rule):
+    def f(x):
+        return jax.lax.scan(lambda c, _: (apply_rule(rule, c)[0], None), x, None, length=2)[0]
+
+    y, push = jax.linearize(jax.vmap(f), X)
+    np.testing.assert_allclose(push(jnp.ones(3)), 9 * X**8, rtol=1e-12)
+    pushed = jax.jvp(jax.vmap(f), (X,), (jnp.ones(3),))[1]
+    np.testing.assert_allclose(pushed, 9 * X**8, rtol=1e-12)
+    assert y.tolist() == jax.vmap(f)(X).tolist()
+
+
 def test_a_scan_over_reversals_keeps_no_x():
     """Its linear map reads the scale alone, so no stack of x is kept for the backward pass."""
 

@@ -442,12 +442,33 @@ def test_the_cut_is_named_with_its_line_where_it_is(f):
     assert {cut.source.file for cut in cuts} == {__file__}
 
 
+def test_stopping_a_pytree_cuts_every_leaf():
+    f = lambda tree: sum(stop(tree).values())
+    assert reached(jaxpr_of(f, {"a": X, "b": X})) == [False, False]
+
+
+def test_each_output_has_its_own_inputs():
+    f = lambda x, y, z: (x * y, stop(y) + z, jnp.argmax(z))
+    expected = [[True, True, False], [False, False, True], [False, False, False]]
+    assert reached_matrix(jaxpr_of(f, X, X, X)) == expected
+
+
+def test_calls_keep_their_inputs_apart():
+    f = jax.jit(lambda x, y: (jax.checkpoint(jnp.sin)(x), jax.jit(jnp.cos)(y)))
+    assert reached_matrix(jaxpr_of(f, X, X)) == [[True, False], [False, True]]
+
+
 # --- which output, which input -----------------------------------------------------------
 
 
 def test_carries_of_a_loop_keep_their_inputs_apart():
     f = lambda x, y: lax.fori_loop(0, 3, lambda i, c: (c[0] * 2, c[1] + c[0]), (x, y))
     assert reached_matrix(jaxpr_of(f, X, X)) == [[True, False], [True, True]]
+
+
+def test_barriers_keep_their_inputs_apart():
+    f = lambda x, y: lax.optimization_barrier((x, y))
+    assert reached_matrix(jaxpr_of(f, X, X)) == [[True, False], [False, True]]
 
 
 def test_a_custom_rule_keeps_what_its_function_does_not_use_apart():
@@ -463,6 +484,14 @@ def test_integers_reach_nothing():
 def test_a_key_reaches_nothing():
     draw = lambda key: jax.random.normal(key, (3,))
     assert reached(jaxpr_of(draw, jax.random.key(0))) == [False]
+
+
+def test_printing_is_no_path():
+    def f(x, y):
+        jax.debug.print("{x}", x=x)
+        return y
+
+    assert reached(jaxpr_of(f, X, X)) == [False, True]
 
 
 # --- cuts --------------------------------------------------------------------------------
@@ -484,6 +513,16 @@ def test_only_the_cuts_of_the_asked_input_are_named():
         return a + b
 
     cuts = cuts_of(f, X, X, index=1)
+    assert named(cuts) == marked(f)
+
+
+def test_several_cuts_come_in_program_order():
+    def f(x):
+        a = jnp.argmax(x)  # <- argmax
+        b = lax.scan(lambda c, y: (c + stop(y), None), ONE, x)[0]  # <- stop_gradient
+        return a + b + (x > 0).sum()  # <- gt
+
+    cuts = cuts_of(f, X)
     assert named(cuts) == marked(f)
 
 

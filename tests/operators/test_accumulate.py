@@ -469,6 +469,13 @@ def test_attached_gradients_are_added_detached(torch_gt):
     assert float(acc.sum()) == 24.0
 
 
+def test_jax_detaches_as_pytorch_does(jax_gt):
+    import jax
+
+    grad = jax.grad(lambda x: x * _added(jax_gt, x))(3.0)
+    assert float(grad) == 6.0
+
+
 def test_what_was_added_in_inference_mode_can_be_changed_outside(torch_gt):
     import torch
 

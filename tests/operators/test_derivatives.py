@@ -619,6 +619,18 @@ def test_a_derivative_inside_a_checkpoint_is_differentiated(gt, backend_name):
     close(lower(found), -2 * np.cos(lower(x)) * np.sin(lower(x)), EXACT)
 
 
+def test_a_derivative_inside_a_checkpoint_may_close_over_the_outer_variable(gt, backend_name):
+    a, y = lift(backend_name, (np.array(0.5), np.array(3.0)))
+
+    def f(a):
+        inner = gt.checkpoint(lambda y: gt.grad(lambda z: gt.xp.sin(a * z) * z)(y))
+        return inner(y) ** 2
+
+    g = lambda a: np.sin(3 * a) + 3 * a * np.cos(3 * a)
+    expected = 2 * g(0.5) * slope(lambda s: np.asarray(g(0.5 + s)))
+    close(lower(gt.grad(f)(a)), np.asarray(expected), DIFFERENCE)
+
+
 @pytest.mark.parametrize("operator", ["grad", "jacobian", "hessian", "per_example_grad"])
 def test_operators_name_themselves_and_their_function(gt, operator):
     def energy(x):

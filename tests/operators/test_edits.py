@@ -102,6 +102,14 @@ def test_the_value_passes_through_bit_for_bit(edit, native, dtype):
     assert native.bits(y) == native.bits(x)
 
 
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_the_value_passes_through_bit_for_bit_while_it_is_differentiated(edit, gt, native, dtype):
+    x = hard_numbers(native, dtype)
+    y, _ = gt.vjp(edit, x)
+    assert native.dtype(y) == dtype
+    assert native.bits(y) == native.bits(x)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
 def test_the_value_passes_through_bit_for_bit_under_vmap(edit, gt, native, dtype):
     x = hard_numbers(native, dtype)
@@ -176,6 +184,15 @@ def test_every_leaf_of_a_tree_is_edited(gt, native, name, expected):
 @pytest.mark.parametrize("tree", [None, {}, (), [None, None]])
 def test_a_tree_without_leaves_comes_back(gt, name, tree):
     assert EDITS[name](gt, tree) == tree
+
+
+@pytest.mark.parametrize("scale", [0.5, 2, np.float64(0.5), np.float32(0.25), np.array(3.0)])
+def test_a_scale_may_be_any_real_number(gt, scale):
+    x = gt.asarray(np.array([1.0, 2.0]))
+    found = gt.grad(lambda x: gt.reverse_gradient(x, scale).sum())(x)
+    same(gt.to_numpy(found), [-float(scale)] * 2)
+    found = gt.grad(lambda x: gt.scale_gradient(x, scale).sum())(x)
+    same(gt.to_numpy(found), [float(scale)] * 2)
 
 
 # --- scales --------------------------------------------------------------------------------
@@ -293,6 +310,22 @@ def test_third_order_brings_the_third_power_in_all_eight_mixes(gt, modes):
     for mode in modes:
         f = derivative[mode](f)
     assert number(f(gt.asarray(2.0))) == -(0.5**3) * 24 * 2
+
+
+def test_jacobians_in_both_modes_are_scaled(gt):
+    x = gt.asarray(np.array([1.0, 2.0]))
+    for mode in ("forward", "reverse", "auto"):
+        found = gt.jacobian(lambda x: gt.reverse_gradient(x, 3.0) ** 2, mode=mode)(x)
+        assert gt.to_numpy(found).tolist() == [[-6.0, 0.0], [0.0, -12.0]]
+
+
+def test_reversal_is_adjoint_to_itself(gt, rng):
+    x, v, c = (rng.normal(size=3) + 1j * rng.normal(size=3) for _ in range(3))
+    f = lambda x: gt.reverse_gradient(x, 0.7)
+    _, pushed = gt.jvp(f, (gt.asarray(x),), (gt.asarray(v),))
+    _, pullback = gt.vjp(f, gt.asarray(x))
+    pulled = gt.to_numpy(pullback(gt.asarray(c))[0])
+    same(np.vdot(c, gt.to_numpy(pushed)).real, np.vdot(pulled, v).real)
 
 
 # --- stop ----------------------------------------------------------------------------------
@@ -562,6 +595,13 @@ def test_known_gradient_is_differentiated_with_respect_to_what_was_given(gt):
     gradient = lambda dx: gt.grad(lambda x: gt.replace_gradient(x**2, dx**2) ** 3)(x)
     assert number(gradient(dx)) == 100.0
     assert number(gt.grad(gradient)(dx)) == 40.0
+
+
+def test_what_is_edited_may_be_its_own_scale_or_its_own_known_gradient(gt):
+    x = gt.asarray(3.0)
+    assert number(gt.grad(lambda x: gt.replace_gradient(x, x) * 7)(x)) == 3.0
+    assert number(gt.grad(lambda x: gt.scale_gradient(x, x) * 7)(x)) == 21.0
+    assert number(gt.grad(gt.grad(lambda x: gt.scale_gradient(x, x) * 7))(x)) == 7.0
 
 
 def test_known_gradient_has_no_first_derivative_with_respect_to_what_was_given(gt):
@@ -915,6 +955,17 @@ def test_an_edit_in_a_branch_acts_only_where_that_branch_is_taken(gt, native, ta
     f = lambda x: native.cond(taken, lambda x: gt.reverse_gradient(x, 3.0) ** 2, lambda x: x**2, x)
     assert number(gt.grad(f)(native.array(1.0))) == (-6.0 if taken else 2.0)
     assert number(gt.grad(gt.grad(f))(native.array(1.0))) == (18.0 if taken else 2.0)
+
+
+@pytest.mark.sweep_at("jax")
+def test_per_example_gradients_are_clipped_one_by_one_and_pooled(gt, rng):
+    """The idiom of private training: clip each example's gradient on its way to the parameters."""
+    w, x = rng.normal(size=3), rng.normal(size=(5, 3))
+    loss = lambda w, x: (gt.clip_gradient(w, max_norm=0.1) * x).sum() ** 2
+    found = gt.per_example_grad(loss)(gt.asarray(w), gt.asarray(x))
+    plain = 2 * (x @ w)[:, None] * x
+    expected = plain * np.minimum(1, 0.1 / np.linalg.norm(plain, axis=1))[:, None]
+    same(gt.to_numpy(found), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])

@@ -313,6 +313,23 @@ def test_inside_other_operators(gt, problem, place):
 
 
 @pytest.mark.sweep_at("jax")
+def test_uses_in_any_order(gt, problem):
+    G, y, zs = problem
+    ours = gt.frozen(G)
+
+    def all_forwards_first(y):
+        pairs = [
+            gt.vjp(lambda z, y=y: (gt.xp.tanh(y * ours(z)) * y).sum(), zs[i]) for i in range(6)
+        ]
+        found = {i: pairs[i][1](gt.xp.ones_like(pairs[i][0]))[0] for i in (3, 5, 0, 1, 4, 2)}
+        again = pairs[2][1](gt.xp.ones_like(pairs[2][0]))[0]
+        return gt.xp.stack([found[0], found[1], again, found[3], found[4], found[5]])
+
+    found = staged(gt, gt.grad(lambda y: outer(gt, all_forwards_first(y), y)))(y)
+    close(gt, found, expected_by_y(gt, G, y, zs))
+
+
+@pytest.mark.sweep_at("jax")
 def test_compiled(gt, problem):
     G, y, zs = problem
     ours = gt.frozen(G)
@@ -323,6 +340,15 @@ def test_compiled(gt, problem):
         stacked = lambda y: gt.xp.stack([inner(gt, ours)(y, zs[i]) for i in range(6)])
         found = gt.compile(gt.grad(lambda y: outer(gt, stacked(y), y)))(y)
         close(gt, found, expected_by_y(gt, G, y, zs))
+
+
+@pytest.mark.sweep_at("jax")
+def test_hessians_and_jacobians(gt, problem):
+    G, _, zs = problem
+    f = lambda G: lambda z: gt.xp.sin(G(z)).sum()
+    close(gt, gt.hessian(f(gt.frozen(G)))(zs[0]), gt.hessian(f(G))(zs[0]))
+    for mode in ("forward", "reverse"):
+        close(gt, gt.jacobian(gt.frozen(G), mode=mode)(zs[0]), gt.jacobian(G)(zs[0]))
 
 
 @pytest.mark.slow_at("jax")

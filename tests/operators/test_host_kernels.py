@@ -410,6 +410,20 @@ def test_an_empty_batch_calls_nothing(host, native):
     same(native.vmap(host(failing))(native.array(X[:0])), X[:0])
 
 
+@pytest.mark.slow_at(("torch", "jit"))
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize("where", ["loop", "while_loop", "cond", "checkpoint"])
+def test_a_kernel_runs_inside_control_flow(host, native, where, how):
+    f = host(lambda x: x + 1)
+    if where in ("loop", "while_loop"):
+        g, expected = lambda x: getattr(native, where)(f, x, 3), X + 3
+    elif where == "cond":
+        g, expected = lambda x: native.cond(True, f, lambda x: x, x), X + 1
+    else:
+        g, expected = native.checkpoint(f), X + 1
+    same((native.jit(g) if how == "jit" else g)(native.array(X)), expected)
+
+
 # --- loops, cond, checkpoint, compiled ---------------------------------------------------
 
 

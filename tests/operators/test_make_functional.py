@@ -358,6 +358,16 @@ def test_a_compiled_module_call_does_not_bring_back_the_original():
     assert not apply({name: 0 * p for name, p in params.items()}, state, batch(2, 4))[0].any()
 
 
+def test_it_runs_under_vmap_over_examples_and_over_models():
+    net, x = network(), batch(6, 4)
+    apply, params, state = make_functional(net, train=False)
+    rows = torch.func.vmap(lambda row: apply(params, state, row[None])[0][0])(x)
+    torch.testing.assert_close(rows, apply(params, state, x)[0])
+    stacked = {name: torch.stack([p, 2 * p]) for name, p in params.items()}
+    both = torch.func.vmap(lambda p: apply(p, state, x)[0])(stacked)
+    torch.testing.assert_close(both[0], apply(params, state, x)[0])
+
+
 # PyTorch: transforms
 
 

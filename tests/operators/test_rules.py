@@ -166,6 +166,40 @@ def test_two_inputs_and_two_outputs(pair, gt, native):
         same(plain(one), other)
 
 
+@pytest.mark.quick_at("torch")
+@pytest.mark.sampled(slow=1)
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_one_input_and_one_output_of_two(pair, gt, native, argnum, output):
+    """The maps then get None for what does not move and for what has no cotangent."""
+    xs = [native.array(X), native.array(np.array([2.0, -1.0]))]
+
+    def at(run):
+        def f(z):
+            args = [z if i == argnum else x for i, x in enumerate(xs)]
+            return (run(*args)[output] ** 2).sum()
+
+        return f
+
+    z = xs[argnum]
+    same(plain(gt.grad(at(pair))(z)), plain(gt.grad(at(pair_by_hand))(z)))
+    for mix in MIXES:
+        v, w = z * 0.3 + 1, z * z - 0.5
+        one, other = (second_order(gt, mix, at(run), z, v, w) for run in (pair, pair_by_hand))
+        same(plain(one), plain(other))
+
+
+@pytest.mark.slow_at("jax")
+def test_the_cross_derivative_of_two_inputs(pair, gt, native):
+    x, y = native.array(X), native.array(np.array([2.0, -1.0]))
+
+    def cross(run):
+        f = lambda x, y: sum((out**3).sum() for out in run(x, y))
+        return gt.grad(lambda y: (gt.grad(f)(x, y) ** 2).sum())(y)
+
+    same(plain(cross(pair)), plain(cross(pair_by_hand)))
+
+
 INDEXED = Rule(
     "take",
     lambda x, i: [x[i]],

@@ -65,6 +65,15 @@ def the_logarithm_of_the_branch_not_taken():
     assert "nan" in kinds(f, jnp.asarray(0.0))
 
 
+@story("jax-ml/jax#6484")
+def the_squared_norm_at_equal_points():
+    distance = lambda x, y: jnp.linalg.norm(x - y) ** 2
+    x = jnp.array([1.0, 2.0, 3.0])
+    assert bool(jnp.isnan(gt.grad(distance)(x, x)).all())
+    assert "nan" in kinds(lambda x: distance(x, jnp.array([1.0, 2.0, 3.0])), x)
+    near(gt.grad(lambda x, y: ((x - y) ** 2).sum())(x, x), jnp.zeros(3))
+
+
 @story("jax-ml/jax#3058")
 def the_norm_at_zero():
     assert "nan" in kinds(jnp.linalg.norm, jnp.zeros(3))
@@ -125,6 +134,11 @@ def the_gradient_of_a_squared_modulus_descends():
     f = lambda z: jnp.real(z) ** 2 + jnp.imag(z) ** 2
     near(gt.grad(f)(3.0 + 4.0j), 6.0 + 8.0j)
     near(jax.grad(f)(3.0 + 4.0j), 6.0 - 8.0j)
+
+
+@story("jax-ml/jax#15872")
+def the_slope_along_the_imaginary_part():
+    near(gt.grad(lambda z: z.imag**2)(2.0j), 4.0j)
 
 
 @story("jax-ml/jax#1853")
@@ -284,6 +298,14 @@ def a_loss_that_matches_jacobians():
     loss = lambda w: ((gt.jacobian(net, 1)(w, x) - target) ** 2).sum()
     plain = lambda w: ((jax.jacrev(net, 1)(w, x) - target) ** 2).sum()
     near(gt.grad(loss)(w), jax.grad(plain)(w))
+
+
+@story("ASEM000/Physics-informed-neural-network-in-JAX#1")
+def a_derivative_for_each_time_needs_no_sum():
+    y = lambda t: jnp.exp(-(t**2))
+    t = jnp.linspace(0.0, 2.0, 7)
+    near(jax.vmap(gt.grad(y))(t), -2 * t * y(t))
+    near(gt.jvp(y, (t,), (jnp.ones_like(t),))[1], -2 * t * y(t))
 
 
 @story("jax-ml/jax#4670")

@@ -78,6 +78,15 @@ def integer_indices_are_an_argument():
         near(jax.jit(jax.jacobian(lambda x: f(x, at)))(x), jnp.eye(6)[at])
 
 
+@story("jax-ml/jax#9374")
+def a_rule_in_a_branch():
+    f = gt.custom_rule(lambda x, y: y**2)
+    f.defjvp(lambda xs, dxs: (f(*xs), 2 * xs[1] * dxs[1]))
+    g = lambda y, x: jax.lax.cond(x < y, f, lambda _, y: y, x, y)
+    near(jax.grad(g)(3.0, 1.0), 6.0)
+    near(jax.grad(g)(1.0, 1.0), 1.0)
+
+
 @story("jax-ml/jax#4173")
 def a_rule_in_scan_under_vmap():
     f = gt.custom_rule(lambda x: x.sum())
@@ -165,6 +174,12 @@ def a_linear_kernel_called_on_its_tangent():
     x = draw(3)
     near(jax.jit(jax.grad(lambda x: (apply(x) ** 2).sum()))(x), 2 * matrix.T @ matrix @ x)
     near(jax.jacfwd(apply)(x), matrix)
+
+
+@story("jax-ml/jax#13587")
+def a_kernel_for_each_example():
+    f = gt.host_function(lambda x: x / np.linalg.norm(x))
+    near(jax.vmap(f)(jnp.array([[3.0, 4.0], [0.0, 2.0]])), jnp.array([[0.6, 0.8], [0.0, 1.0]]))
 
 
 # --- chunks and accumulation

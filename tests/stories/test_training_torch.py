@@ -148,6 +148,28 @@ def a_penalty_on_the_gradient_norm_of_all_weights():
     return same_training(net, ours, theirs)
 
 
+def _energy(net: Any, positions: Tensor) -> Tensor:
+    pairs = torch.pdist(positions)
+    return net(pairs[:, None]).sum() + torch.exp(-pairs).sum()
+
+
+@story("aiqm/torchani#238")
+def forces_are_trained_through_the_energy():
+    net, positions, forces = mlp(1, 6, 1), rand(4, 3), rand(4, 3)
+
+    def distances(x):
+        gaps = x[:, None] - x[None]
+        i, j = torch.triu_indices(4, 4, 1)
+        return gaps[i, j].square().sum(-1).sqrt()
+
+    def theirs():
+        d = lambda x: net(distances(x)[:, None]).sum() + torch.exp(-distances(x)).sum()
+        return (plain(d, leaf(positions))[0] + forces).square().mean()
+
+    ours = lambda: (gt.grad(lambda x: _energy(net, x))(positions) + forces).square().mean()
+    return same_training(net, ours, theirs)
+
+
 # --- force fields
 
 
@@ -334,6 +356,21 @@ def a_second_derivative_of_the_adjoint_is_no_silent_zero():
     return [(first.shape, y.shape), (refused, [True, True])]
 
 
+@story("rtqichen/torchdiffeq#151")
+def the_plain_solver_has_all_derivatives():
+    f, y = mlp(2, 3, 2), rand(2)
+
+    def end(y):
+        for _ in range(10):
+            y = y + 0.1 * f(y)
+        return y.square().sum()
+
+    v = rand(2)
+    z = leaf(y)
+    (g,) = plain(end, z)
+    return [(gt.hvp(end, (y,), (v,))[1][0], torch.autograd.grad(g @ v, z)[0])]
+
+
 class _Fixed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -511,6 +548,17 @@ def a_learning_rate_is_learned_through_the_step():
     return [(gt.grad(outer)(lr), -g @ (2 * x.T @ (x @ v - y) / 5))]
 
 
+@story("nimarb/pytorch_influence_functions#30")
+def influence_is_an_inverse_hessian_product():
+    x, y = rand(20, 3), rand(20)
+    loss = lambda w: ((x @ w - y) ** 2).mean() + 0.1 * w @ w
+    w = torch.linalg.solve(x.T @ x / 20 + 0.1 * torch.eye(3, dtype=D), x.T @ y / 20)
+    hessian = gt.hessian(loss)(w)
+    one = gt.grad(lambda w: (x[0] @ w - y[0]) ** 2)(w)
+    closed = torch.linalg.solve(2 * (x.T @ x / 20 + 0.1 * torch.eye(3, dtype=D)), one)
+    return [(torch.linalg.solve(hessian, one), closed), (gt.hvp(loss, (w,), (closed,))[1][0], one)]
+
+
 # --- influence and curvature
 
 
@@ -527,6 +575,19 @@ def the_hessian_at_a_module_is_that_of_its_parameters():
     return [(found[n], e) for n, e in zip(v, expected, strict=True)]
 
 
+@story("amirgholami/PyHessian#4")
+def the_largest_eigenvalue_by_power_iteration():
+    a = rand(5, 5)
+    sym = a @ a.T
+    f = lambda w: 0.5 * w @ sym @ w
+    v = rand(5)
+    for _ in range(400):
+        v = gt.hvp(f, (torch.zeros(5, dtype=D),), (v,))[1][0].detach()
+        v = v / v.norm()
+    value = v @ gt.hvp(f, (v,), (v,))[1][0]
+    return [((value - torch.linalg.eigvalsh(sym)[-1]).abs() < 1e-6, torch.tensor(True))]
+
+
 @story("noahgolmant/pytorch-hessian-eigenthings#23")
 def a_hessian_product_over_chunks_is_that_of_the_batch():
     x, y = rand(6, 2), rand(6, 1)
@@ -535,6 +596,17 @@ def a_hessian_product_over_chunks_is_that_of_the_batch():
     w, v = rand(2), rand(2)
     parts = [gt.hvp(lambda w, i=i: part(w, slice(i, i + 2)), (w,), (v,))[1][0] for i in (0, 2, 4)]
     return [(sum(parts) / 3, gt.hvp(whole, (w,), (v,))[1][0])]
+
+
+@story("f-dangel/backpack#38")
+def a_gauss_newton_product():
+    x = rand(2)
+    w, v = rand(3, 2), rand(3, 2)
+    f = lambda w: torch.tanh(w @ x)
+    _, jv = gt.jvp(f, (w,), (v,))
+    _, pullback = gt.vjp(f, w)
+    jac = gt.jacobian(f)(w).reshape(3, 6)
+    return [(pullback(jv)[0].reshape(6), jac.T @ jac @ v.reshape(6))]
 
 
 # --- sharpness
@@ -563,6 +635,18 @@ def two_passes_count_batch_statistics_twice_as_plain_passes_do():
     gt.grad(loss)(net)
     gt.grad(loss)(net)
     return [(net[1].num_batches_tracked, torch.tensor(2))]
+
+
+@story("wandb/senpai#2059")
+def the_perturbation_may_be_differentiated_too():
+    """In the full gradient of the perturbed loss nothing is detached."""
+    w, x, y = rand(3), rand(5, 3), rand(5)
+    loss = lambda w: ((x @ w - y) ** 2).mean()
+    full = lambda w: loss(w + 0.05 * gt.grad(loss)(w))
+    a = 2 * x.T @ x / 5
+    moved = w + 0.05 * (a @ w - 2 * x.T @ y / 5)
+    closed = (torch.eye(3, dtype=D) + 0.05 * a) @ (a @ moved - 2 * x.T @ y / 5)
+    return [(gt.grad(full)(w), closed)]
 
 
 # --- examples one by one
@@ -691,6 +775,19 @@ def score_distillation_puts_a_given_gradient_in():
     return [(gt.grad(loss)(params), given * (1 - torch.tanh(params) ** 2))]
 
 
+@story("threestudio-project/threestudio#266")
+def the_product_with_a_constant_is_the_same_gradient():
+    p, given = rand(4), rand(4)
+    by_product = lambda p: (torch.sin(p) * gt.stop_gradient(given)).sum()
+    by_target = lambda p: (
+        0.5 * F.mse_loss(torch.sin(p), (torch.sin(p) - given).detach(), reduction="sum")
+    )
+    return [
+        (gt.grad(by_product)(p), gt.grad(by_target)(p)),
+        (gt.grad(by_product)(p), given * p.cos()),
+    ]
+
+
 @story("CuthbertCai/pytorch_DANN#10")
 def a_reversed_gradient_with_a_scheduled_scale():
     w, x = rand(3), rand(5, 3)
@@ -700,6 +797,35 @@ def a_reversed_gradient_with_a_scheduled_scale():
     s = torch.tensor(0.3, dtype=D)
     closed = ((1 - s * 2 * features(w)) * d * x).sum(0)
     return [(gt.grad(loss)(w, s), closed)]
+
+
+@story("locuslab/fast_adversarial#26")
+def an_attack_of_ten_steps_accumulates_nothing():
+    net, x, y = mlp(3, 5, 2), rand(4, 3), torch.arange(4) % 2
+    loss = lambda d: F.cross_entropy(net(x + d), y)
+    d, e = torch.zeros(4, 3, dtype=D), torch.zeros(4, 3, dtype=D)
+    for _ in range(10):
+        d = (d + 0.02 * gt.grad(loss)(d).sign()).clamp(-0.1, 0.1).detach()
+        z = leaf(e)
+        e = (e + 0.02 * torch.autograd.grad(loss(z), z)[0].sign()).clamp(-0.1, 0.1)
+    return [(d, e), ([p.grad for p in net.parameters()], [None] * 4)]
+
+
+@story("P2333/Bag-of-Tricks-for-AT#8")
+def adversarial_training_leaves_gradients_of_one_loss():
+    net, x, y = mlp(3, 5, 2), rand(4, 3), torch.arange(4) % 2
+
+    def ours():
+        with torch.no_grad():
+            d = 0.1 * gt.grad(lambda d: F.cross_entropy(net(x + d), y))(torch.zeros_like(x)).sign()
+        return F.cross_entropy(net(x + d), y)
+
+    def theirs():
+        z = torch.zeros_like(x).requires_grad_()
+        (g,) = torch.autograd.grad(F.cross_entropy(net(x + z), y), z)
+        return F.cross_entropy(net(x + 0.1 * g.sign()), y)
+
+    return same_training(net, ours, theirs)
 
 
 # --- accumulation
@@ -736,6 +862,25 @@ def the_sum_over_tokens_divided_once():
     count = (t != -100).sum()
     closed = gt.grad(lambda w: F.cross_entropy(x @ w, t, ignore_index=-100))(w)
     return [(accumulator.sum() / count, closed)]
+
+
+@story("ml-explore/mlx-lm#1413")
+def the_last_smaller_batch_is_not_overweighted():
+    w, x, y = rand(3), rand(7, 3), rand(7)
+    loss = lambda w, x, y: ((x @ w - y) ** 2).mean()
+    _, grad = gt.microbatched_value_and_grad(loss, 3)(w, x, y)
+    return [(grad, 2 * x.T @ (x @ w - y) / 7)]
+
+
+@story("OpenNMT/OpenNMT-py#2209")
+def another_loss_term_is_not_scaled_by_the_number_of_batches():
+    w, x, y = rand(3), rand(6, 3), rand(6)
+    loss = lambda w, x, y: ((x @ w - y) ** 2).mean()
+    accumulator = gt.GradientAccumulator()
+    for rows in (slice(0, 2), slice(2, 6)):
+        accumulator.add(gt.grad(loss)(w, x[rows], y[rows]), weight=rows.stop - rows.start)
+    prior = gt.grad(lambda w: 0.3 * w @ w)(w)
+    return [(accumulator.mean() + prior, 2 * x.T @ (x @ w - y) / 6 + 0.6 * w)]
 
 
 # --- gradient caching
@@ -788,6 +933,29 @@ def an_unequal_last_chunk():
     return _cached(mlp(3, 5, 2), 5)
 
 
+@story("VincentStimper/normalizing-flows#27")
+def the_log_determinant_of_an_affine_coupling():
+    net = mlp(1, 3, 2)
+
+    def flow(z):
+        s, t = net(z[:1])
+        return torch.stack([z[0], z[1] * torch.exp(s) + t])
+
+    z = rand(2)
+    logdet = lambda z: torch.linalg.slogdet(gt.jacobian(flow)(z))[1]
+    s = lambda z: net(z[:1])[0]
+    return [(logdet(z), s(z)), (gt.grad(logdet)(z), gt.grad(s)(z))]
+
+
+@story("bayesflow-org/bayesflow#772")
+def hutchinsons_trace_is_a_mean_over_probes():
+    net, x = mlp(3, 4, 3), rand(3)
+    probes = torch.tensor([[a, b, c] for a in (1, -1) for b in (1, -1) for c in (1, -1)], dtype=D)
+    _, pullback = gt.vjp(net, x)
+    found = torch.stack([pullback(e)[0] @ e for e in probes]).mean()
+    return [(found, gt.jacobian(net)(x).diagonal().sum())]  # over all signs it is exact
+
+
 # --- flows and models trained through a tangent
 
 
@@ -831,6 +999,39 @@ def mean_flow_trains_through_a_tangent_with_attention():
         return (u - (v - 0.2 * du)).square().mean()
 
     return same_training(net, ours, theirs)
+
+
+@story("Dao-AILab/flash-attention#1672")
+def a_stopped_tangent_target():
+    net, x, v = mlp(2, 4, 2), rand(3, 2), rand(3, 2)
+
+    def ours():
+        u, du = gt.jvp(net, (x,), (v,))
+        return (u - gt.stop_gradient(v - 0.2 * du)).square().mean()
+
+    def theirs():
+        with torch.no_grad():
+            du = torch.func.jvp(net, (x,), (v,))[1]
+        return (net(x) - (v - 0.2 * du)).square().mean()
+
+    return same_training(net, ours, theirs)
+
+
+@story("ermongroup/sliced_score_matching#3")
+def sliced_score_matching():
+    score, x, v = mlp(2, 5, 2), rand(4, 2), rand(4, 2)
+
+    def ours():
+        s, along = gt.jvp(score, (x,), (v,))
+        return ((v * along).sum(1) + 0.5 * s.square().sum(1)).mean()
+
+    def theirs():
+        z = leaf(x)
+        s = score(z)
+        (g,) = torch.autograd.grad((s * v).sum(), z, create_graph=True)
+        return ((g * v).sum(1) + 0.5 * s.square().sum(1)).mean()
+
+    return same_training(score, ours, theirs)
 
 
 # --- wrong in PyTorch itself

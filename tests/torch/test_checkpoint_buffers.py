@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -56,6 +57,15 @@ def gradient(f, shape):
     y = f(x)
     y = y[0] if isinstance(y, tuple) else y
     return torch.autograd.grad((y * torch.arange(y.numel()).reshape(y.shape)).sum(), x)[0]
+
+
+@pytest.mark.slow_at("rrelu")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_checkpoint_has_the_gradient_of_the_plain_call(name):
+    f, shape = OPERATIONS[name]
+    for _ in range(3):
+        expected = gradient(f, SHAPES[shape])
+        assert torch.equal(gradient(gt.checkpoint(f), SHAPES[shape]), expected)
 
 
 def test_what_is_computed_again_is_computed_to_its_end():

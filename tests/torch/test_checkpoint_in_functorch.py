@@ -69,6 +69,15 @@ def test_values_under_vmap_may_read_what_is_mapped_around_them():
     torch.testing.assert_close(found, (X * X).sum(1))
 
 
+def test_a_captured_tensor_of_the_transform_is_differentiated():
+    f = lambda x: gt.checkpoint(lambda y: (x * y).sum())(x)
+    torch.testing.assert_close(torch.func.grad(f)(X), 2 * X)
+    wanted = 2 * torch.eye(X.numel(), dtype=X.dtype).reshape(*X.shape, *X.shape)
+    torch.testing.assert_close(torch.func.hessian(f)(X), wanted)
+    rows = torch.stack([X, 2 * X])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(f))(rows), 2 * rows)
+
+
 class _OfChunks(ChunkProgram):
     leaves: ClassVar[list[torch.Tensor]] = []
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -161,6 +162,23 @@ def test_chunked_in_chunked_with_dropout_and_state():
             assert all_same(found, expected) and stands == stood
 
 
+def test_strings_dicts_and_arrays_as_examples():
+    table = nn.Embedding(5, 3, dtype=torch.float64)
+    words = ["a", "bc", "d", "ea", "b", "ccd", ""]
+
+    def f(batch, extra, more):
+        assert len(batch) == len(extra) == len(more["z"])
+        sums = [table(torch.tensor([ord(c) - 97 for c in w]).long()).sum(0) for w in batch]
+        return torch.stack(sums) * torch.as_tensor(extra)[:, None] + more["z"]
+
+    extra, more = np.arange(7.0), {"z": numbers(7, 3)}
+    out = gt.chunked(f, 2)(words, extra, more)
+    expected = f(words, extra, more)
+    assert torch.equal(out, expected)
+    (weights,) = table.parameters()
+    assert all_same(gradients(contrast(out), [weights]), gradients(contrast(expected), [weights]))
+
+
 # --- outputs -------------------------------------------------------------------------------
 
 
@@ -306,6 +324,44 @@ def test_no_grad_and_inference_mode():
     )
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_eval_transformer_with_padding_takes_its_fast_path_in_neither_pass():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.1)
+    model = nn.TransformerEncoder(layer, 2).double().eval()
+    x, padded = numbers(5, 4, 4), torch.arange(4)[None] >= torch.tensor([4, 2, 3, 1, 4])[:, None]
+    f = lambda c, padding: model(c, src_key_padding_mask=padding)
+    pairs = lambda call: torch.cat(
+        [call(c, p) for c, p in zip(x.split(2), padded.split(2), strict=True)]
+    )
+    for keep_graphs in (0, 1):
+        out, expected = gt.chunked(f, 2, keep_graphs=keep_graphs)(x, padded), pairs(f)
+        assert torch.equal(out, expected)
+        found = gradients(out.sin().sum(), model.parameters())
+        assert all_same(found, gradients(expected.sin().sum(), model.parameters()))
+    with torch.no_grad():  # here they do
+        assert torch.equal(gt.chunked(f, 2)(x, padded), pairs(f))
+
+
+def test_grad_scaler():
+    def run(call):
+        model = network().float()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                loss = contrast(call(model, X.float()).float())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), scaler.get_scale()
+
+    ours, scale = run(lambda m, x: gt.chunked(m, CHUNK)(x))
+    expected, scale_of_plain = run(plain)
+    assert scale == scale_of_plain == 4096.0 and torch.allclose(ours, expected, rtol=0, atol=1e-5)
+
+
 def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
     """Nothing is asked of them, but a later chunk depends on what they do."""
     model = network(nn.Dropout(0.5))
@@ -373,6 +429,26 @@ def test_an_existing_grad_is_added_to():
     contrast(plain(twin)).backward()
     assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
     assert all_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_hooks_and_gradients_of_the_batch():
+    x, seen = X.clone().requires_grad_(), []
+    model = network()
+    x.register_hook(lambda g: seen.append(g.clone()))
+    model[0].weight.register_hook(lambda g: g * 2)
+    model[0].weight.register_hook(lambda g: g + 1)
+    handle = model[0].bias.register_hook(lambda g: g * 0)
+    contrast(gt.chunked(model, CHUNK, keep_graphs=2)(x)).backward()
+    found = [x.grad, *(p.grad for p in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    contrast(plain(model, x)).backward()
+    assert all_same(found, [x.grad, *(p.grad for p in model.parameters())])
+    assert len(seen) == 2 and same(seen[0], seen[1], 1e-12)
+    handle.remove()
+    model.zero_grad()
+    contrast(gt.chunked(model, CHUNK, keep_graphs=2)(x)).backward()
+    assert model[0].bias.grad.abs().sum() > 0
 
 
 def test_is_replaying_is_this_threads():
@@ -507,6 +583,18 @@ def test_an_argument_changed_between_the_passes_is_refused():
             contrast(out).backward()
 
 
+@pytest.mark.parametrize("keep_graphs", [0, 1])
+def test_what_requires_a_gradient_and_is_changed_after_the_forward_pass_is_told(keep_graphs):
+    x, w = torch.ones(4, 2, requires_grad=True), torch.ones(2, requires_grad=True)
+    for changed in (x, w):
+        out = gt.chunked(lambda x: x**2 * w, 2, keep_graphs=keep_graphs)(x)
+        with torch.no_grad():
+            changed.add_(1)
+        with pytest.raises(GradtoolsError, match="chunked: an argument or a parameter was changed"):
+            out.sum().backward()
+    assert x.grad is None and w.grad is None
+
+
 def test_a_large_captured_tensor_that_f_changes_is_refused():
     model, running = network(), torch.zeros(200_000, dtype=torch.float64)
 
@@ -587,6 +675,18 @@ def test_a_third_derivative_of_batch_norm_is_right(keep_graphs):
         model, x = stateful(norm), X.clone().requires_grad_()
         found.append(first_to_third(gt.chunked(model, CHUNK, keep_graphs=keep_graphs), model, x, 3))
     assert all_same(*found, 1e-11)
+
+
+def test_gradgradcheck():
+    torch.manual_seed(0)
+    f = lambda c, w: (c @ w).tanh() * c.sum(1, keepdim=True).exp()
+    w, x = numbers(2, 2).requires_grad_(), numbers(3, 2, seed=1).requires_grad_()
+    for keep_graphs in (0, 1):
+        call = lambda x, w, k=keep_graphs: gt.chunked(f, 2, in_axes=(0, None), keep_graphs=k)(x, w)
+        assert torch.autograd.gradcheck(
+            call, (x, w), check_forward_ad=True, check_batched_grad=True
+        )
+        assert torch.autograd.gradgradcheck(call, (x, w), check_batched_grad=True)
 
 
 # --- torch.func and gradtools --------------------------------------------------------------
@@ -966,6 +1066,76 @@ def test_data_parallel_is_refused():
         gt.chunked(lambda c: model(c), CHUNK)(X)
 
 
+@pytest.mark.parametrize("keep_graphs", [0, 1])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_are_folded_with_the_chunks_index(keep_graphs, interleaved):
+    model = network(nn.Dropout(0.5))
+    apply, params, state = gt.make_functional(model)
+    key, rows = gt.random_key(3), [X[i::4] for i in range(4)] if interleaved else X.split(CHUNK)
+    f = lambda c, p, k: apply(p, state, c, key=k)[0]
+    chunked = gt.chunked(
+        f, CHUNK, (0, None, None), key_argnums=2, interleaved=interleaved, keep_graphs=keep_graphs
+    )
+
+    def loss(params, call):
+        return contrast(call(params)) + call(params)[0].sum()
+
+    stands = streams()
+    found = gt.value_and_grad(loss)(params, lambda p: chunked(X, p, key))
+    looped = lambda p: torch.cat(
+        [f(c, p, gt.asarray(chunk_key(key, i))) for i, c in enumerate(rows)]
+    )
+    order = torch.tensor([k for i in range(4) for k in range(i, 11, 4)]).argsort()
+    restored = (lambda p: looped(p)[order]) if interleaved else looped
+    expected = gt.value_and_grad(loss)(params, restored)
+    assert same(found[0], expected[0], 1e-14)
+    assert all_same(list(found[1].values()), list(expected[1].values()))
+    assert streams() == stands and len({chunk_key(key, i).sum().item() for i in range(4)}) == 4
+
+
+def chunk_key(key, i):
+    """As chunks get it: read off from one that is called."""
+    seen = []
+    gt.chunked(lambda c, k: seen.append(k.clone()) or c, 1, (0, None), key_argnums=(1,))(
+        X[: i + 1], key
+    )
+    return seen[i]
+
+
+@pytest.mark.parametrize("keep_graphs", [0, 2])
+def test_carries_go_from_chunk_to_chunk(keep_graphs):
+    model, x = network(nn.Dropout(0.3)), X.clone().requires_grad_()
+
+    def f(c, mean, count):
+        y = model(c - mean)
+        new = {"sum": 0.5 * mean + c.detach().mean(0), "last": y.detach().sum()}
+        return (y * count["n"], y.detach()), (new["sum"], {"n": count["n"] + 1})
+
+    mean, count = X[0] * 0, {"n": torch.tensor(1)}
+
+    def looped(x):
+        carry, outs = (mean, count), []
+        for c in x.split(CHUNK):
+            (y, _), carry = f(c, *carry)
+            outs.append(y)
+        return torch.cat(outs), carry
+
+    def ours(x):
+        call = gt.chunked(f, CHUNK, (0, None, None), carry_argnums=(1, 2), keep_graphs=keep_graphs)
+        (y, _), carry = call(x, mean, count)
+        return y, carry
+
+    found = []
+    for call in (ours, looped):
+        torch.manual_seed(1)
+        y, carry = call(x)
+        found.append(
+            [y, carry[0], carry[1]["n"], *gradients(contrast(y), [x, *model.parameters()])]
+        )
+    assert all_same(*found) and found[0][2] == 5 and (mean == 0).all()
+    assert not found[0][1].requires_grad
+
+
 # --- keys and carries ----------------------------------------------------------------------
 
 
@@ -992,6 +1162,22 @@ def test_a_carry_beneath_transforms_and_one_alone():
     assert same(chunked(X, h, W.detach())[1], looped(X, h, W.detach())[1], 1e-15)
 
 
+def test_microbatched_argnums_axes_and_no_graph():
+    f = lambda x, a, b: ((x.T @ a) * b).tanh().mean()
+    a, b = W.detach()[0], W.detach()[1, 0].requires_grad_()
+    call = gt.microbatched_value_and_grad(f, CHUNK, argnums=(1, 2), in_axes=(1, None, None))
+    value, grads = call(X.T, a, b.detach())
+    expected = gt.value_and_grad(f, argnums=(1, 2))(X.T, a, b.detach())
+    assert same(value, expected[0], 1e-14) and all_same(list(grads), list(expected[1]), 1e-14)
+    assert b.grad is None
+    examples = [numbers(n, seed=n) for n in (1, 2, 3)]
+    listed = gt.microbatched_value_and_grad(
+        lambda w, xs: sum((w * x).sum() for x in xs), 2, reduction="sum"
+    )
+    total = sum(x.sum() for x in examples)
+    assert same(listed(b.detach(), examples)[1], total, 1e-14)
+
+
 # --- microbatched_value_and_grad -----------------------------------------------------------
 
 
@@ -1005,6 +1191,14 @@ def test_microbatched_sums_narrow_numbers_in_float32(dtype):
     )
     assert value.dtype is dtype and grad.dtype is dtype
     assert abs(grad.item() - 5094) <= 16 and abs(value.item() - 5094) <= 16
+
+
+def test_per_example_gradients_of_chunked_and_in_chunks():
+    w, xs = W.detach(), numbers(4, 6, 3)
+    f = lambda w, x: contrast(gt.chunked(F, 2, in_axes=(0, None))(x, w))
+    expected = torch.stack([gt.grad(lambda w, x: contrast(F(x, w)))(w, x) for x in xs])
+    assert same(gt.per_example_grad(f)(w, xs), expected, 1e-12)
+    assert same(gt.per_example_grad(f, chunk_size=3)(w, xs), expected, 1e-12)
 
 
 def test_the_key_of_a_late_chunk_is_made_without_those_before_it():

@@ -56,6 +56,16 @@ def test_a_dual_number_without_a_tangent_stays_without(kind):
         assert forward_ad.unpack_dual(f(numbers())).tangent is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_over_reverse_and_reverse_over_forward(kind):
+    f, x, v = called(sine(kind)), numbers(), numbers().flip(0)
+    for mode in ("forward_over_reverse", "reverse_over_reverse"):
+        _, (product,) = gt.hvp(lambda x: f(x).sum(), (x,), (v,), mode=mode)
+        torch.testing.assert_close(product, -x.sin() * v)
+    slope = gt.grad(lambda x: gt.jvp(f, (x,), (v,))[1].sum())(x)
+    torch.testing.assert_close(slope, -x.sin() * v)
+
+
 @pytest.mark.parametrize("kind", ["jvp", "both"])
 def test_an_affine_forward_rule_is_refused_in_forward_mode(kind):
     f = sine(kind, forward=lambda p, t: (p[0].sin(), p[0].cos() * t[0] + 1))

@@ -86,6 +86,17 @@ def test_a_bfloat16_gradient_under_autocast_is_edited():
     assert x.grad.tolist() == (-2 * plain).tolist()
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_edits_inside_either_kind_of_checkpoint(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    f = lambda x: gt.reverse_gradient(gt.clip_gradient(x, max_norm=1.0), 2.0) ** 2
+    checkpoint(f, x, use_reentrant=reentrant).sum().backward()
+    expected = torch.tensor([-0.6, -0.8])
+    assert torch.allclose(x.grad, expected, rtol=1e-6, atol=0)
+
+
 # --- an edit by a number, a bare Function where nothing looks on but autograd --------------
 
 
@@ -102,6 +113,20 @@ def by_rule(x, scale):
     return y
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("scale", [0.3, -1.0])
+def test_both_ways_to_apply_an_edit_have_one_derivative_of_each_order(scale, dtype):
+    x = torch.randn(5, dtype=dtype, requires_grad=True)
+    found = []
+    for edit in (gt.scale_gradient, by_rule):
+        y = edit(x * x, scale)
+        (first,) = torch.autograd.grad((y**2).abs().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.abs().sum(), x)
+        found.append((y.detach(), first.detach(), second))
+    assert has_a_plan(gt.scale_gradient(x, scale))
+    assert all(map(torch.equal, *found))
+
+
 def test_an_edit_is_not_lost_by_what_is_written_in_place():
     x = torch.ones(2, requires_grad=True) * 1
     y = gt.reverse_gradient(x)
@@ -112,6 +137,16 @@ def test_an_edit_is_not_lost_by_what_is_written_in_place():
         RuntimeError, match="its base or another view of its base has been modified"
     ):
         torch.autograd.grad(y.sum(), x)
+
+
+def test_a_checkpoint_computes_an_edit_again_where_another_mode_looks_on():
+    """It counts what is saved, and neither a Function nor a rule saves anything."""
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    f = lambda x: gt.reverse_gradient(x.sin(), 2.0) ** 2
+    with torch.device("cpu"):
+        y = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, torch.autograd.grad(f(x).sum(), x)[0])
 
 
 def test_a_picture_of_live_tensors_names_the_edit():

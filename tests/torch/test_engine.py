@@ -112,6 +112,18 @@ def test_f_is_evaluated_once_also_when_it_raises(operator):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("operator", ["grad", "value_and_grad", "vjp", "jvp", "linearize", "hvp"])
+def test_the_random_stream_goes_on_as_after_one_plain_call(operator):
+    f = lambda x: (torch.nn.functional.dropout(x, 0.5) ** 2).sum()
+    x = torch.randn(50, dtype=F64)
+    torch.manual_seed(1)
+    f(x)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    _run(operator, f, x)
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_the_random_stream_goes_on_also_when_f_raises_after_drawing():
     def f(x):
         torch.rand(5)
@@ -212,6 +224,13 @@ def test_without_grad_mode_a_captured_graph_is_not_freed():
         gt.grad(lambda x: (x**2 * h).sum())(_x())
     h.sum().backward()
     assert torch.equal(w.grad, h.detach())
+
+
+def test_differentiating_a_tensor_that_has_a_graph_reaches_back_through_it():
+    w = _x().requires_grad_()
+    g = gt.grad(lambda x: (x**3).sum())(w.exp())
+    (found,) = torch.autograd.grad(g.sum(), w)
+    assert torch.allclose(found, 6 * (2 * w.detach()).exp(), rtol=1e-14)
 
 
 def test_a_detached_result_keeps_no_graph():
@@ -319,6 +338,15 @@ def test_changes_in_place_inside_f_do_not_reach_the_callers_tensor():
     assert torch.equal(x, _x())
 
 
+def test_saved_tensor_hooks_and_tensor_hooks_inside_f_work():
+    def f(x):
+        y = x * x
+        y.register_hook(lambda g: 2 * g)
+        return y.sum()
+
+    assert torch.allclose(gt.grad(f)(_x()), 4 * _x(), rtol=1e-15)
+
+
 def test_hooks_on_the_arguments_themselves_do_not_fire():
     fired = []
     x = _x().requires_grad_()
@@ -340,6 +368,19 @@ def test_a_pullback_may_be_called_many_times(requires_grad):
         assert torch.allclose(pullback(k * torch.ones_like(out))[0], k * expected, rtol=1e-14)
 
 
+def test_a_pullback_is_differentiable_in_its_cotangent():
+    _, pullback = gt.vjp(lambda x: x.exp(), _x())
+    c = torch.ones(2, dtype=F64, requires_grad=True)
+    (g,) = pullback(c)
+    assert torch.allclose(torch.autograd.grad(g.sum(), c)[0], _x().exp(), rtol=1e-15)
+
+
+def test_the_derivative_of_a_pullback_in_its_cotangent_is_detached_where_nothing_requires_grad():
+    _, pullback = gt.vjp(lambda x: x.exp(), _x())
+    found = gt.grad(lambda c: pullback(c)[0].sum())(torch.ones(2, dtype=F64))
+    assert torch.allclose(found, _x().exp(), rtol=1e-15) and not found.requires_grad
+
+
 def test_a_pullback_called_without_grad_mode_is_detached():
     _, pullback = gt.vjp(lambda x: x.exp(), _x().requires_grad_())
     with torch.no_grad():
@@ -356,7 +397,65 @@ def test_backward_goes_through_a_gradient():
     assert torch.allclose(w.grad, 2 * w.detach() * _x().cos() ** 2, rtol=1e-14)
 
 
+def test_native_double_backward_goes_through_a_gradient():
+    x = _x().requires_grad_()
+    g = gt.grad(lambda x: (x**4).sum())(x)
+    (h,) = torch.autograd.grad(g.sum(), x, create_graph=True)
+    (t,) = torch.autograd.grad(h.sum(), x)
+    assert torch.allclose(h, 12 * x**2, rtol=1e-14) and torch.allclose(t, 24 * x, rtol=1e-14)
+
+
 SQUARE = lambda x: (x**3).sum()
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+        lambda f, x: torch.func.jacrev(f)(x).sum(0),
+        lambda f, x: torch.func.jacfwd(f)(x).sum(0),
+        lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+        lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+        lambda f, x: gt.grad(lambda x: f(x).sum())(x),
+        lambda f, x: torch.autograd.functional.jacobian(f, x).sum(0),
+    ],
+    ids=["func.grad", "jacrev", "jacfwd", "func.vjp", "func.jvp", "gt.grad", "functional"],
+)
+@pytest.mark.parametrize(
+    "inner",
+    [
+        gt.grad(SQUARE),
+        lambda x: gt.value_and_grad(SQUARE)(x)[1],
+        lambda x: gt.vjp(SQUARE, x)[1](torch.ones((), dtype=F64))[0],
+        lambda x: gt.linearize(lambda x: x**3, x)[1](torch.ones_like(x)),
+        lambda x: gt.jvp(lambda x: x**3, (x,), (torch.ones_like(x),))[1],
+        lambda x: gt.jacobian(lambda x: x**3)(x).sum(0),
+        torch.func.grad(SQUARE),
+    ],
+    ids=["grad", "value_and_grad", "vjp", "linearize", "jvp", "jacobian", "func.grad"],
+)
+def test_native_transforms_and_ours_nest_in_each_other(outer, inner):
+    assert torch.allclose(outer(inner, _x()), 6 * _x(), rtol=1e-14)
+
+
+def test_native_hessian_and_vmap_outside():
+    x = _x()
+    inner = lambda x: (gt.grad(SQUARE)(x) ** 2).sum()  # 9 x^4
+    found = torch.func.hessian(inner)(x)
+    assert torch.allclose(found, torch.diag(108 * x**2), rtol=1e-13)
+    mapped = torch.vmap(gt.hessian(SQUARE))(torch.stack([x, 2 * x]))
+    assert torch.allclose(mapped[1], torch.diag(12 * x), rtol=1e-14)
+
+
+@pytest.mark.parametrize("operator", ["grad", "hvp"])
+def test_forward_mode_of_ours_in_a_native_dual_level(operator):
+    x, t = _x(), torch.ones(2, dtype=F64)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, t)
+        found = gt.grad(SQUARE)(dual) if operator == "grad" else gt.hvp(SQUARE, (dual,), (t,))[1][0]
+        tangent = forward_ad.unpack_dual(found).tangent
+    expected = 6 * x if operator == "grad" else torch.full((2,), 6.0, dtype=F64)
+    assert torch.allclose(tangent, expected, rtol=1e-14)
 
 
 def test_forward_over_reverse_is_right_where_a_backward_formula_asks_for_grad_mode():
@@ -520,6 +619,16 @@ def test_a_compiled_function_that_is_differentiated_twice_from_outside_is_refuse
     f = torch.compile(lambda x: (x**3).sum(), backend="aot_eager")
     with pytest.raises(GradtoolsError, match="has no compiled double backward"):
         gt.hessian(f)(torch.ones(2))
+
+
+def test_a_gradient_inside_of_a_transform_of_torch_inside_of_a_gradient():
+    x, h = torch.linspace(-1, 1, 5, dtype=torch.float64), lambda t: (t.tanh() ** 2).sum()
+
+    def third(grad):
+        inner = lambda z: torch.func.grad(lambda z: grad(h)(z).sum())(z).sum()
+        return gt.grad(inner)(x)
+
+    torch.testing.assert_close(third(gt.grad), third(torch.func.grad))
 
 
 # --- mixed_partial is differentiable in all that it depends on

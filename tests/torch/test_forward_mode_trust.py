@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
@@ -80,6 +84,15 @@ def test_plain_pytorch_still_drops_a_custom_operators_tangent():
     with torch.autograd.forward_ad.dual_level():
         y = cube(torch.autograd.forward_ad.make_dual(X, T))
         assert torch.autograd.forward_ad.unpack_dual(y).tangent is None
+
+
+def test_mixed_partial_and_frozen_take_a_custom_operator_in_G():
+    y, z = (torch.tensor(v, dtype=torch.float64) for v in (2.0, 2.0))
+    f = lambda y, g: y**2 * g
+    assert float(gt.mixed_partial(f, cube, y, z, torch.ones_like(z))) == 48  # 2 y 3 z^2
+    G = gt.frozen(cube)
+    slope = lambda y: gt.grad(lambda z: f(y, G(z)))(z)  # y^2 3 z^2
+    assert float(gt.grad(lambda y: slope(y) ** 2)(y)) == 4608  # 4 y^3 (3 z^2)^2
 
 
 def test_what_a_custom_operator_lacks_is_refused_by_name():
@@ -245,6 +258,12 @@ def test_frozen_takes_complex_linear_algebra_rightly():
         torch.testing.assert_close(frozen, plain)
 
 
+def test_a_tangent_is_an_ordinary_tensor():
+    A = torch.outer(X, T) + 2 * torch.eye(3, dtype=X.dtype)
+    sign, _ = gt.jvp(torch.linalg.slogdet, (A,), (A,))[1]
+    assert sign.numpy() == 0
+
+
 def test_gradients_switched_off_within_a_function_of_pytorch_are_on_again_behind_it():
     target = torch.zeros(3, dtype=torch.float64)
     f = lambda x: F.gaussian_nll_loss(x, target, x**2 + 1, reduction="none") * x
@@ -286,6 +305,41 @@ def test_a_tangent_is_right_where_pytorch_has_neither_mode_right(case, way):
     torch.testing.assert_close(push[way](), expected, rtol=1e-9, atol=1e-9)
 
 
+BLOCKS = {
+    "off": torch.no_grad,
+    "on": torch.enable_grad,
+    "set off": lambda: torch.set_grad_enabled(False),
+    "set on": lambda: torch.set_grad_enabled(True),
+}
+
+
+@pytest.mark.parametrize("blocks", itertools.product(BLOCKS, repeat=3), ids=" ".join)
+def test_blocks_in_blocks_stop_what_they_stop_in_reverse_mode(blocks):
+    def nested(x, names):
+        if not names:
+            return x**2
+        with BLOCKS[names[0]]():
+            return x**3 + nested(x, names[1:]) + x**4
+
+    f = lambda x: x + nested(x, blocks) + x**5
+    x = torch.tensor(1.3, dtype=torch.float64)
+    torch.testing.assert_close(gt.jvp(f, (x,), (torch.ones_like(x),))[1], gt.grad(f)(x))
+
+
+def test_a_derivative_within_f_of_a_forward_rule_has_its_tangent_each_time():
+    """The block in a Function's forward leaves off what autograd switched off, and f did not."""
+    cube = gt.custom_rule(lambda x: x**3)
+    cube.defjvp(lambda primals, tangents: (primals[0] ** 3, 3 * primals[0] ** 2 * tangents[0]))
+
+    def slope(x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(cube(x).sum(), x, create_graph=True)[0]
+
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    for _ in range(3):
+        torch.testing.assert_close(gt.jvp(slope, (x,), (torch.ones_like(x),))[1], 6 * x)
+
+
 @pytest.mark.slow_at("function")
 @pytest.mark.parametrize("place", ["function", "module", "inside"])
 def test_what_is_compiled_keeps_its_tangent(place):
@@ -317,6 +371,16 @@ def test_blocks_that_stop_inside_of_a_block_that_autograd_has_around_it_stop_not
             pass
         assert mode._stopped is None
         torch.set_grad_enabled(True)
+
+
+def test_nested_checkpoints_have_their_tangent():
+    """What the outer one packs for the inner one is packed while autograd has gradients off."""
+    inner = partial(checkpoint, torch.sin, use_reentrant=False)
+    f = lambda x: checkpoint(lambda x: inner(x) * x, x, use_reentrant=False) * x
+    expected = (2 * X * X.sin() + X**2 * X.cos()) * T
+    torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
+    with torch.no_grad():
+        torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
 
 
 def test_the_method_norm_is_pushed_in_compiled_code():

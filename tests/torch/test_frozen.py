@@ -607,6 +607,14 @@ def test_a_third_derivative_that_pytorch_gets_wrong_is_right(tracked):
         same(third(gt.frozen(model), z, y), third(plain, z, y), 1e-9)
 
 
+@pytest.mark.parametrize("operator", ["frozen", "checkpoint"])
+def test_forward_over_forward_takes_an_argument_that_the_inner_level_alone_moves(operator):
+    a, b, t = (torch.tensor(v, dtype=D) for v in ([2.0, 3.0], [5.0, 7.0], [1.0, -2.0]))
+    twice = lambda G: gt.jvp(lambda a: gt.jvp(G, (a, b), (t, t))[1], (a,), (t,))[1]
+    G = lambda a, b: a * a * b
+    same([twice(getattr(gt, operator)(G))], [2 * t * t * b + 2 * a * t * t])
+
+
 # --- tangents by hand -------------------------------------------------------------------------
 
 W = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
@@ -680,6 +688,23 @@ def test_what_is_pushed_by_hand_has_its_derivative(name):
     reduced = lambda z: ONE_TANGENT[name](z).sin()
     with sdpa_kernel(SDPBackend.MATH):
         same(second(gt.frozen(reduced), zs, y), second(reduced, zs, y))
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("along", [False, True])
+def test_an_argument_may_be_expanded(tracked, along):
+    """Its entries share memory, and PyTorch lays the tangents out as it lies."""
+    base, y = torch.linspace(-1, 1, 4, dtype=D, requires_grad=True), torch.ones(3, dtype=D)
+    model, y = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).to(D), y.requires_grad_()
+    model.requires_grad_(tracked)
+    found = []
+    for G in (model, gt.frozen(model)):
+        z = base.expand(5, 4)
+        (slope,) = torch.autograd.grad((y * G(z)).square().sum(), z, create_graph=True)
+        asked = [y, base] if along else [y]
+        found.append(torch.autograd.grad(slope.pow(3).sum(), asked))
+    for own, plain in zip(*found, strict=True):
+        torch.testing.assert_close(own, plain)
 
 
 def test_a_fixed_tensor_that_is_changed_in_place_may_have_a_tangent():

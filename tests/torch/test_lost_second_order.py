@@ -416,6 +416,12 @@ def test_what_is_not_asked_for_is_not_refused():
         gt.grad(lambda z: gt.grad(f, 1)(y, z))(z)
 
 
+def test_a_loss_along_the_cotangent_alone_is_refused():
+    f = lambda y, z: NoGrad.apply(z) * y  # d^2 f / dy dz = 3 z^2
+    with pytest.raises(GradtoolsError, match="Function NoGrad"):
+        gt.grad(lambda y: gt.grad(f, 1)(y, _x()))(_x())
+
+
 def test_mixed_partial_needs_no_second_derivative_of_G():
     x = _x()
     found = gt.mixed_partial(lambda y, g: torch.sin(y) * g, NoGrad.apply, x, x, x)
@@ -436,6 +442,25 @@ def test_other_dtypes(dtype):
     else:
         found = gt.hvp(lambda x: (Linear.apply(x, _W.float()) * x).sum(), (x,), (x,))[1][0]
         assert torch.allclose(found, 5 * x)
+
+
+def test_a_class_that_is_handed_functions_is_judged_by_the_one_at_hand():
+    class Of(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, slope: Any) -> Tensor:
+            ctx.save_for_backward(x)
+            ctx.slope = slope
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return g * ctx.slope(ctx.saved_tensors[0]), None
+
+    lost = lambda x: Of.apply(x, lambda x: x.detach() ** 2)
+    fine = lambda x: Of.apply(x, lambda x: x**2)
+    with pytest.raises(GradtoolsError, match="Function Of"):
+        gt.grad(gt.grad(lost))(_x())
+    assert float(gt.grad(gt.grad(fine))(_x())) == pytest.approx(2 * X)
 
 
 def test_an_operator_without_an_autograd_kernel_is_refused_at_first_order():
@@ -623,6 +648,22 @@ def test_a_class_that_takes_no_negative_numbers_is_tried_along_its_argument():
     assert torch.allclose(found, 6 * x)
 
 
+def test_what_a_class_loses_that_writes_in_place_is_refused():
+    class Squared(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.slope = 2 * x.detach().clone()
+            ctx.mark_dirty(x)
+            return x.square_()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return ctx.slope * g
+
+    with pytest.raises(GradtoolsError, match="Function Squared, whose backward gives a gradient"):
+        gt.grad(gt.grad(lambda x: Squared.apply(x * 1)))(_x())
+
+
 WITHOUT_JVP = [case for case in CASES if case.name in ("nested", "adjoint")]
 
 
@@ -774,6 +815,12 @@ def test_a_tangent_that_loses_its_derivative_along_the_tangent_is_refused(mapped
     assert float(along(PushesDetached)) == pytest.approx(3 * X**2 + 1)
     with pytest.raises(GradtoolsError, match="respect to its tangents"):
         along(PushesDetachedTangents)
+
+
+def test_a_tangent_that_moves_with_what_is_before_the_class_is_refused():
+    pushed = lambda w: gt.jvp(lambda x: PushesDetachedTangents.apply(w * x), (_x(),), (_x(),))[1]
+    with pytest.raises(GradtoolsError, match="respect to its tangents"):
+        gt.grad(pushed)(_x())
 
 
 def test_a_tangent_is_tried_along_all_that_is_differentiated():
@@ -1075,3 +1122,9 @@ def test_a_class_that_is_handed_its_module_for_a_setting_passes():
 def test_an_invented_derivative_of_a_constant_gradient_is_refused():
     with pytest.raises(LostDerivativeError, match="InventsASlope"):
         gt.hessian(lambda x: InventsASlope.apply(x).sum())(_X[0])
+
+
+def test_a_class_is_tried_through_an_apply_that_was_bound_before():
+    apply = InventsASlope.apply
+    with pytest.raises(LostDerivativeError, match="InventsASlope"):
+        gt.hessian(lambda x: apply(x).sum())(_X[0])

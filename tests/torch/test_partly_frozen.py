@@ -31,6 +31,16 @@ def nodes(x):
     return seen
 
 
+def test_frozen_parameters_are_state():
+    net = player()
+    apply, params, state = gt.make_functional(net)
+    assert list(params) == ["4.weight", "4.bias"]
+    assert list(state) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert all(x.data_ptr() == net.get_parameter(k).data_ptr() for k, x in state.items())
+    out, after = apply(params, state, X)
+    assert torch.equal(out, net(X)) and all(after[k] is x for k, x in state.items())
+
+
 def test_a_partly_frozen_player_descends_as_in_a_plain_loop():
     a, b = player(1), player(2)
     apply_a, params_a, state_a = gt.make_functional(a)

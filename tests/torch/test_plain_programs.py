@@ -377,6 +377,19 @@ def test_the_tangent_of_a_norm_by_running_statistics_is_differentiated():
     torch.testing.assert_close(way(f), way(by_hand))
 
 
+def test_sinc_in_place_writes_where_it_is_differentiated_again():
+    x = torch.tensor([0.0, 0.3, 1.5], dtype=D)
+
+    def f(x):
+        y = 1 * x
+        y.sinc_()
+        return y.pow(2).sum()
+
+    for mode in ("forward_over_reverse", "reverse_over_reverse"):
+        way = lambda f, mode=mode: gt.hvp(f, (x,), (x + 1,), mode=mode)
+        torch.testing.assert_close(way(f), way(lambda x: torch.sinc(x).pow(2).sum()))
+
+
 def test_prelu_has_second_derivatives_under_vmap():
     torch.manual_seed(0)
     x, a = torch.randn(3, 2, 4, dtype=torch.float64), torch.tensor([0.25], dtype=torch.float64)

@@ -783,3 +783,13 @@ def test_what_a_map_raises_where_it_is_asked_reaches_the_user_once_it_is_not_rai
         gt.grad(f)(x)
     assert "check='never'" in caught.value.__notes__[0]
     assert float(gt.grad(f)(x)) == pytest.approx(0.8775825618903728, rel=1e-15)
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse", "auto"])
+def test_a_bwd_with_a_jacobian_is_pushed_by_a_forward_jacobian(mode):
+    cube = gt.custom_rule(lambda x: x**3)
+    slope = lambda x: gt.jacobian(lambda x: x**3)(x).diagonal()
+    cube.defvjp(lambda x: (x**3, x), lambda x, ct: (slope(x) * ct,))
+    x = torch.tensor([0.5, -0.7, 0.2], dtype=torch.float64)
+    found = gt.jacobian(gt.grad(lambda x: cube(x).sin().sum()), mode=mode)(x)
+    torch.testing.assert_close(found, gt.hessian(lambda x: (x**3).sin().sum())(x))

@@ -98,6 +98,21 @@ def everything(model):
     ]
 
 
+@pytest.mark.slow_at("an attribute")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_snapshot_like_an_earlier_one_holds_what_changed(model, change):
+    first = Snapshot.of([model], [])
+    assert Snapshot.of([model], [], first).reached is first.reached
+    CHANGES[change](model)
+    then = everything(model)
+    later = Snapshot.of([model], [], first)
+    for other in ("an attribute", "a list", "a buffer", "an array", "a global"):
+        CHANGES[other](model)
+    random.random(), draw_numpy(), torch.rand(1), torch.rand(1, generator=model.generator)
+    later.restore()
+    assert everything(model) == then
+
+
 @pytest.mark.parametrize("change", [c for c in CHANGES if c not in ("a new attribute", "a hook")])
 def test_an_earlier_snapshot_puts_back_what_changed(model, change):
     model.object.x = 0

@@ -26,6 +26,47 @@ def _plain(axis):
     return norm
 
 
+NORMS = {
+    "layer_norm": (lambda x, w: F.layer_norm(x, (5,), w), _plain(-1)),
+    "batch_norm": (lambda x, w: F.batch_norm(x, None, None, w, training=True), _plain(0)),
+}
+
+
+@pytest.fixture(params=NORMS)
+def norms(request):
+    return NORMS[request.param]
+
+
+def test_maml_with_several_inner_steps_is_right_to_any_order(norms):
+    """Each inner step differentiates once more what the outer gradient differentiates."""
+
+    def after(norm):
+        def loss(x):
+            for _ in range(3):
+                x = x - 0.1 * gt.grad(lambda x: (norm(x, W) ** 3 * T).sum())(x)
+            return (norm(x, W) * T).sum()
+
+        return gt.grad(loss)(X)
+
+    ours, plain = map(after, norms)
+    torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("kind", ["layer", "batch"])
+def test_frozen_gives_second_derivatives_whether_its_parameters_require_grad(trained, kind):
+    module = torch.nn.LayerNorm(5) if kind == "layer" else torch.nn.BatchNorm1d(5)
+    module = module.to(D)
+    with torch.no_grad():
+        module.weight.copy_(W)
+    module.requires_grad_(trained)
+    second = lambda f: gt.grad(lambda x: (gt.grad(f)(x) ** 2).sum())(X)
+    norm = _plain(-1 if kind == "layer" else 0)
+    want = second(lambda x: (norm(x, W) ** 3).sum())
+    G = gt.frozen(lambda x: (module(x) ** 3).sum())
+    torch.testing.assert_close(second(G), want)
+
+
 RULES = {
     "jvp": lambda norm: lambda xs, dxs: gt.jvp(norm, xs, dxs),
     "linearize": lambda norm: lambda xs, dxs: (norm(*xs), gt.linearize(norm, *xs)[1](*dxs)),

@@ -1,5 +1,6 @@
 """What is computed again: programs that PyTorch's own checkpoint runs, against the plain call."""
 
+import collections
 import functools
 import itertools
 import time
@@ -19,6 +20,38 @@ Tensor = torch.Tensor
 def _numbers(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+class _Makes(collections.OrderedDict):
+    """Holds classes and gives out instances, as transformers' table of activations does."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+class _Pretends(collections.OrderedDict):
+    """Has keys that it does not hold, as transformers' lazy tables of models do."""
+
+    def __iter__(self):
+        return iter(["absent"])
+
+    def __getitem__(self, key):
+        raise ValueError(key)
+
+
+def test_a_dict_of_its_own_class_holds_afterwards_what_it_held():
+    table, lazy, count = _Makes(tanh=torch.nn.Tanh), _Pretends(), [0]
+
+    def f(x):
+        count[0] += 1
+        assert lazy is not None
+        return table["tanh"](x)
+
+    x = _numbers(3).requires_grad_()
+    gt.checkpoint(f)(x).sum().backward()
+    assert dict.__getitem__(table, "tanh") is torch.nn.Tanh
+    assert count == [1]
+    torch.testing.assert_close(x.grad, 1 - x.detach().tanh() ** 2)
 
 
 class _Square(torch.autograd.Function):
@@ -168,6 +201,21 @@ def test_what_chunks_keep_aside_has_its_gradient_or_is_refused(keep_graphs):
     torch.testing.assert_close(x.grad, x.detach().cos() + 2 * x.detach())
 
 
+class Marked(torch.Tensor):
+    """A subclass, whose backward() runs with __torch_function__ switched off."""
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_subclass_is_computed_again_as_one(cast):
+    x = torch.linspace(0, 1, 3).as_subclass(Marked).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        y = gt.checkpoint(lambda x: x.sin() * x)(x).sum()
+    y.backward()
+    expected = torch.linspace(0, 1, 3).requires_grad_()
+    (expected.sin() * expected).sum().backward()
+    torch.testing.assert_close(x.grad.as_subclass(torch.Tensor), expected.grad)
+
+
 def test_a_replay_under_another_vmap_is_no_verification(monkeypatch):
     ticks, w = itertools.count(1), _numbers(3)
     f = lambda x: x * w * next(ticks)  # an iterator cannot be put back
@@ -253,6 +301,17 @@ def test_a_pullback_of_another_function_is_refused_each_time():
     for _ in range(2):
         with pytest.raises(GradtoolsError, match="belongs to another function"):
             gt.grad(lambda y: gt.grad(lambda z: (y * G(z)).sum())(x).sum())(y)
+
+
+def test_functions_of_other_lists_are_verified_each(monkeypatch):
+    seen, compare = [], Verification.compare
+    noted = lambda self, i, *more: seen.append(i) or compare(self, i, *more)
+    monkeypatch.setattr(Verification, "compare", noted)
+    made = lambda layers: lambda x: [x := layer(x) for layer in layers][-1]
+    layers = [torch.nn.Linear(3, 3).double() for _ in range(3)]
+    for part in (layers, layers[:2], layers[::-1], list(layers), layers[:2]):
+        gt.checkpoint(made(part))(_numbers(2, 3)).sum().backward()
+    assert len(seen) == 3
 
 
 def test_what_was_verified_of_objects_that_died_is_forgotten():

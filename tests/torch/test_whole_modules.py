@@ -138,6 +138,19 @@ def test_forward_mode_is_the_inner_product_with_the_gradient(make):
     torch.testing.assert_close(tangent, wanted, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.slow_at("blocks that are computed again")
+@kinds
+def test_microbatches_and_examples_are_a_loop(make):
+    net = make().eval()
+    _, wanted = plain(net)
+    same_up_to = lambda found: [
+        torch.testing.assert_close(found[k], g, rtol=1e-11, atol=1e-13) for k, g in wanted.items()
+    ]
+    same_up_to(gt.microbatched_value_and_grad(loss, 2)(net, X)[1])
+    each = gt.per_example_grad(lambda net, x: loss(net, x[None]), chunk_size=1)(net, X)
+    same_up_to({name: g.mean(0) for name, g in each.items()})
+
+
 def test_a_derivative_inside_of_a_derivative_of_the_same_module():
     net = mlp()
     steep = lambda net: sum(g.square().sum() for g in gt.grad(loss)(net, X).values())

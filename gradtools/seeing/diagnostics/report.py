@@ -92,7 +92,7 @@ class GradientReport:
 
     def text(self, colour: bool = False) -> str:
         """The report as text; `colour` adds a terminal's escape codes."""
-        paint = _painted if colour else _plain
+        paint = (lambda code, text: f"{code}{text}{_END}") if colour else (lambda code, text: text)
         if not self.findings and not self.arguments:
             said = "Nothing was looked at: argnums names no argument, and f holds no parameter."
             return "\n\n".join([said, *self._noted(paint)])
@@ -292,11 +292,3 @@ def _listed(names: Sequence[str]) -> str:
     if len(names) > 4:
         return f"all {len(names)} {_noun(names)}"
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else "nothing"
-
-
-def _painted(code: str, text: str) -> str:
-    return f"{code}{text}{_END}"
-
-
-def _plain(code: str, text: str) -> str:
-    return text

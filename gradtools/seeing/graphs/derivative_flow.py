@@ -163,19 +163,14 @@ _links: WeakKeyDictionary[Node, Links] = WeakKeyDictionary()
 def _links_of_bodies(node: Node) -> Links:
     links = [[_NONE] * len(node.inputs) for _ in node.outputs]
     for body in node.bodies:
-        if not body.gate:
-            _join_body(links, body)
+        for row, inner in zip(links, _rounds(body), strict=True) if not body.gate else ():
+            for i, strength in zip(body.inputs, inner, strict=True):
+                row[i] = max(row[i], strength)
     deciding = _deciding(node, links)
     for row in links:
         for i in deciding:
             row[i] = max(row[i], _CUT)
     return tuple(map(tuple, links))
-
-
-def _join_body(links: list[list[Dependence]], body: Body) -> None:
-    for row, inner in zip(links, _rounds(body), strict=True):
-        for i, strength in zip(body.inputs, inner, strict=True):
-            row[i] = max(row[i], strength)
 
 
 def _rounds(body: Body) -> list[list[Dependence]]:

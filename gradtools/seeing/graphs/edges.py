@@ -44,23 +44,16 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
     first = {v for node in graph.nodes if not node.phase for v in node.outputs}
     phases = _phases(graph)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
-    read |= {v for node in _holding(graph) for v in node.saved}
+    first_nodes = [node for node in graph.nodes if not node.phase]
+    for i in needed(first_nodes, graph.outputs):  # others, as of an inner derivative, keep none
+        if first_nodes[i].mark not in _HOLDING_NOTHING:
+            read.update(first_nodes[i].saved)
     alive = alive_anyway(graph)
     result = {base_of(graph, v) for v in read & first if base_of(graph, v) not in alive}
     return {v: graph.values[v].bytes for v in sorted(result)}
 
 
-def _holding(graph: PlainGraph) -> list[Node]:
-    """The operations of the first pass whose residuals live until a later pass.
-
-    Operations inside a chunk, a frozen function or a checkpoint keep none. Operations that reach
-    no output, such as the value of an inner derivative, keep none either.
-    """
-    first = [node for node in graph.nodes if not node.phase]
-    leading = [first[i] for i in needed(first, graph.outputs)]
-    return [node for node in leading if node.mark not in _HOLDING_NOTHING]
-
-
+# What computes a part of f again keeps none of its residuals.
 _HOLDING_NOTHING = ("chunked", "frozen", "checkpoint")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from gradtools.seeing.graphs.derivative_flow import (
     Strengths,
@@ -85,23 +84,10 @@ def met(
         if result is not None:
             yield from (replace(loss, call=call) for loss in result)
         elif node.bodies and node.links is None:
-            yield from _in_bodies(graph, node, entering, leaving, call, partial(met, at=at))
-
-
-def _in_bodies(
-    graph: PlainGraph,
-    node: Node,
-    entering: Sequence[Dependence],
-    leaving: Sequence[Dependence],
-    call: Node | None,
-    within: Callable[[PlainGraph, Strengths, Strengths, Node | None], Iterator[Loss]],
-) -> Iterator[Loss]:
-    links = links_of(graph, node)
-    after = [through(row, entering) for row in links]
-    for body in node.bodies:
-        start = entering_body(body, entering, after)
-        end = leaving_body(body, node, leaving)
-        yield from within(body.graph, start, end, call or node)
+            after = [through(row, entering) for row in links_of(graph, node)]
+            for body in node.bodies:
+                inner = entering_body(body, entering, after), leaving_body(body, node, leaving)
+                yield from met(body.graph, *inner, call or node, at)
 
 
 def lossy(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:

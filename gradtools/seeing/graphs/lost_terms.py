@@ -20,7 +20,7 @@ or scaled gradient that reaches nothing is a mistake: the domain head of a DANN 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -36,7 +36,7 @@ from gradtools.seeing.graphs.derivative_flow import (
     union,
 )
 from gradtools.seeing.graphs.losing_operations import Loss, lossy, met
-from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph, Value
 from gradtools.seeing.graphs.shifts import (
     ADDITIVE,
     AT_PLACES,
@@ -189,25 +189,18 @@ def _suspects_within(graph: PlainGraph, full: dict[int, int], some: dict[int, in
         flowing, data = ([of.get(v, 0) for v in node.inputs] for of in (full, some))
         if not any(data):
             continue
-        if node.operation in ADDITIVE:
-            result |= _suspects_at(graph, node, flowing, data)
+        for of, some_of, full_of in zip(node.inputs, data, flowing, strict=True):
+            lost = some_of & ~full_of & any_of(flowing) if node.operation in ADDITIVE else 0
+            if lost:
+                above = ancestors(graph, of)
+                summands = (m for v, m in zip(node.inputs, flowing, strict=True) if v in above)
+                result |= lost & ~any_of(summands)
         for value, row in zip(node.outputs, links_of(graph, node), strict=True):
             full[value] = full.get(value, 0) | union(row, flowing, _FULL)
             some[value] = some.get(value, 0) | union(row, data, _CUT)
         if node.links is None:
             for body in node.bodies:
                 result |= _suspects_in(body, node, full, some)
-    return result
-
-
-def _suspects_at(graph: PlainGraph, node: Node, flowing: list[int], data: list[int]) -> int:
-    result = 0
-    for value, full, some in zip(node.inputs, flowing, data, strict=True):
-        lost = some & ~full & any_of(flowing)
-        if lost:
-            above = ancestors(graph, value)
-            summands = (m for v, m in zip(node.inputs, flowing, strict=True) if v in above)
-            result |= lost & ~any_of(summands)
     return result
 
 
@@ -264,11 +257,17 @@ def _behind_terms(
         if is_added_again(graph, term, before, reached):
             continue
         losses_met = [*met(graph, start, {term: _FULL}, call, lossy)]
-        stops = [loss for loss in losses_met if _is_stop(graph, loss, term)]
+        stops = [
+            loss
+            for loss in losses_met
+            if loss.node.loss in _STOPPED and _reaches(graph, loss, term, _with_derivative)
+        ]
         trains = stops and flows.others.get(term) == _FULL
         for loss in losses_met:
             is_choice = loss.node.loss in ("discrete", "integer_cast")
-            stopped = loss in stops or (is_choice and _is_stopped_after(graph, loss, term))
+            stopped = loss in stops or (
+                is_choice and not _reaches(graph, loss, term, _without_stop)
+            )
             if (is_residual and stopped) or scaling.intersection(_place(graph, loss).outputs):
                 continue
             chosen = is_choice and any(
@@ -381,31 +380,27 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
     return all(other.get(term) == _FULL for term in terms)
 
 
-def _is_stop(graph: PlainGraph, loss: Loss, term: int) -> bool:
-    """Whether a loss is a stop without which the term would have its derivative."""
-    return loss.node.loss in _STOPPED and _flows_to(graph, loss, term)
-
-
-def _is_stopped_after(graph: PlainGraph, loss: Loss, term: int) -> bool:
-    """Whether each path from a loss to the term passes through a stop."""
-    reached = set(_place(graph, loss).outputs)
-    for node in graph.nodes:
-        if node.loss not in _STOPPED and node.operation != "stop":
-            for value, row in zip(node.outputs, links_of(graph, node), strict=True):
-                pairs = zip(node.inputs, row, strict=True)
-                if any(v in reached and link for v, link in pairs):
-                    reached.add(value)
-    return term not in reached
-
-
-def _flows_to(graph: PlainGraph, loss: Loss, term: int) -> bool:
-    """Whether what is stopped there reaches the term with its derivative, stops and edits aside."""
+def _reaches(
+    graph: PlainGraph,
+    loss: Loss,
+    term: int,
+    carries: Callable[[Node, Value, Dependence], bool],
+) -> bool:
+    """Whether the result at a loss reaches a term along links that `carries` accepts."""
     reached = set(_place(graph, loss).outputs)
     for node in graph.nodes:
         for value, row in zip(node.outputs, links_of(graph, node), strict=True):
-            flows = zip(node.inputs, row, strict=True)
-            meant = node.loss in _STOPPED or node.mark == "edited gradient"
-            stopped = meant and graph.values[value].is_inexact
-            if any(v in reached and (link == _FULL or stopped) for v, link in flows):
+            pairs = zip(node.inputs, row, strict=True)
+            if any(v in reached and carries(node, graph.values[value], link) for v, link in pairs):
                 reached.add(value)
     return term in reached
+
+
+def _without_stop(node: Node, value: Value, link: Dependence) -> bool:
+    return link > _NONE and node.loss not in _STOPPED and node.operation != "stop"
+
+
+def _with_derivative(node: Node, value: Value, link: Dependence) -> bool:
+    """Whether a derivative flows, stops and edits aside."""
+    meant = node.loss in _STOPPED or node.mark == "edited gradient"
+    return link == _FULL or (meant and value.is_inexact)

@@ -52,17 +52,13 @@ def _runs(entries: Sequence[Entry], level: int) -> list[Entry]:
                 _tidy(BlockGroup("scope", name[0], scope, entries[start].phase, children))
             )
         else:
-            result.append(_opened_up(entries[start]))
+            entry = entries[start]
+            if isinstance(entry, BlockGroup):  # a call, whose own entries are nested too
+                entry.children = _runs(entry.children, 0)
+                entry = _tidy(entry)
+            result.append(entry)
         start = stop
     return result
-
-
-def _opened_up(entry: Entry) -> Entry:
-    """A call whose own entries are nested too."""
-    if isinstance(entry, BlockGroup):
-        entry.children = _runs(entry.children, 0)
-        return _tidy(entry)
-    return entry
 
 
 def _tidy(group: BlockGroup) -> Entry:

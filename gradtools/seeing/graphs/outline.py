@@ -253,14 +253,14 @@ class Outline:
             The keys of the open blocks.
         """
         patterns = (expand,) if isinstance(expand, str) else tuple(expand)
-        result = set(self._by_depth(depth) if depth is not None else self._fitting(limit))
+        if depth is None:
+            result = set(self._fitting(limit))
+        else:
+            result = {block.key for block in self.blocks if len(self.around(block.key)) <= depth}
         for block in self.blocks:
             if any(_names(block, pattern) for pattern in patterns):
                 result |= {block.key, *(around.key for around in self.around(block.key))}
         return frozenset(result)
-
-    def _by_depth(self, depth: int) -> list[int]:
-        return [block.key for block in self.blocks if len(self.around(block.key)) <= depth]
 
     def _fitting(self, limit: int) -> list[int]:
         """Opens blocks level by level, smaller ones first, while all boxes fit.

@@ -43,7 +43,11 @@ class Letters:
                     self._names[unit.key, k] = letters(len(self._names))
         self._made: dict[int, dict[str, None]] = {}
         self._given: dict[int, dict[str, str]] = {}
-        self._find_block_signatures(blocks)
+        ways = {key: way[:-1] for key, way in ways_to(blocks).items()}
+        for unit in units_of(blocks):
+            for operand in unit.operands:
+                for key, k in operand.makers:
+                    self._cross(ways, unit, operand, (stand_in(alias, key), k))
 
     def made(self, unit: Unit) -> str:
         """The names of a unit's outputs; ``_`` for one that nothing reads."""
@@ -65,13 +69,6 @@ class Letters:
     def _of(self, operand: Operand) -> list[str]:
         result = ((stand_in(self._alias, key), k) for key, k in operand.makers)
         return [*dict.fromkeys(self._names[of] for of in result if of in self._names)]
-
-    def _find_block_signatures(self, blocks: Sequence[BlockGroup]) -> None:
-        ways = {key: way[:-1] for key, way in ways_to(blocks).items()}
-        for unit in units_of(blocks):
-            for operand in unit.operands:
-                for key, k in operand.makers:
-                    self._cross(ways, unit, operand, (stand_in(self._alias, key), k))
 
     def _cross(
         self,

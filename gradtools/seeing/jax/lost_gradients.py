@@ -29,6 +29,7 @@ from gradtools.jax import jaxprs
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.diagnostics import bad_gradients
+from gradtools.seeing.graphs.derivative_flow import any_of
 from gradtools.seeing.graphs.losing_operations import joined
 from gradtools.seeing.graphs.recording import Run, Vanished
 from gradtools.seeing.jax.recorded_run import Traced, graph_once, trace
@@ -125,7 +126,8 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
             unseen = [i for i, g in at_once.items() if _is_nan(g) and i not in returned.extremes]
             returned.extremes |= {i: bad_gradients.places("nan", []) for i in unseen}
         else:
-            returned.reached |= _not_connected(args, outs)
+            # what no output depends on differentiably has its own findings
+            returned.reached |= any_of(x.leaves for x in args) & ~any_of(y.leaves for y in outs)
     except GradtoolsError:
         raise
     except Exception as error:
@@ -133,14 +135,6 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
             f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
         ) from error
     return returned
-
-
-def _not_connected(args: Sequence[Moving], outs: Sequence[Moving]) -> int:
-    """The leaves that no output depends on differentiably, which have their own findings."""
-    result = sum(x.leaves for x in args)
-    for y in outs:
-        result &= ~y.leaves
-    return result
 
 
 class _Back:
@@ -335,12 +329,10 @@ def _any(x: Any) -> bool:
     """Whether an array has a nonzero entry; on the CPU without compiling anything."""
     if x.is_fully_addressable and all(d.platform == "cpu" for d in x.devices()):
         return bool(np.any(np.asarray(x) != 0))
-    return bool(_any_of(x))
+    return bool(_is_any_nonzero(x))
 
 
-@jax.jit
-def _any_of(x: Any) -> Any:
-    return jnp.any(x != 0)
+_is_any_nonzero = jax.jit(lambda x: jnp.any(x != 0))
 
 
 # --- which operation ---------------------------------------------------------------------

@@ -59,12 +59,9 @@ def attributes_of(eqn: Eqn) -> Attributes:
         result = {"name": eqn.params["name"]} if "name" in eqn.params else {}
     else:
         result = {key: value for key, value in eqn.params.items() if key not in _UNSAID}
-    plain = {key: _plain(value) for key, value in result.items() if not _is_program(value)}
+    is_program = lambda value: callable(value) or any(jaxprs.sub_jaxprs(value))
+    plain = {key: _plain(value) for key, value in result.items() if not is_program(value)}
     return {key: value for key, value in plain.items() if value is not None and value is not False}
-
-
-def _is_program(value: Any) -> bool:
-    return callable(value) or any(jaxprs.sub_jaxprs(value))
 
 
 def _plain(value: Any) -> Any:

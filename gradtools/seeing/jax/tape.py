@@ -24,7 +24,7 @@ from gradtools.jax import jaxprs
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.diagnostics.bad_gradients import ValueOrigins
-from gradtools.seeing.graphs.derivative_flow import links_of
+from gradtools.seeing.graphs.derivative_flow import any_of, links_of
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph
 
 _UNROLLED = 2000  # the most equations of an unrolled loop
@@ -139,7 +139,12 @@ class Tape:
         self, eqn: Any, node: Node, operands: Sequence[Moving], links: Links
     ) -> list[Moving]:
         apply = partial(jaxprs.bound, eqn)
-        leaves = [_leaves(row, operands) for row in links]
+        leaves = []
+        for row in links:
+            pairs = zip(row, operands, strict=True)
+            leaves.append(
+                any_of(x.leaves for link, x in pairs if link == Dependence.DIFFERENTIABLE)
+            )
         return self._step(apply, operands, leaves, node, key=_key(eqn), context=eqn.ctx)
 
     def _step(
@@ -189,23 +194,19 @@ class Tape:
             return None
         consts, carried = jaxprs.scan_counts(eqn)
         first, carry = operands[:consts], list(operands[consts : consts + carried])
-        columns = [self._unstacked(x, length, node) for x in operands[consts + carried :]]
+        columns = [
+            self._step(_rows, [x], [x.leaves] * length, node, packs=True, key="rows")
+            for x in operands[consts + carried :]
+        ]
         rounds: list[Any] = [None] * length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             rows = [column[i] for column in columns]
             outs = self._body(node, 0, inner, [*first, *carry, *rows])
             carry, rounds[i] = outs[:carried], outs[carried:]
-        columns = list(zip(*rounds, strict=True))
-        return [*carry, *(self._restacked(column, node) for column in columns)]
-
-    def _unstacked(self, x: Moving, length: int, node: Node) -> list[Moving]:
-        return self._step(_rows, [x], [x.leaves] * length, node, packs=True, key="rows")
-
-    def _restacked(self, rows: Sequence[Moving], node: Node) -> Moving:
-        leaves = 0
-        for x in rows:
-            leaves |= x.leaves
-        return self._step(_stacked, rows, [leaves], node, packs=True, key="stacked")[0]
+        for column in zip(*rounds, strict=True):
+            leaves = [any_of(x.leaves for x in column)]
+            carry += self._step(_stacked, column, leaves, node, packs=True, key="stacked")
+        return carry
 
 
 def _is_bad(x: Any) -> bool:
@@ -220,14 +221,6 @@ def _rows(arrays: Sequence[Any]) -> Sequence[Any]:
 
 def _stacked(arrays: Sequence[Any]) -> Sequence[Any]:
     return [jnp.stack(arrays)]
-
-
-def _leaves(links: Sequence[Dependence], operands: Sequence[Moving]) -> int:
-    result = 0
-    for link, x in zip(links, operands, strict=True):
-        if link == Dependence.DIFFERENTIABLE:
-            result |= x.leaves
-    return result
 
 
 def _constant(literal: Any) -> Moving:

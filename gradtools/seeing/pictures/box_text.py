@@ -47,20 +47,13 @@ def card_of(item: Box | Block) -> Card:
     texts = [("title", line) for line in titles]
     signature = (item.signature,) if isinstance(item, Block) and (item.made or item.given) else ()
     for text in (*signature, *item.lines):
-        style = "alert" if isinstance(item, Block) and _is_alert(item, text) else "line"
+        alerts = [box.alert for box in item.boxes] if isinstance(item, Block) else []
+        style = "alert" if text in alerts else "line"
         texts += [(style, line) for line in _lines(text, _LONGEST["line"])]
     texts += [("mark", item.mark)] if item.mark else []
     if isinstance(item, Box):
-        alerts = broken("✕ " + item.alert, _LONGEST["line"]) if item.alert else []
-        texts += [("alert", line) for line in alerts]
-    return _card(texts)
-
-
-def _is_alert(block: Block, text: str) -> bool:
-    return any(box.alert == text for box in block.boxes)
-
-
-def _card(texts: list[tuple[str, str]]) -> Card:
+        crossed = broken("✕ " + item.alert, _LONGEST["line"]) if item.alert else []
+        texts += [("alert", line) for line in crossed]
     rows, y = [], _PAD_Y
     for style, text in texts:
         rows.append(Row(text, style, y + _HEIGHT[style] - 4.5))

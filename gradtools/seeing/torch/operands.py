@@ -70,11 +70,6 @@ class AtenCall:
             operation, attributes = form(self, operation, attributes)
         return operation, MappingProxyType(attributes)
 
-    def usual(self) -> dict[str, Any]:
-        """The arguments that are not tensors, by name, with defaults filled in."""
-        plain = {name: _plain(value) for name, value in self.arguments() if value is not None}
-        return {k: x for k, x in plain.items() if not any(True for _ in tensors_in(x))}
-
     @property
     def out(self) -> Tensor | None:
         """Its first result."""
@@ -136,10 +131,6 @@ class AtenCall:
 def _is_out(argument: Any) -> bool:
     """Whether a result is written there, and nothing read: out=."""
     return bool(argument.kwarg_only and argument.alias_info and argument.alias_info.is_write)
-
-
-def _is_operand(argument: Any, value: Any) -> bool:
-    return isinstance(value, Tensor) or _is_number(argument, value)
 
 
 def _is_number(argument: Any, value: Any) -> bool:
@@ -326,7 +317,8 @@ def _clipped(call: AtenCall, operation: str, attributes: Attributes) -> Translat
     ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
     limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
     known = limits.get(call.name, {})
-    bounds = {a.name: x for a, x in call.bound if a.name in ends and _is_operand(a, x)}
+    is_bound = lambda a, x: a.name in ends and (isinstance(x, Tensor) or _is_number(a, x))
+    bounds = {a.name: x for a, x in call.bound if is_bound(a, x)}
     if len(bounds) == 1:
         ((name, bound),) = bounds.items()
         if not isinstance(bound, Tensor):

@@ -67,17 +67,13 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
         kernel = kernel_without(NO_DERIVATIVE, error)
         if kernel is None or request.order < SECOND:
             raise
-    _warn_of_missing_derivative(kernel)
-    kinds = {x.device.type for x in request.program.leaves if isinstance(x, Tensor)}
-    with Modes.now(kinds).by_other_kernels().restored():
-        return _hooked_or_not(request)
-
-
-def _warn_of_missing_derivative(kernel: str) -> None:
     warn(
         f"gradient_graph: {kernel} has no derivative; the passes are those of PyTorch's own "
         "alternative to that kernel."
     )
+    kinds = {x.device.type for x in request.program.leaves if isinstance(x, Tensor)}
+    with Modes.now(kinds).by_other_kernels().restored():
+        return _hooked_or_not(request)
 
 
 def _hooked_or_not(request: Differentiated) -> PlainGraph:
@@ -297,14 +293,10 @@ class _PassRecorder(Recorder[int]):
         """Runs a torch.autograd.Function and marks its operations."""
         with self.within(*name_and_mark(kind, args)):
             out = apply(*args, **kwargs)
-            self._note_origin(out)
+            for y in tensors_in(out):  # it may compute nothing forward, and something backward
+                if y.grad_fn is not None:
+                    self._origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
             return out
-
-    def _note_origin(self, out: Any) -> None:
-        """A rule may compute nothing in its forward pass, and something backward."""
-        for y in tensors_in(out):
-            if y.grad_fn is not None:
-                self._origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
 
     # --- what is saved
 
@@ -337,14 +329,11 @@ class _PassRecorder(Recorder[int]):
         result: dict[int, tuple[int, ...]] = {}
         for sequence, number, phase in self._packed:
             nodes = of.get((sequence, phase), []) if phase < order else []
-            touching = [i for i in nodes if number in self._around(i)]
+            around = lambda node: (*node.inputs, *node.outputs)
+            touching = [i for i in nodes if number in around(self.made[i].node)]
             for i in (touching or nodes)[:1]:
                 result[i] = tuple(dict.fromkeys((*result.get(i, ()), number)))
         return result
-
-    def _around(self, i: int) -> tuple[int, ...]:
-        node = self.made[i].node
-        return (*node.inputs, *node.outputs)
 
     # --- numbers of tensors
 
@@ -425,8 +414,7 @@ class _PassRecorder(Recorder[int]):
 
         A value that a rule computes inside of its forward, and its backward reads, has no graph.
         """
-        wanted = {v: self.values[v].name for v in ends.inputs if not self._is_cotangent(v)}
-        wanted |= {v: self.values[v].name for v in self.captured if self.values[v].name}
+        wanted = {v: self.values[v].name for v in (*ends.inputs, *self.captured)}
         wanted = {v: name for v, name in wanted.items() if gradient_of(name) in ends.names}
         inside = inside_rules(nodes, wanted, self.values)
         lost = {v: leaves for v, leaves in inside.items() if v in self._untracked}
@@ -440,9 +428,6 @@ class _PassRecorder(Recorder[int]):
                 ends.outputs.append(made)
                 ends.names.append(name)
         return result
-
-    def _is_cotangent(self, value: int) -> bool:
-        return self.values[value].name.startswith(cotangent_of(""))
 
     def _like(self, value: int) -> int:
         number = len(self.values)

@@ -83,7 +83,9 @@ class ObservedRun:
         """What f holds that requires grad, and its number if f read it."""
         numbers = {id(x): number for number, x in self.recorder.captured.items()}
         names = self.recorder.names
-        return tuple([(_as_argument(names[id(x)]), numbers.get(id(x))) for x in self.held()])
+        # f[0]['argument 1'][0].weight, which the arguments hold, is argument 1.weight
+        held = re.compile(r"^f(\[\d+\])?\['(argument [^']*)'\](\[0\])?")
+        return tuple([(held.sub(r"\2", names[id(x)]), numbers.get(id(x))) for x in self.held()])
 
     def held(self) -> tuple[Tensor, ...]:
         """What f holds that requires grad."""
@@ -99,11 +101,6 @@ class ObservedRun:
             for leaf in leaves_of([x]) if x.grad_fn is not None else ():
                 result.setdefault(id(leaf), []).append(number)
         return result
-
-
-def _as_argument(name: str) -> str:
-    """A name behind what the arguments hold, `f[0]['argument 1'][0].weight`, as it reads best."""
-    return re.sub(r"^f(\[\d+\])?\['(argument [^']*)'\](\[0\])?", r"\2", name)
 
 
 @contextmanager

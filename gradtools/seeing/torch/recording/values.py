@@ -118,10 +118,6 @@ class TensorTable(Generic[V]):
             if other is not x and memory_of(other) == memory_of(x) and _overlap(x, other):
                 yield other
 
-    def is_shown(self, x: Tensor) -> bool:
-        """Whether some known tensor is an alias of exactly the same elements."""
-        return view_of(x) in self._alike
-
     @contextmanager
     def apart(self) -> Iterator[None]:
         """A context whose new entries are discarded on exit."""

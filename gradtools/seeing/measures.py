@@ -257,19 +257,19 @@ def fourier_flops(elements: int, length: int, real: bool) -> int:
     return round(elements * math.log2(max(length, 1)) * (2.5 if real else 5))
 
 
-def cholesky(n: int) -> int:
-    """The cost of the Cholesky factor of an n by n matrix."""
-    return n**3 // 3
+def cholesky(shape: Sequence[int]) -> int:
+    """The cost of the Cholesky factors of matrices, stacked in an array of this shape."""
+    return math.prod(shape[:-2]) * (shape[-1] ** 3 // 3)
 
 
-def triangular_solve(n: int, columns: int) -> int:
-    """The cost of solving for n unknowns with `columns` right-hand sides."""
-    return n * n * columns
+def lu(shape: Sequence[int]) -> int:
+    """The cost of the LU factors of matrices, stacked in an array of this shape."""
+    return math.prod(shape[:-2]) * (2 * shape[-1] ** 3 // 3)
 
 
-def lu(n: int) -> int:
-    """The cost of the LU factors of an n by n matrix."""
-    return 2 * n**3 // 3
+def triangular_solve(shape: Sequence[int], elements: int) -> int:
+    """The cost of solving with triangular matrices of this shape for so many unknowns in all."""
+    return shape[-1] * elements
 
 
 def attention(rows: int, keys: int, width: int, out_width: int) -> int:

@@ -42,19 +42,9 @@ _SETTING = frozenset(
     | {"slice_scatter", "diagonal_scatter"}
 )
 _SELECTING = frozenset(
-    {
-        "index",
-        "gather",
-        "take_along",
-        "slice",
-        "split",
-        "update",
-        "scatter",
-        "scatter_add",
-        "triangle",
-    }
-    | {"concatenate", "stack", "pad", "constant_pad_nd", "sort", "topk", "kthvalue", "median"}
-    | {"embedding", "embedding_bag", "grid_sampler2_d", "grid_sampler3_d"}
+    {"index", "gather", "take_along", "slice", "split", "update", "scatter", "scatter_add"}
+    | {"triangle", "concatenate", "stack", "pad", "constant_pad_nd", "sort", "topk", "kthvalue"}
+    | {"median", "embedding", "embedding_bag", "grid_sampler2_d", "grid_sampler3_d"}
 )
 _FLAT = frozenset(
     {"relu", "clip", "maximum", "minimum", "max", "min", "where", "select", "leaky_relu", "abs"}
@@ -68,14 +58,13 @@ def diagnosed(backend: Backend, program: LeafProgram, recording: Recording) -> l
         return [refused(program, recording.refusal)]
     graph, matrix = recording.graph, dependence_matrix(recording.graph)
     findings: list[Finding] = []
-    at_values = lambda index: program.framework.lost_gradients.vanishing(
-        program.run, program.leaves, index
-    )
+    at_values = partial(program.framework.lost_gradients.vanishing, program.run, program.leaves)
     factors = [
         Factor(program.names[k], (graph.inputs[k],), program.leaves[k], partial(at_values, k))
         for k in program.wrt
     ]
-    trained = trained_values(program, recording)
+    trained = [graph.inputs[k] for k in {*program.wrt, *recording.wanted}]
+    trained += [value for _, value in recording.parameters if value is not None]
     for index in program.wrt:
         name = program.names[index]
         best = max((row[index] for row in matrix), default=Dependence.NONE)
@@ -86,12 +75,6 @@ def diagnosed(backend: Backend, program: LeafProgram, recording: Recording) -> l
             others = [factor for factor in factors if factor.name != name]
             findings += from_values(name, vanished, partial(starting, backend, graph, others))
     return findings
-
-
-def trained_values(program: LeafProgram, recording: Recording) -> list[int]:
-    """The trained values: leaves in argnums, and inputs and parameters that require grad."""
-    inputs = [recording.graph.inputs[k] for k in {*program.wrt, *recording.wanted}]
-    return inputs + [value for _, value in recording.parameters if value is not None]
 
 
 def refused(program: LeafProgram, refusal: Refusal) -> Finding:
@@ -391,10 +374,8 @@ def of_modules_in_use(parameters: Sequence[tuple[str, int | None]]) -> list[tupl
 def unreached(program: LeafProgram, recording: Recording) -> list[tuple[str, str]]:
     """Each differentiated leaf that does not reach the output, with a short reason."""
     if recording.refusal is not None:
-        return [
-            (finding.argument, _briefly(finding))
-            for finding in (refused(program, recording.refusal),)
-        ]
+        finding = refused(program, recording.refusal)
+        return [(finding.argument, _briefly(finding))]
     lost, graph = [], recording.graph
     matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
     for name, value in differentiated(program, recording):

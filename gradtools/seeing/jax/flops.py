@@ -369,16 +369,6 @@ def _fft(eqn: Eqn) -> int:
     return costs.fourier_flops(elements, math.prod(lengths), real)
 
 
-def _by_matrix(cost: Callable[[int], int], eqn: Eqn) -> int:
-    shape = eqn.invars[0].aval.shape
-    return math.prod(shape[:-2]) * cost(shape[-1])
-
-
-def _solve(eqn: Eqn) -> int:
-    n = eqn.invars[0].aval.shape[-1]
-    return costs.triangular_solve(n, eqn.outvars[0].aval.size // n) if n else 0
-
-
 _RULES: dict[str, Callable[[Eqn], int]] = {
     "dot_general": _dot,
     "conv_general_dilated": _conv,
@@ -390,7 +380,9 @@ _RULES: dict[str, Callable[[Eqn], int]] = {
     "clamp": lambda eqn: 2 * eqn.outvars[0].aval.size,
     "one_minus_square": _one_minus_square,
     "fft": _fft,
-    "cholesky": partial(_by_matrix, costs.cholesky),
-    "lu": partial(_by_matrix, costs.lu),
-    "triangular_solve": _solve,
+    "cholesky": lambda eqn: costs.cholesky(eqn.invars[0].aval.shape),
+    "lu": lambda eqn: costs.lu(eqn.invars[0].aval.shape),
+    "triangular_solve": lambda eqn: costs.triangular_solve(
+        eqn.invars[0].aval.shape, eqn.outvars[0].aval.size
+    ),
 }

@@ -299,16 +299,8 @@ _NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"compos
 # Where an array lies and how precisely it may be computed; what a program inside is called by.
 _UNSAID = frozenset(
     ["accuracy", "sharding", "out_sharding", "out_dtype", "preferred_element_type", "precision"]
-    + [
-        "weak_type",
-        "dimensions",
-        "input_dtype",
-        "index_dtype",
-        "rule",
-        "linear",
-        "unroll",
-        "debug_info",
-    ]
+    + ["weak_type", "dimensions", "input_dtype", "index_dtype", "rule", "linear", "unroll"]
+    + ["debug_info"]
     + ["in_tree", "out_tree", "ctx_mesh", "inline", "keep_unused", "update_consts"]
     + ["indices_are_sorted", "unique_indices", "is_stable", "_split_transpose", "backend"]
     + ["num_consts", "num_carry", "cond_nconsts", "body_nconsts", "symbolic_zeros"]

@@ -383,17 +383,12 @@ def _fourier(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return costs.fourier_flops(max(x.numel(), out.numel()), math.prod(lengths), real)
 
 
-def _by_matrix(cost: Callable[[int], int]) -> Rule:
-    def rule(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-        shape = args[0].shape
-        return math.prod(shape[:-2]) * cost(shape[-1])
-
-    return rule
+def _of_shape(cost: Callable[[Sequence[int]], int]) -> Rule:
+    return lambda func, args, kwargs, out: cost(args[0].shape)
 
 
 def _solve(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    n = args[0].shape[-1]
-    return costs.triangular_solve(n, _first(out).numel() // n) if n else 0
+    return costs.triangular_solve(args[0].shape, _first(out).numel())
 
 
 def _of_each(name: str, args: Any, out: Any) -> tuple[int, frozenset[str]]:
@@ -442,7 +437,7 @@ def _rules() -> dict[str, Rule]:
     rules["mkldnn_rnn_layer"] = _lstm_layer
     rules["mkldnn_rnn_layer_backward"] = _lstm_layer_back
     rules |= dict.fromkeys(("_fft_c2c", "_fft_r2c", "_fft_c2r"), _fourier)
-    rules["linalg_cholesky_ex"] = rules["cholesky"] = _by_matrix(costs.cholesky)
-    rules["linalg_lu_factor_ex"] = _by_matrix(costs.lu)
+    rules["linalg_cholesky_ex"] = rules["cholesky"] = _of_shape(costs.cholesky)
+    rules["linalg_lu_factor_ex"] = _of_shape(costs.lu)
     rules["linalg_solve_triangular"] = rules["triangular_solve"] = _solve
     return rules

@@ -17,7 +17,7 @@ from gradtools.seeing.graphs.recording import Recording, Run
 from gradtools.seeing.torch.recording.autograd_functions import looked_up
 from gradtools.seeing.torch.recording.numpy_round_trips import copies, follow
 from gradtools.seeing.torch.recording.observation import observed, watchable
-from gradtools.torch.rerunning import rerun
+from gradtools.torch.rerunning import Rerunnable, rerun
 
 Tensor = torch.Tensor
 _NUMBERS = (np.ndarray, np.generic, bool, int, float, complex)
@@ -46,16 +46,6 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     )
 
 
-class _Outs:
-    """Adapts an engine's function to a list of leaves and to its differentiated outputs."""
-
-    def __init__(self, fun: Fun) -> None:
-        self.fun, self.f = fun, getattr(fun, "f", fun)
-
-    def run(self, leaves: Sequence[Any]) -> list[Any]:
-        return self.fun(*leaves)[0]
-
-
 def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
     """The places at which the path from a leaf to the outputs is cut, for error messages.
 
@@ -63,8 +53,9 @@ def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
     """
     if not watchable():
         return []
+    run = Rerunnable(lambda xs: fun(*xs)[0], [None, getattr(fun, "f", fun)])
     try:
-        result = record(_Outs(fun).run, leaves, [""] * len(leaves))
+        result = record(run, leaves, [""] * len(leaves))
     except Exception:  # f does not run twice: the error is raised without places
         return []
     lost = [loss.node for loss in losses(result.graph, index)]

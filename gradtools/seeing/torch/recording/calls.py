@@ -386,17 +386,9 @@ class CallRecorder(Numbering):
 
 
 _READS = frozenset(
-    {
-        "dim",
-        "size",
-        "numel",
-        "stride",
-        "storage_offset",
-        "is_floating_point",
-        "is_complex",
-        "__len__",
-    }
-    | {"is_contiguous", "element_size", "nelement", "ndimension", "get_device", "data_ptr"}
+    {"dim", "size", "numel", "stride", "storage_offset", "is_floating_point", "is_complex"}
+    | {"__len__", "is_contiguous", "element_size", "nelement", "ndimension", "get_device"}
+    | {"data_ptr"}
     | {"untyped_storage", "storage", "__repr__", "__format__", "__hash__", "register_hook"}
     | {"_set_grad_enabled", "is_inference", "is_signed", "is_conj", "is_neg", "retain_grad"}
     | {"is_tensor", "result_type", "can_cast", "register_post_accumulate_grad_hook", "__dir__"}

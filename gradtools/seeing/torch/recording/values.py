@@ -8,7 +8,6 @@ with the writes since it was last seen.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -117,15 +116,6 @@ class TensorTable(Generic[V]):
         for other in memory.tensors if memory is not None else ():
             if other is not x and memory_of(other) == memory_of(x) and _overlap(x, other):
                 yield other
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """A context whose new entries are discarded on exit."""
-        before = dict(self._known), dict(self._alike)
-        try:
-            yield
-        finally:
-            self._known, self._alike = before
 
 
 Like = tuple[tuple[int, ...], str]

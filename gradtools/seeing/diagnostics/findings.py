@@ -27,6 +27,7 @@ class FindingKind:
 
 
 _NOT_TRAINED = ("is not trained:", "are not trained:")
+_IS_NAN = "gets a gradient that is NaN or infinite:", "get gradients that are NaN or infinite:"
 
 KINDS: dict[str, FindingKind] = {
     "detached": FindingKind(
@@ -142,20 +143,14 @@ KINDS: dict[str, FindingKind] = {
         "a harmless value in first, for a cotangent of zero times an infinite slope is NaN: "
         "where(x > 0, f(where(x > 0, x, 1)), 0)",
         numerical=True,
-        headline=(
-            "gets a gradient that is NaN or infinite:",
-            "get gradients that are NaN or infinite:",
-        ),
+        headline=_IS_NAN,
     ),
     "nan_value": FindingKind(
         "its result is NaN or infinite at these values, and so is everything computed from it",
         "see what enters: a negative number in sqrt or log, a zero that is divided by, a number "
         "too large for exp or for the dtype; clip it, or mask it before the operation",
         numerical=True,
-        headline=(
-            "gets a gradient that is NaN or infinite:",
-            "get gradients that are NaN or infinite:",
-        ),
+        headline=_IS_NAN,
     ),
     "vanishing": FindingKind(
         "its gradient is too small for a step to show in the output; it shrinks most here",

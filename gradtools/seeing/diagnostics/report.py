@@ -15,7 +15,7 @@ from typing import Any
 from gradtools import notebook_html
 from gradtools.printing import printable
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
-from gradtools.seeing.graphs.nodes import Dependence
+from gradtools.seeing.graphs.nodes import Dependence, shared_length
 
 _BOLD, _RED, _GREEN, _DIM, _END = "\033[1m", "\033[31m", "\033[32m", "\033[2m", "\033[0m"
 
@@ -184,20 +184,10 @@ def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
     for findings in alike.values():
         names = list(dict.fromkeys(f.operation for f in findings))
         more = ", ..." if len(names) > _OPERATIONS else ""
-        scope = _common([f.scope for f in findings])
+        scope = findings[0].scope[: shared_length([f.scope for f in findings])]
         operation = ", ".join(names[:_OPERATIONS]) + more
         merged.append(replace(findings[0], operation=operation, scope=scope))
     return merged
-
-
-def _common(scopes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The longest common prefix of the scopes."""
-    common: list[str] = []
-    for steps in zip(*scopes, strict=False):
-        if len(set(steps)) > 1:
-            break
-        common.append(steps[0])
-    return tuple(common)
 
 
 _OPERATIONS = 3  # operations of a group that are listed

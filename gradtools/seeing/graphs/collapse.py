@@ -122,7 +122,8 @@ def _arrows(
     """One arrow for each pair of units that are drawn; links between the same pair are merged."""
     groups: dict[tuple[int, int], list[Link]] = {}
     for link in flat.links:
-        if not _from_copy_to_copy(alias, copies, link):
+        source, target = (_copies_of(alias, copies, key) for key in (link.source, link.target))
+        if all(target.get(number, copy) == copy for number, copy in source.items()):
             pair = stand_in(alias, link.source), stand_in(alias, link.target)
             groups.setdefault(pair, []).append(link)
     return tuple(_arrow(flat, pair, links) for pair, links in groups.items())
@@ -137,14 +138,6 @@ def _arrow(flat: FlatGraph, pair: tuple[int, int], links: list[Link]) -> Arrow:
         max(link.strength for link in links),
         None if None in cuts else cuts[0],
     )
-
-
-def _from_copy_to_copy(
-    alias: Mapping[int, int], copies: Mapping[int, Mapping[int, int]], link: Link
-) -> bool:
-    """Whether a link connects two different copies of one repeated part."""
-    source, target = (_copies_of(alias, copies, key) for key in (link.source, link.target))
-    return any(target.get(number, copy) != copy for number, copy in source.items())
 
 
 def _copies_of(

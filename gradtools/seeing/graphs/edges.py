@@ -100,7 +100,12 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
     """Links at which the forward pass loses a derivative: pairs (``id`` of the node, input)."""
     forward = _forward(graph)
     result = set()
-    for value in _leaves_of(forward):
+    captured = (value for value in forward.captured if forward.values[value].shape)
+    leaves = [v for v in (*forward.inputs, *captured) if forward.values[v].is_inexact]
+    may_lose = any(node.loss for _, node in forward.walk())
+    # of a very large graph only as many leaves as take about a second to analyse
+    most = _MOST_STEPS // max(1, len(forward.nodes)) if may_lose else 0
+    for value in leaves[:most]:
         result |= {(id(loss.node), loss.input) for loss in losses_of(forward, value)}
     for node in graph.nodes:
         if node.phase and node.loss in ("inside_rule", "stopped_in_rule"):
@@ -132,14 +137,6 @@ def _forward(graph: PlainGraph) -> PlainGraph:
         return graph
     made = {value for node in nodes for value in node.outputs}.union(graph.inputs)
     return replace(graph, nodes=nodes, outputs=tuple(v for v in graph.outputs if v in made))
-
-
-def _leaves_of(graph: PlainGraph) -> Iterator[int]:
-    """The inexact leaves; of a very large graph only as many as take about a second to analyse."""
-    captured = (value for value in graph.captured if graph.values[value].shape)
-    leaves = [v for v in (*graph.inputs, *captured) if graph.values[v].is_inexact]
-    may_lose = any(node.loss for _, node in graph.walk())
-    yield from leaves[: _MOST_STEPS // max(1, len(graph.nodes))] if may_lose else ()
 
 
 def cut_reason(

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -222,6 +223,12 @@ def needed(
             read.update(nodes[i].inputs)
             kept.append(i)
     return kept[::-1]
+
+
+def shared_length(paths: Sequence[Sequence[str]]) -> int:
+    """The length of the longest common prefix of these scopes, or names."""
+    steps = zip(*paths, strict=False)
+    return sum(1 for _ in takewhile(lambda step: len(set(step)) == 1, steps))
 
 
 def node_in_phase(node: Node, phase: int) -> Node:

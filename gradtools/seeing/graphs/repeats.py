@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.seeing.graphs.flat_graph import BlockGroup, Entry, FlatGraph, Operand, Unit, units_of
-from gradtools.seeing.graphs.nodes import Node
+from gradtools.seeing.graphs.nodes import Node, shared_length
 from gradtools.seeing.graphs.outline import matches
 
 _LONGEST_PERIOD = 400
@@ -185,11 +185,7 @@ def _title_of(parts: list[list[Entry]]) -> tuple[str, tuple[str, ...]]:
     if len(parts[0]) > 1 or not isinstance(firsts[0], BlockGroup):
         return "repeated steps", ()
     first, last = firsts[0].title, firsts[-1].title  # type: ignore[union-attr]
-    shared = 0
-    while shared < min(len(first), len(last)) and first[shared] == last[shared]:
-        shared += 1
-    while shared and first[shared - 1].isdigit():
-        shared -= 1
+    shared = len(first[: shared_length([first, last])].rstrip("0123456789"))
     low, high = sorted((first, last), key=lambda name: (len(name), name))
     path = low if low == high else f"{low}…{high[shared:]}"
     title = first if first == last else f"{first}…{last[shared:]}"

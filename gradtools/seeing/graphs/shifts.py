@@ -24,10 +24,12 @@ LINEAR = SHAPING | {"multiply", "divide", "negate", "index", "where", "select", 
 
 def without_shifts(graph: PlainGraph, reached: Strengths) -> PlainGraph:
     """The graph without the links from shifts to the nodes that add or subtract them."""
-    nodes = [
-        _less(graph, node, shifts) if (shifts := shifts_at(graph, node, reached)) else node
-        for node in graph.nodes
-    ]
+    nodes = list(graph.nodes)
+    for i, node in enumerate(nodes):
+        if shifts := shifts_at(graph, node, reached):
+            most = [_NONE if value in shifts else _FULL for value in node.inputs]
+            links = tuple(tuple(map(min, row, most)) for row in links_of(graph, node))
+            nodes[i] = replace(node, links=links)
     return replace(graph, nodes=tuple(nodes))
 
 
@@ -41,13 +43,6 @@ def shifts_at(graph: PlainGraph, node: Node, reached: Strengths) -> set[int]:
     before = taken_before(graph, flowing, reached)
     is_shift = lambda v: flowing & ancestors(graph, v) or is_added_again(graph, v, before, reached)
     return set(filter(is_shift, lost))
-
-
-def _less(graph: PlainGraph, node: Node, values: set[int]) -> Node:
-    less = lambda row: [
-        _NONE if value in values else link for value, link in zip(node.inputs, row, strict=True)
-    ]
-    return replace(node, links=tuple(tuple(less(row)) for row in links_of(graph, node)))
 
 
 def flowing_and_lost(

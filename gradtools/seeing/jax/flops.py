@@ -234,8 +234,12 @@ class Count:
         inner, name = bodies(eqn), eqn.primitive.name
         for k, body in enumerate(inner):
             own = (*path, k)
-            trips = times * _trips(eqn)
-            if name in ("while", "cond"):
+            trips = times
+            if name == "scan":
+                trips *= eqn.params["length"]
+            elif name == "shard_map":
+                trips *= eqn.params["mesh"].size
+            elif name in ("while", "cond"):
                 trips = self.runs.get(own, trips)
                 if own not in self.runs:
                     self.notes.add(f"a {name} inside of another kind of program is counted once")
@@ -247,12 +251,6 @@ class Count:
             self.unknown.add(name)
         else:
             self.flops += times * cost
-
-
-def _trips(eqn: Eqn) -> int:
-    if eqn.primitive.name == "scan":
-        return eqn.params["length"]
-    return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1
 
 
 _OTHERS = """

@@ -220,9 +220,8 @@ def _arrays(reached: Iterable[tuple[Any, str]]) -> dict[int, str]:
 
 def _rules(reached: Iterable[tuple[Any, str]]) -> list[Any]:
     """The user's `jax.custom_vjp` functions."""
-    rules = [x for x, _ in reached if isinstance(x, jax.custom_vjp)]
-    codes = [getattr(x.bwd, "__code__", None) for x in rules]
-    return [x for x, code in zip(rules, codes, strict=True) if code and whose(code) == USER]
+    code = lambda x: getattr(x.bwd, "__code__", None) if isinstance(x, jax.custom_vjp) else None
+    return [x for x, _ in reached if code(x) and whose(code(x)) == USER]
 
 
 def _reached(run: Run) -> Iterator[tuple[Any, str]]:

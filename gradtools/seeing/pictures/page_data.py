@@ -44,6 +44,8 @@ def data_of(
     """
     views = [outline.opened(depth, expand, limit) for limit in _LIMITS]
     items = [item for column in outline.columns for item in (column, *column.walk())]
+    names = ", ".join(column.title for column in outline.columns)
+    count = sum(column.operations for column in outline.columns)
     return {
         "columns": [column.key for column in outline.columns],
         "items": {item.key: _item(item) for item in items},
@@ -53,17 +55,11 @@ def data_of(
         "alive": ALIVE,
         "views": [sorted(opened) for opened in dict.fromkeys(views)],
         "title": {"text": shown(outline.title), "width": text_width(shown(outline.title), 15)},
-        "summary": shown(_summary(outline)),
+        "summary": shown(outline.title or f"A graph of {count} operations: {names}"),
         "words": {name: (word, text_width(word, LINE)) for name, word in _WORDS.items()},
         "texts": [_shown(value_text(outline.values[v])) for v in range(len(outline.values))],
         "advance": text_width("0", LINE),
     }
-
-
-def _summary(outline: Outline) -> str:
-    names = ", ".join(column.title for column in outline.columns)
-    operations = sum(column.operations for column in outline.columns)
-    return outline.title or f"A graph of {operations} operations: {names}"
 
 
 def _item(item: Box | Block) -> dict[str, Any]:

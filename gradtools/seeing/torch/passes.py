@@ -21,7 +21,14 @@ import torch
 from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.seeing.diagnostics.rule_cuts import inside_rules, missing, with_cuts
 from gradtools.seeing.graphs.attributes import number_text
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, even_links, needed
+from gradtools.seeing.graphs.nodes import (
+    Dependence,
+    Node,
+    PlainGraph,
+    even_links,
+    needed,
+    shared_length,
+)
 from gradtools.seeing.graphs.passes import (
     BACKWARD,
     CUSTOM,
@@ -282,12 +289,8 @@ class _PassRecorder(Recorder[int]):
         nodes = [node for node, _ in makers]
         if None in nodes or nodes.count(running) != 1 or self.rules:
             return origin
-        (one, two), shared = (scope for _, scope in makers), origin.scope[:0]
-        for a, b in zip(one, two, strict=False):
-            if a != b:
-                break
-            shared = (*shared, a)
-        return replace(origin, scope=shared)
+        scopes = [scope for _, scope in makers]
+        return replace(origin, scope=scopes[0][: shared_length(scopes)])
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """Runs a torch.autograd.Function and marks its operations."""

@@ -6,7 +6,7 @@ a body, so each link connects the operation that computes a value to one that re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from gradtools.seeing.graphs.edges import (
     reason,
     strengths_of,
 )
-from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph, Value
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value
 
 Makers = tuple[tuple[int, int], ...]  # pairs (unit, index of its output)
 _CALLS = (*("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat"),)
@@ -79,6 +79,21 @@ class Link:
     cut: str | None
 
 
+@dataclass(frozen=True)
+class _Level:
+    """A graph or a body of it, and what is known of its values.
+
+    Attributes:
+        graph: The graph.
+        made: The units that make each value.
+        numbers: The number of each value among `FlatGraph.values`.
+    """
+
+    graph: PlainGraph
+    made: dict[int, Makers]
+    numbers: dict[int, int]
+
+
 class FlatGraph:
     """A graph with its bodies inlined: units, and the links between them."""
 
@@ -97,10 +112,10 @@ class FlatGraph:
         made = {v: ((self.leaves[i].key, 0),) for i, v in reversed([*enumerate(graph.inputs)])}
         captured = self.leaves[len(graph.inputs) :]
         made |= {v: ((u.key, 0),) for v, u in zip(graph.captured, captured, strict=True)}
-        numbers: dict[int, int] = {}
-        self.entries = self._entries(graph, made, numbers, ())
-        self._join_outside(graph, made, numbers)
-        self.outputs = [*self._leaving(graph, made, numbers)]
+        level = _Level(graph, made, {})
+        self.entries = self._entries(level, ())
+        self._join_outside(level)
+        self.outputs = [*self._leaving(level)]
 
     def _unit(self, kind: str, phase: int, **rest: Any) -> Unit:
         unit = Unit(len(self.units), kind, phase, **rest)
@@ -112,57 +127,46 @@ class FlatGraph:
         held = text_of(known.name) if are_numbers(known.name) else known.name
         return self._unit(kind, 0, value=known, name=known.spoken or held or name or "constant")
 
-    def _entries(
-        self,
-        graph: PlainGraph,
-        made: dict[int, Makers],
-        numbers: dict[int, int],
-        around: tuple[str, ...],
-    ) -> list[Entry]:
-        """One entry for each node; adds the makers of its outputs to `made`."""
+    def _entries(self, level: _Level, around: tuple[str, ...]) -> list[Entry]:
+        """One entry for each node; adds the makers of its outputs to `level.made`."""
         entries: list[Entry] = []
+        graph = level.graph
         for node in graph.nodes:
             scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
             strengths = strengths_of(graph, node)
             if node.bodies:
-                entries.append(self._call(graph, node, scope, made, numbers))
+                entries.append(self._call(level, node, scope))
                 continue
             unit = self._operation(graph, node, scope)
             entries.append(unit)
             for i, (value, strength) in enumerate(zip(node.inputs, strengths, strict=True)):
                 cut = cut_reason(self._lost, node, i, strength)
-                self._read(unit, graph, value, made, numbers, strength, cut)
-            made.update({v: ((unit.key, k),) for k, v in enumerate(node.outputs)})
+                self._read(unit, level, value, strength, cut)
+            level.made.update({v: ((unit.key, k),) for k, v in enumerate(node.outputs)})
         return entries
 
     def _operation(self, graph: PlainGraph, node: Node, scope: tuple[str, ...]) -> Unit:
         outputs = tuple(graph.values[v] for v in node.outputs)
-        return self._unit(
-            *("operation", node.phase),
-            scope=scope,
-            node=node,
-            outputs=outputs,
-        )
+        return self._unit("operation", node.phase, scope=scope, node=node, outputs=outputs)
 
     def _read(
         self,
         unit: Unit,
-        graph: PlainGraph,
+        level: _Level,
         value: int,
-        made: Mapping[int, Makers],
-        numbers: dict[int, int],
         strength: Dependence,
         cut: str | None = None,
     ) -> None:
-        makers = made.get(value, ())
+        makers = level.made.get(value, ())
         if len(makers) == 1 and self.is_number(makers[0][0]):
             unit.operands.append(Operand((), self.units[makers[0][0]].name))
             return
         if makers:
             unit.operands.append(Operand(makers, "", strength, cut))
         for maker in dict.fromkeys(key for key, _ in makers):
-            number = self._number(graph, value, numbers)
-            if self.units[maker].kind != "operation" or graph.values[value].base in self._given:
+            number = self._number(level, value)
+            base = level.graph.values[value].base
+            if self.units[maker].kind != "operation" or base in self._given:
                 self.alive.add(number)
                 self.alive |= {base for base in [self.values[number].base] if base is not None}
             unit.reads.append((maker, number))
@@ -179,14 +183,14 @@ class FlatGraph:
         """The links that end at a unit."""
         return self._entering.get(key, [])
 
-    def _number(self, graph: PlainGraph, value: int, numbers: dict[int, int]) -> int:
-        if value not in numbers:
-            numbers[value] = number = len(self.values)
-            self.values.append(graph.values[value])
-            base = base_of(graph, value)
-            shown = None if base == value else self._number(graph, base, numbers)
+    def _number(self, level: _Level, value: int) -> int:
+        if value not in level.numbers:
+            level.numbers[value] = number = len(self.values)
+            self.values.append(level.graph.values[value])
+            base = base_of(level.graph, value)
+            shown = None if base == value else self._number(level, base)
             self.values[number] = replace(self.values[number], base=shown)
-        return numbers[value]
+        return level.numbers[value]
 
     def shape_of(self, unit: Unit) -> tuple[int, ...]:
         """The shape of a unit's first operand; ``()`` for a number."""
@@ -202,29 +206,23 @@ class FlatGraph:
             return False
         return not unit.value.name or is_number(unit.value.name)
 
-    def _call(
-        self,
-        graph: PlainGraph,
-        node: Node,
-        scope: tuple[str, ...],
-        made: dict[int, Makers],
-        numbers: dict[int, int],
-    ) -> BlockGroup:
+    def _call(self, level: _Level, node: Node, scope: tuple[str, ...]) -> BlockGroup:
         """The group of a node with bodies, whose values are forwarded across the boundary."""
         group = BlockGroup(_kind(node), _called(node), scope, node.phase, [], mark=node.mark)
         deciding = set(range(len(node.inputs))).difference(*(b.inputs for b in node.bodies))
         if deciding or not node.inputs:
-            unit = self._operation(graph, node, ())
+            unit = self._operation(level.graph, node, ())
             unit.name = "decides"
             group.children.append(unit)
             for i in sorted(deciding):
-                self._read(unit, graph, node.inputs[i], made, numbers, Dependence.CUT)
+                self._read(unit, level, node.inputs[i], Dependence.CUT)
         leaving: dict[int, dict[tuple[int, int], None]] = {v: {} for v in node.outputs}
         for number, body in enumerate(node.bodies):
-            inner = {v: made.get(node.inputs[i], ()) for v, i in self._ties(body)}
-            own = {v: self._number(graph, node.inputs[i], numbers) for v, i in self._ties(body)}
+            ties = [*zip(body.graph.inputs, body.inputs, strict=True)]
+            inner = {v: level.made.get(node.inputs[i], ()) for v, i in ties}
+            own = {v: self._number(level, node.inputs[i]) for v, i in ties}
             inner |= self._constants(body.graph)
-            children = self._entries(body.graph, inner, own, node.scope)
+            children = self._entries(_Level(body.graph, inner, own), node.scope)
             name = _body_name(node, number)
             if len(node.bodies) > 1 and children:
                 children = [BlockGroup("branch", name, (), node.phase, children)]
@@ -232,42 +230,34 @@ class FlatGraph:
             if not body.gate:
                 for v, out in zip(node.outputs, body.graph.outputs, strict=True):
                     leaving[v] |= dict.fromkeys(inner.get(out, ()))
-        made.update({v: tuple(makers) for v, makers in leaving.items()})
+        level.made.update({v: tuple(makers) for v, makers in leaving.items()})
         return group
-
-    @staticmethod
-    def _ties(body: Body) -> list[tuple[int, int]]:
-        return [*zip(body.graph.inputs, body.inputs, strict=True)]
 
     def _constants(self, graph: PlainGraph) -> dict[int, Makers]:
         leaves = {v: self._leaf("captured", graph, v, "") for v in graph.captured}
         self.leaves += leaves.values()
         return {v: ((leaf.key, 0),) for v, leaf in leaves.items()}
 
-    def _join_outside(
-        self, graph: PlainGraph, made: Mapping[int, Makers], numbers: dict[int, int]
-    ) -> None:
+    def _join_outside(self, level: _Level) -> None:
         """Adds a cut link for data that left the framework and came back as another value."""
         cut = reason("left_framework")
-        for source, target in graph.outside:
-            number = self._number(graph, source, numbers)
-            for maker, _ in made.get(source, ()):
-                for unit, _ in made.get(target, ()):
+        for source, target in level.graph.outside:
+            number = self._number(level, source)
+            for maker, _ in level.made.get(source, ()):
+                for unit, _ in level.made.get(target, ()):
                     self.units[unit].reads.append((maker, number))
                     self.links.append(Link(maker, unit, number, Dependence.CUT, cut))
 
-    def _leaving(
-        self, graph: PlainGraph, made: Mapping[int, Makers], numbers: dict[int, int]
-    ) -> Iterator[Unit]:
-        for i, value in enumerate(graph.outputs):
-            makers = made.get(value, ())
+    def _leaving(self, level: _Level) -> Iterator[Unit]:
+        for i, value in enumerate(level.graph.outputs):
+            makers = level.made.get(value, ())
             phase = max((self.units[maker].phase for maker, _ in makers), default=0)
-            known = graph.values[value]
+            known = level.graph.values[value]
             name = known.spoken or known.name or f"output {i}"
             unit = self._unit("output", phase, value=known, name=name)
             unit.operands.append(Operand(makers))
             for maker, _ in makers:
-                number = self._number(graph, value, numbers)
+                number = self._number(level, value)
                 unit.reads.append((maker, number))
                 self.links.append(Link(maker, unit.key, number, Dependence.DIFFERENTIABLE, None))
             yield unit

@@ -232,49 +232,36 @@ def _terms(
             continue
         if node.bodies and node.links is None:
             yield from _terms_in_bodies(node, flows, call)
-        elif node.operation in ADDITIVE:
-            yield from _behind_terms(graph, node, start, flows, scaling, call, vain)
-
-
-def _behind_terms(
-    graph: PlainGraph,
-    node: Node,
-    start: Strengths,
-    flows: _Flows,
-    scaling: set[int],
-    call: Node | None,
-    vain: Sequence[Node],
-) -> Iterator[Loss]:
-    """The losses behind the lost terms of an additive node."""
-    reached = flows.own
-    flowing, lost = flowing_and_lost(graph, node, reached)
-    terms = [v for v in lost if flowing and not flowing & ancestors(graph, v)]
-    if not terms:
-        return
-    before = taken_before(graph, flowing, reached)
-    is_residual = node.operation == "subtract" and _is_residual(graph, node.outputs[0])
-    for term in dict.fromkeys(a for v in terms for a in _addends(graph, v, flows)):
-        if is_added_again(graph, term, before, reached):
             continue
-        losses_met = [*met(graph, start, {term: _FULL}, call, lossy)]
-        stops = [
-            loss
-            for loss in losses_met
-            if loss.node.loss in _STOPPED and _reaches(graph, loss, term, _with_derivative)
-        ]
-        trains = stops and flows.others.get(term) == _FULL
-        for loss in losses_met:
-            is_choice = loss.node.loss in ("discrete", "integer_cast")
-            stopped = loss in stops or (
-                is_choice and not _reaches(graph, loss, term, _without_stop)
-            )
-            if (is_residual and stopped) or scaling.intersection(_place(graph, loss).outputs):
+        if node.operation not in ADDITIVE:
+            continue
+        flowing, lost = flowing_and_lost(graph, node, flows.own)
+        terms = [v for v in lost if flowing and not flowing & ancestors(graph, v)]
+        if not terms:
+            continue
+        before = taken_before(graph, flowing, flows.own)
+        is_residual = node.operation == "subtract" and _is_residual(graph, node.outputs[0])
+        for term in dict.fromkeys(a for v in terms for a in _addends(graph, v, flows)):
+            if is_added_again(graph, term, before, flows.own):
                 continue
-            chosen = is_choice and any(
-                flows.others.get(v) == _FULL for v in _place(graph, loss).inputs
-            )
-            meant = trains and (stopped or chosen) and not _shares_a_path(graph, loss, vain)
-            yield replace(loss, whole=False, meant=bool(meant))
+            losses_met = [*met(graph, start, {term: _FULL}, call, lossy)]
+            stops = [
+                loss
+                for loss in losses_met
+                if loss.node.loss in _STOPPED and _reaches(graph, loss, term, _with_derivative)
+            ]
+            trains = stops and flows.others.get(term) == _FULL
+            for loss in losses_met:
+                place = _place(graph, loss)
+                is_choice = loss.node.loss in ("discrete", "integer_cast")
+                stopped = loss in stops or (
+                    is_choice and not _reaches(graph, loss, term, _without_stop)
+                )
+                if (is_residual and stopped) or scaling.intersection(place.outputs):
+                    continue
+                chosen = is_choice and any(flows.others.get(v) == _FULL for v in place.inputs)
+                meant = trains and (stopped or chosen) and not _shares_a_path(graph, loss, vain)
+                yield replace(loss, whole=False, meant=bool(meant))
 
 
 def _useless_edits(graph: PlainGraph, flows: _Flows, matters: Strengths) -> list[Node]:

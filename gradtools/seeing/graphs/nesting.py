@@ -113,7 +113,13 @@ def _place_leaves(flat: FlatGraph, roots: Mapping[int, BlockGroup]) -> None:
             at = len(home.children) - 1
         after.setdefault((id(home), at), []).append(unit)
     for group in [g for root in roots.values() for g in _groups(root)]:
-        _insert(group, before, after)
+        children: list[Entry] = []
+        if not group.children:
+            children = [*before.get((id(group), 0), ()), *after.get((id(group), -1), ())]
+        for at, child in enumerate(group.children):
+            place = id(group), at
+            children += (*before.get(place, ()), child, *after.get(place, ()))
+        group.children = children
 
 
 def _branching_depth(way: Sequence[Any]) -> int:
@@ -134,19 +140,6 @@ def _is_argument(leaf: Unit) -> bool:
 
 def _path(unit: Unit) -> str:
     return unit.value.name if unit.value is not None else ""
-
-
-def _insert(
-    group: BlockGroup,
-    before: Mapping[tuple[int, int], list[Unit]],
-    after: Mapping[tuple[int, int], list[Unit]],
-) -> None:
-    children: list[Entry] = []
-    if not group.children:
-        children = [*before.get((id(group), 0), ()), *after.get((id(group), -1), ())]
-    for at, child in enumerate(group.children):
-        children += (*before.get((id(group), at), ()), child, *after.get((id(group), at), ()))
-    group.children = children
 
 
 def _groups(group: BlockGroup) -> Iterator[BlockGroup]:

@@ -16,7 +16,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +36,7 @@ from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
 Cotangents = Sequence[Tensor | None]
+T = TypeVar("T")
 
 
 def vanishing(
@@ -84,8 +86,7 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
         bad_output = any(not math.isfinite(_size(y)) for y in outs)
         if lost := sorted([*zero, *noise]):
             wanted = [xs[k] for k in lost]
-            with _watched(outs, keep=bool(noise)) as passed:
-                _gradients(outs, wanted)
+            passed = _passed(outs, wanted, partial(_NodeCotangents.of, bool(noise)))
             if noise:
                 passed = _without_noise(outs, wanted, passed)
             back = _Back.of(outs, passed)
@@ -157,22 +158,17 @@ def _without_noise(
     outs: Sequence[Tensor], leaves: Sequence[Tensor], passed: Mapping[Any, _NodeCotangents]
 ) -> dict[Any, _NodeCotangents]:
     """The records of the nodes, with rounding noise counted as zero."""
-    result = dict(passed)
 
-    def watch(node: Any) -> Callable[[Any, Any], None]:
-        def note(given_on: Any, given: Any) -> None:
-            at = passed[node]
-            noise = [*map(_is_noise, at.handed, given_on)]
-            on = [moves and not lost for moves, lost in zip(at.on, noise, strict=True)]
-            pairs = zip(at.moves, at.given, given, strict=True)
-            moves = [moves and not _is_noise(ct, other) for moves, ct, other in pairs]
-            result[node] = replace(at, moves=moves, on=on, noise=noise)
+    def note(node: Any, handed: Cotangents, given: Cotangents) -> _NodeCotangents:
+        at = passed[node]
+        noise = [*map(_is_noise, at.handed, handed)]
+        on = [moves and not lost for moves, lost in zip(at.on, noise, strict=True)]
+        pairs = zip(at.moves, at.given, given, strict=True)
+        moves = [moves and not _is_noise(ct, other) for moves, ct, other in pairs]
+        return replace(at, moves=moves, on=on, noise=noise)
 
-        return note
-
-    with _perturbed(outs, 0), _hooked(outs, watch):
-        _gradients(outs, leaves)
-    return result
+    with _perturbed(outs, 0):
+        return {**passed, **_passed(outs, leaves, note)}
 
 
 def _is_noise(ct: Any, other: Any) -> bool:
@@ -228,16 +224,8 @@ def _with_extremes(
     places = list(stopped)
     if not odd:
         return places
-    sizes: dict[Any, tuple[float, list[float]]] = {}
-
-    def watch(node: Any) -> Callable[[Any, Any], None]:
-        def note(given_on: Any, given: Any) -> None:
-            sizes[node] = max(map(_size, given), default=0.0), [*map(_size, given_on)]
-
-        return note
-
-    with _hooked(outs, watch):
-        _gradients(outs, [xs[k] for k in odd])
+    note = lambda _, handed, given: (max(map(_size, given), default=0.0), [*map(_size, handed)])
+    sizes = _passed(outs, [xs[k] for k in odd], note)
     back = _Back.of(outs, {})
     made = recorder.made
     for k, kind in odd.items():
@@ -360,6 +348,13 @@ class _NodeCotangents:
     empty: list[bool]
     noise: Sequence[bool]
 
+    @classmethod
+    def of(cls, keep: bool, _: Any, handed: Cotangents, given: Cotangents) -> _NodeCotangents:
+        on, moves = [_moves(ct) for ct in handed], [_moves(ct) for ct in given]
+        kept = given if keep or (any(moves) and not all(on)) else ()
+        empty = [isinstance(ct, Tensor) and not ct.numel() for ct in handed]
+        return cls(kept, handed if keep else (), moves, on, empty, [False] * len(on))
+
 
 def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
     """Random cotangents from a generator of their own; 1 for a real scalar output."""
@@ -389,36 +384,27 @@ def _gradients_unless_lost(
         return [g for leaf in leaves for g in _gradients_unless_lost(outs, [leaf])]
 
 
-@contextmanager
-def _watched(outs: Sequence[Tensor], keep: bool) -> Iterator[dict[Any, _NodeCotangents]]:
-    """Yields a dict that a backward pass inside fills; `keep` keeps all cotangents."""
-    result: dict[Any, _NodeCotangents] = {}
+def _passed(
+    outs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    note: Callable[[Any, Cotangents, Cotangents], T],
+) -> dict[Any, T]:
+    """`note(node, handed, given)` of each node of autograd, from the hooks of one backward pass."""
+    result: dict[Any, T] = {}
 
-    def watch(node: Any) -> Callable[[Any, Any], None]:
-        def note(given_on: Any, given: Any) -> None:
-            on, moves = [_moves(ct) for ct in given_on], [_moves(ct) for ct in given]
-            kept = given if keep or (any(moves) and not all(on)) else ()
-            empty = [isinstance(ct, Tensor) and not ct.numel() for ct in given_on]
-            handed = given_on if keep else ()
-            result[node] = _NodeCotangents(kept, handed, moves, on, empty, [False] * len(on))
+    def hook(node: Any) -> Callable[[Any, Any], None]:
+        def noted(handed: Any, given: Any) -> None:
+            result[node] = note(node, handed, given)
 
-        return note
+        return noted
 
-    with _hooked(outs, watch):
-        yield result
-
-
-@contextmanager
-def _hooked(
-    outs: Sequence[Tensor], watch: Callable[[Any], Callable[[Any, Any], None]]
-) -> Iterator[None]:
-    """A context in which each node of autograd has a hook made by `watch`."""
-    handles = [node.register_hook(watch(node)) for node in nodes_of(outs) if node.next_functions]
+    handles = [node.register_hook(hook(node)) for node in nodes_of(outs) if node.next_functions]
     try:
-        yield
+        _gradients(outs, leaves)
     finally:
         for handle in handles:
             handle.remove()
+    return result
 
 
 def _moves(ct: Any) -> bool:

@@ -25,28 +25,23 @@ from gradtools.jax._upstream import Tracer, called_by_jax, set_current_trace, ta
 Answers = list[Any]
 
 
-def jaxpr_with_answers(
-    fun: Callable[..., Any], leaves: Sequence[Any], shapes_too: bool
-) -> tuple[Any, Any]:
-    """`jax.make_jaxpr(fun, return_shape=True)(*leaves)`, with values where Python needs them.
+def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any], shapes_too: bool) -> Any:
+    """`jax.make_jaxpr(fun)(*leaves)`, with values where Python needs them.
 
     Args:
         fun: Takes and returns flat lists of arrays.
         leaves: The arrays that determine the branches.
         shapes_too: Whether shapes and boolean indices may depend on values, too.
-
-    Returns:
-        The jaxpr, and the shapes of the results.
     """
     answers: Answers = []
     while True:
-        closed, shapes, complete = _attempt(fun, leaves, answers, shapes_too)
+        closed, complete = _attempt(fun, leaves, answers, shapes_too)
         if complete:
-            return closed, shapes
+            return closed
         answers += map(np.asarray, jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves))
 
 
-def _attempt(fun: Any, leaves: Any, answers: Answers, shapes_too: bool) -> tuple[Any, Any, bool]:
+def _attempt(fun: Any, leaves: Any, answers: Answers, shapes_too: bool) -> tuple[Any, bool]:
     """The jaxpr of the whole program, or of the next value that Python needs."""
     complete = True
 
@@ -58,8 +53,7 @@ def _attempt(fun: Any, leaves: Any, answers: Answers, shapes_too: bool) -> tuple
             complete = False
             return question.inner
 
-    closed, shapes = jax.make_jaxpr(answering, return_shape=True)(*leaves)
-    return closed, shapes, complete
+    return jax.make_jaxpr(answering)(*leaves), complete
 
 
 class _ValueNeeded(BaseException):

@@ -41,7 +41,6 @@ _REVERSE_ONLY = "gradtools_reverse_only"
 def graph_of(
     closed_jaxpr: Jaxpr,
     names: Sequence[str] = (),
-    outputs: Sequence[str] = (),
     captured: Mapping[int, str] = MappingProxyType({}),
     in_places: bool = False,
     rules: Sequence[Any] = (),
@@ -51,7 +50,6 @@ def graph_of(
     Args:
         closed_jaxpr: The result of ``jax.make_jaxpr(f)(*args)``.
         names: The names of its inputs, such as "argument 0['w']".
-        outputs: The names of its outputs.
         captured: Names of closed-over constants, by ``id`` of the array.
         in_places: Whether operands are in the framework-neutral order of `operands.py`, rather
             than that of the equations.
@@ -69,7 +67,7 @@ def graph_of(
     """
     consts = [captured.get(id(c)) or _text(c) for c in getattr(closed_jaxpr, "consts", ())]
     jaxpr = jaxprs.open_jaxpr(closed_jaxpr)
-    return _JaxprReader(in_places, rules).graph(jaxpr, _Place(), names, outputs, consts)[0]
+    return _JaxprReader(in_places, rules).graph(jaxpr, _Place(), names, consts)[0]
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,6 @@ class _JaxprReader:
         jaxpr: Jaxpr,
         place: _Place,
         names: Sequence[str] = (),
-        outputs: Sequence[str] = (),
         consts: Sequence[str] = (),
         flat: Sequence[bool] = (),
     ) -> _Read:
@@ -120,8 +117,6 @@ class _JaxprReader:
         inputs = [values.new(v, name) for v, name in _named(jaxpr.invars, names)]
         nodes = [self.node(eqn, values, place) for eqn in jaxpr.eqns]
         out = [values.read(atom) for atom in jaxpr.outvars]
-        for number, (_, name) in zip(out, _named(jaxpr.outvars, outputs), strict=True):
-            values.name(number, name)
         graph = PlainGraph(
             nodes=tuple(nodes),
             values=MappingProxyType(values.by_number),
@@ -246,10 +241,6 @@ class _JaxprValues:
         self.by_number[number] = Value((), "int32", str(value))
         self.literals.append(number)
         return number
-
-    def name(self, number: int, name: str) -> None:
-        if name and not self.by_number[number].name:
-            self.by_number[number] = replace(self.by_number[number], name=name)
 
     def is_flat(self, atom: Any) -> bool:
         return not isinstance(atom, Literal) and atom in self.flat

@@ -147,18 +147,18 @@ def _closed(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     except jax.errors.TracerBoolConversionError:
         pass
     except jax.errors.NonConcreteBooleanIndexError:
-        return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]
+        return jaxpr_with_answers(fun, leaves, shapes_too=True)
     except jax.errors.ConcretizationTypeError as error:
         if isinstance(error, LEAVING[:2]) or _what_left(error) is not None:
             raise
-        return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]
+        return jaxpr_with_answers(fun, leaves, shapes_too=True)
     try:
-        return jaxpr_with_answers(fun, leaves, shapes_too=False)[0]
+        return jaxpr_with_answers(fun, leaves, shapes_too=False)
     except (jax.errors.NonConcreteBooleanIndexError, jax.errors.ConcretizationTypeError) as error:
         left = isinstance(error, LEAVING) and _what_left(error) is not None
         if left or isinstance(error, jax.errors.TracerBoolConversionError):
             raise
-    return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]
+    return jaxpr_with_answers(fun, leaves, shapes_too=True)
 
 
 def _constant(y: Any) -> Any:

@@ -10,6 +10,7 @@ import contextlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,25 +50,19 @@ def follow(run: Run, seen: ObservedRun, outputs: list[int], before: list[Any]) -
         if moved is None:  # f refuses other numbers, so it does look at these
             _note_unknown(recorder, which, outputs)
         else:
-            for k in which:
-                _note_differences(recorder, recorder.leavings[k], moved, seen, outputs)
+            back = moved.nodes or moved.captured
+            ends = [k for k in moved.outputs if not (back and isinstance(seen.outs[k], Tensor))]
+            for leaving in (recorder.leavings[k] for k in which):
+                for node in moved.nodes:
+                    recorder.enters(leaving, node)
+                returned = *moved.captured, *(outputs[k] for k in ends)
+                recorder.outside += [(leaving.value, number) for number in returned]
 
 
 def _note_unknown(recorder: CallRecorder, which: Sequence[int], outputs: Sequence[int]) -> None:
     """Assumes that all outputs may depend on the data, so that no argument counts as unused."""
     values = [recorder.leavings[k].value for k in which]
     recorder.outside += [(value, out) for value in values for out in outputs]
-
-
-def _note_differences(
-    recorder: CallRecorder, leaving: Leaving, moved: Moved, seen: ObservedRun, outputs: list[int]
-) -> None:
-    for node in moved.nodes:
-        recorder.enters(leaving, node)
-    recorder.outside += [(leaving.value, number) for number in moved.captured]
-    back = moved.nodes or moved.captured
-    direct = [k for k in moved.outputs if not (back and isinstance(seen.outs[k], Tensor))]
-    recorder.outside += [(leaving.value, outputs[k]) for k in direct]
 
 
 def _untraced(graph: PlainGraph, leavings: Sequence[Leaving], held: Sequence[int]) -> list[int]:
@@ -127,23 +122,17 @@ class _PerturbedRuns:
         for size in (1.0, -1.0, 1e-3):
             if moved is not None and (moved.any() or not which or abs(size) < 1):
                 break
+            replace = (which, partial(_other, size=size))
+            again = observed(self.run, self.first.leaves, self.first.said, replace)
             with contextlib.ExitStack() as inside:
                 inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed already
-                seen = self._seen(inside, which, size)
-                moved = moved if seen is None else self._moved(seen)
+                try:
+                    seen = inside.enter_context(again)
+                except Exception:  # the user's code, at numbers that the user did not pass
+                    continue
+                if seen.refusal is None:
+                    moved = self._moved(seen)
         return moved
-
-    def _seen(
-        self, inside: contextlib.ExitStack, which: frozenset[int], size: float
-    ) -> ObservedRun | None:
-        """The run with other numbers; None if f refuses them, by an error of any kind."""
-        replace = (which, lambda x: _other(x, size, np.random.default_rng(0)))
-        again = observed(self.run, self.first.leaves, self.first.said, replace)
-        try:
-            seen = inside.enter_context(again)
-        except Exception:  # the user's code, at numbers that the user did not pass
-            return None
-        return seen if seen.refusal is None else None
 
     def _moved(self, seen: ObservedRun) -> Moved:
         after = copies(seen.outs)
@@ -176,8 +165,9 @@ def _different_captures(first: ObservedRun, later: ObservedRun) -> list[int]:
     return [n for (n, x), (_, y) in pairs if id(x) not in known and not _same(x, y)]
 
 
-def _other(x: Any, size: float, rng: np.random.Generator) -> Any:
+def _other(x: Any, size: float, rng: np.random.Generator | None = None) -> Any:
     """A perturbed number, array or list of the same type."""
+    rng = rng or np.random.default_rng(0)
     if isinstance(x, list):
         return [_other(item, size, rng) for item in x]
     if isinstance(x, bool | np.bool_):

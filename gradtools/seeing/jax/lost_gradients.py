@@ -66,7 +66,9 @@ class _Returned:
             their results, and those operands.
         sums: The values whose cotangents cancel, with the steps that passed them.
         extremes: For each leaf whose gradient is NaN or vanishing, where it became so.
-        noise: The cotangents that count as zero because they are rounding noise.
+        noise: A bit mask of the leaves whose gradients are rounding noise, which counts as zero.
+        noisy_values: The numbers of the values whose cotangents are.
+        noisy_operands: Operands whose cotangents are: the positions of the step and the operand.
     """
 
     steps: Sequence[TapeStep]
@@ -74,22 +76,9 @@ class _Returned:
     stops: dict[int, tuple[dict[int, Any], list[int]]] = field(default_factory=dict)
     sums: list[tuple[Moving, list[int]]] = field(default_factory=list)
     extremes: dict[int, list[Vanished] | None] = field(default_factory=dict)
-    noise: _Noise = field(default_factory=lambda: _Noise())
-
-
-@dataclass(frozen=True)
-class _Noise:
-    """The cotangents that are rounding noise.
-
-    Attributes:
-        leaves: A bit mask of leaves.
-        values: The numbers of values.
-        handed: Operands of steps: pairs (position of the step, position of the operand).
-    """
-
-    leaves: int = 0
-    values: Set[int] = frozenset()
-    handed: Set[tuple[int, int]] = frozenset()
+    noise: int = 0
+    noisy_values: Set[int] = frozenset()
+    noisy_operands: Set[tuple[int, int]] = frozenset()
 
 
 def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
@@ -181,7 +170,7 @@ class _Back:
         if self._kept is not None:
             pairs = zip(wanted, pulled, strict=True)
             self._kept[at] = given, {i: ct for i, ct in pairs if ct is not None}
-        noise = self._returned.noise.handed
+        noise = self._returned.noisy_operands
         for i, ct in zip(wanted, pulled, strict=True):
             moves = ct is None or _any(ct)
             if (at, i) in noise or not moves:
@@ -226,7 +215,7 @@ class _Back:
         """The whole cotangent of a value; None if there is none."""
         ct, readers = self._cts.pop(x.number, None), self._from.get(x.number, [])
         if len(readers) > 1:
-            is_noise = x.number in self._returned.noise.values
+            is_noise = x.number in self._returned.noisy_values
             if is_noise or not _any(ct):
                 self._returned.sums.append((x, readers))
                 return None if is_noise or not self._zeros else ct
@@ -266,8 +255,8 @@ def _without_noise(
         values |= {x.number for k, x in same if _is_noise(given.get(k), given_again.get(k))}
         operands |= {(at, i) for i, ct in on.items() if _is_noise(ct, on_again.get(i))}
     lost = sum(x.leaves for x in leaves)
-    noise = _Noise(lost, values, operands)
-    again = _Returned(steps, returned.reached & ~lost, noise=noise)
+    reached = returned.reached & ~lost
+    again = _Returned(steps, reached, noise=lost, noisy_values=values, noisy_operands=operands)
     _Back(again, outs).gradients(leaves)
     return again
 
@@ -345,7 +334,7 @@ def _stopped(returned: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
         given = {k: ct for k, ct in cts.items() if step.results[k].leaves & leaf}
         stopped = [i for i in operands if step.operands[i].leaves & leaf]
         if given and stopped:
-            noise = any((at, i) in returned.noise.handed for i in stopped)
+            noise = any((at, i) in returned.noisy_operands for i in stopped)
             cancels = Vanished(step.node, operands=tuple(stopped), cancelled=True)
             yield at, _at(step, given, stopped) if not noise else _noted(returned, leaf, cancels)
 
@@ -385,7 +374,8 @@ def _cancelled(returned: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]
     """The steps at which the paths of cancelling cotangents meet, with positions."""
     for x, readers in returned.sums:
         if x.leaves & leaf:
-            flows = [(_numbers(step.operands), _numbers(step.results)) for step in returned.steps]
+            numbers = lambda xs: [x.number for x in xs.values()]
+            flows = [(numbers(step.operands), numbers(step.results)) for step in returned.steps]
             at = joined(flows, readers)
             if at is not None:
                 yield at, _noted(returned, leaf, Vanished(returned.steps[at].node, cancelled=True))
@@ -393,11 +383,7 @@ def _cancelled(returned: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]
 
 def _noted(returned: _Returned, leaf: int, cancels: Vanished) -> Vanished:
     """A cancellation on a leaf's path, marked as noise if the leaf's gradient is noise."""
-    return replace(cancels, noise=bool(returned.noise.leaves & leaf))
-
-
-def _numbers(xs: Mapping[int, Moving]) -> list[int]:
-    return [x.number for x in xs.values()]
+    return replace(cancels, noise=bool(returned.noise & leaf))
 
 
 # --- references --------------------------------------------------------------------------

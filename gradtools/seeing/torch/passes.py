@@ -439,14 +439,14 @@ class _PassRecorder(Recorder[int]):
 
     def _linked(self, made: _RecordedNode) -> Node:
         """A node with its links; those of derivatives that f itself takes are marked `INNER`."""
-        node = self._linked_alone(made)
+        node = made.node
+        entering = any(self._tracked.get(v, False) for v in node.inputs)
+        if entering and not (node.phase or node.mark):
+            node = self._weakened(node, made.grad_enabled)
         return replace(node, mark=node.mark or INNER) if made.inner else node
 
-    def _linked_alone(self, made: _RecordedNode) -> Node:
-        node = made.node
-        entering = [self._tracked.get(v, False) for v in node.inputs]
-        if node.phase or node.mark or not any(entering):
-            return node
+    def _weakened(self, node: Node, grad_enabled: bool) -> Node:
+        """A node that reads what has a derivative, with cut or zero links if it passes none on."""
         name = node.native.removeprefix("aten.").strip("_")
         if name in operations.ZERO_DERIVATIVE:
             return replace(node, links=even_links(node, self.values, _ZERO), loss="zero_derivative")
@@ -454,13 +454,9 @@ class _PassRecorder(Recorder[int]):
             return replace(node, links=even_links(node, self.values, _CUT), loss="left_framework")
         inexact = [v for v in node.outputs if self.values[v].is_inexact]
         known = [self._tracked[v] for v in inexact if v in self._tracked]
-        flows = bool(inexact) and (any(known) or not known)
-        return node if flows and name != "detach" else self._stopped(node, made)
-
-    def _stopped(self, node: Node, made: _RecordedNode) -> Node:
-        name = node.native.removeprefix("aten.").strip("_")
-        inexact = all(self.values[v].is_inexact for v in node.outputs)
-        loss = operations.loss_of(name, made.grad_enabled, inexact)
+        if inexact and (any(known) or not known) and name != "detach":
+            return node
+        loss = operations.loss_of(name, grad_enabled, len(inexact) == len(node.outputs))
         return replace(node, links=even_links(node, self.values, _CUT), loss=loss)
 
 

@@ -225,10 +225,9 @@ class CallRecorder(Numbering):
         self.refusal = (error, result)
 
     def _done(self, call: RecordedCall, out: Any) -> Any:
-        if call.raw in operations.LEAVES:
-            return self._leaves(call, out)
-        if call.raw in operations.BRANCHES:
-            return self._branches(call, out)
+        branches = call.raw in operations.BRANCHES
+        if branches or call.raw in operations.LEAVES:
+            return self._leaves(call, out, branches)
         if call.raw == "__array_wrap__":
             self._wraps(call, out)
         elif call.raw in ("grad", "backward") and call.kwargs.get("create_graph"):
@@ -334,23 +333,13 @@ class CallRecorder(Numbering):
 
     # --- data that leaves PyTorch, and returns
 
-    def _leaves(self, call: RecordedCall, out: Any) -> Any:
-        read = call.numbers[0]
-        loss = "left_framework" if call.tensors[0].is_floating_point() else None
-        value = self.new(out if not isinstance(out, list) else call.tensors[0])
-        node = self.add("leave", call.name, [read], [value], ((_CUT,),), loss or "left_framework")
-        return self._out(Leaving(value, read, self.nodes[node].source, False), out)
-
-    def _branches(self, call: RecordedCall, out: Any) -> Any:
-        value = self.new(out)
-        links = ((_CUT,) * len(call.numbers),)
-        node = self.add("branch", call.name, call.numbers, [value], links, "discrete")
-        for read in call.numbers[:1]:
-            return self._out(Leaving(value, read, self.nodes[node].source, True), out)
-        return out
-
-    def _out(self, leaving: Leaving, out: Any) -> Any:
-        self.leavings.append(leaving)
+    def _leaves(self, call: RecordedCall, out: Any, branch: bool) -> Any:
+        """Records data that leaves for NumPy or Python, or as a boolean on which f may branch."""
+        numbers = call.numbers if branch else call.numbers[:1]
+        value = self.new(call.tensors[0] if isinstance(out, list) else out)
+        operation, loss = ("branch", "discrete") if branch else ("leave", "left_framework")
+        node = self.add(operation, call.name, numbers, [value], ((_CUT,) * len(numbers),), loss)
+        self.leavings.append(Leaving(value, numbers[0], self.nodes[node].source, branch))
         if self._replace is not None and len(self.leavings) - 1 in self._replace[0]:
             return self._replace[1](out)
         return out

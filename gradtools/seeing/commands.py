@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from gradtools.command_inputs import Given
 from gradtools.errors import GradtoolsError
@@ -78,19 +77,17 @@ def print_measure(options: argparse.Namespace) -> int:
         print(result.to_json())
         return 0
     backend = given.gt.__name__.rpartition(".")[2]
-    how = "" if options.backend else f" (imported by {_module(options)}; or pass --backend)"
+    module = str(options.function).partition(":")[0]
+    how = "" if options.backend else f" (imported by {module}; or pass --backend)"
     print(f"backend      {backend}{how}\n{result.text(colour=in_colour())}")
     return 0
-
-
-def _module(options: argparse.Namespace) -> str:
-    return str(options.function).partition(":")[0]
 
 
 def _measured(options: argparse.Namespace, given: Given) -> Measurement:
     f = given.f
     if options.grad:
-        places = tuple(i for i, x in enumerate(given.args) if _is_inexact(given.gt, x))
+        kinds = [given.gt.to_numpy(x).dtype.kind for x in given.args]
+        places = tuple(i for i, kind in enumerate(kinds) if kind in "fc")
         if not places:
             raise GradtoolsError(
                 f"--grad: {options.function} is given no floating array to take a gradient along. "
@@ -99,10 +96,6 @@ def _measured(options: argparse.Namespace, given: Given) -> Measurement:
         f = given.gt.value_and_grad(f, argnums=places)
     result: Measurement = given.gt.measure(f, *given.args)
     return result
-
-
-def _is_inexact(gt: Any, x: Any) -> bool:
-    return gt.to_numpy(x).dtype.kind in "fc"
 
 
 def in_colour() -> bool:

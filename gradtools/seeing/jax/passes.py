@@ -24,6 +24,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import scopes_of
 from gradtools.jax.trees import conj, is_inexact
+from gradtools.rules import replaced_at
 from gradtools.seeing.diagnostics.rule_cuts import STOPPED, missing, smoothly_between, with_cuts
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value, needed, node_in_phase
@@ -115,11 +116,13 @@ class _Directions:
     ) -> tuple[list[Any], list[Any]]:
         """The outputs, and the gradients."""
 
+        def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
+            with jax.named_scope(f"{_STEP}{i}"):
+                return bound(eqn, xs)
+
         def fun(*moving: Any) -> Any:
-            full = list(leaves)
-            for k, x in zip(self.wrt, moving, strict=True):
-                full[k] = x
-            outs = _run_in_steps(self.closed, full)
+            full = replaced_at(leaves, self.wrt, moving)
+            outs = jaxprs.interpreted(self.closed.jaxpr, [*self.closed.consts, *full], step)
             return [outs[k] for k in self.outs], outs
 
         _, pull, outs = jax.vjp(fun, *active, has_aux=True)
@@ -171,16 +174,6 @@ def _plan(request: Differentiated, traced: Any, forward: PlainGraph) -> _Directi
 
 def _take(items: Iterator[Any], count: int) -> list[Any]:
     return list(islice(items, count))
-
-
-def _run_in_steps(closed: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr, equation i in the named scope of step i."""
-
-    def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
-        with jax.named_scope(f"{_STEP}{i}"):
-            return bound(eqn, xs)
-
-    return jaxprs.interpreted(closed.jaxpr, [*closed.consts, *args], step)
 
 
 def _step_of(eqn: Any) -> int | None:

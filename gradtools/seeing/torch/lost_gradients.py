@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError, LostDerivativeError
@@ -237,7 +238,7 @@ def _with_extremes(
             on = [size for (to, _), size in edges if to in leading]
             if on:
                 handed.append(
-                    bad_gradients.CotangentRange(_named(recorder, node), given, _greatest(on))
+                    bad_gradients.CotangentRange(_named(recorder, node), given, float(np.max(on)))
                 )
         places[k] = bad_gradients.places(kind, handed)
     return places
@@ -279,10 +280,6 @@ def _size(x: Any) -> float:
     if x.layout is not torch.strided:
         x = x.coalesce().values() if x.is_sparse else x.values()
     return float(x.detach().abs().max()) if x.numel() else 0.0
-
-
-def _greatest(sizes: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, sizes)) else max(sizes)
 
 
 @dataclass(frozen=True)
@@ -465,8 +462,7 @@ def _product(node: Any, given: Cotangents, path: Sequence[int]) -> float:
         return _TOO_SMALL  # no exponential is zero
     if name.startswith("PowBackward0"):
         return _TOO_SMALL if bool(upstream.saved(node, "self").ne(0).any()) else 0.0
-    plain = lambda ct: is_inexact(ct) and ct.layout is torch.strided
-    if not callable(node) or not all(ct is None or plain(ct) for ct in given):
+    if not callable(node) or not all(ct is None or _is_plain(ct) for ct in given):
         return 0.0
     size = max(map(_size, given), default=0.0)
     with torch.no_grad():

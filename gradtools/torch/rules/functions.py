@@ -279,8 +279,14 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def forward(point: RuleApplication, evaluated: Any, *xs: Tensor) -> tuple[Tensor, ...]:
         if evaluated is not None:  # outputs and extras, computed by `signatures.py`
-            if point.plan.fresh:
-                return evaluated
+            if len(evaluated) == 1:  # most are a new tensor; see `as_views`
+                for x in xs:
+                    if x is evaluated[0]:
+                        return evaluated
+                    if is_alias_of(x, evaluated[0]):
+                        break
+                else:
+                    return evaluated
             return (*as_views(evaluated[: point.count], xs), *evaluated[point.count :])
         out = evaluate(point, xs)
         assert point.linearized is not None
@@ -423,7 +429,6 @@ class _EditPlan:
     pulled_back: Callable[[Any, Sequence[Any]], Sequence[Any]]
     pulling: tuple[int, ...] = ()
     likes: Any = None
-    fresh: bool = True
     pulled: bool = False
 
 
@@ -440,7 +445,7 @@ def edit_application(rule: Rule, inputs: int) -> RuleApplication:
     maps = rule.linearized_from([None] * inputs, []).without_arrays()
     count = inputs - len(rule.nondifferentiable) if rule.reverse_only else 1
     # An edit that saves nothing does not read its first argument.
-    plan = _EditPlan(pulled_back if maps.saves else cotangent, maps.saves, fresh=count == 1)
+    plan = _EditPlan(pulled_back if maps.saves else cotangent, maps.saves)
     return RuleApplication(rule, maps, count, signature=plan, plan=plan)
 
 

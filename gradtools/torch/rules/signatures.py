@@ -12,7 +12,7 @@ pass is differentiated, `installing.py` handles the general case.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -36,7 +36,6 @@ from gradtools.torch.rules.functions import (
     RuleApplication,
     attach,
     attach_recorded,
-    is_alias_of,
 )
 from gradtools.torch.rules.installing import as_duals
 from gradtools.torch.rules.maps import pulled_back, unusual
@@ -264,11 +263,7 @@ class DirectCalls:
             ):
                 plan = _plan_of(signature, res, known)
             if plan is not None:
-                for x in plain:
-                    if is_alias_of(x, out):
-                        break
-                else:
-                    return attach(plan.point, (out,), *args)[0]
+                return attach(plan.point, (out,), *args)[0]
         return _linearized(signature, args, plain, out, res, before)
 
     def _push(self, signature: _Signature, args: tuple[Any, ...]) -> Any:
@@ -352,7 +347,6 @@ class _Plan:
         form: Tensor or tuple, if the residuals are a single tensor or a tuple of tensors.
         single: Whether f returned a single tensor in no tree.
         likes: The shapes, dtypes and devices of outputs and extras; None: those of the cotangents.
-        fresh: Whether no output may share memory with an input or another output.
         point: A `RuleApplication` shared by all calls with this plan, if it has no state of one.
     """
 
@@ -363,7 +357,6 @@ class _Plan:
     form: Any = None
     single: bool = True
     likes: Any = None
-    fresh: bool = True
     point: Any = None
 
     def __post_init__(self) -> None:
@@ -436,9 +429,7 @@ def _linearized(signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, 
     again = range(len(xs)) if extras or kept.opaque_residuals else ()
     pulling = (*kept.places, *signature.again)
     pulling = (*pulling, *(i for i in again if i not in pulling))
-    point.plan = _Plan(
-        backend, kept, out_def, pulling, single=single, likes=list(map(like, outs)), fresh=False
-    )
+    point.plan = _Plan(backend, kept, out_def, pulling, single=single, likes=list(map(like, outs)))
     result = attach(point, outs, *xs)
     return result[0] if single else backend.unflatten(out_def, result[: point.count])
 
@@ -486,12 +477,8 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
         plan.point = RuleApplication(
             signature.specialized.rule, count=1, signature=signature, plan=plan
         )
-    point = plan.point
-    for x in plain:
-        if is_alias_of(x, y):
-            point = replace(point, plan=replace(plan, likes=[like(y)], fresh=False))
     # Detached: the graph may hold y itself, which would be a reference cycle.
-    return attach_recorded(point, (y.detach(),), *xs, dy)[0]
+    return attach_recorded(plan.point, (y.detach(),), *xs, dy)[0]
 
 
 def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
 import gradtools.torch as gt
+from gradtools import GradtoolsError
+from tests.support.every_operator import POINT, USES, Use, World, healthy, leaves
 
 pytestmark = pytest.mark.torch
 REAL = torch.float64
@@ -152,3 +155,71 @@ def test_a_derivative_is_the_same_number_in_every_grad_mode(program: Program, we
                 torch.testing.assert_close(
                     a.detach(), b, rtol=1e-9, atol=1e-11, msg=lambda m: f"{mode}, {kind}: {m}"
                 )
+
+
+# --- every public operator -----------------------------------------------------------------------
+
+
+def enabled_again(program: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad(), torch.enable_grad():
+        return program(x)
+
+
+def floats(use: Use, w: World) -> Callable[[Any], list[torch.Tensor]]:
+    run = use.make(w)
+    return lambda x: [
+        y for y in tree_leaves(run(x)) if torch.is_tensor(y) and y.is_floating_point()
+    ]
+
+
+ORDERS: dict[str, Callable[[Use, World], Any]] = {
+    "itself": lambda use, w: use.run(w),
+    "its gradient": lambda use, w: gt.grad(
+        lambda x: sum(y.square().sum() for y in floats(use, w)(x))
+    )(w.x),
+    "its tangent": lambda use, w: gt.jvp(floats(use, w), (w.x,), (torch.tensor(POINT).cos(),))[1],
+}
+NO_DERIVATIVE = {
+    *("asarray", "to_numpy", "random_key", "split_key", "ArraySpec", "is_recomputing", "xp"),
+    *("dependence", "why_zero", "guard_gradients", "gradient_graph", "formula", "measure"),
+    *("accumulate_gradients", "assign_gradients", "GradientAccumulator", "make_functional"),
+}
+CELLS = [
+    pytest.param(
+        *(use, order),
+        id=f"{use.name}-{order}",
+        marks=[pytest.mark.slow] if use.public in ("measure", "formula") else [],
+    )
+    for use in USES
+    if "torch" in use.backends
+    for order in ORDERS
+    if order == "itself" or use.public not in NO_DERIVATIVE
+]
+
+
+def outcome(order: str, use: Use, mode: Any, x: torch.Tensor) -> Any:
+    """The arrays, or the words of the refusal."""
+    torch.manual_seed(0)
+    try:
+        derive = ORDERS[order]
+        return leaves(gt, mode(lambda x: derive(use, World(gt, healthy(gt), x)), x))
+    except GradtoolsError as error:
+        return str(error)
+
+
+@pytest.mark.sampled(12, 60)
+@pytest.mark.parametrize(("use", "order"), CELLS)
+def test_every_operator_is_the_same_in_every_grad_mode(use: Use, order: str):
+    modes = {name: MODES[name] for name in ("no_grad", "inference_mode", "set_grad_enabled")}
+    modes["enable_grad in no_grad"] = enabled_again
+    for tracked in (False, True):
+        point = lambda tracked=tracked: torch.tensor(POINT).requires_grad_(tracked)
+        wanted = outcome(order, use, MODES["with gradients"], point())
+        for mode, run in modes.items():
+            found = outcome(order, use, run, point())
+            assert type(found) is type(wanted) and len(found) == len(wanted), (mode, found)
+            for a, b in zip(found, wanted, strict=True):
+                if isinstance(a, np.ndarray) and a.dtype.kind in "fc":
+                    np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11, err_msg=mode)
+                else:
+                    assert np.array_equal(a, b), mode

@@ -223,7 +223,9 @@ def gathered(names: Sequence[str], known: Sequence[str]) -> str:
     """A group's names, abbreviated by whole modules: "these 41 leaves: bert.*"."""
     if len(names) == 1:
         return names[0]
-    result = list(_gathered(set(names), [(name, _steps(name)) for name in known], 0))
+    # the steps of layers[0].weight are layers, [0] and .weight
+    steps = [(name, re.findall(r"\[[^\]]*\]|\.?[^.\[\]]+", name)) for name in known]
+    result = list(_gathered(set(names), steps, 0))
     result += [name for name in names if name not in set(known)]
     listed = ", ".join(result[:_MOST])
     more = f" and {len(result) - _MOST} more" if len(result) > _MOST else ""
@@ -251,11 +253,6 @@ def _gathered(names: set[str], known: Sequence[tuple[str, list[str]]], depth: in
             yield from ends
             deeper = [pair for pair in below if len(pair[1]) > depth + 1]
             yield from _gathered(names, deeper, depth + 1)
-
-
-def _steps(name: str) -> list[str]:
-    """The steps of a path: "layers[0].weight" is layers, [0] and .weight."""
-    return re.findall(r"\[[^\]]*\]|\.?[^.\[\]]+", name)
 
 
 def _lines(finding: Finding, paint: Any) -> list[str]:

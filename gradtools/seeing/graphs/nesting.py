@@ -94,7 +94,8 @@ def _place_leaves(flat: FlatGraph, roots: Mapping[int, BlockGroup]) -> None:
         reading = [way for way in reading if way[0].phase == first_phase]
         if leaf.kind == "captured" and leaf.key not in readers:  # or printed in place of an operand
             continue
-        reading = [(way[0], way[1]) for way in reading] if _is_argument(leaf) else reading
+        if leaf.kind == "input" and not re.search(r"[\[.]", _path(leaf)):
+            reading = [way[:2] for way in reading]  # a whole argument stays outside of blocks
         home, at = _home(reading) if reading else (first, 0)
         leaf.phase = home.phase
         before.setdefault((id(home), at), []).append(leaf)
@@ -131,11 +132,6 @@ def _branching_depth(way: Sequence[Any]) -> int:
 
 
 _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
-
-
-def _is_argument(leaf: Unit) -> bool:
-    """Whether it is a whole argument, no leaf of a pytree; such inputs stay outside of blocks."""
-    return leaf.kind == "input" and not re.search(r"[\[.]", _path(leaf))
 
 
 def _path(unit: Unit) -> str:

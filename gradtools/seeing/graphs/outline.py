@@ -277,7 +277,9 @@ class Outline:
             for block in queue:
                 alike.setdefault(block.path, []).append(block)
             queue = []
-            for blocks in sorted(alike.values(), key=_opening_order):
+            # repeated blocks before others, small ones before large ones
+            order = lambda blocks: (blocks[0].kind != "repeat", len(blocks[0].children))
+            for blocks in sorted(alike.values(), key=order):
                 more = sum(len(block.children) - 1 for block in blocks)
                 if count + more <= limit:
                     count += more
@@ -288,11 +290,6 @@ class Outline:
 
 def _few(names: tuple[str, ...]) -> str:
     return ", ".join(names if len(names) <= _FEW else (*names[:_FEW], "…"))
-
-
-def _opening_order(blocks: list[Block]) -> tuple[bool, int]:
-    """Repeated blocks are opened before others, small ones before large ones."""
-    return blocks[0].kind != "repeat", len(blocks[0].children)
 
 
 def _blocks_in(block: Block) -> list[Block]:

@@ -11,7 +11,6 @@ saved for a later pass::
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from gradtools.seeing.graphs import collapse
@@ -27,25 +26,16 @@ def to_text(graph: PlainGraph, **view: Any) -> str:
     """A graph as text; the options are those of `drawing.to_svg`."""
     outline, opened = collapse.shown(graph, limit=_FIT, **view)
     lines = [*_Listing(outline, opened).lines()]
-    left = max((len(line.left) for line in lines if line.right), default=0)
-    left = min(left, _WIDEST)
-    width = max((len(line.right) for line in lines), default=0)
-    padded = [line.padded(left, width) for line in lines]
+    left = min(max((len(text) for text, sizes, _ in lines if sizes), default=0), _WIDEST)
+    width = max((len(sizes) for _, sizes, _ in lines), default=0)
+    padded = [
+        f"{text:{left}}{'   ' if sizes else ''}{sizes:{width}}   {notes}".rstrip()
+        for text, sizes, notes in lines
+    ]
     return "\n".join([*([outline.title, ""] if outline.title else []), *padded])
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A line: an assignment, its shape, and notes."""
-
-    left: str
-    right: str = ""
-    notes: str = ""
-
-    def padded(self, left: int, width: int) -> str:
-        """The line, its first two parts padded to these widths."""
-        gap = "   " if self.right else ""
-        return f"{self.left:{left}}{gap}{self.right:{width}}   {self.notes}".rstrip()
+_Line = tuple[str, str, str]  # an assignment, its shape, and notes
 
 
 class _Listing:
@@ -56,31 +46,31 @@ class _Listing:
             if arrow.saved:
                 self.kept.setdefault(arrow.source, set()).update(arrow.values)
 
-    def lines(self) -> Iterator[_Text]:
+    def lines(self) -> Iterator[_Line]:
         """All lines, pass by pass."""
         for number, column in enumerate(self.outline.columns):
             if number:
-                yield _Text("")
-            yield _Text(column.title)
+                yield "", "", ""
+            yield column.title, "", ""
             yield from self._inside(column, 1)
 
-    def _inside(self, block: Block, depth: int) -> Iterator[_Text]:
+    def _inside(self, block: Block, depth: int) -> Iterator[_Line]:
         for child in block.children:
             if isinstance(child, Block) and child.key in self.opened:
-                yield _Text("  " * depth + "▾ " + short(child.name), "", _marked(child.mark))
+                yield "  " * depth + "▾ " + short(child.name), "", _marked(child.mark)
                 yield from self._inside(child, depth + 1)
             else:
                 yield self._line(child, "  " * depth)
 
-    def _line(self, item: Box | Block, indent: str) -> _Text:
+    def _line(self, item: Box | Block, indent: str) -> _Line:
         if isinstance(item, Block):
             made, given = ", ".join(item.made), ", ".join(item.given)
             call = f"▸ {short(item.name)}({given})"
-            return _Text(indent + (f"{made} = {call}" if made else call), "", self._notes(item))
+            return indent + (f"{made} = {call}" if made else call), "", self._notes(item)
         more, sizes = item.lines[: item.named], ", ".join(item.lines[item.named :])
         arrow = "→ " if item.kind == "output" else ""
         notes = "  ".join(filter(None, (*map(shown, more), self._notes(item))))
-        return _Text(f"{indent}{arrow}{shown(item.heading)}", sizes, notes)
+        return f"{indent}{arrow}{shown(item.heading)}", sizes, notes
 
     def _notes(self, item: Box | Block) -> str:
         kept = self.kept.get(item.key)

@@ -9,7 +9,7 @@ is the finding.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -53,9 +53,9 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
     graph = _graphs[traced] = graph_of(traced.closed, names, captured=result, rules=_rules(reached))
-    return Recording(
-        graph, host_outputs=traced.host_outputs, stand_ins=_stand_ins(traced, leaves, result)
-    )
+    read = set(map(id, traced.closed.consts))
+    stand_ins = [result.get(id(leaf), "") if id(leaf) in read else "" for leaf in leaves]
+    return Recording(graph, host_outputs=traced.host_outputs, stand_ins=tuple(stand_ins))
 
 
 def rerun(run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -197,12 +197,6 @@ def _operation(error: Exception, line: Source | None) -> str | None:
 
 _PLAIN = (str, bytes, int, float, complex, type, ModuleType, CodeType, type(None))
 _MOST = 20_000
-
-
-def _stand_ins(traced: Traced, leaves: Sequence[Any], names: Mapping[int, str]) -> tuple[str, ...]:
-    """For each leaf its name as a captured array, if the program reads it by closure."""
-    read = set(map(id, traced.closed.consts))
-    return tuple(names.get(id(leaf), "") if id(leaf) in read else "" for leaf in leaves)
 
 
 def captured_arrays(run: Run) -> dict[int, str]:

@@ -232,8 +232,10 @@ class CallRecorder(Numbering):
             self._wraps(call, out)
         elif call.raw in ("grad", "backward") and call.kwargs.get("create_graph"):
             self._differentiates(call, out)
-        elif call.raw == "backward":
-            self._backward_call(call)
+        elif call.raw == "backward":  # what is left in .grad depends on the loss, without a graph
+            value, links = self.new(0.0), ((_CUT,) * len(call.numbers),)
+            self.add("stop", call.name, call.numbers, [value], links, "inner_gradient")
+            self._gradients.append(value)
         else:
             self.write(call, out)
         return out
@@ -279,13 +281,6 @@ class CallRecorder(Numbering):
         for x in rewritten.values():  # only now autograd's graph shows whether views are connected
             for other in [*self.table.sharing(x)]:
                 self.of(other)
-
-    def _backward_call(self, call: RecordedCall) -> None:
-        """What is left in `.grad` depends on the loss, and has no graph."""
-        value = self.new(0.0)
-        links = ((_CUT,) * len(call.numbers),)
-        self.add("stop", call.name, call.numbers, [value], links, "inner_gradient")
-        self._gradients.append(value)
 
     # --- derivatives that have a graph
 

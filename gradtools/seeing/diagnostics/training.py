@@ -197,7 +197,12 @@ class _LossRun:
             program.names[:] = [h.name for h in held or ()]
         run = cls(backend, program, record(program))
         run._is_lifted = lifted is not None
-        run.held = run._in_sight() if held is None else held
+        run.held = held or []
+        if held is None:  # what f itself holds and asks for a gradient
+            names = [name for name, _ in run.recording.parameters]
+            arrays = dict(zip(names, run.recording.held, strict=True))
+            in_use = of_modules_in_use(run.recording.parameters)
+            run.held = [HeldArray(name, arrays[name]) for name, _ in in_use]
         return run
 
     def _numbers(self, k: int) -> Sequence[int]:
@@ -205,13 +210,6 @@ class _LossRun:
         if self._is_lifted:
             return self.recording.graph.inputs[k : k + 1]
         return self.recording.reads.get(id(self.held[k].array), ())
-
-    def _in_sight(self) -> list[HeldArray]:
-        """What f itself holds and asks for a gradient."""
-        recording = self.recording
-        arrays = dict(zip([name for name, _ in recording.parameters], recording.held, strict=True))
-        named = of_modules_in_use(recording.parameters)
-        return [HeldArray(name, arrays[name]) for name, _ in named]
 
     def look(self, diagnosis: TrainingDiagnosis, values: bool) -> None:
         """Adds what the run says of each array."""

@@ -92,18 +92,18 @@ def met(
 
 def lossy(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
     """The losses at an operation; None for a node whose bodies must be searched."""
-    if not any(step.entering):
-        return []
-    return None if step.node.bodies and step.node.links is None else _at(graph, step)
-
-
-def _at(graph: PlainGraph, step: _Step) -> Iterator[Loss]:
     node, entering = step.node, step.entering
-    for k, row in enumerate(links_of(graph, node)):
-        if step.leaving[k] and through(row, entering) < _FULL:
-            for i, link in enumerate(row):
-                if entering[i] == _FULL and _NONE < link < _FULL:
-                    yield Loss(node, k, i, True, node.outputs[k])
+    if not any(entering):
+        return []
+    if node.bodies and node.links is None:
+        return None
+    return [
+        Loss(node, k, i, True, node.outputs[k])
+        for k, row in enumerate(links_of(graph, node))
+        if step.leaving[k] and through(row, entering) < _FULL
+        for i, link in enumerate(row)
+        if entering[i] == _FULL and _NONE < link < _FULL
+    ]
 
 
 def overwritten(graph: PlainGraph, value: int) -> list[Loss]:

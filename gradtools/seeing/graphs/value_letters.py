@@ -57,7 +57,9 @@ class Letters:
     def operands(self, unit: Unit) -> Iterator[str]:
         """The operands of a unit as text, in order."""
         for operand in unit.operands:
-            text = operand.text or "|".join(self._of(operand))
+            makers = ((stand_in(self._alias, key), k) for key, k in operand.makers)
+            names = dict.fromkeys(self._names[of] for of in makers if of in self._names)
+            text = operand.text or "|".join(names)
             if text:
                 yield _bracketed(operand, text)
 
@@ -65,10 +67,6 @@ class Letters:
         """What a block makes for others, and what it reads of others."""
         made, given = self._made.get(id(group), {}), self._given.get(id(group), {})
         return tuple(made), tuple(given.values())
-
-    def _of(self, operand: Operand) -> list[str]:
-        result = ((stand_in(self._alias, key), k) for key, k in operand.makers)
-        return [*dict.fromkeys(self._names[of] for of in result if of in self._names)]
 
     def _cross(
         self,

@@ -103,7 +103,8 @@ def _last_resort(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, froz
 
 def _in_parts(func: Any, args: Any, kwargs: Any) -> Flops | None:
     """The count of the decomposition's operations; None if there is no decomposition."""
-    whole = _is_composite(func)
+    has = upstream.has_kernel_for
+    whole = not _is_foreign(func) and has(func.name(), "CompositeImplicitAutograd")
     apart = func.decompose if whole else upstream.decompositions().get(func)
     if apart is None:
         return None
@@ -112,13 +113,6 @@ def _in_parts(func: Any, args: Any, kwargs: Any) -> Flops | None:
         if apart(*args, **kwargs) is NotImplemented:
             return None
     return parts
-
-
-def _is_composite(func: Any) -> bool:
-    if _is_foreign(func):
-        return False
-    has = upstream.has_kernel_for
-    return bool(has(func.name(), "CompositeImplicitAutograd"))
 
 
 def _to_meta(x: Any) -> Any:

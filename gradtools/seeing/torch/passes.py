@@ -426,16 +426,12 @@ class _PassRecorder(Recorder[int]):
             name = second_gradient_of(name)
             cuts = tuple(v for v, leaves in lost.items() if leaf in leaves)
             if cuts and name not in ends.names:
-                made = self._like(leaf)
+                made = len(self.values)
+                self.values[made] = replace(self.values[leaf], name="", base=None)
                 result.append(missing(cuts, made, nodes))
                 ends.outputs.append(made)
                 ends.names.append(name)
         return result
-
-    def _like(self, value: int) -> int:
-        number = len(self.values)
-        self.values[number] = replace(self.values[value], name="", base=None)
-        return number
 
     def _linked(self, made: _RecordedNode) -> Node:
         """A node with its links; those of derivatives that f itself takes are marked `INNER`."""

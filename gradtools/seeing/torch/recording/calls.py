@@ -201,7 +201,8 @@ class CallRecorder(Numbering):
         with self.silent():
             raw, given = getattr(fun, "__name__", ""), list(tensors_in((args, kwargs)))
             numbers, tensors = [self.of(x) for x in given], [unwrapped(x) for x in given]
-            self.refresh(tensors)
+            for x in filter(self.was_reconnected, tensors):  # views of what was written to
+                self.hold(x, self.of(x))
             return RecordedCall(
                 raw,
                 name_of(fun),

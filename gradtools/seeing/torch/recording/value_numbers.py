@@ -89,12 +89,6 @@ class Numbering(Recorder[int]):
         """Whether a known tensor's grad_fn changed since it got its number."""
         return x.requires_grad and edge_of(x) != self._edge_at_hold[id(x)]
 
-    def refresh(self, xs: Iterable[Tensor]) -> None:
-        """Updates tensors whose grad_fn autograd regenerated, as for views of written tensors."""
-        for x in xs:
-            if self.was_reconnected(x):
-                self.hold(x, self.of(x))
-
     def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
         """Adds an update node for each write, differentiable if autograd changed x's grad_fn."""
         for write in writes:

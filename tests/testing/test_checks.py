@@ -211,7 +211,7 @@ def test_a_factor_is_named_with_its_place_and_both_values(gt):
     report = refused(check_derivatives, f, (X, Y), gt, modes=("reverse", "reverse_over_reverse"))
     first = report.first
     assert (first.quantity, first.path) == ("reverse | finite differences", "argument 0")
-    assert first.cause == "a constant factor 2"
+    assert first.cause.startswith("constant factor 2")
     assert first.ratio == pytest.approx(2) and len(first.place) == 2
     assert "Analytic" in first.detail and "numeric" in first.detail
 
@@ -237,7 +237,7 @@ def test_a_complex_gradient_is_named_entry_by_entry(gt):
     first = refused(
         check_derivatives, f, (X[0] + 1j * Y[0],), gt, order=1, modes=("reverse",)
     ).first
-    assert first.cause == "a constant factor 3" and len(first.place) == 1
+    assert first.cause == "constant factor 3" and len(first.place) == 1
 
 
 @pytest.mark.sweep_at("jax")
@@ -411,7 +411,7 @@ def test_an_entry_at_the_edge_of_the_domain_hides_no_other(gt, mode):
     x = np.array([0.0, 1.0, 4.0])
     f = lambda x: gt.scale_gradient(gt.xp.sqrt(x), 2.0)
     report = refused(check_derivatives, f, (x,), gt, order=1, modes=(mode,))
-    assert report.cause == "a constant factor 2" and undecided(report)
+    assert report.cause.startswith("constant factor 2") and undecided(report)
 
 
 @pytest.mark.sweep_at("jax")
@@ -533,7 +533,7 @@ def test_a_wrong_entry_of_bwd_is_named_by_its_argument(gt, product):
     bwd = lambda res, ct: (ct * res[1], 2 * ct * res[0] * res[1])
     first = refused(check_rule, Rule(product.fun, product.fwd, bwd), (X, Y), gt).first
     assert (first.quantity, first.path) == ("bwd | finite differences", "argument 1")
-    assert first.cause == "a constant factor 2"
+    assert first.cause.startswith("constant factor 2")
 
 
 @pytest.mark.slow_at("jax")
@@ -610,7 +610,7 @@ def test_the_record_of_a_rule_is_checked_too(gt):
         cotangent=lambda xs, cts: [factor * xs[0] * cts[0]],
     )
     assert check_rule(make(2), (X,), gt)
-    assert refused(check_rule, make(3), (X,), gt).cause == "a constant factor 1.5"
+    assert refused(check_rule, make(3), (X,), gt).cause == "constant factor 1.5"
 
 
 # --- the numeric half, against closed forms

@@ -17,9 +17,9 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.checking import slopes
-from gradtools.testing.checking.error_patterns import pattern
 from gradtools.testing.checking.probe import Probe, first_line, inner, no_such_mode, size
 from gradtools.testing.cross_checking import tolerances
+from gradtools.testing.diverging.patterns import relation
 from gradtools.testing.flat import Arrays
 from gradtools.testing.report import (
     AGREES,
@@ -250,7 +250,7 @@ class Comparisons:
             f"Analytic {show(record.first)}, numeric {show(record.second)} "
             f"(steps down to {measured.smallest:.1e} of the argument's size)."
         )
-        return record.because(pattern(analytic, value) or "", detail)
+        return record.because(relation(analytic, value) or "", detail)
 
     def _entrywise(self, mode: str, i: int, gradient: np.ndarray) -> Comparison:
         """Compares the gradient of a leaf with the slope along each of its entries."""

@@ -17,11 +17,11 @@ import numpy as np
 
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
-from gradtools.testing.checking.error_patterns import pattern
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.sides import in_double_precision, nested
 from gradtools.testing.diverging.layer_guesses import told_apart
 from gradtools.testing.diverging.layouts import _joined, _key, _stripped, match_parameters
+from gradtools.testing.diverging.patterns import relation
 from gradtools.testing.diverging.traces import (
     CALLER,
     Layer,
@@ -34,6 +34,7 @@ from gradtools.testing.diverging.traces import (
 from gradtools.testing.diverging.traces import torch_trace as trace_torch
 from gradtools.testing.report import Comparison, Report, compare_arrays
 
+_NAMES = ("PyTorch", "JAX")
 _ROUNDING = 256  # gradients below this many epsilons of the largest one are rounding
 
 
@@ -271,7 +272,7 @@ class _TraceWalk:
         )
         if guess is not None:
             return guess, where
-        words = shape_words(mine.outputs[0], b) or pattern(a, b)
+        words = shape_words(mine.outputs[0], b) or relation(a, b, _NAMES)
         return words or "it computes something else", where
 
     def _before(self, pair: _LayerPair, differing: list[int]) -> tuple[str, str]:
@@ -283,7 +284,7 @@ class _TraceWalk:
             before = self.pairs[place - 1]
             source = _fitting(before.mine.outputs[0], before.theirs.outputs[0])
             words = told_apart([source], {}, _fitting(x, y), y, [])
-        words = words or (None if shape_words(x, y) else pattern(_fitting(x, y), y))
+        words = words or (None if shape_words(x, y) else relation(_fitting(x, y), y, _NAMES))
         return (
             words or "what it is given differs already",
             f"What {pair.mine} is given differs already, and all layers before it agree: the "
@@ -390,7 +391,7 @@ def _gradient_words(a: np.ndarray, b: np.ndarray) -> str:
     for side, x, y in (("JAX", b, a), ("PyTorch", a, b)):
         if not np.any(x) and np.any(y):
             return f"stopped gradient in {side}"
-    return pattern(a, b) or "another derivative"
+    return relation(a, b, _NAMES) or "another derivative"
 
 
 def shape_words(a: np.ndarray, b: np.ndarray) -> str | None:
@@ -405,7 +406,7 @@ def _parameter_words(x: np.ndarray, y: np.ndarray) -> str:
         return "is transposed"
     if x.shape == y.shape and np.allclose(x, y, rtol=1e-5):
         return f"differs by rounding (held in {'float32' if np.allclose(x, y, 1e-6) else 'less'})"
-    return f"differs ({pattern(y, x) or 'other numbers'})"
+    return f"differs ({relation(y, x, _NAMES[::-1]) or 'other numbers'})"
 
 
 # --- pairing layers

@@ -7,14 +7,14 @@ closely than the two arrays agree with each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gradtools.testing.diverging.factor_names import name_factor
-from gradtools.testing.report import entry_errors
+from gradtools.testing.report import entry_errors, largest, widened
 
 Found = tuple[str, str]  # the cause and its detail
 
@@ -150,6 +150,29 @@ class ArrayPair:
                 what = "stopped gradient" if order else "zero"
                 return f"{what} in places in {name}", f"{count} are zero, the others agree."
         return None
+
+
+def relation(
+    wrong: np.ndarray, right: np.ndarray, names: Sequence[str] = ("analytic", "numeric")
+) -> str | None:
+    """How a wrong array differs from the right one, in a few words; None if unknown."""
+    a, b = widened(wrong), widened(right)
+    known = np.isfinite(b)  # where both are infinite nothing differs
+    if (~np.isfinite(a) & known).any():
+        return "the derivative is not finite"
+    if not known.all():
+        a, b = a[known], b[known]
+    size = largest(b)
+    if not a.any() and size:
+        return "the derivative is zero: a gradient is stopped"
+    if not size or a.shape != b.shape:
+        return None
+    pair = ArrayPair(a, b, min(1e-4, largest(a - b) / size / 100), list(names))
+    questions = (
+        *(pair.sign, lambda: pair.factor({}), pair.conjugate, pair.layout),
+        lambda: pair.zero_in_places(1),
+    )
+    return next((result[0] for question in questions if (result := question())), None)
 
 
 def shape_cause(first: tuple[int, ...], second: tuple[int, ...]) -> Found:

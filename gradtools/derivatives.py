@@ -531,7 +531,8 @@ def derivative_function(
     operator: str, f: Any, argnums: Any, call: partial[Any]
 ) -> Callable[..., Any]:
     """`call` as a function named after f, like "grad(f)"; checks f and argnums."""
-    check_function(operator, f)
+    if not callable(f):
+        check_function(operator, f)
     if type(argnums) is not int:
         refuse_arguments(operator, argnums)
     return like_function(f"{operator}(", f, call, ")")

@@ -87,7 +87,9 @@ class Foreign:
 
     def at_once(self, xs: Sequence[Array]) -> list[Array] | None:
         """The outputs if xs are concrete and the program is not traced; else None."""
-        return self.known(xs).direct(xs) if self.guest.are_plain(xs) else None
+        return (
+            self.guest.called(self.known(xs), self.entry, xs) if self.guest.are_plain(xs) else None
+        )
 
     def applied(self, *xs: Array) -> list[Array]:
         """The outputs, differentiated by the rule."""
@@ -262,18 +264,13 @@ class KnownOfShapes:
         """Which inputs get a cotangent where these outputs have one, and what gives them."""
         result = self._pulls.get(given)
         if result is None:
-            moving = self.moving(given)
+            moving = tuple(map(_is_inexact, self.ins))
+            if self.reach is not None:
+                rows = [row for row, g in zip(self.reach, given, strict=True) if g]
+                moving = tuple([m and any(row[i] for row in rows) for i, m in enumerate(moving)])
             some = any(given) and any(moving)
             result = self._pulls[given] = moving, self.of.vjp(moving, given) if some else None
         return result
-
-    def moving(self, given: Mask) -> Mask:
-        """Which inputs get a cotangent where these outputs have one."""
-        inexact = tuple(map(_is_inexact, self.ins))
-        if self.reach is None:
-            return inexact
-        rows = [row for row, g in zip(self.reach, given, strict=True) if g]
-        return tuple([m and any(row[i] for row in rows) for i, m in enumerate(inexact)])
 
     @cached_property
     def kernel(self) -> Kernel:
@@ -289,10 +286,6 @@ class KnownOfShapes:
     def fun(self) -> Any:
         """What its author wrote."""
         return self.of.base.fun
-
-    def direct(self, xs: Sequence[Array]) -> list[Array]:
-        """The function at the host's arrays, without a copy where memory can be shared."""
-        return self.of.guest.called(self, self.of.entry, xs)
 
     def _on_host(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The same of NumPy arrays, with the axes of batches in front of each."""

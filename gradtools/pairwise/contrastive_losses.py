@@ -207,7 +207,8 @@ class _Logits:
         return loss - self.smoothing * mass / count
 
 
-# The functions of a sweep capture no arrays, which would be lifted out of a trace.
+# The functions of a sweep capture no arrays, which would be lifted out of a trace. With the indices
+# i of the rows they also return the input of the "take" reduction, for the positive pairs.
 
 
 def _pair_scores(
@@ -225,19 +226,15 @@ def _pair_scores(
     result = [_where_kept(backend, s, -float("inf"), **marks)]
     if smoothed:
         result += [_where_kept(backend, f, 0.0, **marks) for f in (s, s * 0 + 1)]
-    return _with_own([result] * sides, s, i)
+    return [result] * sides if i is None else ([result] * sides, (s, i))
 
 
 def _pair_losses(
     backend: Backend, x: Any, y: Any, scale: Any, bias: Any, i: Any = None, **marks: Any
 ) -> Any:
     s = scale * wide(backend, x @ y.T) + bias
-    return _with_own(_where_kept(backend, _softplus(backend, s), 0.0, **marks), s, i)
-
-
-def _with_own(found: Any, s: Array, i: Any) -> Any:
-    """f's output, with the input of the "take" reduction for the positive pairs if needed."""
-    return found if i is None else (found, (s, i))
+    result = _where_kept(backend, _softplus(backend, s), 0.0, **marks)
+    return result if i is None else (result, (s, i))
 
 
 def _softplus(backend: Backend, s: Array) -> Array:

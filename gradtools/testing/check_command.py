@@ -321,7 +321,11 @@ def check(options: argparse.Namespace) -> int:
         for name in here:
             inside.enter_context(placed(name, options.device))
         inside.enter_context(highest_precision(here))
-        done = [_judged_in_turn(i, cell) for i, cell in enumerate(_progress(todo))]
+        done = []
+        for i, cell in enumerate(_progress(todo)):
+            if cell.backend == "jax" and i % _FORGET == _FORGET - 1:
+                import_module("jax").clear_caches()
+            done.append(judged(cell))
         devices = [f"{name}: {described(name)}; {described_precision(name)}" for name in here]
     devices += [f"{name}: not run" for name in BACKENDS if name not in here]
     _print(options, devices, done)
@@ -337,14 +341,6 @@ def _prepare(here: Sequence[str]) -> None:
     if "jax" in here and "jax" not in sys.modules:  # XLA reads its flags once
         quick = "--xla_backend_optimization_level=0"
         os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}".strip()
-
-
-def _judged_in_turn(number: int, cell: Cell) -> Cell:
-    if cell.backend == "jax" and number % _FORGET == _FORGET - 1:
-        import jax
-
-        jax.clear_caches()
-    return judged(cell)
 
 
 def _progress(cells: Sequence[Cell]) -> Iterator[Cell]:

@@ -57,7 +57,13 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
         return Pairing([], lambda arrays: [], notes)
     to_jax, words, notes = _to_jax(first, second, mapping)
     mine = _carried(first, second, to_jax, list(first.free_params.values()))
-    _check_shapes(mine, second.free_params, words)
+    for path, x in mine.items():
+        if x.shape != second.free_params[path].shape:
+            raise GradtoolsError(
+                f"cross_check: parameter {'.'.join(tokens(path))} has shape "
+                f"{second.free_params[path].shape} in JAX, but PyTorch's has shape {x.shape} after "
+                f"{words}. Give a mapping that transposes it, or correct the model."
+            )
     paths = [f"parameter {'.'.join(tokens(path))}" for path in second.free_params]
     return Pairing(paths, lambda arrays: _carry(first, second, to_jax, arrays), notes)
 
@@ -104,16 +110,6 @@ def _carried(first: Side, second: Side, to_jax: ToJax, arrays: Arrays) -> dict[s
 def _within(name: tuple[str, ...], wanted: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
     """The name without flax's collection, unless JAX's parameters include it."""
     return name[1:] if name[0] == "params" and name not in wanted else name
-
-
-def _check_shapes(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], words: str) -> None:
-    for path, x in mine.items():
-        if x.shape != theirs[path].shape:
-            raise GradtoolsError(
-                f"cross_check: parameter {'.'.join(tokens(path))} has shape {theirs[path].shape} "
-                f"in JAX, but PyTorch's has shape {x.shape} after {words}. Give a mapping that "
-                "transposes it, or correct the model."
-            )
 
 
 def _to_jax(first: Side, second: Side, mapping: Any) -> tuple[ToJax, str, list[str]]:

@@ -348,8 +348,8 @@ class _Matching:
     def _paired_leaves(self, module: str, jax_module: Path) -> list[tuple[str, Path, Layout]]:
         theirs, result = self._jax_leaves(jax_module), []
         for leaf, x in self._leaves(module).items():
-            for target in _targets(leaf, theirs):
-                path = theirs[target]
+            names = (*_WEIGHTS, "weight") if leaf == "weight" else (_RENAMED.get(leaf, leaf),)
+            for path in [theirs[name] for name in names if name in theirs]:
                 shape = self.theirs[path].shape
                 layout = _layout(x.shape, path, shape, module in self.transposed)
                 if layout is not None:
@@ -446,13 +446,6 @@ class _Matching:
                 module = _dotted(self.renamed[prefix]) + module[len(prefix) :]
                 break
         return tuple(module.split("."))
-
-
-def _targets(leaf: str, theirs: Mapping[str, Path]) -> list[str]:
-    """JAX's candidate names for a PyTorch name, likeliest first."""
-    if leaf == "weight":
-        return [name for name in (*_WEIGHTS, "weight") if name in theirs]
-    return [name for name in (_RENAMED.get(leaf, leaf),) if name in theirs]
 
 
 def _layout(shape: Shape, path: Path, target: Shape, transposed: bool = False) -> Layout | None:

@@ -94,11 +94,6 @@ def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def read(env: dict[Any, Any], atom: Any) -> Any:
-    """The value of an atom, a literal or a variable, while a jaxpr is evaluated."""
-    return atom.val if isinstance(atom, Literal) else env[atom]
-
-
 def interpreted(
     jaxpr: Jaxpr,
     entries: Sequence[Any],

@@ -71,13 +71,16 @@ class ArrayPair:
                 return f"imaginary part lost in {name}", "It was cast to a real dtype on the way."
         return None
 
-    def factor(self, sizes: Mapping[str, int]) -> Found | None:
-        """One side is a constant times the other."""
+    def factor(self, sizes: Mapping[str, int], trivial: bool = False) -> Found | None:
+        """One side is a constant times the other.
+
+        trivial: Whether to name it too where every constant array is a multiple of the other.
+        """
         ratio = constant_ratio(self.a, self.b, self.near)
         if ratio is None:
             return None
         named = name_factor(ratio, sizes)
-        if named is None and self._is_repeated:
+        if named is None and self._is_repeated and not trivial:
             return None  # any number is a multiple of a single or constant entry
         text = _ratio_text(ratio)
         detail = f"{self.names[0]} is {text} times {self.names[1]}."
@@ -169,7 +172,7 @@ def relation(
         return None
     pair = ArrayPair(a, b, min(1e-4, largest(a - b) / size / 100), list(names))
     questions = (
-        *(pair.sign, lambda: pair.factor({}), pair.conjugate, pair.layout),
+        *(pair.sign, lambda: pair.factor({}, trivial=True), pair.conjugate, pair.layout),
         lambda: pair.zero_in_places(1),
     )
     return next((result[0] for question in questions if (result := question())), None)

@@ -107,9 +107,10 @@ _USE_OTHERS = (
     "instead."
 )
 _NO_GRAPH = (
-    "f sets a hook on a gradient or takes a derivative by torch.autograd.grad, and is pushed "
-    "along in forward mode, which records no graph. Use gt.grad in f, or take a derivative in "
-    "reverse mode (grad, vjp, linearize)."
+    "f sets a hook on a gradient or takes a derivative by torch.autograd.grad where no graph is "
+    "recorded: it is pushed along in forward mode, or computed by checkpoint, chunked or frozen "
+    "inside of torch.func's transforms (vmap, per_example_grad). Use gt.grad in f, set a hook only "
+    "if the tensor requires grad, or take a derivative in reverse mode (grad, vjp, linearize)."
 )
 _NO_JVP = (
     "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "

@@ -161,3 +161,16 @@ def test_a_counter_of_operations_looks_on_in_forward_mode():
     (expected,) = torch.autograd.functional.jvp(net, Z, U)[1:]
     torch.testing.assert_close(found[1].detach(), expected)
     assert counted.get_total_flops() >= 2 * 2 * (3 * 4 * 4 + 3 * 4 * 2)
+
+
+def test_a_hook_in_a_checkpoint_under_vmap_is_refused_in_words():
+    def f(w, x):
+        def inner(x):
+            y = x * w
+            y.register_hook(lambda g: 2 * g)
+            return y.sin()
+
+        return gt.checkpoint(inner)(x).sum()
+
+    with pytest.raises(GradtoolsError, match=r"hook on a gradient .* or computed by checkpoint"):
+        gt.per_example_grad(f)(Y, Z)

@@ -19,9 +19,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -230,11 +231,14 @@ def closes_over(
 
 
 def captured_objects(
-    functions: Iterable[Any], wanted: Callable[[Any], bool], array: type, attributes: bool = True
+    functions: Iterable[Any],
+    wanted: Callable[[Any], bool],
+    array: type | tuple[type, ...],
+    attributes: bool = True,
 ) -> Iterator[Any]:
     """The objects with `wanted(x)` in closures, defaults, containers and optionally attributes.
 
-    array: The framework's array type, which is not searched any deeper.
+    array: The framework's array type, or several types, which are not searched any deeper.
     """
     leaves = (array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
     todo: list[Any] = [f for f in functions if _captures(f, attributes)]
@@ -256,7 +260,7 @@ def _captures(f: Any, attributes: bool) -> bool:
 
 
 def _references(x: Any, attributes: bool) -> list[Any]:
-    """The objects that x refers to: closure variables, entries of a container, attributes.
+    """The objects that x refers to: closure cells, contents of a cell or container, attributes.
 
     Of gradtools' own objects only the attributes that the user set; `__gradtools_holds__` names
     them.
@@ -270,14 +274,13 @@ def _references(x: Any, attributes: bool) -> list[Any]:
         return list(x)
     found: list[Any] = []
     if isinstance(x, FunctionType):
-        found += [x.__defaults__, x.__kwdefaults__]
-        for cell in x.__closure__ or ():
-            try:
-                found.append(cell.cell_contents)
-            except ValueError:  # a name that is not bound yet
-                continue
+        defaults = (x.__kwdefaults__ or {}).values()
+        found += [x.__defaults__, *defaults, *(x.__closure__ or ())]
+    elif isinstance(x, CellType):
+        with suppress(ValueError):  # a name that is not bound yet
+            found.append(x.cell_contents)
     elif isinstance(x, partial):
-        found += [x.func, x.args, x.keywords]
+        found += [x.func, x.args, *x.keywords.values()]
     elif isinstance(x, MethodType) and attributes:
         found += [x.__func__, x.__self__]
     if attributes:

@@ -8,14 +8,15 @@ the graph of a map, show what the search cannot see.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import FunctionType
+from types import CellType
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from gradtools.custom_rules import CustomRule
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, closes_over
+from gradtools.rules import Rule, captured_objects, closes_over
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.open_derivatives import is_spent
@@ -100,39 +101,21 @@ class Closures:
         return self.known and not any(x.requires_grad for x in self.tensors)
 
     def search(self) -> None:
-        """Searches the closures again."""
-        self.known = self._search()
+        """Searches the closures again. Other rules among the contents check theirs themselves."""
+        leaves = Tensor, CustomRule
+        held = [*captured_objects(self.user_functions, _may_change, leaves, False)]
+        self.tensors = [x for x in held if isinstance(x, Tensor)]
+        self.cells: list[tuple[Any, Any]] = []
+        self.unbound = False  # whether a name is not bound yet
+        for cell in held:
+            if isinstance(cell, CellType):
+                try:
+                    self.cells.append((cell, cell.cell_contents))
+                except ValueError:
+                    self.unbound = True
+        self.known = not self.unbound and len(self.cells) + len(self.tensors) == len(held)
         self.unsure = bool(self.tensors) or not self.known  # whether checking cells is not enough
 
-    def _search(self) -> bool:
-        self.cells: list[tuple[Any, Any]] = []
-        self.tensors: list[Tensor] = []
-        self.unbound = False  # whether a name is not bound yet
-        todo, seen = list(self.user_functions), set()
-        while todo:
-            x = todo.pop()
-            if id(x) in seen:
-                continue
-            seen.add(id(x))
-            if isinstance(x, Tensor):
-                self.tensors.append(x)
-            elif isinstance(x, dict | list | set):
-                return False
-            elif isinstance(x, tuple | frozenset):
-                todo += x
-            elif isinstance(x, FunctionType):
-                todo += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-                for cell in x.__closure__ or ():
-                    try:
-                        self.cells.append((cell, cell.cell_contents))
-                    except ValueError:
-                        self.unbound = True
-                        return False
-                    todo.append(cell.cell_contents)
-            elif hasattr(x, "func"):
-                todo += [x.func, x.args, *x.keywords.values()] if _is_partial(x) else []
-        return True
 
-
-def _is_partial(x: Any) -> bool:
-    return all(hasattr(x, name) for name in ("func", "args", "keywords"))
+def _may_change(x: Any) -> bool:
+    return isinstance(x, CellType | Tensor | dict | list | set)

@@ -48,7 +48,7 @@ from gradtools.torch.double_backward_verdicts import (
     lost_in_rerun,
     verdict_on,
 )
-from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.functorch_wrappers import is_inexact, is_pushed
 from gradtools.torch.nondifferentiable import with_gate
 from gradtools.torch.open_derivatives import tracked_in
 from gradtools.torch.operation_marks import OWN_HOOKS
@@ -413,7 +413,7 @@ class _Calls(TorchFunctionMode):
             there = [g for g in given if isinstance(g, Tensor)]
             inputs = tracked_beneath(moving)
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
-            if is_pushed_beneath():
+            if is_pushed():
                 gating.refuse_if_lost("inputs")
                 if behind:
                     gating.refuse_if_lost("cotangents")
@@ -443,13 +443,6 @@ def calls_guarded(caller: str) -> AbstractContextManager[Any]:
     """The mode for a function whose gradient by functorch is differentiated again."""
     modes = upstream.function_modes()
     return nullcontext() if any(isinstance(mode, _Calls) for mode in modes) else _Calls(caller)
-
-
-def is_pushed_beneath() -> bool:
-    """Whether a level of forward mode is active."""
-    levels = upstream.get_interpreter_stack() or ()
-    pushes = any(level.key() == upstream.TransformType.Jvp for level in levels)
-    return pushes or upstream.forward_level() >= 0
 
 
 def tracked_beneath(xs: Iterable[Tensor]) -> list[Tensor]:

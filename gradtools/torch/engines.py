@@ -247,9 +247,13 @@ def _pulled(
     """
     spent[0] = False
     try:
-        if guard is not None or is_in_inference():
-            return _pulled_within(guard, ys, xs, cts, retain, create)
-        return pulled(ys, xs, cts, retain, create)
+        if guard is None and not is_in_inference():
+            return pulled(ys, xs, cts, retain, create)
+        keep = torch.is_grad_enabled()
+        with guard or nullcontext(), outside_of_inference():
+            if torch.is_grad_enabled() != keep:  # leaving inference mode enables it
+                torch.set_grad_enabled(keep)
+            return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
     finally:
         spent[0] = True
 
@@ -266,14 +270,6 @@ def pulled(
         run = upstream.run_engine
     ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
     return run(ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False)
-
-
-def _pulled_within(guard: Any, ys: Any, xs: Any, cts: Any, retain: bool, create: bool) -> Any:
-    keep = torch.is_grad_enabled()
-    with guard or nullcontext(), outside_of_inference():
-        if torch.is_grad_enabled() != keep:  # leaving inference mode enables it
-            torch.set_grad_enabled(keep)
-        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
 
 
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:

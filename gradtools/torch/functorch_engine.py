@@ -20,7 +20,7 @@ from gradtools.torch.autograd_graph import CPP_NODE, refuse_torchscript, surveye
 from gradtools.torch.compiling import is_compiling, nodes_of
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 from gradtools.torch.forward_mode.pushing import RightTangents
-from gradtools.torch.functorch_wrappers import is_inexact, unshared
+from gradtools.torch.functorch_wrappers import is_inexact, is_pushed, unshared
 from gradtools.torch.known_errors import explained
 from gradtools.torch.modes import forward_mode
 from gradtools.torch.open_derivatives import (
@@ -242,13 +242,6 @@ def is_differentiated_again(own: int = 0) -> bool:
     return len(result) > own
 
 
-def _is_pushed_again() -> bool:
-    """Whether an outer level is forward mode, or may be in compiled code."""
-    stack = upstream.get_interpreter_stack() or ()
-    pushes = any(level.key() == upstream.TransformType.Jvp for level in stack)
-    return is_compiling() or pushes or upstream.forward_level() >= 0
-
-
 def _twice_in_trace() -> AbstractContextManager[Any]:
     """Unfused attention, for traced code that is differentiated again."""
     return sdpa_kernel(SDPBackend.MATH)
@@ -256,14 +249,8 @@ def _twice_in_trace() -> AbstractContextManager[Any]:
 
 def _pushed_from_outside() -> AbstractContextManager[Any]:
     """`NoGradStopsTangents`, for a vjp inside of PyTorch's own `torch.func.jvp`."""
-    if not _is_pushed_again():
-        return nullcontext()
-    modes = upstream.function_modes()
-    return (
-        nullcontext()
-        if any(isinstance(m, NoGradStopsTangents) for m in modes)
-        else NoGradStopsTangents(False, True)
-    )
+    is_set = any(isinstance(mode, NoGradStopsTangents) for mode in upstream.function_modes())
+    return NoGradStopsTangents(False, True) if is_pushed() and not is_set else nullcontext()
 
 
 @contextmanager

@@ -73,6 +73,13 @@ def is_mapped(x: Tensor) -> bool:
     return bool(is_wrapped(x))
 
 
+def is_pushed() -> bool:
+    """Whether a level of forward mode is active."""
+    levels = upstream.get_interpreter_stack() or ()
+    pushes = any(level.key() == upstream.TransformType.Jvp for level in levels)
+    return pushes or upstream.forward_level() >= 0
+
+
 def tensors_in(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x

@@ -26,9 +26,8 @@ from gradtools.backend import Fun
 from gradtools.errors import LostDerivativeError, is_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import OWN, all_behind, graph_of, surveyed
-from gradtools.torch.double_backward import is_pushed_beneath
 from gradtools.torch.double_backward_trials import differs, is_tracked, on_one_line, wave
-from gradtools.torch.functorch_wrappers import is_dual, is_inexact
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_pushed
 from gradtools.torch.nondifferentiable import with_gate
 from gradtools.torch.open_derivatives import is_spent, tracked_in
 from gradtools.torch.operation_marks import OWN_HOOKS, only_observes
@@ -89,7 +88,7 @@ def gated_in_functorch(
     trial = partial(_lost, fun, [*map(value_of, leaves)], captured, False, [])
     inputs = [x for x in (*leaves, *captured) if is_tracked(x)]
     behind = [*filter(is_tracked, cts)]
-    return _gated(caller, trial, inputs, behind, grads, is_pushed_beneath())
+    return _gated(caller, trial, inputs, behind, grads, is_pushed())
 
 
 def _gated(

@@ -83,10 +83,6 @@ def _part_of(
     return with_parts(tree, part)
 
 
-def _itself(p: Tensor) -> Tensor:
-    return p
-
-
 def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
     """The tree with each module replaced by `part(module)`."""
     if isinstance(tree, Tensor) or not _holds_module(tree):
@@ -122,7 +118,7 @@ class Opened:
         self._read = _checked(caller, result)
         self._graph = deferred_graphs.current()
         self.deferred = caller in _EVALUATE_ONCE and self._defers()
-        alias = _itself if self.deferred or self._graph is None else self._graph.alias
+        alias = (lambda p: p) if self.deferred or self._graph is None else self._graph.alias
         self.args = [
             _part_of(x, alias, self._read) if i in self._trees else x for i, x in enumerate(args)
         ]

@@ -75,7 +75,8 @@ class ModuleTree:
         """The tree in one walk; by `named_modules` and so on if a class overrides these."""
         tree = cls({}, {}, {}, {})
         _walk(module, "", tree, set())
-        if not all(map(_walks_plainly, {*map(type, tree.modules)})):
+        kinds = {*map(type, tree.modules)}
+        if any(getattr(kind, k) is not getattr(nn.Module, k) for kind in kinds for k in _WALKS):
             modules = {part: name for name, part in module.named_modules()}
             parameters: dict[str, Tensor] = {**dict(module.named_parameters())}
             tree = cls(modules, parameters, dict(module.named_buffers()), {})
@@ -103,10 +104,6 @@ def _walk(module: nn.Module, prefix: str, tree: ModuleTree, seen: set[int]) -> N
     for name, child in children.items():
         if child is not None and child not in modules:
             _walk(child, f"{prefix}{name}.", tree, seen)
-
-
-def _walks_plainly(kind: type[nn.Module]) -> bool:
-    return all(getattr(kind, name) is getattr(nn.Module, name) for name in _WALKS)
 
 
 _WALKS = ("named_modules", "modules", "named_parameters", "named_buffers", "_named_members")
@@ -160,7 +157,8 @@ def _apply(
     if key is not None:
         out, after = _seeded_call(template, given, buffers, args, kwargs, key)
     elif torch.compiler.is_compiling():
-        out, after = _traced_call(private, given, buffers, args, kwargs)
+        after = {name: buffer.clone() for name, buffer in buffers.items()}
+        out = torch.func.functional_call(private, (dict(given), after), args, kwargs)
     else:
         out, after = _call(template, given, buffers, args, kwargs)
     return out, {**frozen, **after}
@@ -169,18 +167,14 @@ def _apply(
 def _call(
     template: _Template, params: Tensors, state: Tensors, args: tuple, kwargs: dict
 ) -> Applied:
-    _refuse_cached_parametrizations()
+    if upstream.caches_weights():  # by id(module), which copies reuse
+        raise GradtoolsError(
+            "apply: inside torch.nn.utils.parametrize.cached() a copy could be given another "
+            "copy's weights. Call apply outside of it."
+        )
     copy = template.copy(params, {name: buffer.clone() for name, buffer in state.items()})
     out = copy.root(*args, **kwargs)
     return out, copy.buffers()
-
-
-def _traced_call(
-    private: nn.Module, params: Tensors, state: Tensors, args: tuple, kwargs: dict
-) -> Applied:
-    clones = {name: buffer.clone() for name, buffer in state.items()}
-    out = torch.func.functional_call(private, (dict(params), clones), args, kwargs)
-    return out, clones
 
 
 @skipped_by_dynamo
@@ -497,27 +491,13 @@ def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
     check_names(what, given, shapes, "name to tensor")
     for name, shape in shapes.items():
         x = given[name]
-        if not isinstance(x, Tensor) or x.shape != shape:
-            _check_tensor(what, name, x, shape)
-
-
-def _check_tensor(what: str, name: str, value: Any, shape: torch.Size) -> None:
-    if not isinstance(value, Tensor):
-        raise GradtoolsError(f"apply: {what}[{name!r}] must be a tensor, got {value!r}.")
-    if what == "params" and value.shape != shape:
-        raise GradtoolsError(
-            f"apply: params[{name!r}] has shape {tuple(value.shape)}, the module's has "
-            f"{tuple(shape)}. Give a tensor of that shape."
-        )
-
-
-def _refuse_cached_parametrizations() -> None:
-    """parametrize.cached() keys its cache by id(module), which copies reuse."""
-    if upstream.caches_weights():
-        raise GradtoolsError(
-            "apply: inside torch.nn.utils.parametrize.cached() a copy could be given another "
-            "copy's weights. Call apply outside of it."
-        )
+        if not isinstance(x, Tensor):
+            raise GradtoolsError(f"apply: {what}[{name!r}] must be a tensor, got {x!r}.")
+        if x.shape != shape and what == "params":
+            raise GradtoolsError(
+                f"apply: params[{name!r}] has shape {tuple(x.shape)}, the module's has "
+                f"{tuple(shape)}. Give a tensor of that shape."
+            )
 
 
 # Random streams

@@ -65,7 +65,8 @@ class PlainPrograms(TorchFunctionMode):
             return self._within(fun, types, args, kwargs)
         compiling = torch.compiler.is_dynamo_compiling()
         if self._control_flow and not compiling and not isinstance(fun, _ORDINARY):
-            fun = _of_plain_code(fun)
+            is_operator = isinstance(fun, upstream.HigherOrderOperator)
+            fun = (is_operator and plain_kernel(fun)) or fun
         return fun(*args, **kwargs) if kwargs else fun(*args)
 
     def _within(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -86,11 +87,6 @@ def _row_in_reverse(fun: Any) -> PlainProgram | None:
     row = row_of(fun)
     usable = row is not None and row.program is not None and any(k in row.wrong for k in _REVERSE)
     return row if usable else None
-
-
-def _of_plain_code(fun: Any) -> Any:
-    is_operator = isinstance(fun, upstream.HigherOrderOperator)
-    return (is_operator and plain_kernel(fun)) or fun
 
 
 def plain_kernel(fun: upstream.HigherOrderOperator) -> Any:

@@ -55,9 +55,8 @@ def jvps(
         return _pushed(fun, leaves, many)
     given = [x for xs in (leaves, *many) for x in xs]
     start = started(given)
-    captured = Captured()
-    with torch.no_grad():
-        outs, extras, pushed = _pushed(_WithinMode(fun, captured), leaves, many)
+    with Captured() as captured, torch.no_grad():
+        outs, extras, pushed = _pushed(captured.by(fun), leaves, many)
     own = {id(x) for x in given}
     others = [x for x in captured.tensors() if id(x) not in own]
     sources = [x for x in given if x.requires_grad]
@@ -125,10 +124,23 @@ class Captured(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, Tensor] = {}
+        self._runs = False
+
+    def by(self, fun: Fun) -> Fun:
+        """The function; only reads during its own evaluations are recorded."""
+        return _NotedFunction(fun, self)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._runs = True
+        try:
+            yield
+        finally:
+            self._runs = False
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(fun, "__name__", "") != "__get__":  # which reads a shape, say
+        if self._runs and getattr(fun, "__name__", "") != "__get__":  # which reads a shape, say
             for x in upstream.tree_leaves((args, kwargs)):
                 if isinstance(x, Tensor) and x.requires_grad:
                     self._seen[id(x)] = x
@@ -139,14 +151,14 @@ class Captured(TorchFunctionMode):
         return [x for x in self._seen.values() if not is_spent(x)]
 
 
-class _WithinMode:
-    """A function that is evaluated inside of a mode."""
+class _NotedFunction:
+    """A function whose evaluations switch a recording mode on, which is the outermost one."""
 
     def __init__(self, fun: Fun, mode: Captured) -> None:
         self._fun, self._mode = fun, mode
 
     def __call__(self, *xs: Tensor) -> Any:
-        with self._mode:
+        with self._mode.running():
             return self._fun(*xs)
 
     def __getattr__(self, name: str) -> Any:

@@ -93,17 +93,6 @@ class RuleApplication:
         self.linearized = linearized.without_arrays()
 
 
-def undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The value alone, for inputs that are not differentiated, where a recursive rule ends."""
-    if is_derived(rule):
-        with torch.no_grad():
-            return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
-    ys = rule.primal(*xs)
-    if any(_is_tracked(y) for y in ys) and not any(_is_tracked(x) for x in xs):
-        raise closed_over_error(rule)
-    return list(ys)
-
-
 def apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The outputs and extras of an application, with their node."""
     function = _ReverseOnly if point.rule.reverse_only else _BothModes
@@ -123,152 +112,10 @@ def apart(xs: Sequence[Tensor]) -> list[Tensor]:
     return [x if first[id(x)] == i else x.view_as(x) for i, x in enumerate(xs)]
 
 
-def evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs and extras at detached inputs; an output that requires grad shows a capture."""
-    rule = point.rule
-    if not rule.user_functions:
-        result = rule.at(*xs)
-    elif is_derived(rule):
-        result = rule.linearized_from(xs, undifferentiated(rule, xs))
-    else:
-        twice = isinstance(rule, JvpRule)  # f for the value, the forward rule for a tangent
-        unsure = twice or (rule.linearize and rule not in SAVES_NO_EXTRAS)
-        before = Randomness.now(xs) if unsure else None
-        versions = versions_of(xs)
-        try:
-            with torch.enable_grad():
-                result = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
-        except GradtoolsError:  # an in-place write may be the cause, and is reported below
-            if versions == versions_of(xs):
-                raise
-        if versions != versions_of(xs):
-            raise written_error(rule)
-        if (result.extras or result.opaque_residuals) and rule in SAVES_NO_EXTRAS:
-            SAVES_NO_EXTRAS.discard(rule)
-            return evaluate(point, xs)
-        if not result.extras and not result.opaque_residuals:
-            SAVES_NO_EXTRAS.add(rule)
-            before = before if twice else None
-        if any(is_captured(y) for y in (*result.ys, *result.extras)):
-            raise closed_over_error(rule)
-        if before is not None and not before.is_unchanged():
-            point.randomness = before
-            result = drawing_again(result, before) if twice else result
-    point.record(result)
-    return [*result.ys, *result.extras]
+_NO_TENSORS = (None, None)
 
 
-def drawing_again(linearized: Linearized, randomness: Randomness) -> Linearized:
-    """The maps with a tangent map that draws f's random numbers again."""
-    tangent = linearized.tangent
-    assert tangent is not None
-
-    def drawn(saved: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-        with restored(randomness):
-            return list(tangent(saved, dxs))
-
-    return replace(linearized, tangent=drawn)
-
-
-def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs, as views where they share memory with an input or each other.
-
-    Autograd cannot track in-place writes to such outputs; it refuses them if they are marked as
-    views of a custom Function.
-    """
-    if len(ys) == 1:
-        y = ys[0]
-        x = next((x for x in xs if _shares(x, y)), y)
-        return ys if x is y or upstream.is_view(y) else [_view_like(x, y)]
-    known = {id(x): upstream.storage_key(x) for x in xs}
-    first = {known[id(x)]: x for x in reversed(xs)}
-    keys = [known.get(id(y)) or upstream.storage_key(y) for y in ys]
-    times = Counter(keys)
-    result = list(ys)
-    for i, (y, key) in enumerate(zip(ys, keys, strict=True)):
-        x = first.get(key)
-        if x is not None and y is not x and not upstream.is_view(y):
-            result[i] = _view_like(x, y)
-        elif times[key] > 1:
-            result[i] = y.view_as(y)
-    return result
-
-
-is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
-
-
-def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
-    """ys, cloned where they share memory with each other or with `others`.
-
-    Dual numbers may be written in place.
-    """
-    known: list[Tensor] = []
-    for xs in others:
-        known += [unwrapped(x) for x in xs if x is not None and is_strided(x)]
-    cloned = list(ys)
-    keys: set[int] | None = None  # a few tensors are compared faster in pairs
-    for i, y in enumerate(cloned):
-        if y is None or not is_strided(y):
-            continue
-        inner = unwrapped(y)
-        if len(known) > _FEW:
-            keys = set(map(upstream.storage_key, known)) if keys is None else keys
-            shares = (key := upstream.storage_key(inner)) in keys
-            keys.add(key)
-        else:
-            shares = any(map(is_alias_of, known, repeat(inner)))
-        if shares:
-            cloned[i] = y.clone()
-        else:
-            known.append(inner)
-    return cloned
-
-
-_FEW = 8
-
-
-def is_strided(x: Tensor) -> bool:
-    """Whether x has strides, and so one storage that views can share."""
-    return x.layout is torch.strided
-
-
-def _cloned(y: Tensor) -> Tensor:
-    """A copy that is not a view. Cloning a tensor subclass gives a view."""
-    copied = y.clone()
-    return upstream.make_subclass(type(y), copied) if upstream.is_view(copied) else copied
-
-
-def _shares(x: Tensor, y: Tensor) -> bool:
-    return x is y or (is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
-
-
-def _view_like(x: Tensor, y: Tensor) -> Tensor:
-    """y as a view of x, or a copy of y if the dtypes differ."""
-    if x.dtype != y.dtype:
-        return y.clone()
-    return x.as_strided(y.shape, y.stride(), y.storage_offset())
-
-
-# Rules that need no second evaluation, so that generator states need not be saved.
-SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
-
-
-def _is_tracked(y: Tensor) -> bool:
-    return y.requires_grad or upstream.is_gradtrackingtensor(y) or is_dual(y)
-
-
-def versions_of(xs: Sequence[Tensor]) -> list[int]:
-    """The version counters of the tensors that require grad."""
-    return [upstream.version_of(x) for x in xs if x.requires_grad and not is_wrapped(x)]
-
-
-def written_error(rule: Rule) -> GradtoolsError:
-    """The error of a rule whose forward pass writes in its arguments."""
-    return GradtoolsError(
-        f"rule {rule.name!r} writes in place in an argument that is differentiated, of which "
-        "autograd would not know: a rule has no mark_dirty. Return a new tensor, and write it "
-        "into the old one where the rule is called."
-    )
+_graphs, _is_compiling = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 
 
 class _ReverseOnly(torch.autograd.Function):
@@ -484,7 +331,172 @@ attach_reverse_only: Callable[..., tuple[Tensor, ...]] = super(
 attach_recorded: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Recorded).apply
 
 
-# --- vmap and torch.compile --------------------------------------------------------------
+# --- one evaluation ----------------------------------------------------------------------
+
+
+def evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs and extras at detached inputs; an output that requires grad shows a capture."""
+    rule = point.rule
+    if not rule.user_functions:
+        result = rule.at(*xs)
+    elif is_derived(rule):
+        result = rule.linearized_from(xs, undifferentiated(rule, xs))
+    else:
+        twice = isinstance(rule, JvpRule)  # f for the value, the forward rule for a tangent
+        unsure = twice or (rule.linearize and rule not in SAVES_NO_EXTRAS)
+        before = Randomness.now(xs) if unsure else None
+        versions = versions_of(xs)
+        try:
+            with torch.enable_grad():
+                result = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
+        except GradtoolsError:  # an in-place write may be the cause, and is reported below
+            if versions == versions_of(xs):
+                raise
+        if versions != versions_of(xs):
+            raise written_error(rule)
+        if (result.extras or result.opaque_residuals) and rule in SAVES_NO_EXTRAS:
+            SAVES_NO_EXTRAS.discard(rule)
+            return evaluate(point, xs)
+        if not result.extras and not result.opaque_residuals:
+            SAVES_NO_EXTRAS.add(rule)
+            before = before if twice else None
+        if any(is_captured(y) for y in (*result.ys, *result.extras)):
+            raise closed_over_error(rule)
+        if before is not None and not before.is_unchanged():
+            point.randomness = before
+            result = drawing_again(result, before) if twice else result
+    point.record(result)
+    return [*result.ys, *result.extras]
+
+
+# Rules that need no second evaluation, so that generator states need not be saved.
+SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
+
+
+def undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The value alone, for inputs that are not differentiated, where a recursive rule ends."""
+    if is_derived(rule):
+        with torch.no_grad():
+            return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
+    ys = rule.primal(*xs)
+    if any(_is_tracked(y) for y in ys) and not any(_is_tracked(x) for x in xs):
+        raise closed_over_error(rule)
+    return list(ys)
+
+
+def drawing_again(linearized: Linearized, randomness: Randomness) -> Linearized:
+    """The maps with a tangent map that draws f's random numbers again."""
+    tangent = linearized.tangent
+    assert tangent is not None
+
+    def drawn(saved: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+        with restored(randomness):
+            return list(tangent(saved, dxs))
+
+    return replace(linearized, tangent=drawn)
+
+
+def _is_tracked(y: Tensor) -> bool:
+    return y.requires_grad or upstream.is_gradtrackingtensor(y) or is_dual(y)
+
+
+def versions_of(xs: Sequence[Tensor]) -> list[int]:
+    """The version counters of the tensors that require grad."""
+    return [upstream.version_of(x) for x in xs if x.requires_grad and not is_wrapped(x)]
+
+
+def written_error(rule: Rule) -> GradtoolsError:
+    """The error of a rule whose forward pass writes in its arguments."""
+    return GradtoolsError(
+        f"rule {rule.name!r} writes in place in an argument that is differentiated, of which "
+        "autograd would not know: a rule has no mark_dirty. Return a new tensor, and write it "
+        "into the old one where the rule is called."
+    )
+
+
+# --- outputs that share memory -----------------------------------------------------------
+
+
+def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, as views where they share memory with an input or each other.
+
+    Autograd cannot track in-place writes to such outputs; it refuses them if they are marked as
+    views of a custom Function.
+    """
+    if len(ys) == 1:
+        y = ys[0]
+        x = next((x for x in xs if _shares(x, y)), y)
+        return ys if x is y or upstream.is_view(y) else [_view_like(x, y)]
+    known = {id(x): upstream.storage_key(x) for x in xs}
+    first = {known[id(x)]: x for x in reversed(xs)}
+    keys = [known.get(id(y)) or upstream.storage_key(y) for y in ys]
+    times = Counter(keys)
+    result = list(ys)
+    for i, (y, key) in enumerate(zip(ys, keys, strict=True)):
+        x = first.get(key)
+        if x is not None and y is not x and not upstream.is_view(y):
+            result[i] = _view_like(x, y)
+        elif times[key] > 1:
+            result[i] = y.view_as(y)
+    return result
+
+
+is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
+
+
+def _shares(x: Tensor, y: Tensor) -> bool:
+    return x is y or (is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
+
+
+def _view_like(x: Tensor, y: Tensor) -> Tensor:
+    """y as a view of x, or a copy of y if the dtypes differ."""
+    if x.dtype != y.dtype:
+        return y.clone()
+    return x.as_strided(y.shape, y.stride(), y.storage_offset())
+
+
+def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
+    """ys, cloned where they share memory with each other or with `others`.
+
+    Dual numbers may be written in place.
+    """
+    known: list[Tensor] = []
+    for xs in others:
+        known += [unwrapped(x) for x in xs if x is not None and is_strided(x)]
+    cloned = list(ys)
+    keys: set[int] | None = None  # a few tensors are compared faster in pairs
+    for i, y in enumerate(cloned):
+        if y is None or not is_strided(y):
+            continue
+        inner = unwrapped(y)
+        if len(known) > _FEW:
+            keys = set(map(upstream.storage_key, known)) if keys is None else keys
+            shares = (key := upstream.storage_key(inner)) in keys
+            keys.add(key)
+        else:
+            shares = any(map(is_alias_of, known, repeat(inner)))
+        if shares:
+            cloned[i] = y.clone()
+        else:
+            known.append(inner)
+    return cloned
+
+
+_FEW = 8
+
+
+def is_strided(x: Tensor) -> bool:
+    """Whether x has strides, and so one storage that views can share."""
+    return x.layout is torch.strided
+
+
+def _cloned(y: Tensor) -> Tensor:
+    """A copy that is not a view. Cloning a tensor subclass gives a view."""
+    copied = y.clone()
+    return upstream.make_subclass(type(y), copied) if upstream.is_view(copied) else copied
+
+
+# --- vmap --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -512,9 +524,3 @@ class _Lists:
     @staticmethod
     def sum_leading(x: Tensor) -> Tensor:
         return x.sum(0)
-
-
-_NO_TENSORS = (None, None)
-
-
-_graphs, _is_compiling = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling

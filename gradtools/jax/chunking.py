@@ -10,8 +10,7 @@ scan needs a copy of its part of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from copy import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -25,7 +24,6 @@ import numpy as np
 
 from gradtools.arguments.chunks import (
     Chunks,
-    Partition,
     progress_bar,
     warn_of_batch_norm,
 )
@@ -45,6 +43,7 @@ from gradtools.jax.recomputing import (
     stateful,
 )
 from gradtools.jax.shardings import varies, varying
+from gradtools.jax.slicing import Split, joined
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 
@@ -53,8 +52,8 @@ from gradtools.rules import replaced_at
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     steps = _Steps(chunks)
     carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
-    run = lambda arrays, carry: _run_steps(steps.with_arrays(arrays), carry)
-    outs, carry = run_compiled(chunks.call.f, run, steps.arrays, [*carry, *steps.state])
+    run = partial(_run_steps, steps)
+    outs, carry = run_compiled(chunks.call.f, run, [*carry, *steps.state])
     return outs, steps.written(carry)
 
 
@@ -74,10 +73,10 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
     shapes = [(chunks.cut.sizes[run.first], [x.shape[1:] for x in outs]) for run, outs in parts]
     size = chunks.cut.sizes[0]
     chunks.check_rows(shapes, partial(_shapes_again, carry), (2 * size, size // 2 or 2, size + 1))
-    columns = [[(run, outs[k]) for run, outs in parts] for k in range(len(axes))]
+    columns = [[outs[k] for _, outs in parts] for k in range(len(axes))]
     entry = next((s.entry for s in steps.splits if s.entry is not None), None)
     pairs = zip(axes, columns, strict=True)
-    return [_joined(chunks.cut, axis, column, entry) for axis, column in pairs], carry
+    return [joined(chunks.cut, axis, column, entry) for axis, column in pairs], carry
 
 
 def _shapes_again(carry: list[Array], other: Chunks) -> list[tuple[int, ...]]:
@@ -92,8 +91,8 @@ def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Ar
     with flax_explained(chunks.caller):
         steps = _Steps(chunks)
         carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
-        run = lambda arrays, carry: _sum_steps(steps.with_arrays(arrays), carry)
-        sums, carry = run_compiled(chunks.call.f, run, steps.arrays, [*carry, *steps.state])
+        run = partial(_sum_steps, steps)
+        sums, carry = run_compiled(chunks.call.f, run, [*carry, *steps.state])
         return sums, steps.written(carry)
 
 
@@ -283,7 +282,7 @@ class _Steps:
         self.modules = stateful(chunks.caller, f, chunks.arguments)
         self.name = getattr(unwrap(f), "__name__", type(f).__name__)
         self.chunks, self.call = chunks, replace(chunks.call, f=self.modules or f)
-        self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
+        self.splits = [Split(x, axis, chunks.cut) for x, axis in chunks.splits]
         self.lists = [
             [asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
             for leaves in chunks.lists
@@ -297,24 +296,6 @@ class _Steps:
                 known.append(signature)
             self.kinds.append(known.index(signature))
         self._traced: dict[Any, _ChunkProgram] = {}
-
-    @property
-    def arrays(self) -> Any:
-        """The arrays of the batch, split or not."""
-        lists = [[x for x in leaves if _is_array(x)] for leaves in self.lists]
-        return [s.x for s in self.splits], lists, [x for x in self.chunks.shared if _is_array(x)]
-
-    def with_arrays(self, arrays: Any) -> _Steps:
-        """A copy with other arrays of the same avals."""
-        xs, lists, shared = arrays
-        new = copy(self)
-        pairs = zip(self.chunks.splits, xs, strict=True)
-        new.splits = [_Split(x, axis, self.chunks.cut) for (_, axis), x in pairs]
-        new.lists = [_with_arrays(*pair) for pair in zip(self.lists, lists, strict=True)]
-        shared = _with_arrays(self.chunks.shared, shared)
-        new.chunks = replace(self.chunks, splits=[(s.x, s.axis) for s in new.splits], shared=shared)
-        new._traced = {}
-        return new
 
     def at(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
         """The function of a kind of chunk, traced unless there is only one chunk of it."""
@@ -362,7 +343,7 @@ class _Steps:
 
     def stacked(self, run: _ChunkRun) -> tuple[Any, ...]:
         size = len(self.chunks.cut.rows[run.first])
-        slots = [s.stacked(run, size) for s in self.splits if s.inexact]
+        slots = [s.stacked(run.first, run.count, size) for s in self.splits if s.inexact]
         if self.chunks.cut.is_symbolic:
             return jnp.arange(run.count, dtype=np.int32), slots, []
         rows = zip(*(self.lists[i] for i in run.numbers), strict=True)
@@ -402,91 +383,10 @@ class _Steps:
         return carry[: len(self.chunks.carry)]
 
 
-def _with_arrays(leaves: list[Any], arrays: list[Array]) -> list[Any]:
-    """The leaves, with other arrays in the place of arrays."""
-    new = iter(arrays)
-    return [next(new) if _is_array(x) else x for x in leaves]
-
-
-class _Split:
-    """A split array; slices a chunk by its number."""
-
-    def __init__(self, x: Array, axis: int, cut: Partition) -> None:
-        self.x, self.axis, self.cut, self.inexact = x, axis, cut, is_inexact(x)
-        self.entry = shardings.entries(x)[axis]
-        self._rows = x if self.entry is None else shardings.whole(x, axis)
-        if cut.interleaved:  # rows that all chunks have, as a table (rows of a chunk, chunks)
-            self._least = cut.size // cut.count
-            even = cut.size == self._least * cut.count
-            part = x if even else _part(self._rows, 0, self._least * cut.count, axis)
-            self._table = _parted(part, axis, self._least, cut.count, (0, self.entry))
-
-    def piece(self, index: Any, size: int, slot: Array | None) -> Array:
-        """The chunk's rows, whose cotangent is routed to the slot."""
-        piece = self.at(index, size)
-        return piece if slot is None else _routed(piece, slot)
-
-    def at(self, index: Any, size: int) -> Array:
-        if size == self.cut.size:
-            return self.x
-        if not self.cut.interleaved:
-            rows = _slice(self._rows, index * self.cut.chunk_size, size, self.axis)
-            return shardings.placed(rows, self.axis, self.entry)
-        rows = _slice(self._table, index, 1, self.axis + 1).squeeze(self.axis + 1)
-        if size == self._least:
-            return rows
-        last = _slice(self._rows, self._least * self.cut.count + index, 1, self.axis)
-        rows = jnp.concatenate([shardings.whole(rows, self.axis), last], self.axis)
-        return shardings.placed(rows, self.axis, self.entry)
-
-    def stacked(self, run: _ChunkRun, size: int) -> Array:
-        """The chunks of a run, along a new axis 0."""
-        first, count, axis = run.first, run.count, self.axis
-        if not self.cut.interleaved:
-            start = first * self.cut.chunk_size
-            part = _part(self._rows, start, count * size, axis)
-            rows = jnp.moveaxis(_parted(part, axis, count, size, (1, self.entry)), axis, 0)
-            return shardings.placed(rows, axis + 1, self.entry)
-        rows = _part(self._table, first, count, axis + 1)
-        rows = jnp.moveaxis(rows, axis + 1, 0)
-        if size == self._least:
-            return rows
-        start = self._least * self.cut.count + first
-        last = _part(self._rows, start, count, axis)
-        last = jnp.expand_dims(jnp.moveaxis(last, axis, 0), axis + 1)
-        rows = jnp.concatenate([shardings.whole(rows, axis + 1), last], axis + 1)
-        return shardings.placed(rows, axis + 1, self.entry)
-
-
-@jax.custom_jvp
-@chunk
-def _routed(piece: Array, slot: Array) -> Array:
-    """The piece, with the derivative of the slot.
-
-    For an array that its body slices, a scan adds whole-array cotangents in each step; for its xs
-    it stacks the cotangents of the steps. So the cotangent is routed to a slot in the xs. The
-    slot's value is unused, so XLA removes it, and with it the copy of the batch in the xs.
-    """
-    return piece
-
-
-@_routed.defjvp
-def _routed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
-    return _routed(*primals), tangents[1]
-
-
 def _in_32_bits(x: Any) -> Any:
     """A 16-bit tracer in float32; concrete constants are not differentiated, and unchanged."""
     narrow = isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
     return x.astype(jnp.float32) if narrow else x
-
-
-def _slice(x: Array, start: Any, size: int, axis: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
-
-
-def _part(x: Array, start: int, size: int, axis: int) -> Array:
-    return jax.lax.slice_in_dim(x, start, start + size, axis=axis)
 
 
 def _is_array(x: Any) -> bool:
@@ -539,54 +439,6 @@ def _sum(x: Array, y: Array) -> Array:
 def promoted(x: Array, aval: Any) -> Array:
     """x with the varying axes and sharding of `aval`, since a scan's carry keeps its type."""
     return shardings.like(varying(x, varies(aval)), aval)
-
-
-# --- outputs
-
-
-def _joined(
-    cut: Partition, axis: int, parts: Sequence[tuple[_ChunkRun, Array]], entry: Any
-) -> Array:
-    """Joins the stacked outputs of runs along the axis, in the batch's order.
-
-    On a mesh with Explicit axes the result is sharded like the batch.
-    """
-    axis %= parts[0][1].ndim - 1
-    if not cut.interleaved:
-        rows = [_merged(jnp.moveaxis(x, 0, axis), axis) for _, x in parts]
-        return shardings.placed(_concatenated(rows, axis), axis, entry)
-    least = cut.size // cut.count
-    columns = [jnp.moveaxis(x, 0, axis + 1) for _, x in parts]
-    if any(x.shape[axis] > least for x in columns):
-        columns = [shardings.whole(x, axis) for x in columns]
-    table = [_part(x, 0, least, axis) for x in columns]
-    rows = [_merged(_concatenated(table, axis + 1), axis)]
-    more = [(x, x.shape[axis] - least) for x in columns]
-    rows += [_merged(_part(x, least, n, axis), axis) for x, n in more if n and x.size]
-    return shardings.placed(_concatenated(rows, axis), axis, entry)
-
-
-def _parted(x: Array, axis: int, m: int, n: int, entry: tuple[int, Any]) -> Array:
-    """x with the axis split in two, of which one may be sharded."""
-    shape = (*x.shape[:axis], m, n, *x.shape[axis + 1 :])
-    return shardings.reshaped(x, shape, axis, 2, entry)
-
-
-def _merged(x: Array, axis: int) -> Array:
-    """x with the axis and the next one merged."""
-    shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-    first, second = shardings.entries(x)[axis : axis + 2]
-    return shardings.reshaped(x, shape, axis, 1, (0, second if first is None else first))
-
-
-def _concatenated(parts: list[Array], axis: int) -> Array:
-    if len(parts) == 1:
-        return parts[0]
-    if len({shardings.entries(x) for x in parts}) > 1:
-        parts = [
-            shardings.like(shardings.whole(x, axis), shardings.whole(parts[0], axis)) for x in parts
-        ]
-    return jnp.concatenate(parts, axis)
 
 
 # --- how many chunks keep their residuals

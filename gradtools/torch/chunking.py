@@ -20,7 +20,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
 from gradtools.torch.modes import NOTHING, without_cached_weights
-from gradtools.torch.replaying.consistency import RunKey, is_compiled, is_readable, run_key
+from gradtools.torch.replaying.checksums import is_readable
 from gradtools.torch.replaying.guards import (
     is_plain,
     is_recomputing,
@@ -31,6 +31,7 @@ from gradtools.torch.replaying.guards import (
 from gradtools.torch.replaying.nodes import node_of
 from gradtools.torch.replaying.recomputing import first_pass_state
 from gradtools.torch.replaying.replay import Forward
+from gradtools.torch.replaying.run_keys import RunKey, is_compiled, run_key
 from gradtools.torch.replaying.slicing import Rows, flattened, pieces_of, untracked
 from gradtools.torch.replaying.summing import Sums, Weigh
 

@@ -23,15 +23,12 @@ from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.freezing import name_of_function
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import nodes_made, scripts_refused, surveyed
+from gradtools.torch.autograd_graph import surveyed
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.double_backward import gate_graph
-from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
-from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
-from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
-from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, like, unshared
+from gradtools.torch.forward_mode.recomputed_tangents import pullback_tangents, tangents
+from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, like
 from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
-from gradtools.torch.modes import NOTHING, Modes, NoForwardMode, batchings, dual_level, dual_of
+from gradtools.torch.modes import Modes, NoForwardMode, batchings
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import CHUNK, detached
@@ -44,11 +41,9 @@ from gradtools.torch.replaying.nodes import (
     outputs_of,
     pulled_back,
 )
-from gradtools.torch.replaying.recomputing import first_pass_state, without_hooks
 from gradtools.torch.replaying.replay import Forward
 from gradtools.torch.replaying.slicing import Entries, Rows, alias_of, flattened, primal_of
 from gradtools.torch.replaying.summing import Sums
-from gradtools.torch.rules.transposing import unpacked
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -166,8 +161,7 @@ class _Use(Forward):
         else:
             self.constants = found
 
-    def reached_leaves(self) -> list[Tensor]:
-        return self.constants
+    reached_leaves = property(lambda self: self.constants)
 
     def guarded(self, outs: Sequence[Any]) -> list[Any]:
         """The outputs, with a gate that raises if a parameter of G is differentiated."""
@@ -205,7 +199,7 @@ class _Use(Forward):
 
     def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
         zs, dzs = list(shared[:width]), spread(shared[width:], mask[-1])
-        fast = lambda use: use.pushed(zs, dzs)
+        fast = lambda use: tangents(use, zs, dzs)
         slow = lambda use: outputs_of(Pushed(use, widths, width, mask), rows, shared)
         if upstream.forward_level() >= 0 or not self.shows_numbers():
             return self.by_any_kernel("values", None, slow)
@@ -288,52 +282,6 @@ class _Use(Forward):
         use = copy(self)
         use.modes, use.retained = modes, {}
         return use
-
-    def pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
-        """Tangents of the outputs, in forward mode without any graph."""
-        recorded = nodes_made() - self.made_anew[0]
-        dys = self._pushed(zs, dzs)
-        if nodes_made() - self.made_anew[0] != recorded:  # by TorchScript, which no mode sees
-            with scripts_refused(self.caller):
-                self._pushed(zs, dzs)
-        return dys
-
-    def _pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
-        use = self.with_modes(self.modes)
-        fixed = self.start.reached.tensors
-        use.within = lambda: OneTangent(fixed)
-        with first_pass_state(use), dual_level():
-            duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
-            ys, _ = use.one(0, [], duals)
-            return [_tangent(y) for y in ys]
-
-    def second(self, zs: Entries, dzs: Entries, cts: Entries) -> list[Any]:
-        """The tangent of the pullback of cts along dzs: forward over reverse."""
-        try:
-            if not self.uses.is_complex:
-                return self._second(zs, dzs, cts, NoProductsOfZero(refuses_complex=True))
-        except ComplexNumbers:
-            self.uses.is_complex = True
-        return self._second(zs, dzs, cts, NOTHING)
-
-    def _second(self, zs: Entries, dzs: Entries, cts: Entries, products: Any) -> list[Any]:
-        # Users' saved tensors hooks cannot pack symbolic zeros; rules may use torch.func only if
-        # no hooks are set.
-        own = unpacked()
-        use = self.with_modes(self.modes)
-        use.within = stops = lambda: NoGradStopsTangents(hidden=False)
-        level, graph = dual_level(), torch.enable_grad()
-        with without_hooks(use.leaves), first_pass_state(use), own, level, graph, products:
-            duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
-            duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
-            ys, _ = use.one(0, [], duals)
-            run: Any
-            run, tried = use.rerunnable(0, [], duals)
-            gate_graph(self.caller, run, tried, ys, duals)
-            # With create_graph=True, without which some gradients have wrong tangents.
-            with stops():
-                grads = pulled_back(ys, duals, cts, True, True)
-            return [_tangent(g) for g in grads]
 
 
 class _Pushforward(Pushed):
@@ -554,7 +502,7 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
         pullback = _FrozenBackward(use, back.widths, back.shared_width, back.mask)
         return Pushed(pullback, [len(cts)], len(zs), mask)
 
-    fast = lambda use: use.second(zs, us, full)
+    fast = lambda use: pullback_tangents(use, zs, us, full)
     slow = lambda use: outputs_of(pushed(use), [list(cts)], given)
     if upstream.forward_level() >= 0 or not use.shows_numbers():
         return use.by_any_kernel("along", None, slow)
@@ -617,23 +565,6 @@ def _constants_text(caller: str) -> str:
 
 def _instead(caller: str) -> str:
     return "use G itself" if caller == "frozen" else "leave out the mode"
-
-
-# --- forward mode -----------------------------------------------------------------------------
-
-
-def _dual(z: Tensor, dz: Tensor | None) -> Tensor:
-    z = detached(z, CHUNK)
-    if dz is None:
-        return z
-    return dual_of(unshared(z), detached(dz, CHUNK))
-
-
-def _tangent(y: Any) -> Tensor | None:
-    if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()):
-        return None
-    tangent = tangent_of(y)
-    return None if tangent is None else detached(tangent, CHUNK)
 
 
 def _is_times(factor: float, x: Tensor, y: Tensor) -> bool:

@@ -35,6 +35,7 @@ from gradtools.function_variables import names_in
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness
+from gradtools.torch.tensor_contents import changed_contents, nbytes_of, put_back
 
 Tensor = torch.Tensor
 left_to_python(__name__)
@@ -125,7 +126,7 @@ class Snapshot:
         changed = changed_contents(reached.owned, self._contents)
         for tensor, contents, differs in zip(reached.owned, self._contents, changed, strict=True):
             if differs:
-                _put_back(tensor, contents)
+                put_back(tensor, contents)
         for (_, put), state in zip(reached.generators, self._states, strict=True):
             put(state)
         self._restore_versions()
@@ -440,7 +441,7 @@ class _Search:
         self.reached.kinds.add(x.device.type)
         constant = not x.requires_grad and not isinstance(x, torch.nn.Parameter)
         shown = x.device.type != "meta" and not upstream.is_wrapped(x)
-        if constant and shown and (owned or _nbytes(x) <= _LARGE):
+        if constant and shown and (owned or nbytes_of(x) <= _LARGE):
             self.reached.owned.append(x)
         if not x.is_inference():
             self.reached.watched.append((x, name))
@@ -538,65 +539,3 @@ def _names(code: CodeType) -> frozenset[str] | None:
 
 def _is_users_module(x: Any) -> bool:
     return isinstance(x, ModuleType) and whose(x) == USER
-
-
-def _nbytes(x: Tensor) -> int:
-    """The bytes of a tensor's stored entries."""
-    if x.layout is torch.sparse_coo:
-        return upstream.values_of(x).nbytes
-    return x.nbytes if x.layout is torch.strided else x.values().nbytes
-
-
-# --- tensors' contents --------------------------------------------------------------------------
-
-
-def _put_back(tensor: Tensor, contents: Tensor) -> None:
-    """Restores a tensor's contents without changing its version counter.
-
-    Graphs that saved the tensor stay valid: nothing else reads it before it has its contents again.
-    """
-    counted = not tensor.is_inference()
-    uncounted = upstream.version_counter_kept(tensor) if counted else torch.inference_mode()
-    with torch.no_grad(), uncounted:
-        if tensor.shape != contents.shape:
-            tensor.resize_(contents.shape)
-        if tensor.layout is torch.strided and 0 in tensor.stride():
-            once = tuple([slice(None if stride else 1) for stride in tensor.stride()])
-            tensor, contents = tensor[once], contents[once]
-        tensor.copy_(contents)
-
-
-def changed_contents(tensors: list[Tensor], contents: list[Tensor]) -> list[bool]:
-    """Whether tensors differ bitwise from these copies, with one synchronization per device."""
-    if not tensors or upstream.peek_interpreter_stack() is not None:
-        return [True] * len(tensors)  # values cannot be read under a transform
-    differing: list[Any] = [_differs(x, c) for x, c in zip(tensors, contents, strict=True)]
-    for device in {x.device for x in differing if isinstance(x, Tensor)}:
-        which = [k for k, x in enumerate(differing) if isinstance(x, Tensor) and x.device == device]
-        for k, differs in zip(
-            which, torch.stack([differing[k] for k in which]).tolist(), strict=True
-        ):
-            differing[k] = differs
-    return differing
-
-
-def _differs(x: Tensor, copy: Tensor) -> bool | Tensor:
-    """Whether x differs from a copy; a tensor on x's device if that is an accelerator."""
-    plain = type(x) in _PLAIN and x.layout is torch.strided and not (x.is_conj() or x.is_neg())
-    alike = x.shape == copy.shape and x.dtype == copy.dtype and x.device == copy.device
-    if not (plain and alike) or x.is_quantized:
-        return True
-    a, b = _bits(x.detach()), _bits(copy)
-    if x.device.type == "cpu":
-        return not torch.equal(a, b)
-    return a.ne(b).any()
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The same memory as integers, so that NaN equals itself and -0.0 differs from 0.0."""
-    x = torch.view_as_real(x) if x.is_complex() else x
-    return x.view(_INTEGERS[x.itemsize]) if x.is_floating_point() else x

@@ -192,6 +192,7 @@ torch/randomness.py: generators with a state; JAX has keys
 torch/rerunning.py: f runs again and all that it changed is put back; JAX's functions are pure
 torch/live_bytes.py: the bytes of a tile, counted as it runs; JAX's compiler says them
 torch/state.py: modules and variables that change; JAX's functions are pure
+torch/tensor_contents.py: their buffers, put back in place; JAX's arrays do not change
 torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
 torch/functorch_engine.py: the engine inside of torch.func, beside the eager one; JAX has one
 torch/open_derivatives.py: what inner derivatives depend on; in JAX the jaxpr tells it
@@ -209,6 +210,7 @@ jax/equinox.py: where users find the reversal layer of equinox
 seeing/jax/graphs.py: a jaxpr as a graph; PyTorch's is recorded as it runs
 seeing/jax/source_lines.py: the user's line behind an equation; in PyTorch a part of recording
 jax/rules/kept_alive.py: what JAX's caches would keep; PyTorch has no such caches
+jax/slicing.py: parts of arrays that may be sharded; PyTorch's are in `replaying`
 jax/loops.py: loops compiled once; in PyTorch a loop is Python's
 seeing/jax/concrete_tracing.py: traces of programs that decide on values; PyTorch runs them
 seeing/jax/tape.py: a run, equation by equation, to walk back over; autograd keeps its own

@@ -3,23 +3,19 @@
 Before a function runs again, the state that it can reach is restored (`state`). Other state may
 differ, which this module detects. The first pass stores checksums ("figures") of each chunk's
 outputs, and the leaves that its graph reaches; the recomputation must have the same. This is done
-in the first backward pass for each `RunKey`: the function, the shapes and dtypes of its arguments,
-the training mode of its modules, autocast.
+in the first backward pass for each `RunKey`.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
-from types import FunctionType, MethodType
+from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.function import BackwardCFunction
@@ -33,68 +29,23 @@ from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.patches import hooks_set
+from gradtools.torch.replaying.checksums import Figures, checksum, differ, differences_of, figures
 from gradtools.torch.replaying.guards import is_recorded, was_queried
-from gradtools.torch.state import contents_of
+from gradtools.torch.replaying.run_keys import RunKey, is_compiled, run_key
 
 if TYPE_CHECKING:
     from gradtools.torch.replaying.replay import Forward
 
 Tensor = torch.Tensor
 left_to_python(__name__)
-Figures = tuple[Any, ...]
 
-_VERIFIED: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 _KEEPS = (
     "f keeps something from one call to the next (a cached function of a weight, an attached "
     "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
 )
 _EDITS = {"scale_gradient": "scale_gradient or reverse_gradient"}  # which share a rule
-_MOST_KEYS = 256  # remembered for one function, if each batch has another shape
-_PARTS = 64  # the most entries of a list or tuple in a key
-_DEPTH = 3  # of nested closures in a key
 _RULES = ("gradtools.torch.rules.", "gradtools.torch.hooks")  # the modules of rules' Functions
-_BLOCK = 1 << 18  # entries that are summed at a time
 _SAMPLE = 1 << 16  # entries of a module's output that are compared, to locate a difference
-
-
-class RunKey:
-    """The configuration in which a function runs, and whether its recomputation was verified.
-
-    known: The verified and pending configurations of the function.
-    """
-
-    def __init__(self, known: dict[Any, Callable[[], Any]], key: tuple[Any, ...]) -> None:
-        self._known, self._key = known, key
-
-    @classmethod
-    def of(cls, f: Callable[..., Any], *key: Any) -> RunKey:
-        """The key of f, with further parts `key`."""
-        f, parts = _identity(f)
-        return cls(_verified(f), (*key, parts))
-
-    def for_aspect(self, what: str) -> RunKey:
-        """A key of the same configuration for another property than equal numbers."""
-        return RunKey(self._known, (what, self._key))
-
-    def is_verified(self) -> bool:
-        known = self._known.get(self._key)
-        return known is not None and known() is not None
-
-    def mark_pending(self, verifier: Any) -> None:
-        """Records that `verifier` will verify it: while that is alive, nothing else needs to."""
-        known = self._known
-        for old, value in list(known.items()):
-            if value() is None or _is_dead(old):
-                known.pop(old, None)
-        if len(known) >= _MOST_KEYS:
-            known.clear()
-        known[self._key] = weakref.ref(verifier)
-
-    def mark_verified(self) -> None:
-        self._known[self._key] = lambda: True
-
-    def discard(self) -> None:
-        self._known.pop(self._key, None)
 
 
 class Coefficient(NamedTuple):
@@ -253,9 +204,9 @@ class Verification:
             return  # a batch of examples is recomputed for a first pass of one
         new = self._figures_of_outputs(outs, i)
         self.compared |= list(map(len, new)) == list(map(len, self.outs[i]))
-        differences = _differences(self.outs[i], new)
+        differences = differences_of(self.outs[i], new)
         if anew is not None and any(x is True for x in differences):
-            differences = _differences(self.outs[i], self._figures_of_outputs(anew(), i))
+            differences = differences_of(self.outs[i], self._figures_of_outputs(anew(), i))
         if any(x is True for x in differences):
             raise self._other(i, self._where(i, seen.modules))
         if asynchronous := [x for x in differences if isinstance(x, Tensor)]:
@@ -285,12 +236,12 @@ class Verification:
         if exact is None:
             exact = self.exact
         return [
-            _checksum(x) if self.exact or (exact and x.device.type == "cpu") else figures(x, sample)
+            checksum(x) if self.exact or (exact and x.device.type == "cpu") else figures(x, sample)
             for x in leaves
         ]
 
     def _same(self, old: list[Figures], new: list[Figures]) -> bool:
-        return not any(map(bool, _differences(old, new)))
+        return not any(map(bool, differences_of(old, new)))
 
     def _same_modules(self, old: Any, new: Any) -> bool:
         pairs = zip(old, new, strict=False)  # f may create modules in each call
@@ -443,171 +394,3 @@ def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
         if kind != "AccumulateGrad":
             counts[f"{kind} on {count}"] += 1
     return counts
-
-
-def is_compiled(forward: Forward) -> bool:
-    modules = (m for m, _ in forward.start.reached.modules.values())
-    functions = forward.start.reached.functions
-    return any(map(upstream.is_compiled, (forward.chunks.call.f, *functions, *modules)))
-
-
-def run_key(forward: Forward) -> RunKey:
-    shapes = tuple([(x.shape, x.dtype, x.requires_grad) for x in forward.tensors])
-    modes, modules = forward.modes, forward.start.reached.modules.values()
-    training = tuple([module.training for module, _ in modules])
-    key = forward.caller, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
-    return RunKey.of(forward.chunks.call.f, *key)
-
-
-class _WeakIdentity:
-    """A weak reference that is equal only to one to the same living object."""
-
-    def __init__(self, x: Any) -> None:
-        self.of, self.number = weakref.ref(x), id(x)
-
-    def __hash__(self) -> int:
-        return self.number
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _WeakIdentity) and self.of() is other.of() is not None
-
-
-def _is_dead(part: Any) -> bool:
-    """Whether a key refers to an object that was garbage collected."""
-    if isinstance(part, tuple):
-        return any(map(_is_dead, part))
-    return isinstance(part, _WeakIdentity) and part.of() is None
-
-
-def _identity(f: Any) -> tuple[Any, Any]:
-    """The object under which f's keys are cached, and a key of what f closes over.
-
-    A function that is created in each step (a lambda, a method) is identified by its code and its
-    closure: tensors by shape and dtype, numbers by type, lists and tuples by their entries, other
-    objects by identity.
-    """
-    if isinstance(f, MethodType):
-        of, parts = _identity(f.__func__)
-        return of, (parts, part_of(f.__self__))
-    if isinstance(f, partial):
-        of, parts = _identity(f.func)
-        given = (*f.args, *f.keywords.values())
-        return of, (parts, tuple(f.keywords), *[part_of(x, 0) for x in given])
-    if type(f) is not FunctionType:
-        return f, None
-    return f.__code__, _parts(f, 0)
-
-
-def _parts(f: FunctionType, depth: int) -> tuple[Any, ...]:
-    cells = [contents_of(cell) for cell in f.__closure__ or ()]
-    captured = (*cells, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
-    return (id(f.__globals__), *[part_of(x, depth + 1) for x in captured])
-
-
-def part_of(x: Any, depth: int = 0) -> Any:
-    """The key of an object that a function closes over."""
-    kind = type(x)
-    if kind in (bool, str, type(None)):
-        return x
-    if isinstance(x, Tensor):
-        return kind, x.shape, x.dtype, x.requires_grad
-    if depth < _DEPTH and kind is FunctionType:
-        return x.__code__, _parts(x, depth)
-    if depth < _DEPTH and kind is MethodType:
-        return part_of(x.__func__, depth + 1), part_of(x.__self__, depth + 1)
-    if kind in (list, tuple) and depth < _DEPTH and len(x) <= _PARTS:
-        return kind, tuple([part_of(y, depth + 1) for y in x])
-    if kind in (int, float, complex, list, dict, tuple, set):
-        return kind
-    try:
-        return _WeakIdentity(x)
-    except TypeError:  # x does not support weak references
-        return kind
-
-
-def _verified(f: Callable[..., Any]) -> dict[Any, Callable[[], Any]]:
-    """The verified and pending configurations of f."""
-    try:
-        return _VERIFIED.setdefault(f, {})
-    except TypeError:  # f does not support weak references, or has no hash
-        return {}
-
-
-def is_readable(x: Tensor) -> bool:
-    """Whether the values can be read: a plain, strided tensor on a real device."""
-    plain = type(x) in (Tensor, torch.nn.Parameter)
-    known = plain and x.layout is torch.strided and x.device.type != "meta" and not x.is_quantized
-    return known and not (upstream.is_wrapped(x) or upstream.is_legacy_batched(x))
-
-
-def figures(x: Tensor, sample: int | None = None) -> Figures:
-    """Shape, dtype, and for each entry of the first axis the sums of moduli, weighted and plain.
-
-    The weights are all different. An entry of the first axis is an example, so that a difference
-    in a single example is detected.
-    """
-    aval = (x.shape, x.dtype)
-    if not is_readable(x) or not x.numel():
-        return aval
-    with torch.no_grad():
-        x = x.resolve_conj().resolve_neg()
-        x = torch.view_as_real(x) if x.is_complex() else x
-        rows = x.reshape(len(x) if x.ndim > 1 else 1, -1)
-        if sample is not None and x.numel() > sample:
-            rows = rows.reshape(1, -1)[:, :: x.numel() // sample]
-        width = min(rows.shape[1], _BLOCK)
-        weights = torch.arange(width, device=x.device, dtype=_wide(x))
-        weights = torch.cos(weights * 1.618033988749895)
-        totals = []
-        for some in rows.split(max(1, _BLOCK // width)):
-            parts = [_sums(part, weights) for part in some.split(width, 1)]
-            totals.append(sum(parts[1:], parts[0]))
-        total = torch.cat(totals, 1)
-        # On an accelerator it stays there, without synchronization, until it is compared.
-        return *aval, total.numpy().copy() if total.device.type == "cpu" else total
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.device.type != "mps" else torch.float32
-
-
-def _sums(part: Tensor, weights: Tensor) -> Tensor:
-    """For each row the sums of the moduli, of the weighted entries, and of the entries."""
-    wide = part.to(_wide(part))
-    if part.dtype == torch.float64:
-        wide = wide * 2.0**-64  # so that sums do not overflow
-    wide = wide.nan_to_num(nan=1.25, posinf=1.5, neginf=-1.75)
-    return torch.stack([wide.abs().sum(1), wide @ weights[: wide.shape[1]], wide.sum(1)])
-
-
-def is_near(a: Figures, b: Figures) -> bool:
-    """Whether two figures are equal up to rounding; checksums are compared exactly."""
-    return not bool(differ(a, b))
-
-
-def _differences(old: list[Figures], new: list[Figures]) -> list[bool | Tensor]:
-    if len(old) != len(new):
-        return [True]
-    return [differ(a, b) for a, b in zip(old, new, strict=True)]
-
-
-def differ(a: Figures, b: Figures) -> bool | Tensor:
-    """Whether two figures differ by more than rounding: on an accelerator as a tensor there."""
-    if len(a) != len(b):
-        return False  # one of them could not be read, as under vmap
-    if a[:2] != b[:2] or len(a) == 2 or isinstance(a[2], int):
-        return bool(a != b)
-    dtype = a[1]
-    inexact = dtype.is_floating_point or dtype.is_complex
-    slack = torch.finfo(dtype).eps ** (2 / 3) if inexact else 0.0
-    if isinstance(a[2], Tensor):
-        return (a[2] - b[2]).abs().le(slack * torch.maximum(a[2][0], b[2][0])).all().logical_not()
-    return not (np.abs(a[2] - b[2]) <= slack * np.maximum(a[2][0], b[2][0])).all()
-
-
-def _checksum(x: Tensor) -> Figures:
-    """Shape, dtype and a checksum of all bits."""
-    if not is_readable(x) or not x.numel():
-        return x.shape, x.dtype
-    plain = x.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return x.shape, x.dtype, zlib.crc32(plain.view(torch.uint8).numpy().tobytes())

@@ -293,6 +293,12 @@ def captured_error(forward: Forward, what: Any) -> GradtoolsError:
     )
 
 
+def is_cast_of_leaf(node: Any) -> bool:
+    """Whether a node is autocast's cached cast of a weight, which any call may have made."""
+    kinds = [type(parent).__name__ for parent, _ in node.next_functions]
+    return kinds == ["AccumulateGrad"] and type(node).__name__ == "ToCopyBackward0"
+
+
 def edge_error(forward: Forward, i: int, node: Any) -> GradtoolsError:
     """The error of a graph edge from chunk i to a node of an earlier chunk."""
     names = [name for x, name in forward.start.watched_now() if x.grad_fn is node]

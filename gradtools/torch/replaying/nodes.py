@@ -29,7 +29,7 @@ from gradtools.torch.hook_trials import gated_at_hooks
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
-from gradtools.torch.replaying.guards import marked, steps, thread_state
+from gradtools.torch.replaying.guards import marked, steps
 from gradtools.torch.replaying.recomputing import (
     check_storages,
     differentiating,
@@ -78,11 +78,13 @@ class ChunkProgram:
 
     Attributes:
         caller: The operator.
+        forward: The `Forward` from which it is derived, possibly itself.
         leaves: The captured leaves that it reaches.
         attached: Which outputs of each chunk have a derivative.
     """
 
     caller: str
+    forward: Any
     leaves: list[Tensor]
     attached: list[list[bool]] | None = None
 
@@ -117,11 +119,6 @@ class ChunkProgram:
         raise NotImplementedError
 
 
-def _forward_of(program: ChunkProgram) -> Any:
-    """The `Forward` from which a program is derived, possibly itself."""
-    return program.forward if isinstance(program, _Derived) else program
-
-
 def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
     """Splits a flat list into rows of these widths, and a last row of the rest."""
     rows: Rows = []
@@ -131,11 +128,6 @@ def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
         at += width
     rows.append([*flat[at:]])
     return rows
-
-
-def _spread(values: Entries, mask: list[bool]) -> list[Any]:
-    """The values at the positions of the mask, None elsewhere."""
-    return list(values) if all(mask) else spread(values, mask)
 
 
 class _Derived(ChunkProgram):
@@ -149,7 +141,7 @@ class _Derived(ChunkProgram):
     def __init__(
         self, of: ChunkProgram, widths: list[int], width: int, mask: Any, joint: Joint | None = None
     ) -> None:
-        self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, _forward_of(of)
+        self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, of.forward
         self.caller = of.caller
         self.widths, self.shared_width, self.mask = widths, width, mask
         # For each vmap, the outermost first: whether only the vectors are batched. The other
@@ -165,7 +157,7 @@ class _Derived(ChunkProgram):
         wanted = own
         if not alone:
             result.of, wanted = self.of.batched(size, own, randomness, True)
-            result.forward = _forward_of(result.of)
+            result.forward = result.of.forward
         vectors = zip(wanted, on, widths, strict=True)
         return result, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
 
@@ -194,11 +186,6 @@ class _Derived(ChunkProgram):
         result, sums = fun(*(ct for ct in cts if ct is not None))
         return spread([*result, *sums], counts)
 
-    def explain(self, error: RuntimeError) -> None:
-        """Raises a better error for one of PyTorch's, except for frozen, which falls back."""
-        if self.forward.mark != "frozen":
-            explain(self.caller, error)
-
     def needs(self, i: int) -> bool:
         """Whether chunk i contributes to the result."""
         return True
@@ -206,18 +193,11 @@ class _Derived(ChunkProgram):
     def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
         """The other program's inputs at chunk i, then the vectors, None for absent ones."""
         k, m = self.widths[i], self.shared_width
-        vectors, of_shared = _spread(xs[k:], self.mask[i]), _spread(shared[m:], self.mask[-1])
+        vectors, of_shared = spread(xs[k:], self.mask[i]), spread(shared[m:], self.mask[-1])
         return xs[:k], shared[:m], vectors, of_shared
 
     def advance(self, i: int, xs: Entries, shared: Entries) -> None:
         self.of.advance(i, *self.split(i, xs, shared)[:2])
-
-    def _drop_hooks_set_again(self, adding: LeafHooks | None) -> None:
-        """Removes hooks that the recomputation of f set on leaves a second time."""
-        for k, x in enumerate(self.leaves):
-            hooks = upstream.tensor_hooks(x)
-            if hooks and not (adding is not None and adding.takes(k)):
-                hooks.clear()
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
         """Computes chunks with kept graphs into `found` and `sums`; returns their indices."""
@@ -281,7 +261,7 @@ class _Derived(ChunkProgram):
         if create:
             refuse_lost(self.caller, tensors_of((*ys, *terms)))
         # A transposed pullback adds its own gates.
-        if create or (self.transposes and not isinstance(self.of, _Derived)):
+        if create or (self.transposes and self.of is self.forward):
             run, leaves = self.forward.rerunnable(i, a, b)
             gate_graph(self.caller, run, leaves, tensors_of((*ys, *terms)), [*a, *b])
         return [*a, *b, *self.leaves], ys, terms
@@ -315,10 +295,8 @@ class Backward(_Derived):
         # A recomputed graph has the same nodes as in the first pass, where they were examined.
         same = self.of is self.forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
-        if forward.hooked or forward.counts:
-            with differentiating(forward, create):
-                grads = self._pulled_adding(adding, outs, inputs, cts, own, *how)
-        else:
+        watched = forward.hooked or forward.counts
+        with differentiating(forward, create) if watched else NOTHING:
             grads = self._pulled_adding(adding, outs, inputs, cts, own, *how)
         if create and forward.hooked:
             grads = self._gated_at_hooks(i, inputs[:own], xs, outs, cts, grads)
@@ -341,13 +319,16 @@ class Backward(_Derived):
         *how: bool,
     ) -> list[Any]:
         """As `pulled`, with None for gradients that hooks on leaves add to the sums."""
-        roots = outs if adding is None else adding.roots(outs)
-        if self.forward.hooked:
-            self._drop_hooks_set_again(adding)
+        roots, forward = outs if adding is None else adding.roots(outs), self.forward
+        for k, x in enumerate(self.leaves if forward.hooked else ()):
+            hooks = upstream.tensor_hooks(x)  # which the recomputation of f set a second time
+            if hooks and not (adding is not None and adding.takes(k)):
+                hooks.clear()
         try:
             grads = self.pulled(roots, inputs, cts, own, *how)
         except RuntimeError as error:
-            self.explain(error)
+            if forward.mark != "frozen":  # which falls back to other kernels
+                explain(self.caller, error)
             raise
         for k in adding.added if adding is not None else ():
             grads[own + k] = None
@@ -382,14 +363,6 @@ class Backward(_Derived):
         return done
 
 
-def _refuse_edits(outs: Entries) -> None:
-    """Raises if f's graph holds a reverse-only rule, whose pullback cannot be transposed."""
-    for node in nodes_of(tensors_of(outs)):
-        edit = reverse_only_at(node)
-        if edit is not None:
-            raise GradtoolsError(reverse_only_text("chunked", edit))
-
-
 class Pushed(_Derived):
     """The pushforward, as the transpose of the pullback: dual levels do not nest."""
 
@@ -404,7 +377,9 @@ class Pushed(_Derived):
         xs, shared, dxs, dshared = self.split(i, xs, shared)
         inputs, ys, terms = self._within(i, xs, shared)
         outs = [*ys, *terms]
-        _refuse_edits(outs)
+        edits = map(reverse_only_at, nodes_of(tensors_of(outs)))
+        if edit := next(filter(None, edits), None):  # whose pullback cannot be transposed
+            raise GradtoolsError(reverse_only_text("chunked", edit))
         with torch.enable_grad():
             dummies = [_dummy(y) for y in outs]
             pulled = pulled_back(outs, inputs, dummies, True, True)
@@ -471,7 +446,7 @@ def node_of(
         else:
             results = applied(_ProgramNode, maps, outs, *inputs)
     counts, mask = maps.shape
-    flat = _spread(results, mask)
+    flat = spread(results, mask)
     if known is not None and not all(mask):
         everything = [*chain(*known[0]), *known[1]]
         flat = [y if t else e for y, t, e in zip(flat, mask, everything, strict=True)]
@@ -481,16 +456,12 @@ def node_of(
 
 def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
     """The outputs and sums that are the node's outputs; stores their layout in `shape`."""
-    outs: list[Tensor] = []
-    mask: list[bool] = []
-    for i, ys in enumerate([*found[0], found[1]]):
-        for k, y in enumerate(ys):
-            attached = not known or program.attached is None or program.attached[i][k]
-            mask.append(isinstance(y, Tensor) and attached)
-            if mask[-1]:
-                outs.append(y)
+    flat = [*chain(*found[0]), *found[1]]
+    mask = [isinstance(y, Tensor) for y in flat]
+    if known and program.attached is not None:
+        mask = [t and a for t, a in zip(mask, chain(*program.attached), strict=True)]
     shape[:] = [list(map(len, found[0])), mask]
-    return outs
+    return [*compress(flat, mask)]
 
 
 @dataclass(frozen=True)
@@ -504,22 +475,16 @@ class _Maps:
 
     def cotangent(self, saved: Entries, cts: Entries, joint: Joint | None = None) -> list[Any]:
         counts, mask = self.shape
-        full = _spread(cts, mask)
+        full = spread(cts, mask)
         if not isinstance(self.program, _Derived):  # the sums of `Forward` are carries
             full = full[: sum(counts)]
         rows, shared, those = self._vectors(saved, full, counts)
-        before, thread_state.mark = (
-            thread_state.mark,
-            thread_state.mark or _forward_of(self.program).mark,
-        )
-        try:
+        with marked(self.program.forward.mark):
             return self.program.pull(self.widths, self.width, those, rows, shared, joint)
-        finally:
-            thread_state.mark = before
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
         result = self._vectors(saved, dxs, self.widths)
-        with marked(_forward_of(self.program).mark):
+        with marked(self.program.forward.mark):
             pushed = self.program.push(self.widths, self.width, result[2], *result[:2])
         mask = self.shape[1]
         pushed += [None] * (len(mask) - len(pushed))  # of carries

@@ -28,7 +28,7 @@ def check_storages(forward: Forward) -> None:
     """Raises if leaves have another storage, as after `.data = ...`, which changes no version."""
     moved = [x for x, storage in forward.storages if x.untyped_storage() is not storage]
     if moved:
-        reached = any(x is moved[0] for x in forward.reached_leaves())
+        reached = any(x is moved[0] for x in forward.reached_leaves)
         kind = "a parameter" if reached else "an argument"
         name = forward.start.name_of(lambda x: x is moved[0]) or kind
         raise GradtoolsError(

@@ -40,6 +40,7 @@ from gradtools.torch.replaying.guards import (
     check_cached,
     check_modules,
     edge_error,
+    is_cast_of_leaf,
     is_recorded,
     is_wrapped,
     parameters_of,
@@ -63,7 +64,8 @@ from gradtools.torch.replaying.slicing import (
 )
 from gradtools.torch.rerunning import Rerunnable
 from gradtools.torch.rules.functions import reverse_only_at
-from gradtools.torch.state import Snapshot, changed_contents
+from gradtools.torch.state import Snapshot
+from gradtools.torch.tensor_contents import is_other
 
 left_to_python(__name__)
 _PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right
@@ -82,6 +84,7 @@ class Forward(ChunkProgram):
     saves_parameters = True  # so that autograd detects in-place changes of them
     compares_leaves = compares_bits = True  # in the verification
     mark = property(lambda self: self.caller)  # of its operations in graphs
+    forward = property(lambda self: self)
     within: Callable[[], Any] | None = None  # a context manager in which f runs
 
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
@@ -275,13 +278,13 @@ class Forward(ChunkProgram):
 
     def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
         """f at one chunk, like `ChunkFunction`, with captured tensors after the shared leaves."""
-        if self.batches:
-            return self._batched_call
-        return self._substituted_call if self.captured else self.chunks.call
-
-    def _batched_call(self, i: int, index: int, pieces: Any, own: Any, carry: Any) -> Any:
-        """f at one chunk, under one vmap for each of `batches`."""
         call = self._substituted_call if self.captured else self.chunks.call
+        return partial(self._batched_call, call) if self.batches else call
+
+    def _batched_call(
+        self, call: Any, i: int, index: int, pieces: Any, own: Any, carry: Any
+    ) -> Any:
+        """f at one chunk, under one vmap for each of `batches`."""
         flat = [*pieces, *own, *carry]
         there = [isinstance(x, Tensor) for x in flat]
         axes = [0 if self.beneath or k in self.moving[i] else None for k in range(len(pieces))]
@@ -477,7 +480,7 @@ class Forward(ChunkProgram):
         for k, x, original, version in before:
             if upstream.version_of(x) != version:
                 self.originals.setdefault(i, {})[k] = original
-            elif self.verification is not None and _is_other(x, original):
+            elif self.verification is not None and is_other(x, original):
                 raise self._written_elsewhere()
         return outs
 
@@ -537,7 +540,7 @@ class Forward(ChunkProgram):
                     leaves[id(variable)] = variable
                 continue
             todo += map(_first_of, node.next_functions)
-            if number_of(node) < begin and not _is_cast_of_leaf(node):
+            if number_of(node) < begin and not is_cast_of_leaf(node):
                 of_pass = number_of(node) >= began[0]
                 raise edge_error(self, i, node) if of_pass else captured_error(self, node)
             if kind not in _PLAIN:
@@ -591,24 +594,8 @@ class Forward(ChunkProgram):
                 self.versions.append((x, upstream.version_of(x), "an argument"))
         split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
         own = [] if self.beneath else [*self.shared, *given, *split]  # other rows are views
-        leaves = (*self.reached_leaves(), *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
+        leaves = (*self.reached_leaves, *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
         plain = [x for x in leaves if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
         self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
 
-    def reached_leaves(self) -> list[Tensor]:
-        """The leaves that f captures, differentiated or not."""
-        return self.leaves
-
-
-def _is_other(x: Tensor, copy: Tensor) -> bool:
-    """Whether x differs bitwise from an earlier copy; False if that cannot be read."""
-    plain = type(x) is Tensor and x.device.type == "cpu" and not (x.is_conj() or x.is_neg())
-    hidden = upstream.peek_interpreter_stack() is not None or upstream.is_traced_by_make_fx()
-    return plain and not (hidden or x.is_quantized) and any(changed_contents([x], [copy]))
-
-
-def _is_cast_of_leaf(node: Any) -> bool:
-    """Whether a node is autocast's cached cast of a weight, which any call may have made."""
-    parents = [parent for parent, _ in node.next_functions]
-    leaf = len(parents) == 1 and type(parents[0]).__name__ == "AccumulateGrad"
-    return leaf and type(node).__name__ == "ToCopyBackward0"
+    reached_leaves = property(lambda self: self.leaves)  # those that f captures

@@ -343,6 +343,22 @@ def test_a_use_whose_argument_has_other_data_is_refused_in_the_second_derivative
         torch.autograd.grad(slope.sum(), y)
 
 
+class _Scaled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, scale):
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct * ctx.scale, None
+
+
 COEFFICIENTS = {  # on which derivatives depend, and no value
     "scale_gradient": lambda y, k: gt.scale_gradient(y, k),
     "reverse_gradient": lambda y, k: gt.reverse_gradient(y, torch.tensor(k)),

@@ -44,6 +44,7 @@ _KEEPS = (
     "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
 )
 _EDITS = {"scale_gradient": "scale_gradient or reverse_gradient"}  # which share a rule
+_HELD = " that holds "  # between a Function's name and its numbers
 _RULES = ("gradtools.torch.rules.", "gradtools.torch.hooks")  # the modules of rules' Functions
 _SAMPLE = 1 << 16  # entries of a module's output that are compared, to locate a difference
 
@@ -338,6 +339,8 @@ class Verification:
         other = (self.kinds[i] - found) + (found - self.kinds[i])
         if other:
             kind = min(other)
+            if _HELD in kind:
+                raise self._other_coefficient(i, f"the autograd.Function {kind.split(_HELD)[0]}")
             raise GradtoolsError(
                 f"{self.caller}: chunk {i} is differentiated through other operations when it is "
                 f"computed again: its graph holds {kind} inputs {self.kinds[i][kind]} times first, "
@@ -383,14 +386,19 @@ def refuse_other_differentiation(in_kept_graph: list[bool], *xs: Any) -> None:
 def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
     """Counts nodes by class and number of connected inputs, without leaves.
 
-    All Functions of gradtools' rules count as one class.
+    All Functions of gradtools' rules count as one class. A user's Function counts with the numbers
+    that its ctx holds, by which its backward may multiply.
     """
     counts = Counter[str]()
     for node in nodes:
         kind, count = type(node).__name__, sum(x is not None for x, _ in node.next_functions)
         if isinstance(node, BackwardCFunction):
             home = upstream.forward_class(type(node)).__module__
-            kind = "a rule" if home.startswith(_RULES) else kind
+            numbers = [x for x in vars(node).values() if type(x) in (int, float, complex)]
+            if home.startswith(_RULES):
+                kind = "a rule"
+            elif numbers and not home.startswith(("torch.", "gradtools.")):
+                kind = f"{kind.removesuffix('Backward')}{_HELD}{numbers}"
         if kind != "AccumulateGrad":
             counts[f"{kind} on {count}"] += 1
     return counts

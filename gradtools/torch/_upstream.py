@@ -419,6 +419,15 @@ sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 """When a node was made, as `nodes_made` counts. Gone: walk both graphs."""
 
 
+def factors_of(node: Any) -> list[Any]:
+    """The operands that a product's or quotient's node saved, packed if hooks did so.
+
+    Gone: a factor of detached values is not compared.
+    """
+    saved = (getattr(node, f"_raw_saved_{name}", None) for name in ("self", "other"))
+    return [getattr(x, "data", None) for x in saved]
+
+
 def forward_class(kind: Any) -> Any:
     """The `torch.autograd.Function` of a class of nodes. Gone: use its name."""
     return users_class(kind._forward_cls)

@@ -351,6 +351,16 @@ def test_the_running_node_and_its_number_are_seen():
     assert upstream.sequence_of(seen[0]) == upstream.sequence_of(y.grad_fn)
 
 
+def test_the_factors_of_a_product_are_read_and_no_hook_runs():
+    unpacked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (x,), lambda x: unpacked.append(x)):
+        node = (2.5 * _x()).grad_fn
+        of_tensors = (_x() * _x()).grad_fn
+    assert [None if x is None else float(x) for x in upstream.factors_of(node)] == [None, 2.5]
+    assert all(type(x) is tuple for x in upstream.factors_of(of_tensors)) and not unpacked
+    assert upstream.factors_of(_x().sin().grad_fn)[1] is None
+
+
 def test_what_a_node_saved_is_read_by_its_name():
     x = _x()
     node = x.exp().grad_fn

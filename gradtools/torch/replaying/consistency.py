@@ -26,7 +26,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.coefficients import HERE, closed_over, coefficients_noted
 from gradtools.torch.compiling import left_to_python, nodes_of
-from gradtools.torch.functorch_wrappers import is_dual, unwrapped
+from gradtools.torch.functorch_wrappers import is_dual, is_wrapped, unwrapped
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.patches import hooks_set
 from gradtools.torch.replaying.checksums import Figures, checksum, differ, differences_of, figures
@@ -44,7 +44,8 @@ _KEEPS = (
     "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
 )
 _EDITS = {"scale_gradient": "scale_gradient or reverse_gradient"}  # which share a rule
-_HELD = " that holds "  # between a Function's name and its numbers
+_HELD = " that holds "  # between a node's name and its numbers
+_PRODUCTS = ("MulBackward0", "DivBackward0")
 _RULES = ("gradtools.torch.rules.", "gradtools.torch.hooks")  # the modules of rules' Functions
 _SAMPLE = 1 << 16  # entries of a module's output that are compared, to locate a difference
 
@@ -214,10 +215,10 @@ class Verification:
             self._pending.append((i, torch.stack(asynchronous).any(), seen.modules))
         if self.exact and not self._same_modules(self.seen[i].modules, seen.modules):
             raise self._other(i, self._where(i, seen.modules))
-        if own is not None and torch.is_grad_enabled() and i in self.leaves:
-            self._compare_leaves(i, outs, own)
         if not was_queried():
             self._compare_coefficients(i, seen.coefficients)
+        if own is not None and torch.is_grad_enabled() and i in self.leaves:
+            self._compare_leaves(i, outs, own)
 
     # --- numbers
 
@@ -229,7 +230,7 @@ class Verification:
         self, tree: Any, sample: int | None = None, exact: bool | None = None
     ) -> list[Figures]:
         leaves = [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
-        wrapped = upstream.is_wrapped
+        wrapped = is_wrapped
         duals = [is_dual(x) and not wrapped(x) for x in leaves]
         pairs = zip(leaves, duals, strict=True)
         leaves = [forward_ad.unpack_dual(x).primal if dual else x for x, dual in pairs]
@@ -340,7 +341,7 @@ class Verification:
         if other:
             kind = min(other)
             if _HELD in kind:
-                raise self._other_coefficient(i, f"the autograd.Function {kind.split(_HELD)[0]}")
+                raise self._other_coefficient(i, f"the node {kind.split(_HELD)[0]}")
             raise GradtoolsError(
                 f"{self.caller}: chunk {i} is differentiated through other operations when it is "
                 f"computed again: its graph holds {kind} inputs {self.kinds[i][kind]} times first, "
@@ -350,6 +351,11 @@ class Verification:
 
 def _shapes(xs: list[Tensor]) -> list[tuple[Any, ...]]:
     return sorted((tuple(x.shape), str(x.dtype)) for x in xs)
+
+
+def _is_number(x: Any) -> bool:
+    """Whether x is a scalar on the CPU, as PyTorch makes of a Python number."""
+    return type(x) is Tensor and x.ndim == 0 and x.device.type == "cpu" and not is_wrapped(x)
 
 
 def _differentiated(outs: Sequence[Any]) -> list[int]:
@@ -387,7 +393,7 @@ def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
     """Counts nodes by class and number of connected inputs, without leaves.
 
     All Functions of gradtools' rules count as one class. A user's Function counts with the numbers
-    that its ctx holds, by which its backward may multiply.
+    that its ctx holds, and a product with its scalar factors: the outputs need not depend on them.
     """
     counts = Counter[str]()
     for node in nodes:
@@ -398,7 +404,10 @@ def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
             if home.startswith(_RULES):
                 kind = "a rule"
             elif numbers and not home.startswith(("torch.", "gradtools.")):
-                kind = f"{kind.removesuffix('Backward')}{_HELD}{numbers}"
+                kind = f"{kind}{_HELD}{numbers}"
+        elif kind in _PRODUCTS:
+            factors = filter(_is_number, upstream.factors_of(node))
+            kind += "".join([f"{_HELD}{x.item()}" for x in factors])
         if kind != "AccumulateGrad":
             counts[f"{kind} on {count}"] += 1
     return counts

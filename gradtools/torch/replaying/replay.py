@@ -102,8 +102,7 @@ class Forward(ChunkProgram):
             raise GradtoolsError(f"{self.caller}: {error}") from None
         self.verifies = chunks.options.verify is not False
         self.verification: Verification | None = None
-        if self.start.reached.modules:
-            self._check_modules()
+        self._check_modules()
         one = self._moving(self.pieces[0])  # the same in all chunks, except for lists
         listed = any(chunks.lists)
         self.moving = [self._moving(p) if listed else one for p in self.pieces]

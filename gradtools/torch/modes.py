@@ -129,29 +129,26 @@ class Modes:
         pairs = zip(_NAMES, self.flags, strict=True)
         return replace(self, flags=[others.get(name, flag) for name, flag in pairs])
 
-    def outside_of_batchings(self) -> AbstractContextManager[None]:
-        """As `restored`, and outside of the levels of ``is_grads_batched``."""
-        depth = batchings()
-        return self._outside(depth) if depth > 0 else self.restored()
-
-    @contextmanager
-    def _outside(self, depth: int) -> Iterator[None]:
-        for _ in range(depth):
-            upstream.leave_vmap()
-        try:
-            with self.restored():
-                yield
-        finally:
-            for _ in range(depth):
-                upstream.enter_vmap()
-
     def are_current(self) -> bool:
         """Whether they are the current ones, apart from grad mode."""
         return _current_flags() == self.flags and batchings() == 0 and self._others() is NOTHING
 
-    def restored(self) -> AbstractContextManager[None]:
-        """A block in which the recorded modes and flags are set."""
-        return _Restored(self.flags, self.grad, self._others())
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A block in the recorded modes and flags, outside of levels of ``is_grads_batched``."""
+        depth, flags, grad = batchings(), _current_flags(), torch.is_grad_enabled()
+        for _ in range(depth):
+            upstream.leave_vmap()
+        try:
+            with self._others():
+                _set(flags, self.flags)
+                upstream.set_grad_enabled(self.grad)
+                yield
+        finally:
+            upstream.set_grad_enabled(grad)
+            _set(_current_flags(), flags)
+            for _ in range(depth):
+                upstream.enter_vmap()
 
     def _others(self) -> AbstractContextManager[Any]:
         """A context that sets autocast, default device and inference mode if they differ."""
@@ -167,7 +164,6 @@ class Modes:
         with ExitStack() as inside:
             if torch.is_inference_mode_enabled():  # backward() may be called in inference mode
                 inside.enter_context(torch.inference_mode(False))
-                inside.enter_context(torch.set_grad_enabled(self.grad))
             if device:
                 inside.enter_context(self.device)
             for kind, on, dtype in self.autocast if casts else ():
@@ -175,24 +171,6 @@ class Modes:
                     torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
                 )
             yield
-
-
-class _Restored:
-    """A context that sets flags and grad mode, and enters `others`."""
-
-    def __init__(self, flags: list[Any], grad: bool, others: AbstractContextManager[Any]) -> None:
-        self._flags, self._wanted, self._others = flags, grad, others
-
-    def __enter__(self) -> None:
-        self._before, self._grad = _current_flags(), torch.is_grad_enabled()
-        _set(self._before, self._flags)
-        upstream.set_grad_enabled(self._wanted)
-        self._others.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._others.__exit__(*error)
-        upstream.set_grad_enabled(self._grad)
-        _set(_current_flags(), self._before)
 
 
 def casts_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:

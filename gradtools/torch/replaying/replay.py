@@ -201,7 +201,7 @@ class Forward(ChunkProgram):
     ) -> tuple[list[Any], list[Any]]:
         """f at one chunk in the modes of the first pass, verified if required."""
         check, inside = self.verification, self.within() if self.within else NOTHING
-        again = self.modes.outside_of_batchings() if self.is_recomputing_chunks else NOTHING
+        again = self.modes.restored() if self.is_recomputing_chunks else NOTHING
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
         watched: Any = check.watching(i) if check else NOTHING
         with again, cached as weights, watched as seen, inside:
@@ -220,7 +220,7 @@ class Forward(ChunkProgram):
         """The outputs of the only chunk, computed once more as in the first pass."""
         self.start.restore()
         modes, before = self.first_modes, upstream.nodes_made()
-        with modes.outside_of_batchings(), torch.set_grad_enabled(modes.grad):
+        with modes.restored(), torch.set_grad_enabled(modes.grad):
             count = len(self.moving[i])
             inputs = [alias_of(primal_of(x)) for x in given]
             pieces, own = self._arguments(i, inputs[:count], inputs[count:])

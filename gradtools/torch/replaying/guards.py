@@ -171,7 +171,7 @@ def _wrapper_error(caller: str, name: str, kind: str) -> GradtoolsError:
 def _has_forward_methods(module: Any) -> bool:
     """Whether a module of FSDP2 has methods that gather its parameters as its forward does.
 
-    `register_fsdp_forward_method` stores them in the instance.
+    register_fsdp_forward_method of torch.distributed.fsdp stores them in the instance.
     """
     return any(isinstance(x, MethodType) for x in vars(module).values())
 

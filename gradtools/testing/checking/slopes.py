@@ -46,7 +46,8 @@ class Slope:
     def parts(self, like: Sequence[np.ndarray]) -> list[Slope]:
         """Splits the slope of a flat vector into slopes of arrays like these."""
         pieces = [shaped_like(x, like) for x in (self.value, self.error, self.at)]
-        return [Slope(*three, self.smallest) for three in zip(*pieces, strict=True)]
+        triples = zip(*pieces, strict=True)
+        return [Slope(value, error, at, self.smallest) for value, error, at in triples]
 
 
 def shaped_like(entries: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:

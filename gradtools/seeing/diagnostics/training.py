@@ -295,7 +295,8 @@ class _LossRun:
         shapes = {h.name: h.array.shape for h in self.held if h.role == PARAMETER}
         numbers = {h.name: self._numbers(k) for k, h in enumerate(self.held)}
         result: set[str] = set()
-        for prefix in {name[:at] for name in stopped for at in _ends_of_steps(name)}:
+        inside = ((name, k) for name in stopped for k in range(1, len(name)))
+        for prefix in {name[:k] for name, k in inside if name[k - 1] in ".]"}:
             own = {name for name in shapes if name.startswith(prefix)}
             ends = [name.removeprefix(prefix) for name in own]
             if not own <= stopped:
@@ -337,11 +338,6 @@ class _LossRun:
             ]
             if names:
                 diagnosis.notes.append((text, names))
-
-
-def _ends_of_steps(name: str) -> list[int]:
-    """The positions in a path after each of its steps except the last."""
-    return [k + 1 for k, letter in enumerate(name) if letter in ".]" and k + 1 < len(name)]
 
 
 _SPENT = (

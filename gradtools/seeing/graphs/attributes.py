@@ -24,16 +24,12 @@ def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) ->
     attributes = node.attributes
     if "relation" in attributes and len(operands) == 2:
         return f"{node.operation}({operands[0]} {attributes['relation']} {operands[1]})"
-    return f"{node.operation}({', '.join([*operands, *attribute_texts(node, shape)])})"
-
-
-def attribute_texts(node: Node, shape: Sequence[int] = ()) -> list[str]:
-    """The attributes, each as ``key=value`` or a slice in brackets."""
-    shown = {key: value for key, value in node.attributes.items() if key not in _BESIDE}
+    shown = {key: value for key, value in attributes.items() if key not in _BESIDE}
     sliced = [f"[{_slices(shown, shape)}]"] if "start" in shown and "limit" in shown else []
     if sliced:
         shown = {k: v for k, v in shown.items() if k not in ("start", "limit", "stride", "drop")}
-    return [*sliced, *filter(None, (_piece(key, value) for key, value in shown.items()))]
+    pieces = filter(None, (_piece(key, value) for key, value in shown.items()))
+    return f"{node.operation}({', '.join([*operands, *sliced, *pieces])})"
 
 
 def mark_text(node: Node) -> str:

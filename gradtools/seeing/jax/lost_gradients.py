@@ -196,7 +196,9 @@ class _Back:
         try:
             return step.pulled(given, wanted)
         except Exception as error:
-            if not (is_of("jax", error) and _leaves_jax(step)):
+            closed = jax.make_jaxpr(step.apply)(step.arrays)
+            is_callback = lambda eqn: eqn.primitive.name.endswith("_callback")
+            if not (is_of("jax", error) and jaxprs.uses_primitive(closed, is_callback)):
                 raise
         for x in step.operands.values():
             self._returned.reached |= x.leaves
@@ -412,12 +414,6 @@ def _is_nan_at_once(closed: Any, leaves: Sequence[Any]) -> bool:
 
 def _is_nan(x: Any) -> bool:
     return not math.isfinite(_size(x))
-
-
-def _leaves_jax(step: TapeStep) -> bool:
-    """Whether a step contains a host callback, which JAX cannot differentiate."""
-    closed = jax.make_jaxpr(step.apply)(step.arrays)
-    return jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name.endswith("_callback"))
 
 
 __all__ = ["vanishing"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradtools.code_origin import LIBRARY, PACKAGE, USER, whose
 from gradtools.torch import randomness, state
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.state import Snapshot
@@ -139,6 +140,19 @@ def test_what_did_not_change_is_shared():
     assert later is not first and later.reached is first.reached
 
 
+def test_streams_that_were_drawn_from_are_kept():
+    streams = randomness.PYTHON, randomness.NUMPY, torch.device("cpu")
+    for stream, draw in zip(
+        streams, (random.random, draw_numpy, lambda: torch.rand(1)), strict=True
+    ):
+        before = Snapshot.of([], [])
+        first = draw()
+        settled = before.without_unused_streams().streams
+        assert [*settled.states] == [stream]
+        settled.restore()
+        assert draw() == first
+
+
 @pytest.mark.parametrize("stream", [randomness.PYTHON, randomness.NUMPY])
 def test_a_number_that_a_stream_kept_back_counts_as_drawn(stream):
     draw = {randomness.PYTHON: lambda: random.gauss(0, 1), randomness.NUMPY: draw_numpy}[stream]
@@ -170,6 +184,18 @@ def test_a_container_that_was_empty_is_walked_once_it_is_not(model):
     assert any(x is state for x, _ in later.reached.watched)
 
 
+def test_another_numpy_generator_is_read_as_well():
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(0))
+        known = Randomness.everywhere(())
+        assert randomness.NUMPY not in known.advanced().states
+        draw_numpy()
+        assert randomness.NUMPY in known.advanced().states
+    finally:
+        np.random.set_bit_generator(before)
+
+
 @pytest.mark.parametrize("transform", ["frozen", "checkpoint", "chunked", "grad", "custom_rule"])
 def test_what_gradtools_knows_of_a_function_is_no_state_of_the_user(transform: str) -> None:
     """A snapshot that stands in it holds whole modules' globals, which would be walked."""
@@ -187,6 +213,12 @@ def test_what_gradtools_knows_of_a_function_is_no_state_of_the_user(transform: s
     reached = Snapshot.of([f], []).reached
     assert len(reached.maps) < 40
     assert not any(items is globals() for items, _ in reached.maps)
+
+
+def test_a_class_is_of_who_wrote_its_module():
+    assert [whose(kind) for kind in (Snapshot, nn.Linear, random.Random)] == [LIBRARY] * 3
+    assert whose(pytest.Item) == PACKAGE
+    assert whose(type("Mine", (), {"__module__": __name__})) == USER
 
 
 class Shared:

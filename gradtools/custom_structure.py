@@ -50,7 +50,6 @@ class Specialization:
 
     def __post_init__(self) -> None:
         self.backend = self.of._backend
-        self.name = self.of.__name__
         self.contract = self.of._contract()
         self.values: dict[Any, tuple[Any, list[Aval]]] = {}
         self.rule = self.of._rule(self)
@@ -132,10 +131,7 @@ class Specialization:
             return self.backend.asarray(y)
         except (TypeError, ValueError, GradtoolsError) as error:
             came = describe(self.backend, y)
-            raise self._error(f"{who} returned {came}, expected arrays.") from error
-
-    def _error(self, text: str) -> GradtoolsError:
-        return GradtoolsError(f"{self.of._kind} {self.name}: {text}")
+            raise self.contract.refusal(f"{who} returned {came}, expected arrays.") from error
 
     # --- the forward rule
 
@@ -239,7 +235,7 @@ class Specialization:
         if not isinstance(cotangents, tuple | list) or len(cotangents) != len(self.entries):
             came = describe(self.backend, cotangents)
             names = [n for n in self.of._binding.names if n not in self.of.static_argnames]
-            raise self._error(
+            raise self.contract.refusal(
                 f"bwd returned {came}, expected a tuple of {len(self.entries)}, one cotangent for "
                 f"each argument{' (' + ', '.join(names) + ')' if names else ''}."
             )
@@ -260,7 +256,7 @@ class Specialization:
     def pair(self, result: Any, who: str, what: str) -> Any:
         """The result, or an error if it is not a pair."""
         if not isinstance(result, tuple | list) or len(result) != 2:
-            raise self._error(
+            raise self.contract.refusal(
                 f"{who} returned {describe(self.backend, result)}, expected a pair {what}."
             )
         return result
@@ -276,7 +272,9 @@ class Specialization:
             leaves = self._bare(tree, treedef) if leaves is None else leaves
         if leaves is None or any(isinstance(x, tuple | list | dict) for x in leaves):
             came = in_words(self.backend.flatten(tree)[1])
-            raise self._error(f"{who} has the structure {came}, expected {in_words(treedef)}.")
+            raise self.contract.refusal(
+                f"{who} has the structure {came}, expected {in_words(treedef)}."
+            )
         return list(leaves)
 
     def _zero_filled(self, tree: Any, treedef: Any) -> list[Any] | None:
@@ -313,7 +311,7 @@ class Specialization:
         unchecked = self.contract.check == "never" and self.backend.lets_shapes_pass()
         if (tuple(x.shape) != shape and not unchecked) or x.dtype != dtype:
             name = str(dtype).removeprefix("torch.")
-            raise self._error(
+            raise self.contract.refusal(
                 f"{who} has shape {tuple(x.shape)} and dtype {self.backend.dtype_name(x)}, "
                 f"expected {shape} and {name}, those of its argument. Reshape or cast it."
             )

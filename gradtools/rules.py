@@ -220,16 +220,6 @@ def reverse_only_text(caller: str, name: str) -> str:
     )
 
 
-def closes_over(
-    rule: Rule, wanted: Callable[[Any], bool], array: type, attributes: bool = True
-) -> bool:
-    """Whether a rule's user functions capture such an array, in closures, defaults or attributes.
-
-    The captured objects are searched, since tracing a rule that uses itself would not end.
-    """
-    return next(captured_objects(rule.user_functions, wanted, array, attributes), None) is not None
-
-
 def captured_objects(
     functions: Iterable[Any],
     wanted: Callable[[Any], bool],
@@ -237,6 +227,8 @@ def captured_objects(
     attributes: bool = True,
 ) -> Iterator[Any]:
     """The objects with `wanted(x)` in closures, defaults, containers and optionally attributes.
+
+    They are searched, since tracing a rule that uses itself would not end.
 
     array: The framework's array type, or several types, which are not searched any deeper.
     """

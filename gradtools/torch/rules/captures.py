@@ -7,7 +7,7 @@ the graph of a map, show what the search cannot see.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CellType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gradtools.custom_rules import CustomRule
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, captured_objects, closes_over
+from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.open_derivatives import is_spent
@@ -35,13 +35,19 @@ def closed_over_error(rule: Rule) -> GradtoolsError:
 
 def closes_over_tracked(rule: Rule) -> bool:
     """Whether a rule captures a differentiated tensor, whose derivative would be lost."""
+
+    def captures(wanted: Callable[[Tensor], bool], attributes: bool = True) -> bool:
+        is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
+        return any(True for _ in captured_objects(functions, is_wanted, Tensor, attributes))
+
+    functions = rule.user_functions
     if is_derived(rule):
         return False
-    if closes_over(rule, lambda x: isinstance(x, Tensor) and x.requires_grad, Tensor, False):
+    if captures(lambda x: x.requires_grad, False):
         return True
     if upstream.peek_interpreter_stack() is not None:
-        return closes_over(rule, lambda x: isinstance(x, Tensor) and is_wrapped(x), Tensor)
-    return upstream.forward_level() >= 0 and closes_over(rule, is_dual, Tensor)
+        return captures(is_wrapped)
+    return upstream.forward_level() >= 0 and captures(is_dual)
 
 
 def is_derived(rule: Rule) -> bool:

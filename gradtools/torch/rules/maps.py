@@ -186,7 +186,8 @@ def extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
     """Tangents of the extras, by the transposed pullback, since dual levels do not nest."""
     likes = ctx.like_ys[ctx.point.count :]
     wanted = [like is not None for like in likes]
-    if not any(wanted) or _first_order(xs):
+    forward_alone = in_eager() and not any(x.requires_grad for x in xs)
+    if not any(wanted) or forward_alone:  # then nobody needs tangents of extras
         return [None] * len(likes)
     pullback, mask = _extras_vjp(ctx, xs, wanted)
     nothing = tuple([zeros(*like) for like in likes if like])
@@ -195,11 +196,6 @@ def extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
     pairs = zip(pulled, moving, strict=True)
     dense = [torch.zeros_like(p) if dx is None else dx for p, dx in pairs]
     return spread(push(tuple(dense)), wanted)
-
-
-def _first_order(xs: Sequence[Tensor]) -> bool:
-    """Whether only forward mode is active, so that the tangents of extras are not needed."""
-    return in_eager() and not any(x.requires_grad for x in xs)
 
 
 def real_tensors_too(xs: Sequence[Tensor]) -> AbstractContextManager[None]:

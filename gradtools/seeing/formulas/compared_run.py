@@ -113,6 +113,7 @@ class _ComparedRun:
 
     def __init__(self, program: LeafProgram, order: int, wide: bool) -> None:
         self.program, self.order, self.wide = program, order, wide
+        self._step = 0.0  # the relative distance of the compared points; 0: of the arguments alone
         self.backend = backend = program.backend
         self.given = [_values(backend, x) for x in program.leaves]
         with self._trying():
@@ -175,6 +176,7 @@ class _ComparedRun:
         return formula
 
     def _of_one_run(self, formula: Formula, why: str) -> Formula:
+        self._step = 0.0
         check = self._check(formula, [self._here(formula)], finite=True)
         note = f"{why}; compared at the given arguments alone, for which it holds"
         formula.check = replace(check, note=note)
@@ -194,8 +196,9 @@ class _ComparedRun:
     def _check_nearby(self, formula: Formula, finite: bool = True) -> Check:
         """Compares at random points near the given arguments, nearer if f's domain requires it."""
         for step in _STEPS:
+            self._step, sample = step, self._sample(formula, step)
             try:
-                return self._check(formula, self._sample(formula, step), finite, is_near=True)
+                return self._check(formula, sample, finite, is_near=True)
             except Outside as error:
                 outside = error
         raise outside
@@ -261,9 +264,14 @@ class _ComparedRun:
         names = formula.gradients if self.order == 1 else formula.second
         tolerance = self._tolerance() if tolerance is None else tolerance
         call = _counted(formula)
-        worst, counted = 0.0, 0
-        for point in [self._here(formula, seed), *self._defined_nearby(formula, seed, points)]:
-            theirs = self._numbers(point)
+        near = self._sample(formula, self._step, seed, points) if self._step else []
+        worst, counted, passed = 0.0, 0, 0
+        for k, point in enumerate([self._here(formula, seed), *near]):
+            try:
+                theirs = self._numbers(point, is_near=k > 0)
+            except Outside:  # f is not defined there
+                continue
+            passed += 1
             counted += all_finite(theirs)
             came = returned(self._derived(derivation, point, convert), names, theirs[-1], call)
             result = compared(names, theirs[-1], came, tolerance, least_of(theirs))
@@ -271,26 +279,13 @@ class _ComparedRun:
                 return result
             worst = max(worst, result.error)
         if not counted:
-            raise GradtoolsError(_NOWHERE.format(points + 1))
-        random = f"{points} random points" if points > 1 else "1 random point"
+            raise GradtoolsError(_NOWHERE.format(len(near) + 1))
+        random = f" and {passed - 1} random point{'s' * (passed > 2)}" if passed > 1 else ""
         message = (
-            f"yes: agrees at the arguments and {random} (greatest relative error {worst:.1e}), "
+            f"yes: agrees at the arguments{random} (greatest relative error {worst:.1e}), "
             f"called with {call}"
         )
         return Agreement(True, worst, message=message)
-
-    def _defined_nearby(self, formula: Formula, seed: int, points: int) -> list[Point]:
-        """Random points at which f is defined and runs the same program; may be empty."""
-        if self._changes(formula):
-            return []
-        for step in _STEPS:
-            sample = self._sample(formula, step, seed, points)
-            try:
-                if all(all_finite(self._numbers(point, is_near=True)) for point in sample):
-                    return sample
-            except Outside:
-                continue
-        return []
 
     def _derived(self, derivation: Callable[..., Any], point: Point, convert: Any) -> Any:
         """The results of a derivation at a point, as NumPy arrays."""

@@ -20,8 +20,8 @@ Entry = tuple[Expr, tuple[int, ...]]
 def display_factors(
     x: Expr,
     named: Collection[Expr],
-    entries: bool = False,
-    defined: Defined | None = None,
+    entries: bool,
+    defined: Defined,
     opens: bool = True,
 ) -> tuple[Any, list[Expr], list[tuple[int, ...]]]:
     """Coefficient, factors and labels of x, with products among the factors flattened.
@@ -76,9 +76,9 @@ class Defined:
         return sorted((p for p in result if factors >= set(p.args)), key=lambda p: p.serial)
 
 
-def _with_named(entries: list[Entry], defined: Defined | None, x: Expr) -> list[Entry]:
+def _with_named(entries: list[Entry], defined: Defined, x: Expr) -> list[Entry]:
     """Several factors that are a product with a name are written by the name."""
-    if len(entries) < 2 or defined is None:
+    if len(entries) < 2:
         return entries
     for p in defined.within({f for f, _ in entries}):
         if p is not x:

@@ -94,25 +94,18 @@ def bar(x: Written) -> Written:
     return accent(x, BAR, r"\bar" if len(x.latex.split("_")[0]) < 9 else r"\overline")
 
 
-def low(text: str) -> str:
-    """An index in Unicode subscripts, or in square brackets where a letter has none."""
+def below(text: str, otherwise: str = "_{}") -> str:
+    """A subscript in Unicode, or `otherwise` where a letter has none."""
     small = text.translate(_LOW)
-    return small if all(c in _SMALL for c in small) else f"[{text}]"
+    return small if all(c in _SMALL for c in small) else otherwise.format(text)
 
 
-def below(text: str) -> str:
-    """The subscript of an operator such as a sum."""
-    small = text.translate(_LOW)
-    return small if all(c in _SMALL for c in small) else f"_{text}"
-
-
-def subscript(x: Written, text: str, latex: str | None = None) -> Written:
+def subscript(x: Written, text: str) -> Written:
     """An index below."""
     x = x.at(ATOM)
-    latex = text if latex is None else latex
-    if re.search(r"_\{[^{}]*\}$", x.latex):
-        return Written(x.text + low(text), x.latex[:-1] + f",{latex}}}")
-    return Written(x.text + low(text), f"{x.latex}_{{{latex}}}")
+    there = re.search(r"_\{[^{}]*\}$", x.latex)
+    latex = x.latex[:-1] + f",{text}}}" if there else f"{x.latex}_{{{text}}}"
+    return Written(x.text + below(text, "[{}]"), latex)
 
 
 def power(x: Written, exponent: Any) -> Written:

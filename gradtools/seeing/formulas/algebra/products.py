@@ -229,10 +229,14 @@ def _flatten(p: _Product) -> None:
     while queue:
         factor, names = queue.pop(0)
         closed = not _opens(factor, len(flat) + len(queue))
+        scaled = len(factor.args) == 1 and factor.get("coefficient", 1) != 1
         if closed or (sums and _stays_whole(factor)):
             flat.append((factor, names))
-        elif sums and _is_scaled_whole(factor):
-            flat.append(_scale_inside(factor, names))
+        elif sums and scaled and _stays_whole(factor.args[0]):
+            core, (turn,) = factor.args[0], factor["labels"]  # it may be transposed, too
+            c = factor["coefficient"] * core["coefficient"]
+            inner = product(core.args, core["labels"], range(core.rank), core.shape, c)
+            flat.append((inner, tuple(names[l] for l in turn)))
         else:
             sums = sums or contracts(factor)
             queue = _opened(p, factor, names) + queue
@@ -267,20 +271,6 @@ def _stays_whole(x: Expr) -> bool:
     if len(arrays) == 1 and arrays[0].op == "placeholder":
         return False
     return len(labels) > len(set(labels)) or any(not f.rank for f in x.args)
-
-
-def _is_scaled_whole(x: Expr) -> bool:
-    """Whether x is a multiple of such an elementwise product, maybe transposed."""
-    turned = x.op == "einsum" and len(x.args) == 1 and x["coefficient"] != 1
-    return turned and _stays_whole(x.args[0])
-
-
-def _scale_inside(x: Expr, names: Labels) -> tuple[Expr, Labels]:
-    """Moves the coefficient into the inner product, whose order of axes is kept."""
-    core = x.args[0]
-    coefficient = x["coefficient"] * core["coefficient"]
-    scaled = product(core.args, core["labels"], range(core.rank), core.shape, coefficient)
-    return scaled, tuple(names[l] for l in x["labels"][0])
 
 
 def _opens(factor: Expr, others: int) -> bool:
@@ -354,22 +344,15 @@ def _drop_one_hots(p: _Product) -> None:
 
 def _split_reshapes(p: _Product, shape: Sequence[int]) -> Expr | None:
     """Splits a merged axis into its parts, if every factor with that axis is a reshape."""
-    if _only_turns(p):
-        return None
+    if len(p.factors) == 1 and p.coefficient == 1 and not _has_sum(p):
+        names = p.factors[0][1]
+        if names == tuple(n for n in p.out if p.size[n] != 1 or n in names):
+            return None  # it only inserts axes of length 1
     for name in sorted(p.labels(), key=str):
         lengths = _common_merge(p, name)
         if lengths is not None and len(lengths) > 1:
             return _split_label(p, name, lengths, tuple(shape))
     return None
-
-
-def _only_turns(p: _Product) -> bool:
-    """Whether the product only inserts axes of length 1."""
-    if len(p.factors) != 1 or p.coefficient != 1 or _has_sum(p):
-        return False
-    names = p.factors[0][1]
-    long = tuple(n for n in p.out if p.size[n] != 1 or n in names)
-    return names == long
 
 
 def _common_merge(p: _Product, name: Any) -> tuple[int, ...] | None:

@@ -152,7 +152,7 @@ def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
         operand = (pieces[1], pieces[0])[place]
         args = [pieces[-1], operand] if place == 0 else [operand, pieces[-1]]
         return ts.function(adjoints[place], args, latex=_command(adjoints[place]))
-    number = ts.low(str(place + 1)) if places else ""
+    number = ts.below(str(place + 1)) if places else ""
     w.note("vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁ that of the first x")
     first = ts.join(pieces[: x["of"]], ", ", ", ", ts.SUM)
     then = ts.join(pieces[x["of"] :], ", ", ", ", ts.SUM)

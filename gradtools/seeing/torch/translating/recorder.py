@@ -128,6 +128,9 @@ class FormulaRecorder(Recorder[Expr]):
     def _entry(self, x: Tensor, index: Any) -> Expr | None:
         """x at an index with one computed integer, such as x[i] or x[0, i]; None for others."""
         entries = index if isinstance(index, tuple) else (index,)
+        for k in [k for k, at in enumerate(entries) if at is Ellipsis]:
+            whole = [slice(None)] * (x.ndim - len(entries) + 1)
+            entries = (*entries[:k], *whole, *entries[k + 1 :])
         computed = [k for k, at in enumerate(entries) if isinstance(at, Tensor)]
         if len(computed) != 1 or any(type(at) not in (int, slice, Tensor) for at in entries):
             return None

@@ -1,4 +1,4 @@
-"""Constants, contractions (all of them `einsum`), reshapes, slices and indexing.
+"""Constants, contractions (all of them `einsum`), reshapes and slices.
 
 A gather whose indices are known (a slice, padding with zeros, a flip, a diagonal) is one linear
 operation, ``arrange``, which keeps the name of the framework's operation; ``restore`` is its
@@ -16,7 +16,6 @@ import numpy as np
 
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import (
-    apply,
     array,
     axis_groups,
     broadcast,
@@ -28,16 +27,13 @@ from gradtools.seeing.formulas.algebra import (
     number,
     product,
     real,
-    rebuild,
     reshape,
-    total,
     transpose,
     unsqueeze,
     zeros,
 )
 from gradtools.seeing.formulas.expressions import (
     DTYPES,
-    REAL,
     ArrayValue,
     Expr,
     Shape,
@@ -257,7 +253,7 @@ def _update_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     w.note("set_at[...](x, u): x with u at these places")
     where = x["name"].strip("[]")
     inside = ts.join([w.whole(a) for a in x.args], ", ", ", ", ts.SUM)
-    return _placed("set_at", ts.Written(where, where), inside)
+    return placed("set_at", ts.Written(where, where), inside)
 
 
 operation("update", _update_value, _update_pullback, form=_update_form, ties=tie_first)
@@ -292,9 +288,9 @@ def _arrange_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     if "c" in name:
         w.note("[c]: at the places that f selects, by constant indices or by a mask")
     if forward:
-        return _part_of(inner, ts.Written(name[1:-1], name[1:-1]))
+        return part_of(inner, ts.Written(name[1:-1], name[1:-1]))
     w.note("into[...](x): zeros with x at these places")
-    return _placed("into", ts.Written(name[1:-1], name[1:-1]), inner)
+    return placed("into", ts.Written(name[1:-1], name[1:-1]), inner)
 
 
 def _command(name: str, turned: bool) -> str:
@@ -302,12 +298,14 @@ def _command(name: str, turned: bool) -> str:
     return rf"\operatorname{{{latex}}}" + (r"^{\top}" if turned else "")
 
 
-def _part_of(x: ts.Written, where: ts.Written) -> ts.Written:
+def part_of(x: ts.Written, where: ts.Written) -> ts.Written:
+    """x[where]."""
     x = x.at(ts.ATOM)
     return ts.Written(f"{x.text}[{where.text}]", rf"{x.latex}\left[{where.latex}\right]")
 
 
-def _placed(name: str, where: ts.Written, inner: ts.Written) -> ts.Written:
+def placed(name: str, where: ts.Written, inner: ts.Written) -> ts.Written:
+    """name[where](inner)."""
     command = name.replace("_", r"\_")
     return ts.Written(
         f"{name}[{where.text}]({inner.text})",
@@ -432,116 +430,3 @@ def _view_as_complex(x: Expr) -> Expr:
     """torch.view_as_complex: the last axis holds the real and the imaginary part."""
     re, im = unbind(x, axis=x.rank - 1)
     return re + 1j * im
-
-
-# Integer indices: one-hot factors, and rows.
-
-
-def _tie_one_hot(axes: Axes, y: Expr) -> None:
-    for k in range(y.rank - 1):
-        axes.tie((y, k), (y.args[0], k))
-
-
-operation(
-    "one_hot",  # a last axis with 1 at i; a negative index counts from the end
-    lambda y, i: (np.asarray(i)[..., None] % y["size"] == np.arange(y["size"])) * 1.0,
-    make=lambda i, *, size: apply("one_hot", i, size=size),
-    result=lambda i, size: ((*i.shape, size), REAL),
-    form=lambda w, x: ts.function("onehot", [w.whole(x.args[0])]),
-    ties=_tie_one_hot,
-)
-
-
-def picked(x: Expr, i: Expr) -> Expr:
-    """The entry of each row of x that i names: the last axis is summed with a one-hot factor."""
-    i = meant(i, x.shape[-1])
-    return total(x * apply("one_hot", i, size=x.shape[-1]), [x.rank - 1])
-
-
-def _index_add_value(y: Expr, u: np.ndarray, i: np.ndarray) -> np.ndarray:
-    out = np.zeros(y.shape, u.dtype)
-    np.add.at(np.moveaxis(out, y["axis"], 0), i.astype(np.int64, copy=False), u)
-    return out
-
-
-def _index_where(w: ExpressionWriter, x: Expr) -> ts.Written:
-    said = [ts.Written(":", ":")] * x["axis"] + [w.whole(x.args[1])]
-    return ts.join(said, ", ", ", ", ts.SUM)
-
-
-def _tie_index(axes: Axes, y: Expr) -> None:
-    """The axes of the indices lead in the part, those of the whole that are left follow."""
-    whole, part = (y.args[0], y) if y.op == "index" else (y, y.args[0])
-    i = y.args[1]
-    for k in range(i.rank):
-        axes.tie((part, k), (i, k))
-    for k, a in enumerate(a for a in range(whole.rank) if a != y["axis"]):
-        axes.tie((part, i.rank + k), (whole, a))
-
-
-def _index_add_form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    w.note("add_at[i](u): zeros with u added at the places i")
-    return _placed("add_at", _index_where(w, x), w.whole(x.args[0]))
-
-
-def index_add(u: Expr, i: Expr, axis: int, shape: Sequence[int]) -> Expr:
-    """Zeros of this shape with u added at the indices along the axis; the transpose of index."""
-    return expr("index_add", (u, i), shape, u.kind, axis=axis)
-
-
-# Entries of one axis by integers, whose axes lead in the result.
-operation(
-    "index",
-    lambda y, x, i: np.moveaxis(x, y["axis"], 0)[i.astype(np.int64, copy=False)],
-    lambda y, g, x, i: [index_add(g, i, y["axis"], x.shape), None],
-    result=lambda x, i, axis: ((*i.shape, *x.shape[:axis], *x.shape[axis + 1 :]), x.kind),
-    form=lambda w, x: _part_of(w.whole(x.args[0]), _index_where(w, x)),
-    ties=_tie_index,
-)
-operation(
-    "index_add",
-    _index_add_value,
-    lambda y, g, u, i: [apply("index", g, i, axis=y["axis"]), None],
-    form=_index_add_form,
-    ties=_tie_index,
-)
-
-
-def meant(i: Expr, n: int) -> Expr:
-    """The i of ``where(i < 0, i + n, i)``: a negative index counts from the end anyway."""
-    if i.op in ("reshape", "einsum") and len(i.args) == 1 and i.args[0].op == "where":
-        inner = meant(i.args[0], n)
-        return i if inner is i.args[0] else rebuild(i, (inner,))
-    if i.op != "where" or i.args[0].op != "compare" or i.args[0].args[0] is not i.args[2]:
-        return i
-    wrapped = i.args[1].args[0] if i.args[1].op == "cast" else i.args[1]
-    return i.args[2] if wrapped is i.args[2] + n else i
-
-
-def taken(x: Expr, i: Expr, axis: int) -> Expr:
-    """Entries along one axis; the axes of i stand in its place."""
-    i = meant(i, x.shape[axis])
-    if i.op == "array":
-        counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)
-        return arrange(x, np.take(counts, i["value"].array, axis), _index_text(i, axis))
-    result = apply("index", x, i, axis=axis)
-    order = [*range(i.rank, i.rank + axis), *range(i.rank), *range(i.rank + axis, result.rank)]
-    return permuted(result, order)
-
-
-def _index_text(i: Expr, axis: int) -> str:
-    held = i["value"].array
-    said = str(held.tolist()) if held.ndim == 1 and held.size <= 4 else "c"
-    return "[" + ":, " * axis + said + "]"
-
-
-word("embedding", lambda table, i: taken(table, i, 0))
-
-
-def take_along(x: Expr, i: Expr, axis: int) -> Expr | None:
-    """numpy.take_along_axis with one entry of each row; None for other shapes."""
-    rest = lambda of: (*of.shape[:axis], *of.shape[axis + 1 :])
-    if i.shape[axis] != 1 or rest(x) != rest(i):
-        return None
-    last = permuted(x, [*(a for a in range(x.rank) if a != axis), axis])
-    return reshape(picked(last, reshape(i, rest(i))), i.shape)

@@ -16,16 +16,9 @@ import numpy as np
 from gradtools.seeing.formulas.algebra import apply, constant_of, is_zero, reshape
 from gradtools.seeing.formulas.expressions import Expr, kind_of
 from gradtools.seeing.formulas.operation_record import OPERATIONS
-from gradtools.seeing.formulas.operations.arrays import (
-    arrange,
-    meant,
-    permuted,
-    picked,
-    sliced,
-    take_along,
-    taken,
-)
+from gradtools.seeing.formulas.operations.arrays import arrange, permuted, sliced
 from gradtools.seeing.formulas.operations.elementwise import cast, clip, is_integer, where
+from gradtools.seeing.formulas.operations.indexing import meant, picked, take_along, taken
 
 Params = Mapping[str, Any]
 Translation = Callable[..., Any]

@@ -24,8 +24,9 @@ from gradtools.host_kernels import call_if_kept
 from gradtools.rules import Rule
 from gradtools.seeing.formulas.algebra import apply
 from gradtools.seeing.formulas.expressions import INTEGER, Expr, kind_of, order, placeholder
-from gradtools.seeing.formulas.operations.arrays import arrange, constant, taken, written
+from gradtools.seeing.formulas.operations.arrays import arrange, constant, written
 from gradtools.seeing.formulas.operations.elementwise import stop
+from gradtools.seeing.formulas.operations.indexing import taken
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.recorded import fitted, in_words, said
 from gradtools.seeing.torch.operands import SAME, AtenCall

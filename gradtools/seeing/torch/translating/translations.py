@@ -25,7 +25,8 @@ from gradtools.seeing.formulas.algebra import (
     total,
 )
 from gradtools.seeing.formulas.expressions import BOOLEAN, Expr
-from gradtools.seeing.formulas.operations.arrays import arrange, meant, take_along, taken
+from gradtools.seeing.formulas.operations.arrays import arrange
+from gradtools.seeing.formulas.operations.indexing import meant, take_along, taken
 from gradtools.seeing.formulas.operations.reductions import reduced, standardize, variance
 
 Translation = Callable[..., Any]

@@ -128,11 +128,17 @@ def superscript(x: Written, text: str, latex: str) -> Written:
 def function(name: str, args: Sequence[Written], axes: str = "", latex: str = "") -> Written:
     """A function of arguments, with its axes as a subscript."""
     known = {"exp", "log", "sin", "cos", "tan", "sinh", "cosh", "tanh", "det", "max", "min"}
-    command = latex or (f"\\{name}" if name in known else rf"\operatorname{{{name}}}")
+    command = latex or (f"\\{name}" if name in known else operator(name))
     under = f"_{{{axes}}}" if axes else ""
     inside = join(args, ", ", ", ", SUM)
     head = name + below(axes) if axes else name
     return Written(f"{head}({inside.text})", rf"{command}{under}\left({inside.latex}\right)")
+
+
+def operator(name: str) -> str:
+    """The LaTeX of an operation's name; a last ᵀ is its transpose."""
+    plain = name.removesuffix("ᵀ").replace("_", r"\_")
+    return rf"\operatorname{{{plain}}}" + (r"^{\top}" if name.endswith("ᵀ") else "")
 
 
 def inner_product(a: Written, b: Written) -> Written:

@@ -156,7 +156,7 @@ def _reshape_form(w: ExpressionWriter, x: Expr) -> ts.Written:
         return w.whole(x.args[0])
     w.note("reshape: row-major")
     shape = "x".join(map(str, x.shape))
-    return ts.function("reshape", [w.whole(x.args[0])], shape, r"\operatorname{reshape}")
+    return ts.function("reshape", [w.whole(x.args[0])], shape)
 
 
 def _tie_reshape(axes: Axes, y: Expr) -> None:
@@ -284,18 +284,13 @@ def _arrange_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     if not name.startswith("["):
         if not forward:
             w.note("fᵀ: the transpose of the linear f")
-        return ts.function(name + "ᵀ" * (not forward), [inner], latex=_command(name, not forward))
+        return ts.function(name + "ᵀ" * (not forward), [inner])
     if "c" in name:
         w.note("[c]: at the places that f selects, by constant indices or by a mask")
     if forward:
         return part_of(inner, ts.Written(name[1:-1], name[1:-1]))
     w.note("into[...](x): zeros with x at these places")
     return placed("into", ts.Written(name[1:-1], name[1:-1]), inner)
-
-
-def _command(name: str, turned: bool) -> str:
-    latex = name.replace("_", r"\_")
-    return rf"\operatorname{{{latex}}}" + (r"^{\top}" if turned else "")
 
 
 def part_of(x: ts.Written, where: ts.Written) -> ts.Written:
@@ -306,11 +301,8 @@ def part_of(x: ts.Written, where: ts.Written) -> ts.Written:
 
 def placed(name: str, where: ts.Written, inner: ts.Written) -> ts.Written:
     """name[where](inner)."""
-    command = name.replace("_", r"\_")
-    return ts.Written(
-        f"{name}[{where.text}]({inner.text})",
-        rf"\operatorname{{{command}}}_{{[{where.latex}]}}\left({inner.latex}\right)",
-    )
+    latex = rf"{ts.operator(name)}_{{[{where.latex}]}}\left({inner.latex}\right)"
+    return ts.Written(f"{name}[{where.text}]({inner.text})", latex)
 
 
 operation(

@@ -138,12 +138,8 @@ def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
         w.note(f"{short}: {said}")
     level, place = x.get("level", 0), x["output"]
     if not level:
-        which = f"[{place}]" if place else ""
-        inner = ts.join(pieces, ", ", ", ", ts.SUM)
-        latex = _command(short)
-        return ts.Written(
-            f"{short}({inner.text}){which}", rf"{latex}\left({inner.latex}\right){which}"
-        )
+        which, called = f"[{place}]" if place else "", ts.function(short, pieces)
+        return ts.Written(called.text + which, called.latex + which)
     places = x["places"]
     if places:
         place = places[place]
@@ -151,7 +147,7 @@ def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
         w.note("convᵀ: transposed convolution; corr: correlation, its adjoints")
         operand = (pieces[1], pieces[0])[place]
         args = [pieces[-1], operand] if place == 0 else [operand, pieces[-1]]
-        return ts.function(adjoints[place], args, latex=_command(adjoints[place]))
+        return ts.function(adjoints[place], args)
     number = ts.below(str(place + 1)) if places else ""
     w.note("vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁ that of the first x")
     first = ts.join(pieces[: x["of"]], ", ", ", ", ts.SUM)
@@ -160,14 +156,9 @@ def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
     low = f"_{{{place + 1}}}" if places else ""
     return ts.Written(
         f"vjp{number}[{inside}]({first.text}; {then.text})",
-        rf"\operatorname{{vjp}}{low}\left[{_command(inside)}\right]"
+        rf"\operatorname{{vjp}}{low}\left[{ts.operator(inside)}\right]"
         rf"\left({first.latex};\, {then.latex}\right)",
     )
-
-
-def _command(name: str) -> str:
-    plain = name.removesuffix("ᵀ").replace("_", r"\_")
-    return rf"\operatorname{{{plain}}}" + (r"^{\top}" if name.endswith("ᵀ") else "")
 
 
 operation(

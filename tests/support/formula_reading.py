@@ -222,10 +222,6 @@ class Reader:
                 value = transposed(value)
             elif self.take("ᴴ"):
                 value = transposed(value).map(np.conj)
-            elif self.take("⁻¹"):
-                value = Named(np.linalg.inv(value.array), transposed(value).letters)
-            elif self.take("⁻ᵀ"):
-                value = Named(np.linalg.inv(value.array).T, value.letters)
             elif self.take("*"):
                 value = value.map(np.conj)
             elif k := next(
@@ -249,10 +245,6 @@ class Reader:
             if self.indexed and value.rank == 0:
                 return value
             return value
-        if self.take("log |det "):
-            value = self.atom()
-            self.need("|")
-            return Named(np.linalg.slogdet(value.array)[1], ())
         if self.take("1["):
             value = self.condition()
             self.need("]")

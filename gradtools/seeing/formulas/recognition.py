@@ -232,33 +232,18 @@ def _added_to_one(x: Expr) -> Expr | None:
 
 
 def _softplus(x: Expr) -> Expr | None:
-    """log(1 + exp(x)); max(x, 0) + log(1 + exp(-|x|))."""
-    simple = _log_one_plus_exp(x)
-    if simple is not None:
-        return apply("softplus", simple) if not _is_minus_modulus(simple) else None
+    """log(1 + exp(x)); max(x, 0) + softplus(-|x|)."""
+    if x.op == "log" and not x.is_complex:
+        e = _added_to_one(x.args[0])
+        z = None if e is None else _exponent(e)
+        return None if z is None else apply("softplus", z)
     terms = _terms(x) if x.op == "add" else []
-    for t in terms:
-        z = _log_one_plus_exp(t)
-        if z is None or not _is_minus_modulus(z):
-            continue
-        y = parts(z)[1][0].args[0]
-        for r in terms:
-            if r is apply("relu", y):
-                rest = [s for s in terms if s is not t and s is not r]
-                return add([apply("softplus", y), *rest])
+    for r in (t for t in terms if t.op == "relu"):
+        other = apply("softplus", -apply("abs", r.args[0]))
+        if any(t is other for t in terms):
+            rest = [t for t in terms if t is not r and t is not other]
+            return add([apply("softplus", r.args[0]), *rest])
     return None
-
-
-def _log_one_plus_exp(x: Expr) -> Expr | None:
-    if x.op != "log" or x.is_complex:
-        return None
-    e = _added_to_one(x.args[0])
-    return None if e is None else _exponent(e)
-
-
-def _is_minus_modulus(z: Expr) -> bool:
-    c, factors, labels, out = parts(z)
-    return c == -1 and len(factors) == 1 and factors[0].op == "abs" and labels[0] == out
 
 
 _HALF_ROOT = math.sqrt(0.5)

@@ -209,7 +209,8 @@ class _Translator:
         else:
             result = self._by_neutral_name(eqn, xs)
         if result is None:
-            return self._named(eqn, entries, _name_of(eqn))
+            binary = eqn.primitive.name == "rem"
+            return self._named(eqn, entries, _name_of(eqn), numbers=binary)
         return self._fitted(eqn, result if isinstance(result, list | tuple) else [result])
 
     def _fitted(self, eqn: Any, results: Sequence[Expr]) -> list[Entry]:
@@ -228,10 +229,17 @@ class _Translator:
         return said(operands.name_of(eqn), ordered, operands.attributes_of(eqn), likes)
 
     def _named(
-        self, eqn: Any, entries: Sequence[Entry], name: str, with_words: bool = True
+        self,
+        eqn: Any,
+        entries: Sequence[Entry],
+        name: str,
+        with_words: bool = True,
+        numbers: bool = False,
     ) -> list[Entry]:
-        """As an opaque operation; `Known` operands that are not shown are part of its kernel."""
-        numbers = name in _OF_NUMBERS
+        """As an opaque operation; `Known` operands that are not shown are part of its kernel.
+
+        numbers: Whether constants without axes are shown.
+        """
         moving = [k for k, e in enumerate(entries) if isinstance(e, Expr) or _is_read(e, numbers)]
         wide = bool(jax.config.read("jax_enable_x64"))
         fixed = {k: e.value for k, e in enumerate(entries) if isinstance(e, Known)}
@@ -276,13 +284,13 @@ class _Translator:
             if result is not None:
                 return self._fitted(eqn, [result])
         if own and not known and name in _WHOLE:
-            return self._named(eqn, entries, name, with_words=False)
+            return self._named(eqn, entries, name, with_words=False, numbers=True)
         plain = own and eqn.primitive.name == "custom_jvp_call"
         if jaxprs.is_ruled(eqn) and not plain and not is_chunk(jaxpr):
             return self._named(eqn, entries, name, with_words=False)
         results = self._opened(program, entries)
         if own and len(jaxpr.eqns) > 1 and self._has_opaque_part(results, entries):
-            return self._named(eqn, entries, name, with_words=False)
+            return self._named(eqn, entries, name, with_words=False, numbers=True)
         return results
 
     def _has_opaque_part(self, results: Sequence[Entry], entries: Sequence[Entry]) -> bool:
@@ -323,7 +331,6 @@ _RULES = tuple(
     f"gradtools_{name}" for name in ("primal", "evaluation", "value", "tangent", "cotangent")
 )
 _WHOLE = ("det", "expm")  # opaque, because JAX inlines them for small matrices
-_OF_NUMBERS = ("remainder", "floor_divide", "fmod", "divmod", "mod")  # written with both operands
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
 _DRAWS = {"normal": "ε", "uniform": "u", "bernoulli": "m", "permutation": "π", "shuffle": "π"}
 _RANDOM = ("random_bits", "threefry2x32", "random_gamma")

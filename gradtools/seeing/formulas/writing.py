@@ -338,7 +338,7 @@ class ExpressionWriter:
     def _with_scalars(
         self, f: Factors, core: Written | None, below: Sequence[Written] = ()
     ) -> Written:
-        up = [self.whole(s).at(ts.PRODUCT) for s, _ in self._sorted((s, ()) for s in f.scalars)]
+        up = [self.whole(s) for s, _ in self._sorted((s, ()) for s in f.scalars)]
         down = [self.whole(s) for s in f.scalars_below]
         coefficient, number_below = _fraction(f.coefficient)
         if number_below is not None:
@@ -346,7 +346,9 @@ class ExpressionWriter:
         down += [self._hadamard([*below])] if below else []
         minus = not isinstance(coefficient, complex) and coefficient < 0
         coefficient = -coefficient if minus else coefficient
-        pieces = ([ts.number(coefficient).at(ts.PRODUCT)] if coefficient != 1 else []) + up
+        alone = len(up) == 1 and core is None and coefficient == 1 and not down
+        pieces = [ts.number(coefficient).at(ts.PRODUCT)] if coefficient != 1 else []
+        pieces += up if alone else [u.at(ts.PRODUCT) for u in up]
         if core is not None:
             pieces.append(core.at(ts.PRODUCT) if pieces or down else core)
         top = _side_by_side(pieces or [ts.number(1)])

@@ -419,12 +419,9 @@ def _factor(backend: Backend, name: str, leaf: Array, path: Path, scale: Any) ->
 def _replaced(backend: Backend, x: Array, dx: Any, path: Path) -> Array:
     if not backend.is_array(dx):
         dx = as_array(backend, "replace_gradient", dx, f"dx{path()}")
-    came = (tuple(dx.shape), backend.dtype_name(dx))
-    wanted = (tuple(x.shape), backend.dtype_name(x))
-    if came != wanted:
+    if wrong := _mismatch(backend, dx, x):
         raise GradtoolsError(
-            f"replace_gradient: dx{path()} has shape {came[0]} and dtype {came[1]}, expected "
-            f"{wanted[0]} and {wanted[1]}, those of x{path()}. Reshape or cast it."
+            f"replace_gradient: dx{path()} has {wrong}, those of x{path()}. Reshape or cast it."
         )
     return backend.apply_rule(REPLACE_COTANGENT, x, dx)[0]
 
@@ -445,15 +442,21 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
         new = arrays[i] = as_array(
             backend, "transform_gradient", new, f"fn's leaf {i}", device_of=ct
         )
-        came = (tuple(new.shape), backend.dtype_name(new))
-        wanted = (tuple(ct.shape), backend.dtype_name(ct))
-        if came != wanted:
+        if wrong := _mismatch(backend, new, ct):
             raise GradtoolsError(
-                f"transform_gradient: fn returned leaf {i} with shape {came[0]} and dtype "
-                f"{came[1]}, expected {wanted[0]} and {wanted[1]}, those of the cotangent. "
+                f"transform_gradient: fn returned leaf {i} with {wrong}, those of the cotangent. "
                 "Reshape or cast it."
             )
     return arrays
+
+
+def _mismatch(backend: Backend, x: Array, like: Array) -> str:
+    """How x differs in shape or dtype from `like`, in words; empty if it does not."""
+    came = tuple(x.shape), backend.dtype_name(x)
+    wanted = tuple(like.shape), backend.dtype_name(like)
+    if came == wanted:
+        return ""
+    return f"shape {came[0]} and dtype {came[1]}, expected {wanted[0]} and {wanted[1]}"
 
 
 def _check_array(backend: Backend, who: str, i: int, x: Any) -> None:
@@ -498,10 +501,8 @@ class _StraightThrough:
         return self._f(*args, **kwargs)
 
     def _stopped(self, arguments: Any) -> Any:
-        backend = self._backend
-        leaves, treedef = backend.flatten(arguments)
-        stop = backend.stop_gradient
-        return backend.unflatten(treedef, [stop(x) if _edited(backend, x) else x for x in leaves])
+        stopped = lambda leaf, path: self._backend.stop_gradient(leaf)
+        return _map_inexact(self._backend, "straight_through", stopped, arguments)
 
     @property
     def _hint(self) -> str:

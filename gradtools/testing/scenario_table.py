@@ -120,14 +120,21 @@ def _recurrence(gt: Any, h: Any, w: Any) -> Any:
     return h
 
 
-def _at(name: str, f: Program, *args: Any, order: int = 2, tags: Tags = frozenset()) -> Scenario:
+def _at(
+    name: str, f: Program, args: tuple[Any, ...], tags: Collection[str] = (), order: int = 2
+) -> Scenario:
     """The scenario of a program at these arguments."""
     first = args[0]
     if isinstance(first, dict | list | tuple):
         shape = "pytree"
     else:
         shape = ("number", "vector", "matrix")[first.ndim] if first.size else "empty"
-    return Scenario(name, f, args, shape, _dtype(first), order, tags)
+    return Scenario(name, f, args, shape, _dtype(first), order, frozenset(tags))
+
+
+def _each(rows: dict[str, tuple[Any, ...]]) -> Iterator[Scenario]:
+    """The scenarios of a table: by name the program, its arguments, tags and order."""
+    return (_at(name, *row) for name, row in rows.items())
 
 
 def _dtype(tree: Any) -> str:
@@ -151,80 +158,57 @@ def _elementwise() -> Iterator[Scenario]:
     """Smooth functions of one array."""
     vector, positive = _draw(4), np.abs(_draw(4)) + 0.5
     for name in ("sin", "cos", "tan", "exp", "expm1", "tanh", "sinh", "cosh", "square"):
-        yield _at(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), vector)
+        yield _at(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), (vector,))
     for name in ("log", "log1p", "sqrt", "acosh", "asinh", "atan"):
         shift = 1.0 if name == "acosh" else 0.0
         args = (positive + shift,)
-        yield _at(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), *args)
+        yield _at(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), args)
     single = vector.astype("float32")
     for name in ("sin", "exp", "tanh", "square"):
         f = lambda gt, x, name=name: getattr(gt.xp, name)(x)
-        yield _at(f"{name} in float32", f, single)
+        yield _at(f"{name} in float32", f, (single,))
 
 
 def _of_shapes() -> Iterator[Scenario]:
     """Programs that mix entries, for arguments of every shape."""
-    several, network = frozenset({"several"}), frozenset({"several", "network"})
-    linalg = frozenset({"several", "linear algebra"})
-    x = _draw(3, 4)
-    yield _at("cube of a number", lambda gt, x: x**3, np.float64(1.5))
-    yield _at("number in float32", lambda gt, x: x**3, np.float32(1.5))
-    yield _at(
-        "product of two numbers",
-        lambda gt, x, y: x * y + x / y,
-        np.float64(1.5),
-        np.float64(-0.7),
-        tags=several,
-    )
-    yield _at("mean of squares", lambda gt, x: gt.xp.mean(x**2), x)
-    yield _at("softmax of rows", _softmax, x)
-    yield _at(
-        "sum of a softmax", lambda gt, x: gt.xp.sum(_softmax(gt, x)), x, tags=frozenset({"cancels"})
-    )
-    yield _at("logsumexp", _logsumexp, _draw(4))
-    yield _at("layer norm", _layer_norm, x, _draw(4), tags=network)
-    args = (_draw(3, 4), _draw(5, 4, seed=1), _draw(5, 2, seed=2))
-    yield _at("attention", _attention, *args, tags=network)
+    several, network, integer = {"several"}, {"several", "network"}, {"integer"}
+    linalg = {"several", "linear algebra"}
+    x, v, square = _draw(3, 4), _draw(4), _draw(3, 3) + 4 * np.eye(3)
+    qkv = (x, _draw(5, 4, seed=1), _draw(5, 2, seed=2))
     params = {"w": [_draw(4, 5), _draw(5, 2)], "b": _draw(5)}
-    yield _at("network of two layers", _network, params, x, tags=network)
-    yield _at("recurrence", _recurrence, _draw(3), _draw(3, 3), tags=network)
-    yield _at("product of matrices", lambda gt, a, b: a @ b, x, x.T, tags=linalg)
-    square = _draw(3, 3) + 4 * np.eye(3)
-    yield _at("solve", lambda gt, a, b: gt.xp.linalg.solve(a, b), square, _draw(3, 2), tags=linalg)
-    yield _at("inverse", lambda gt, a: gt.xp.linalg.inv(a), square, tags=linalg)
-    yield _at("determinant", lambda gt, a: gt.xp.linalg.det(a), square, tags=linalg)
-    yield _at("norm away from 0", lambda gt, x: gt.xp.linalg.vector_norm(x), _draw(4), tags=linalg)
-    yield _at(
-        "output of a tree", lambda gt, x: {"a": gt.xp.sin(x), "b": [gt.xp.sum(x), x * 2]}, _draw(4)
-    )
-    yield _at(
-        "integer output beside a float",
-        lambda gt, x: (x**2, gt.xp.argmax(x)),
-        _draw(4),
-        tags=frozenset({"integer"}),
-    )
-    yield _at(
-        "rows taken by integers",
-        lambda gt, table, rows: gt.xp.sin(gt.xp.take(table, rows, axis=0)),
-        _draw(5, 2),
-        np.array([0, 3, 3]),
-        tags=frozenset({"integer"}),
-    )
-    yield _at(
-        "masked by booleans",
-        lambda gt, x, mask: gt.xp.sum(gt.xp.where(mask, x**2, 0.5 * x)),
-        _draw(4),
-        np.array([True, False, True, False]),
-        tags=frozenset({"integer"}),
-    )
-    yield _at("sum of an empty array", lambda gt, x: gt.xp.sum(x**2), np.zeros(0))
-    yield _at("empty output", lambda gt, x: x * 2.0, np.zeros((0, 3)))
-    yield _at(
-        "an argument of which nothing is used",
-        lambda gt, x, y: gt.xp.sum(x**2),
-        _draw(3),
-        _draw(2),
-        tags=several,
+    taken = lambda gt, table, rows: gt.xp.sin(gt.xp.take(table, rows, axis=0))
+    masked = lambda gt, x, mask: gt.xp.sum(gt.xp.where(mask, x**2, 0.5 * x))
+    mask = np.array([True, False, True, False])
+    numbers = (np.float64(1.5), np.float64(-0.7))
+    tree = lambda gt, x: {"a": gt.xp.sin(x), "b": [gt.xp.sum(x), x * 2]}
+    yield from _each(
+        {
+            "cube of a number": (lambda gt, x: x**3, (np.float64(1.5),)),
+            "number in float32": (lambda gt, x: x**3, (np.float32(1.5),)),
+            "product of two numbers": (lambda gt, x, y: x * y + x / y, numbers, several),
+            "mean of squares": (lambda gt, x: gt.xp.mean(x**2), (x,)),
+            "softmax of rows": (_softmax, (x,)),
+            "sum of a softmax": (lambda gt, x: gt.xp.sum(_softmax(gt, x)), (x,), {"cancels"}),
+            "logsumexp": (_logsumexp, (v,)),
+            "layer norm": (_layer_norm, (x, v), network),
+            "attention": (_attention, qkv, network),
+            "network of two layers": (_network, (params, x), network),
+            "recurrence": (_recurrence, (_draw(3), _draw(3, 3)), network),
+            "product of matrices": (lambda gt, a, b: a @ b, (x, x.T), linalg),
+            "solve": (lambda gt, a, b: gt.xp.linalg.solve(a, b), (square, _draw(3, 2)), linalg),
+            "inverse": (lambda gt, a: gt.xp.linalg.inv(a), (square,), linalg),
+            "determinant": (lambda gt, a: gt.xp.linalg.det(a), (square,), linalg),
+            "norm away from 0": (lambda gt, x: gt.xp.linalg.vector_norm(x), (v,), linalg),
+            "output of a tree": (tree, (v,)),
+            "integer output beside a float": (lambda gt, x: (x**2, gt.xp.argmax(x)), (v,), integer),
+            "rows taken by integers": (taken, (_draw(5, 2), np.array([0, 3, 3])), integer),
+            "masked by booleans": (masked, (v, mask), integer),
+            "sum of an empty array": (lambda gt, x: gt.xp.sum(x**2), (np.zeros(0),)),
+            "empty output": (lambda gt, x: x * 2.0, (np.zeros((0, 3)),)),
+            "an argument of which nothing is used": (
+                *(lambda gt, x, y: gt.xp.sum(x**2), (_draw(3), _draw(2)), several),
+            ),
+        }
     )
 
 
@@ -256,25 +240,26 @@ def _rearranged() -> Iterator[Scenario]:
         "convolved by hand": (lambda gt, x: x[:-2] * 0.5 + x[1:-1] ** 2 - x[2:], v),
     }
     for name, (f, at) in made.items():
-        yield _at(name, f, at)
-    several = frozenset({"several"})
+        yield _at(name, f, (at,))
     tree = {"a": [_draw(2), _draw(2, seed=3)], "b": (_draw(2, 2),)}
     nested = lambda gt, p: {"y": (p["b"][0] @ p["a"][0], gt.xp.sin(p["a"][1]) * p["a"][0])}
-    yield _at("nested tree in and out", nested, tree, tags=several)
-    power = lambda gt, x, a: x**a + a**x
-    args = (np.abs(_draw(4)) + 0.5, np.abs(_draw(4, seed=4)) + 0.5)
-    yield _at("power of two arrays", power, *args, tags=several)
     angle = lambda gt, x, y: gt.xp.atan2(x, y) * gt.xp.hypot(x, y)
-    yield _at("angle and length", angle, *args, tags=several)
     bilinear = lambda gt, x, a, y: gt.xp.sum(x @ a * y, axis=-1)
-    args = (_draw(2, 3), _draw(3, 4, seed=5), _draw(2, 4, seed=6))
-    yield _at("bilinear form", bilinear, *args, tags=several)
-    yield _at("a number without axes", lambda gt, x: gt.xp.exp(x) * x, _draw())
+    args = (np.abs(_draw(4)) + 0.5, np.abs(_draw(4, seed=4)) + 0.5)
+    three = (_draw(2, 3), _draw(3, 4, seed=5), _draw(2, 4, seed=6))
+    yield from _each(
+        {
+            "nested tree in and out": (nested, (tree,), {"several"}),
+            "power of two arrays": (lambda gt, x, a: x**a + a**x, args, {"several"}),
+            "angle and length": (angle, args, {"several"}),
+            "bilinear form": (bilinear, three, {"several"}),
+            "a number without axes": (lambda gt, x: gt.xp.exp(x) * x, (_draw(),)),
+        }
+    )
 
 
 def _factored() -> Iterator[Scenario]:
     """Linear algebra beyond products."""
-    linalg = frozenset({"linear algebra"})
     x = _draw(3, 3) / 2 + np.diag([3.0, 0.5, -1.5])
     positive = lambda gt, a: a @ a.T + 3 * gt.xp.eye(3, dtype=a.dtype)
 
@@ -286,79 +271,59 @@ def _factored() -> Iterator[Scenario]:
         "singular values": lambda gt, a: gt.xp.linalg.svdvals(a),
     }
     for name, f in made.items():
-        yield _at(name, f, x, tags=linalg)
+        yield _at(name, f, (x,), {"linear algebra"})
 
 
 def _scales() -> Iterator[Scenario]:
     """Large and tiny numbers, and both at once."""
-    large, tiny = frozenset({"large"}), frozenset({"tiny"})
-    both = large | tiny
+    large, tiny, both = {"large"}, {"tiny"}, {"large", "tiny"}
     x = _draw(4)
     cube = lambda gt, x: gt.xp.sum(x**3)
-    yield _at("cubes of 1e80", cube, x * 1e80, tags=large)
-    yield _at("cubes of 1e-80", cube, x * 1e-80, tags=tiny)
-    yield _at("values of 1e-300", lambda gt, x: x * 1e-300, x, tags=tiny)
-    yield _at("values of 1e300", lambda gt, x: x * 1e300, x, tags=large)
-    yield _at(
-        "large and tiny in one array", lambda gt, x: x**2, np.array([1e30, 1.0, 1e-30]), tags=both
+    apart = lambda gt, x, y: gt.xp.sum(x**2) + 1e-25 * gt.xp.sum(gt.xp.sin(y))
+    overflow = lambda gt, x: gt.xp.sum(gt.xp.exp(x))
+    yield from _each(
+        {
+            "cubes of 1e80": (cube, (x * 1e80,), large),
+            "cubes of 1e-80": (cube, (x * 1e-80,), tiny),
+            "values of 1e-300": (lambda gt, x: x * 1e-300, (x,), tiny),
+            "values of 1e300": (lambda gt, x: x * 1e300, (x,), large),
+            "large and tiny in one array": (
+                *(lambda gt, x: x**2, (np.array([1e30, 1.0, 1e-30]),), both),
+            ),
+            "a tiny leaf beside a large one": (apart, (x, _draw(3)), {*both, "several"}),
+            "cubes of 1e10 in float32": (cube, ((x * 1e10).astype("float32"),), large),
+            "cubes of 1e-8 in float32": (cube, ((x * 1e-8).astype("float32"),), tiny),
+            "logsumexp of 1000": (_logsumexp, (_draw(5) + 1000,), large),
+            "a sum that overflows": (overflow, (np.array([800.0, 1.0]),), large, 0),
+            "NaN in and out": (lambda gt, x: x * 2.0, (np.array([np.nan, np.inf, 1.0]),), large),
+        }
     )
-    yield _at(
-        "a tiny leaf beside a large one",
-        lambda gt, x, y: gt.xp.sum(x**2) + 1e-25 * gt.xp.sum(gt.xp.sin(y)),
-        x,
-        _draw(3),
-        tags=both | {"several"},
-    )
-    yield _at("cubes of 1e10 in float32", cube, (x * 1e10).astype("float32"), tags=large)
-    yield _at("cubes of 1e-8 in float32", cube, (x * 1e-8).astype("float32"), tags=tiny)
-    yield _at("logsumexp of 1000", _logsumexp, _draw(5) + 1000, tags=large)
-    yield _at(
-        "a sum that overflows",
-        lambda gt, x: gt.xp.sum(gt.xp.exp(x)),
-        np.array([800.0, 1.0]),
-        order=0,
-        tags=large,
-    )
-    yield _at("NaN in and out", lambda gt, x: x * 2.0, np.array([np.nan, np.inf, 1.0]), tags=large)
 
 
 def _kinks() -> Iterator[Scenario]:
     """Points at which the derivative is a convention that both frameworks share."""
-    kink = frozenset({"kink"})
-    relu = lambda gt, x: gt.xp.where(x > 0, x, 0 * x)
-    yield _at("relu at 0", relu, np.float64(0.0), tags=kink)
-    yield _at(
-        "maximum of equal arrays",
-        lambda gt, x, y: gt.xp.maximum(x, y),
-        np.array([1.0, 2.0]),
-        np.array([1.0, 3.0]),
-        tags=kink | {"several"},
+    kink = {"kink"}
+    tied, weights = np.array([1.0, 1.0, 0.0]), np.array([1.0, 2.0, 3.0])
+    equal = (np.array([1.0, 2.0]), np.array([1.0, 3.0]))
+    sqrt, product = lambda gt, x: gt.xp.sqrt(x), lambda gt, x: gt.xp.prod(x)
+    yield from _each(
+        {
+            "relu at 0": (lambda gt, x: gt.xp.where(x > 0, x, 0 * x), (np.float64(0.0),), kink),
+            "maximum of equal arrays": (
+                *(lambda gt, x, y: gt.xp.maximum(x, y), equal, {"kink", "several"}),
+            ),
+            "max with ties": (lambda gt, x: gt.xp.max(x), (tied,), kink),
+            "sort with ties": (lambda gt, x: gt.xp.sort(x) * gt.asarray(weights), (tied,), kink),
+            "product with a zero": (product, (np.array([0.0, 2.0, 3.0]),), kink),
+            "square root near 0": (sqrt, (np.array([1e-30, 1e-8]),), {"kink", "tiny"}),
+            "square root at 0": (sqrt, (np.array([0.0, 1.0]),), kink, 1),
+            "round at a half": (lambda gt, x: gt.xp.round(x), (np.array([0.5, 1.5, 0.2]),), kink),
+        }
     )
-    yield _at("max with ties", lambda gt, x: gt.xp.max(x), np.array([1.0, 1.0, 0.0]), tags=kink)
-    yield _at(
-        "sort with ties",
-        lambda gt, x: gt.xp.sort(x) * gt.asarray(np.array([1.0, 2.0, 3.0])),
-        np.array([1.0, 1.0, 0.0]),
-        tags=kink,
-    )
-    yield _at(
-        "product with a zero", lambda gt, x: gt.xp.prod(x), np.array([0.0, 2.0, 3.0]), tags=kink
-    )
-    yield _at(
-        "square root near 0",
-        lambda gt, x: gt.xp.sqrt(x),
-        np.array([1e-30, 1e-8]),
-        tags=kink | {"tiny"},
-    )
-    yield _at(
-        "square root at 0", lambda gt, x: gt.xp.sqrt(x), np.array([0.0, 1.0]), order=1, tags=kink
-    )
-    yield _at("round at a half", lambda gt, x: gt.xp.round(x), np.array([0.5, 1.5, 0.2]), tags=kink)
 
 
 def _complex() -> Iterator[Scenario]:
     """Complex arguments: real and complex outputs, holomorphic and not."""
-    tags = frozenset({"complex"})
     z = _draw(4, dtype="complex128")
     made: dict[str, Program] = {
         "squared modulus": lambda gt, z: gt.xp.sum(gt.xp.abs(z) ** 2),
@@ -368,13 +333,15 @@ def _complex() -> Iterator[Scenario]:
         "complex exponential": lambda gt, z: gt.xp.exp(z),
     }
     for name, f in made.items():
-        yield _at(name, f, z, tags=tags)
-    w, x = _draw(2, 4, dtype="complex128"), _draw(4)
-    affine = lambda gt, w, z, x: w @ (z * x)
+        yield _at(name, f, (z,), {"complex"})
+    w, x, single = _draw(2, 4, dtype="complex128"), _draw(4), z.astype("complex64")
     phase = lambda gt, z: gt.xp.abs(z) * gt.xp.sin(gt.xp.imag(z))
-    yield _at("modulus and phase", phase, z, tags=tags)
-    spectrum = lambda gt, z: gt.xp.fft.fft(z) * z
-    yield _at("Fourier transform", spectrum, z, tags=tags)
-    yield _at("complex affine", affine, w, z, x, tags=tags | {"several"})
-    single = z.astype("complex64")
-    yield _at("squared modulus in complex64", made["squared modulus"], single, tags=tags)
+    affine, both = lambda gt, w, z, x: w @ (z * x), {"complex", "several"}
+    yield from _each(
+        {
+            "modulus and phase": (phase, (z,), {"complex"}),
+            "Fourier transform": (lambda gt, z: gt.xp.fft.fft(z) * z, (z,), {"complex"}),
+            "complex affine": (affine, (w, z, x), both),
+            "squared modulus in complex64": (made["squared modulus"], (single,), {"complex"}),
+        }
+    )

@@ -154,13 +154,13 @@ class CauseSearch:
 
     def _agrees_nearby(self) -> bool:
         size = _STEPS.get(tolerances.real_name(self.c.dtype), 0.05)
-        return all(self._agrees_at(("kink", draw), size) for draw in range(2))
-
-    def _agrees_at(self, purpose: Any, size: float) -> bool:
-        a, b = (self._near(k, purpose, size) for k in (0, 1))
-        if a is None or b is None or a.shape != b.shape or not np.isfinite(widened(a)).all():
-            return False
-        return equal(a, b, 10 * self.c.tolerance)
+        for draw in range(2):
+            a, b = (self._near(k, ("kink", draw), size) for k in (0, 1))
+            if a is None or b is None or a.shape != b.shape or not _finite(a):
+                return False
+            if not equal(a, b, 10 * self.c.tolerance):
+                return False
+        return True
 
     def _near(self, k: int, purpose: Any, size: float | None) -> np.ndarray | None:
         result = self.check.evaluated_nearby(self.probe, k, purpose, size)
@@ -212,7 +212,11 @@ class CauseSearch:
 
     def _ignored(self, pair: ArrayPair) -> Found | None:
         """A derivative that lacks the multiplication by its direction."""
-        directions = self._directions()
+        check, directions = self.check, list[np.ndarray]()
+        if self.c.quantity == "jvp":
+            directions = check.pushed[1]
+        elif self.c.order == 1:
+            directions = check.weights if self.c.quantity == "gradient" else check.pulled
         for direction in directions:
             d = widened(direction)
             if d.shape != pair.a.shape or d.size < 2:
@@ -222,13 +226,6 @@ class CauseSearch:
                 if equal(x * d, y, pair.near):
                     return f"the {word} is ignored in {name}", "Multiply the rule's result with it."
         return None
-
-    def _directions(self) -> list[np.ndarray]:
-        if self.c.quantity == "jvp":
-            return list(self.check.pushed[1])
-        if self.c.order == 1:
-            return self.check.weights if self.c.quantity == "gradient" else self.check.pulled
-        return []
 
     def _swapped(self, near: float) -> Found | None:
         """Two leaves whose arrays are exchanged."""

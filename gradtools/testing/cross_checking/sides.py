@@ -51,7 +51,6 @@ class Side(FlatFunction):
         self.apply, params, self._state = resolve(self.gt, name, subject)
         self.is_model = self.paired = params is not None
         self._own, self._tree = self.waist.flatten(params)
-        self.raw_params = params
         paths = self.waist.leaf_paths(params)
         arrays = [cast(self.gt.to_numpy(x), dtype) for x in self._own]
         self.params = dict(zip(paths, arrays, strict=True))
@@ -76,7 +75,6 @@ class Side(FlatFunction):
         """Sets `program`: a function of the differentiated leaves, parameters first."""
         kwargs = convert(kwargs, self.array)
         constants = {i: self.array(x) for i, x in inputs.constants.items()}
-        count = len(self.params)
         free = [self.paired and is_inexact(x) for x in self.params.values()]
         own = [self.array(x) for x in self.params.values()]
 
@@ -86,8 +84,9 @@ class Side(FlatFunction):
             args = inputs.rebuild(moving, constants)
             if not self.is_model:
                 return self.apply(*args, **kwargs)
-            tree = self.waist.unflatten(self._tree, params) if count else self.raw_params
-            return self.apply(tree, self._state, *args, **kwargs)[0]
+            return self.apply(
+                self.waist.unflatten(self._tree, params), self._state, *args, **kwargs
+            )[0]
 
         self.program = program
 

@@ -13,6 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax  # noqa: F401 (rows of the table name it)
 import pytest
 from flax import linen, nnx
 

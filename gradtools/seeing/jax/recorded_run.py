@@ -214,8 +214,9 @@ def _arrays(reached: Iterable[tuple[Any, str]]) -> dict[int, str]:
 
 def _rules(reached: Iterable[tuple[Any, str]]) -> list[Any]:
     """The user's `jax.custom_vjp` functions."""
-    code = lambda x: getattr(x.bwd, "__code__", None) if isinstance(x, jax.custom_vjp) else None
-    return [x for x, _ in reached if code(x) and whose(code(x)) == USER]
+    rules = [x for x, _ in reached if isinstance(x, jax.custom_vjp)]
+    codes = ((x, getattr(x.bwd, "__code__", None)) for x in rules)
+    return [x for x, code in codes if code and whose(code) == USER]
 
 
 def _reached(run: Run) -> Iterator[tuple[Any, str]]:

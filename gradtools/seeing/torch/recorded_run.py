@@ -53,7 +53,7 @@ def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
     """
     if not watchable():
         return []
-    run = Rerunnable(lambda xs: fun(*xs)[0], [None, getattr(fun, "f", fun)])
+    run: Any = Rerunnable(lambda xs: fun(*xs)[0], [None, getattr(fun, "f", fun)])
     try:
         result = record(run, leaves, [""] * len(leaves))
     except Exception:  # f does not run twice: the error is raised without places

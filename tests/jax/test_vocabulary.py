@@ -364,7 +364,7 @@ def test_there_are_enough_functions():
     assert sum("z(" in row.arguments for row in ROWS) >= 18
 
 
-@pytest.mark.sampled(24, 120)
+@pytest.mark.sampled(36, 120)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_function_has_its_formula(row):
     args = row.arrays(np.random.default_rng(3))

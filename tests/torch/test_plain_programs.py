@@ -118,7 +118,7 @@ OUTER = {
 }
 
 
-@pytest.mark.sampled(32, 120)
+@pytest.mark.sampled(48, 120)
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_mix_of_modes_is_right(program, derivative):

@@ -199,7 +199,7 @@ def program(expression, count):
     return eval(f"lambda {', '.join('abcd'[:count])}: {expression}", {"torch": torch, "F": F})
 
 
-@pytest.mark.sampled(60, 153)
+@pytest.mark.sampled(90, 153)
 @pytest.mark.parametrize(("order", "row"), LINES, ids=[str(row) for _, row in LINES])
 def test_the_formula_is_what_autograd_computes(order, row):
     args = [torch.tensor(x) for x in row.arrays(np.random.default_rng(3))]

@@ -799,12 +799,12 @@ def is_leaving_a_block(depth: int) -> bool:
 
     A mode intercepts the same call if f enables gradients because it needs them. Buys that the exit
     of `with torch.no_grad()` in f does not enable a graph, which doubles the time. Costs that a
-    context manager which is not PyTorch's counts as f's own request: slower, and right.
+    context manager of another package counts as f's own request: slower, and right.
     """
     frame = _asker(depth + 1)
     if frame.f_code is torch.set_grad_enabled.__init__.__code__:
         frame = frame.f_back
-    return frame.f_code.co_name == "__exit__" and _package(frame) == "torch"
+    return frame.f_code.co_name == "__exit__" and _package(frame) in ("torch", "gradtools")
 
 
 def _asker(depth: int) -> Any:

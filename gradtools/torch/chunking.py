@@ -18,6 +18,7 @@ from gradtools.arguments.batches import Batch
 from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
+from gradtools.torch.forward_mode.training_machinery import checkpoint_pushed
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
 from gradtools.torch.modes import NOTHING, without_cached_weights
 from gradtools.torch.replaying.checksums import is_readable
@@ -157,6 +158,10 @@ def checkpointed(
     backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: ChunkOptions
 ) -> Any:
     """f as one chunk, which is recomputed in the backward pass."""
+    again = lambda f, args, kwargs: checkpointed(backend, f, args, kwargs, options)
+    result = checkpoint_pushed(again, f, args, kwargs)
+    if result is not NotImplemented:
+        return result
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
     every = [leaf.value for flat in batch.arguments for leaf in flat.leaves]
     leaves = [x for x in every if isinstance(x, Tensor)]

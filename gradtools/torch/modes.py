@@ -67,7 +67,10 @@ class forward_mode:
 
 
 class dual_level(forward_mode):
-    """`torch.autograd.forward_ad.dual_level`, or `NoForwardMode` if the level is in use."""
+    """`torch.autograd.forward_ad.dual_level`, or `NoForwardMode` if the level is in use.
+
+    It enables tangents, which torch.func and a Function's jvp disable around code of their own.
+    """
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -75,10 +78,12 @@ class dual_level(forward_mode):
         if level is None:  # another thread is about to enter or leave torch.func.jvp
             _FORWARD_MODE.release()
             raise NoForwardMode
-        self._level = level
+        self._level, self._tangents = level, upstream.is_forward_mode_enabled()
+        upstream.set_forward_mode_enabled(True)
 
     def __exit__(self, *error: Any) -> None:
         try:
+            upstream.set_forward_mode_enabled(self._tangents)
             upstream.leave_forward_level(self._level)
         finally:
             _FORWARD_MODE.release()

@@ -24,6 +24,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python, nodes_of, refuse_lost
 from gradtools.torch.double_backward import gate_graph
 from gradtools.torch.engines import pulled
+from gradtools.torch.forward_mode.training_machinery import Pushforward
 from gradtools.torch.functorch_wrappers import alive, is_dual
 from gradtools.torch.hook_trials import gated_at_hooks
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
@@ -104,6 +105,9 @@ class ChunkProgram:
         self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
     ) -> list[Any]:
         """Cotangents of the inputs; rows and shared end with the cotangents, as in `_Derived`."""
+        f = _forward_of(self).chunks.call.f
+        if isinstance(f, Pushforward) and f.is_pushed_now():
+            return Backward(self, widths, width, mask).inside_of_its_pass(rows[0], shared)
         return outputs_of(Backward(self, widths, width, mask, joint), rows, shared)
 
     def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
@@ -253,11 +257,8 @@ class _Derived(ChunkProgram):
         create = torch.is_grad_enabled()
         enter = view_of if create else alias_of
         a, b = [*map(enter, xs)], [*map(enter, shared)]
-        upstream.set_grad_enabled(True)
-        try:
+        with torch.enable_grad():
             ys, terms = self.of.one(i, a, b)
-        finally:
-            upstream.set_grad_enabled(create)
         if create:
             refuse_lost(self.caller, tensors_of((*ys, *terms)))
         # A transposed pullback adds its own gates.
@@ -301,6 +302,12 @@ class Backward(_Derived):
         if create and forward.hooked:
             grads = self._gated_at_hooks(i, inputs[:own], xs, outs, cts, grads)
         return grads[: len(xs)], grads[len(xs) :]
+
+    def inside_of_its_pass(self, xs: Entries, shared: Entries) -> list[Any]:
+        """The cotangents as dual numbers, in the graph of this pass and by PyTorch's operations."""
+        with without_hooks(self.forward.leaves), first_pass_state(self.forward):
+            found, terms = self.one(0, xs, shared)
+        return [*found, *terms]
 
     def _adding(self, sums: Sums) -> Any:
         single = not (self.forward.batches or self.forward.beneath or any(self.vectors_only))

@@ -20,7 +20,9 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.compiling import left_to_python, nodes_of
+from gradtools.torch.forward_mode.training_machinery import Pushforward
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import LEAF_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
@@ -156,6 +158,9 @@ class Forward(ChunkProgram):
     def _captured(self) -> list[Tensor]:
         """The computed tensors, or functorch wrappers, that f closes over: implicit arguments."""
         tensors = [x for x, _ in self.start.reached.watched]
+        f = self.chunks.call.f
+        if isinstance(f, Pushforward):  # which takes these as arguments
+            tensors = [x for x in tensors if not any(x is y for y in f.captured)]
         if self.beneath:
             return [x for x in tensors if is_wrapped(x)]
         with upstream.DisableTorchFunction():  # an outer `Substituted` would replace them
@@ -322,15 +327,13 @@ class Forward(ChunkProgram):
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         """The first pass. Records the leaves, and keeps the last chunks' graphs."""
-        before, keep = self._grads(), torch.is_grad_enabled()
+        before = self._grads()
         try:
-            upstream.set_grad_enabled(self.modes.grad)
-            result = self._first_pass(rows, shared)
+            with torch.set_grad_enabled(self.modes.grad):
+                result = self._first_pass(rows, shared)
         except BaseException:
             self.start.restore()
             raise
-        finally:
-            upstream.set_grad_enabled(keep)
         self.accumulates = self._grads() != before
         return result, self.carry if self.beneath else []
 
@@ -535,7 +538,7 @@ class Forward(ChunkProgram):
             kind: Any = type(node)
             if kind is accumulates:
                 variable = node.variable
-                if id(variable) not in ends:
+                if id(variable) not in ends and not is_spent(variable):
                     leaves[id(variable)] = variable
                 continue
             todo += map(_first_of, node.next_functions)

@@ -18,7 +18,7 @@ from gradtools.arguments.batches import Batch
 from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.forward_mode.training_machinery import checkpoint_pushed
+from gradtools.torch.forward_mode.checkpoints import Pushforward, checkpoint_pushed
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
 from gradtools.torch.modes import NOTHING, without_cached_weights
 from gradtools.torch.replaying.checksums import is_readable
@@ -31,7 +31,7 @@ from gradtools.torch.replaying.guards import (
 )
 from gradtools.torch.replaying.nodes import node_of
 from gradtools.torch.replaying.recomputing import first_pass_state
-from gradtools.torch.replaying.replay import Forward
+from gradtools.torch.replaying.replay import Forward, PushedForward
 from gradtools.torch.replaying.run_keys import RunKey, is_compiled, run_key
 from gradtools.torch.replaying.slicing import Rows, flattened, pieces_of, untracked
 from gradtools.torch.replaying.summing import Sums, Weigh
@@ -90,7 +90,8 @@ def _is_doubtful(size: int, axis: int, y: Tensor, of_next: Tensor) -> bool:
 
 def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     beneath = upstream.peek_interpreter_stack() is not None
-    forward = Forward(chunks, beneath, chunks.options.latest.get("start"))
+    kind = PushedForward if isinstance(chunks.call.f, Pushforward) else Forward
+    forward = kind(chunks, beneath, chunks.options.latest.get("start"))
     if not beneath:
         chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
     rerun = None if beneath or chunks.cut.count == 1 else Rerun(forward)

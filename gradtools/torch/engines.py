@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd.function import BackwardCFunction
 
 from gradtools.backend import Evaluation, Fun
 from gradtools.disconnected_inputs import refuse_cut
@@ -40,7 +39,7 @@ from gradtools.torch.compiling import (
 )
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, recorded_dual
 from gradtools.torch.forward_mode.one_tangent import OneTangent
-from gradtools.torch.forward_mode.pushing import gated_where_unseen
+from gradtools.torch.forward_mode.pushing import gated_at_custom_code
 from gradtools.torch.forward_mode.training_machinery import pushed_through
 from gradtools.torch.functorch_engine import (
     functorch_jvp,
@@ -437,7 +436,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         with torch.enable_grad():
             caller = caller_of(fun)
             mode = NoGradStopsTangents(False, True, caller) if keep else OneTangent((), caller)
-            with mode, pushed_through(caller, keep), ReadsElsewhere(leaves) as elsewhere:
+            with mode, pushed_through(mode, caller, keep), ReadsElsewhere(leaves) as elsewhere:
                 outs, extras, nested = watched(fun, duals)
             unseen = not (keep or nested or seen) and nodes_made() != recorded
             # Under no_grad a view of a tracked tensor would require grad without a graph.
@@ -449,7 +448,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         ]
         if keep:
             entered = [x if x.requires_grad else d for x, d in zip(leaves, duals, strict=True)]
-            pushed = _gated_at_custom_code(fun, leaves, entered, tangents, primals, pushed)
+            pushed = gated_at_custom_code(fun, leaves, entered, tangents, primals, pushed)
         if shows or mode.shows:
             primals, pushed = _without_recorded(primals), _without_recorded(pushed)
             extras = [_without_recorded([x])[0] if is_inexact(x) else x for x in extras]
@@ -461,36 +460,6 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
     if torch.is_grad_enabled():
         return primals, extras, pushed
     return [_freed(xs) for xs in (primals, extras, pushed)]
-
-
-def _gated_at_custom_code(
-    fun: Fun,
-    leaves: Any,
-    entered: Sequence[Tensor],
-    tangents: Any,
-    primals: list[Tensor],
-    pushed: list[Tensor],
-) -> list[Tensor]:
-    """The tangents, with gates that raise where custom code loses a derivative of them.
-
-    entered: The leaves in the graph of the primals.
-    """
-    tracked = [y for y in primals if y.requires_grad]
-    pushed = gated_where_unseen(caller_of(fun), tracked, pushed)
-    custom = surveyed(tracked).custom if tracked else []
-    custom = [node for node in custom if not _is_bookkeeping(node)]
-    if not custom:
-        return pushed
-    from gradtools.torch.double_backward import gated_tangents
-
-    along = [*zip(leaves, entered, tangents, strict=True)]
-    return gated_tangents(caller_of(fun), fun, along, primals, custom, pushed)
-
-
-def _is_bookkeeping(node: Any) -> bool:
-    if not isinstance(node, BackwardCFunction):  # TorchScript and C++ functions
-        return False
-    return upstream.forward_class(type(node)) in upstream.bookkeeping()
 
 
 def _without_recorded(xs: Sequence[Tensor]) -> list[Tensor]:

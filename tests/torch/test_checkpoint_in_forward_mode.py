@@ -49,6 +49,14 @@ def captured(n, k):
     return f
 
 
+def nothing_given(n, k):
+    def f(x):
+        c = x.sin()
+        return k(lambda: n(c) * c)()
+
+    return f
+
+
 def containers(n, k):
     def g(d, *, s, name="a"):
         return {"y": n(d["a"]) * s[0], "z": (d["b"][0] ** 2, None, 3, d["a"].argmax(1), d["a"])}
@@ -93,7 +101,7 @@ def derivative_to_parameters(n, k):
 PROGRAMS = {
     "a module": lambda n, k: k(n),
     "captured tensors": captured,
-    "nothing but captured tensors": lambda n, k: lambda x: k(lambda c=x.sin(): n(c) * c)(),
+    "nothing but captured tensors": nothing_given,
     "containers, integers and an input": containers,
     "no_grad inside": stopped,
     "in place": changed_in_place,

@@ -56,7 +56,7 @@ class NoGradStopsTangents(TorchFunctionMode):
 
     def __init__(self, hidden: bool, again: bool = False, caller: str | None = None) -> None:
         super().__init__()
-        self._operator = caller
+        self.operator = caller
         self._hooks: HookGuard | None = None
         self._again = again
         self._inside: Any = None  # the Python function being run: its C kernel may share its name
@@ -70,8 +70,8 @@ class NoGradStopsTangents(TorchFunctionMode):
         self._compiled = as_written()  # which may refuse: before this mode is entered
         self._compiled.__enter__()
         super().__enter__()
-        if self._operator is not None:
-            self._hooks = HookGuard(self._operator, self._moves)
+        if self.operator is not None:
+            self._hooks = HookGuard(self.operator, self._moves)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -82,6 +82,15 @@ class NoGradStopsTangents(TorchFunctionMode):
         hooks, self._hooks = self._hooks, None  # breaks a reference cycle with this mode
         if hooks is not None:
             hooks.end(error[0] is None)
+
+    @contextmanager
+    def without_graph(self) -> Iterator[None]:
+        """Context in which operations record no graph, although f sees gradients enabled."""
+        before, self._hidden = self._hidden, True
+        try:
+            yield
+        finally:
+            self._hidden = before
 
     def _moves(self, x: Tensor) -> bool:
         if _is_wrapped(x):
@@ -126,7 +135,7 @@ class NoGradStopsTangents(TorchFunctionMode):
         """Calls a torch.autograd.Function inside of functorch, with gates at its tangents."""
         from gradtools.torch.double_backward import gated_call
 
-        level, caller = upstream.peek_interpreter_stack(), self._operator or "jvp"
+        level, caller = upstream.peek_interpreter_stack(), self.operator or "jvp"
         if level is not None and level.key() == upstream.TransformType.Jvp:
             return gated_call(caller, args[0], partial(fun, args[0]), args[1:])
         return self._within(fun, args, kwargs)  # gated at the level beneath, or in the graph

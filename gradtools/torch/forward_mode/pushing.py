@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import surveyed
 from gradtools.torch.compiling import is_compiling, nodes_of
 from gradtools.torch.forward_mode.by_transposing import NoTranspose, by_reverse_mode
 from gradtools.torch.functorch_wrappers import (
@@ -33,6 +35,7 @@ from gradtools.torch.functorch_wrappers import (
 )
 from gradtools.torch.known_errors import NO_STRIDES, says
 from gradtools.torch.nondifferentiable import gated
+from gradtools.torch.open_derivatives import caller_of
 from gradtools.torch.plain_programs.modes import plain_kernel, traced
 from gradtools.torch.plain_programs.rows import (
     GRADIENT_AGAIN,
@@ -342,6 +345,36 @@ _SAVED_INPUTS = {
     "NativeLayerNormBackward0": "input",
     "NativeBatchNormBackward0": "input",
 }
+
+
+def gated_at_custom_code(
+    fun: Callable[..., Any],
+    leaves: Any,
+    entered: Sequence[Tensor],
+    tangents: Any,
+    primals: list[Tensor],
+    pushed: list[Tensor],
+) -> list[Tensor]:
+    """The tangents, with gates that raise where custom code loses a derivative of them.
+
+    entered: The leaves in the graph of the primals.
+    """
+    tracked = [y for y in primals if y.requires_grad]
+    pushed = gated_where_unseen(caller_of(fun), tracked, pushed)
+    custom = surveyed(tracked).custom if tracked else []
+    custom = [node for node in custom if not _is_bookkeeping(node)]
+    if not custom:
+        return pushed
+    from gradtools.torch.double_backward import gated_tangents
+
+    along = [*zip(leaves, entered, tangents, strict=True)]
+    return gated_tangents(caller_of(fun), fun, along, primals, custom, pushed)
+
+
+def _is_bookkeeping(node: Any) -> bool:
+    if not isinstance(node, BackwardCFunction):  # TorchScript and C++ functions
+        return False
+    return upstream.forward_class(type(node)) in upstream.bookkeeping()
 
 
 def gated_where_unseen(caller: str, outs: Sequence[Tensor], pushed: list[Tensor]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python, nodes_of, refuse_lost
 from gradtools.torch.double_backward import gate_graph
 from gradtools.torch.engines import pulled
-from gradtools.torch.forward_mode.training_machinery import Pushforward
+from gradtools.torch.forward_mode.checkpoints import Pushforward
 from gradtools.torch.functorch_wrappers import alive, is_dual
 from gradtools.torch.hook_trials import gated_at_hooks
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says

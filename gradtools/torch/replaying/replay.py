@@ -20,12 +20,11 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.compiling import left_to_python, nodes_of
-from gradtools.torch.forward_mode.training_machinery import Pushforward
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import LEAF_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
+from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import hooks_of_users
 from gradtools.torch.plain_programs.backward_nodes import WRONG
 from gradtools.torch.randomness import Randomness
@@ -158,9 +157,6 @@ class Forward(ChunkProgram):
     def _captured(self) -> list[Tensor]:
         """The computed tensors, or functorch wrappers, that f closes over: implicit arguments."""
         tensors = [x for x, _ in self.start.reached.watched]
-        f = self.chunks.call.f
-        if isinstance(f, Pushforward):  # which takes these as arguments
-            tensors = [x for x in tensors if not any(x is y for y in f.captured)]
         if self.beneath:
             return [x for x in tensors if is_wrapped(x)]
         with upstream.DisableTorchFunction():  # an outer `Substituted` would replace them
@@ -381,7 +377,7 @@ class Forward(ChunkProgram):
                     self.verification.leaves[i] = reached
                 if i >= self.count - kept:
                     self.retained[i] = (xs, own, outs)
-            self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
+            self.attached.append([*map(self._is_attached, outs)])
             result.append([cut(y) if a else y for y, a in zip(outs, self.attached[i], strict=True)])
             del outs  # frees the graph before the next chunk
         if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
@@ -554,6 +550,10 @@ class Forward(ChunkProgram):
             self.verification.kinds[i] = kinds_of(nodes)
         return leaves
 
+    def _is_attached(self, y: Any) -> bool:
+        """Whether an output of the first pass has a derivative."""
+        return isinstance(y, Tensor) and y.requires_grad
+
     def _note_kind(self, kind: Any, node: Any) -> None:
         """Records what a class of nodes implies for derivatives of the pullback."""
         if kind.__name__ in WRONG:
@@ -601,3 +601,24 @@ class Forward(ChunkProgram):
         self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
 
     reached_leaves = property(lambda self: self.leaves)  # those that f captures
+
+
+class PushedForward(Forward):
+    """A `Pushforward`, whose first pass records no graph: all that f can reach are its leaves."""
+
+    compares_leaves = compares_bits = False
+
+    def _anew(self, i: int, given: list[Any]) -> list[Any]:
+        with self.chunks.call.f.as_first():
+            return super()._anew(i, given)
+
+    def _captured(self) -> list[Tensor]:
+        given = self.chunks.call.f.captured
+        return [x for x in super()._captured() if not any(x is y for y in given)]
+
+    def _find_leaves(self, i: int, outs: Entries, *_: Any) -> dict[int, Tensor]:
+        self.is_right = False
+        return {id(x): x for x in parameters_of(self.start)}
+
+    def _is_attached(self, y: Any) -> bool:
+        return isinstance(y, Tensor) and is_inexact(y)

@@ -105,7 +105,7 @@ class ChunkProgram:
         self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
     ) -> list[Any]:
         """Cotangents of the inputs; rows and shared end with the cotangents, as in `_Derived`."""
-        f = _forward_of(self).chunks.call.f
+        f = self.forward.chunks.call.f
         if isinstance(f, Pushforward) and f.is_pushed_now():
             return Backward(self, widths, width, mask).inside_of_its_pass(rows[0], shared)
         return outputs_of(Backward(self, widths, width, mask, joint), rows, shared)

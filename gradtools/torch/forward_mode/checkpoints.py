@@ -52,7 +52,7 @@ class Pushforward:
 
     def __init__(self, f: Callable[..., Any], moved: list[int], captured: list[Tensor]) -> None:
         self.f, self.captured, self._moved = f, captured, moved
-        self._mode = mode_of_pass()
+        self._mode: Any = mode_of_pass()
         self._first = _FirstPass()
 
     def is_pushed_now(self) -> bool:
@@ -72,9 +72,9 @@ class Pushforward:
                 return self.f(*args, **kwargs)
 
         if upstream.peek_interpreter_stack() is not None:  # computed again inside of torch.func
-            y, dy = torch.func.jvp(run, tuple(primals), tuple(tangents))
-            pushed = upstream.tree_flatten(dy)[0]
-            return y, [pushed[i] for i in self._first.moved]
+            both: Any = torch.func.jvp(run, tuple(primals), tuple(tangents))
+            pushed = upstream.tree_flatten(both[1])[0]
+            return both[0], [pushed[i] for i in self._first.moved]
         with level_of_tangents(self._mode.operator) as mode:
             duals = [*map(dual_at, primals, tangents)]
             with mode.without_graph() if self._first.is_now else nullcontext():
@@ -88,7 +88,7 @@ class Pushforward:
                 for y, t in zip(outs, pushed, strict=True)
             ]
             if not self._first.is_now:
-                pushed = self._gated(run, [primals, duals, tangents], outs, pushed)
+                pushed = self._gated(run, (primals, duals, tangents), outs, pushed)
         return upstream.tree_unflatten(replaced_at(ys, moved, outs), treedef), pushed
 
     @contextmanager
@@ -109,7 +109,8 @@ class Pushforward:
             return [ys[i] for i in moved], []
 
         fun.caller = self._mode.operator  # type: ignore[attr-defined]
-        return gated_at_custom_code(fun, *points, outs, pushed)
+        xs, entered, tangents = points
+        return gated_at_custom_code(fun, xs, entered, tangents, outs, pushed)
 
     def outputs(self, y: Any, pushed: list[Tensor]) -> Any:
         """f's outputs as dual numbers."""

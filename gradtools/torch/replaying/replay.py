@@ -609,12 +609,13 @@ class PushedForward(Forward):
     compares_leaves = compares_bits = False
 
     def _anew(self, i: int, given: list[Any]) -> list[Any]:
-        with self.chunks.call.f.as_first():
+        f: Any = self.chunks.call.f
+        with f.as_first():
             return super()._anew(i, given)
 
     def _captured(self) -> list[Tensor]:
-        given = self.chunks.call.f.captured
-        return [x for x in super()._captured() if not any(x is y for y in given)]
+        f: Any = self.chunks.call.f
+        return [x for x in super()._captured() if not any(x is y for y in f.captured)]
 
     def _find_leaves(self, i: int, outs: Entries, *_: Any) -> dict[int, Tensor]:
         self.is_right = False

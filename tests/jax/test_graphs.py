@@ -328,6 +328,15 @@ def vanished(f, x=X):
     return vanishing(run_of(f), [x], 0)
 
 
+def test_a_gradient_that_is_not_zero_has_not_vanished():
+    assert vanished(lambda x: (x**2).sum()) is None
+    assert vanished(lambda x: jax.nn.relu(x - 2).sum()) is None
+
+
+def test_an_empty_leaf_has_not_vanished():
+    assert vanished(lambda x: x.sum(), jnp.zeros((0,))) is None
+
+
 def test_only_the_operation_that_hands_on_nothing_is_named():
     (found,) = vanished(lambda x: jnp.exp(jax.nn.relu(jnp.sin(x) - 5)).sum())
     assert (found.node.operation, found.underflow) == ("relu", False)
@@ -400,6 +409,16 @@ def test_loops_run_backwards_and_their_columns_are_written_out():
         return last + (rows * jnp.arange(3.0)).sum()
 
     assert {v.node.operation for v in vanished(f)} == {"relu", "multiply"}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_each_round_of_a_loop_sees_its_own_row(reverse):
+    def f(x):
+        return lax.scan(lambda c, a: (jax.nn.relu(a - 9), None), 0.0, x, reverse=reverse)[0]
+
+    x = jnp.asarray([20.0, 20.0, 1.0])
+    (found,) = vanished(f, x[::-1] if reverse else x)
+    assert found.node.operation == "relu"
 
 
 def test_an_operand_on_the_path_of_another_leaf_is_not_told_of_this_one():

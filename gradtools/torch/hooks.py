@@ -78,11 +78,22 @@ def _scaling(factor: str) -> RuleApplication:
     return edit_application(rule, 1)
 
 
+class NeedsGraph(GradtoolsError):
+    """f cannot be pushed without a graph: it sets a hook, or records a graph that no mode sees."""
+
+
 class HookGuard:
     """Raises for gradient hooks during one call of an operator in forward mode, in this thread.
 
-    moves: Whether a tensor has a tangent.
+    Args:
+        caller: The operator's name.
+        moves: Whether a tensor has a tangent.
+
+    Attributes:
+        hidden: Whether no graph is recorded now, so that no hook would run.
     """
+
+    hidden = False
 
     def __init__(self, caller: str, moves: Callable[[Tensor], bool]) -> None:
         self._caller, self._moves = caller, moves
@@ -114,7 +125,7 @@ class HookGuard:
             ran[:] = [True]
             return hook(ct)
 
-        if not x.requires_grad:
+        if self.hidden or not x.requires_grad:
             raise self._refusal("f sets a hook on a tensor")
         handle = fun(x, noted)
         self._set.append((handle, ran))
@@ -131,8 +142,8 @@ class HookGuard:
         if not tracked and any(map(self._moves, xs)):
             raise self._refusal(f"a {type(module).__name__} in f has a backward hook")
 
-    def _refusal(self, what: str) -> GradtoolsError:
-        return GradtoolsError(
+    def _refusal(self, what: str) -> NeedsGraph:
+        return NeedsGraph(
             f"{self._caller}: {what}, which edits gradients in reverse mode, and f is pushed along "
             "in forward mode, which would pass it by. Take reverse mode (grad, vjp, linearize, "
             "frozen, jacobian with mode='reverse'), or remove the hook."

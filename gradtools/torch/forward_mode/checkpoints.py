@@ -10,7 +10,7 @@ operator in the function that is pushed, the cotangents are dual numbers of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from gradtools.torch.forward_mode.training_machinery import (
     primal_of,
     tangent_of,
 )
+from gradtools.torch.hooks import NeedsGraph
+from gradtools.torch.open_derivatives import watched
 
 Tensor = torch.Tensor
 
@@ -77,8 +79,9 @@ class Pushforward:
             return both[0], [pushed[i] for i in self._first.moved]
         with level_of_tangents(self._mode.operator) as mode:
             duals = [*map(dual_at, primals, tangents)]
-            with mode.without_graph() if self._first.is_now else nullcontext():
-                ys, treedef = upstream.tree_flatten(run(*duals))
+            ys, treedef = upstream.tree_flatten(
+                self._without_graph(mode, run, duals) if self._first.is_now else run(*duals)
+            )
             if self._first.is_now:
                 self._first.moved = [i for i, y in enumerate(ys) if tangent_of(y) is not None]
             moved = self._first.moved
@@ -90,6 +93,14 @@ class Pushforward:
             if not self._first.is_now:
                 pushed = self._gated(run, (primals, duals, tangents), outs, pushed)
         return upstream.tree_unflatten(replaced_at(ys, moved, outs), treedef), pushed
+
+    def _without_graph(self, mode: Any, run: Any, duals: list[Tensor]) -> Any:
+        made = upstream.nodes_made()
+        with mode.without_graph():
+            y, _, nested = watched(lambda *xs: (run(*xs), None), duals)
+        if upstream.nodes_made() != made and not nested:  # such as TorchScript, which no mode sees
+            raise NeedsGraph(f"{mode.operator}: f records a graph of its own.")
+        return y
 
     @contextmanager
     def as_first(self) -> Iterator[None]:
@@ -125,6 +136,8 @@ def checkpoint_pushed(
 ) -> Any:
     """The checkpoint of f at dual numbers; NotImplemented if none are pushed with a graph.
 
+    Also where f cannot be pushed without one; its tangent is then the transpose of its pullback.
+
     passes: A checkpoint, called as passes(f, args, kwargs).
     """
     if mode_of_pass() is None or upstream.forward_level() < 0 or not torch.is_grad_enabled():
@@ -142,6 +155,9 @@ def checkpoint_pushed(
     )
     both = Pushforward(f, moved, [x for x, _ in captured])
     given = tangents, [primal_of(x) for x, _ in captured], args, kwargs
-    with both.as_first():
-        results = passes(both, given, {})
+    try:
+        with both.as_first():
+            results = passes(both, given, {})
+    except NeedsGraph:
+        return NotImplemented
     return both.outputs(*results)

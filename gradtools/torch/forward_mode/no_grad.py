@@ -85,12 +85,19 @@ class NoGradStopsTangents(TorchFunctionMode):
 
     @contextmanager
     def without_graph(self) -> Iterator[None]:
-        """Context in which operations record no graph, although f sees gradients enabled."""
+        """Context in which operations record no graph, although f sees gradients enabled.
+
+        A hook on a gradient then raises `NeedsGraph`.
+        """
         before, self._hidden = self._hidden, True
+        if self._hooks is not None:
+            self._hooks.hidden = True
         try:
             yield
         finally:
             self._hidden = before
+            if self._hooks is not None:
+                self._hooks.hidden = before
 
     def _moves(self, x: Tensor) -> bool:
         if _is_wrapped(x):

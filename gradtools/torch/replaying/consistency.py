@@ -407,7 +407,8 @@ def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
                 kind = f"{kind}{_HELD}{numbers}"
         elif kind in _PRODUCTS:
             factors = filter(_is_number, upstream.factors_of(node))
-            kind += "".join([f"{_HELD}{x.item()}" for x in factors])
+            with upstream.disable_current_modes():  # which would see the reading of a number
+                kind += "".join([f"{_HELD}{x.item()}" for x in factors])
         if kind != "AccumulateGrad":
             counts[f"{kind} on {count}"] += 1
     return counts

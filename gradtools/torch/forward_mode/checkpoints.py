@@ -97,7 +97,7 @@ class Pushforward:
     def _without_graph(self, mode: Any, run: Any, duals: list[Tensor]) -> Any:
         made = upstream.nodes_made()
         with mode.without_graph():
-            y, _, nested = watched(lambda *xs: (run(*xs), None), duals)
+            y, _, nested = watched(lambda *xs: (run(*xs), []), duals)
         if upstream.nodes_made() != made and not nested:  # such as TorchScript, which no mode sees
             raise NeedsGraph(f"{mode.operator}: f records a graph of its own.")
         return y

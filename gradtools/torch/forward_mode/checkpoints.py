@@ -28,7 +28,7 @@ from gradtools.torch.forward_mode.training_machinery import (
     tangent_of,
 )
 from gradtools.torch.hooks import NeedsGraph
-from gradtools.torch.open_derivatives import watched
+from gradtools.torch.patches import scripts_called
 
 Tensor = torch.Tensor
 
@@ -95,12 +95,11 @@ class Pushforward:
         return upstream.tree_unflatten(replaced_at(ys, moved, outs), treedef), pushed
 
     def _without_graph(self, mode: Any, run: Any, duals: list[Tensor]) -> Any:
-        made = upstream.nodes_made()
-        with mode.without_graph():
-            y, _, nested = watched(lambda *xs: (run(*xs), []), duals)
-        if upstream.nodes_made() != made and not nested:  # such as TorchScript, which no mode sees
-            raise NeedsGraph(f"{mode.operator}: f records a graph of its own.")
-        return y
+        def refuse(*_: Any) -> None:  # no mode sees a scripted function, which records a graph
+            raise NeedsGraph(f"{mode.operator}: f holds a function of TorchScript.")
+
+        with scripts_called(refuse), mode.without_graph():
+            return run(*duals)
 
     @contextmanager
     def as_first(self) -> Iterator[None]:

@@ -50,6 +50,14 @@ def called(f):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_tangents_are_right(kind):
+    x, dx = numbers(), numbers().flip(0)
+    y, dy = pushed(called(sine(kind)), x, dx)
+    torch.testing.assert_close(y, x.sin())
+    torch.testing.assert_close(dy, x.cos() * dx)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_dual_number_without_a_tangent_stays_without(kind):
     f = called(sine(kind))
     with forward_ad.dual_level():
@@ -64,6 +72,23 @@ def test_forward_over_reverse_and_reverse_over_forward(kind):
         torch.testing.assert_close(product, -x.sin() * v)
     slope = gt.grad(lambda x: gt.jvp(f, (x,), (v,))[1].sum())(x)
     torch.testing.assert_close(slope, -x.sin() * v)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tangents_of_what_is_differentiated_in_reverse_mode_too(kind):
+    f, x, v = called(sine(kind)), numbers(requires_grad=True), numbers()
+    dy = pushed(f, x, v).tangent
+    (slope,) = torch.autograd.grad(dy.sum(), x)
+    torch.testing.assert_close(slope, -x.detach().sin() * v)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_picture_of_a_rule_that_was_called_is_that_of_a_new_one(kind):
+    x = numbers()
+    new, old = (f for f in (sine(kind), called(sine(kind))))
+    pictures = [str(gt.gradient_graph(lambda x, f=f: f(x).sum(), x)) for f in (new, old)]
+    assert pictures[0] == pictures[1]
+    assert "stopped" not in pictures[1]
 
 
 @pytest.mark.parametrize("kind", ["jvp", "both"])

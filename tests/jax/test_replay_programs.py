@@ -10,6 +10,7 @@ import pytest
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
+from tests.support import replay_programs_jax_models  # noqa: F401 - fills the table
 from tests.support.replay_programs_jax import PLAIN, PROGRAMS, loop
 
 QUICK = ("callback that counts", "module of nnx in", "module of nnx that", "written", "while")

@@ -163,6 +163,10 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
     "cancelled": {
         "taken_from_itself": lambda x: (x - x).sum(),
     },
+    "overwritten": {
+        "all_of_it_is_set": lambda x: (x * 2).at[:].set(1.0).sum(),
+        "set_at_every_index": lambda x: (x * 2).at[jnp.arange(3)].set(1.0).sum(),
+    },
     "detached, partly": {
         "a_term_that_is_stopped": lambda x: (x**2).sum() + (stop(x) ** 3).sum(),
     },
@@ -217,6 +221,15 @@ def stopped_in_jit(x):
 
 
 @cause()
+def stopped_in_jit_in_jit(x):
+    @jax.jit
+    def inner(y):
+        return stop(y * 3)  # <- detached
+
+    return jax.jit(lambda y: inner(y) + 1)(x).sum()
+
+
+@cause()
 def stopped_in_checkpoint(x):
     @jax.checkpoint
     def inner(y):
@@ -231,6 +244,15 @@ def stopped_in_vmap(x):
         return stop(y) + 1  # <- detached
 
     return jax.vmap(one)(x).sum()
+
+
+@cause()
+def stopped_in_lax_map(x):
+    def one(y):
+        z = jnp.sin(y)
+        return stop(z) + 1  # <- detached
+
+    return lax.map(one, x).sum()
 
 
 @cause()
@@ -285,6 +307,19 @@ def stopped_in_a_frozen_function(x):
 
 
 @cause()
+def stopped_under_a_python_if(x):
+    if x.sum() > 0:
+        x = stop(x)  # <- detached
+    return x.sum()
+
+
+@cause({"w": X, "b": X})
+def stopped_for_a_whole_tree(params):
+    params = stop(params)  # <- detached
+    return (params["w"] * params["b"]).sum()
+
+
+@cause()
 def stopped_within_a_gradient(x):
     def inner(y):
         return (stop(x) * y).sum()  # <- detached
@@ -300,6 +335,14 @@ def binarised_through_numpy(x):
     image = x * 2
     mask = np.asarray(image > 0.5)  # <- left_framework
     return ((image - 1) ** 2).sum() + mask.mean()
+
+
+@cause()
+def through_numpy_under_a_python_if(x):
+    if x.sum() > 0:
+        y = np.asarray(x)  # <- left_framework
+        return jnp.sum(y)
+    return x.sum()
 
 
 @cause()
@@ -332,9 +375,34 @@ def counted_by_a_loop(x):
 
 
 @cause()
+def accuracy(logits):
+    labels = jnp.asarray([0, 1, 2, 1])
+    hits = jnp.argmax(jnp.outer(jnp.ones(4), logits), axis=-1) == labels  # <- discrete
+    return hits.mean()
+
+
+@cause()
 def comparison_in_a_gradient(x):
     slope = jax.grad(lambda y: jnp.where(y > 0, y, 2 * y).sum())  # <- discrete
     return slope(x).sum()
+
+
+@cause()
+def an_index_under_a_python_if(x):
+    if x[0] > 0:
+        return POSITIVE[jnp.argmax(x)]  # <- discrete
+    return x.sum()
+
+
+# --- derivative zero everywhere ----------------------------------------------------------
+
+
+@cause()
+def quantised_under_vmap(x):
+    def one(y):
+        return jnp.round(y * 8) / 8  # <- zero_derivative
+
+    return jax.vmap(one)(x).sum()
 
 
 # --- rules -------------------------------------------------------------------------------
@@ -367,6 +435,18 @@ def not_read(x):
 @cause()  # <- unused
 def read_for_its_shape(x):
     return jnp.ones(x.shape).sum() * x.size
+
+
+@cause(X, POSITIVE)  # <- unused
+def overwritten(x, y):
+    x = y * 2
+    return x.sum()
+
+
+@cause()  # <- unused
+def computed_and_dropped(x):
+    jnp.sin(x)
+    return jnp.cos(POSITIVE).sum()
 
 
 @cause()  # <- captured
@@ -404,6 +484,11 @@ def a_number_of_numpy(x):
 
 
 @cause()  # <- host_number
+def a_number_of_python(x):
+    return 3.0
+
+
+@cause()  # <- host_number
 def a_mean_of_captured_numbers(x):
     return np.asarray(POSITIVE).mean()
 
@@ -433,9 +518,44 @@ def dead_in_a_branch(x):
     return lax.cond(x[0] > 0, yes, jnp.sum, x)
 
 
+@cause()
+def dead_in_jit(x):
+    @jax.jit
+    def inner(y):
+        return jax.nn.relu(y - 9)  # <- dead
+
+    return inner(x).sum()
+
+
+@cause()
+def dead_in_checkpoint(x):
+    @jax.checkpoint
+    def inner(y):
+        return jax.nn.relu(y - 9)  # <- dead
+
+    return inner(x).sum()
+
+
+@cause()
+def dead_under_a_python_if(x):
+    if x.sum() > 0:
+        x = jax.nn.relu(x - 9)  # <- dead
+    return x.sum()
+
+
 @cause(POSITIVE)
 def saturated_sigmoid(x):
     return jax.nn.sigmoid(x * 1e3).sum()  # <- saturated
+
+
+@cause(POSITIVE)
+def saturated_tanh(x):
+    return jnp.tanh(x * 1e3).sum()  # <- saturated
+
+
+@cause(POSITIVE)
+def saturated_erf(x):
+    return lax.erf(x * 1e3).sum()  # <- saturated
 
 
 @cause(POSITIVE)
@@ -456,6 +576,19 @@ def two_paths_that_cancel(x):
     return (there + back).sum()  # <- cancelled
 
 
+@cause()
+def updated_as_a_whole(x):
+    return lax.dynamic_update_slice(jnp.sin(x), 2 * POSITIVE, (0,)).sum()  # <- overwritten
+
+
+@cause()
+def set_in_every_round(x):
+    def body(i, c):
+        return c.at[:].set(1.0 * i)  # <- overwritten
+
+    return lax.fori_loop(0, 3, body, x).sum()
+
+
 # --- one term of several -----------------------------------------------------------------
 
 
@@ -463,6 +596,23 @@ def two_paths_that_cancel(x):
 def a_part_that_is_concatenated(x):
     counts = (x > 0).astype(jnp.float32)  # <- discrete, partly
     return jnp.concatenate([x * 2, counts]).sum()
+
+
+@cause()
+def a_term_in_jit(x):
+    @jax.jit
+    def loss(y):
+        return (y**2).sum() + stop(y).sum()  # <- detached, partly
+
+    return loss(x)
+
+
+@cause()
+def a_term_in_a_scan(x):
+    def body(c, a):
+        return c + a + stop(jnp.sin(a)), None  # <- detached, partly
+
+    return lax.scan(body, 0.0, x)[0]
 
 
 @cause()
@@ -590,6 +740,31 @@ def a_python_if(x):
     return x.sum()
 
 
+@healthy()
+def several_python_ifs(x):
+    total = jnp.float32(0)
+    for v in x:
+        if v > 0 and v < 10:
+            total = total + v
+        elif v < -5:
+            total = total - v
+    return total + x.sum()
+
+
+@healthy()
+def a_python_while(x):
+    y = x
+    while jnp.abs(y).sum() < 20:
+        y = y * 2
+    return y.sum()
+
+
+@healthy()
+def an_assertion_on_values(x):
+    assert jnp.isfinite(x).all()
+    return jnp.cos(x).sum()
+
+
 @healthy(X)
 def a_boolean_index(x):
     return x[x > 0].sum() + x.sum()
@@ -602,6 +777,12 @@ def a_python_if_in_gt_grad(x):
 
 
 @healthy()
+def activations(x):
+    functions = (jax.nn.relu, jax.nn.gelu, jax.nn.silu, jax.nn.softplus, jax.nn.leaky_relu)
+    return sum(f(x).sum() for f in functions)
+
+
+@healthy()
 def straight_through_a_comparison(x):
     hard = gt.straight_through(lambda y: y > 0.5, jax.nn.sigmoid)
     return hard(x).mean()
@@ -611,6 +792,42 @@ def straight_through_a_comparison(x):
 def dropout(x):
     mask = jax.random.bernoulli(KEY, 0.5, x.shape)
     return (jnp.where(mask, x / 0.5, 0.0) ** 2).sum()
+
+
+@healthy(POSITIVE)
+def a_reparameterised_gamma(x):
+    return jax.random.gamma(KEY, x).sum()
+
+
+@healthy()
+def batch_normalised_by_hand(x):
+    rows = jnp.outer(POSITIVE, x) ** 2
+    centred = (rows - rows.mean(0)) / jnp.sqrt(rows.var(0) + 1e-5)
+    return (centred * WEIGHTS).sum()
+
+
+class LinenNet(flax.linen.Module):
+    """A network with batch normalisation and dropout."""
+
+    @flax.linen.compact
+    def __call__(self, x, train: bool):
+        x = flax.linen.Dense(5)(x)
+        x = flax.linen.BatchNorm(use_running_average=not train)(x)
+        x = flax.linen.Dropout(0.2, deterministic=not train)(jax.nn.gelu(x))
+        return flax.linen.Dense(1)(x)
+
+
+_linen = LinenNet()
+_variables = _linen.init(KEY, ROWS, train=False)
+
+
+@healthy(_variables["params"])
+def flax_linen_in_training(params):
+    variables = {"params": params, "batch_stats": _variables["batch_stats"]}
+    out, state = _linen.apply(
+        variables, ROWS, train=True, mutable=["batch_stats"], rngs={"dropout": KEY}
+    )
+    return ((out * jnp.arange(4.0)[:, None]) ** 2).sum(), state
 
 
 class NnxNet(nnx.Module):
@@ -644,6 +861,13 @@ _arrays, _static = equinox.partition(_mlp, equinox.is_array)
 def an_equinox_model(arrays):
     model = equinox.combine(arrays, _static)
     return jax.vmap(model)(ROWS).sum()
+
+
+@healthy(ROWS)
+def attention(x):
+    scores = x @ x.T / jnp.sqrt(3.0)
+    masked = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), scores, -jnp.inf)
+    return ((jax.nn.softmax(masked) @ x) ** 2).sum()
 
 
 @healthy()
@@ -695,6 +919,22 @@ def chunks(x):
     return (gt.chunked(jnp.tanh, 2)(x) ** 2).sum()
 
 
+@healthy(WEIGHTS)
+def an_embedding(table):
+    return (table[jnp.asarray([0, 2, 2])] ** 2).sum()
+
+
+@healthy(ROWS)
+def max_pooling(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID").sum()
+
+
+@healthy(WEIGHTS)
+def linear_algebra(w):
+    a = w @ w.T + jnp.eye(3)
+    return jnp.linalg.slogdet(a)[1] + jnp.linalg.solve(a, X).sum() + jnp.linalg.norm(a)
+
+
 @healthy()
 def shard_map(x):
     body = lambda y: lax.psum(jnp.sin(y), "i") + y
@@ -711,3 +951,25 @@ def constants_by_numpy(x):
 def a_mean_by_numpy(x):
     """NumPy calls the array's own method, which stays in JAX."""
     return np.mean(x) * np.sum(x)
+
+
+@healthy()
+def logsumexp_by_hand(x):
+    largest = stop(x.max())
+    return largest + jnp.log(jnp.exp(x - largest).sum())
+
+
+@healthy({"w": X, "b": POSITIVE})
+def a_tree(params):
+    return (params["w"] * params["b"]).sum()
+
+
+@healthy()
+def printing(x):
+    jax.debug.print("{x}", x=x)
+    return jnp.sin(x).sum()
+
+
+@healthy(X, POSITIVE)
+def a_baseline_that_is_stopped(x, y):
+    return ((x * y) * stop(jnp.sin(x))).sum()

@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import random
@@ -184,6 +185,16 @@ IN_PLACE: dict[str, Callable[[], tuple[Any, Callable[[Any], Any], Callable[[Any]
         lambda t: setattr(t, "data", t.data + 1),
         lambda t: t,
     ),
+    "a tensor's shape": lambda: (
+        torch.ones(1, dtype=D),
+        lambda t: t.resize_(len(t) + 1).fill_(1),
+        lambda t: t.sum(),
+    ),
+    "a row of a tensor": lambda: (
+        torch.ones(3, 3, dtype=D),
+        lambda t: t[1].mul_(2),
+        lambda t: t.sum(),
+    ),
     "a list": lambda: ([1.0], lambda t: t.append(1.0), lambda t: len(t)),
     "a dictionary": lambda: ({"n": 1}, lambda t: t.update(n=t["n"] + 1), lambda t: t["n"]),
     "a tensor in a dictionary": lambda: (
@@ -250,6 +261,35 @@ for _kind in (
     )
 
 
+@program("the loss needs a shared argument that f changed in place", TRAINED, EITHER)
+def _() -> World:
+    count, w = torch.ones((), dtype=D), weight()
+
+    def f(x: Any, count: Any) -> Any:
+        y = x @ w * count.clone()
+        count.add_(1)
+        return y
+
+    def step(run: Run) -> dict[str, Any]:
+        loss = score(run(f, (0, None))(batch(), count)) * (w.sum() * count)
+        loss.backward()
+        return {"loss": loss, "grads": [w.grad]}
+
+    return World(step, lambda: count.clone())
+
+
+@program("f changes a shared argument that requires a gradient, under no_grad", TRAINED, EITHER)
+def _() -> World:
+    w, scale = weight(), torch.ones((), dtype=D, requires_grad=True)
+
+    def f(x: Any, scale: Any) -> Any:
+        with torch.no_grad():
+            scale.mul_(2)
+        return x @ w
+
+    return simple(f, leaves=[w], shared=(scale,))
+
+
 for _how, _change in {
     "in place": lambda x: x.mul_(2),
     "by .data": lambda x: x.data.mul_(2),
@@ -266,6 +306,12 @@ for _how, _change in {
             return x.clone() @ w
 
         return simple(f, leaves=[w], tracked=False)
+
+
+@program("f changes one row of an expanded batch", TRAINED, EITHER)
+def _() -> World:
+    w, row = weight(), torch.ones(1, 3, dtype=D)
+    return simple(lambda x: x @ w, row.expand(6, 3), leaves=[w], state=lambda: row)
 
 
 # --- 3: edges of the graph from one chunk to the next ---------------------------------------
@@ -295,6 +341,29 @@ def _() -> World:
     return of_module(module, state=lambda: module.last)
 
 
+@program("a module keeps a list of attached outputs, and the loss reads them", TRAINED, EITHER)
+def _() -> World:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.penalties = nn.Parameter(weight().detach()), []
+
+        def forward(self, x: Any) -> Any:
+            y = (x @ self.w).softmax(-1)
+            self.penalties.append(y.mean(0).square().sum())
+            return y
+
+    module, x = Router(), batch()
+
+    def step(run: Run) -> dict[str, Any]:
+        out = run(module)(x)
+        loss = score(out) + sum(module.penalties)
+        loss.backward()
+        return {"loss": loss, "grads": [module.w.grad]}
+
+    return World(step)
+
+
 def _cached(store: Callable[[Any], Any]) -> World:
     """A function of a weight that is computed in the first call, and kept."""
     w = weight()
@@ -302,14 +371,34 @@ def _cached(store: Callable[[Any], Any]) -> World:
     return simple(lambda x: x @ cached(), leaves=[w])
 
 
+def _in_attribute(w: Any) -> Any:
+    holder = types.SimpleNamespace(value=None)
+
+    def read() -> Any:
+        if holder.value is None:
+            holder.value = w.exp()
+        return holder.value
+
+    return read
+
+
 def _in_dictionary(w: Any) -> Any:
     known: dict[int, Any] = {}
     return lambda: known.setdefault(0, w.exp()) if not known else known[0]
 
 
-program("a function of a weight is cached in a dictionary by the first chunk", REPLAYED, EITHER)(
-    lambda: _cached(_in_dictionary)
-)
+def _in_lru(w: Any) -> Any:
+    return functools.lru_cache(lambda: w.exp())
+
+
+for _where, _store in {
+    "an attribute": _in_attribute,
+    "a dictionary": _in_dictionary,
+    "lru_cache": _in_lru,
+}.items():
+    program(f"a function of a weight is cached in {_where} by the first chunk", REPLAYED, EITHER)(
+        lambda store=_store: _cached(store)
+    )
 
 
 @program("a function of a weight was cached before the forward pass", REPLAYED, EITHER)
@@ -349,6 +438,19 @@ def _() -> World:
     return of_module(parametrized(), around=parametrize.cached)
 
 
+@program("parametrize.cached() around, backward inside", TRAINED, EITHER)
+def _() -> World:
+    net = parametrized()
+
+    def step(run: Run) -> dict[str, Any]:
+        with parametrize.cached():
+            loss = score(run(net)(batch())) + score(run(net)(batch().flip(0)))
+            loss.backward()
+        return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
+
+    return World(step, lambda: state_of(net))
+
+
 for _how, _wrap in {
     "weight_norm": lambda m: parametrizations.weight_norm(m),
     "spectral_norm": lambda m: parametrizations.spectral_norm(m),
@@ -359,6 +461,14 @@ for _how, _wrap in {
     @program(f"a layer under {_how}")
     def _(wrap: Any = _wrap) -> World:
         return of_module(nn.Sequential(wrap(nn.Linear(3, 3).double()), nn.Tanh()))
+
+
+@program("a layer under the old weight_norm", expect=EITHER)
+def _() -> World:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = nn.utils.weight_norm(nn.Linear(3, 3).double())
+    return of_module(net)
 
 
 # --- 4: state in every kind of holder -------------------------------------------------------
@@ -863,6 +973,29 @@ program("a parameter's hook counts", (CHECKPOINT,))(_hooked(_counts_parameter_ho
 program("a hook after a parameter's gradient counts", TRAINED)(_hooked(_counts_accumulations))
 
 
+@program("a hook removes itself in its first call", expect=EITHER)
+def _() -> World:
+    net, handles = mlp(), []
+
+    def hook(m: Any, args: Any, out: Any) -> Any:
+        handles[0].remove()
+        return out * 3
+
+    handles.append(net[0].register_forward_hook(hook))
+    return of_module(net, state=lambda: len(net[0]._forward_hooks))
+
+
+@program("saved tensors' hooks inside of f count", TRAINED)
+def _() -> World:
+    net, packed = mlp(), []
+
+    def f(x: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t):
+            return net(x)
+
+    return simple(f, module=net, state=lambda: len(packed))
+
+
 @program("saved tensors' hooks stand around", TRAINED)
 def _() -> World:
     hooks = lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
@@ -926,6 +1059,26 @@ class Recurrent(nn.Module):
 
 
 _kept("an LSTM with dropout between its layers", Recurrent)
+_kept(
+    "an encoder layer in training",
+    lambda: nn.Sequential(
+        nn.Unflatten(0, (-1, 1)),
+        nn.TransformerEncoderLayer(3, 1, 4, batch_first=True),
+        nn.Flatten(),
+    ).double(),
+    kinds=TRAINED,
+)
+_kept(
+    "AlphaDropout, Dropout2d and RReLU together",
+    lambda: nn.Sequential(
+        nn.Linear(3, 8),
+        nn.AlphaDropout(),
+        nn.RReLU(),
+        nn.Unflatten(1, (2, 2, 2)),
+        nn.Dropout2d(),
+        nn.Flatten(),
+    ).double(),
+)
 
 
 @program("f draws from a generator that a module holds")
@@ -986,6 +1139,11 @@ _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
     "the parameters are changed in place under no_grad": (_scaled, (), REFUSED),
     "a state_dict is loaded": (_state_dict, (_norm,), EITHER),
     "a parameter is replaced by another": (_new_parameter, (), EITHER),
+    "a layer is replaced by another": (
+        lambda net, x: net.__setitem__(0, nn.Linear(3, 4).double()),
+        (),
+        EITHER,
+    ),
     "the module is put to evaluation": (lambda net, x: net.eval(), (_norm, nn.Dropout), RIGHT),
     "all parameters are frozen": (lambda net, x: net.requires_grad_(False), (), EITHER),
     "running statistics are moved": (_shift_statistics, (_norm,), RIGHT),
@@ -1008,6 +1166,12 @@ _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
         RIGHT,
     ),
     "the module is called again": (lambda net, x: net(batch()), (_norm, nn.Dropout), RIGHT),
+    "the module is moved to float32": (lambda net, x: net.float(), (), EITHER),
+    "a buffer is replaced": (
+        lambda net, x: setattr(net[2], "running_mean", torch.ones(4, dtype=D)),
+        (_norm,),
+        RIGHT,
+    ),
 }
 for _name, (_change, _more, _expect) in _BETWEEN.items():
     _kinds = REPLAYED if "frozen" not in _name else TRAINED
@@ -1071,6 +1235,38 @@ for _how, _change in {
         )
 
 
+@program("the optimizer takes a step between two towers' backward passes", TRAINED, EITHER)
+def _() -> World:
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(run: Run) -> dict[str, Any]:
+        u, v = run(net)(batch()), run(net)(batch().flip(0))
+        score(u).backward()
+        first = [p.grad.clone() for p in net.parameters()]
+        optimizer.step()
+        score(v).backward()
+        return {"first": first, "second": [p.grad for p in net.parameters()]}
+
+    return World(step)
+
+
+@program("an unrelated graph saved a buffer before a replay", TRAINED)
+def _() -> World:
+    net, p = mlp(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), weight(1, 4)
+    counts = Counting(n=torch.ones((), dtype=D))
+    counts.tick = lambda: counts.n.add_(1).clone()  # type: ignore[assignment]
+
+    def step(run: Run) -> dict[str, Any]:
+        first = score(run(lambda x: counts(net(x)))(batch()))
+        other = (net[2].running_mean * p).sum() + (counts.n * p).sum()
+        first.backward()
+        other.backward()
+        return {"loss": [first, other], "grads": [p.grad, *(q.grad for q in net.parameters())]}
+
+    return World(step, lambda: (state_of(net), state_of(counts)))
+
+
 @program("an embedding with max_norm", (*TRAINED, MICROBATCHED), EITHER, unsaid="no module")
 def _() -> World:
     net = nn.Embedding(5, 3, max_norm=0.5).double()
@@ -1082,10 +1278,28 @@ def _() -> World:
     return of_module(nn.Embedding(5, 3, sparse=True).double(), torch.tensor([0, 1, 2, 3, 4, 0]))
 
 
+@program("an embedding that counts by frequency", TRAINED, EITHER)
+def _() -> World:
+    net = nn.Embedding(5, 3, scale_grad_by_freq=True).double()
+    return of_module(net, torch.tensor([0, 1, 2, 3, 4, 0]))
+
+
 @program("a captured sparse matrix")
 def _() -> World:
     w, s = weight(), torch.eye(3, dtype=D).to_sparse()
     return simple(lambda x: torch.sparse.mm(s, (x @ w).T).T, leaves=[w])
+
+
+@program("a sparse buffer that f changes in place", expect=EITHER)
+def _() -> World:
+    net = Counting(s=torch.eye(3, dtype=D).to_sparse())
+
+    def tick() -> Any:
+        net.s.mul_(2)
+        return net.s.to_dense()[0, 0]
+
+    net.tick = tick  # type: ignore[assignment]
+    return of_module(net, state=lambda: net.s.to_dense())
 
 
 @program("a sparse CSR matrix that is captured", expect=EITHER)
@@ -1097,10 +1311,27 @@ def _() -> World:
     return simple(lambda x: (s @ (x @ w).T).T, leaves=[w])
 
 
+@program("nested tensors inside of f", TRAINED)
+def _() -> World:
+    w = weight()
+
+    def f(x: Any) -> Any:
+        parts = torch.nested.nested_tensor([x[0], x[-1]], layout=torch.jagged)
+        return x @ w * parts.values().sum()
+
+    return simple(f, leaves=[w], tracked=False)
+
+
 @program("f gives a lazy conjugate", (CHUNKED, CHECKPOINT))
 def _() -> World:
     w = torch.complex(weight().detach(), weight().detach().sin()).requires_grad_()
     return simple(lambda x: torch.complex(x, x.cos()).conj() @ w.conj(), leaves=[w])
+
+
+@program("f gives a lazily negated imaginary part", (CHUNKED, CHECKPOINT))
+def _() -> World:
+    w = torch.complex(weight().detach(), weight().detach().sin()).requires_grad_()
+    return simple(lambda x: (torch.complex(x, x.cos()) @ w).conj().imag, leaves=[w])
 
 
 @program("the batch is a lazy conjugate", TRAINED)
@@ -1316,6 +1547,18 @@ def _() -> World:
     return simple(f, leaves=[w], tracked=False)
 
 
+@program("a part of f runs under no_grad, with dropout")
+def _() -> World:
+    w = weight()
+
+    def f(x: Any) -> Any:
+        with torch.no_grad():
+            scale = F.dropout((x @ w).exp()).mean()
+        return x @ w * scale
+
+    return simple(f, leaves=[w])
+
+
 # exceptions
 
 
@@ -1402,6 +1645,20 @@ for _exception in (ValueError, KeyboardInterrupt):
 # threads
 
 
+@program("the backward pass runs in another thread", TRAINED)
+def _() -> World:
+    net, x = Rich(), batch()
+
+    def step(run: Run) -> dict[str, Any]:
+        loss = score(run(net)(x))
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
+
+    return World(step, lambda: state_of(net))
+
+
 # compiled code, transforms, wrappers, outputs
 
 
@@ -1410,6 +1667,22 @@ def _() -> World:
     torch._dynamo.reset()
     net = mlp(nn.BatchNorm1d(4))
     return simple(torch.compile(net, backend="eager"), module=net)
+
+
+@program("a compiled module with dropout inside of f", (CHUNKED, CHECKPOINT), EITHER)
+def _() -> World:
+    torch._dynamo.reset()
+    net = mlp(nn.Dropout(0.5))
+    return simple(torch.compile(net, backend="aot_eager"), module=net)
+
+
+@program("a compiled function with a counter inside of f", (CHUNKED, CHECKPOINT), EITHER)
+def _() -> World:
+    torch._dynamo.reset()
+    net = Counting(n=torch.zeros((), dtype=D))
+    net.tick = lambda: net.n.add_(1).clone()  # type: ignore[assignment]
+    g = torch.compile(lambda x: net(x) * 2, backend="eager")
+    return simple(g, module=net)
 
 
 @program("torch.func.grad inside of f")
@@ -1438,6 +1711,15 @@ def _() -> World:
     net = mlp(nn.BatchNorm1d(4))
     parameters = dict(net.named_parameters())
     f = lambda x: torch.func.functional_call(net, parameters, (x,))
+    return simple(f, module=net)
+
+
+@program("torch.func.functional_call with parameters computed in f")
+def _() -> World:
+    net = mlp()
+    f = lambda x: torch.func.functional_call(
+        net, {k: p * 2 for k, p in net.named_parameters()}, (x,)
+    )
     return simple(f, module=net)
 
 
@@ -1470,6 +1752,17 @@ class Named(torch.Tensor):
 def _() -> World:
     w = weight().detach().as_subclass(Named).requires_grad_()
     return simple(lambda x: (x @ w).as_subclass(torch.Tensor), leaves=[w])
+
+
+@program("a batch of a subclass of Tensor", TRAINED)
+def _() -> World:
+    w = weight()
+    return simple(
+        lambda x: x.as_subclass(torch.Tensor) @ w,
+        batch().as_subclass(Named),
+        leaves=[w],
+        tracked=False,
+    )
 
 
 @program("outputs in a dictionary, with an integer among them", TRAINED)
@@ -1505,6 +1798,21 @@ def _() -> World:
     return World(step)
 
 
+@program("an output that a module keeps and changes in place later", REPLAYED, EITHER)
+def _() -> World:
+    w, kept = weight(), []
+
+    def f(x: Any) -> Any:
+        for y in kept:
+            y.detach().zero_()
+        kept.clear()
+        y = x @ w
+        kept.append(y)
+        return y * 1
+
+    return simple(f, leaves=[w])
+
+
 @program("an output is changed in place by the caller", TRAINED, EITHER)
 def _() -> World:
     net = mlp()
@@ -1534,6 +1842,56 @@ def _() -> World:
         return x @ w + (x @ extra if len(seen) == 2 else 0)
 
     return simple(f, leaves=[w, extra], state=lambda: len(seen))
+
+
+@program("a layer is trained that was frozen before", TRAINED)
+def _() -> World:
+    net = mlp(nn.Dropout(0.5))
+
+    def step(run: Run) -> dict[str, Any]:
+        found = []
+        for on in (False, True, False):
+            net[0].requires_grad_(on)
+            net.zero_grad()
+            loss = score(run(net)(batch()))
+            loss.backward()
+            found.append([p.grad for p in net.parameters()])
+        return {"grads": found}
+
+    return World(step)
+
+
+@program("f is given parameters that are swapped in for the call", TRAINED, EITHER)
+def _() -> World:
+    net, w = mlp(), weight(4, 3)
+
+    def f(x: Any) -> Any:
+        was = net[0].weight
+        del net[0].weight
+        net[0].weight = w * 2
+        try:
+            return net(x)
+        finally:
+            del net[0].weight
+            net[0].weight = was
+
+    return simple(f, module=net, leaves=[w])
+
+
+@program("f deletes an attribute that the next call makes anew")
+def _() -> World:
+    holder = types.SimpleNamespace(n=1)
+    w = weight()
+
+    def f(x: Any) -> Any:
+        n = getattr(holder, "n", 5)
+        if n == 5:
+            holder.n = 2
+        else:
+            del holder.n
+        return x @ w * n
+
+    return simple(f, leaves=[w], state=lambda: vars(holder).copy())
 
 
 # what is to be noticed when a chunk is computed again, and what is no difference
@@ -1624,126 +1982,18 @@ def _() -> World:
     return World(step)
 
 
-# --- 9: models ------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A linear layer in double precision, and what a subclass does around it."""
-
-    def __init__(self, width: int = 3) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, width, dtype=D)
-        self.more()
-
-    def more(self) -> None:
-        """What else it holds."""
-
-    def forward(self, x: Any) -> Any:
-        return self.linear(x)
-
-
-def block(more: Callable[[Any], Any], forward: Callable[[Any, Any], Any]) -> Block:
-    """A Block of these two."""
-    return type("Block", (Block,), {"more": more, "forward": forward})()
-
-
-@program("a table of angles that grows with the longest sequence")
+@program("state out of reach counts only for batches of another shape", TRAINED, EITHER)
 def _() -> World:
-    def more(self: Any) -> None:
-        self.register_buffer("angles", torch.zeros(0, dtype=D), persistent=False)
+    w, ticks = weight(), itertools.count(1)
 
-    def forward(self: Any, x: Any) -> Any:
-        if len(self.angles) < x.shape[1]:
-            self.angles = torch.arange(x.shape[1], dtype=D) / 7
-        return self.linear(x) * self.angles[: x.shape[1]].cos()
+    def step(run: Run) -> dict[str, Any]:
+        f = lambda x: x @ w * (next(ticks) if x.ndim == 3 else 1)
+        operator, found = run(f), []
+        for x in (batch(), batch()[:, None]):
+            w.grad = None
+            loss = score(operator(x))
+            loss.backward()
+            found.append(w.grad)
+        return {"grads": found}
 
-    return of_module(block(more, forward))
-
-
-@program("a codebook of averages, whose dead codes are drawn anew")
-def _() -> World:
-    def more(self: Any) -> None:
-        self.register_buffer("codes", torch.randn(4, 3, dtype=D))
-        self.register_buffer("counts", torch.ones(4, dtype=D))
-
-    def forward(self: Any, x: Any) -> Any:
-        y = self.linear(x)
-        which = torch.cdist(y.detach(), self.codes).argmin(1)
-        quantized = y + (self.codes[which] - y).detach()
-        self.counts.mul_(0.8).add_(torch.bincount(which, minlength=4), alpha=0.2)
-        dead = self.counts < 0.7
-        self.codes[dead] = torch.randn(int(dead.sum()), 3, dtype=D)
-        return quantized * self.counts[which].clone()[:, None]
-
-    return of_module(block(more, forward), tracked=False)
-
-
-@program("a tensor of a class that counts the functions called on it", expect=EITHER)
-def _() -> World:
-    class Tallied(torch.Tensor):
-        calls = 0
-
-        @classmethod
-        def __torch_function__(
-            cls, fun: Any, kinds: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            Tallied.calls += 1
-            return super().__torch_function__(fun, kinds, args, kwargs or {})
-
-    w = weight().detach()
-
-    def f(x: Any) -> Any:
-        y = x.as_subclass(Tallied) @ w
-        return y.as_subclass(torch.Tensor) * (1 + Tallied.calls % 3)
-
-    return simple(f)
-
-
-class Scripted(nn.Module):
-    """A number, a list and a tensor, for TorchScript."""
-
-    n: int
-    seen: list[int]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3, dtype=torch.float64)
-        self.n, self.seen = 0, [1]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.n += 1
-        self.seen.append(self.n)
-        return self.linear(x) * float(self.n + len(self.seen))
-
-
-@program("a scripted module with a number and a list that count", TRAINED)
-def _() -> World:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net = torch.jit.script(Scripted())
-    return simple(net, module=net, state=lambda: (net.n, net.seen))
-
-
-@program("blocks that checkpoint themselves as transformers' do")
-def _() -> World:
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([mlp(nn.Dropout(0.5)) for _ in range(2)])
-            self.gradient_checkpointing = True
-
-        def forward(self, x: Any) -> Any:
-            for layer in self.layers:
-                if self.gradient_checkpointing and self.training:
-                    x = x + torch_checkpoint(layer.__call__, x, use_reentrant=False)
-                else:
-                    x = x + layer(x)
-            return x
-
-    return of_module(Layers())
-
-
-@program("rows that give NaN, the same each time", (*REPLAYED,))
-def _() -> World:
-    net = mlp(nn.Dropout(0.5))
-    return simple(lambda x: net(x) * torch.where(x > 2, x.log(), torch.ones_like(x)), module=net)
+    return World(step)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,6 +175,11 @@ def a_callback_that_counts_without_kept_chunks(chunked: Any) -> Any:
 
 
 @program()
+def a_callback_that_counts_with_all_chunks_kept(chunked: Any) -> Any:
+    return _counted(chunked, jit=True, keep_graphs=9)
+
+
+@program()
 def a_callback_that_draws_random_numbers(chunked: Any) -> Any:
     rng = np.random.default_rng(0)
     draw = lambda x: rng.normal(size=np.shape(x))
@@ -204,6 +210,24 @@ def an_io_callback(chunked: Any) -> Any:
 
 
 @program()
+def an_io_callback_with_all_chunks_kept(chunked: Any) -> Any:
+    return _io(chunked, ordered=False, keep_graphs=3)
+
+
+@program()
+def a_debug_callback_says_each_chunk_at_least_once(chunked: Any) -> Any:
+    seen: set[float] = set()
+
+    def f(w: Any, x: Any) -> Any:
+        jax.debug.callback(lambda s: seen.add(round(float(s), 6)), jnp.sum(x))
+        return encode(w, x)
+
+    found = both(lambda w: chunked(f, 3, (None, 0))(w, X), W)
+    jax.effects_barrier()
+    return found, np.asarray(sorted(seen))
+
+
+@program()
 def python_state_that_f_reads_while_it_is_traced(chunked: Any) -> Any:
     scale = [2.0]
     f = lambda w, x: encode(w, x) * scale[0]
@@ -222,6 +246,15 @@ def python_state_that_changes_between_forward_and_backward(chunked: Any) -> Any:
     return out, pull(out)
 
 
+@program()
+def an_array_of_numpy_written_between_forward_and_backward(chunked: Any) -> Any:
+    scale = np.ones(3)
+    f = lambda w, x: encode(w, x) * jnp.array(scale)
+    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), keep_graphs=0)(w, X), W)
+    scale[:] = 5.0
+    return out, pull(out)
+
+
 # --- randomness and carries -------------------------------------------------------------------
 
 
@@ -232,6 +265,11 @@ def _noisy(w: Any, x: Any, key: Any) -> Any:
 def _keys(chunked: Any, key: Any, **options: Any) -> Any:
     axes = (None, 0, None)
     return both(lambda w: chunked(_noisy, 3, axes, key_argnums=2, **options)(w, X, key), W)
+
+
+@program()
+def an_old_key(chunked: Any) -> Any:
+    return _keys(chunked, jax.random.PRNGKey(0), interleaved=True)
 
 
 @program()
@@ -246,11 +284,49 @@ def a_key_that_is_captured(chunked: Any) -> Any:
 
 
 @program()
+def a_key_that_is_carried(chunked: Any) -> Any:
+    def f(w: Any, x: Any, key: Any) -> Any:
+        key, now = jax.random.split(key)
+        return _noisy(w, x, now), key
+
+    g = chunked(f, 3, (None, 0, None), carry_argnums=2, keep_graphs=0)
+    return both(lambda w: g(w, X, jax.random.key(4))[0], W)
+
+
+@program()
+def keys_as_examples(chunked: Any) -> Any:
+    keys = jax.random.split(jax.random.key(0), 7)
+    one = lambda x, k: x * jax.random.normal(k, x.shape)
+    f = lambda w, x, k: jax.vmap(one)(encode(w, x), k)
+    return both(lambda w: chunked(f, 3, (None, 0, 0), keep_graphs=0)(w, X, keys), W)
+
+
+@program()
 def two_carries(chunked: Any) -> Any:
     f = lambda w, x, c, d: (encode(w, x) * c, (c + 1, {"n": d["n"] + len(x)}))
     g = chunked(f, 2, (None, 0, None, None), carry_argnums=(2, 3), keep_graphs=0)
     args = (X, jnp.float64(1), {"n": jnp.int32(0)})
     return both(lambda w: g(w, *args)[0], W), g(W, *args)[1]
+
+
+@program()
+def a_weak_carry(chunked: Any) -> Any:
+    f = lambda w, x, c: (encode(w, x) * c, c * 2)
+    g = chunked(f, 3, (None, 0, None), carry_argnums=2)
+    return both(lambda w: g(w, X, jnp.asarray(1.0))[0], W)
+
+
+@program(refused="A carry keeps its shape and dtype")
+def a_carry_that_changes_its_dtype(chunked: Any) -> Any:
+    f = lambda w, x, c: (encode(w, x), c + 0.5)
+    return chunked(f, 3, (None, 0, None), carry_argnums=2)(W, X, jnp.int32(0))
+
+
+@program()
+def a_carry_that_depends_on_the_weight(chunked: Any) -> Any:
+    f = lambda w, x, c: (encode(w, x) * c, jnp.sum(w))
+    g = chunked(f, 3, (None, 0, None), carry_argnums=2)
+    return both(lambda w: g(w, X, jnp.float64(1))[0], W)
 
 
 # --- models -----------------------------------------------------------------------------------
@@ -289,6 +365,11 @@ def a_module_of_nnx(chunked: Any) -> Any:
 
 
 @program()
+def a_module_of_nnx_without_kept_chunks(chunked: Any) -> Any:
+    return _trained(lambda net, x: chunked(net, 3, keep_graphs=0)(x))
+
+
+@program()
 def a_module_of_nnx_in_a_closure(chunked: Any) -> Any:
     return _trained(lambda net, x: chunked(lambda x: net(x) * 2, 2)(x))
 
@@ -301,6 +382,18 @@ def a_module_of_nnx_as_an_argument(chunked: Any) -> Any:
 @program()
 def a_method_of_a_module_of_nnx(chunked: Any) -> Any:
     return _trained(lambda net, x: chunked(net.__call__, 3)(x))
+
+
+@program()
+def a_module_of_nnx_for_two_towers(chunked: Any) -> Any:
+    return _trained(lambda net, x: chunked(net, 3)(x) * chunked(net, 2)(x + 1))
+
+
+@program()
+def a_module_of_nnx_in_evaluation_mode(chunked: Any) -> Any:
+    net = Net()
+    net.eval()
+    return _trained(lambda net, x: chunked(lambda x: net.linear(net.dropout(x)), 3)(x), net)
 
 
 @program()
@@ -371,6 +464,40 @@ def a_module_of_linen(chunked: Any) -> Any:
     run = lambda params: g(params, X, jax.random.key(2), stats)
     loss = lambda params: jnp.sum(run(params)[0]) ** 2
     return jax.grad(loss)(variables["params"]), run(variables["params"])[1]
+
+
+@program()
+def a_module_of_equinox_with_its_state(chunked: Any) -> Any:
+    class Plain(eqx.Module):
+        linear: Any
+        norm: Any
+
+        def __init__(self) -> None:
+            self.linear = eqx.nn.Linear(3, 3, key=jax.random.key(0), dtype=jnp.float64)
+            self.norm = eqx.nn.BatchNorm(3, "batch", mode="batch", dtype=jnp.float64)
+
+        def __call__(self, x: Any, state: Any) -> Any:
+            return self.norm(self.linear(x), state)
+
+    def f(net: Any, x: Any, state: Any) -> Any:
+        axes = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
+        return jax.vmap(net, **axes)(x, jax.tree.map(lambda a: a, state))
+
+    net, state = eqx.nn.make_with_state(Plain)()
+    params, static = eqx.partition(net, eqx.is_inexact_array)
+    whole = lambda p, x, s: f(eqx.combine(p, static), x, s)
+    g = chunked(whole, 3, (None, 0, None), carry_argnums=2, keep_graphs=0)
+    loss = lambda p: jnp.sum(g(p, X, jax.tree.map(lambda a: a, state))[0]) ** 2
+    found = g(params, X, jax.tree.map(lambda a: a, state))[1]
+    return jax.tree.leaves(jax.grad(loss)(params)), jax.tree.leaves(found)
+
+
+@program()
+def a_module_of_equinox_with_dropout(chunked: Any) -> Any:
+    drop, linear = eqx.nn.Dropout(0.5), eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    f = lambda w, x, k: drop(jax.vmap(linear)(x @ w), key=k)
+    g = chunked(f, 3, (None, 0, None), key_argnums=2)
+    return both(lambda w: g(w, X, jax.random.key(5)), W)
 
 
 # --- what f is made of ------------------------------------------------------------------------
@@ -454,9 +581,26 @@ _plainly("a memory budget", encode, memory_budget=100)
 # --- arguments --------------------------------------------------------------------------------
 
 
+@program(refused="the batch is empty")
+def an_empty_batch(chunked: Any) -> Any:
+    return chunked(encode, 3, (None, 0))(W, X[:0])
+
+
 @program(refused="they cannot be joined")
 def an_output_whose_other_axes_depend_on_the_chunk(chunked: Any) -> Any:
     return chunked(lambda x: x @ x.T, 3)(X)
+
+
+@program()
+def narrow_numbers(chunked: Any) -> Any:
+    x = X.astype(jnp.float32)
+    return both(lambda w: chunked(encode, 3, (None, 0))(w, x), W.astype(jnp.float32))
+
+
+@program()
+def complex_numbers(chunked: Any) -> Any:
+    f = lambda w, x: jnp.abs((x + 1j * x) @ (w + 2j * w)) ** 2
+    return both(lambda w: chunked(f, 3, (None, 0), keep_graphs=0)(w, X), W)
 
 
 @program()
@@ -468,9 +612,30 @@ def x64_that_is_switched_off_before_the_backward_pass(chunked: Any) -> Any:
 
 
 @program()
+def a_matmul_precision_that_changes_before_the_backward_pass(chunked: Any) -> Any:
+    with jax.default_matmul_precision("highest"):
+        out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), keep_graphs=0)(w, X), W)
+    return out, pull(out)
+
+
+@program()
+def strict_promotion(chunked: Any) -> Any:
+    with jax.numpy_dtype_promotion("strict"):
+        return both(lambda w: chunked(encode, 3, (None, 0))(w, X), W)
+
+
+@program()
 def no_jit(chunked: Any) -> Any:
     with jax.disable_jit():
         return both(lambda w: chunked(encode, 3, (None, 0))(w, X), W)
+
+
+@program()
+def a_donated_batch(chunked: Any) -> Any:
+    run = jax.jit(
+        lambda x: both(lambda w: chunked(encode, 3, (None, 0))(w, x), W), donate_argnums=0
+    )
+    return run(X + 0)
 
 
 @program()
@@ -549,3 +714,29 @@ def a_pullback_that_is_called_twice(chunked: Any) -> Any:
 def a_tracer_of_a_derivative_around(chunked: Any) -> Any:
     loss = lambda s: both(lambda w: chunked(lambda w, x: encode(w * s, x), 3, (None, 0))(w, X), W)
     return jax.grad(lambda s: jnp.sum(loss(s)[1][0]))(jnp.float64(1.5))
+
+
+@program()
+def a_tracer_of_a_vmap_around(chunked: Any) -> Any:
+    one = lambda s: both(lambda w: chunked(lambda w, x: encode(w * s, x), 3, (None, 0))(w, X), W)
+    return jax.vmap(one)(jnp.arange(3.0))
+
+
+@program()
+def a_tracer_of_a_scan_around(chunked: Any) -> Any:
+    def step(w: Any, s: Any) -> Any:
+        f = lambda w, x: encode(w * s, x)
+        return w - 0.01 * both(lambda w: chunked(f, 3, (None, 0))(w, X), w)[1][0], None
+
+    return jax.lax.scan(step, W, jnp.arange(1.0, 4.0))[0]
+
+
+@program()
+def a_checkpoint_around(chunked: Any) -> Any:
+    return both(jax.checkpoint(lambda w: chunked(encode, 3, (None, 0))(w, X)), W)
+
+
+@program()
+def shared_weights_in_two_towers(chunked: Any) -> Any:
+    g = chunked(encode, 3, (None, 0))
+    return both(lambda w: g(w, X) @ g(w, X + 1).T, W)

@@ -74,16 +74,45 @@ def _(gt):
     return vjp(gt, cos, saving(cos), lambda r, c: (gt.xp.sin(r[0]) * c,)), (X,)
 
 
+@mistake("a sign of one argument", "bwd", "argument 1", "sign")
+def _(gt):
+    f = lambda x, y: x - y
+    return vjp(gt, f, lambda x, y: (f(x, y), None), lambda _, c: (c, c)), (X, Y)
+
+
+@mistake("a sign in the forward rule", "jvp", "argument 0", "sign")
+def _(gt):
+    return jvp(gt, gt.xp.cos, lambda p, t: gt.xp.sin(p[0]) * t[0]), (X,)
+
+
 @mistake("a factor", "bwd", "argument 0", "constant factor 0.5")
 def _(gt):
     f = lambda x: x**2
     return vjp(gt, f, saving(f), lambda r, c: (r[0] * c,)), (X,)
 
 
+@mistake("a factor in the forward rule", "jvp", "argument 0", "constant factor 0.5")
+def _(gt):
+    return jvp(gt, lambda x: x**2, lambda p, t: p[0] * t[0]), (X,)
+
+
 @mistake("a mean for a sum", "bwd", "argument 0", "constant factor 0.08333")
 def _(gt):
     f = lambda x: x.sum()
     return vjp(gt, f, saving(f), lambda r, c: (gt.xp.ones_like(r[0]) * c / 12,)), (X,)
+
+
+@mistake("a wrong power of the residual", "bwd", "argument 0")
+def _(gt):
+    f = lambda x: x**3
+    return vjp(gt, f, saving(f), lambda r, c: (3 * r[0] * c,)), (X,)
+
+
+@mistake("the output saved for the input", "bwd", "argument 0")
+def _(gt):
+    sin = gt.xp.sin
+    fwd = lambda x: (sin(x), sin(x))
+    return vjp(gt, sin, fwd, lambda y, c: (gt.xp.cos(y) * c,)), (X,)
 
 
 @mistake("a term left out", "bwd", "argument 0")
@@ -137,6 +166,13 @@ def _(gt):
     return vjp(gt, f, lambda x: (f(x), None), bwd), (V,)
 
 
+@mistake("a sum over the wrong axis", "bwd", "argument 1")
+def _(gt):
+    f = lambda x, b: x * b  # (3, 3) * (3,)
+    bwd = lambda r, c: (c * r[1], (c * r[0]).sum(1))
+    return vjp(gt, f, saving(f), bwd), (A, V)
+
+
 @mistake("a broadcast that is not summed", "bwd", "argument 1", "shape (3, 3)", "broadcast")
 def _(gt):
     f = lambda x, b: x + b
@@ -158,10 +194,20 @@ def _(gt):
     return vjp(gt, f, saving(f), lambda r, c: (r[1] * c, None)), (X, Y)
 
 
+@mistake("None in the forward rule", "jvp", "argument 0", "None")
+def _(gt):
+    return jvp(gt, lambda x: x**2, lambda p, t: None), (X,)
+
+
 @mistake("an entry too few", "bwd returned 1 entries, expected a tuple of 2")
 def _(gt):
     f = lambda x, y: x * y
     return vjp(gt, f, saving(f), lambda r, c: (r[1] * c,)), (X, Y)
+
+
+@mistake("no tuple", "bwd returned", "expected a tuple of 1")
+def _(gt):
+    return vjp(gt, gt.xp.sin, saving(gt.xp.sin), lambda r, c: gt.xp.cos(r[0]) * c), (X,)
 
 
 @mistake("the tangent forgotten", "jvp", "not linear in the tangent")
@@ -172,6 +218,11 @@ def _(gt):
 @mistake("the cotangent forgotten", "bwd", "argument 0", "not linear in the cotangent")
 def _(gt):
     return vjp(gt, gt.xp.sin, saving(gt.xp.sin), lambda r, c: (gt.xp.cos(r[0]),)), (X,)
+
+
+@mistake("affine in the tangent", "jvp", "not linear in the tangent")
+def _(gt):
+    return jvp(gt, lambda x: x**2, lambda p, t: 2 * p[0] * t[0] + 1), (X,)
 
 
 @mistake("a tangent left out", "jvp", "argument 1")
@@ -271,6 +322,19 @@ def _(gt):
 @mistake("a conjugate too many", "jvp", "argument 0", "conjugate")
 def _(gt):
     return jvp(gt, lambda z: z**2, lambda p, t: 2 * gt.xp.conj(p[0]) * t[0]), (Z,)
+
+
+@mistake("half of the gradient of a modulus", "bwd", "argument 0", "constant factor 0.5")
+def _(gt):
+    f = lambda z: (gt.xp.real(z) ** 2 + gt.xp.imag(z) ** 2).sum()
+    return vjp(gt, f, saving(f), lambda r, c: (r[0] * c,)), (Z,)
+
+
+@mistake("a real part lost", "bwd", "argument 0")
+def _(gt):
+    f = lambda z: 1j * z
+    bwd = lambda _, c: (gt._api._backend.cast(gt.xp.imag(c), "complex128"),)
+    return vjp(gt, f, lambda z: (f(z), None), bwd), (Z,)
 
 
 # --- arguments that are no floats --------------------------------------------------------------
@@ -403,6 +467,11 @@ def _(gt):
 @right("sin")
 def _(gt):
     return vjp(gt, gt.xp.sin, saving(gt.xp.sin), lambda r, c: (gt.xp.cos(r[0]) * c,)), (X,)
+
+
+@right("sin, forward")
+def _(gt):
+    return jvp(gt, gt.xp.sin, lambda p, t: gt.xp.cos(p[0]) * t[0]), (X,)
 
 
 @right("both rules")
@@ -554,9 +623,27 @@ def _(gt):
     return cube, (V,)
 
 
+@right("a vectorized host function")
+def _(gt):
+    exp = gt.host_function(np.exp, vectorized=True)
+    exp.defvjp(lambda x: ((y := exp(x)), y), lambda y, c: (y * c,))
+    return exp, (V,)
+
+
 @right("bwd through framework code and the rule itself")
 def _(gt):
     sinh, cosh = gt.custom_rule(lambda x: gt.xp.sinh(x)), gt.custom_rule(lambda x: gt.xp.cosh(x))
     sinh.defjvp(lambda p, t: (sinh(p[0]), cosh(p[0]) * t[0]))
     cosh.defjvp(lambda p, t: (cosh(p[0]), sinh(p[0]) * t[0]))
     return sinh, (V,)
+
+
+@right("rows of a matrix by an index")
+def _(gt):
+    f = lambda x, i: x[i]
+
+    def bwd(i, c):
+        hit = gt.xp.arange(3)[:, None, None] == i[None, :, None]
+        return gt.xp.where(hit, c[None], 0.0).sum(1), None
+
+    return vjp(gt, f, lambda x, i: (f(x, i), i), bwd), (X, np.array([2, 0, 2]))

@@ -21,7 +21,7 @@ from tests.support.sweeps import LedgerVerdict, SweepOutcome
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Sweeps each framework; returns the exit status."""
+    """Sweeps each framework, and their twins against each other; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
     parser.add_argument("--whole", action="store_true", help="all samples, in all ways")
@@ -33,15 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not here:
         print(f"sweeps: {' and '.join(wanted)}: not installed", file=sys.stderr)
         return 2
-    verdicts = {name: _SWEEPS[name](options.whole, options.filter) for name in here}
+    both = ("twins",) if len(here) == 2 else ()
+    verdicts = {name: _SWEEPS[name](options.whole, options.filter) for name in (*here, *both)}
     if options.filter and not any(v.counts for v in verdicts.values()):
         print(f"sweeps: no program's name holds {options.filter!r}", file=sys.stderr)
         return 2
     for name, verdict in verdicts.items():
+        versions = " and ".join(version(part) for part in (here if name == "twins" else (name,)))
         if options.json:
-            print(json.dumps({"backend": name, "version": version(name), **asdict(verdict)}))
+            print(json.dumps({"backend": name, "version": versions, **asdict(verdict)}))
         else:
-            print(f"{name} {version(name)}: {verdict}")
+            print(f"{name} {versions}: {verdict}")
     return 0 if all(verdicts.values()) else 1
 
 
@@ -80,7 +82,15 @@ def _in_jax(whole: bool, containing: str) -> LedgerVerdict:
     return in_jax.verdict(_told(outcomes), whole and not containing)
 
 
-_SWEEPS = {"torch": _in_torch, "jax": _in_jax}
+def _twins(whole: bool, containing: str) -> LedgerVerdict:
+    from tests.support.sweeps import twins
+
+    result = [case for case in twins.pairs() if containing in case.program]
+    outcomes = (o for case in result for o in twins.sweep([case], whole=whole))
+    return twins.verdict(_told(outcomes), whole and not containing)
+
+
+_SWEEPS = {"torch": _in_torch, "jax": _in_jax, "twins": _twins}
 
 
 if __name__ == "__main__":

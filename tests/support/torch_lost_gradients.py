@@ -7,6 +7,7 @@ function nothing may be reported. Each function takes one tensor, `X` unless it 
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import inspect
 import math
@@ -188,6 +189,12 @@ CAUSES += [
 
 
 @lost("detached")
+def detach(x):
+    y = x.detach()  # <- here
+    return (y**2).sum()
+
+
+@lost("detached")
 def detach_in_place(x):
     y = x * 2
     y.detach_()  # <- here
@@ -233,6 +240,12 @@ def detached_inside_chunked(x):
     return gt.chunked(chunk, 2)(x).sum()
 
 
+@lost("detached", whole=False)
+def one_of_three_terms_in_a_sum_of_a_list(x):
+    terms = [x.sin(), x.detach().exp(), x**2]  # <- here
+    return sum(t.sum() for t in terms)
+
+
 class _Frozen(nn.Module):
     def forward(self, x):
         return (x * 2).detach()  # <- here
@@ -262,11 +275,36 @@ def volume_fraction_through_numpy(x):
 
 
 @lost("left_framework")
+def item(x):
+    return torch.ones(3).sum() * x.sum().item()  # <- here
+
+
+@lost("left_framework")
+def through_a_list(x):
+    values = x.tolist()  # <- here
+    return torch.tensor([math.sin(v) for v in values]).sum()
+
+
+@lost("left_framework")
 def new_tensor_of_a_tensor(x):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         y = torch.tensor(x)  # <- here
     return (y**2).sum()
+
+
+@lost("left_framework")
+def through_c(x):
+    a = np.ascontiguousarray(x.detach().cpu().numpy())  # <- here
+    out = np.empty_like(a)
+    ctypes.memmove(out.ctypes.data, a.ctypes.data, a.nbytes)
+    return torch.from_numpy(out).sum()
+
+
+@lost("left_framework")
+def scale_by_a_mean_of_numpy(x):
+    mean = np.mean(x.detach().numpy())  # <- here
+    return torch.ones(2) @ torch.full((2,), mean, dtype=torch.float32)
 
 
 @lost("left_framework", whole=False)
@@ -282,6 +320,12 @@ def one_term_through_numpy(x):
 def histogram(x):
     counts = torch.histc(x.detach() + 0 if False else x, bins=4, min=-1.0, max=1.0)  # <- here
     return counts @ torch.arange(4.0, dtype=x.dtype)
+
+
+@lost("discrete")
+def bucket(x):
+    k = torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype))  # <- here
+    return k.double().sum()
 
 
 @lost("discrete")
@@ -330,6 +374,14 @@ def decorated_with_no_grad(x):
 
 
 @lost("no_grad")
+def with_gradients_disabled(x):
+    torch.set_grad_enabled(False)
+    y = x.exp()  # <- here
+    torch.set_grad_enabled(True)
+    return y.sum()
+
+
+@lost("no_grad")
 def inference_mode(x):
     with torch.inference_mode():
         y = x * 2  # <- here
@@ -352,6 +404,13 @@ def written_under_no_grad(x):
 
 
 # --- behind autograd's back --------------------------------------------------------------
+
+
+@lost("in_place_data")
+def written_into_data(x):
+    out = torch.zeros(3, dtype=torch.float64)
+    out.data[:] = x * 2  # <- here
+    return out.sum()
 
 
 @lost("in_place_data")
@@ -459,6 +518,21 @@ class _Sinh(torch.autograd.Function):
         return ct * (ctx.up + ctx.down) / 2
 
 
+class _SinhSaved(_Sinh):
+    """The same, saved as if they were inputs or outputs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        up, down = x.exp(), (-x).exp()
+        ctx.save_for_backward(up, down)
+        return (up - down) / 2
+
+    @staticmethod
+    def backward(ctx, ct):
+        up, down = ctx.saved_tensors
+        return ct * (up + down) / 2
+
+
 class _SinhOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -508,6 +582,13 @@ class _Steps(torch.autograd.Function):
 def derivative_of_a_rule_with_intermediates(x):
     y = _Sinh.apply(x)  # <- here
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return (g**2).sum()
+
+
+@lost("inside_rule")
+def derivative_of_a_rule_that_saves_intermediates(x):
+    y = _SinhSaved.apply(x)  # <- here
+    (g,) = torch.autograd.grad(y.sum(), [x], None, None, True)
     return (g**2).sum()
 
 
@@ -571,6 +652,11 @@ def only_its_shape(x):
     return torch.ones(x.shape).sum() * len(x)
 
 
+@lost("unused")  # <- here
+def only_zeros_like_it(x):
+    return (torch.zeros_like(x) + 1).sum()
+
+
 @lost("captured")  # <- here
 def reads_a_global(z):
     return (X**2).sum()
@@ -588,6 +674,11 @@ CAUSES.append(Cause(_Holder().loss, "captured"))
 
 
 # --- numbers -----------------------------------------------------------------------------
+
+
+@lost("dead")
+def the_other_one_is_greater(x):
+    return torch.maximum(x, torch.full((3,), 9.0, dtype=x.dtype)).sum()  # <- here
 
 
 @lost("cancelled")
@@ -651,6 +742,7 @@ def an_old_buffer_is_filled_anew(x):
 
 ONE_LINERS = {
     "target_from_numpy": lambda x: F.mse_loss(x, torch.from_numpy(np.arange(3.0))),
+    "square": lambda x: (x**2).sum(),
     "relu_by_a_mask": lambda x: (x * (x > 0)).sum(),
     "fraction": lambda x: (x - x.floor()).square().sum(),
     "straight_through_idiom": lambda x: (x + (x.round() - x).detach()).sum(),
@@ -662,9 +754,12 @@ ONE_LINERS = {
     "checkpointed_reentrant": lambda x: gt.checkpoint(lambda z: z.sin().exp())(x).sum(),
     "chunked": lambda x: (gt.chunked(lambda z: z.sin() * 2, 2)(x) ** 2).sum(),
     "gradient_inside": lambda x: gt.grad(lambda z: (z**3).sum())(x).square().sum(),
+    "running_sum": lambda x: x.cumsum(0).logcumsumexp(0).sum(),
+    "selection": lambda x: torch.where(x > 0, x.exp(), x.sin()).sum() + x[x > 0].sum(),
     "normalised_by_a_number": lambda x: (x / x.abs().max().item()).square().sum(),
     "reparametrised_sample": lambda x: torch.distributions.Normal(x, 1.0).rsample().square().sum(),
     "cast_between_floats": lambda x: x.float().half().double().sum(),
+    "tensor_of_a_shape": lambda x: x.sum() / torch.tensor(x.shape[0]) + x.new_tensor([1.0]).sum(),
 }
 HEALTHY += [(name, f, (X,)) for name, f in ONE_LINERS.items()]
 
@@ -725,6 +820,13 @@ def logging_by_item(x):
     history = [loss.item()]
     print(f"loss {loss.item():.3f}, mean {sum(history)}")
     return loss
+
+
+@healthy()
+def metrics_as_a_second_output(x):
+    logits = W @ x
+    accuracy = (logits.argmax() == 2).double()
+    return F.cross_entropy(logits[None], torch.tensor([2])), accuracy
 
 
 @healthy()
@@ -822,6 +924,36 @@ def embedding_lookup(table):
 
 
 @healthy()
+def sorting(x):
+    values, order = x.sort()
+    return (values * torch.arange(3)).sum() + x[order][0]
+
+
+@healthy()
+def top_k_and_gather(x):
+    best = x.topk(2)
+    return best.values.sum() + x.gather(0, best.indices).prod()
+
+
+@healthy()
+def complex_numbers(x):
+    z = torch.fft.fft(torch.complex(x, x.flip(0)))
+    return z.abs().square().sum() + z.real.sum()
+
+
+@healthy()
+def linear_algebra(x):
+    a = W @ W.T + torch.diag(x.exp()) + torch.eye(3)
+    return torch.linalg.solve(a, x).sum() + torch.linalg.slogdet(a).logabsdet
+
+
+@healthy()
+def count_as_a_divisor(x):
+    keep = x > 0
+    return (x * keep).sum() / keep.sum()
+
+
+@healthy()
 def loop_of_a_length_that_is_computed(x):
     y = x
     for _ in range(int(x.abs().sum() * 2)):
@@ -838,10 +970,24 @@ def assertions(x):
 
 
 @healthy()
+def interpolation(x):
+    at = x.detach().floor().long().clamp(0, 1)
+    left, right = W[0][at], W[0][at + 1]
+    weight = x - x.floor()
+    return (left * (1 - weight) + right * weight).sum()
+
+
+@healthy()
 def host_kernel_with_a_rule(x):
     kernel = gt.host_function(np.sin)
     kernel.defvjp(lambda z: (kernel(z), z), lambda z, ct: (ct * z.cos(),))
     return kernel(x).sum()
+
+
+@healthy()
+def moving_average_in_a_module(x):
+    norm = nn.BatchNorm1d(3).double()
+    return norm(torch.stack([x, 2 * x, x**2])).square().sum()
 
 
 @healthy()

@@ -6,6 +6,7 @@ oracle that knows nothing of gradtools: some plain steps, and a look at what mov
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,10 @@ def loop(model, optimizer=None, forward=None, loss=None, extra=()):
     given = loss or (lambda: F.cross_entropy(run(X), Y))
     meant = {**dict(model.named_parameters()), **dict(extra)}
     return Loop(model, optimizer or torch.optim.SGD(model.parameters(), 0.5), given, meant)
+
+
+def all_of(module, kind, prefix):
+    return {f"{prefix}.{name}": kind for name, _ in module.named_parameters()}
 
 
 LINEAR = ("weight", "bias")
@@ -210,6 +215,16 @@ def head_replaced():
     return loop(model, optimizer)
 
 
+def optimizer_of_a_copy():
+    model = Net()
+    return loop(model, torch.optim.Adam(copy.deepcopy(model).parameters(), 0.5))
+
+
+def model_made_again():
+    optimizer = torch.optim.SGD(Net().parameters(), 0.5)
+    return loop(Net(), optimizer)
+
+
 class Listed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -229,6 +244,20 @@ def plain_list():
         (f"blocks[{i}].{k}", getattr(b, k)) for i, b in enumerate(model.blocks) for k in LINEAR
     ]
     return loop(model, extra=pairs)
+
+
+def plain_dict():
+    model = Net()
+    model.adapters = {"a": nn.Linear(3, 3)}
+    extra = [(f"adapters['a'].{k}", getattr(model.adapters["a"], k)) for k in LINEAR]
+    return loop(model, forward=lambda x: model(model.adapters["a"](x)), extra=extra)
+
+
+def parameters_in_a_list():
+    model = Net()
+    model.scales = [nn.Parameter(torch.ones(3))]
+    run = lambda x: model(x * model.scales[0])
+    return loop(model, forward=run, extra=[("scales[0]", model.scales[0])])
 
 
 def scaled_parameter():
@@ -292,6 +321,15 @@ def two_losses_one_detached():
     return loop(model, loss=loss)
 
 
+def one_of_two_models():
+    model = nn.ModuleDict({"enc": Net(), "dec": Net()})
+    optimizer = torch.optim.SGD(model["enc"].parameters(), 0.5)
+    return loop(model, optimizer, forward=lambda x: model["dec"](x) + model["enc"](x))
+
+
+NET = {**each("body", "x"), **each("head", "x")}
+
+
 def of(kind, *prefixes):
     return {name: kind for prefix in prefixes for name in each(prefix, kind)}
 
@@ -315,7 +353,11 @@ PLANTED = {
     "an optimizer of the head": Planted(optimizer_of_the_head, of("not_optimized", "body")),
     "a layer added after the optimizer": Planted(layer_added_later, of("not_optimized", "late")),
     "a head replaced after it": Planted(head_replaced, of("not_optimized", "head")),
+    "an optimizer of a copy": Planted(optimizer_of_a_copy, of("not_optimized", "body", "head")),
+    "a model made again": Planted(model_made_again, of("not_optimized", "body", "head")),
     "layers in a plain list": Planted(plain_list, of("plain_list", "blocks[0]", "blocks[1]")),
+    "a layer in a plain dict": Planted(plain_dict, of("plain_list", "adapters['a']")),
+    "parameters in a plain list": Planted(parameters_in_a_list, {"scales[0]": "plain_list"}),
     "a parameter times a number": Planted(scaled_parameter, {"scale": "unregistered"}),
     "a plain tensor": Planted(plain_tensor, {"scale": "unregistered"}),
     "a parameter as a buffer": Planted(parameter_as_a_buffer, {"scale": "buffer"}),
@@ -329,5 +371,6 @@ PLANTED = {
     ),
     "a gate at zero": Planted(zero_gate, of("multiplied_by_zero", "branch"), numerical=True),
     "an auxiliary loss detached": Planted(two_losses_one_detached, of("detached", "aux")),
+    "one optimizer of two": Planted(one_of_two_models, of("not_optimized", "dec.body", "dec.head")),
 }
-STRANGERS = {"a head replaced after it"}
+STRANGERS = {"a head replaced after it", "an optimizer of a copy", "a model made again"}

@@ -115,6 +115,8 @@ PROGRAMS = {
     "gradients of both": lambda n, k: k(gt.grad(lambda y: k(n)(y).sin().sum())),
     "a tangent inside": lambda n, k: k(lambda x: gt.jvp(n, (x,), (V,))[1]),
     "a tangent around": lambda n, k: lambda x: gt.jvp(k(n), (x,), (V,))[1],
+    "a Jacobian around": lambda n, k: gt.jacobian(k(n), mode="reverse"),
+    "a Hessian around": lambda n, k: gt.hessian(lambda x: k(n)(x).sin().sum()),
     "autograd.grad around": derivative_by_autograd,
     "autograd.grad to parameters": derivative_to_parameters,
     "per-example gradients": lambda n, k: gt.per_example_grad(lambda r: k(n)(r).sin().sum()),

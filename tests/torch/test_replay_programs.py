@@ -23,7 +23,10 @@ import torch
 from torch import nn
 
 from gradtools import GradtoolsError
-from tests.support import replay_programs  # noqa: F401 - fills the table
+from tests.support import (
+    replay_programs,  # noqa: F401 - fills the table
+    replay_programs_models,  # noqa: F401 - as well
+)
 from tests.support.replay_worlds import (
     CHUNKED,
     EITHER,
@@ -268,7 +271,7 @@ def unexpected(program: Program, way: Way) -> str:
     return ""
 
 
-@pytest.mark.sampled(340, 700)
+@pytest.mark.sampled(480, 900)
 @pytest.mark.parametrize(("program", "way"), [*cases()])
 def test_what_is_computed_again_is_what_was_computed(program: Program, way: Way) -> None:
     """A program is right, or refused in our words, as the table says."""

@@ -73,7 +73,8 @@ class Pushforward:
             with Replaced.at(zip(self.captured, duals[count:], strict=True)):
                 return self.f(*args, **kwargs)
 
-        if upstream.peek_interpreter_stack() is not None:  # computed again inside of torch.func
+        in_functorch = upstream.peek_interpreter_stack() is not None
+        if in_functorch and upstream.forward_level() < 0:  # computed again, inside of torch.func
             both: Any = torch.func.jvp(run, tuple(primals), tuple(tangents))
             pushed = upstream.tree_flatten(both[1])[0]
             return both[0], [pushed[i] for i in self._first.moved]

@@ -141,16 +141,14 @@ class Modes:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A block in the recorded modes and flags, outside of levels of ``is_grads_batched``."""
-        depth, flags, grad = batchings(), _current_flags(), torch.is_grad_enabled()
+        depth, flags = batchings(), _current_flags()
         for _ in range(depth):
             upstream.leave_vmap()
         try:
-            with self._others():
+            with self._others(), torch.set_grad_enabled(self.grad):
                 _set(flags, self.flags)
-                upstream.set_grad_enabled(self.grad)
                 yield
         finally:
-            upstream.set_grad_enabled(grad)
             _set(_current_flags(), flags)
             for _ in range(depth):
                 upstream.enter_vmap()

@@ -221,7 +221,7 @@ class Forward(ChunkProgram):
         """The outputs of the only chunk, computed once more as in the first pass."""
         self.start.restore()
         modes, before = self.first_modes, upstream.nodes_made()
-        with modes.restored(), torch.set_grad_enabled(modes.grad):
+        with modes.restored():
             count = len(self.moving[i])
             inputs = [alias_of(primal_of(x)) for x in given]
             pieces, own = self._arguments(i, inputs[:count], inputs[count:])

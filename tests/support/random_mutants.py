@@ -110,11 +110,16 @@ def changes(source: str) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _not_run(node: ast.AST) -> Iterator[ast.AST]:
-    """What is in annotations, docstrings, texts of errors and imports."""
+    """What is in annotations, docstrings, texts of errors and imports, and zip's own check.
+
+    `strict=True` states that two lists have one length: without it a right program is the same.
+    """
     if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
         yield from ast.walk(node.annotation)
     if isinstance(node, ast.FunctionDef) and node.returns is not None:
         yield from ast.walk(node.returns)
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        yield from ast.walk(node)
     if isinstance(node, ast.Raise | ast.JoinedStr):
         yield from ast.walk(node)
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -1,21 +1,21 @@
-"""From a graph to its outline: bodies, runs of one scope, leaves at their readers, repeats."""
+"""From a graph to its outline: bodies, runs of one scope, leaves at their readers."""
 
 from __future__ import annotations
 
 import pytest
 
-from gradtools.seeing.graphs.collapse import outline_of
 from gradtools.seeing.graphs.nodes import Body, Dependence
 from gradtools.seeing.graphs.outline import Block, matches
+from gradtools.seeing.graphs.outlining import outline_of
 from tests.support.seeing_graphs import SHAPES, Builder, loop, shared_module, transformer
 
 
 def titles(block: Block) -> list[str]:
-    return [child.name if isinstance(child, Block) else child.title for child in block.children]
+    return [child.title for child in block.children]
 
 
 def block(outline, name: str, phase: int = 0) -> Block:
-    return next(b for b in outline.blocks if b.name == name and b.phase == phase)
+    return next(b for b in outline.blocks if b.title == name and b.phase == phase)
 
 
 def test_each_pass_is_a_column():
@@ -75,7 +75,7 @@ def test_nested_scopes_without_a_step_of_their_own_are_one_block():
 
 
 def test_a_leaf_stands_in_the_innermost_block_of_all_its_readers():
-    outline = outline_of(transformer(2, backward=False), fold=False)
+    outline = outline_of(transformer(2, backward=False))
     query = block(outline, "query")
     assert titles(query)[0].endswith("query.weight")
     b = Builder()
@@ -102,83 +102,14 @@ def test_numbers_stand_in_the_boxes_that_read_them():
     assert not any(box.kind == "captured" for box in outline.columns[1].boxes)
 
 
-def test_layers_are_folded_with_their_count():
-    outline = outline_of(transformer(12))
-    forward, backward = (
-        [child for child in column.children if isinstance(child, Block) and child.count > 1]
-        for column in outline.columns
-    )
-    assert [b.name for b in forward] == ["encoder.layers.0…11 ×12"]
-    assert [b.name for b in backward] == ["encoder.layers.11…0 ×12"]
-    assert forward[0].path == backward[0].path
-    assert forward[0].operations == 12 * 23
-
-
-def test_the_bytes_of_folded_layers_count_each_of_them():
+def test_the_bytes_of_layers_count_each_of_them():
     graph = transformer(12)
     made = {value for node in graph.nodes for value in node.outputs}
     saved = {edge.value for edge in graph.edges if edge.saved and edge.value in made}
     whole = sum(graph.values[value].bytes for value in saved)
-    for fold in (True, False):
-        outline = outline_of(graph, fold=fold)
-        kept = frozenset().union(*(arrow.values for arrow in outline.arrows if arrow.saved))
-        assert outline.bytes_of(kept) == whole
-
-
-def test_query_key_and_value_are_three_things():
-    outline = outline_of(transformer(12, backward=False))
-    names = {found.name for found in outline.blocks}
-    assert {"query", "key", "value"} <= names
-    assert not any("repeated" in name for name in names)
-
-
-def test_steps_without_a_scope_are_folded_by_their_period():
-    outline = outline_of(SHAPES["repeated_without_scopes"]())
-    (repeat,) = outline.blocks
-    assert repeat.count == 20
-    assert [t for t in titles(repeat) if t not in "wb"] == [
-        *("matmul", "add", "gelu", "add", "layer_norm")
-    ]
-
-
-def test_layers_of_another_width_break_a_repeat():
-    b = Builder()
-    x = b.input("x", 8)
-    for i in range(20):
-        width = 8 if i < 12 else 9
-        for name in ("matmul", "add", "gelu"):
-            x = b.op(name, x, shape=(width,), scope=(f"layer{i}",))
-    counts = [found.count for found in outline_of(b.graph(x)).blocks if found.kind == "repeat"]
-    assert sorted(counts) in ([7, 11], [8, 11], [7, 12], [8, 12])
-
-
-def test_another_wiring_breaks_a_repeat():
-    b = Builder()
-    x = first = b.input("x", 8)
-    for i in range(16):
-        h = b.op("sin", x, scope=(f"layer{i}",))
-        h = b.op("cos", h, scope=(f"layer{i}",))
-        x = b.op("add", h, h if i == 9 else x, scope=(f"layer{i}",))
-    repeats = [f for f in outline_of(b.graph(x), fold=True).blocks if f.kind == "repeat"]
-    assert sorted(found.count for found in repeats) == [6, 9]
-    assert first == 0
-
-
-def test_repeats_in_repeats_are_folded():
-    b = Builder()
-    x = b.input("x", 8)
-    for i in range(6):
-        for k in range(5):
-            for name in ("sin", "cos", "exp"):
-                x = b.op(name, x, scope=(f"stage{i}", f"layer{k}"))
-        x = b.op("pool", x, scope=(f"stage{i}",))
-    outline = outline_of(b.graph(x))
-    assert sorted(found.count for found in outline.blocks) == [5, 6]
-    assert outline.columns[0].operations == 6 * 16
-    keys = {box.key for column in outline.columns for box in column.boxes}
-    assert all({arrow.source, arrow.target} <= keys for arrow in outline.arrows)
-    order = {box.key: i for i, box in enumerate(outline.columns[0].boxes)}
-    assert all(order[arrow.source] < order[arrow.target] for arrow in outline.arrows)
+    outline = outline_of(graph)
+    kept = frozenset().union(*(arrow.values for arrow in outline.arrows if arrow.saved))
+    assert outline.bytes_of(kept) == whole
 
 
 def test_a_stretch_of_very_many_steps_is_cut_into_parts():

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import gradtools.torch as gt  # noqa: E402  (only where PyTorch is installed)
 from gradtools.errors import GradtoolsError, GradtoolsWarning  # noqa: E402
-from gradtools.seeing.graphs.collapse import outline_of  # noqa: E402
+from gradtools.seeing.graphs.outlining import outline_of  # noqa: E402
 
 
 def names(graph, numbers):
@@ -231,7 +231,7 @@ def test_a_closed_block_tells_how_many_results_it_holds():
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()) for _ in range(14)]
     graph = gt.gradient_graph(torch.nn.Sequential(*layers), torch.randn(2, 3))
-    assert "results inside" in graph.to_text(depth=0, fold=False)
+    assert "results inside" in graph.to_text(depth=0)
 
 
 def test_several_results_are_told_in_their_order():

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gradtools.seeing.graphs.flat_graph import BlockGroup, Entry, FlatGraph, Unit, units_of, ways_to
-from gradtools.seeing.graphs.outline import PHASES
+from gradtools.seeing.graphs.inlining import InlinedGraph
+from gradtools.seeing.graphs.outline import PHASES, Block, Box
 
 _MOST_CHILDREN = 60  # of a block; more are split into parts
 _PART = 25  # the least number of children of a part
@@ -22,111 +22,126 @@ _LEAVES_ABOVE = 8  # so many outputs stand outside of all blocks; those of argum
 _LEAVES_BESIDE = 24  # so many stand beside the blocks that make them
 
 
-def nested(flat: FlatGraph) -> list[BlockGroup]:
-    """One group for each pass: scopes become nested groups, inputs and outputs are placed."""
+def nested(flat: InlinedGraph) -> list[Block]:
+    """One block for each pass: scopes become nested blocks, inputs and outputs are placed."""
     phases = sorted({entry.phase for entry in flat.entries} | {u.phase for u in flat.outputs})
     phases = phases or [0]
     roots = {}
     for phase in phases:
         entries = [entry for entry in flat.entries if entry.phase == phase]
         title = PHASES[phase] if phase < len(PHASES) else f"pass {phase}"
-        roots[phase] = BlockGroup("pass", title, (), phase, _runs(entries, 0))
+        roots[phase] = Block("pass", title, (), phase, _runs(entries, 0))
     _place_leaves(flat, roots)
     return [root for root in roots.values() if root.children]
 
 
-def _runs(entries: Sequence[Entry], level: int) -> list[Entry]:
+def _runs(entries: Sequence[Box | Block], level: int) -> list[Box | Block]:
     """Groups consecutive entries of one scope, recursively, and drops empty calls."""
-    entries = [entry for entry in entries if units_of([entry])]
-    result: list[Entry] = []
+    entries = [entry for entry in entries if _holds_a_box(entry)]
+    result: list[Box | Block] = []
     start = 0
     while start < len(entries):
-        name = entries[start].scope[level : level + 1]
+        entry = entries[start]
+        name = entry.scope[level : level + 1]
         stop = start + 1
         while name and stop < len(entries) and entries[stop].scope[level : level + 1] == name:
             stop += 1
         if name:
-            scope = entries[start].scope[: level + 1]
-            children = _runs(entries[start:stop], level + 1)
-            result.append(
-                _tidy(BlockGroup("scope", name[0], scope, entries[start].phase, children))
-            )
-        else:
-            entry = entries[start]
-            if isinstance(entry, BlockGroup):  # a call, whose own entries are nested too
-                entry.children = _runs(entry.children, 0)
-                entry = _tidy(entry)
-            result.append(entry)
+            inside = _runs(entries[start:stop], level + 1)
+            entry = Block("scope", name[0], entry.scope[: level + 1], entry.phase, inside)
+        elif isinstance(entry, Block):  # a call, whose own entries are nested too
+            entry.children = _runs(entry.children, 0)
+        result.append(_tidy(entry))
         start = stop
     return result
 
 
-def _tidy(group: BlockGroup) -> Entry:
-    """Replaces a group that has one child by the child, under both names."""
-    if len(group.children) != 1:
-        return group
-    (child,) = group.children
-    if isinstance(child, Unit):
+def _holds_a_box(entry: Box | Block) -> bool:
+    return isinstance(entry, Box) or any(isinstance(item, Box) for item in entry.walk())
+
+
+def _tidy(entry: Box | Block) -> Box | Block:
+    """Replaces a block that has one child by the child, under both names."""
+    if isinstance(entry, Box) or len(entry.children) != 1:
+        return entry
+    (child,) = entry.children
+    if isinstance(child, Box):
         mark = child.node.mark if child.node else ""
-        same_mark = group.mark in ("", mark)
-        if child.kind == "operation" and group.kind in ("scope", "call") and same_mark:
-            names = dict.fromkeys((group.title, child.name))
+        same_mark = entry.mark in ("", mark)
+        if child.kind == "operation" and entry.kind in ("scope", "call") and same_mark:
+            names = dict.fromkeys((entry.title, child.name))
             child.name = ".".join(name for name in names if name and name != "call")
             return child
-        return group
-    if group.kind == child.kind == "scope":
-        child.title = f"{group.title}.{child.title}"
+    elif entry.kind == child.kind == "scope":
+        child.title = f"{entry.title}.{child.title}"
         return child
-    return group
+    return entry
 
 
-def _place_leaves(flat: FlatGraph, roots: Mapping[int, BlockGroup]) -> None:
+def _place_leaves(flat: InlinedGraph, roots: Mapping[int, Block]) -> None:
     """Puts inputs before their first reader, outputs after their maker."""
-    ways = ways_to(roots.values())
+    paths = paths_to(roots.values())
     readers: dict[int, list[int]] = {}
-    for link in flat.links:
-        readers.setdefault(link.source, []).append(link.target)
+    for box in flat.boxes:
+        for operand in box.reads:
+            for maker, _ in operand.makers:
+                readers.setdefault(maker, []).append(box.key)
     first = next(iter(roots.values()))
-    before: dict[tuple[int, int], list[Unit]] = {}
+    before: dict[tuple[int, int], list[Box]] = {}
     for leaf in flat.leaves:
-        reading = [ways[key] for key in readers.get(leaf.key, ()) if key in ways]
-        first_phase = min((way[0].phase for way in reading), default=0)
-        reading = [way for way in reading if way[0].phase == first_phase]
+        reading = [paths[key] for key in readers.get(leaf.key, ()) if key in paths]
+        first_phase = min((path[0].phase for path in reading), default=0)
+        reading = [path for path in reading if path[0].phase == first_phase]
         if leaf.kind == "captured" and leaf.key not in readers:  # or printed in place of an operand
             continue
-        if leaf.kind == "input" and not re.search(r"[\[.]", _path(leaf)):
-            reading = [way[:2] for way in reading]  # a whole argument stays outside of blocks
+        if leaf.kind == "input" and not re.search(r"[\[.]", leaf.values[0].name):
+            reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
         home, at = _home(reading) if reading else (first, 0)
         leaf.phase = home.phase
         before.setdefault((id(home), at), []).append(leaf)
-    after: dict[tuple[int, int], list[Unit]] = {}
-    for unit in flat.outputs:
-        makers = [ways[key] for key, _ in unit.reads if key in ways]
-        many = unit.phase and len(flat.outputs) > _LEAVES_ABOVE
-        deep = makers and many and not _OF_ARGUMENT.search(_path(unit))
-        if deep:
+    after: dict[tuple[int, int], list[Box]] = {}
+    for box in flat.outputs:
+        makers = [paths[key] for key, _ in box.operands[0].makers if key in paths]
+        many = box.phase and len(flat.outputs) > _LEAVES_ABOVE
+        if makers and many and not _OF_ARGUMENT.search(box.values[0].name):
             beside = len(flat.outputs) <= _LEAVES_BESIDE
             depth = _branching_depth(makers[0]) if beside else len(makers[0]) - 2
             home = makers[0][depth]
             at = next(i for i, other in enumerate(home.children) if other is makers[0][depth + 1])
         else:
-            home = roots[min(unit.phase, max(roots))]
+            home = roots[min(box.phase, max(roots))]
             at = len(home.children) - 1
-        after.setdefault((id(home), at), []).append(unit)
-    for group in [g for root in roots.values() for g in _groups(root)]:
-        children: list[Entry] = []
-        if not group.children:
-            children = [*before.get((id(group), 0), ()), *after.get((id(group), -1), ())]
-        for at, child in enumerate(group.children):
-            place = id(group), at
-            children += (*before.get(place, ()), child, *after.get(place, ()))
-        group.children = children
+        after.setdefault((id(home), at), []).append(box)
+    for block in [b for root in roots.values() for b in (root, *root.walk())]:
+        if isinstance(block, Block):
+            children = [] if block.children else [*before.get((id(block), 0), ())]
+            children += after.get((id(block), -1), ())
+            for at, child in enumerate(block.children):
+                place = id(block), at
+                children += (*before.get(place, ()), child, *after.get(place, ()))
+            block.children = children
 
 
-def _branching_depth(way: Sequence[Any]) -> int:
-    """The depth of the group of which the way takes one part of several."""
+def paths_to(roots: Iterable[Block]) -> dict[int, list[Any]]:
+    """For each box, by key, the blocks that lead to it, outermost first, and itself."""
+    result: dict[int, list[Any]] = {}
+
+    def visit(block: Block, path: list[Any]) -> None:
+        for child in block.children:
+            if isinstance(child, Block):
+                visit(child, [*path, child])
+            else:
+                result[child.key] = [*path, child]
+
+    for root in roots:
+        visit(root, [root])
+    return result
+
+
+def _branching_depth(path: Sequence[Any]) -> int:
+    """The depth of the block of which the path takes one part of several."""
     depth = 0
-    while depth + 2 < len(way) and sum(isinstance(c, BlockGroup) for c in way[depth].children) == 1:
+    while depth + 2 < len(path) and sum(isinstance(c, Block) for c in path[depth].children) == 1:
         depth += 1
     return depth
 
@@ -134,43 +149,32 @@ def _branching_depth(way: Sequence[Any]) -> int:
 _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
 
-def _path(unit: Unit) -> str:
-    return unit.value.name if unit.value is not None else ""
-
-
-def _groups(group: BlockGroup) -> Iterator[BlockGroup]:
-    yield group
-    for child in group.children:
-        if isinstance(child, BlockGroup):
-            yield from _groups(child)
-
-
-def _home(ways: Sequence[Sequence[Any]]) -> tuple[BlockGroup, int]:
-    """The innermost group that contains all readers, and the index of the first of them in it."""
+def _home(paths: Sequence[Sequence[Any]]) -> tuple[Block, int]:
+    """The innermost block that contains all readers, and the index of the first of them in it."""
     depth = 0
-    while all(len(way) > depth + 2 and way[depth + 1] is ways[0][depth + 1] for way in ways):
+    while all(len(path) > depth + 2 and path[depth + 1] is paths[0][depth + 1] for path in paths):
         depth += 1
-    home = ways[0][depth]
-    reading = {id(way[depth + 1]) for way in ways}
+    home = paths[0][depth]
+    reading = {id(path[depth + 1]) for path in paths}
     return home, next(i for i, child in enumerate(home.children) if id(child) in reading)
 
 
-def in_parts(group: BlockGroup) -> BlockGroup:
-    """Splits groups with more than `_MOST_CHILDREN` children into parts of consecutive ones."""
-    group.children = [
-        in_parts(child) if isinstance(child, BlockGroup) else child for child in group.children
+def in_parts(block: Block) -> Block:
+    """Splits blocks with more than `_MOST_CHILDREN` children into parts of consecutive ones."""
+    block.children = [
+        in_parts(child) if isinstance(child, Block) else child for child in block.children
     ]
-    while len(group.children) > _MOST_CHILDREN:
-        size = max(_PART, math.isqrt(len(group.children)))
-        group.children = [
-            _part(group, start, group.children[start : start + size])
-            for start in range(0, len(group.children), size)
+    while len(block.children) > _MOST_CHILDREN:
+        size = max(_PART, math.isqrt(len(block.children)))
+        block.children = [
+            _part(block, start, block.children[start : start + size])
+            for start in range(0, len(block.children), size)
         ]
-    return group
+    return block
 
 
-def _part(group: BlockGroup, start: int, children: list[Entry]) -> Entry:
+def _part(block: Block, start: int, children: list[Box | Block]) -> Box | Block:
     if len(children) == 1:
         return children[0]
     title = f"steps {start + 1}…{start + len(children)}"
-    return BlockGroup("steps", title, (*group.scope, title), group.phase, children)
+    return Block("steps", title, (*block.scope, title), block.phase, children)

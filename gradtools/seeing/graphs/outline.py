@@ -1,9 +1,9 @@
 """The outline of a graph: a tree of blocks and boxes with arrows, before layout.
 
-A `Box` is one operation, input or output. A `Block` is a module, a call, a loop or a repeated part
-of the program, and may be closed to one box. Each pass (forward, backward, backward of the
-backward) is a column: a `Block` at the root. `Arrow`s join boxes; the ends of an arrow are drawn at
-the outermost closed blocks around its boxes.
+A `Box` is one operation, input or output. A `Block` is a module, a call or a loop, and may be
+closed to one box. Each pass (forward, backward, backward of the backward) is a column: a `Block` at
+the root. `Arrow`s join boxes; the ends of an arrow are drawn at the outermost closed blocks around
+its boxes.
 
 A block is a run of consecutive nodes of one pass in one scope. Contracting a run of consecutive
 steps makes no cycle, so the outline is acyclic whichever blocks are closed.
@@ -12,11 +12,12 @@ steps makes no cycle, so the outline is acyclic whichever blocks are closed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from gradtools.seeing.graphs.nodes import Dependence, Value
+from gradtools.seeing.graphs.attributes import mark_text
+from gradtools.seeing.graphs.nodes import Dependence, Node, Value
 
 ALIVE = "alive anyway"
 _OPEN = 40  # operations; graphs up to this size are fully open
@@ -24,7 +25,29 @@ _FEW = 6  # values listed in a closed block's signature
 PHASES = ("forward", "backward", "backward of the backward")
 
 
+Makers = tuple[tuple[int, int], ...]  # pairs (key of a box, index of a value that it makes)
+
+
 @dataclass(frozen=True)
+class Operand:
+    """One operand: a value, which several branches may make, or a number as text.
+
+    Attributes:
+        makers: The boxes that make it.
+        number: The value, as a key of `Outline.values`.
+        text: The number, in place of makers.
+        strength: How the outputs of the operation depend on it.
+        cut: Why no derivative flows, if one is lost.
+    """
+
+    makers: Makers
+    number: int = -1
+    text: str = ""
+    strength: Dependence = Dependence.DIFFERENTIABLE
+    cut: str | None = None
+
+
+@dataclass(eq=False)
 class Box:
     """One operation, input, captured value or output.
 
@@ -32,27 +55,65 @@ class Box:
         key: Its number, shared with blocks.
         kind: "input", "captured", "output" or "operation".
         title: The operation's name, or the leaf's.
-        lines: The lines below the title.
         phase: The pass that it runs in.
-        mark: As in `Node.mark`.
-        alert: Why a gradient is lost here, in a few words, or empty.
-        hint: The tooltip: the line of the user's code, the framework's own name.
+        node: The operation.
+        values: What it makes; of a leaf or an output, the value.
+        scope: The modules that it ran in, within the block around it.
+        name: The name of the call or module of which it is the only operation.
+        operands: What it reads, in order.
+        came_back: Data that left the framework and came back here.
         made: The letters of the values that it makes.
         call: The operation with its operands; for an output, its value.
-        named: Whether the first of `lines` is the name of a call; sizes follow.
     """
 
     key: int
     kind: str
     title: str
-    lines: tuple[str, ...] = ()
-    phase: int = 0
-    mark: str = ""
-    alert: str = ""
-    hint: str = ""
+    phase: int
+    node: Node | None = None
+    values: tuple[Value, ...] = ()
+    scope: tuple[str, ...] = ()
+    name: str = ""
+    operands: list[Operand] = field(default_factory=list)
+    came_back: list[Operand] = field(default_factory=list)
     made: str = ""
     call: str = ""
-    named: bool = False
+
+    @property
+    def reads(self) -> list[Operand]:
+        """All that it reads."""
+        return [*self.operands, *self.came_back]
+
+    @property
+    def mark(self) -> str:
+        """The mark of its node."""
+        return mark_text(self.node) if self.node else ""
+
+    @property
+    def alert(self) -> str:
+        """Why a gradient is lost here, in a few words, or empty."""
+        return next((operand.cut for operand in self.reads if operand.cut), "")
+
+    @property
+    def sizes(self) -> list[str]:
+        """Shapes and dtypes of its values, of at most two of them."""
+        more = [f"and {len(self.values) - 2} more"] if len(self.values) > 2 else []
+        return [*map(value_text, self.values[:2]), *more]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines below the title."""
+        return (*([self.name] if self.name else []), *self.sizes)
+
+    @property
+    def hint(self) -> str:
+        """The tooltip: the framework's own name, the modules, the line of the user's code."""
+        if self.node is None:
+            return ""
+        native = self.node.native if self.node.native != self.node.operation else ""
+        source = self.node.source
+        where = f"{source}: {source.text}" if source else ""
+        return "\n".join(filter(None, (native, ".".join(self.node.scope), where)))
 
     @property
     def heading(self) -> str:
@@ -63,33 +124,36 @@ class Box:
         return f"{self.made} = {expression}" if self.made else expression
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Block:
     """A group of boxes that may be closed to one.
 
     Attributes:
-        key: Its number.
-        kind: "pass", "scope", "repeat", "steps", "loop", "branch" or "call".
+        kind: "pass", "scope", "steps", "loop", "branch" or "call".
         title: Its name.
-        path: The whole scope, joined by dots.
+        scope: The modules around it and its own, outermost first.
         phase: The pass that it runs in.
         children: Its boxes and blocks, in program order.
-        count: The number of consecutive repetitions that it represents; the first is shown.
         mark: As in `Node.mark`.
+        key: Its number, shared with boxes.
         made: The letters of its values that are read outside.
         given: The letters of the outside values that it reads.
     """
 
-    key: int
     kind: str
     title: str
-    path: str
+    scope: tuple[str, ...]
     phase: int
-    children: tuple[Box | Block, ...]
-    count: int = 1
+    children: list[Box | Block] = field(default_factory=list)
     mark: str = ""
+    key: int = -1
     made: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The whole scope, joined by dots."""
+        return ".".join(self.scope) or self.title
 
     @property
     def signature(self) -> str:
@@ -104,11 +168,8 @@ class Block:
 
     @cached_property
     def operations(self) -> int:
-        """The number of operations that it represents, counting each repetition."""
-        return self.count * sum(
-            item.operations if isinstance(item, Block) else item.kind == "operation"
-            for item in self.children
-        )
+        """The number of operations in it."""
+        return sum(box.kind == "operation" for box in self.boxes)
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
@@ -120,11 +181,6 @@ class Block:
             *sorted(alerts),
             *([f"{counted(results, 'result')} inside"] if results else []),
         )
-
-    @property
-    def name(self) -> str:
-        """Its title, with the number of repetitions."""
-        return self.title if self.count == 1 else f"{self.title} ×{self.count}"
 
     def walk(self) -> Iterator[Box | Block]:
         """All boxes and blocks in it, in preorder."""
@@ -231,12 +287,7 @@ class Outline:
     def seen_arrows(self, opened: frozenset[int]) -> list[Arrow]:
         """The arrows between visible boxes and closed blocks; parallel ones are merged."""
         seen = self.seen_as(opened)
-        groups: dict[tuple[int, int, bool], list[Arrow]] = {}
-        for arrow in self.arrows:
-            source, target = seen[arrow.source], seen[arrow.target]
-            if source != target:
-                groups.setdefault((source, target, arrow.saved), []).append(arrow)
-        return [_merged(key, arrows) for key, arrows in groups.items()]
+        return merged(self.arrows, seen.__getitem__)
 
     def opened(
         self, depth: int | None = None, expand: str | Iterable[str] = (), limit: int = 44
@@ -277,9 +328,7 @@ class Outline:
             for block in queue:
                 alike.setdefault(block.path, []).append(block)
             queue = []
-            # repeated blocks before others, small ones before large ones
-            order = lambda blocks: (blocks[0].kind != "repeat", len(blocks[0].children))
-            for blocks in sorted(alike.values(), key=order):
+            for blocks in sorted(alike.values(), key=lambda blocks: len(blocks[0].children)):
                 more = sum(len(block.children) - 1 for block in blocks)
                 if count + more <= limit:
                     count += more
@@ -296,11 +345,21 @@ def _blocks_in(block: Block) -> list[Block]:
     return [child for child in block.children if isinstance(child, Block)]
 
 
-def _merged(key: tuple[int, int, bool], arrows: list[Arrow]) -> Arrow:
-    values = frozenset().union(*(arrow.values for arrow in arrows))
-    strength = max(arrow.strength for arrow in arrows)
-    cuts = [arrow.cut for arrow in arrows]
-    return Arrow(key[0], key[1], values, key[2], strength, None if None in cuts else cuts[0])
+def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arrow]:
+    """Joins parallel arrows; `end` gives what is drawn for a box."""
+    groups: dict[tuple[int, int, bool], list[Arrow]] = {}
+    for arrow in arrows:
+        source, target = end(arrow.source), end(arrow.target)
+        if source != target:
+            groups.setdefault((source, target, arrow.saved), []).append(arrow)
+    result = []
+    for (source, target, saved), parallel in groups.items():
+        values = frozenset().union(*(arrow.values for arrow in parallel))
+        strength = max(arrow.strength for arrow in parallel)
+        cuts = [arrow.cut for arrow in parallel]
+        cut = None if None in cuts else cuts[0]
+        result.append(Arrow(source, target, values, saved, strength, cut))
+    return result
 
 
 def _names(block: Block, pattern: str) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gradtools.seeing.graphs import collapse
+from gradtools.seeing.graphs import outlining
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.outline import Block, Box, Outline, counted
 from gradtools.seeing.pictures.box_text import short, shown
@@ -24,7 +24,7 @@ _WIDEST = 56  # characters; the greatest column of the shapes
 
 def to_text(graph: PlainGraph, **view: Any) -> str:
     """A graph as text; the options are those of `drawing.to_svg`."""
-    outline, opened = collapse.shown(graph, limit=_FIT, **view)
+    outline, opened = outlining.shown(graph, limit=_FIT, **view)
     lines = [*_Listing(outline, opened).lines()]
     left = min(max((len(text) for text, sizes, _ in lines if sizes), default=0), _WIDEST)
     width = max((len(sizes) for _, sizes, _ in lines), default=0)
@@ -57,7 +57,7 @@ class _Listing:
     def _inside(self, block: Block, depth: int) -> Iterator[_Line]:
         for child in block.children:
             if isinstance(child, Block) and child.key in self.opened:
-                yield "  " * depth + "▾ " + short(child.name), "", _marked(child.mark)
+                yield "  " * depth + "▾ " + short(child.title), "", _marked(child.mark)
                 yield from self._inside(child, depth + 1)
             else:
                 yield self._line(child, "  " * depth)
@@ -65,9 +65,9 @@ class _Listing:
     def _line(self, item: Box | Block, indent: str) -> _Line:
         if isinstance(item, Block):
             made, given = ", ".join(item.made), ", ".join(item.given)
-            call = f"▸ {short(item.name)}({given})"
+            call = f"▸ {short(item.title)}({given})"
             return indent + (f"{made} = {call}" if made else call), "", self._notes(item)
-        more, sizes = item.lines[: item.named], ", ".join(item.lines[item.named :])
+        more, sizes = [item.name] if item.name else [], ", ".join(item.sizes)
         arrow = "→ " if item.kind == "output" else ""
         notes = "  ".join(filter(None, (*map(shown, more), self._notes(item))))
         return f"{indent}{arrow}{shown(item.heading)}", sizes, notes

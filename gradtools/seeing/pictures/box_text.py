@@ -42,7 +42,7 @@ class Card:
 
 def card_of(item: Box | Block) -> Card:
     """The card of a box, or of a closed block."""
-    titles = [*_lines(item.heading if isinstance(item, Box) else item.name, _LONGEST["title"])]
+    titles = [*_lines(item.heading if isinstance(item, Box) else item.title, _LONGEST["title"])]
     titles[0] = titles[0] if isinstance(item, Box) else _CLOSED + titles[0]
     texts = [("title", line) for line in titles]
     signature = (item.signature,) if isinstance(item, Block) and (item.made or item.given) else ()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from gradtools.seeing.graphs import collapse
+from gradtools.seeing.graphs import outlining
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.pictures.box_text import card_of, short, shown
@@ -15,7 +15,7 @@ from gradtools.seeing.pictures.palette import LIGHT
 
 def to_dot(graph: PlainGraph, **view: Any) -> str:
     """A graph in Graphviz' language; the options are those of `drawing.to_svg`."""
-    outline, opened = collapse.shown(graph, **view)
+    outline, opened = outlining.shown(graph, **view)
     phases = {item.key: item.phase for c in outline.columns for item in c.walk()}
     arrows = outline.seen_arrows(opened)
     lines = [
@@ -35,7 +35,7 @@ def _cluster(block: Block, opened: frozenset[int], indent: str) -> Iterator[str]
     colour = LIGHT.passes[block.phase % 3][0]
     yield f"{indent}subgraph cluster_{block.key} {{"
     style = f'style=rounded, color="{colour}80", fontcolor="{colour}"'
-    yield f"{indent}  graph [label={quoted(short(block.name))}, {style}];"
+    yield f"{indent}  graph [label={quoted(short(block.title))}, {style}];"
     for child in block.children:
         if isinstance(child, Block) and child.key in opened:
             yield from _cluster(child, opened, indent + "  ")
@@ -49,7 +49,7 @@ def _node(item: Box | Block) -> str:
     text = "\n".join(row.text for row in card_of(item).rows)
     looks = [f"label={quoted(text)}", f'color="{edge}"', f'fillcolor="{fill}"']
     if isinstance(item, Block):
-        looks.append("peripheries=2" if item.count > 1 else "penwidth=1.6")
+        looks.append("penwidth=1.6")
     elif item.kind == "captured":
         looks.append('style="rounded,filled,dashed"')
     elif item.kind != "operation":

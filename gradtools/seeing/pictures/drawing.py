@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.graphs.collapse import outline_of
 from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.outlining import outline_of
 from gradtools.seeing.pictures.page_data import data_of, script
 from gradtools.seeing.pictures.palette import style_sheet
 
@@ -32,7 +32,6 @@ def to_svg(
     *,
     depth: int | None = None,
     expand: str | Iterable[str] = (),
-    fold: bool | None = None,
     theme: str = "auto",
     title: str = "",
 ) -> str:
@@ -42,7 +41,6 @@ def to_svg(
         graph: The graph.
         depth: The number of open levels of blocks; None opens as many as fit one screen.
         expand: Names of blocks to open in any case, such as "layers.3.attention" or "*.attention".
-        fold: Whether repeated blocks are drawn once with their count; None folds large graphs.
         theme: "light", "dark", or "auto", the setting of the reader's system.
         title: The picture's title.
 
@@ -54,7 +52,7 @@ def to_svg(
     """
     if theme not in _THEMES:
         raise GradtoolsError(f"to_svg: theme={theme!r} is not known; expected one of {_THEMES}.")
-    outline = outline_of(graph, fold=fold, expand=expand, title=title)
+    outline = outline_of(graph, title=title)
     data = json.dumps(data_of(outline, depth, expand))
     document: str = json.loads(interpreter().eval(_FILE)(data, style_sheet(theme)))
     return document

@@ -33,7 +33,6 @@ const markup = (() => {
     const radius = leaf ? Math.min(16, item.height / 2) : 5;
     const { width, height } = item;
     const middle = x + width / 2, parts = far ? [] : [titled(item.hint)];
-    if (item.count > 1 && !far) parts.push(rect(x + 4, y + 4, width, height, 5, "behind"));
     parts.push(rect(x, y, width, height, radius, "card"));
     for (const [words, style, below, pill] of far ? [] : item.rows) {
       if (pill) parts.push(rect(middle - pill / 2, y + below - 10.5, pill, 14, 7, "pill"));
@@ -178,19 +177,17 @@ const markup = (() => {
         found.push(entry("line", `edge ${name}`, name));
       }
     }
-    const drawn = [...items, ...picture.frames.map((it) => G.items[it.key])];
-    if (drawn.some((item) => item.count > 1)) found.push(entry("", "", "repeated"));
     return found;
   };
-  const keyWidth = ([kind, , , width]) => width + (kind ? 36 : 0) + 18;
+  const keyWidth = ([kind, , , width]) => width + 54;
   const keyEntry = ([kind, classes, word], x, y) => {
     const radius = classes.includes("leaf") ? 6 : 3, parts = [];
     if (kind === "box") {
       parts.push(`<g class="${classes}">${rect(x, y - 6, 26, 12, radius, "card")}</g>`);
-    } else if (kind === "line") {
+    } else {
       parts.push(`<path class="${classes}" d="M${n(x)},${n(y)} L${n(x + 26)},${n(y)}"/>`);
     }
-    parts.push(text(x + (kind ? 33 : 0), y + 3.8, word, "label"));
+    parts.push(text(x + 33, y + 3.8, word, "label"));
     return parts;
   };
   // The key as one picture for each entry, so that a page wraps them; the styles are the page's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gradtools.seeing.graphs import collapse
+from gradtools.seeing.graphs import outlining
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.pictures.box_text import card_of, short, shown
@@ -16,7 +16,7 @@ _SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "captured": ("[/", "/]
 
 def to_mermaid(graph: PlainGraph, **view: Any) -> str:
     """A graph as a Mermaid flowchart; the options are those of `drawing.to_svg`."""
-    outline, opened = collapse.shown(graph, **view)
+    outline, opened = outlining.shown(graph, **view)
     arrows = outline.seen_arrows(opened)
     lines = ["flowchart TD"]
     for column in outline.columns:
@@ -28,7 +28,7 @@ def to_mermaid(graph: PlainGraph, **view: Any) -> str:
 
 
 def _subgraph(block: Block, opened: frozenset[int], indent: str) -> Iterator[str]:
-    yield f"{indent}subgraph s{block.key}[{quoted(short(block.name))}]"
+    yield f"{indent}subgraph s{block.key}[{quoted(short(block.title))}]"
     if block.phase % 2 and block.kind == "pass":
         yield f"{indent}  direction BT"
     for child in block.children:

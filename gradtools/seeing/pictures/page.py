@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from gradtools.seeing.graphs.collapse import outline_of
 from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.outlining import outline_of
 from gradtools.seeing.pictures.box_text import short
 from gradtools.seeing.pictures.page_data import data_of, script
 from gradtools.seeing.pictures.palette import DARK, LIGHT, Colours, shapes_and_colours
@@ -56,12 +56,11 @@ def to_html(
     *,
     depth: int | None = None,
     expand: str | Iterable[str] = (),
-    fold: bool | None = None,
     theme: str = "auto",
     title: str = "",
 ) -> str:
     """A graph as a self-contained HTML page; the options are those of `drawing.to_svg`."""
-    outline = outline_of(graph, fold=fold, expand=expand, title=title)
+    outline = outline_of(graph, title=title)
     names = " and ".join(column.title for column in outline.columns)
     return _PAGE.format(
         theme=f' data-theme="{theme}"' if theme in ("light", "dark") else "",

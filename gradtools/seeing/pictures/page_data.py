@@ -22,7 +22,6 @@ _WORDS: dict[int | str, str] = {
     "data": "data without a derivative",
     "zero": "derivative zero everywhere",
     "cut": "✕ the gradient is cut here",
-    "repeated": "×n: n alike in a row, drawn once",
 }
 
 
@@ -66,7 +65,7 @@ def _item(item: Box | Block) -> dict[str, Any]:
     card = card_of(item)
     result: dict[str, Any] = {
         "kind": item.kind,
-        "name": shown(item.title if isinstance(item, Box) else item.name),
+        "name": shown(item.title),
         "phase": item.phase,
         "mark": item.mark,
         "rows": [_row(row) for row in card.rows],
@@ -74,9 +73,9 @@ def _item(item: Box | Block) -> dict[str, Any]:
         "height": card.height,
     }
     if isinstance(item, Block):
-        name = short(item.name)
+        name = short(item.title)
         width = text_width(name if item.kind == "pass" else f"▾ {name}", LINE)
-        result |= {"children": [child.key for child in item.children], "count": item.count}
+        result |= {"children": [child.key for child in item.children]}
         result |= {"short": name, "nameWidth": width, "hint": _shown(item.path)}
     else:
         result |= {"hint": _shown(item.hint)}

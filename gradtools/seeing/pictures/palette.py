@@ -102,7 +102,6 @@ def _coloured(c: Colours) -> str:
         p = f".gt .p{number}"
         rules += [
             f"{p} rect.card {{ fill: {fill}; stroke: {edge}; }}",
-            f"{p} rect.behind {{ fill: {fill}; stroke: {edge}; stroke-opacity: 0.55; }}",
             f"{p} rect.around {{ fill: {edge}; fill-opacity: 0.045; stroke: {edge}; "
             "stroke-opacity: 0.45; }",
             f".gt .e{number} {{ stroke: {edge}; stroke-opacity: 0.8; }}",

@@ -132,7 +132,7 @@ def test_what_a_program_reads_from_outside_is_captured_by_name():
 def test_an_operation_says_what_it_carries_and_why_not(f, strength, loss):
     g = graph(f)
     assert dependence_matrix(g) == [[strength]]
-    assert [found.node.loss for found in losses(g, 0)] == ([loss] if loss else [])
+    assert [found.node.loss for found in losses(g, g.inputs[0])] == ([loss] if loss else [])
 
 
 def test_a_custom_rule_replaces_what_its_function_does_inside():

@@ -35,7 +35,8 @@ def jaxpr_of(f, *args):
 def cuts_of(f, *args, index=0):
     """The nodes at which an argument is lost, one for each line."""
     found = {}
-    for loss in losses(graph_of(jaxpr_of(f, *args)), index):
+    graph = graph_of(jaxpr_of(f, *args))
+    for loss in losses(graph, graph.inputs[index]):
         found.setdefault(loss.node.source or loss.node.native, loss.node)
     return list(found.values())
 

@@ -32,7 +32,7 @@ def zero(operation, x, y):
 
 
 def found(g, index=0):
-    return [(loss.node.operation, loss.whole) for loss in losses(g, index)]
+    return [(loss.node.operation, loss.whole) for loss in losses(g, g.inputs[index])]
 
 
 def test_the_weakest_link_of_a_path_counts():
@@ -151,7 +151,7 @@ def test_a_cut_inside_a_loop_is_found_and_names_its_call():
     inner = graph([cut("stop", 10, 12), op("add", [12, 11], 13)], [10, 11], [13])
     node = op("scan", [0, 1], 2, bodies=(Body(inner, (0, 1), carries=((0, 0),)),))
     g = graph([node], [0, 1], [2])
-    (loss,) = losses(g, 0)
+    (loss,) = losses(g, g.inputs[0])
     assert (loss.node.operation, loss.call) == ("stop", node)
     assert dependence_matrix(g) == [[CUT, FULL]]
 

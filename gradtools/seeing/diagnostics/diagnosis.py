@@ -22,9 +22,9 @@ import numpy as np
 from gradtools.backend import Backend
 from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, NOISE, Finding
-from gradtools.seeing.graphs.derivative_flow import backward, dependence_matrix, forward
+from gradtools.seeing.graphs.derivative_flow import backward, behind, forward
 from gradtools.seeing.graphs.losing_operations import Loss, overwritten
-from gradtools.seeing.graphs.lost_terms import losses, losses_of
+from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
@@ -52,28 +52,66 @@ _FLAT = frozenset(
 )
 
 
-def diagnosed(backend: Backend, program: LeafProgram, recording: Recording) -> list[Finding]:
-    """The findings for each leaf in `program.wrt`."""
-    if recording.refusal is not None:
-        return [refused(program, recording.refusal)]
-    graph, matrix = recording.graph, dependence_matrix(recording.graph)
-    findings: list[Finding] = []
+@dataclass(frozen=True)
+class Examined:
+    """An array whose gradient is examined: a leaf of an argument, or a parameter.
+
+    Attributes:
+        name: Its name.
+        numbers: The graph's values that carry its gradient; none if f does not read it.
+        array: The array.
+        vanished: Where its gradient becomes zero at the given values; None if it is nonzero.
+        absent: The kind of the finding if nothing of it flows to the output.
+        stand_in: The name of a captured array that f reads in place of it, or empty.
+    """
+
+    name: str
+    numbers: Sequence[int]
+    array: Any = None
+    vanished: Callable[[], Sequence[Vanished] | None] = lambda: None
+    absent: str = "unused"
+    stand_in: str = ""
+
+
+def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
+    """The leaves in `program.wrt`."""
     at_values = partial(program.framework.lost_gradients.vanishing, program.run, program.leaves)
-    factors = [
-        Factor(program.names[k], (graph.inputs[k],), program.leaves[k], partial(at_values, k))
+    return [
+        Examined(
+            program.names[k],
+            (recording.graph.inputs[k],),
+            program.leaves[k],
+            partial(at_values, k),
+            stand_in=recording.stand_ins[k] if recording.stand_ins else "",
+        )
         for k in program.wrt
     ]
-    trained = [graph.inputs[k] for k in {*program.wrt, *recording.wanted}]
+
+
+def diagnosed(
+    backend: Backend,
+    program: LeafProgram,
+    recording: Recording,
+    examined: Sequence[Examined],
+    values: bool = True,
+) -> list[Finding]:
+    """The findings for each examined array; `values` includes zero gradients at the values."""
+    if recording.refusal is not None:
+        return [refused(program, recording.refusal)]
+    graph, findings = recording.graph, list[Finding]()
+    matters = behind(graph, tuple(graph.outputs))
+    trained = [graph.inputs[k] for k in recording.wanted]
     trained += [value for _, value in recording.parameters if value is not None]
-    for index in program.wrt:
-        name = program.names[index]
-        best = max((row[index] for row in matrix), default=Dependence.NONE)
-        findings += from_losses(name, graph, losses(graph, index, trained))
+    trained += [number for one in examined for number in one.numbers]
+    for one in examined:
+        best = max((matters.get(n, Dependence.NONE) for n in one.numbers), default=Dependence.NONE)
+        for number in one.numbers:
+            findings += from_losses(one.name, graph, losses(graph, number, trained))
         if best < Dependence.DIFFERENTIABLE:
-            findings += _from_ends(program, recording, index, best)
-        elif (vanished := at_values(index)) is not None:
-            others = [factor for factor in factors if factor.name != name]
-            findings += from_values(name, vanished, partial(starting, backend, graph, others))
+            findings += _from_ends(program, recording, one, best)
+        elif values and (vanished := one.vanished()) is not None:
+            others = [other for other in examined if other is not one]
+            findings += from_values(one.name, vanished, partial(_starting, backend, graph, others))
     return findings
 
 
@@ -156,27 +194,30 @@ def _without_repeats(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _from_ends(
-    program: LeafProgram, recording: Recording, index: int, best: Dependence
+    program: LeafProgram, recording: Recording, one: Examined, best: Dependence
 ) -> list[Finding]:
-    """Findings at the program's ends: f returns a host number, or does not read the argument."""
-    name, line = program.names[index], source_of(program.f)
+    """Findings at the program's ends: f returns a host number, or does not read the array."""
+    line, graph = source_of(program.f), recording.graph
     if recording.host_outputs:
         out = program.out_names[recording.host_outputs[0]]
-        return [Finding(name, "host_number", "return", line, detail=f"{out} is one")]
+        return [Finding(one.name, "host_number", "return", line, detail=f"{out} is one")]
     if best > Dependence.NONE:
         return []
-    stand_in = recording.stand_ins[index] if recording.stand_ins else ""
-    if stand_in:
-        return [Finding(name, "captured", stand_in, line, detail=f"it reads {stand_in}")]
-    value = recording.graph.inputs[index]
-    return (
-        overwriting(name, recording.graph, value)
-        or in_derivatives(name, recording.graph, value)
-        or [Finding(name, "unused", "argument", line)]
-    )
+    if one.stand_in:
+        detail = f"it reads {one.stand_in}"
+        return [Finding(one.name, "captured", one.stand_in, line, detail=detail)]
+    result = [
+        finding
+        for number in one.numbers
+        for finding in from_losses(one.name, graph, overwritten(graph, number), "overwritten")
+        or _in_derivatives(one.name, graph, number)
+    ]
+    if one.absent == "unread":
+        return result or [Finding(one.name, "unread", "parameter")]
+    return result or [Finding(one.name, "unused", "argument", line)]
 
 
-def in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
+def _in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
     """The finding for a leaf that f differentiates through but whose derivative is constant.
 
     PyTorch's recording contains the calls that take the derivative. In JAX the forward pass of
@@ -200,33 +241,11 @@ def in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
 _DERIVATIVES = ("grad", "backward", "unpack_dual")
 
 
-def overwriting(name: str, graph: PlainGraph, value: int) -> list[Finding]:
-    """One finding for each line that overwrites everything computed from a leaf."""
-    return from_losses(name, graph, overwritten(graph, value), "overwritten")
-
-
 # --- factors that start at zero ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Factor:
-    """Another trained array, which may be the zero factor of a product.
-
-    Attributes:
-        name: Its name.
-        numbers: The values that carry its gradient.
-        array: The array.
-        vanished: Where its gradient becomes zero; None if it is nonzero.
-    """
-
-    name: str
-    numbers: Sequence[int]
-    array: Any
-    vanished: Callable[[], Sequence[Vanished] | None]
-
-
-def starting(
-    backend: Backend, graph: PlainGraph, factors: Sequence[Factor], vanished: Vanished
+def _starting(
+    backend: Backend, graph: PlainGraph, others: Sequence[Examined], vanished: Vanished
 ) -> str:
     """The name of a trained factor, zero at initialization, that explains a zero gradient, or "".
 
@@ -235,10 +254,10 @@ def starting(
     """
     if _numerical_kind(vanished) != "multiplied_by_zero":
         return ""
-    return next((f.name for f in factors if _multiplies(backend, graph, vanished.node, f)), "")
+    return next((x.name for x in others if _multiplies(backend, graph, vanished.node, x)), "")
 
 
-def _multiplies(backend: Backend, graph: PlainGraph, node: Node, factor: Factor) -> bool:
+def _multiplies(backend: Backend, graph: PlainGraph, node: Node, factor: Examined) -> bool:
     """Whether a node reads a trained array that is zero, also transposed, reshaped or sliced."""
     carried = set(factor.numbers)
     for _, one in graph.walk():
@@ -353,12 +372,13 @@ def source_of(f: Any) -> Source | None:
 # --- the guard ---------------------------------------------------------------------------
 
 
-def differentiated(program: LeafProgram, recording: Recording) -> list[tuple[str, int | None]]:
-    """The name and the value of each leaf and parameter that should get a gradient."""
+def differentiated(program: LeafProgram, recording: Recording) -> list[Examined]:
+    """The leaves and parameters that should get a gradient."""
     is_model = hasattr(program.f, "parameters")
     parameters = [*recording.parameters] if is_model else of_modules_in_use(recording.parameters)
     wanted = recording.wanted or (() if parameters else program.wrt)
-    return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + parameters
+    leaves = [Examined(program.names[k], (recording.graph.inputs[k],)) for k in wanted]
+    return leaves + [Examined(n, () if v is None else (v,)) for n, v in parameters]
 
 
 def of_modules_in_use(parameters: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
@@ -371,25 +391,15 @@ def of_modules_in_use(parameters: Sequence[tuple[str, int | None]]) -> list[tupl
     return [(name, value) for name, value in parameters if root(name) in used]
 
 
-def unreached(program: LeafProgram, recording: Recording) -> list[tuple[str, str]]:
-    """Each differentiated leaf that does not reach the output, with a short reason."""
-    if recording.refusal is not None:
-        finding = refused(program, recording.refusal)
-        return [(finding.argument, _briefly(finding))]
-    lost, graph = [], recording.graph
-    matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
-    for name, value in differentiated(program, recording):
-        best = Dependence.NONE if value is None else matters.get(value, Dependence.NONE)
-        if best < Dependence.ZERO_DERIVATIVE:
-            result = [] if value is None else from_losses(name, graph, losses_of(graph, value))
-            if value is not None and not result:
-                result = overwriting(name, graph, value)
-            lost.append((name, "; ".join(map(_briefly, result)) or "unused"))
-    return lost
-
-
-def _briefly(finding: Finding) -> str:
-    return f"{finding.kind} at {finding.source}" if finding.source else finding.kind
+def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    """Each array whose whole gradient is lost, with a short reason; frozen ones are left out."""
+    result: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.whole and not finding.numerical and finding.kind != "frozen":
+            known = finding.source and finding.kind != "unused"
+            place = f" at {finding.source}" if known else ""
+            result.setdefault(finding.argument, []).append(finding.kind + place)
+    return [(name, "; ".join(dict.fromkeys(reasons))) for name, reasons in result.items()]
 
 
 # --- is it constant ----------------------------------------------------------------------

@@ -15,25 +15,21 @@ from typing import Any
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.diagnostics.diagnosis import (
-    Factor,
+    Examined,
     apart,
-    from_losses,
-    from_values,
-    in_derivatives,
+    diagnosed,
     of_modules_in_use,
-    overwriting,
     refused,
-    source_of,
-    starting,
 )
 from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.frameworks import Framework
-from gradtools.seeing.graphs.derivative_flow import backward, forward
-from gradtools.seeing.graphs.lost_terms import losses_of, trains_others
+from gradtools.seeing.graphs.derivative_flow import behind, forward
+from gradtools.seeing.graphs.lost_terms import trains_others
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import Recording, Vanished
 
+_FULL = Dependence.DIFFERENTIABLE
 PARAMETER, FROZEN, TABLE, LOOSE = "parameter", "frozen", "table", "loose"
 STATIC = "static"
 _NO_PARAMETER = (FROZEN, TABLE, LOOSE, STATIC)
@@ -219,71 +215,34 @@ class _LossRun:
                 replace(lost, argument=n) for n in diagnosis.names or ["the loss"]
             ]
             return
-        graph = self.recording.graph
-        matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
-        lossy = any(node.loss for node in graph.nodes) or any(n.bodies for n in graph.nodes)
-        trained = [
-            n for k, h in enumerate(self.held) if h.role == PARAMETER for n in self._numbers(k)
+        examined = [
+            Examined(h.name, self._numbers(k), h.array, partial(self._vanished, k), "unread")
+            for k, h in enumerate(self.held)
+            if h.role == PARAMETER
         ]
-        for k, held in enumerate(self.held):
-            numbers = self._numbers(k)
-            best = max((matters.get(n, Dependence.NONE) for n in numbers), default=Dependence.NONE)
-            if held.role in _NO_PARAMETER:
-                continue
-            if held.role in _NOT_LISTED:
-                diagnosis.findings.append(Finding(held.name, held.role, "module"))
-            elif best < Dependence.DIFFERENTIABLE:
-                diagnosis.findings += self._lost(held.name, numbers, best)
-            else:
-                for n in numbers if lossy else ():
-                    lost = losses_of(graph, n, trained)
-                    diagnosis.findings += from_losses(held.name, graph, lost)
-                if values and not self._spent:
-                    self._add_zero_gradient(k, diagnosis)
-        self._note_untrained(diagnosis, matters)
+        diagnosis.findings += [
+            Finding(h.name, h.role, "module") for h in self.held if h.role in _NOT_LISTED
+        ]
+        diagnosis.findings += diagnosed(
+            self.backend, self.program, self.recording, examined, values
+        )
+        self._note_untrained(diagnosis)
         if self._spent:
             diagnosis.notes.append((_SPENT, []))
 
-    def _lost(self, name: str, numbers: Sequence[int], best: Dependence) -> list[Finding]:
-        graph = self.recording.graph
-        if self.recording.host_outputs:
-            line = source_of(self.program.f)
-            return [Finding(name, "host_number", "return", line, detail="the loss is one")]
-        result = [f for n in numbers for f in from_losses(name, graph, losses_of(graph, n))]
-        if not result and best == Dependence.NONE:
-            result = [
-                f
-                for n in numbers
-                for f in overwriting(name, graph, n) or in_derivatives(name, graph, n)
-            ]
-        return result or [Finding(name, "unread", "parameter")]
-
-    def _add_zero_gradient(self, k: int, diagnosis: TrainingDiagnosis) -> None:
-        """Adds where the gradient of one that is reached becomes zero."""
-        try:
-            vanished = self._vanished(k)
-        except RuntimeError:  # the graph was freed, or holds a reentrant checkpoint
-            self._spent = True
-            return
-        if vanished is None:
-            return
-        others = [
-            Factor(held.name, self._numbers(j), held.array, partial(self._vanished, j))
-            for j, held in enumerate(self.held)
-            if held.role == PARAMETER and j != k
-        ]
-        factor = partial(starting, self.backend, self.recording.graph, others)
-        diagnosis.findings += from_values(self.held[k].name, vanished, factor)
-
-    def _vanished(self, k: int) -> list[Vanished] | None:
+    def _vanished(self, k: int) -> Sequence[Vanished] | None:
         """The operations at which the gradient of array k becomes zero; None if it is nonzero."""
         run, leaves = self.program.run, self.program.leaves
-        if self._is_lifted:
-            return self.program.framework.lost_gradients.vanishing(run, leaves, k)
-        before = sum(h.role == PARAMETER for h in self.held[:k])
-        moving = [h.array for h in self.held if h.role == PARAMETER]
         vanishing = self.program.framework.lost_gradients.vanishing
-        return vanishing(run, leaves, len(leaves) + before, moving)
+        try:
+            if self._is_lifted or self._spent:
+                return None if self._spent else vanishing(run, leaves, k)
+            before = sum(h.role == PARAMETER for h in self.held[:k])
+            moving = [h.array for h in self.held if h.role == PARAMETER]
+            return vanishing(run, leaves, len(leaves) + before, moving)
+        except RuntimeError:  # the graph was freed, or holds a reentrant checkpoint
+            self._spent = True
+            return None
 
     def twins(self, stopped: set[str]) -> set[str]:
         """The stopped parameters of networks that have a trained twin, such as target networks.
@@ -318,24 +277,19 @@ class _LossRun:
     def _reads(self, weights: Sequence[int], values: Sequence[int]) -> bool:
         """Whether one operation reads both a weight and a value computed from `values`."""
         graph = self.recording.graph
-        reached = forward(graph, dict.fromkeys(values, Dependence.DIFFERENTIABLE))
+        reached = forward(graph, dict.fromkeys(values, _FULL))
         return any(
             not set(weights).isdisjoint(node.inputs) and any(map(reached.get, node.inputs))
             for node in graph.nodes
         )
 
-    def _note_untrained(self, diagnosis: TrainingDiagnosis, matters: Any) -> None:
+    def _note_untrained(self, diagnosis: TrainingDiagnosis) -> None:
         """Notes arrays that the loss would give a gradient, and that ask for none."""
+        graph = self.recording.graph
+        matters = behind(graph, tuple(graph.outputs))
+        reaches = lambda k: any(matters.get(n) == _FULL for n in self._numbers(k))
         for role, text in _NOTES:
-            names = [
-                held.name
-                for k, held in enumerate(self.held)
-                if held.role == role
-                and any(
-                    matters.get(n, Dependence.NONE) == Dependence.DIFFERENTIABLE
-                    for n in self._numbers(k)
-                )
-            ]
+            names = [h.name for k, h in enumerate(self.held) if h.role == role and reaches(k)]
             if names:
                 diagnosis.notes.append((text, names))
 
@@ -350,16 +304,6 @@ _NOTES = (
     (STATIC, "it is in a static field, so it is a constant: no optimizer changes it"),
     (LOOSE, "a tensor that the loss depends on and the model does not hold as a parameter"),
 )
-
-
-def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
-    """Each leaf whose whole gradient is lost, with a short reason; frozen leaves are left out."""
-    result: dict[str, list[str]] = {}
-    for finding in findings:
-        if finding.whole and not finding.numerical and finding.kind != "frozen":
-            place = f" at {finding.source}" if finding.source else ""
-            result.setdefault(finding.argument, []).append(finding.kind + place)
-    return [(name, "; ".join(dict.fromkeys(reasons))) for name, reasons in result.items()]
 
 
 def _optimised(backend: Backend, loop: Loop, run: _LossRun, diagnosis: TrainingDiagnosis) -> None:

@@ -13,13 +13,14 @@ from gradtools.errors import GradtoolsError, warn
 from gradtools.function_names import like_function
 from gradtools.seeing.diagnostics.diagnosis import (
     apart,
+    briefly,
     diagnosed,
     differentiated,
     moved,
-    unreached,
+    of_arguments,
 )
 from gradtools.seeing.diagnostics.report import DependenceTable, GradientReport, by_weight, grouped
-from gradtools.seeing.diagnostics.training import Loop, after_backward, briefly, trained
+from gradtools.seeing.diagnostics.training import Loop, after_backward, trained
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
 from gradtools.seeing.graphs.program import LeafProgram
@@ -158,7 +159,8 @@ class SeeingOperators(Operators):
     def _of_arguments(self, f: Any, args: Any, kwargs: Any, argnums: Any) -> GradientReport:
         program = LeafProgram(self._backend, "why_zero", f, args, kwargs, argnums).with_values()
         recording = self._recorded(program)
-        findings = diagnosed(self._backend, program, recording)
+        examined = of_arguments(program, recording)
+        findings = diagnosed(self._backend, program, recording, examined)
         findings, notes = apart(findings, program.wrt_names())
         lost = {finding.argument for finding in findings if finding.whole and not finding.noise}
         lost_leaves = [k for k in program.wrt if program.names[k] in lost]
@@ -252,8 +254,9 @@ class SeeingOperators(Operators):
                     backend, "guard_gradients", f, args, kwargs, argnums, "argnums", False
                 )
                 recording = self._recorded(program)
-                lost = unreached(program, recording)
-                known = [name for name, _ in differentiated(program, recording)]
+                examined = differentiated(program, recording)
+                findings = diagnosed(backend, program, recording, examined, values=False)
+                lost, known = briefly(findings), [one.name for one in examined]
         except GradtoolsError as error:
             if error.__cause__ is None:
                 raise

@@ -23,22 +23,11 @@ Strengths = Mapping[int, Dependence]
 
 def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
     """``matrix[output][input]``: how each output depends on each input."""
-    columns = [Column(graph, i) for i in range(len(graph.inputs))]
-    return [[column.get(out, _NONE) for column in columns] for out in graph.outputs]
-
-
-class Column:
-    """How strongly each value depends on one input; one pass with bit masks serves all inputs."""
-
-    def __init__(self, graph: PlainGraph, index: int) -> None:
-        if graph not in _levels:
-            _levels[graph] = [_at_least(graph, strength) for strength in (_CUT, _ZERO, _FULL)]
-        self._found, self._index = _levels[graph], index
-
-    def get(self, value: int, default: Dependence) -> Dependence:
-        """How strongly a value depends on the input."""
-        result = sum(masks.get(value, 0) >> self._index & 1 for masks in self._found)
-        return Dependence(result) if result else default
+    if graph not in _levels:
+        _levels[graph] = [_at_least(graph, strength) for strength in (_CUT, _ZERO, _FULL)]
+    rows = [[masks.get(out, 0) for masks in _levels[graph]] for out in graph.outputs]
+    inputs = range(len(graph.inputs))
+    return [[Dependence(sum(mask >> i & 1 for mask in row)) for i in inputs] for row in rows]
 
 
 _levels: WeakKeyDictionary[PlainGraph, list[dict[int, int]]] = WeakKeyDictionary()

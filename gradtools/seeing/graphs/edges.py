@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from gradtools.seeing.diagnostics.findings import KINDS
 from gradtools.seeing.graphs.derivative_flow import links_of
-from gradtools.seeing.graphs.lost_terms import losses_of
+from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, needed
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
@@ -106,7 +106,7 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
     # of a very large graph only as many leaves as take about a second to analyse
     most = _MOST_STEPS // max(1, len(forward.nodes)) if may_lose else 0
     for value in leaves[:most]:
-        result |= {(id(loss.node), loss.input) for loss in losses_of(forward, value)}
+        result |= {(id(loss.node), loss.input) for loss in losses(forward, value)}
     for node in graph.nodes:
         if node.phase and node.loss in ("inside_rule", "stopped_in_rule"):
             result |= {(id(node), i) for i, s in enumerate(strengths_of(graph, node)) if s == _CUT}

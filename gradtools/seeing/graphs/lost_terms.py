@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from gradtools.seeing.graphs.derivative_flow import (
-    Column,
     Strengths,
     ancestors,
     any_of,
@@ -58,34 +57,31 @@ _NONLINEAR = frozenset(
 )
 
 
-def losses(graph: PlainGraph, index: int, trained: Iterable[int] = ()) -> list[Loss]:
-    """The losses of the gradient of input `index`, in program order.
+def losses(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[Loss]:
+    """The losses of the gradient of a value, in program order.
 
-    If the input reaches an output differentiably on some path, only lost terms are listed.
+    If the value reaches an output differentiably on some path, only lost terms are listed.
 
     Args:
         graph: The graph.
-        index: The position of the input.
-        trained: The values that are trained; may include the input.
+        value: An input, or a captured value.
+        trained: The values that are trained; may include this one.
     """
-    reached = Column(graph, index)
-    if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) < _FULL:
-        return losses_of(graph, graph.inputs[index])
-    if not _suspects(graph) >> index & 1:
+    start, matters = {value: _FULL}, behind(graph, tuple(graph.outputs))
+    if matters.get(value, _NONE) < _FULL:
+        return [*met(graph, start, dict.fromkeys(graph.outputs, _FULL), None, lossy)]
+    if not _suspects(graph) >> _leaves(graph)[value] & 1:
         return []
-    return losses_of(graph, graph.inputs[index], trained)
-
-
-def losses_of(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[Loss]:
-    """`losses` for any value of the graph: an input, or a captured parameter."""
-    start = {value: _FULL}
     reached = forward(graph, start)
-    if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) == _FULL:
-        apart = *_stopped_elsewhere(graph, reached), *_weighted(graph, value, reached)
-        others = {*trained, *apart} - {value}
-        flows = _Flows(reached, forward(graph, dict.fromkeys(others, _FULL)))
-        return list(dict.fromkeys(_terms(graph, start, flows, graph.outputs, None)))
-    return [*met(graph, start, dict.fromkeys(graph.outputs, _FULL), None, lossy)]
+    apart = *_stopped_elsewhere(graph, reached), *_weighted(graph, value, reached)
+    others = {*trained, *apart} - {value}
+    flows = _Flows(reached, forward(graph, dict.fromkeys(others, _FULL)))
+    return list(dict.fromkeys(_terms(graph, start, flows, graph.outputs, None)))
+
+
+def _leaves(graph: PlainGraph) -> dict[int, int]:
+    """The position of each input and captured value."""
+    return {value: i for i, value in enumerate((*graph.inputs, *graph.captured))}
 
 
 @dataclass(frozen=True)
@@ -167,11 +163,9 @@ _suspected: WeakKeyDictionary[PlainGraph, int] = WeakKeyDictionary()
 
 
 def _suspects(graph: PlainGraph) -> int:
-    """A bit mask of the inputs that may have lost a term, from one pass for all inputs."""
+    """A bit mask of the leaves that may have lost a term, from one pass for all leaves."""
     if graph not in _suspected:
-        bits = dict.fromkeys(graph.inputs, 0)
-        for i, value in enumerate(graph.inputs):
-            bits[value] |= 1 << i
+        bits = {value: 1 << i for value, i in _leaves(graph).items()}
         _suspected[graph] = _suspects_within(graph, bits, dict(bits))
     return _suspected[graph]
 
@@ -179,8 +173,8 @@ def _suspects(graph: PlainGraph) -> int:
 def _suspects_within(graph: PlainGraph, full: dict[int, int], some: dict[int, int]) -> int:
     """`_suspects` of a graph, given its inputs' masks.
 
-    full: For each value the program's inputs on which it depends differentiably.
-    some: For each value the program's inputs on which it depends at all.
+    full: For each value the program's leaves on which it depends differentiably.
+    some: For each value the program's leaves on which it depends at all.
     """
     if graph.outside:  # what leaves the framework may come back anywhere
         return any_of([*full.values(), *some.values()])

@@ -82,7 +82,7 @@ def where_lost(closed: Any, outs: int, index: int) -> list[str]:
     """The operations at which input `index` of a jaxpr is lost to its first `outs` outputs."""
     graph = graph_of(closed)
     result: dict[str, str] = {}
-    for loss in losses(replace(graph, outputs=graph.outputs[:outs]), index):
+    for loss in losses(replace(graph, outputs=graph.outputs[:outs]), graph.inputs[index]):
         place = f" at {loss.node.source}" if loss.node.source else ""
         result.setdefault(place or loss.node.native, loss.node.native + place)
     return list(result.values())

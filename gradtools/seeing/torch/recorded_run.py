@@ -58,7 +58,7 @@ def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
         result = record(run, leaves, [""] * len(leaves))
     except Exception:  # f does not run twice: the error is raised without places
         return []
-    lost = [loss.node for loss in losses(result.graph, index)]
+    lost = [loss.node for loss in losses(result.graph, result.graph.inputs[index])]
     places = [f"{node.native} at {node.source}" if node.source else node.native for node in lost]
     stand_in = result.stand_ins[index] if result.stand_ins else ""
     if not places and stand_in:

@@ -96,8 +96,8 @@ def test_the_model_is_left_as_it_was(model):
 
 
 FAULTS = {
-    "gelu": ("value", "act", "PyTorch computes GELU (exact, with erf), JAX GELU (approximated by"),
-    "epsilon": ("value", "ln", "epsilon of the normalization is about 1e-12 in PyTorch and 1e-06"),
+    "gelu": ("value", "act", "it computes something else"),
+    "epsilon": ("value", "ln", "it computes something else"),
     "between": ("value", "fc", "constant factor 0.666667"),
     "stopped": ("gradient", "norm", "stopped gradient in JAX"),
 }

@@ -130,7 +130,7 @@ def _(gt):
 # --- places ------------------------------------------------------------------------------------
 
 
-@mistake("a matrix not transposed", "bwd", "argument 1", "the Jacobian, not by its transpose")
+@mistake("a matrix not transposed", "bwd", "argument 1")
 def _(gt):
     f = lambda a, x: a @ x
     bwd = lambda r, c: (c[:, None] * r[1][None, :], r[0] @ c)
@@ -151,7 +151,7 @@ def _(gt):
     return vjp(gt, f, saving(f), bwd), (X, Y)
 
 
-@mistake("tangents in the wrong order", "jvp", "argument 0 and argument 1 change places")
+@mistake("tangents in the wrong order", "jvp", "argument 0", "argument 1")
 def _(gt):
     exp = gt.xp.exp
     f = lambda x, y: x * exp(y)
@@ -159,7 +159,7 @@ def _(gt):
     return jvp(gt, f, tangent), (X, Y)
 
 
-@mistake("an index beside the right one", "bwd", "argument 0", "shifted")
+@mistake("an index beside the right one", "bwd", "argument 0")
 def _(gt):
     f = lambda x: x[1:]
     bwd = lambda _, c: (gt.xp.concat([c, 0 * c[:1]]),)

@@ -19,8 +19,8 @@ import gradtools.jax
 import gradtools.torch
 from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, cross_check, tolerance
-from gradtools.testing.diverging.factor_names import name_factor
 from gradtools.testing.diverging.layouts import match_parameters
+from gradtools.testing.relations import factor_name
 
 X = np.array([0.3, -0.7, 1.2])
 ROWS = np.random.default_rng(0).standard_normal((4, 3))
@@ -345,9 +345,9 @@ def test_of_single_numbers_a_factor_is_named_only_if_it_is_a_known_one():
 
 @pytest.mark.parametrize("n", [3, 7])
 def test_a_variance_of_a_sample_and_one_of_a_population_differ_by_a_known_factor(n):
-    said = name_factor(n / (n - 1), {"the batch size": n})
+    said = factor_name(n / (n - 1), {"the batch size": n})
     assert said == f"n / (n - 1) for n = {n}, the batch size: unbiased and biased"
-    assert name_factor(n, {"the batch size": n}) == "the batch size"
+    assert factor_name(n, {"the batch size": n}) == "the batch size"
 
 
 def test_the_table_of_tolerances_ends_with_the_second_order():

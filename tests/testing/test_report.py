@@ -23,7 +23,7 @@ MODULES = (
     "testing.cross_checking.tolerances",
     "testing.cross_checking.compare",
     "testing.checking.kinks",
-    "testing.diverging.factor_names",
+    "testing.relations",
     "testing.report",
     "testing.scenario_table",
 )

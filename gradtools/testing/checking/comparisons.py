@@ -19,8 +19,8 @@ from gradtools.errors import GradtoolsError
 from gradtools.testing.checking import slopes
 from gradtools.testing.checking.probe import Probe, first_line, inner, no_such_mode, size
 from gradtools.testing.cross_checking import tolerances
-from gradtools.testing.diverging.patterns import relation
 from gradtools.testing.flat import Arrays
+from gradtools.testing.relations import relation
 from gradtools.testing.report import (
     AGREES,
     CONVENTION,
@@ -250,7 +250,7 @@ class Comparisons:
             f"Analytic {show(record.first)}, numeric {show(record.second)} "
             f"(steps down to {measured.smallest:.1e} of the argument's size)."
         )
-        return record.because(relation(analytic, value) or "", detail)
+        return record.because(wrong_derivative(analytic, value), detail)
 
     def _entrywise(self, mode: str, i: int, gradient: np.ndarray) -> Comparison:
         """Compares the gradient of a leaf with the slope along each of its entries."""
@@ -342,6 +342,15 @@ class Comparisons:
             pairs = zip(again(near), here, strict=True)
             changes += [largest(widened(x) - widened(y)) for x, y in pairs]
         return bool(np.max(np.abs(off)) <= _ROUNDING * max(changes))
+
+
+def wrong_derivative(analytic: np.ndarray, numeric: np.ndarray) -> str:
+    """How a derivative differs from the numeric one, in a few words; empty if unknown."""
+    if (~np.isfinite(analytic) & np.isfinite(numeric)).any():
+        return "the derivative is not finite"
+    if not np.any(analytic) and np.any(numeric):
+        return "the derivative is zero: a gradient is stopped"
+    return relation(analytic, numeric, ("the derivative", "the numeric one")) or ""
 
 
 def scale_of(x: np.ndarray) -> float:

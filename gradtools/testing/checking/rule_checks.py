@@ -32,7 +32,7 @@ from gradtools.testing.checking.rule_causes import PartsCheck
 from gradtools.testing.checking.rule_parts import CALLER, RuleProbe, taken_apart
 from gradtools.testing.checking.rule_side_effects import PurityChecks
 from gradtools.testing.checking.rule_vmap import check_batch
-from gradtools.testing.diverging.patterns import relation
+from gradtools.testing.relations import relation
 from gradtools.testing.report import DIFFERS, Report, compare_arrays, mismatch
 
 
@@ -144,7 +144,9 @@ class RuleCheck:
         for path, a, b in zip(self.values.out_paths, other.out, self.values.out, strict=True):
             record = compare_arrays(f"{part}'s value | fun's value", path, a, b, 0)
             if not record.agrees:
-                record = record.because(relation(a, b) or f"{part} computes another function")
+                record = record.because(
+                    relation(a, b, (part, "fun"), 0) or f"{part} computes another function"
+                )
             elif a.dtype != b.dtype:
                 words = (str(a.dtype), str(b.dtype))
                 record = mismatch(record.quantity, path, 0, words, a.shape)

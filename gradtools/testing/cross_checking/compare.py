@@ -5,7 +5,7 @@ directions by gradtools' operators, so that conventions (above all for complex n
 
     f(x)    J^H c    J t    H t = d/ds grad <c, f>(x + s t)    in two mixes of modes
 
-`mismatch_causes.py` then searches for the cause of each disagreement by further evaluations.
+`causes.py` then searches for the cause of each disagreement by further evaluations.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
-from gradtools.testing.cross_checking.mismatch_causes import explain
+from gradtools.testing.cross_checking.causes import explain
 from gradtools.testing.cross_checking.precision import at_precision
-from gradtools.testing.cross_checking.questions import CrossCheck
+from gradtools.testing.cross_checking.quantities import CrossCheck
 from gradtools.testing.cross_checking.sides import Inputs, Side, in_double_precision
 from gradtools.testing.report import Report
 

@@ -32,10 +32,13 @@ class Output:
     paths: list[str]
     arrays: Arrays
 
+    def named(self) -> dict[str, np.ndarray]:
+        """The leaves by path."""
+        return dict(zip(self.paths, self.arrays, strict=True))
+
     def inexact(self) -> dict[str, np.ndarray]:
-        """The floating and complex leaves."""
-        named = zip(self.paths, self.arrays, strict=True)
-        return {path: x for path, x in named if is_inexact(x)}
+        """The floating and complex leaves by path."""
+        return {path: x for path, x in self.named().items() if is_inexact(x)}
 
 
 class Side(FlatFunction):

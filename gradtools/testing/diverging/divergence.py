@@ -19,9 +19,12 @@ from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.sides import in_double_precision, nested
-from gradtools.testing.diverging.layer_guesses import told_apart
-from gradtools.testing.diverging.layouts import _joined, _key, _stripped, match_parameters
-from gradtools.testing.diverging.patterns import relation
+from gradtools.testing.diverging.layouts import (
+    joined,
+    match_parameters,
+    name_key,
+    without_collection,
+)
 from gradtools.testing.diverging.traces import (
     CALLER,
     Layer,
@@ -30,8 +33,9 @@ from gradtools.testing.diverging.traces import (
     check_arguments,
     jax_trace,
     split_name,
+    torch_trace,
 )
-from gradtools.testing.diverging.traces import torch_trace as trace_torch
+from gradtools.testing.relations import relation
 from gradtools.testing.report import Comparison, Report, compare_arrays
 
 _NAMES = ("PyTorch", "JAX")
@@ -57,9 +61,9 @@ def first_divergence(
     Compared are, layer by layer: the outputs, in the order in which PyTorch's layers return (a
     module's parts before it); the gradients at the outputs, in reverse; the parameters'
     gradients. Channels may be second in one model and last in the other. A layer that only one
-    model has is listed in `left_out`: the models may be cut into other grains. When a layer's
-    values differ while what it was given agrees, its parameters are compared, and common
-    alternatives are computed (other forms of GELU, another epsilon, a mask of the other sign).
+    model has is listed in `left_out`: the models may be divided differently. At the first layer
+    whose values differ, its parameters and inputs are compared too, so that the report says whether
+    the weights, the code before the layer or the layer itself is wrong.
 
     Args:
         torch_model: A `torch.nn.Module`, in the mode (train or eval) in which it is to run. It is
@@ -105,23 +109,24 @@ def first_divergence(
         raise GradtoolsError(f"{CALLER}: dtype is {dtype!r}; expected 'float64' or 'float32'.")
     cotangents = _Cotangents(seed)
     with in_double_precision(dtype == "float64"):  # PyTorch's model may hold parts in JAX
-        in_torch = trace_torch(torch_model, inputs, torch_kwargs, dtype, cotangents.draw)
+        in_torch = torch_trace(torch_model, inputs, torch_kwargs, dtype, cotangents.draw)
         in_jax = jax_trace(jax_model, inputs, jax_kwargs, dtype, cotangents.same)
     if mapping is None:
         mapping = match_parameters(torch_model, nested(in_jax.parameters), partial=True)
-    return _TraceWalk(in_torch, in_jax, mapping, dict(layers or {}), dtype, tolerance).report()
+    names = _pair_names(in_torch, in_jax, mapping.modules, dict(layers or {}))
+    return _TraceComparison(in_torch, in_jax, mapping, names, dtype, tolerance).report()
 
 
 class _Cotangents:
     """Random cotangents for PyTorch's outputs, and the same in JAX's layout."""
 
     def __init__(self, seed: int) -> None:
-        self.rng, self.drawn, self.used = np.random.default_rng(seed), [], 0  # type: ignore[var-annotated]
+        self.rng, self.used = np.random.default_rng(seed), 0
+        self.drawn: list[np.ndarray] = []
 
     def draw(self, y: np.ndarray) -> np.ndarray:
-        c = self.rng.normal(size=y.shape).astype(y.dtype)
-        self.drawn.append(c)
-        return c
+        self.drawn.append(self.rng.normal(size=y.shape).astype(y.dtype))
+        return self.drawn[-1]
 
     def same(self, y: np.ndarray) -> np.ndarray:
         if self.used >= len(self.drawn):
@@ -137,42 +142,49 @@ class _Cotangents:
 
 @dataclass(frozen=True)
 class _LayerPair:
-    """One layer in both models."""
+    """One call of a layer in both models."""
 
-    mine: Layer
-    theirs: Layer
+    torch: Layer
+    jax: Layer
+
+    def label(self, k: int) -> str:
+        """The name of the layer's output k."""
+        return str(self.torch) + (f" output {k}" if len(self.torch.outputs) > 1 else "")
 
 
-class _TraceWalk:
+class _TraceComparison:
     """The comparison of two traces."""
 
     def __init__(
         self,
-        mine: Trace,
-        theirs: Trace,
+        torch: Trace,
+        jax: Trace,
         mapping: Any,
-        layers: dict[str, str],
+        names: dict[Name, Name],
         dtype: str,
         tolerance: float | None,
     ) -> None:
-        self.mine, self.theirs, self.mapping = mine, theirs, mapping
+        self.torch, self.jax, self.mapping, self.names = torch, jax, mapping, names
         self.dtype, self.tolerance = dtype, tolerance
-        self.names = _pair_names(mine, theirs, mapping.modules, layers)
-        calls = {(layer.name, layer.call): layer for layer in theirs.layers}
+        calls = {(layer.name, layer.call): layer for layer in jax.layers}
         self.pairs: list[_LayerPair] = []
-        for layer in mine.layers:
-            other = calls.get((self.names.get(layer.name), layer.call))  # type: ignore[arg-type]
-            if other is not None:
-                self.pairs.append(_LayerPair(layer, other))
+        for layer in torch.layers:
+            if layer.name in names and (names[layer.name], layer.call) in calls:
+                self.pairs.append(_LayerPair(layer, calls[names[layer.name], layer.call]))
 
     def report(self) -> Report:
         """Compares values forward, gradients backward, then the parameters' gradients."""
-        report = Report("first_divergence", left_out=self._unpaired())
-        for pair in self.pairs:
-            report.comparisons += self._values(pair)
-        self._explain_value(report)
+        report = Report(CALLER, left_out=self._unpaired())
+        for i, pair in enumerate(self.pairs):
+            outputs = zip(pair.torch.outputs, pair.jax.outputs, strict=False)
+            for k, (a, b) in enumerate(outputs):
+                c, first = self._compared("value", pair.label(k), a, b, 0), bool(report)
+                if not c.agrees:
+                    cause = self._cause(i) if first else ("after the first divergence", "")
+                    c = c.because(*cause)
+                report.comparisons.append(c)
         values_agree = bool(report)
-        biggest = [np.max(np.abs(g), initial=0.0) for g in self.mine.gradients.values()]
+        biggest = [np.max(np.abs(g), initial=0.0) for g in self.torch.gradients.values()]
         noise = _ROUNDING * tolerances.epsilon(self.dtype) * float(max(biggest, default=0.0))
         for pair in reversed(self.pairs):
             report.comparisons += self._gradients(pair, noise, values_agree)
@@ -180,146 +192,91 @@ class _TraceWalk:
         return report
 
     def _unpaired(self) -> list[str]:
-        mine = {p.mine.name for p in self.pairs}
-        theirs = {p.theirs.name for p in self.pairs}
-        one = dict.fromkeys(x.name for x in self.mine.layers if x.name not in mine)
-        other = dict.fromkeys(x.name for x in self.theirs.layers if x.name not in theirs)
-        result = [f"layer {_dotted(n)} of PyTorch: no layer of that name in JAX" for n in one]
-        result += [f"layer {_dotted(n)} of JAX: no layer of that name in PyTorch" for n in other]
-        mine_calls, theirs_calls = (
-            {(x.name, x.call) for x in trace.layers} for trace in (self.mine, self.theirs)
-        )
-        for name, other_name in self.names.items():
-            counts = [
-                sum(n == wanted for n, _ in calls)
-                for calls, wanted in ((mine_calls, name), (theirs_calls, other_name))
+        """What only one model has: layers, calls, outputs, parameters."""
+        paired = [{p.torch.name for p in self.pairs}, {p.jax.name for p in self.pairs}]
+        result = []
+        sides = (("PyTorch", "JAX", self.torch), ("JAX", "PyTorch", self.jax))
+        for known, (side, other, trace) in zip(paired, sides, strict=True):
+            alone = dict.fromkeys(x.name for x in trace.layers if x.name not in known)
+            result += [
+                f"layer {_dotted(n)} of {side}: no layer of that name in {other}" for n in alone
             ]
-            if counts[0] != counts[1] and min(counts):
-                result.append(
-                    f"layer {_dotted(name)}: {counts[0]} calls in PyTorch, {counts[1]} in JAX"
-                )
+        for name, other_name in self.names.items():
+            ours = sum(layer.name == name for layer in self.torch.layers)
+            theirs = sum(layer.name == other_name for layer in self.jax.layers)
+            if ours != theirs and min(ours, theirs):
+                result.append(f"layer {_dotted(name)}: {ours} calls in PyTorch, {theirs} in JAX")
         for pair in self.pairs:
-            ours, others = len(pair.mine.outputs), len(pair.theirs.outputs)
-            if ours != others:
-                result.append(f"layer {pair.mine}: {ours} outputs in PyTorch, {others} in JAX")
+            ours, theirs = len(pair.torch.outputs), len(pair.jax.outputs)
+            if ours != theirs:
+                result.append(f"layer {pair.torch}: {ours} outputs in PyTorch, {theirs} in JAX")
         return result + [f"parameter {x}" for x in self.mapping.left_out]
 
-    # --- forward
-
-    def _values(self, pair: _LayerPair) -> list[Comparison]:
-        return [
-            self._compare("value", pair, k, a, b, 0)
-            for k, (a, b) in enumerate(zip(pair.mine.outputs, pair.theirs.outputs, strict=False))
-        ]
-
-    def _compare(
-        self,
-        quantity: str,
-        pair: _LayerPair,
-        k: int,
-        a: Any,
-        b: Any,
-        order: int,
-        noise: float = 0.0,
+    def _compared(
+        self, quantity: str, path: str, a: Any, b: Any, order: int, noise: float = 0.0
     ) -> Comparison:
-        path = str(pair.mine) + (f" output {k}" if len(pair.mine.outputs) > 1 else "")
-        return min(
-            (
-                compare_arrays(
-                    quantity, path, moved, b, order, tolerance=self._limit(order), noise=noise
-                )
-                for moved in _layouts(a, b.shape, or_itself=True)
-            ),
-            key=lambda c: c.error,
-        )
+        """The comparison in the layout of PyTorch's array that is nearest to JAX's."""
+        limit = self._limit(order)
+        every = [
+            compare_arrays(quantity, path, moved, b, order, tolerance=limit, noise=noise)
+            for moved in _layouts(a, b.shape, or_itself=True)
+        ]
+        return min(every, key=lambda c: c.error)
 
-    def _explain_value(self, report: Report) -> None:
-        """Adds the cause of the first differing value; later ones are its consequences."""
-        for n, c in enumerate(report.comparisons):
-            if c.agrees:
-                continue
-            if c is report.first:
-                pair = next(p for p in self.pairs for x in self._values(p) if x == c)
-                report.comparisons[n] = c.because(*self._why(pair))
-            else:
-                report.comparisons[n] = c.because("after the first divergence")
+    def _limit(self, order: int) -> float:
+        return tolerances.tolerance(self.dtype, order) if self.tolerance is None else self.tolerance
 
-    def _why(self, pair: _LayerPair) -> tuple[str, str]:
-        mine, theirs = pair.mine, pair.theirs
-        wrong = self._wrong_parameters(mine.name)
+    # --- the cause of the first value that differs
+
+    def _cause(self, i: int) -> tuple[str, str]:
+        """Why the values of the i-th pair differ: its weights, what comes before it, or itself."""
+        pair = self.pairs[i]
+        wrong = self._wrong_parameter(pair.torch.name)
         if wrong:
             return wrong
-        a, b = mine.outputs[0], theirs.outputs[0]
+        a, b = pair.torch.outputs[0], pair.jax.outputs[0]
         if a.dtype != b.dtype:
             return (
                 f"its value is {a.dtype} in PyTorch and {b.dtype} in JAX",
-                "It fell to the coarser one in the layer or on the way to it.",
+                "It was cast to the coarser one in the layer or before it.",
             )
-        given = [(_fitting(x, y), y) for x, y in zip(mine.inputs, theirs.inputs, strict=False)]
-        differing = [k for k, (x, y) in enumerate(given) if not self._close(x, y)]
-        inside = self._inside(mine.name)
-        if differing and not inside:
-            return self._before(pair, differing)
-        a = _fitting(a, b)
-        guess = None
-        if a.shape == b.shape:
-            weights = [x for n, x in self._own(mine.name).items() if n in ("weight", "bias")]
-            guess = told_apart([x for x, _ in given], inside, a, b, weights)
+        depth = len(pair.torch.name)
+        has_parts = any(
+            len(p.torch.name) > depth and p.torch.name[:depth] == pair.torch.name
+            for p in self.pairs
+        )
+        inputs = zip(pair.torch.inputs, pair.jax.inputs, strict=False)
+        differing = [(x, y) for x, y in inputs if not self._close(_fitting(x, y), y)]
+        if differing and not has_parts:
+            last = str(self.pairs[i - 1].torch) if i else "the inputs"
+            return (
+                _value_words(*differing[0]) or "its inputs differ already",
+                f"The inputs of {pair.torch} differ already, and all layers before it agree: the "
+                f"difference arises between {last} and it, in the code of "
+                f"{_dotted(pair.torch.name[:-1])}.",
+            )
         where = (
             "Its parts agree, so the difference arises in its own code."
-            if inside
-            else "Its inputs and its parameters agree, so the difference arises in it."
+            if has_parts
+            else "Its inputs and its parameters agree, so the difference arises in it: compare "
+            "its settings (epsilon, an approximation, a mask)."
         )
-        if guess is not None:
-            return guess, where
-        words = shape_words(mine.outputs[0], b) or relation(a, b, _NAMES)
-        return words or "it computes something else", where
+        return _value_words(a, b) or "it computes something else", where
 
-    def _before(self, pair: _LayerPair, differing: list[int]) -> tuple[str, str]:
-        place = next(k for k, p in enumerate(self.pairs) if p is pair)
-        last = str(self.pairs[place - 1].mine) if place else "the inputs"
-        x, y = pair.mine.inputs[differing[0]], pair.theirs.inputs[differing[0]]
-        words = shape_words(x, y)
-        if words is None and place:
-            before = self.pairs[place - 1]
-            source = _fitting(before.mine.outputs[0], before.theirs.outputs[0])
-            words = told_apart([source], {}, _fitting(x, y), y, [])
-        words = words or (None if shape_words(x, y) else relation(_fitting(x, y), y, _NAMES))
-        return (
-            words or "what it is given differs already",
-            f"What {pair.mine} is given differs already, and all layers before it agree: the "
-            f"difference arises between {last} and it, in the code of "
-            f"{_dotted(pair.mine.name[:-1])}.",
-        )
-
-    def _inside(self, name: Name) -> dict[str, np.ndarray]:
-        """The outputs of a module's direct children, by the last part of their names."""
-        depth = len(name) + 1
-        return {
-            p.mine.name[-1]: p.mine.outputs[0]
-            for p in self.pairs
-            if len(p.mine.name) == depth and p.mine.name[:-1] == name and p.mine.outputs
-        }
-
-    def _own(self, name: Name) -> dict[str, np.ndarray]:
-        prefix = "".join(f"{part}." for part in name)
-        named = ((n.removeprefix(prefix), x) for n, x in self.mine.parameters.items())
-        known = {n for n in self.mine.parameters if n.startswith(prefix)}
-        return {n: x for n, x in named if "." not in n and prefix + n in known}
-
-    def _wrong_parameters(self, name: Name) -> tuple[str, str] | None:
+    def _wrong_parameter(self, name: Name) -> tuple[str, str] | None:
         """The cause, if one of the layer's own parameters differs from PyTorch's."""
         for entry in self.mapping.entries:
-            owner = tuple(entry.torch_name.split(".")[:-1])
-            if owner != name:
+            if tuple(entry.torch_name.split(".")[:-1]) != name:
                 continue
-            x = entry.layout.to_jax(self.mine.parameters[entry.torch_name])
-            y = self._jax_array(self.theirs.parameters, entry.jax_path)
+            x = entry.layout.to_jax(self.torch.parameters[entry.torch_name])
+            y = self._jax_array(self.jax.parameters, entry.jax_path)
             if y is None or self._close(x, y, exact=True):
                 continue
-            words = _parameter_words(x, y)
+            how = relation(y, x, _NAMES[::-1], 0) or "other numbers"
+            transposed = how == "transposed layout"
             return (
-                f"its parameter {entry.jax_path[-1]} {words}",
+                f"its parameter {entry.jax_path[-1]} "
+                + ("is transposed" if transposed else f"differs ({how})"),
                 f"{entry.torch_name} in PyTorch is {'.'.join(map(str, entry.jax_path))} in JAX "
                 f"({entry.layout.name}); they do not hold the same numbers. "
                 "mapping.to_jax(torch_model) gives what JAX should hold.",
@@ -327,8 +284,8 @@ class _TraceWalk:
         return None
 
     def _jax_array(self, arrays: Mapping[Any, np.ndarray], path: Name) -> np.ndarray | None:
-        wanted = _joined(_stripped(path))
-        return next((x for p, x in arrays.items() if _joined(_stripped(p)) == wanted), None)
+        wanted = joined(without_collection(path))
+        return next((x for p, x in arrays.items() if joined(without_collection(p)) == wanted), None)
 
     def _close(self, x: np.ndarray, y: np.ndarray, exact: bool = False) -> bool:
         if x.shape != y.shape:
@@ -338,75 +295,48 @@ class _TraceWalk:
         limit = self._limit(0) if not exact else 8 * tolerances.epsilon(self.dtype)
         return bool(compare_arrays("", "", x, y, 0, tolerance=limit).agrees)
 
-    def _limit(self, order: int) -> float:
-        return tolerances.tolerance(self.dtype, order) if self.tolerance is None else self.tolerance
-
     # --- backward
 
     def _gradients(self, pair: _LayerPair, noise: float, explain: bool) -> list[Comparison]:
         result = []
-        both = zip(pair.mine.gradients, pair.theirs.gradients, pair.theirs.outputs, strict=False)
+        both = zip(pair.torch.gradients, pair.jax.gradients, pair.jax.outputs, strict=False)
         for k, (a, b, y) in enumerate(both):
             if b is None or y.dtype.kind not in "fc":
                 continue
-            a = np.zeros_like(pair.mine.outputs[k]) if a is None else a
-            c = self._compare("gradient", pair, k, a, b, 1, noise)
+            a = np.zeros_like(pair.torch.outputs[k]) if a is None else a
+            c = self._compared("gradient", pair.label(k), a, b, 1, noise)
             if not c.agrees and explain:
-                c = c.because(*self._why_gradient(pair, a, b))
+                c = c.because(
+                    relation(_fitting(a, b), b, _NAMES) or "another derivative",
+                    f"All values agree; the gradient at the output of {pair.torch} does not: the "
+                    "difference arises after it, in what uses it.",
+                )
             result.append(c)
         return result
-
-    def _why_gradient(self, pair: _LayerPair, a: np.ndarray, b: np.ndarray) -> tuple[str, str]:
-        detail = (
-            f"All values agree; what comes back to the output of {pair.mine} does not: the "
-            "difference arises after it, in what uses it"
-        )
-        users = [p.mine for p in self.pairs if self._uses(p.mine, pair.mine)]
-        detail += f" ({', '.join(map(str, users[:3]))})." if users else "."
-        return _gradient_words(_fitting(a, b), b), detail
-
-    def _uses(self, user: Layer, layer: Layer) -> bool:
-        return user is not layer and any(
-            x.shape == y.shape and np.array_equal(x, y) for x in user.inputs for y in layer.outputs
-        )
 
     def _parameters(self, noise: float) -> list[Comparison]:
         result = []
         for entry in self.mapping.entries:
-            a = self.mine.gradients.get(entry.torch_name)
-            b = self._jax_array(self.theirs.gradients, entry.jax_path)
-            if b is None or entry.torch_name not in self.mine.parameters:
+            a = self.torch.gradients.get(entry.torch_name)
+            b = self._jax_array(self.jax.gradients, entry.jax_path)
+            if b is None or entry.torch_name not in self.torch.parameters:
                 continue
             a = np.zeros(entry.torch_shape, b.dtype) if a is None else a
             a, limit = entry.layout.to_jax(a), self._limit(1)
-            c = compare_arrays(
-                "parameter's gradient", entry.torch_name, a, b, 1, tolerance=limit, noise=noise
+            quantity = "parameter's gradient"
+            c = compare_arrays(quantity, entry.torch_name, a, b, 1, tolerance=limit, noise=noise)
+            result.append(
+                c if c.agrees else c.because(relation(a, b, _NAMES) or "another derivative")
             )
-            result.append(c if c.agrees else c.because(_gradient_words(a, b)))
         return result
 
 
-def _gradient_words(a: np.ndarray, b: np.ndarray) -> str:
-    """The relation of two gradients in one layout."""
-    for side, x, y in (("JAX", b, a), ("PyTorch", a, b)):
-        if not np.any(x) and np.any(y):
-            return f"stopped gradient in {side}"
-    return relation(a, b, _NAMES) or "another derivative"
-
-
-def shape_words(a: np.ndarray, b: np.ndarray) -> str | None:
-    """The cause, if two shapes do not fit."""
-    if _fitting(a, b).shape == b.shape:
-        return None
-    return f"another shape: {a.shape} in PyTorch, {b.shape} in JAX"
-
-
-def _parameter_words(x: np.ndarray, y: np.ndarray) -> str:
-    if x.shape == y.shape and x.ndim == 2 and np.array_equal(x, y.T):
-        return "is transposed"
-    if x.shape == y.shape and np.allclose(x, y, rtol=1e-5):
-        return f"differs by rounding (held in {'float32' if np.allclose(x, y, 1e-6) else 'less'})"
-    return f"differs ({relation(y, x, _NAMES[::-1]) or 'other numbers'})"
+def _value_words(a: np.ndarray, b: np.ndarray) -> str | None:
+    """How two values differ, in a few words; None if unknown."""
+    a_like_b = _fitting(a, b)
+    if a_like_b.shape != b.shape:
+        return f"another shape: {a.shape} in PyTorch, {b.shape} in JAX"
+    return relation(a_like_b, b, _NAMES, 0)
 
 
 # --- pairing layers
@@ -418,10 +348,10 @@ def _pair_names(
     """A map from PyTorch's module names to JAX's."""
     ours = list(dict.fromkeys(x.name for x in mine.layers))
     others = list(dict.fromkeys(x.name for x in theirs.layers))
-    spelled = {_key(name): name for name in others}
+    spelled = {name_key(name): name for name in others}
     result: dict[Name, Name] = {(): ()}
     for one, other in {**modules, **layers}.items():
-        name, target = split_name(one), spelled.get(_key(split_name(other)))
+        name, target = split_name(one), spelled.get(name_key(split_name(other)))
         if one in layers and (target is None or name not in ours):
             raise GradtoolsError(
                 f"{CALLER}: layers pairs {one!r} with {other!r}; the layers that ran are "
@@ -430,7 +360,7 @@ def _pair_names(
         if target is not None and name in ours:
             result[name] = target
     for name in ours:
-        target = spelled.get(_key(name))
+        target = spelled.get(name_key(name))
         if name not in result and target is not None and target not in result.values():
             result[name] = target
     _pair_owners(result, ours, others)
@@ -446,8 +376,10 @@ def _pair_owners(paired: dict[Name, Name], ours: list[Name], others: list[Name])
         for name in ours:
             near = [other for owner, other in owners if owner == name]
             near += [(*other, name[-1]) for owner, other in owners if name and owner == name[:-1]]
-            keys = [_key(n) for n in near]
-            match = next((o for o in others if _key(o) in keys and o not in paired.values()), None)
+            keys = [name_key(n) for n in near]
+            match = next(
+                (o for o in others if name_key(o) in keys and o not in paired.values()), None
+            )
             if name not in paired and match is not None:
                 paired[name] = match
 
@@ -457,13 +389,13 @@ def _owners(paired: dict[Name, Name]) -> list[tuple[Name, Name]]:
     alike = [
         (name[:-1], target[:-1])
         for name, target in paired.items()
-        if name and target and _key(name[-1:]) == _key(target[-1:])
+        if name and target and name_key(name[-1:]) == name_key(target[-1:])
     ]
     return list(dict.fromkeys(alike))
 
 
 def _dotted(name: Name) -> str:
-    return _joined(name) or "the model"
+    return joined(name) or "the model"
 
 
 # --- layouts of activations

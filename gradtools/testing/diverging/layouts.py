@@ -144,11 +144,11 @@ class ParameterMapping:
             GradtoolsError: A path is not one of this mapping.
         """
         arrays = read_jax(jax_params)
-        names = {_joined(path): x for path, x in arrays.items()}
-        self._check_names("to_torch", names, {_joined(e.jax_path) for e in self.entries})
+        names = {joined(path): x for path, x in arrays.items()}
+        self._check_names("to_torch", names, {joined(e.jax_path) for e in self.entries})
         result: dict[str, np.ndarray] = {}
         for e in self.entries:
-            y = names.get(_joined(e.jax_path))
+            y = names.get(joined(e.jax_path))
             if y is None:
                 continue
             if e.layout.rows is None:
@@ -271,9 +271,9 @@ class _Matching:
             self.left_out.append(f"{name} (as overrides say)")
             return
         jax_name, how = target if isinstance(target, tuple) else (target, None)
-        path = next((p for p in self.theirs if _joined(p) == _dotted(jax_name)), None)
+        path = next((p for p in self.theirs if joined(p) == _dotted(jax_name)), None)
         if path is None:
-            known = ", ".join(_joined(p) for p in list(self.theirs)[:4])
+            known = ", ".join(joined(p) for p in list(self.theirs)[:4])
             raise GradtoolsError(
                 f"{CALLER}: overrides pairs {name} with {jax_name!r}, which the JAX model does not "
                 f"have. Its names begin with {known}."
@@ -294,15 +294,15 @@ class _Matching:
     # --- pairs of modules
 
     def _by_name(self) -> Iterator[tuple[str, Path]]:
-        in_jax = {_key(_stripped(module)): module for module in self._jax_modules()}
+        in_jax = {name_key(without_collection(module)): module for module in self._jax_modules()}
         for module in self._torch_modules():
-            jax_module = in_jax.get(_key(self._spelled(module)))
+            jax_module = in_jax.get(name_key(self._spelled(module)))
             if jax_module is not None and self._fits(module, jax_module):
                 yield module, jax_module
 
     def _by_end(self) -> Iterator[tuple[str, Path]]:
         """Pairs of modules whose names have a common end with letters that is unique."""
-        theirs = {module: _ends(_stripped(module)) for module in self._jax_modules()}
+        theirs = {module: _ends(without_collection(module)) for module in self._jax_modules()}
         mine = {module: _ends(self._spelled(module)) for module in self._torch_modules()}
         for module, ends in mine.items():
             for end in ends:
@@ -326,7 +326,7 @@ class _Matching:
         for in_torch, in_jax in groups.values():
             if len(in_torch) == len(in_jax):
                 for module, jax_module in zip(in_torch, in_jax, strict=True):
-                    self.notes.append(f"paired by order: {module} with {_joined(jax_module)}")
+                    self.notes.append(f"paired by order: {module} with {joined(jax_module)}")
                     yield module, jax_module
 
     def _kind(self, module: str) -> Any:
@@ -343,7 +343,7 @@ class _Matching:
     def _pair(self, module: str, jax_module: Path) -> None:
         for leaf, path, layout in self._paired_leaves(module, jax_module):
             self._found(f"{module}.{leaf}" if module else leaf, path, layout)
-        self.modules[module] = _joined(jax_module)
+        self.modules[module] = joined(jax_module)
 
     def _paired_leaves(self, module: str, jax_module: Path) -> list[tuple[str, Path, Layout]]:
         theirs, result = self._jax_leaves(jax_module), []
@@ -362,13 +362,13 @@ class _Matching:
     def _attention(self) -> None:
         modules = [n.removesuffix(".in_proj_weight") for n in self.mine if "in_proj_weight" in n]
         owners = {p[:-2] for p in self.theirs if p[-2:] == ("query", "kernel")}
-        spelled = {_key(_stripped(owner)): owner for owner in owners}
+        spelled = {name_key(without_collection(owner)): owner for owner in owners}
         left = sorted(owners, key=_natural)
         for i, module in enumerate(modules):
-            owner = spelled.get(_key(self._spelled(module)))
+            owner = spelled.get(name_key(self._spelled(module)))
             if owner is None and len(left) == len(modules):
                 owner = left[i]
-                self.notes.append(f"paired by order: {module} with {_joined(owner)}")
+                self.notes.append(f"paired by order: {module} with {joined(owner)}")
             if owner is not None:
                 self._one_attention(module, owner)
 
@@ -385,7 +385,7 @@ class _Matching:
                 layout = Layout(f"attention, {part}", axes, shape=shape, rows=rows)
                 self._found(f"{module}.{ours}", (*owner, part, theirs), layout, keep=k < 2)
         self._pair(f"{module}.out_proj", (*owner, "out"))
-        self.modules[module] = _joined(owner)
+        self.modules[module] = joined(owner)
 
     # --- bookkeeping
 
@@ -408,7 +408,7 @@ class _Matching:
         if not self.mine and not self.theirs:
             return
         mine = [f"{n} {x.shape}" for n, x in self.mine.items()]
-        theirs = [f"{_joined(p)} {y.shape}" for p, y in self.theirs.items()]
+        theirs = [f"{joined(p)} {y.shape}" for p, y in self.theirs.items()]
         if partial:
             self.left_out += [f"{x} (no counterpart in JAX)" for x in mine]
             self.left_out += [f"{y} (no counterpart in PyTorch)" for y in theirs]
@@ -426,7 +426,7 @@ class _Matching:
 
     def _jax_modules(self) -> list[Path]:
         """The paths of modules, without flax's collections."""
-        return list(dict.fromkeys(_stripped(path[:-1]) for path in self.theirs))
+        return list(dict.fromkeys(without_collection(path[:-1]) for path in self.theirs))
 
     def _leaves(self, module: str) -> dict[str, np.ndarray]:
         named = ((name.rpartition("."), x) for name, x in self.mine.items())
@@ -435,7 +435,7 @@ class _Matching:
     def _jax_leaves(self, module: Path) -> dict[str, Path]:
         result = {}
         for path in self.theirs:
-            if _stripped(path[:-1]) == _stripped(module):
+            if without_collection(path[:-1]) == without_collection(module):
                 result[str(path[-1])] = path
         return result
 
@@ -548,12 +548,12 @@ def _numpy(x: Any) -> np.ndarray:
 # --- names
 
 
-def _stripped(path: Sequence[Any]) -> Path:
+def without_collection(path: Sequence[Any]) -> Path:
     """A path without flax's collection."""
     return tuple(path[1:]) if path and path[0] in _COLLECTIONS else tuple(path)
 
 
-def _key(parts: Sequence[Any]) -> tuple[str, ...]:
+def name_key(parts: Sequence[Any]) -> tuple[str, ...]:
     """A normalized name: lower-case letters, with numbers as separate parts."""
     text = ".".join(map(str, parts)).lower()
     result: list[str] = []
@@ -567,7 +567,7 @@ def _key(parts: Sequence[Any]) -> tuple[str, ...]:
 
 def _ends(parts: Sequence[Any]) -> list[tuple[str, ...]]:
     """The normalized ends of a module's path, the whole path first."""
-    return [_key(parts[k:]) for k in range(len(parts))]
+    return [name_key(parts[k:]) for k in range(len(parts))]
 
 
 def _natural(path: Path) -> list[tuple[int, Any]]:
@@ -576,7 +576,8 @@ def _natural(path: Path) -> list[tuple[int, Any]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 
 
-def _joined(path: Sequence[Any]) -> str:
+def joined(path: Sequence[Any]) -> str:
+    """A path as text."""
     return ".".join(map(str, path))
 
 

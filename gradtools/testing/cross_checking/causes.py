@@ -1,0 +1,355 @@
+"""The likely causes of disagreements, for the report of `cross_check`.
+
+First come causes that need further evaluations: randomness (a side differs from itself) and a kink
+(both agree nearby). Then relations of the two arrays (`relations.py`), then precision. The cause
+ends with where it occurs, such as in one mode only, and its detail with the side whose derivative
+contradicts finite differences of its own values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from gradtools.testing.checking.kinks import Convention, explaining
+from gradtools.testing.cross_checking import tolerances
+from gradtools.testing.cross_checking.quantities import CrossCheck, Result
+from gradtools.testing.relations import ArrayPair, Cause, equal, shape_cause
+from gradtools.testing.report import (
+    CONVENTION,
+    DIFFERS,
+    Comparison,
+    Report,
+    entry_errors,
+    largest,
+    widened,
+)
+
+REVERSE, FORWARD = ("gradient", "vjp"), ("jvp",)
+_STEPS = {"float64": 1e-6, "float32": 1e-3}  # the relative distance of points near a kink
+_SHORT = {"float64": 1e-9, "float32": 1e-4}  # far below the spacing of the next coarser dtype
+_FLOAT32 = (1e-10, 1e-5)  # the relative differences attributed to float32 in a float64 run
+
+
+def explain(check: CrossCheck, report: Report, allow: bool) -> None:
+    """Adds the likely cause to every disagreement of the report.
+
+    Args:
+        check: The cross-check, for further evaluations.
+        report: The report, whose comparisons are replaced.
+        allow: Whether a known convention does not count as a disagreement.
+    """
+    leaves = {
+        id(c): Leaf(c, result, i)
+        for result in check.results
+        for i, c in enumerate(result.comparisons)
+    }
+    causes = Causes(check)
+    for n, c in enumerate(report.comparisons):
+        if not c.agrees and c.cause is None and id(c) in leaves:
+            try:
+                report.comparisons[n] = causes.explained(leaves[id(c)], allow)
+            except Exception as error:  # programs may raise at nearby points
+                reason = f"The search for a cause failed: {type(error).__name__}: {error}"
+                report.comparisons[n] = c.because("no known pattern", reason)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of a result that differs: its comparison, and its number among the leaves."""
+
+    record: Comparison
+    result: Result
+    i: int
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The leaf on both sides; None where it is not connected."""
+        return [side[self.i] for side in self.result.sides]
+
+    @property
+    def dtype(self) -> str:
+        """The name of the real dtype."""
+        return tolerances.real_name(self.record.dtype)
+
+
+class Causes:
+    """The search for causes, after all quantities have been compared."""
+
+    def __init__(self, check: CrossCheck) -> None:
+        self.check = check
+        self.names = [side.name for side in check.sides]
+        self.results = {result.quantity.name: result for result in check.results}
+        self.agreeing = {
+            name: all(c.agrees for c in result.comparisons) for name, result in self.results.items()
+        }
+        self.values_agree = self.agreeing.get("value", False)
+        self.float32_side: str | None = None  # a side that is known to compute in float32
+        self.is_random, self.contradicts = cache(self._is_random), cache(self._contradicts)
+        self.conventions = cache(self._conventions)
+
+    def explained(self, leaf: Leaf, allow: bool) -> Comparison:
+        """The comparison of a leaf with its cause."""
+        c, (a, b) = leaf.record, leaf.arrays
+        if a is None or b is None:
+            lost, kept = self.names if a is None else self.names[::-1]
+            return c.because(
+                f"stopped gradient in {lost}",
+                f"{c.path} reaches the output in {kept} only. In {lost} it is stopped, detached, "
+                "cast to an integer, compared, or not used.",
+            )
+        if a.shape != b.shape:
+            return c.because(*shape_cause(a.shape, b.shape))
+        random = [name for k, name in enumerate(self.names) if self.is_random(c.quantity, k)]
+        if random:
+            return c.because(
+                f"randomness in {' and '.join(random)}",
+                "Two runs at the same point differ. Turn dropout off (eval mode), or fix the noise "
+                "and pass it as an argument.",
+            )
+        if c.order and self.values_agree and self._agrees_nearby(leaf):
+            return self._at_a_kink(leaf, allow)
+        cause, detail = (
+            self._not_finite(leaf)
+            or self._related(leaf)
+            or self._precision(leaf)
+            or ("no known pattern", "")
+        )
+        wrong = self.wrong_side(c.quantity)
+        if wrong:
+            detail = f"{detail} Finite differences say that {wrong} is wrong.".lstrip()
+        return c.because(cause + self._scope(c.quantity), detail)
+
+    # --- further evaluations
+
+    def _is_random(self, name: str, k: int) -> bool:
+        """Whether one side's result differs from run to run."""
+        quantity = self.results[name].quantity
+        runs = [self.check.evaluate(quantity, k, self.check.leaves[k]) for _ in range(2)]
+        for x, y in zip(*runs, strict=True):
+            if x is None or y is None:
+                if x is not y:
+                    return True
+                continue
+            allowed = tolerances.tolerance(x.dtype, quantity.order) or 1e-300
+            if not (entry_errors(x, y, allowed, 0.0) <= 1).all():
+                return True
+        return False
+
+    def _nearby(self, leaf: Leaf, k: int, purpose: Any, size: float) -> np.ndarray | None:
+        result = self.check.evaluated_nearby(leaf.result.quantity, k, purpose, size)
+        return None if result is None else result[leaf.i]
+
+    def _agrees_nearby(self, leaf: Leaf) -> bool:
+        size = _STEPS.get(leaf.dtype, 0.05)
+        for draw in range(2):
+            a, b = (self._nearby(leaf, k, ("kink", draw), size) for k in (0, 1))
+            if a is None or b is None or a.shape != b.shape or not np.isfinite(widened(a)).all():
+                return False
+            if not equal(a, b, 10 * leaf.record.tolerance):
+                return False
+        return True
+
+    def _at_a_kink(self, leaf: Leaf, allow: bool) -> Comparison:
+        """A kink: derivatives differ here and agree nearby."""
+        c, seen = leaf.record, [bool(np.isfinite(widened(x)).all()) for x in leaf.arrays]
+
+        def fits(row: Convention) -> bool:
+            """Whether the same sides are NaN or infinite as in the convention."""
+            orders = [n for n in range(1, c.order + 1) if row.differs_at(n)]
+            return any(seen == [np.isfinite(widened(x)).all() for x in row.at(n)] for n in orders)
+
+        rows = [row for row in self.conventions(c.order) if fits(row)]
+        if not rows:
+            where = "a kink or tie" if all(seen) else "a singular point, where a side is not finite"
+            return c.because(
+                f"kink: {where}",
+                "A little way off the two agree; here each side chooses a derivative. No known "
+                "convention of the frameworks explains it.",
+            )
+        by_torch, by_jax = rows[0].at(1 if rows[0].differs_at(1) else 2)
+        return c.because(
+            f"convention: {' or '.join(row.name for row in rows[:3])}",
+            f"The frameworks choose differently: torch {by_torch}, jax {by_jax}.",
+            CONVENTION if allow else DIFFERS,
+        )
+
+    def _conventions(self, order: int) -> list[Convention]:
+        """The rows of the table that differ and whose operations are in both programs."""
+        names: list[set[str] | None] = []
+        for side, leaves in zip(self.check.sides, self.check.leaves, strict=True):
+            try:
+                names.append(side.operations(leaves))
+            except Exception:  # the program cannot be traced
+                names.append(None)
+        return explaining(names[0] or set(), names[1], order)
+
+    # --- relations of the two arrays
+
+    def _not_finite(self, leaf: Leaf) -> Cause | None:
+        (a, b), (first, second) = map(widened, leaf.arrays), self.names
+        for x, y, mine, other in ((a, b, first, second), (b, a, second, first)):
+            if (np.isnan(x) & ~np.isnan(y)).any():
+                if leaf.record.order and self.values_agree:
+                    why = "The value is finite: 0 times infinity in the branch that where discards."
+                else:
+                    why = "A root or logarithm of a negative number, or a guard such as nan_to_num."
+                return f"NaN in {mine}", why
+            if (np.isinf(x) & np.isfinite(y)).any():
+                why = f"{other} is finite there: an overflow, or a division by 0, in {mine}."
+                return f"infinity in {mine}", why
+        return None
+
+    def _related(self, leaf: Leaf) -> Cause | None:
+        a, b = map(widened, leaf.arrays)
+        near = min(1e3 * leaf.record.tolerance, 0.03)
+        if equal(a, b, near):  # every relation close to the identity would hold
+            return None
+        sizes = self.check.sizes()
+        return ArrayPair(a, b, self.names, leaf.record.order, near, sizes).cause()
+
+    # --- precision
+
+    def _precision(self, leaf: Leaf) -> Cause | None:
+        """Coarser arithmetic on one side, whose result is a staircase, or an ill-conditioned point.
+
+        Once a side is known to compute in float32, other differences of that size have the same
+        cause: results that cancel are staircases on both sides.
+        """
+        a, b = map(widened, leaf.arrays)
+        scale = max(largest(x) for side in leaf.result.sides for x in side if x is not None)
+        gap = largest(a - b) / scale if scale else 0.0
+        is_float32 = leaf.dtype == "float64" and _FLOAT32[0] < gap < _FLOAT32[1]
+        coarse = self.float32_side if is_float32 else None
+        if coarse is None and leaf.dtype in _SHORT:
+            stepped = [name for k, name in enumerate(self.names) if self._is_stepped(leaf, k)]
+            coarse = stepped[0] if len(stepped) == 1 else None
+        if coarse is not None and is_float32:
+            self.float32_side = coarse
+            flax = " flax's attention and jax.nn.dot_product_attention do so under x64, too."
+            return (
+                f"float32 on the way in {coarse}",
+                f"The largest difference is {gap:.1e} of the largest entry: float32's rounding in "
+                f"a run in float64, and no fault of the port.{flax if coarse == 'jax' else ''} "
+                'Compare in float32 with dtype="float32", or compute in float64 there.',
+            )
+        if coarse is not None:
+            return (
+                f"16-bit floats, or rounding, on the way in {coarse}",
+                f"It moves in steps while its inputs move smoothly; the difference is {gap:.1e} "
+                "of the largest entry.",
+            )
+        moved = self.check.changes_by_rounding(leaf.result, leaf.i)
+        if not (np.abs(a - b) > 10 * moved).any():
+            return (
+                "an ill-conditioned point",
+                "A change of the inputs in their last digit moves the result by as much. Compare "
+                "at another point, or pass a tolerance.",
+            )
+        error = float(entry_errors(a, b, 1.0, 0.0).max(initial=0.0))
+        if error < 0.02:
+            return (
+                "close, but another formula",
+                f"Relative error {error:.1e}: another constant (an epsilon, say, or one in "
+                "float32), or an approximation of the function on one side.",
+            )
+        return None
+
+    def _is_stepped(self, leaf: Leaf, k: int) -> bool:
+        """Whether one side's result is a staircase in its inputs: rounded to a coarser dtype."""
+        step, own, others = _SHORT[leaf.dtype], leaf.arrays[k], leaf.arrays[1 - k]
+        base = widened(own)
+        for draw in range(3):
+            once, twice = (self._nearby(leaf, k, ("steps", draw), s) for s in (step, 2 * step))
+            if once is None or twice is None:
+                return False
+            once, twice = widened(once) - base, widened(twice) - base
+            if np.abs(twice - 2 * once).max(initial=0.0) > 0.2 * np.abs(twice).max(initial=0.0):
+                return True
+        other = self._nearby(leaf, 1 - k, ("steps", 0), step)
+        moves = other is not None and np.any(widened(other) != widened(others))
+        return bool(moves and not np.any(once))
+
+    # --- where it occurs, and which side is wrong
+
+    def _scope(self, name: str) -> str:
+        """A suffix such as ", at second order only", or ""."""
+        agreeing = self.agreeing
+        reverse = [agreeing[q] for q in REVERSE if q in agreeing]
+        forward = [agreeing[q] for q in FORWARD if q in agreeing]
+        first_order = bool(reverse) and all(reverse + forward)
+        if name == "value":
+            return ", in the value only" if first_order else ""
+        if not self.values_agree:
+            return ""
+        if name in REVERSE:
+            only = forward and all(forward) and self.wrong_side(name)
+            return ", in reverse mode only" if only else ""
+        if name in FORWARD:
+            only = reverse and all(reverse) and self.wrong_side(name)
+            return ", in forward mode only" if only else ""
+        if not first_order:
+            return ""
+        others = [good for q, good in agreeing.items() if q[:3] == "hvp" and q != name]
+        if others and all(others):
+            return f", in {name.removeprefix('hvp, ')} only"
+        return ", at second order only"
+
+    def wrong_side(self, name: str) -> str | None:
+        """The side whose derivative contradicts its values, if it is one of the two."""
+        if not self.values_agree or name in ("value", "parameter"):
+            return None
+        wrong = [side for k, side in enumerate(self.names) if self.contradicts(name, k)]
+        return wrong[0] if len(wrong) == 1 else None
+
+    def _contradicts(self, name: str, k: int) -> bool:
+        try:
+            return self._differs_from_slope(name, k)
+        except Exception:  # a program that fails nearby gives no evidence
+            return False
+
+    def _differs_from_slope(self, name: str, k: int) -> bool:
+        """Whether one side's derivative is far from central differences of its own values.
+
+        At second order they are those of its gradient. They are rough, and only decide between
+        results that differ by much more.
+        """
+        check, second = self.check, name not in (*REVERSE, *FORWARD)
+        base = self.results["gradient" if second else "value"]
+        directions = check.directions("hvp" if second else "jvp")
+        double = all(x.dtype.itemsize >= 8 for x in check.leaves[k])
+        step, rough = (1e-6, 1e-4) if double else (1e-2, 5e-2)
+
+        def at(step: float) -> Sequence[np.ndarray | None]:
+            pairs = zip(check.leaves[k], directions[k], strict=True)
+            moved = [(widened(x) + step * widened(t)).astype(x.dtype) for x, t in pairs]
+            return check.evaluate(base.quantity, k, moved)
+
+        derivative = self.results[name].sides[k]
+        likes = derivative if second else base.sides[k]
+        filled = lambda x, like: np.zeros(like.shape) if x is None else widened(x)
+        slopes = [
+            None if y is None else (filled(ahead, y) - filled(behind, y)) / (2 * step)
+            for ahead, behind, y in zip(at(step), at(-step), likes, strict=True)
+        ]
+        if not second:
+            slopes = [slopes[base.quantity.paths.index(path)] for path in check.out_paths]
+        if name in REVERSE:  # J^H c and J t, each along the other's direction
+            pulled = sum(_inner(derivative, directions[1]))
+            pairs = [(pulled, sum(_inner(slopes, check.cotangents[name])))]
+        else:
+            pairs = list(zip(_inner(derivative, slopes), _inner(slopes, slopes), strict=True))
+        result, wanted = np.asarray(pairs).T
+        size = np.abs(wanted).max(initial=0.0) + np.abs(result).max(initial=0.0)
+        return bool(size > 0 and (np.abs(result - wanted) > rough * size).any())
+
+
+def _inner(xs: Sequence[np.ndarray | None], ys: Sequence[np.ndarray | None]) -> Iterator[float]:
+    """Re<x, y> of each pair of leaves; 0 where one is not connected."""
+    for x, y in zip(xs, ys, strict=True):
+        one = x is None or y is None
+        yield 0.0 if one else float(np.vdot(widened(x), widened(y)).real)

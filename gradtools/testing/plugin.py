@@ -31,7 +31,6 @@ import pytest
 import gradtools
 
 BACKENDS = ("torch", "jax")
-_PROPERTY = "gradtools_cross_check"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,7 +98,7 @@ def gt(gradtools_backend: str, gradtools_device: str) -> Iterator[Any]:
 
 @pytest.fixture
 def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`gradtools.testing.cross_check`, whose reports are summarized at the end of the run.
+    """`gradtools.testing.cross_check`.
 
     A test that uses it is skipped unless both frameworks are installed and selected.
     """
@@ -108,15 +107,9 @@ def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
         pytest.skip(
             f"cross_check needs both frameworks; not installed or not selected: {missing[0]}"
         )
+    from gradtools.testing.cross_checking.compare import cross_check as run
 
-    def checked(*, raises: bool = True, **options: Any) -> Any:
-        from gradtools.testing.cross_checking.compare import cross_check as run
-
-        report = run(raises=False, **options)
-        request.node.user_properties.append((_PROPERTY, _record(report)))
-        return report.require() if raises else report
-
-    return checked
+    return run
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -128,56 +121,3 @@ def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> None:
         for _, hidden in hidden_frames(call.excinfo.value):
             for frame in hidden:
                 frame.f_locals["__tracebackhide__"] = True
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Prints the summary of all cross-checks."""
-    result = list(_records(terminalreporter.stats))
-    if not result:
-        return
-    terminalreporter.section("gradtools cross-checks")
-    for line in summary_lines(result):
-        terminalreporter.line(line)
-
-
-def summary_lines(recorded: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """The summary's lines, from pairs of a test and the record of a report."""
-    records = [record for _, record in recorded]
-    arrays = sum(record["arrays"] for record in records)
-    test, closest = max(recorded, key=lambda pair: pair[1]["error"])
-    checks = f"{len(records)} check{'s' * (len(records) > 1)}"
-    lines = [
-        f"{checks}, {arrays} arrays compared; largest error of what agrees "
-        f"{closest['error']:.2g} of the tolerance ({test})"
-    ]
-    for test, record in recorded:
-        if record["cause"] is not None:
-            lines.append(f"disagrees: {test}: {record['first']}: {record['cause']}")
-    known = sorted({cause for record in records for cause in record["conventions"]})
-    lines += [f"met a known {cause}" for cause in known]
-    left_out = sum(record["left_out"] for record in records)
-    if left_out:
-        lines.append(f"left out: {left_out} quantities that a framework cannot compute")
-    return lines
-
-
-def _record(report: Any) -> dict[str, Any]:
-    """A report's data for the summary, which pytest-xdist can serialize."""
-    first = report.first
-    return {
-        "arrays": len(report),
-        "error": max((c.error for c in report if c.status == "agrees"), default=0.0),
-        "first": None if first is None else f"{first.quantity} of {first.path}",
-        "cause": None if first is None else str(first.cause),
-        "conventions": sorted({str(c.cause) for c in report.conventions}),
-        "left_out": len(report.left_out),
-    }
-
-
-def _records(stats: dict[str, list[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for reports in stats.values():
-        for report in reports:
-            if getattr(report, "when", None) == "call":
-                for name, value in report.user_properties:
-                    if name == _PROPERTY:
-                        yield report.nodeid, value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import tomllib
 from pathlib import Path
 
@@ -87,29 +86,10 @@ def test_without_a_backend_the_tests_are_skipped_and_say_why(pytester, monkeypat
 
 
 @needs_both
-def test_cross_check_counts_what_was_compared_and_says_how_closely(pytester):
+def test_the_fixture_cross_check_is_the_function(pytester):
     found = run(pytester, USES_CROSS_CHECK)
     found.assert_outcomes(passed=3, failed=1)
-    found.stdout.fnmatch_lines(
-        [
-            "*= gradtools cross-checks =*",
-            "4 checks, 10 arrays compared; largest error of what agrees * of the tolerance (*)",
-            "disagrees: *::test_a_fault: value of output: sign*",
-            "disagrees: *::test_that_fails: value of output: constant factor*",
-            "met a known convention: |x| at 0*",
-        ]
-    )
-    found.stdout.fnmatch_lines(["*AgreementError*"])
-
-
-@pytest.mark.slow
-@needs_both
-def test_the_summary_comes_out_of_several_processes(pytester):
-    pytest.importorskip("xdist")
-    pytester.makepyfile(USES_CROSS_CHECK.split("def test_a_kink")[0])
-    found = pytester.runpytest_subprocess(*LOADED, "-n", "1")
-    found.assert_outcomes(passed=1)
-    found.stdout.fnmatch_lines(["1 check, 4 arrays compared; *"])
+    found.stdout.fnmatch_lines(["*AgreementError*constant factor*"])
 
 
 @pytest.mark.slow_at("torch")
@@ -163,17 +143,6 @@ def test_a_projects_own_fixture_of_the_same_name_goes_first(pytester):
         """
     )
     run(pytester, "def test_mine(gt): assert gt == 'mine'").assert_outcomes(passed=1)
-
-
-def test_a_summary_names_what_was_left_out():
-    record = {
-        "arrays": 3, "error": 0.25, "first": None, "cause": None, "conventions": [], "left_out": 2,
-    }  # fmt: skip
-    assert plugin.summary_lines([("test_a", record)]) == [
-        "1 check, 3 arrays compared; largest error of what agrees 0.25 of the tolerance (test_a)",
-        "left out: 2 quantities that a framework cannot compute",
-    ]
-    assert json.dumps(record)
 
 
 def test_a_failure_ends_at_the_line_of_the_test(pytester):

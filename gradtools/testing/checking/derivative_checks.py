@@ -57,21 +57,10 @@ class DerivativeCheck(Comparisons):
             for k, (path, p, s) in enumerate(parts):
                 kink = lambda k=k: [slopes.shaped_like(side, probe.out)[k] for side in sides()]
                 name = f"{path} by {probe.paths[i]}"
-                record = self._against_slope("forward", name, p, s, 1, kink, add=False)
-                self.report.comparisons.append(self._of_forward(record, direction, result))
+                self._against_slope("forward", name, p, s, 1, kink)
         if gradient is not None:
             record = self._reverse_against_slope("reverse", direction, gradient[i], line, result)
-            self.report.comparisons.append(self._of_reverse(record, i, gradient))
-
-    def _of_forward(
-        self, record: Comparison, direction: Direction, measured: slopes.Slope
-    ) -> Comparison:
-        """A record of forward mode, with its likely cause where a subclass knows one."""
-        return record
-
-    def _of_reverse(self, record: Comparison, i: int, gradient: Arrays) -> Comparison:
-        """The same of reverse mode at leaf i."""
-        return record
+            self.report.comparisons.append(record)
 
     def _dot_product(self, direction: Direction, gradient: Any, pushed: Any) -> None:
         if gradient is None or pushed is None:

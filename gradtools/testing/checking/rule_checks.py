@@ -28,7 +28,6 @@ from gradtools.testing.checking.probe import (
     backend_name,
     no_such_mode,
 )
-from gradtools.testing.checking.rule_causes import PartsCheck
 from gradtools.testing.checking.rule_parts import CALLER, RuleProbe, taken_apart
 from gradtools.testing.checking.rule_side_effects import PurityChecks
 from gradtools.testing.checking.rule_vmap import check_batch
@@ -107,7 +106,10 @@ class RuleCheck:
             raise GradtoolsError(f"{CALLER}: args must be a tuple, got a {type(args).__name__}.")
         self.args = tuple(args)
         self.values = RuleProbe(self.rule, self.args, self.backend)
-        self.check = PartsCheck(self.values, seed)
+        parts = {"forward": self.rule.jvp, "reverse": self.rule.bwd}
+        modes = [mode for mode, part in parts.items() if part is not None]
+        labels = {"forward": "jvp", "reverse": "bwd"}
+        self.check = DerivativeCheck(self.values, modes, allow_jumps=True, seed=seed, labels=labels)
         name = getattr(rule, "__name__", None) or getattr(rule, "name", None) or "a rule"
         self.report = Report(f"check_rule of {name} in {self.backend}", NAMES)
         self.check.report = self.report
@@ -126,6 +128,7 @@ class RuleCheck:
             zeros = [np.zeros_like(x) for x in values.leaves]
             self._same_value("jvp", lambda *a: values.jvp(a, zeros)[0])
         self.check.first_order()
+        self._advise()
         if order == 2 and self.report and self.rule.bwd is not None:
             self._residuals()
             names = [f"bwd's cotangent of {path}" for path in values.paths]
@@ -133,6 +136,23 @@ class RuleCheck:
         if order == 2 and self.report and self.rule.jvp is not None:
             names = [f"jvp's tangent of {path}" for path in values.out_paths]
             self._second("jvp", names, lambda *xs: values.pushed(values.rebuilt(xs), us))
+
+    def _advise(self) -> None:
+        """Adds to each disagreement of bwd or jvp with finite differences where to look."""
+        values, records = self.values, self.report.comparisons
+        for n, c in enumerate(records):
+            if c.agrees or not c.quantity.endswith("| finite differences"):
+                continue
+            if c.quantity.startswith("bwd"):
+                look = f"Look at what bwd returns for {c.path}."
+                none = f"bwd returned None, a zero, for {c.path}"
+                is_none = values.paths.index(c.path) in values.nones
+            else:
+                look = f"Look at what jvp does with the tangent of {c.path.rpartition(' by ')[2]}."
+                none, is_none = "jvp returned None, a zero, for the tangent", values.none_pushed
+            if any(x.dtype.kind == "c" for x in values.leaves):
+                look += " Is a conjugate missing? The cotangent is J^H v, the tangent J u."
+            records[n] = c.because(none if is_none else c.cause or "", f"{c.detail} {look}")
 
     def _same_value(self, part: str, run: Callable[..., Any]) -> None:
         other = Probe(CALLER, run, self.args, self.backend)

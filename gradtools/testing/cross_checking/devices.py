@@ -41,7 +41,7 @@ def placed(backend: str, device: str = "auto") -> Iterator[None]:
 
 
 def described(backend: str) -> str:
-    """A framework's version, default device, absent devices, and peaks of memory."""
+    """A framework's version, default device, other devices and absent ones."""
     return _torch_here() if backend == "torch" else _jax_here()
 
 
@@ -78,13 +78,8 @@ def _torch_here() -> str:
 
     from gradtools.torch.modes import default_device
 
-    count = torch.cuda.device_count()
-    where = str(default_device())
-    if not count:
-        return f"{torch.__version__}, run on the {where}; absent: gpu, tpu"
-    peaks = [torch.cuda.max_memory_allocated(i) for i in range(count)]
-    names = [f"gpu:{i} ({torch.cuda.get_device_name(i)})" for i in range(count)]
-    return f"{torch.__version__}, run on the {where}; {_with_peaks(names, peaks)}; absent: tpu"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return _in_words(torch.__version__, default_device(), {"gpu": gpus, "tpu": []})
 
 
 # --- JAX ---------------------------------------------------------------------------------
@@ -112,28 +107,23 @@ def _jax_here() -> str:
     import jax
 
     (where,) = jax.numpy.zeros(()).devices()
-    kinds = {kind: _jax_devices(kind) for kind in KINDS}
-    absent = ", ".join(kind for kind, result in kinds.items() if not result)
-    others = [d for kind, result in kinds.items() if kind != "cpu" for d in result]
-    peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in others]
-    names = [f"{d.platform}:{d.id} ({d.device_kind})" for d in others]
-    middle = f"{_with_peaks(names, peaks)}; " if others else ""
-    return f"{jax.__version__}, run on the {where.platform}; {middle}absent: {absent or 'none'}"
+    devices = {kind: [d.device_kind for d in _jax_devices(kind)] for kind in ("gpu", "tpu")}
+    return _in_words(jax.__version__, where.platform, devices)
 
 
-# --- words -------------------------------------------------------------------------------
-
-
-def _with_peaks(names: list[str], peaks: list[int]) -> str:
-    pairs = zip(names, peaks, strict=True)
-    return ", ".join(f"{name}, peak memory {peak / 2**20:.1f} MiB" for name, peak in pairs)
+def _in_words(version: str, where: Any, devices: dict[str, list[str]]) -> str:
+    """A framework's version, default device, other devices by name, and absent ones."""
+    named = [f"{k}:{i} ({name})" for k, names in devices.items() for i, name in enumerate(names)]
+    absent = ", ".join(kind for kind, names in devices.items() if not names)
+    there = "".join(f", {name}" for name in named)
+    return f"{version}, run on the {where}{there}; absent: {absent or 'none'}"
 
 
 def _refuse_absent(framework: str, kind: str, index: int, counts: dict[str, int]) -> None:
     if index < counts[kind]:
         return
-    result = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
+    present = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
     raise GradtoolsError(
-        f"device {kind}:{index}: {framework} has no such device here; it has {result}. Name one of "
-        "these, or auto."
+        f"device {kind}:{index}: {framework} has no such device here; it has {present}. Name "
+        "one of these, or auto."
     )

@@ -36,14 +36,17 @@ class DerivativeCheck(Comparisons):
                 f"{probe.caller}: f has neither forward nor reverse mode: "
                 f"{'; '.join(self.report.left_out) or 'modes names none of both'}."
             )
-        jumping = [i for i in range(len(self.xs)) if self._jumps(i)]
         for i in range(len(self.xs)):
-            for direction in [] if i in jumping else self._directions(i):
+            jump = self._jump(i)
+            if jump is not None:
+                self.report.comparisons.append(jump)
+                continue
+            for direction in self._directions(i):
                 pushed = self._has("forward", partial(probe.forward, self.xs, direction.us))
                 self._slopes(direction, gradient, pushed)
                 self._dot_product(direction, gradient, pushed)
         self._linearity()
-        self.say_undecided()
+        self.note_undecided()
 
     def _slopes(self, direction: Direction, gradient: Any, pushed: Any) -> None:
         if not self.against_values:
@@ -57,7 +60,8 @@ class DerivativeCheck(Comparisons):
             for k, (path, p, s) in enumerate(parts):
                 kink = lambda k=k: [slopes.shaped_like(side, probe.out)[k] for side in sides()]
                 name = f"{path} by {probe.paths[i]}"
-                self._against_slope("forward", name, p, s, 1, kink)
+                record = self._against_slope("forward", name, p, s, 1, kink)
+                self.report.comparisons.append(record)
         if gradient is not None:
             record = self._reverse_against_slope("reverse", direction, gradient[i], line, result)
             self.report.comparisons.append(record)
@@ -124,21 +128,39 @@ class DerivativeCheck(Comparisons):
                 again=again,
             )  # fmt: skip
 
-    def _jumps(self, i: int) -> bool:
-        """Whether f, along lines in leaf i, differs from the integral of its derivative."""
+    def _jump(self, i: int) -> Comparison | None:
+        """The record of a jump of f along a line in leaf i: f is no integral of its derivative."""
         if not self.against_values or self.allow_jumps:
-            return False
+            return None
         eps, reach = self.probe.eps, max(1.0, 1.0 / scale_of(self.xs[i]))
+        searches = [(slopes.jump_near, t) for t in (0.1, -0.1)]
+        searches += [(slopes.jump_far, t * reach) for t in (1, -1, 3, -3)]
         for direction in [*self._directions(i), *self._directions(i)]:
             line, slope = self._line_and_slope(direction)
-            searches = [(slopes.jump_near, t) for t in (0.1, -0.1)]
-            searches += [(slopes.jump_far, t * reach) for t in (1, -1, 3, -3)]
             for search, end in searches:
-                result = search(line, slope, end, eps)
-                if result is not None:
-                    self._jumped(i, line, slope, result, end)
-                    return True
-        return False
+                jump = search(line, slope, end, eps)
+                if jump is None:
+                    continue
+                mode = "forward" if self.present.get("forward") else "reverse"
+                steep = _number(slope(0.0)[jump.entry])
+                change = _number((line(end) - line(0.0))[jump.entry] / end)
+                record = Comparison(
+                    f"{self._name(mode)} | finite differences at large steps",
+                    self.probe.paths[i], 1, math.inf, self._tolerance(), None,
+                    steep, change, self.xs[i].shape, str(self.xs[i].dtype), DIFFERS,
+                )  # fmt: skip
+                cause = "f jumps, and its derivative leaves that out"
+                if steep == 0:
+                    cause = "a staircase: the derivative is zero, the function jumps"
+                return record.because(
+                    cause,
+                    f"Analytic {show(steep)}; numeric {show(change)} with a step of "
+                    f"{abs(end):g} times the leaf's size, at {abs(jump.at):.3g} of which f jumps "
+                    f"by {show(_number(jump.size))}. round, floor, a comparison, or an argmax that "
+                    "indexes lose the gradient: give them a surrogate (gt.straight_through), or, "
+                    "if f is meant to jump, pass allow_jumps=True.",
+                )
+        return None
 
     def _line_and_slope(self, direction: Direction) -> tuple[slopes.Line, slopes.Line]:
         """f along a line and its derivative: of each entry, or of Re<v, f>; memoized.
@@ -152,35 +174,6 @@ class DerivativeCheck(Comparisons):
         along = lambda t: np.array([inner(self.vs, probe.value(self._moved(us, t)))])
         slope = lambda t: np.array([inner(probe.reverse(self._moved(us, t), self.vs), us)])
         return cache(along), cache(slope)
-
-    def _jumped(
-        self,
-        i: int,
-        line: slopes.Line,
-        slope: slopes.Line,
-        found: slopes.Jump,
-        end: float,
-    ) -> None:
-        at, steep = found.at, slope(0.0)[found.entry]
-        flat = steep == 0
-        cause = "a staircase: the derivative is zero, the function jumps" if flat else (
-            "f jumps, and its derivative leaves that out"
-        )  # fmt: skip
-        change = (line(end) - line(0.0))[found.entry] / end
-        record = Comparison(
-            f"{self._name('forward' if self.present.get('forward') else 'reverse')}"
-            " | finite differences at large steps",
-            self.probe.paths[i], 1, math.inf, self._tolerance(), None,
-            _number(steep), _number(change), self.xs[i].shape, str(self.xs[i].dtype), DIFFERS,
-        )  # fmt: skip
-        detail = (
-            f"Analytic {show(record.first)}; numeric {show(record.second)} with a step of "
-            f"{abs(end):g} times the leaf's size, at {abs(at):.3g} of which f jumps by "
-            f"{show(_number(found.size))}. round, floor, a comparison, or an argmax that "
-            "indexes lose the gradient: give them a surrogate (gt.straight_through), or, if f is "
-            "meant to jump, pass allow_jumps=True."
-        )
-        self.report.comparisons.append(record.because(cause, detail))
 
     def second_order(self) -> None:
         """Compares every mix of modes with slopes of the gradient and each other; symmetry."""
@@ -201,7 +194,7 @@ class DerivativeCheck(Comparisons):
         )
         if curved is not None:
             self._curvature(curved, products, d, e)
-        self.say_undecided()
+        self.note_undecided()
 
     def _products(self, d: Direction) -> dict[str, Arrays]:
         result = {}
@@ -227,34 +220,18 @@ class DerivativeCheck(Comparisons):
         if along is None:
             return
         for i, (h, s) in enumerate(zip(product, along, strict=True)):
-            record = self._against_slope(mode, self.probe.paths[i], h, s, 2, add=False)
+            record = self._against_slope(mode, self.probe.paths[i], h, s, 2)
             again = lambda xs, i=i: [self.probe.product(mode, xs, d.us, self.vs)[i]]
             if record.status == DIFFERS and self._is_rounding(widened(h) - s.value, again):
                 record = replace(record, error=1.0, status=AGREES, cause=None, detail="")
             if record.status == DIFFERS:
-                record = self._at_second_order(record, mode, i, d)
+                known = f" ({record.cause})" if record.cause else ""
+                record = record.because(
+                    f"right at first order, wrong at second{known}",
+                    f"{record.detail} Something that depends on the arguments, such as a residual, "
+                    "is taken as constant.",
+                )
             self.report.comparisons.append(record)
-
-    def _at_second_order(self, record: Comparison, mode: str, i: int, d: Direction) -> Comparison:
-        """Names the arguments along which the second derivative is wrong."""
-        wrong = []
-        for j in range(min(len(self.xs), 12)):
-            us = [u if k == j else np.zeros_like(u) for k, u in enumerate(d.us)]
-            line = lambda t, us=us: widened(
-                self.probe.reverse(self._moved(us, t), self.vs)[i]
-            ).ravel()
-            mine = self.probe.product(mode, self.xs, us, self.vs)[i]
-            (shaped,) = slopes.slope(line, self.probe.eps).parts([mine])
-            if not self._against_slope(mode, "", mine, shaped, 2, add=False).agrees:
-                wrong.append(self.probe.paths[j])
-        by = f" by {', '.join(wrong)}" if wrong else ""
-        cause = "right at first order, wrong at second"
-        if record.cause:
-            cause += f" ({record.cause})"
-        mend = "Something that depends on the arguments, such as a residual, is taken as constant."
-        return replace(
-            record, path=f"{record.path}{by}", cause=cause, detail=record.detail + " " + mend
-        )
 
     def _symmetry(self, mode: str, h_d: Arrays, h_e: Arrays, d: Direction, e: Direction) -> None:
         noise = self._exact(2) * max(size(e.us, h_d), size(d.us, h_e))
@@ -300,7 +277,10 @@ class DerivativeCheck(Comparisons):
         us = lambda t: self._moved(e.us, t)
         line = lambda t: np.array(inner(self.vs, self.probe.forward(us(t), d.us)))
         result = slopes.slope(line, self.probe.eps)
-        self._against_slope("forward_over_forward", "all arguments", np.asarray(curved), result, 2)
+        record = self._against_slope(
+            "forward_over_forward", "all arguments", np.asarray(curved), result, 2
+        )
+        self.report.comparisons.append(record)
 
 
 def _number(x: Any) -> complex | float:

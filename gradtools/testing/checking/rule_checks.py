@@ -192,12 +192,12 @@ class RuleCheck:
             parts = slopes.slope(line, probe.eps).parts(probe.out)
             for out_path, mine, part in zip(probe.out_paths, moved, parts, strict=True):
                 name = f"residual {out_path.removeprefix('output') or '[0]'} by {argument}"
-                record = check._against_slope("residual", name, mine, part, 2, add=False)
+                record = check._against_slope("residual", name, mine, part, 2)
                 if record.status == DIFFERS:
                     why = "a residual's derivative is lost between the arguments and fwd's return"
                     record = record.because(f"{why}: right at first order, wrong at second")
                 self.report.comparisons.append(record)
-        check.say_undecided()
+        check.note_undecided()
         self.report.left_out += check.report.left_out
 
     def _derivative(self, probe: Probe, us: list[np.ndarray]) -> list[np.ndarray] | None:

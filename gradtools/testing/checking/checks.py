@@ -128,5 +128,5 @@ def check_context(
         )
     name = backend_name(caller, backend)
     at = at_precision(caller, precision, [name])
-    with in_double_precision(name == "jax" and wants_64_bits(args)), at as notes:
+    with in_double_precision(name == "jax" and wants_64_bits(name, args)), at as notes:
         yield notes

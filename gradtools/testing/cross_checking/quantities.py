@@ -406,7 +406,7 @@ class CrossCheck:
         """The axis lengths and sizes that occur, by name."""
         result: dict[str, int] = {}
         parameters = zip(self.pairing.paths, self.leaves[1], strict=False)
-        for path, x in [*self.inputs.named_arrays(), *parameters]:
+        for path, x in [*self.inputs.arrays(), *parameters]:
             for axis, size in enumerate(x.shape):
                 batch = axis == 0 and path.startswith("argument")
                 lead = "the batch size, " if batch else ""

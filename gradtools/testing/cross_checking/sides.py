@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,20 +77,20 @@ class Side(FlatFunction):
 
     def bind(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
         """Sets `program`: a function of the differentiated leaves, parameters first."""
-        kwargs = convert(kwargs, self.array)
-        constants = {i: self.array(x) for i, x in inputs.constants.items()}
+        own_form = lambda x: self.array(x) if isinstance(x, np.ndarray | np.generic) else x
+        leaves, tree = self.waist.flatten(kwargs)
+        kwargs = self.waist.unflatten(tree, map(own_form, leaves))
+        given, own = [*map(own_form, inputs.leaves)], [*map(self.array, self.params.values())]
         free = [self.paired and is_inexact(x) for x in self.params.values()]
-        own = [self.array(x) for x in self.params.values()]
 
         def program(*leaves: Any) -> Any:
             moving = iter(leaves)
             params = [next(moving) if f else x for f, x in zip(free, own, strict=True)]
-            args = inputs.rebuild(moving, constants)
+            args = inputs.rebuilt(given, moving)
             if not self.is_model:
                 return self.apply(*args, **kwargs)
-            return self.apply(
-                self.waist.unflatten(self._tree, params), self._state, *args, **kwargs
-            )[0]
+            params = self.waist.unflatten(self._tree, params)
+            return self.apply(params, self._state, *args, **kwargs)[0]
 
         self.program = program
 
@@ -181,54 +182,60 @@ class Side(FlatFunction):
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of both programs, split into differentiated leaves and others.
+    """The arguments of both programs: NumPy arrays, some of them differentiated, and settings.
 
     Attributes:
-        moving: The differentiated leaves, by their path ("argument 0['x']").
-        constants: The other arrays, by their number among all leaves.
+        trees: The backend that flattened them, PyTorch's.
+        treedef: The structure of the tuple of arguments.
+        leaves: The leaves: arrays, and settings that are passed on unchanged.
+        paths: The path of each leaf, "argument 0[x]".
+        differentiated: Which leaves are differentiated.
     """
 
-    tree: Any
-    moving: dict[str, np.ndarray]
-    constants: dict[int, np.ndarray]
-    others: dict[int, Any]
+    trees: Any
+    treedef: Any
+    leaves: list[Any]
+    paths: list[str]
+    differentiated: list[bool]
 
     @classmethod
     def read(cls, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
-        """Flattens `args` into differentiated leaves, constant arrays and settings."""
+        """Flattens `args`, and casts its arrays."""
+        trees = import_module("gradtools.torch")._api._backend
         positions = range(len(args)) if argnums is None else _positions(argnums, len(args))
-        moving, constants, others = {}, {}, {}
-        for i, (path, leaf) in enumerate(walk(tuple(args))):
-            if not isinstance(leaf, np.ndarray | np.generic | float | complex):
-                others[i] = as_setting("cross_check", leaf, argument_path(path))
-                continue
-            x = cast(np.asarray(leaf), dtype)
-            if is_inexact(x) and int(path[0]) in positions:
-                moving[argument_path(path)] = x
+        leaves, treedef = trees.flatten(tuple(args))
+        paths, differentiated = [], []
+        for i, path in enumerate(map(tokens, trees.leaf_paths(tuple(args)))):
+            paths.append(f"argument {path[0]}" + "".join(f"[{token}]" for token in path[1:]))
+            is_array = isinstance(leaves[i], np.ndarray | np.generic | float | complex)
+            if is_array:
+                leaves[i] = cast(np.asarray(leaves[i]), dtype)
             else:
-                constants[i] = x
-        return cls(tuple(args), moving, constants, others)
+                as_setting("cross_check", leaves[i], paths[i])
+            differentiated.append(is_array and is_inexact(leaves[i]) and int(path[0]) in positions)
+        return cls(trees, treedef, leaves, paths, differentiated)
+
+    @property
+    def moving(self) -> dict[str, np.ndarray]:
+        """The differentiated leaves by path."""
+        return dict(compress(zip(self.paths, self.leaves, strict=True), self.differentiated))
+
+    def arrays(self) -> list[tuple[str, np.ndarray]]:
+        """Every array of the arguments, with its path."""
+        named = zip(self.paths, self.leaves, strict=True)
+        return [(path, x) for path, x in named if isinstance(x, np.ndarray)]
 
     def has_64_bits(self, kwargs: Any = None) -> bool:
         """Whether an argument is float64 or complex128."""
-        named = [x for _, x in walk(dict(kwargs or {})) if isinstance(x, np.ndarray | np.generic)]
-        return any(map(_is_wide, [*self.moving.values(), *self.constants.values(), *named]))
+        arrays: list[Any] = [x for _, x in self.arrays()]
+        named = self.trees.flatten(dict(kwargs or {}))[0]
+        arrays += [x for x in named if isinstance(x, np.ndarray | np.generic)]
+        return any(map(_is_wide, arrays))
 
-    def named_arrays(self) -> list[tuple[str, np.ndarray]]:
-        """Every array of the arguments, with its name."""
-        constants = [(f"argument leaf {i}", x) for i, x in self.constants.items()]
-        return [*self.moving.items(), *constants]
-
-    def rebuild(self, moving: Iterator[Any], constants: dict[int, Any]) -> tuple[Any, ...]:
-        """The arguments, with arrays of a framework at the leaves."""
-        known = {**constants, **self.others}
-        numbers = iter(range(len(known) + len(self.moving)))
-
-        def leaf(_: Any) -> Any:
-            i = next(numbers)
-            return known[i] if i in known else next(moving)
-
-        return convert_leaves(self.tree, leaf)
+    def rebuilt(self, leaves: Sequence[Any], moving: Iterator[Any]) -> tuple[Any, ...]:
+        """The arguments of these leaves, with `moving` in place of the differentiated ones."""
+        pairs = zip(leaves, self.differentiated, strict=True)
+        return self.trees.unflatten(self.treedef, [next(moving) if d else x for x, d in pairs])  # type: ignore[no-any-return]
 
 
 def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, Any]:
@@ -284,19 +291,7 @@ def narrowed(dtype: str) -> str:
     return dtype if wide else {"int64": "int32", "uint64": "uint32"}.get(dtype, dtype)
 
 
-# --- trees of NumPy arrays: tuples, lists, dicts and named tuples
-
-
-def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Each leaf with its path; None counts as an empty tree."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from walk(value, (*path, str(key)))
-    elif isinstance(tree, tuple | list):
-        for i, value in enumerate(tree):
-            yield from walk(value, (*path, str(i)))
-    elif tree is not None:
-        yield path, tree
+# --- trees of NumPy arrays
 
 
 def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
@@ -308,22 +303,6 @@ def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
             place = place.setdefault(key, {})
         place[path[-1]] = x
     return tree
-
-
-def convert_leaves(tree: Any, f: Callable[[Any], Any]) -> Any:
-    """The tree with f(leaf) at each leaf."""
-    if isinstance(tree, dict):
-        return type(tree)((key, convert_leaves(value, f)) for key, value in tree.items())
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(convert_leaves(value, f) for value in tree))
-    if isinstance(tree, tuple | list):
-        return type(tree)(convert_leaves(value, f) for value in tree)
-    return None if tree is None else f(tree)
-
-
-def convert(tree: Any, f: Callable[[Any], Any]) -> Any:
-    """The tree with f applied to each NumPy array."""
-    return convert_leaves(tree, lambda x: f(x) if isinstance(x, np.ndarray | np.generic) else x)
 
 
 def as_setting(caller: str, x: Any, path: str) -> Any:
@@ -368,11 +347,6 @@ def tokens(path: str) -> Path:
     result = re.findall(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[([^\]]*)\]|\.?([^\[\].]+)", path)
     names = tuple(next(part for part in parts if part) for parts in result if any(parts))
     return names[:-1] if len(names) > 1 and names[-1] == "value" else names
-
-
-def argument_path(path: Path) -> str:
-    """The name of a leaf of the arguments, "argument 0[x]"."""
-    return f"argument {path[0]}" + "".join(f"[{token}]" for token in path[1:])
 
 
 def _positions(argnums: Any, count: int) -> tuple[int, ...]:

@@ -163,76 +163,61 @@ class RuleProbe(Probe):
         entries: list[Any] = []
         self.nones.clear()
         for i, entry in zip(wanted, cotangents, strict=True):
-            entries += self._entry(i, entry, args[i], len(entries))
+            leaves = self.waist.flatten(args[i])[0]
+            given = [None] * len(leaves) if entry is None else self.waist.flatten(entry)[0]
+            pairs = self._paired(given, leaves)
+            if pairs is None:
+                raise GradtoolsError(
+                    f"{CALLER}: bwd's entry for argument {i} has {len(given)} leaves, the argument "
+                    f"has {len(leaves)}. Return a tree like the argument, or None for a zero."
+                )
+            for g, x in pairs:
+                if g is None:
+                    self.nones.add(len(entries))
+                entries.append(
+                    self._validated(g, x, f"bwd's entry for argument {i}", "the argument")
+                )
         return entries
-
-    def _entry(self, i: int, entry: Any, arg: Any, first: int) -> list[Any]:
-        """The cotangents of the differentiable leaves of argument i."""
-        leaves = self.waist.flatten(arg)[0]
-        given = [None] * len(leaves) if entry is None else self.waist.flatten(entry)[0]
-        moving = [k for k, x in enumerate(leaves) if self.differentiable(x)]
-        if len(given) != len(leaves):
-            given = self._without_integers(i, given, leaves, moving)
-        result: list[Any] = []
-        for k in moving:
-            x, g = leaves[k], given[k]
-            if g is not None and tuple(g.shape) != tuple(x.shape):
-                raise GradtoolsError(
-                    f"{CALLER}: bwd's entry for argument {i} has shape {tuple(g.shape)}, the "
-                    f"argument has {tuple(x.shape)}. Sum it over what was broadcast."
-                )
-            if g is not None and self.waist.dtype_name(g) != self.waist.dtype_name(x):
-                raise GradtoolsError(
-                    f"{CALLER}: bwd's entry for argument {i} has dtype {self.waist.dtype_name(g)}, "
-                    f"the argument has {self.waist.dtype_name(x)}. Cast it back."
-                )
-            if g is None:
-                self.nones.add(first + len(result))
-            result.append(self.waist.zeros_like(x) if g is None else g)
-        return result
-
-    def _without_integers(self, i: int, given: Any, leaves: Any, moving: list[int]) -> list[Any]:
-        if len(given) != len(moving):
-            raise GradtoolsError(
-                f"{CALLER}: bwd's entry for argument {i} has {len(given)} leaves, the argument has "
-                f"{len(leaves)}. Return a tree like the argument, or None for a zero."
-            )
-        full: list[Any] = [None] * len(leaves)
-        for k, g in zip(moving, given, strict=True):
-            full[k] = g
-        return full
 
     def pushed(self, args: tuple[Any, ...], us: Arrays) -> list[Any]:
         """jvp's validated tangents of the differentiable outputs; zeros for None."""
         out, pushed = self.jvp(args, us)
         likes = self.waist.flatten(out)[0]
-        kept = [y for y in likes if self.differentiable(y)]
         self.none_pushed = pushed is None
-        if pushed is None:
-            return [self.waist.zeros_like(y) for y in kept]
-        given = self.waist.flatten(pushed)[0]
-        if len(given) not in (len(kept), len(likes)):
+        given = [None] * len(likes) if pushed is None else self.waist.flatten(pushed)[0]
+        pairs = self._paired(given, likes)
+        if pairs is None:
             raise GradtoolsError(
                 f"{CALLER}: jvp returned {len(given)} tangents for {len(likes)} outputs."
             )
-        if len(given) == len(likes):
-            pairs = zip(likes, given, strict=True)
-            given = [t for y, t in pairs if self.differentiable(y)]
-        pairs = zip(self.out_paths, kept, given, strict=True)
-        return [self._like_output(path, y, t) for path, y, t in pairs]
+        return [
+            self._validated(t, y, f"jvp's tangent of {path}", "the output")
+            for path, (t, y) in zip(self.out_paths, pairs, strict=True)
+        ]
 
-    def _like_output(self, path: str, y: Any, t: Any) -> Any:
-        """A tangent, validated to have its output's shape and dtype; zeros for None."""
-        if t is None or not self.waist.is_array(t):
-            return self.waist.zeros_like(y) if t is None else self.waist.cast(t, y)
-        looks = [(tuple(x.shape), self.waist.dtype_name(x)) for x in (t, y)]
-        if looks[0] != looks[1]:
+    def _paired(self, given: list[Any], likes: list[Any]) -> list[tuple[Any, Any]] | None:
+        """The entries for the differentiable leaves among `likes`; None if the count is wrong.
+
+        There is an entry for each leaf, or for each differentiable one.
+        """
+        moving = [y for y in likes if self.differentiable(y)]
+        if len(given) == len(likes):
+            given = [x for x, y in zip(given, likes, strict=True) if self.differentiable(y)]
+        return list(zip(given, moving, strict=True)) if len(given) == len(moving) else None
+
+    def _validated(self, x: Any, like: Any, what: str, of: str) -> Any:
+        """An entry, validated to have a leaf's shape and dtype; zeros for None."""
+        if x is None:
+            return self.waist.zeros_like(like)
+        if not self.waist.is_array(x):
+            x = self.waist.cast(x, like)
+        came, wanted = ((tuple(y.shape), self.waist.dtype_name(y)) for y in (x, like))
+        if came != wanted:
             raise GradtoolsError(
-                f"{CALLER}: jvp's tangent of {path} has shape {looks[0][0]} and dtype "
-                f"{looks[0][1]}, the output has {looks[1][0]} and {looks[1][1]}. Return one that "
-                "looks like the output."
+                f"{CALLER}: {what} has shape {came[0]} and dtype {came[1]}, {of} has {wanted[0]} "
+                f"and {wanted[1]}. Sum it over what was broadcast, or cast it back."
             )
-        return t
+        return x
 
     def jvp(self, args: tuple[Any, ...], us: Arrays) -> tuple[Any, Any]:
         """The output and its tangent."""

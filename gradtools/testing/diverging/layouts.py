@@ -223,29 +223,36 @@ def match_parameters(
 
 
 class _Matching:
-    """One run of the search, with the unpaired parameters and the pairs so far."""
+    """One run of the search, with the unpaired arrays and the pairs so far.
+
+    Attributes:
+        torch: PyTorch's unpaired arrays by name.
+        jax: JAX's by path.
+        torch_modules: For each module of PyTorch the names of its unpaired arrays, by leaf.
+        jax_modules: The same in JAX, paths without flax's collection.
+        renamed: Modules of PyTorch that the overrides rename.
+    """
 
     def __init__(
         self,
-        mine: dict[str, np.ndarray],
-        theirs: dict[Path, np.ndarray],
+        torch: dict[str, np.ndarray],
+        jax: dict[Path, np.ndarray],
         overrides: Any,
         transposed: set[str],
     ) -> None:
-        self.transposed = transposed
-        self.mine, self.theirs = dict(mine), dict(theirs)
+        self.torch, self.jax, self.transposed = dict(torch), dict(jax), transposed
+        self.order, self.renamed = list(torch), dict[str, str]()
         self.entries: list[ParameterPair] = []
         self.modules: dict[str, str] = {}
         self.left_out: list[str] = []
         self.notes: list[str] = []
-        self.order = list(mine)
-        self.renamed: dict[str, str] = {}
         for name, target in overrides.items():
             self._override(name, target)
 
     def run(self, partial: bool) -> ParameterMapping:
         self._attention()
         for pairs in (self._by_name, self._by_end, self._by_order):
+            self._group()
             for torch_module, jax_module in list(pairs()):
                 self._pair(torch_module, jax_module)
         self._without_statistics()
@@ -255,11 +262,22 @@ class _Matching:
             tuple(self.entries), self.modules, tuple(self.left_out), tuple(self.notes)
         )
 
+    def _group(self) -> None:
+        """Groups the unpaired arrays by module."""
+        self.torch_modules: dict[str, dict[str, str]] = {}
+        self.jax_modules: dict[Path, dict[str, Path]] = {}
+        for name in self.torch:
+            owner, _, leaf = name.rpartition(".")
+            self.torch_modules.setdefault(owner, {})[leaf] = name
+        for path in self.jax:
+            module = without_collection(path[:-1])
+            self.jax_modules.setdefault(module, {})[str(path[-1])] = path
+
     # --- overrides
 
     def _override(self, name: str, target: Any) -> None:
-        if name not in self.mine:
-            if not any(n.startswith(f"{name}.") for n in self.mine) or not isinstance(target, str):
+        if name not in self.torch:
+            if not any(n.startswith(f"{name}.") for n in self.torch) or not isinstance(target, str):
                 raise GradtoolsError(
                     f"{CALLER}: overrides names {name!r}, which is neither an array nor a module "
                     f"of the PyTorch model. Its names begin with {', '.join(self.order[:4])}."
@@ -267,18 +285,18 @@ class _Matching:
             self.renamed[name] = target
             return
         if target is None:
-            del self.mine[name]
+            del self.torch[name]
             self.left_out.append(f"{name} (as overrides say)")
             return
         jax_name, how = target if isinstance(target, tuple) else (target, None)
-        path = next((p for p in self.theirs if joined(p) == _dotted(jax_name)), None)
+        path = next((p for p in self.jax if joined(p) == _dotted(jax_name)), None)
         if path is None:
-            known = ", ".join(joined(p) for p in list(self.theirs)[:4])
+            known = ", ".join(joined(p) for p in list(self.jax)[:4])
             raise GradtoolsError(
                 f"{CALLER}: overrides pairs {name} with {jax_name!r}, which the JAX model does not "
                 f"have. Its names begin with {known}."
             )
-        x, y = self.mine[name], self.theirs[path]
+        x, y = self.torch[name], self.jax[path]
         layout = how if isinstance(how, Layout) else None
         if layout is None and how is not None:
             layout = Layout(f"axes {tuple(how)}", tuple(how))
@@ -289,69 +307,70 @@ class _Matching:
                 f"{y.shape}. Give the permutation of axes that makes them equal, as a pair "
                 "(name, axes)."
             )
-        self._found(name, path, layout)
+        self._add(name, path, layout)
 
     # --- pairs of modules
 
     def _by_name(self) -> Iterator[tuple[str, Path]]:
-        in_jax = {name_key(without_collection(module)): module for module in self._jax_modules()}
-        for module in self._torch_modules():
+        in_jax = {name_key(module): module for module in self.jax_modules}
+        for module in self.torch_modules:
             jax_module = in_jax.get(name_key(self._spelled(module)))
             if jax_module is not None and self._fits(module, jax_module):
                 yield module, jax_module
 
     def _by_end(self) -> Iterator[tuple[str, Path]]:
         """Pairs of modules whose names have a common end with letters that is unique."""
-        theirs = {module: _ends(without_collection(module)) for module in self._jax_modules()}
-        mine = {module: _ends(self._spelled(module)) for module in self._torch_modules()}
-        for module, ends in mine.items():
+        in_jax = {module: _ends(module) for module in self.jax_modules}
+        in_torch = {module: _ends(self._spelled(module)) for module in self.torch_modules}
+        for module, ends in in_torch.items():
             for end in ends:
-                matches = [j for j, others in theirs.items() if end in others]
-                rivals = [m for m, others in mine.items() if end in others]
-                telling = any(not part.isdigit() for part in end)
-                if len(matches) == len(rivals) == 1 and telling and self._fits(module, matches[0]):
+                matches = [j for j, others in in_jax.items() if end in others]
+                rivals = [m for m, others in in_torch.items() if end in others]
+                has_letters = any(not part.isdigit() for part in end)
+                unique = len(matches) == len(rivals) == 1 and has_letters
+                if unique and self._fits(module, matches[0]):
                     yield module, matches[0]
                     break
 
     def _by_order(self) -> Iterator[tuple[str, Path]]:
         """Pairs the k-th modules of equal leaves and shapes."""
         groups: dict[Any, tuple[list[str], list[Path]]] = {}
-        for module in self._torch_modules():
-            groups.setdefault(self._kind(module), ([], []))[0].append(module)
-        for jax_module in sorted(self._jax_modules(), key=_natural):
-            for kind, (in_torch, in_jax) in groups.items():
-                if kind is not None and self._fits(in_torch[0], jax_module):
-                    in_jax.append(jax_module)
-                    break
+        for module, leaves in self.torch_modules.items():
+            kind = tuple(sorted((leaf, self.torch[name].shape) for leaf, name in leaves.items()))
+            groups.setdefault(kind, ([], []))[0].append(module)
+        for jax_module in sorted(self.jax_modules, key=_natural):
+            fitting = (g for g in groups.values() if self._fits(g[0][0], jax_module))
+            next(fitting, ([], []))[1].append(jax_module)
         for in_torch, in_jax in groups.values():
             if len(in_torch) == len(in_jax):
                 for module, jax_module in zip(in_torch, in_jax, strict=True):
                     self.notes.append(f"paired by order: {module} with {joined(jax_module)}")
                     yield module, jax_module
 
-    def _kind(self, module: str) -> Any:
-        return tuple(sorted((leaf, x.shape) for leaf, x in self._leaves(module).items()))
-
     def _fits(self, module: str, jax_module: Path) -> bool:
         """Whether all arrays of two modules can be paired."""
         pairs = self._paired_leaves(module, jax_module)
-        in_torch = [leaf for leaf in self._leaves(module) if leaf not in _STATISTICS]
-        in_jax = [leaf for leaf in self._jax_leaves(jax_module) if leaf not in ("mean", "var")]
+        in_torch = [leaf for leaf in self.torch_modules[module] if leaf not in _STATISTICS]
+        in_jax = [leaf for leaf in self.jax_modules[jax_module] if leaf not in ("mean", "var")]
         trained = [leaf for leaf, _, _ in pairs if leaf not in _STATISTICS]
         return bool(pairs) and len(trained) == len(in_torch) == len(in_jax)
 
     def _pair(self, module: str, jax_module: Path) -> None:
         for leaf, path, layout in self._paired_leaves(module, jax_module):
-            self._found(f"{module}.{leaf}" if module else leaf, path, layout)
+            self._add(self.torch_modules[module][leaf], path, layout)
         self.modules[module] = joined(jax_module)
 
     def _paired_leaves(self, module: str, jax_module: Path) -> list[tuple[str, Path, Layout]]:
-        theirs, result = self._jax_leaves(jax_module), []
-        for leaf, x in self._leaves(module).items():
+        """The unpaired arrays of two modules that fit, with their layout."""
+        in_jax, result = self.jax_modules.get(jax_module, {}), []
+        for leaf, name in self.torch_modules.get(module, {}).items():
             names = (*_WEIGHTS, "weight") if leaf == "weight" else (_RENAMED.get(leaf, leaf),)
-            for path in [theirs[name] for name in names if name in theirs]:
-                shape = self.theirs[path].shape
-                layout = _layout(x.shape, path, shape, module in self.transposed)
+            paths = [in_jax[other] for other in names if other in in_jax]
+            for path in paths if name in self.torch else ():
+                if path not in self.jax:
+                    continue
+                shapes = self.torch[name].shape, self.jax[path].shape
+                layout = _layout(shapes[0], path, shapes[1], module in self.transposed)
                 if layout is not None:
                     result.append((leaf, path, layout))
                     break
@@ -360,8 +379,8 @@ class _Matching:
     # --- attention with one matrix for query, key and value
 
     def _attention(self) -> None:
-        modules = [n.removesuffix(".in_proj_weight") for n in self.mine if "in_proj_weight" in n]
-        owners = {p[:-2] for p in self.theirs if p[-2:] == ("query", "kernel")}
+        modules = [n.removesuffix(".in_proj_weight") for n in self.torch if "in_proj_weight" in n]
+        owners = {p[:-2] for p in self.jax if p[-2:] == ("query", "kernel")}
         spelled = {name_key(without_collection(owner)): owner for owner in owners}
         left = sorted(owners, key=_natural)
         for i, module in enumerate(modules):
@@ -374,70 +393,53 @@ class _Matching:
 
     def _one_attention(self, module: str, owner: Path) -> None:
         for ours, theirs in (("in_proj_weight", "kernel"), ("in_proj_bias", "bias")):
-            whole = self.mine.get(f"{module}.{ours}")
+            whole = self.torch.get(f"{module}.{ours}")
             if whole is None:
                 continue
             third = whole.shape[0] // 3
             for k, part in enumerate(("query", "key", "value")):
-                shape = self.theirs[*owner, part, theirs].shape
+                shape = self.jax[*owner, part, theirs].shape
                 axes = (1, 0) if theirs == "kernel" else None
                 rows = (k * third, (k + 1) * third)
                 layout = Layout(f"attention, {part}", axes, shape=shape, rows=rows)
-                self._found(f"{module}.{ours}", (*owner, part, theirs), layout, keep=k < 2)
-        self._pair(f"{module}.out_proj", (*owner, "out"))
+                self._add(f"{module}.{ours}", (*owner, part, theirs), layout, keep=k < 2)
+        self._group()
+        self._pair(f"{module}.out_proj", without_collection((*owner, "out")))
         self.modules[module] = joined(owner)
 
     # --- bookkeeping
 
-    def _found(self, name: str, path: Path, layout: Layout, keep: bool = False) -> None:
-        self.entries.append(ParameterPair(name, path, layout, self.mine[name].shape))
-        del self.theirs[path]
+    def _add(self, name: str, path: Path, layout: Layout, keep: bool = False) -> None:
+        self.entries.append(ParameterPair(name, path, layout, self.torch[name].shape))
+        del self.jax[path]
         if not keep:
-            del self.mine[name]
+            del self.torch[name]
 
     def _without_statistics(self) -> None:
         """Leaves out buffers that need no counterpart: counters, and statistics that JAX lacks."""
-        for name, x in list(self.mine.items()):
+        for name, x in list(self.torch.items()):
             counter = x.dtype.kind in "iub"
             if counter or name.endswith(_STATISTICS):
                 why = "a buffer of integers" if counter else "no statistics in JAX's parameters"
                 self.left_out.append(f"{name} ({why})")
-                del self.mine[name]
+                del self.torch[name]
 
     def _rest(self, partial: bool) -> None:
-        if not self.mine and not self.theirs:
+        if not self.torch and not self.jax:
             return
-        mine = [f"{n} {x.shape}" for n, x in self.mine.items()]
-        theirs = [f"{joined(p)} {y.shape}" for p, y in self.theirs.items()]
+        mine = [f"{n} {x.shape}" for n, x in self.torch.items()]
+        theirs = [f"{joined(p)} {y.shape}" for p, y in self.jax.items()]
         if partial:
             self.left_out += [f"{x} (no counterpart in JAX)" for x in mine]
             self.left_out += [f"{y} (no counterpart in PyTorch)" for y in theirs]
             return
-        recurrent = any("weight_hh" in name for name in self.mine)
+        recurrent = any("weight_hh" in name for name in self.torch)
         hint = " Recurrent layers sum two biases in PyTorch; flax has one." if recurrent else ""
         raise GradtoolsError(
             f"{CALLER}: no counterpart was found for {', '.join(mine) or 'nothing'} in PyTorch and "
             f"{', '.join(theirs) or 'nothing'} in JAX. Pair them by overrides={{torch name: jax "
             f"name}}, or pass partial=True to leave them out.{hint}"
         )
-
-    def _torch_modules(self) -> list[str]:
-        return list(dict.fromkeys(name.rpartition(".")[0] for name in self.mine))
-
-    def _jax_modules(self) -> list[Path]:
-        """The paths of modules, without flax's collections."""
-        return list(dict.fromkeys(without_collection(path[:-1]) for path in self.theirs))
-
-    def _leaves(self, module: str) -> dict[str, np.ndarray]:
-        named = ((name.rpartition("."), x) for name, x in self.mine.items())
-        return {leaf: x for (owner, _, leaf), x in named if owner == module}
-
-    def _jax_leaves(self, module: Path) -> dict[str, Path]:
-        result = {}
-        for path in self.theirs:
-            if without_collection(path[:-1]) == without_collection(module):
-                result[str(path[-1])] = path
-        return result
 
     def _spelled(self, module: str) -> tuple[str, ...]:
         """PyTorch's module path, renamed by the overrides."""

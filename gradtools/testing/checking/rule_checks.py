@@ -29,7 +29,7 @@ from gradtools.testing.checking.probe import (
     no_such_mode,
 )
 from gradtools.testing.checking.rule_parts import CALLER, RuleProbe, taken_apart
-from gradtools.testing.checking.rule_side_effects import PurityChecks
+from gradtools.testing.checking.rule_side_effects import check_purity
 from gradtools.testing.checking.rule_vmap import check_batch
 from gradtools.testing.relations import relation
 from gradtools.testing.report import DIFFERS, Report, compare_arrays, mismatch
@@ -121,7 +121,7 @@ class RuleCheck:
         """Checks fwd, bwd and jvp one by one."""
         values = self.values
         us, vs = self.check._everywhere().us, list(values.arrays(self.check.vs))
-        PurityChecks(values, us, vs).check()
+        check_purity(values, us, vs)
         if self.rule.bwd is not None:
             self._same_value("fwd", lambda *a: values.fwd(*a)[0])
         if self.rule.jvp is not None:

@@ -81,7 +81,7 @@ class Fault:
     @property
     def order(self) -> int:
         """As far as the check must go to see it; going on costs time and changes nothing."""
-        if "only" in self.cause or self.quantity.startswith("hvp"):
+        if self.quantity.startswith("hvp"):
             return 2
         return 1 if self.quantity in ("gradient", "jvp") else 0
 
@@ -189,7 +189,7 @@ FAULTS = [
         lambda x: x**2 + 0.25,
         (X,),
         "value",
-        "no known pattern, in the value only",
+        "no known pattern",
     ),
     Fault("conjugated output", torch.conj, lambda z: z, (Z,), "value", "conjugate"),
     Fault(
@@ -508,7 +508,7 @@ FAULTS = [
         jnp.sin,
         (X,),
         "jvp",
-        "constant factor 2, a half square, or counted twice, in forward mode only",
+        "constant factor 2, a half square, or counted twice",
         says="torch is wrong",
     ),
     Fault(
@@ -517,7 +517,7 @@ FAULTS = [
         jnp.sin,
         (X,),
         "jvp",
-        "no known pattern, in forward mode only",
+        "no known pattern",
     ),
     Fault(
         "wrong in reverse mode",
@@ -525,7 +525,7 @@ FAULTS = [
         jnp.sin,
         (X,),
         "gradient",
-        "no known pattern, in reverse mode only",
+        "no known pattern",
         says="torch is wrong",
     ),
     Fault(
@@ -534,7 +534,7 @@ FAULTS = [
         lambda x: jax_rule(SQUARE, lambda c, x: (2 * c * jax.lax.stop_gradient(x),))(x).sum(),
         (X,),
         "hvp, forward over reverse",
-        "stopped gradient in jax, at second order only",
+        "stopped gradient in jax",
         says="jax is wrong",
     ),
     Fault(
@@ -543,7 +543,7 @@ FAULTS = [
         cube_with_a_slope_that_is_wrong_at_second_order(),
         (X,),
         "hvp, forward over reverse",
-        "constant factor 0.5, a half square, or counted twice, at second order only",
+        "constant factor 0.5, a half square, or counted twice",
         says="jax is wrong",
     ),
     Fault(
@@ -552,7 +552,7 @@ FAULTS = [
         lambda x: x**3,
         (X,),
         "hvp, forward over reverse",
-        "sign, in forward over reverse only",
+        "sign",
         says="torch is wrong",
     ),
     Fault(
@@ -587,5 +587,5 @@ def test_a_planted_fault_is_found_and_named(fault):
 
 
 def test_the_faults_have_many_causes():
-    assert len({fault.cause for fault in FAULTS}) >= 30
+    assert len({fault.cause for fault in FAULTS}) >= 25
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)

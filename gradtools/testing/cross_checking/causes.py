@@ -1,9 +1,8 @@
 """The likely causes of disagreements, for the report of `cross_check`.
 
 First come causes that need further evaluations: randomness (a side differs from itself) and a kink
-(both agree nearby). Then relations of the two arrays (`relations.py`), then precision. The cause
-ends with where it occurs, such as in one mode only, and its detail with the side whose derivative
-contradicts finite differences of its own values.
+(both agree nearby). Then relations of the two arrays (`relations.py`), then precision. The detail
+ends with the side whose derivative contradicts finite differences of its own values.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from gradtools.testing.report import (
     widened,
 )
 
-REVERSE, FORWARD = ("gradient", "vjp"), ("jvp",)
 _STEPS = {"float64": 1e-6, "float32": 1e-3}  # the relative distance of points near a kink
 _SHORT = {"float64": 1e-9, "float32": 1e-4}  # far below the spacing of the next coarser dtype
 _FLOAT32 = (1e-10, 1e-5)  # the relative differences attributed to float32 in a float64 run
@@ -84,10 +82,8 @@ class Causes:
         self.check = check
         self.names = [side.name for side in check.sides]
         self.results = {result.quantity.name: result for result in check.results}
-        self.agreeing = {
-            name: all(c.agrees for c in result.comparisons) for name, result in self.results.items()
-        }
-        self.values_agree = self.agreeing.get("value", False)
+        values = self.results.get("value")
+        self.values_agree = values is not None and all(c.agrees for c in values.comparisons)
         self.float32_side: str | None = None  # a side that is known to compute in float32
         self.is_random, self.contradicts = cache(self._is_random), cache(self._contradicts)
         self.conventions = cache(self._conventions)
@@ -122,7 +118,7 @@ class Causes:
         wrong = self.wrong_side(c.quantity)
         if wrong:
             detail = f"{detail} Finite differences say that {wrong} is wrong.".lstrip()
-        return c.because(cause + self._scope(c.quantity), detail)
+        return c.because(cause, detail)
 
     # --- further evaluations
 
@@ -274,30 +270,7 @@ class Causes:
         moves = other is not None and np.any(widened(other) != widened(others))
         return bool(moves and not np.any(once))
 
-    # --- where it occurs, and which side is wrong
-
-    def _scope(self, name: str) -> str:
-        """A suffix such as ", at second order only", or ""."""
-        agreeing = self.agreeing
-        reverse = [agreeing[q] for q in REVERSE if q in agreeing]
-        forward = [agreeing[q] for q in FORWARD if q in agreeing]
-        first_order = bool(reverse) and all(reverse + forward)
-        if name == "value":
-            return ", in the value only" if first_order else ""
-        if not self.values_agree:
-            return ""
-        if name in REVERSE:
-            only = forward and all(forward) and self.wrong_side(name)
-            return ", in reverse mode only" if only else ""
-        if name in FORWARD:
-            only = reverse and all(reverse) and self.wrong_side(name)
-            return ", in forward mode only" if only else ""
-        if not first_order:
-            return ""
-        others = [good for q, good in agreeing.items() if q[:3] == "hvp" and q != name]
-        if others and all(others):
-            return f", in {name.removeprefix('hvp, ')} only"
-        return ", at second order only"
+    # --- which side is wrong
 
     def wrong_side(self, name: str) -> str | None:
         """The side whose derivative contradicts its values, if it is one of the two."""
@@ -318,7 +291,7 @@ class Causes:
         At second order they are those of its gradient. They are rough, and only decide between
         results that differ by much more.
         """
-        check, second = self.check, name not in (*REVERSE, *FORWARD)
+        check, second = self.check, name.startswith("hvp")
         base = self.results["gradient" if second else "value"]
         directions = check.directions("hvp" if second else "jvp")
         double = all(x.dtype.itemsize >= 8 for x in check.leaves[k])
@@ -338,7 +311,7 @@ class Causes:
         ]
         if not second:
             slopes = [slopes[base.quantity.paths.index(path)] for path in check.out_paths]
-        if name in REVERSE:  # J^H c and J t, each along the other's direction
+        if name in check.cotangents:  # J^H c and J t, each along the other's direction
             pulled = sum(_inner(derivative, directions[1]))
             pairs = [(pulled, sum(_inner(slopes, check.cotangents[name])))]
         else:

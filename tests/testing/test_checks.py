@@ -9,7 +9,7 @@ import pytest
 
 from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, check_derivatives, check_rule
-from gradtools.testing.checking.slopes import jump_far, jump_near, slope
+from gradtools.testing.checking.slopes import find_jump, slope
 
 X = np.random.default_rng(1).normal(size=(3, 4))
 Y = np.random.default_rng(2).normal(size=(3, 4))
@@ -633,19 +633,19 @@ def test_steps_shrink_until_they_stay_in_the_domain():
 
 def test_a_jump_is_found_where_it_is_and_a_kink_is_none():
     step = lambda t: np.array([2.0 * t + (t > 0.0371)])
-    found = jump_near(step, lambda t: np.array([2.0]), 0.1, 2.0**-52)
+    found = find_jump(step, lambda t: np.array([2.0]), 0.1, 2.0**-52)
     assert found.at == pytest.approx(0.0371) and found.size == pytest.approx(1)
     kink = lambda t: np.array([max(t - 0.0371, 0.0)])
-    assert jump_near(kink, lambda t: np.array([float(t > 0.0371)]), 0.1, 2.0**-52) is None
+    assert find_jump(kink, lambda t: np.array([float(t > 0.0371)]), 0.1, 2.0**-52) is None
     steep = lambda t: np.array([np.tanh(1e9 * (t - 0.0371))])
-    assert jump_near(steep, lambda t: 1e9 * (1 - steep(t) ** 2), 0.1, 2.0**-52) is None
+    assert find_jump(steep, lambda t: 1e9 * (1 - steep(t) ** 2), 0.1, 2.0**-52) is None
     late = lambda t: np.array([max(t - 0.99, 0.0)])  # its slope is zero at all points looked at
-    assert jump_far(late, lambda t: np.array([float(t > 0.99)]), 1.0, 2.0**-52) is None
+    assert find_jump(late, lambda t: np.array([float(t > 0.99)]), 1.0, 2.0**-52, flat=True) is None
 
 
 def test_a_pole_is_no_jump():
     assert (
-        jump_near(
+        find_jump(
             lambda t: np.array([1 / (t + 0.03)]),
             lambda t: np.array([-1 / (t + 0.03) ** 2]),
             -0.1,

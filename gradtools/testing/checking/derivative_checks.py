@@ -133,12 +133,11 @@ class DerivativeCheck(Comparisons):
         if not self.against_values or self.allow_jumps:
             return None
         eps, reach = self.probe.eps, max(1.0, 1.0 / scale_of(self.xs[i]))
-        searches = [(slopes.jump_near, t) for t in (0.1, -0.1)]
-        searches += [(slopes.jump_far, t * reach) for t in (1, -1, 3, -3)]
+        near, far = (0.1, -0.1), [t * reach for t in (1, -1, 3, -3)]
         for direction in [*self._directions(i), *self._directions(i)]:
             line, slope = self._line_and_slope(direction)
-            for search, end in searches:
-                jump = search(line, slope, end, eps)
+            for end in (*near, *far):
+                jump = slopes.find_jump(line, slope, end, eps, flat=end in far)
                 if jump is None:
                     continue
                 mode = "forward" if self.present.get("forward") else "reverse"

@@ -128,55 +128,37 @@ class Jump:
     entry: int
 
 
-def jump_near(f: Line, df: Line, end: float, eps: float) -> Jump | None:
-    """A jump of f between 0 and `end`: f is not the integral of df. None if there is none."""
+def find_jump(f: Line, df: Line, end: float, eps: float, flat: bool = False) -> Jump | None:
+    """A jump of f between 0 and `end`, where f is not the integral of df; None if there is none.
+
+    flat: Whether to search only entries whose derivative is zero at all sampled points. Far from 0
+        the quadrature of others is inaccurate.
+    """
     with np.errstate(all="ignore"):
         change = f(end) - f(0.0)
+        size = np.maximum(np.abs(f(0.0)), np.abs(f(end)))
+        suspect = np.isfinite(change)
+        if flat:
+            suspect &= (df(0.0) == 0) & (np.abs(change) > 1e3 * eps * size)
+        if not suspect.any():
+            return None
         slopes = np.stack([df(end * (1 + g) / 2) for g in _GAUSS])
-        integral = end / 2 * np.tensordot(_WEIGHTS, slopes, 1)
+        off = np.abs(change - end / 2 * np.tensordot(_WEIGHTS, slopes, 1))
         travelled = np.abs(end) / 2 * np.tensordot(_WEIGHTS, np.abs(slopes), 1)
-        off = np.abs(change - integral)
-        least = np.maximum(0.01 * np.maximum(np.abs(change), travelled), 1e3 * eps * _size(f, end))
-    suspects = _beyond_rounding(f, end, eps, off, np.flatnonzero(np.isfinite(off) & (off > least)))
-    return _first_jump(f, df, end, suspects[np.argsort(-off[suspects])], eps)
-
-
-def jump_far(f: Line, df: Line, end: float, eps: float) -> Jump | None:
-    """A jump between 0 and `end` of an entry whose derivative is zero at all sampled points."""
-    with np.errstate(all="ignore"):
-        change = np.abs(f(end) - f(0.0))
-    moved = np.isfinite(change) & (change > 1e3 * eps * _size(f, end))
-    suspects = _beyond_rounding(f, end, eps, change, np.flatnonzero(moved & (df(0.0) == 0)))
-    if not suspects.size:
-        return None
-    for g in _GAUSS:
-        suspects = suspects[df(end * (1 + g) / 2)[suspects] == 0]
-    return _first_jump(f, df, end, suspects, eps)
-
-
-def _beyond_rounding(
-    f: Line, end: float, eps: float, off: np.ndarray, suspects: np.ndarray
-) -> np.ndarray:
-    if not suspects.size:
-        return suspects
-    with np.errstate(all="ignore"):
-        return suspects[(off > 1e3 * rounding_error(f, end / 3, eps))[suspects]]
-
-
-def _size(f: Line, end: float) -> np.ndarray:
-    return np.maximum(np.abs(f(0.0)), np.abs(f(end)))
-
-
-def _first_jump(f: Line, df: Line, end: float, suspects: np.ndarray, eps: float) -> Jump | None:
-    for entry in suspects[:4]:
-        result = _bisected(f, df, end, int(entry), eps)
-        if result is not None:
-            return result
-    return None
+        least = np.maximum(0.01 * np.maximum(np.abs(change), travelled), 1e3 * eps * size)
+        suspect &= np.isfinite(off) & (off > least)
+        if flat:
+            suspect &= (slopes == 0).all(0)
+        if suspect.any():
+            suspect &= off > 1e3 * rounding_error(f, end / 3, eps)
+    entries = np.flatnonzero(suspect)
+    entries = entries[np.argsort(-off[entries])][:4]
+    jumps = (_bisected(f, df, end, int(entry), eps) for entry in entries)
+    return next((jump for jump in jumps if jump is not None), None)
 
 
 def _bisected(f: Line, df: Line, end: float, entry: int, eps: float) -> Jump | None:
-    """Halves the piece of the line where f and the integral of df part; what is left of it."""
+    """Halves the interval in which f differs from the integral of df; None if no jump is left."""
     at = lambda t: f(t)[entry]
     a, b, low, high = 0.0, end, at(0.0), at(end)
     whole = max(abs(low), abs(high), abs(high - low))

@@ -34,15 +34,13 @@ def test_a_tie_at_the_arguments_is_told_with_both_values(gt, name):
 
 
 @pytest.mark.slow_at("jax")
-def test_what_overflows_in_the_framework_is_written_as_f_computes_it(gt):
+def test_what_overflows_in_the_framework_is_compared_where_it_does_not(gt):
     f = lambda x: gt.xp.sum(gt.xp.log(1 + gt.xp.exp(x)))
     assert np.isnan(gt.to_numpy(gt.grad(f)(array(gt, 800.0, 1.0)))[0])
     found = gt.formula(f, array(gt, 800.0, 1.0))
-    assert found.lines(0) == ["e = exp(x)", "L = Σᵢ log(e + 1)"]
-    assert found.lines(1) == ["x̄ = L̄ e / (e + 1)"]
-    assert np.isnan(found.evaluate([np.array([800.0, 1.0])]).gradients[0][0])
-    assert "L is 809.7" not in str(found).splitlines()[0]
-    assert "names such as softplus" in str(found)
+    assert found.lines(0) == ["L = Σᵢ softplus(x)"] and found.check.points == 3
+    assert "but not at the given arguments" in str(found) and not found.check.given
+    assert found.check.error < 1e-8
     small = gt.formula(f, array(gt, 8.0, 1.0))
     assert small.lines(0) == ["L = Σᵢ softplus(x)"] and small.check.given
 

@@ -57,7 +57,6 @@ SAID = {
         "K̄ = Z̄ᵀ Q",
         "V̄ = Pᵀ Ȳ",
     ],
-    "powers": ["Ā = L̄ Zᵀ + 2 L̄ Aᵀ Aᵀ"],
 }
 
 
@@ -161,16 +160,6 @@ def test_each_name_in_a_formula_and_no_other_is_defined_below_it(name):
     below = str(formula).partition("\nwhere\n")[2]
     assert {name for name, told in definitions.items() if told.text in below} == named
     assert {name for name, told in definitions.items() if told.latex in formula.latex()} == named
-
-
-def test_scale_gradient_scales_each_time_it_is_passed():
-    b = Builder()
-    x = b.input("x", (3,))
-    formula = derive(b.graph(b("power", b("scale_gradient", x, scale=-2.0), b.number(3.0))), 2)
-    at, u = np.array([1.0, 2.0, -1.0]), np.array([1.0, -1.0, 2.0])
-    values = formula.evaluate([at], None, [u])
-    np.testing.assert_allclose(values.gradients[0], -6 * at**2)
-    np.testing.assert_allclose(values.second[0], 24 * at * u)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ def written_out(b, name, x):
     if name == "sigmoid":
         return b("divide", n(1), b("add", n(1), b("exp", b("negate", x))))
     if name == "softplus":
-        size = b("log1p", b("exp", b("negate", b("abs", x))))
-        return b("add", b("maximum", x, n(0)), size)
+        return b("log1p", b("exp", x))
     if name == "relu":
         return b("maximum", x, n(0))
     if name == "silu":

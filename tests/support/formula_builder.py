@@ -10,6 +10,7 @@ import numpy as np
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
 from gradtools.seeing.formulas.operation_record import made
 from gradtools.seeing.formulas.operations.arrays import constant
+from gradtools.seeing.formulas.recognition import named
 from gradtools.seeing.formulas.recorded import Recorded
 
 
@@ -36,7 +37,7 @@ class Builder:
         result = made(operation, operands, attributes)
         if result is None:
             raise TypeError(f"{operation} of {len(operands)} with {attributes} is no operation")
-        return result
+        return [named(y) for y in result] if isinstance(result, list) else named(result)
 
     def shape(self, x: Expr) -> tuple[int, ...]:
         """The shape of a value."""

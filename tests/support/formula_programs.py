@@ -122,12 +122,6 @@ def quadratic():
     return b.graph(b("multiply", b.number(0.5), b("matmul", x, b("matmul", a, x))))
 
 
-def powers():
-    b = Builder()
-    a = b.input("A", (3, 3))
-    return b.graph(b("trace", b("matmul", a, b("matmul", a, a))))
-
-
 def branches():
     b = Builder()
     x = b.input("x", (5,))
@@ -209,7 +203,6 @@ PROGRAMS = {
     "attention": attention(),
     "attention of heads": attention(2, 3),
     "quadratic": quadratic,
-    "powers": powers,
     "branches": branches,
     "contraction": contraction,
     "distances": distances,

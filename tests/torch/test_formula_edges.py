@@ -297,23 +297,22 @@ def test_a_sparse_tensor_is_refused_in_words():
 
 
 @pytest.mark.parametrize(
-    ("write", "line"),
+    "write",
     [
-        (torch.no_grad()(lambda y: torch._foreach_add_(y, 1.0)), "y = (3 x + 1) ⊙ (2 x + 1)"),
-        (lambda y: torch._foreach_mul_(y, [1.0, 2.0]), "y = 12 x²"),
-        (lambda y: torch._foreach_addcmul_(y, [z + 1 for z in y], [z * 2 for z in y], 3.0), None),
+        torch.no_grad()(lambda y: torch._foreach_add_(y, 1.0)),
+        lambda y: torch._foreach_mul_(y, [1.0, 2.0]),
+        lambda y: torch._foreach_addcmul_(y, [z + 1 for z in y], [z * 2 for z in y], 3.0),
     ],
     ids=["add", "mul", "addcmul"],
 )
-def test_an_operation_on_lists_is_one_on_each_tensor(write, line):
+def test_an_operation_that_writes_into_lists_is_written_by_name(write):
     def f(x):
         y = [x * 3, x * 2]
         write(y)
         return y[0] * y[1]
 
     found = gt.formula(f, torch.rand(3) + 1)
-    assert not found.marked and found.check is not None
-    assert line is None or found.lines(0) == [line]
+    assert found.marked and found.check is not None and found.check.given
 
 
 # --- what was a fault of ours ------------------------------------------------------------

@@ -11,7 +11,7 @@ An `Operation` (`operation_record.py`) has a constructor, a value in NumPy, a pu
 and axis ties; the records are in `operations/`, by family. Other operations keep their name and are
 computed and differentiated by the framework (`operations/opaque.py`).
 
-`derive` makes a `Formula`. `compared_run.py` compares it with the framework's numbers before
+`derive` makes a `Formula`. `comparing.py` compares it with the framework's numbers before
 `formulating.py` returns it, and compares derivations by hand with the framework.
 """
 

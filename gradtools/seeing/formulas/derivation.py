@@ -23,7 +23,6 @@ from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, pai
 from gradtools.seeing.formulas.expressions import Expr, placeholder
 from gradtools.seeing.formulas.expressions import order as ordered
 from gradtools.seeing.formulas.operation_record import OPERATIONS, evaluate
-from gradtools.seeing.formulas.recognition import recognise
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.formulas.reverse import adjoint
 from gradtools.seeing.formulas.statements import Section, Statements, leaf_names
@@ -100,12 +99,10 @@ class Formula:
     _agreement: Callable[..., Agreement]
     _statements: Statements | None = None
 
-    def __init__(
-        self, recorded: Recorded, order: int, wrt: Sequence[int] | None, named: bool
-    ) -> None:
+    def __init__(self, recorded: Recorded, order: int, wrt: Sequence[int] | None) -> None:
         inputs = recorded.opened
         self.order, self._recorded = order, recorded
-        self._outputs = recognise(recorded.outputs) if named else list(recorded.outputs)
+        self._outputs = list(recorded.outputs)
         leaves = list(dict.fromkeys((*inputs, *recorded.held, *recorded.draws)))
         self._names, self._output_names = leaf_names(leaves, self._outputs)
         active = [k for k, p in enumerate(inputs) if p.is_inexact and (wrt is None or k in wrt)]
@@ -357,7 +354,6 @@ def derive(
     recorded: Recorded,
     order: int = 1,
     wrt: Sequence[int] | None = None,
-    named: bool = True,
 ) -> Formula:
     """The formula of a recorded program.
 
@@ -365,12 +361,10 @@ def derive(
         recorded: The program. Its inputs are followed by differentiated captured arrays.
         order: 1, or 2 to add the double backward.
         wrt: The positions of the differentiated inputs; by default all floating and complex ones.
-        named: Whether patterns such as softplus are recognized, and written and differentiated by
-            name; else the program is differentiated as recorded.
     """
     if order not in (1, 2):
         raise GradtoolsError(f"formula: order is 1 or 2, not {order!r}")
-    return Formula(recorded, order, wrt, named)
+    return Formula(recorded, order, wrt)
 
 
 def _draw(rng: np.random.Generator, p: Expr) -> np.ndarray:

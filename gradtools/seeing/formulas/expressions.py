@@ -194,21 +194,3 @@ def order(roots: Iterable[Expr]) -> list[Expr]:
             stack.append((node, True))
             stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
     return result
-
-
-def substitute(
-    roots: Iterable[Expr],
-    rebuild: Callable[[Expr, tuple[Expr, ...]], Expr],
-    then: Callable[[Expr], Expr],
-) -> list[Expr]:
-    """The roots with every expression rewritten by ``then``, its arguments first.
-
-    ``rebuild`` makes an expression of an operation with other arguments.
-    """
-    roots = list(roots)
-    new: dict[Expr, Expr] = {}
-    for node in order(roots):
-        args = tuple(new[arg] for arg in node.args)
-        same = all(a is b for a, b in zip(args, node.args, strict=True))
-        new[node] = then(node if same else rebuild(node, args))
-    return [new[root] for root in roots]

@@ -17,7 +17,7 @@ from typing import Any
 from gradtools.arguments.checks import order_among
 from gradtools.backend import Operators, P
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formulas.compared_run import formulated
+from gradtools.seeing.formulas.comparing import formulated
 from gradtools.seeing.formulas.derivation import Formula
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.program import LeafProgram, spoken

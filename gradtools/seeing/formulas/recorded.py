@@ -14,6 +14,7 @@ import numpy as np
 from gradtools.seeing.formulas.algebra import apply, broadcast, constant_of
 from gradtools.seeing.formulas.expressions import COMPLEX, ArrayValue, Expr, order
 from gradtools.seeing.formulas.operation_record import made
+from gradtools.seeing.formulas.recognition import named
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +82,9 @@ def said(
 
 
 def fitted(x: Expr, like: Like) -> Expr:
-    """X broadcast to this shape, and cast to complex where the framework's result is complex."""
+    """X by its name, of this shape, and cast to complex where the framework's result is complex."""
     shape, kind = like
+    x = named(x)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
     plain = x.is_complex or constant_of(x) is not None
     return x if kind != COMPLEX or plain else apply("cast", x, to=COMPLEX)

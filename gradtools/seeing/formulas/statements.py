@@ -223,7 +223,7 @@ class Statements:
 
 _LIGHT = {
     *("power", "conj", "real", "imag", "compare", "one_hot", "arrange", "reshape", "abs", "sign"),
-    *("logical_not", "cast", "index", "scale_gradient", "stop"),
+    *("logical_not", "cast", "index", "stop"),
 }
 
 
@@ -285,7 +285,6 @@ _BASES = {
     "softmax": "p",
     "log_softmax": "l",
     "standardize": "n",
-    "deviation": "sigma",
     "variance": "v",
     "norm": "r",
     "by_name": "z",

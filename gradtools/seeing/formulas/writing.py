@@ -83,12 +83,9 @@ class ExpressionWriter:
             return self._function(x, [self.whole(a) for a in x.args], x.rank > 1)
         operation = OPERATIONS.get(x.op)
         if operation and operation.form:
-            self._note_name(x)
+            self.recognised.add(x.op)
             return operation.form(self, x)
         return ts.function(x.op, [self.whole(a) for a in x.args])
-
-    def _note_name(self, x: Expr) -> None:
-        self.recognised.add("variance" if x.op == "deviation" else x.op)
 
     def sum_of(self, terms: list[Written]) -> Written:
         """A sum; the terms without a minus come first."""
@@ -127,7 +124,7 @@ class ExpressionWriter:
     # Elementwise functions.
 
     def _function(self, x: Expr, args: list[Written], matrix: bool) -> Written:
-        self._note_name(x)
+        self.recognised.add(x.op)
         entry = OPERATIONS[x.op].entry
         return entry(x, args, matrix) if entry else ts.function(x.op, args)
 

@@ -136,13 +136,6 @@ word("outer", lambda a, b: einsum("i,j->ij", a, b))
 word("vdot", lambda a, b: conj(a) @ b)
 
 
-@makes("trace")
-def _trace(x: Expr) -> Expr:
-    """The trace over the last two axes."""
-    lead = tuple(range(x.rank - 2))
-    return product([x], [(*lead, "d", "d")], lead, x.shape[:-2])
-
-
 # Axes.
 
 
@@ -177,16 +170,6 @@ operation(  # row-major; also flatten, squeeze, unsqueeze
 )
 # Axis i of x becomes axes[i]; default the last ones.
 word("broadcast", lambda x, *, shape, axes=None: broadcast(x, shape, axes))
-
-
-@makes("tile")
-def _tile(x: Expr, *, reps: Sequence[int]) -> Expr:
-    """numpy.tile."""
-    shape = (1,) * (len(reps) - x.rank) + x.shape
-    once = reshape(x, [n for m in shape for n in (1, m)])
-    pairs = [*zip(reps, shape, strict=True)]
-    wide = broadcast(once, tuple(n for pair in pairs for n in pair))
-    return reshape(wide, [r * n for r, n in pairs])
 
 
 # Gather and scatter at known places.

@@ -103,15 +103,6 @@ def stop(x: Expr) -> Expr:
     return apply("stop", x)
 
 
-entrywise(
-    "scale_gradient",
-    lambda x, scale: x,
-    make=lambda x, *, scale: apply("scale_gradient", x, scale=scale),
-    pullback=lambda y, g, x: [y["scale"] * g],
-    entry=lambda x, args, matrix: args[0],
-)
-
-
 def _cast_value(x: np.ndarray, to: str) -> np.ndarray:
     if to == BOOLEAN:
         return x != 0
@@ -403,37 +394,13 @@ entrywise(
 )
 
 
-def _clip_derivative(y: Expr, x: Expr) -> list[Expr]:
-    bounds = [(">", y["low"]), ("<", y["high"])]
-    return [times(*(indicator(x, relation, n) for relation, n in bounds if n is not None))]
-
-
-def _clip_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
-    low = ts.number(-math.inf if x["low"] is None else x["low"])
-    high = ts.number(math.inf if x["high"] is None else x["high"])
-    return ts.function("clip", args, f"[{low.text}, {high.text}]")
-
-
-@makes(
-    "clip",
-    entrywise,
-    lambda x, low, high: np.clip(x, low, high),
-    _clip_derivative,
-    entry=_clip_form,
-)
+@makes("clip")
 def clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Expr:
     """min(max(x, low), high), with both bounds as numbers or both as operands."""
-    if bounds:
-        low, high = map(constant_of, bounds)
-    if bounds and (low is None or high is None):
-        return apply("minimum", maximum(x, bounds[0]), bounds[1])
-    if low is None and high is None:
-        return x
-    low, high = (None if v is None else float(v) for v in (low, high))
-    if low == 0 and high is None:
-        return apply("relu", x)
-    clipped = apply("clip", x, low=low, high=high)
-    return apply("cast", clipped, to=INTEGER) if is_integer(x) else clipped
+    low, high = bounds or (low, high)
+    result = x if low is None else maximum(x, lifted(low))
+    result = result if high is None else apply("minimum", result, high)
+    return apply("cast", result, to=INTEGER) if is_integer(x) else result
 
 
 def _where_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:

@@ -128,19 +128,10 @@ def _norm_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     )
 
 
-def _norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr:
-    """(sum |x|**ord)**(1/ord); ord: 2, 1, inf, any positive number."""
+def norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr | None:
+    """The Euclidean norm; None for any other."""
     axes = all_axes(x, axes)
-    size = apply("abs", x)
-    if ord == 2:
-        result = reduced("norm", x, axes)
-    elif abs(ord) == np.inf:
-        result = reduced("max" if ord > 0 else "min", size, axes) if axes else size
-    elif ord == 0:
-        result = total(indicator(x, "!=", 0), axes)
-    else:
-        result = total(size**ord, axes) ** (1 / ord)
-    return kept(result, axes, keep)
+    return kept(reduced("norm", x, axes), axes, keep) if ord == 2 else None
 
 
 _reduction(
@@ -149,7 +140,7 @@ _reduction(
     lambda y, g, x: [x * spread(real(g) / y, y["axes"], x.shape)],
     REAL,
     form=_norm_form,
-    make=_norm,
+    make=norm,
 )
 
 # The softmax family.
@@ -233,7 +224,7 @@ _reduction(
     ),
 )
 
-# Variance, standard deviation and standardization.
+# Variance and standardization.
 
 
 def _variance_value(y: Expr, x: np.ndarray) -> np.ndarray:
@@ -276,39 +267,11 @@ _reduction(
 )
 
 
-def _deviation_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
-    """standardize(x) g / n."""
-    axes, correction = y["axes"], y["correction"]
-    n = _count(x, axes)
-    if not correction and not x.is_complex:
-        return [1 / n * (standardize(x, axes=axes, eps=y["eps"]) * spread(g, axes, x.shape))]
-    weight = spread(real(g) / y, axes, x.shape)
-    return [1 / (n - correction) * (_centred(x, axes) * weight)]
-
-
-def _deviation_form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    inner = ts.function("var", [w.whole(x.args[0])], below_of(w, x))
-    inner = ts.summed([inner, ts.number(x["eps"])]) if x["eps"] else inner
-    text = inner.text if inner.level == ts.ATOM else f"({inner.text})"
-    return ts.Written(f"√{text}", rf"\sqrt{{{inner.latex}}}", ts.POWER)
-
-
-def deviation(
-    x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False, eps: float = 0.0
-) -> Expr:
-    """sqrt(variance + eps)."""
-    axes = all_axes(x, axes)
-    given = {"eps": float(eps), "correction": float(correction)}
-    return kept(reduced("deviation", x, axes, **given), axes, keep)
-
-
-_reduction(
+word(
     "deviation",
-    lambda y, x: np.sqrt(_variance_value(y, x) + y["eps"]),
-    _deviation_pullback,
-    REAL,
-    make=deviation,
-    form=_deviation_form,
+    lambda x, *, axes=None, correction=0, keep=False: (
+        variance(x, axes=axes, correction=correction, keep=keep) ** 0.5
+    ),
 )
 
 
@@ -321,7 +284,12 @@ def _standardize_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """(g - mean g - y mean(y g)) / deviation."""
     axes = y["axes"]
     inner = plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
-    return [inner / spread(deviation(x, axes=axes, eps=y["eps"]), axes, x.shape)]
+    return [inner / _deviation(x, axes, y["eps"])]
+
+
+def _deviation(x: Expr, axes: Iterable[int], eps: float) -> Expr:
+    """sqrt(variance + eps), broadcast to x."""
+    return spread((variance(x, axes=axes) + eps) ** 0.5, axes, x.shape)
 
 
 def _standardize_form(w: ExpressionWriter, x: Expr) -> ts.Written:
@@ -344,5 +312,5 @@ def _standardize_form(w: ExpressionWriter, x: Expr) -> ts.Written:
 def standardize(x: Expr, *, axes: Iterable[int], eps: float = 0.0) -> Expr:
     """(x - mean) / sqrt(variance + eps)."""
     if x.is_complex:
-        return _centred(x, axes) / spread(deviation(x, axes=axes, eps=eps), axes, x.shape)
+        return _centred(x, axes) / _deviation(x, axes, eps)
     return reduced("standardize", x, axes, eps=float(eps))

@@ -26,7 +26,6 @@ from gradtools.backend import Backend
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import enable_x64, is_of_random
 from gradtools.jax.operation_marks import function_name, is_chunk
-from gradtools.seeing.formulas.algebra import apply, constant_of
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operation_record import evaluate
 from gradtools.seeing.formulas.operations.arrays import arrange, constant
@@ -308,18 +307,8 @@ class _Translator:
         return [self.expr(Known(np.asarray(v), letter)) for v in values]
 
     def _rule(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """A rule of gradtools; scale_gradient is translated, a frozen function inlined."""
-        rule = eqn.params["rule"]
-        if eqn.primitive.name == "gradtools_primal" and rule.name == "scale_gradient":
-            factor = constant_of(self.expr(entries[1]))
-            if factor is not None:
-                scaled = apply("scale_gradient", self.expr(entries[0]), scale=factor)
-                return self._fitted(eqn, [scaled])
-        if rule.name.startswith("frozen"):
-            avals = [v.aval for v in eqn.invars]
-            closed = jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*avals)
-            return self._opened(closed, entries)
-        return self._named(eqn, entries, rule.name, with_words=False)
+        """A rule of gradtools, by its name."""
+        return self._named(eqn, entries, eqn.params["rule"].name, with_words=False)
 
 
 def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from gradtools.seeing.formulas.algebra import apply, constant_of, is_zero, resha
 from gradtools.seeing.formulas.expressions import Expr, kind_of
 from gradtools.seeing.formulas.operation_record import OPERATIONS
 from gradtools.seeing.formulas.operations.arrays import arrange, permuted, sliced
-from gradtools.seeing.formulas.operations.elementwise import cast, clip, is_integer, where
+from gradtools.seeing.formulas.operations.elementwise import cast, is_integer, where
 from gradtools.seeing.formulas.operations.indexing import meant, picked, take_along, taken
 
 Params = Mapping[str, Any]
@@ -131,13 +131,6 @@ def _one_hot(w: Any, jaxpr: Any, i: Expr) -> Expr | None:
     return apply("one_hot", i, size=out.shape[-1]) if fits else None
 
 
-def _traced(w: Any, jaxpr: Any, x: Expr, *offset: Expr) -> Expr | None:
-    plain = x.rank == 2 and x.shape[0] == x.shape[1] and all(constant_of(k) == 0 for k in offset)
-    adds = [e for e in jaxpr.eqns if e.primitive.name == "add"]
-    plain = plain and (bool(offset) or all(getattr(e.invars[1], "val", None) == 0 for e in adds))
-    return OPERATIONS["trace"].make(x) if plain else None  # type: ignore[misc]
-
-
 def _arranged(w: Any, jaxpr: Any, x: Expr) -> Expr | None:
     """Entries of x, wherever they come from: what is done to their numbers tells."""
     if len(jaxpr.invars) != 1:
@@ -145,15 +138,9 @@ def _arranged(w: Any, jaxpr: Any, x: Expr) -> Expr | None:
     return w.arranged(x, w.name, lambda counts: jax.core.eval_jaxpr(jaxpr, [], counts)[0])
 
 
-def _in_vocabulary(w: Any, jaxpr: Any, *xs: Expr) -> Expr:
-    return OPERATIONS[w.name].make(*xs)  # type: ignore[misc, no-any-return]
-
-
 WORDS: dict[str, Translation] = {
-    "trace": _traced,
-    "clip": lambda w, jaxpr, x, *bounds: clip(x, *bounds) if len(bounds) == 2 else None,
     "one_hot": _one_hot,
     "_one_hot": _one_hot,
-    **dict.fromkeys(("hypot", "logaddexp", "relu", "silu", "log_sigmoid"), _in_vocabulary),
+    "logaddexp": lambda w, jaxpr, *xs: OPERATIONS["logaddexp"].make(*xs),  # type: ignore[misc]
     **dict.fromkeys(("roll_static", "diagonal", "diag", "tril", "triu"), _arranged),
 }

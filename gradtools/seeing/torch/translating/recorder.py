@@ -21,8 +21,6 @@ import torch
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
-from gradtools.rules import Rule
-from gradtools.seeing.formulas.algebra import apply
 from gradtools.seeing.formulas.expressions import INTEGER, Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operations.arrays import arrange, constant, written
 from gradtools.seeing.formulas.operations.elementwise import stop
@@ -103,7 +101,7 @@ class FormulaRecorder(Recorder[Expr]):
         if any(x.requires_grad for x in xs) and not any(y.requires_grad for y in outs):
             values = [stop(self.of(y)) if is_inexact(y) else None for y in outs]
         else:
-            values = _scaled(args, given, self._named(name, kind.apply, args, kwargs, given, outs))
+            values = self._named(name, kind.apply, args, kwargs, given, outs)
         for y, value in zip(outs, values, strict=True):
             if value is not None:
                 self.hold(y, fitted(value, _like(y)), alone=True)
@@ -233,9 +231,6 @@ class FormulaRecorder(Recorder[Expr]):
             return out
         if name == "copy_" and view_of(args[0]) == view_of(args[1]):  # the end of y[0] += 1
             return call.run()
-        if name.removeprefix("_foreach_").rstrip("_") in _OF_EACH and name.startswith("_foreach_"):
-            with Operations(self):
-                return _each(name, args, call.kwargs)
         bound = self._bound(call)
         writes = self.keep_written(call)
         out = call.run()
@@ -392,19 +387,6 @@ def _is_number(x: Tensor) -> bool:
     return x.dtype is not torch.bool
 
 
-def _scaled(args: Any, given: Sequence[Expr], values: Sequence[Expr | None]) -> Any:
-    """The expression of gradtools' scale_gradient by one number; any other call's `values`."""
-    rule = getattr(args[0], "rule", None) if args else None
-    if not isinstance(rule, Rule) or rule.name != "scale_gradient" or len(given) != 1:
-        return values
-    (x,), (y,) = given, values
-    ones = np.ones(x.shape)
-    (factor,) = y["kernel"].vjp([0], [0]).value(ones, ones)  # type: ignore[index]
-    if not factor.size or np.any(factor != factor.flat[0]):
-        return values
-    return [apply("scale_gradient", x, scale=float(factor.flat[0]))]
-
-
 def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunction:
     """A call as an opaque function of its tensor arguments."""
     kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
@@ -418,33 +400,14 @@ def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunct
         given, named = pytree.tree_map(swapped, (tuple(args), dict(kwargs)))
         assert kept is not None
         with upstream.disable_current_modes(), torch.enable_grad():
-            return [y for y in tensors_in(fun(*given, **named)) if _is_number(y)]
+            out = [*tensors_in(fun(*given, **named))] or tensors_in(given[0])  # written in place
+            return [y for y in out if _is_number(y)]
 
     def arrays(values: Sequence[np.ndarray]) -> list[Tensor]:
         pairs = zip(values, dtypes, strict=True)
         return [torch.tensor(np.asarray(v), device=device).to(dtype) for v, dtype in pairs]
 
     return OpaqueFunction(backend, run, arrays, tuple(is_inexact(x) for x in xs))
-
-
-_OF_EACH = frozenset(
-    ["add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "tanh", "sigmoid", "zero"]
-    + ["copy", "lerp", "addcmul", "addcdiv"]
-)
-
-
-def _each(name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
-    """Runs a ``_foreach_`` operation as a loop over its lists of tensors."""
-    base = name.removeprefix("_foreach_")
-    operation = getattr(torch.ops.aten, base)
-    if base.startswith("addc") and len(args) > 3:
-        args, kwargs = args[:3], {**kwargs, "value": args[3]}
-    at = lambda x, k: x[k] if isinstance(x, list | tuple) else x
-    result = [
-        operation(*(at(x, k) for x in args), **{key: at(x, k) for key, x in kwargs.items()})
-        for k in range(len(args[0]))
-    ]
-    return None if base.endswith("_") else result
 
 
 # --- views and writes in place

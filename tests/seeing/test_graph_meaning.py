@@ -111,7 +111,6 @@ slice            ; x[:, 2]                             ; x[:, 2:3]
 flip             ; x.flip(1)                           ; jnp.flip(x, 1)
 split            ; x.split(3, 1)[1] * 2                ; lax.split(x, (1, 3), 1)[1] * 2
 unbind           ; x.unbind(1)[1] * 2                  ; jnp.unstack(x, axis=1)[1] * 2
-tile             ; v.repeat(2, 3)                      ; jnp.tile(v, (2, 3))
 add              ; torch.add(x, y, alpha=0.3)          ;
 round            ;                                     ; jnp.round(3 * x) * x
 clip             ; torch.clamp_min(x, 0.8)             ;

@@ -129,9 +129,12 @@ def _norm_form(w: ExpressionWriter, x: Expr) -> ts.Written:
 
 
 def norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr | None:
-    """The Euclidean norm; None for any other."""
+    """(sum |x|**ord)**(1/ord) of a positive finite ord; None for any other."""
     axes = all_axes(x, axes)
-    return kept(reduced("norm", x, axes), axes, keep) if ord == 2 else None
+    if ord == 2:
+        return kept(reduced("norm", x, axes), axes, keep)
+    size = apply("abs", x)
+    return total(size**ord, axes, keep) ** (1 / ord) if 0 < ord < np.inf else None
 
 
 _reduction(

@@ -425,7 +425,7 @@ class _FrozenBackward(Backward):
             pushed, other = _product(along, cts)
         use: Any = self.of
         # G's graph does not show casts inside of chunked, checkpoint or frozen.
-        casts = any(kind.startswith(_MAY_CAST) for kind in use.verification.kinds[0])
+        casts = any(kind.startswith(_MAY_CAST) for kind in use.verification.first[0].kinds)
         dtypes = {x.dtype for x in given} | ({torch.bfloat16} if casts else set())
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         noise = 64 * eps * (_product(us, us)[0] * _product(cts, cts)[0]) ** 0.5

@@ -9,16 +9,18 @@ threads without a block go to the original.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
 
+Tensor = torch.Tensor
 Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
 
 
@@ -157,3 +159,33 @@ def scripts_called(around: Around) -> Iterator[None]:
     functions, methods = _SCRIPTS
     with functions.by(around), methods.by(around):
         yield
+
+
+class Substituted(TorchFunctionMode):
+    """Mode that substitutes other tensors for those that a function captured."""
+
+    def __init__(self, captured: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.captured = captured  # keeps them alive, so that ids are unique
+        self.others = {id(x): other for x, other in zip(captured, others, strict=True)}
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self.within((args, kwargs or {}))
+        return fun(*args, **kwargs)
+
+    def __enter__(self) -> Substituted:
+        # A bound `apply` bypasses the patch; then the graph reaches the captured tensor: an error.
+        self._functions = functions_applied(self._applied, of_rules=False)
+        self._functions.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._functions.__exit__(*error)
+
+    def _applied(self, kind: Any, beneath: Any, args: Any, kwargs: Any) -> Any:
+        return beneath(*self.within(args), **kwargs)
+
+    def within(self, tree: Any) -> Any:
+        return upstream.tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)

@@ -10,7 +10,7 @@ operator in the function that is pushed, the cotangents are dual numbers of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from gradtools.rules import replaced_at
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.forward_mode.pushing import gated_at_custom_code
 from gradtools.torch.forward_mode.training_machinery import (
-    Replaced,
     captured_by,
     dual_at,
     level_of_tangents,
@@ -28,7 +27,7 @@ from gradtools.torch.forward_mode.training_machinery import (
     tangent_of,
 )
 from gradtools.torch.hooks import NeedsGraph
-from gradtools.torch.patches import scripts_called
+from gradtools.torch.patches import Substituted, scripts_called
 
 Tensor = torch.Tensor
 
@@ -70,7 +69,8 @@ class Pushforward:
             args, kwargs = upstream.tree_unflatten(
                 replaced_at(leaves, self._moved, duals[:count]), treedef
             )
-            with Replaced.at(zip(self.captured, duals[count:], strict=True)):
+            captured = Substituted(self.captured, duals[count:]) if self.captured else nullcontext()
+            with captured:
                 return self.f(*args, **kwargs)
 
         in_functorch = upstream.peek_interpreter_stack() is not None

@@ -2,9 +2,8 @@
 
 `torch.utils.checkpoint` recomputes a layer in the backward pass, after the dual level was left:
 f(x) has no tangent there, and saves other tensors than the first pass did. Here the checkpoint also
-saves the tangents of its inputs, and recomputes f(x, dx) in a dual level of its own.
-See `checkpoints.py` for
-`gt.checkpoint`.
+saves the tangents of its inputs, and recomputes f(x, dx) in a dual level of its own. See
+`checkpoints.py` for `gt.checkpoint`.
 
 DistributedDataParallel and FSDP2 pass activations through Functions that are identities and do
 their bookkeeping in the backward pass. Primals and tangents go through one such call together,
@@ -19,7 +18,7 @@ tangent as well.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -32,7 +31,12 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import NoForwardMode, dual_level
-from gradtools.torch.patches import checkpoints_taken, flex_validated, functions_applied
+from gradtools.torch.patches import (
+    Substituted,
+    checkpoints_taken,
+    flex_validated,
+    functions_applied,
+)
 
 Tensor = torch.Tensor
 
@@ -153,7 +157,8 @@ class _Checkpoints:
                 xs, named = upstream.tree_unflatten(
                     replaced_at(saved[:count], moved, duals), treedef
                 )
-                with Replaced.at([(x, dual_at(x, tangent)) for x, tangent in captured]):
+                others = [dual_at(x, tangent) for x, tangent in captured]
+                with Substituted([x for x, _ in captured], others) if captured else nullcontext():
                     fun(*xs, **named)
 
         primals = [primal_of(leaves[i]) for i in moved]
@@ -179,23 +184,3 @@ def level_of_tangents(caller: str) -> Iterator[Any]:
             "and another thread is in forward mode now. Run these backward passes one after the "
             "other."
         ) from None
-
-
-class Replaced(TorchFunctionMode):
-    """A function mode that replaces captured tensors by their dual numbers."""
-
-    def __init__(self, duals: dict[int, Tensor]) -> None:
-        super().__init__()
-        self._duals = duals
-
-    @classmethod
-    def at(cls, captured: Iterable[tuple[Tensor, Tensor]]) -> Any:
-        """The mode for captured tensors and their dual numbers; a null context without any."""
-        duals = {id(x): dual for x, dual in captured}
-        return cls(duals) if duals else nullcontext()
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = upstream.tree_map_only(
-            Tensor, lambda x: self._duals.get(id(x), x), (args, kwargs or {})
-        )
-        return fun(*args, **kwargs)

@@ -13,20 +13,25 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import wraps
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.coefficients import HERE, closed_over, coefficients_noted
-from gradtools.torch.compiling import left_to_python, nodes_of
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped, unwrapped
+from gradtools.torch.modes import NOTHING
+from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.patches import hooks_set
 from gradtools.torch.replaying.checksums import Figures, checksum, differ, differences_of, figures
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     from gradtools.torch.replaying.replay import Forward
 
 Tensor = torch.Tensor
+Entries = Sequence[Any]
 left_to_python(__name__)
 
 _KEEPS = (
@@ -47,7 +53,7 @@ _EDITS = {"scale_gradient": "scale_gradient or reverse_gradient"}  # which share
 _HELD = " that holds "  # between a node's name and its numbers
 _PRODUCTS = ("MulBackward0", "DivBackward0")
 _RULES = ("gradtools.torch.rules.", "gradtools.torch.hooks")  # the modules of rules' Functions
-_SAMPLE = 1 << 16  # entries of a module's output that are compared, to locate a difference
+_AccumulateGrad, _first_of = upstream.AccumulateGrad, itemgetter(0)
 
 
 class Coefficient(NamedTuple):
@@ -73,22 +79,34 @@ class Coefficient(NamedTuple):
         return None not in pair and bool(pair[0] != pair[1])
 
 
-class Seen(NamedTuple):
-    """What was seen while a chunk ran: its modules with their outputs, and coefficients.
+@dataclass(eq=False)
+class ChunkRecord:
+    """What is kept of one computation of a chunk, to compare the other one with.
 
-    hooks: The numbers and tensors that hooks on tensors close over.
+    Attributes:
+        modules: With `verify=True`, the modules that ran and the figures of their outputs.
+        coefficients: Those of edits.
+        hooks: The numbers and tensors that hooks on tensors close over.
+        places: The positions of the compared outputs.
+        figures: The figures of these outputs.
+        leaves: The leaves that the graph reaches, by their ids; None without a graph.
+        kinds: The kinds of the graph's nodes.
     """
 
-    modules: list[tuple[torch.nn.Module, list[Figures]]]
-    coefficients: list[Coefficient]
-    hooks: list[list[Coefficient]]
+    modules: list[tuple[torch.nn.Module, list[Figures]]] = field(default_factory=list)
+    coefficients: list[Coefficient] = field(default_factory=list)
+    hooks: list[list[Coefficient]] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    figures: list[Figures] = field(default_factory=list)
+    leaves: dict[int, Tensor] | None = None
+    kinds: Counter[str] = field(default_factory=Counter)
 
 
 class Verification:
-    """The checksums and leaves of one call's first pass, to compare recomputations with.
+    """The records of one call's first pass, to compare recomputations with.
 
-    exact: Whether to compare bits, in every chunk and module. Otherwise outputs on accelerators may
-        differ by rounding, and modules are compared in the first chunk only.
+    exact: Whether to compare bits, of outputs and of every module. Otherwise outputs on
+        accelerators may differ by rounding, and modules are not compared.
     """
 
     def __init__(self, forward: Forward, key: RunKey | None, exact: bool) -> None:
@@ -97,16 +115,12 @@ class Verification:
         self.is_compiled = is_compiled(forward)  # a hook would recompile it
         # CPU kernels are deterministic, but compiled code may be recompiled.
         self._outputs_exactly = self.exact or not self.is_compiled
-        self.places: dict[int, list[int]] = {}  # the positions of compared outputs
-        self.outs: dict[int, list[Figures]] = {}
-        self.seen: dict[int, Seen] = {}
-        self.leaves: dict[int, dict[int, Tensor]] = {}
-        self.kinds: dict[int, Counter[str]] = {}  # of the nodes of each chunk's graph
+        self.first: dict[int, ChunkRecord] = {}  # of the first pass, by chunk
         self.batches: Any = ()
         self.later: list[tuple[Tensor, str]] = []  # tensors that f can reach after the first pass
         self.compared = False  # whether anything was
-        # Asynchronous results of accelerators: chunk, whether it differs, its modules' figures.
-        self._pending: list[tuple[int, Tensor, Any]] = []
+        # Asynchronous results of accelerators: chunk, whether it differs, its record.
+        self._pending: list[tuple[int, Tensor, ChunkRecord]] = []
 
     @classmethod
     def of(cls, forward: Forward, exact: bool | None) -> Verification | None:
@@ -130,9 +144,9 @@ class Verification:
         pending, self._pending = self._pending, []
         if pending:
             on_device = torch.stack([x.to(pending[0][1].device) for _, x, _ in pending])
-            for (i, _, modules), differs in zip(pending, on_device.tolist(), strict=True):
+            for (i, _, seen), differs in zip(pending, on_device.tolist(), strict=True):
                 if differs:
-                    raise self._other(i, self._where(i, modules))
+                    raise self._other(i, self._where(i, seen))
         if self.run_key is not None and self.compared:
             self.run_key.mark_verified()
 
@@ -141,9 +155,9 @@ class Verification:
             self.run_key.discard()
 
     @contextmanager
-    def watching(self, i: int) -> Iterator[Seen]:
-        """Yields lists, to which outputs of modules and coefficients are added as they run."""
-        seen, first = Seen([], [], []), self.seen.get(i)
+    def watching(self, i: int) -> Iterator[ChunkRecord]:
+        """Yields a record, to which coefficients and modules are added as they run."""
+        seen, first = ChunkRecord(), self.first.get(i)
 
         def note_coefficient(edit: str, x: Any, variable: Any) -> None:
             seen.coefficients.append(self._coefficient(edit, x, variable))
@@ -159,20 +173,17 @@ class Verification:
                 return register(hook)
             return register(self._refusing(i, hook))
 
-        with coefficients_noted(note_coefficient), hooks_set(note_hook):
-            if self.exact or (i == 0 and not self.is_compiled):
-                with self._modules_noted(seen):
-                    yield seen
-            else:
-                yield seen
+        modules = self._modules_noted(seen) if self.exact else NOTHING
+        with coefficients_noted(note_coefficient), hooks_set(note_hook), modules:
+            yield seen
 
     @contextmanager
-    def _modules_noted(self, seen: Seen) -> Iterator[None]:
+    def _modules_noted(self, seen: ChunkRecord) -> Iterator[None]:
         thread = threading.get_ident()
 
         def note(module: Any, args: Any, out: Any) -> None:
             if threading.get_ident() == thread:
-                seen.modules.append((module, self._figures(out, _SAMPLE)))
+                seen.modules.append((module, self._figures(out)))
 
         handle = torch.nn.modules.module.register_module_forward_hook(note)
         OWN_HOOKS[0] += 1
@@ -188,14 +199,20 @@ class Verification:
         number = repr(x) if isinstance(x, bool | int | float | complex) else None
         return Coefficient(edit, number, lambda: variable)
 
-    def keep(self, i: int, outs: Sequence[Any], seen: Seen, batches: Any) -> None:
+    def keep(self, i: int, outs: Sequence[Any], seen: ChunkRecord, batches: Any) -> None:
         """Stores the first pass's chunk i. batches: The vmaps under which it ran."""
-        self.batches, self.seen[i] = batches, seen
-        self.places[i] = _differentiated(outs)
-        self.outs[i] = self._figures_of_outputs(outs, i)
+        self.batches, self.first[i] = batches, seen
+        seen.places = _differentiated(outs)
+        seen.figures = self._figures_of_outputs(outs, i)
 
     def compare(
-        self, i: int, outs: Any, seen: Seen, own: Any, batches: Any, anew: Callable[[], Any] | None
+        self,
+        i: int,
+        outs: Any,
+        seen: ChunkRecord,
+        own: Any,
+        batches: Any,
+        anew: Callable[[], Any] | None,
     ) -> None:
         """Raises if the recomputation of chunk i differs.
 
@@ -204,31 +221,29 @@ class Verification:
         """
         if batches != self.batches:
             return  # a batch of examples is recomputed for a first pass of one
-        new = self._figures_of_outputs(outs, i)
-        self.compared |= list(map(len, new)) == list(map(len, self.outs[i]))
-        differences = differences_of(self.outs[i], new)
+        first, new = self.first[i], self._figures_of_outputs(outs, i)
+        self.compared |= list(map(len, new)) == list(map(len, first.figures))
+        differences = differences_of(first.figures, new)
         if anew is not None and any(x is True for x in differences):
-            differences = differences_of(self.outs[i], self._figures_of_outputs(anew(), i))
+            differences = differences_of(first.figures, self._figures_of_outputs(anew(), i))
         if any(x is True for x in differences):
-            raise self._other(i, self._where(i, seen.modules))
+            raise self._other(i, self._where(i, seen))
         if asynchronous := [x for x in differences if isinstance(x, Tensor)]:
-            self._pending.append((i, torch.stack(asynchronous).any(), seen.modules))
-        if self.exact and not self._same_modules(self.seen[i].modules, seen.modules):
-            raise self._other(i, self._where(i, seen.modules))
+            self._pending.append((i, torch.stack(asynchronous).any(), seen))
+        if not self._same_modules(first.modules, seen.modules):
+            raise self._other(i, self._where(i, seen))
         if not was_queried():
             self._compare_coefficients(i, seen.coefficients)
-        if own is not None and torch.is_grad_enabled() and i in self.leaves:
-            self._compare_leaves(i, outs, own)
+        if own is not None and torch.is_grad_enabled() and first.leaves is not None:
+            self._compare_graphs(i, first, ChunkGraph.of(outs, own))
 
     # --- numbers
 
     def _figures_of_outputs(self, outs: Sequence[Any], i: int) -> list[Figures]:
-        compared = [outs[k] for k in self.places[i]]
+        compared = [outs[k] for k in self.first[i].places]
         return self._figures(compared, exact=self._outputs_exactly)
 
-    def _figures(
-        self, tree: Any, sample: int | None = None, exact: bool | None = None
-    ) -> list[Figures]:
+    def _figures(self, tree: Any, exact: bool | None = None) -> list[Figures]:
         leaves = [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
         wrapped = is_wrapped
         duals = [is_dual(x) and not wrapped(x) for x in leaves]
@@ -238,7 +253,7 @@ class Verification:
         if exact is None:
             exact = self.exact
         return [
-            checksum(x) if self.exact or (exact and x.device.type == "cpu") else figures(x, sample)
+            checksum(x) if self.exact or (exact and x.device.type == "cpu") else figures(x)
             for x in leaves
         ]
 
@@ -250,10 +265,9 @@ class Verification:
         same = [type(a[0]) is type(b[0]) and self._same(a[1], b[1]) for a, b in pairs]
         return len(old) == len(new) and all(same)
 
-    def _where(self, i: int, modules: Any) -> str:
-        first = self.seen[i].modules
-        pairs = zip(first, modules, strict=False)
-        for old, new in pairs:
+    def _where(self, i: int, seen: ChunkRecord) -> str:
+        first = self.first[i].modules
+        for old, new in zip(first, seen.modules, strict=False):
             if not self._same_modules([old], [new]):
                 _, name = self.reached.modules.get(id(new[0]), (None, "a module"))
                 return f"in {name} ({type(new[0]).__name__})"
@@ -288,7 +302,7 @@ class Verification:
         )
 
     def _compare_coefficients(self, i: int, new: list[Coefficient]) -> None:
-        first = self.seen[i].coefficients
+        first = self.first[i].coefficients
         if [x.edit for x in first] == [x.edit for x in new]:
             others = [(b.edit, a.differs(b)) for a, b in zip(first, new, strict=True)]
         else:  # an edit may run once more in one of them, in a check of a rule
@@ -301,52 +315,74 @@ class Verification:
 
     # --- graphs
 
-    def _compare_leaves(self, i: int, outs: Any, own: Any) -> None:
-        ends = {id(x) for x in own}
-        stop = {x.grad_fn for x in own if isinstance(x, Tensor) and x.grad_fn is not None}
-        nodes = nodes_of([y for y in outs if isinstance(y, Tensor)], stop)
-        leaves = {
-            id(node.variable): node.variable
-            for node in nodes
-            if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in ends
-        }
-        first = self.leaves[i]
-        if leaves.keys() == first.keys():
+    def _compare_graphs(self, i: int, first: ChunkRecord, new: ChunkGraph) -> None:
+        """Raises if the graph reaches other leaves, or has other nodes."""
+        old, leaves = first.leaves or {}, new.leaves
+        if leaves.keys() == old.keys():
             # Recompiled code may have other nodes.
             if self.reached.comparable and not self.is_compiled:
-                self._compare_nodes(i, kinds_of(nodes))
+                self._compare_nodes(i, first.kinds, kinds_of(new.nodes))
             return
         names = {id(x): name for x, name in (*self.reached.watched, *self.later)}
-        others = [x for k, x in {**first, **leaves}.items() if (k in first) != (k in leaves)]
+        others = [x for k, x in {**old, **leaves}.items() if (k in old) != (k in leaves)]
         # Leaves that f itself creates differ in each run.
         lasting = [x for x in others if id(x) in names or isinstance(x, torch.nn.Parameter)]
-        gone, new = ([x for x in lasting if (id(x) in first) == was] for was in (True, False))
-        if not any(id(x) in names for x in lasting) and _shapes(gone) == _shapes(new):
-            return
-        if not lasting:
+        gone, made = ([x for x in lasting if (id(x) in old) == was] for was in (True, False))
+        is_made_anew = not any(id(x) in names for x in lasting) and _shapes(gone) == _shapes(made)
+        if not lasting or is_made_anew:
             return
         other = lasting[0]
         name = names.get(id(other), f"a parameter of shape {tuple(other.shape)}")
-        lost = "does not reach" if id(other) in first else "also reaches"
+        lost = "does not reach" if id(other) in old else "also reaches"
         raise GradtoolsError(
             f"{self.caller}: chunk {i} is differentiated with respect to other tensors when it is "
             f"computed again: its graph {lost} {name}. {_KEEPS}"
         )
 
-    def _compare_nodes(self, i: int, found: Counter[str]) -> None:
+    def _compare_nodes(self, i: int, first: Counter[str], new: Counter[str]) -> None:
         """Raises if the graphs have other nodes, although leaves and numbers are the same."""
-        if any(kind.startswith("CompiledFunction") for kind in (*self.kinds[i], *found)):
+        if any(kind.startswith("CompiledFunction") for kind in (*first, *new)):
             return  # compiled in the first pass, but not in the recomputation, or vice versa
-        other = (self.kinds[i] - found) + (found - self.kinds[i])
+        other = (first - new) + (new - first)
         if other:
             kind = min(other)
             if _HELD in kind:
                 raise self._other_coefficient(i, f"the node {kind.split(_HELD)[0]}")
             raise GradtoolsError(
                 f"{self.caller}: chunk {i} is differentiated through other operations when it is "
-                f"computed again: its graph holds {kind} inputs {self.kinds[i][kind]} times first, "
-                f"then {found[kind]} times. {_KEEPS}"
+                f"computed again: its graph holds {kind} inputs {first[kind]} times first, "
+                f"then {new[kind]} times. {_KEEPS}"
             )
+
+
+@dataclass(frozen=True)
+class ChunkGraph:
+    """The graph of a chunk's outputs, from its inputs on.
+
+    Attributes:
+        nodes: All of its nodes.
+        leaves: The leaves that it reaches besides the inputs, by their ids.
+    """
+
+    nodes: list[Any]
+    leaves: dict[int, Tensor]
+
+    @classmethod
+    def of(cls, outs: Entries, inputs: Entries) -> ChunkGraph:
+        ends, leaves, nodes = {*map(id, inputs)}, dict[int, Tensor](), list[Any]()
+        seen = {None, *[x.grad_fn for x in inputs if isinstance(x, Tensor)]}
+        tracked = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
+        todo: list[Any] = [y.grad_fn or get_gradient_edge(y).node for y in tracked]
+        for node in todo:  # appended to below
+            if node in seen:
+                continue
+            seen.add(node)
+            nodes.append(node)
+            if type(node) is not _AccumulateGrad:
+                todo += map(_first_of, node.next_functions)
+            elif id(node.variable) not in ends and not is_spent(node.variable):
+                leaves[id(node.variable)] = node.variable
+        return cls(nodes, leaves)
 
 
 def _shapes(xs: list[Tensor]) -> list[tuple[Any, ...]]:

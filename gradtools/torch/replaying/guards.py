@@ -25,7 +25,6 @@ from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual
 from gradtools.torch.known_errors import NO_SAVED_TENSORS_HOOKS, says
-from gradtools.torch.patches import functions_applied
 from gradtools.torch.state import Snapshot
 
 if TYPE_CHECKING:
@@ -245,36 +244,6 @@ class Captures(TorchFunctionMode):
             if isinstance(x, Tensor) and is_wrapped(x) and (plain or id(x) in self.known):
                 raise captured_error(self.forward, x)
         return fun(*args, **(kwargs or {}))
-
-
-class Substituted(TorchFunctionMode):
-    """Mode that substitutes other tensors for those that a function captured."""
-
-    def __init__(self, captured: list[Tensor], others: list[Tensor]) -> None:
-        super().__init__()
-        self.captured = captured  # keeps them alive, so that ids are unique
-        self.others = {id(x): other for x, other in zip(captured, others, strict=True)}
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self.within((args, kwargs or {}))
-        return fun(*args, **kwargs)
-
-    def __enter__(self) -> Substituted:
-        # A bound `apply` bypasses the patch; then the graph reaches the captured tensor: an error.
-        self._functions = functions_applied(self._applied, of_rules=False)
-        self._functions.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._functions.__exit__(*error)
-
-    def _applied(self, kind: Any, beneath: Any, args: Any, kwargs: Any) -> Any:
-        return beneath(*self.within(args), **kwargs)
-
-    def within(self, tree: Any) -> Any:
-        return upstream.tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)
 
 
 def captured_error(forward: Forward, what: Any) -> GradtoolsError:

@@ -24,18 +24,18 @@ from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import LEAF_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
-from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import hooks_of_users
+from gradtools.torch.patches import Substituted
 from gradtools.torch.plain_programs.backward_nodes import WRONG
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import (
+    ChunkGraph,
     Verification,
     kinds_of,
     refuse_other_differentiation,
 )
 from gradtools.torch.replaying.guards import (
     Captures,
-    Substituted,
     bytes_saved,
     captured_error,
     check_cached,
@@ -71,8 +71,7 @@ from gradtools.torch.tensor_contents import is_other
 left_to_python(__name__)
 _PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right
 _grad_of, _is_leaf = operator.attrgetter("grad"), operator.attrgetter("is_leaf")
-_kind_of, _node_of = operator.attrgetter("device.type"), operator.attrgetter("grad_fn")
-_first_of = operator.itemgetter(0)
+_kind_of = operator.attrgetter("device.type")
 
 
 class Forward(ChunkProgram):
@@ -373,8 +372,6 @@ class Forward(ChunkProgram):
             if grad:
                 reached = self._find_leaves(i, outs, began, [*xs, *own])
                 leaves.update(reached)
-                if self.verification is not None:
-                    self.verification.leaves[i] = reached
                 if i >= self.count - kept:
                     self.retained[i] = (xs, own, outs)
             self.attached.append([*map(self._is_attached, outs)])
@@ -516,39 +513,27 @@ class Forward(ChunkProgram):
         began: Autograd's sequence number at the beginning of each chunk.
         own: The chunk's inputs, where the graph begins.
         """
-        leaves, ends = dict[int, Tensor](), {*map(id, own)}
-        pushed, tensors = upstream.forward_level() >= 0, [y for y in outs if isinstance(y, Tensor)]
-        if pushed or self.beneath:
-            for y in tensors:
-                if (is_wrapped(y) and self.beneath) or (pushed and is_dual(y)):
-                    raise captured_error(self, None)
-        todo = [y.grad_fn or get_gradient_edge(y).node for y in tensors if y.requires_grad]
-        seen, nodes, begin = {None, *map(_node_of, own)}, list[Any](), began[-1]
-        accumulates, number_of = upstream.AccumulateGrad, upstream.sequence_of
-        node: Any
-        for node in todo:  # appended to below
-            if node in seen:
-                continue
-            seen.add(node)
-            nodes.append(node)
+        pushed = upstream.forward_level() >= 0
+        for y in tensors_of(outs) if pushed or self.beneath else ():
+            if (is_wrapped(y) and self.beneath) or (pushed and is_dual(y)):
+                raise captured_error(self, None)
+        graph, begin, number_of = ChunkGraph.of(outs, own), began[-1], upstream.sequence_of
+        for node in graph.nodes:
             kind: Any = type(node)
-            if kind is accumulates:
-                variable = node.variable
-                if id(variable) not in ends and not is_spent(variable):
-                    leaves[id(variable)] = variable
+            if kind is upstream.AccumulateGrad:
                 continue
-            todo += map(_first_of, node.next_functions)
             if number_of(node) < begin and not is_cast_of_leaf(node):
                 of_pass = number_of(node) >= began[0]
                 raise edge_error(self, i, node) if of_pass else captured_error(self, node)
             if kind not in _PLAIN:
                 self._note_kind(kind, node)
         if self.captured:
-            self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
-            self.begun |= {y.grad_fn for y in tensors}
+            self.begun |= {parent for node in graph.nodes for parent, _ in node.next_functions}
+            self.begun |= {y.grad_fn for y in tensors_of(outs)}
         if self.verification is not None:
-            self.verification.kinds[i] = kinds_of(nodes)
-        return leaves
+            record = self.verification.first[i]
+            record.leaves, record.kinds = graph.leaves, kinds_of(graph.nodes)
+        return graph.leaves
 
     def _is_attached(self, y: Any) -> bool:
         """Whether an output of the first pass has a derivative."""
@@ -619,7 +604,10 @@ class PushedForward(Forward):
 
     def _find_leaves(self, i: int, outs: Entries, *_: Any) -> dict[int, Tensor]:
         self.is_right = False
-        return {id(x): x for x in parameters_of(self.start)}
+        leaves = {id(x): x for x in parameters_of(self.start)}
+        if self.verification is not None:
+            self.verification.first[i].leaves = leaves
+        return leaves
 
     def _is_attached(self, y: Any) -> bool:
         return isinstance(y, Tensor) and is_inexact(y)

@@ -42,8 +42,7 @@ class RunKey:
     @classmethod
     def of(cls, f: Callable[..., Any], *key: Any) -> RunKey:
         """The key of f, with further parts `key`."""
-        f, parts = _identity(f)
-        return cls(_verified(f), (*key, parts))
+        return cls(_verified(f), (*key, part_of(f)))
 
     def for_aspect(self, what: str) -> RunKey:
         """A key of the same configuration for another property than equal numbers."""
@@ -104,44 +103,22 @@ def _is_dead(part: Any) -> bool:
     return isinstance(part, _WeakIdentity) and part.of() is None
 
 
-def _identity(f: Any) -> tuple[Any, Any]:
-    """The object under which f's keys are cached, and a key of what f closes over.
+def part_of(x: Any, depth: int = 0) -> Any:
+    """The key of a function, or of an object that one closes over.
 
-    A function that is created in each step (a lambda, a method) is identified by its code and its
+    A function that is created in each step (a lambda, a method) has the key of its code and of its
     closure: tensors by shape and dtype, numbers by type, lists and tuples by their entries, other
     objects by identity.
     """
-    if isinstance(f, MethodType):
-        of, parts = _identity(f.__func__)
-        return of, (parts, part_of(f.__self__))
-    if isinstance(f, partial):
-        of, parts = _identity(f.func)
-        given = (*f.args, *f.keywords.values())
-        return of, (parts, tuple(f.keywords), *[part_of(x, 0) for x in given])
-    if type(f) is not FunctionType:
-        return f, None
-    return f.__code__, _parts(f, 0)
-
-
-def _parts(f: FunctionType, depth: int) -> tuple[Any, ...]:
-    cells = [contents_of(cell) for cell in f.__closure__ or ()]
-    captured = (*cells, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
-    return (id(f.__globals__), *[part_of(x, depth + 1) for x in captured])
-
-
-def part_of(x: Any, depth: int = 0) -> Any:
-    """The key of an object that a function closes over."""
     kind = type(x)
     if kind in (bool, str, type(None)):
         return x
     if isinstance(x, Tensor):
         return kind, x.shape, x.dtype, x.requires_grad
-    if depth < _DEPTH and kind is FunctionType:
-        return x.__code__, _parts(x, depth)
-    if depth < _DEPTH and kind is MethodType:
-        return part_of(x.__func__, depth + 1), part_of(x.__self__, depth + 1)
-    if kind in (list, tuple) and depth < _DEPTH and len(x) <= _PARTS:
-        return kind, tuple([part_of(y, depth + 1) for y in x])
+    parts = _parts(x) if depth <= _DEPTH else ()
+    if parts:
+        space = id(x.__globals__) if kind is FunctionType else None
+        return kind, space, *[part_of(y, depth + 1) for y in parts]
     if kind in (int, float, complex, list, dict, tuple, set):
         return kind
     try:
@@ -150,9 +127,24 @@ def part_of(x: Any, depth: int = 0) -> Any:
         return kind
 
 
-def _verified(f: Callable[..., Any]) -> dict[Any, Callable[[], Any]]:
-    """The verified and pending configurations of f."""
+def _parts(x: Any) -> tuple[Any, ...]:
+    """The objects that a function, a list or a tuple is made of."""
+    if type(x) is FunctionType:
+        cells = [contents_of(cell) for cell in x.__closure__ or ()]
+        defaults = *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
+        return (x.__code__, *cells, *defaults)
+    if type(x) is MethodType:
+        return x.__func__, x.__self__
+    if isinstance(x, partial):
+        return (x.func, *x.args, *x.keywords, *x.keywords.values())
+    return tuple(x) if type(x) in (list, tuple) and len(x) <= _PARTS else ()
+
+
+def _verified(f: Any) -> dict[Any, Callable[[], Any]]:
+    """The verified and pending configurations of f, or of its code."""
+    while isinstance(f, MethodType | partial):
+        f = f.__func__ if isinstance(f, MethodType) else f.func
     try:
-        return _VERIFIED.setdefault(f, {})
+        return _VERIFIED.setdefault(f.__code__ if type(f) is FunctionType else f, {})
     except TypeError:  # f does not support weak references, or has no hash
         return {}

@@ -648,15 +648,6 @@ class ModuleLike(torch.nn.Module):
         self._own._load_from_state_dict(*args, **kwargs)
 
 
-def scripted_attributes(module: Any) -> list[tuple[str, bool, Any]]:
-    """The name, whether it is a parameter, and the owner of each attribute of a ScriptModule.
-
-    `getattr` of the module returns copies. Gone: changes by TorchScript are not undone.
-    """
-    attributes = module._concrete_type.get_attributes().items()
-    return [(key, is_parameter, module._c) for key, (_, is_parameter) in attributes]
-
-
 cached_weights: Callable[[], dict[Any, Any]] = partial(getattr, parametrize, "_cache")
 caches_weights: Callable[[], int] = partial(getattr, parametrize, "_cache_enabled")
 """What `torch.nn.utils.parametrize.cached` keeps, and how many of its blocks are open. Gone: as

@@ -32,7 +32,13 @@ from gradtools.torch.modes import Modes, NoForwardMode, batchings
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import CHUNK, detached
-from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked, own_wrapper
+from gradtools.torch.replaying.guards import (
+    bytes_saved,
+    is_plain,
+    marked,
+    own_wrapper,
+    wrapper_error,
+)
 from gradtools.torch.replaying.nodes import (
     Backward,
     Pushed,
@@ -125,12 +131,7 @@ class _Use(Forward):
         for module, name in self.start.reached.modules.values():
             kind = own_wrapper(module)
             if kind is not None:
-                raise GradtoolsError(
-                    f"{self.caller}: {name} is a {kind}, which shares out the work on parameters "
-                    f"and their gradients; here {self.fun} is computed several times and its "
-                    "parameters are constants. Pass the module inside (such as ddp.module), whole "
-                    "on each process."
-                )
+                raise wrapper_error(self.caller, name, kind)
 
     # --- the first pass
 

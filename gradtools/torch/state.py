@@ -179,7 +179,6 @@ class Reached:
         empty: Empty containers in attributes, of which modules have many.
         maps: Dictionaries with string keys, such as `__dict__`, and copies of them.
         places: Other containers, and variables: getter, setter and contents.
-        comparable: Whether getters return the identical object in each call.
         lasts: Whether the next call may find the same objects, so that the snapshot is kept. It is
             not if that would keep graphs or arguments alive.
         tensors: The watched tensors.
@@ -196,7 +195,6 @@ class Reached:
     empty: list[Any] = field(default_factory=list)
     maps: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     places: list[tuple[Get, Put, tuple[Any, ...]]] = field(default_factory=list)
-    comparable: bool = True
     lasts: bool = False
     tensors: list[Tensor] = field(default_factory=list)
     counted: list[Tensor] = field(default_factory=list)
@@ -223,8 +221,7 @@ class Reached:
         """Whether all containers hold the identical objects; keys need only be equal."""
         maps, keys, values = self._flat
         return (
-            self.comparable
-            and not any(self.empty)
+            not any(self.empty)
             and [*map(list, maps)] == keys
             and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
             and all(_same(get(), held) for get, _, held in self.places)
@@ -454,18 +451,6 @@ class _Search:
             for key, part in [*parts.items()] if parts else ():
                 self.visit(part, f"{name}.{key}", True)
         self._attributes(x, name, True)
-        if isinstance(x, torch.jit.ScriptModule):
-            self._scripted(x, name)
-
-    def _scripted(self, x: torch.jit.ScriptModule, name: str) -> None:
-        """The attributes of a ScriptModule, which returns copies of everything except tensors."""
-        self.reached.comparable = False
-        for key, is_parameter, holder in upstream.scripted_attributes(x):
-            place = _variable(partial(holder.getattr, key), partial(holder.setattr, key))
-            (value,) = place[0]() if is_parameter else self._record(place)
-            self.visit(value, f"{name}.{key}", True)
-        for key, module in x.named_children():
-            self.visit(module, f"{name}.{key}", True)
 
     def _function(self, x: FunctionType, owned: bool) -> None:
         """The closure and defaults of a function; in user code also the globals that it names."""

@@ -993,7 +993,7 @@ class Hidden(nn.Module):
         return self.linear(x) * (1 + (self.count() == self.at))
 
 
-def test_verify_sees_a_module_whose_output_cancels_in_the_value_alone():
+def test_a_module_whose_output_cancels_in_the_value_is_seen_in_its_graph():
     hidden = Hidden(5).double()
 
     def f(c):
@@ -1001,18 +1001,7 @@ def test_verify_sees_a_module_whose_output_cancels_in_the_value_alone():
         return c + (y - y.detach())[:, :3]
 
     loss = contrast(gt.chunked(f, CHUNK, verify=True)(X))
-    with pytest.raises(GradtoolsError, match=r"chunk 0 .* first in hidden \(Hidden\)"):
-        loss.backward()
-
-
-def test_verify_tells_of_what_is_outside_of_modules():
-    model, count = network(), itertools.count(1).__next__
-
-    def f(c):
-        return model(c) * count()
-
-    loss = contrast(gt.chunked(f, CHUNK, verify=True)(X))
-    with pytest.raises(GradtoolsError, match=r"chunk 0 .* first outside of its modules"):
+    with pytest.raises(GradtoolsError, match=r"coefficient of the node MulBackward0"):
         loss.backward()
 
 

@@ -818,12 +818,6 @@ def test_the_block_of_a_default_device_is_seen():
     assert upstream.default_device() == before
 
 
-def test_attributes_of_a_scripted_module_are_listed():
-    m = torch.jit.script(torch.nn.Linear(2, 2))
-    found = {name: parameter for name, parameter, _ in upstream.scripted_attributes(m)}
-    assert found["weight"] is True and found["training"] is False
-
-
 def test_which_kernels_stand_beneath_autograd():
     key = upstream.DispatchKey.AutogradFunctionality
     assert not upstream.is_dispatch_key_excluded(key)

@@ -9,6 +9,11 @@ has a tangent, and the operation f is linear in that operand, this is enough:
 
 Operations that are not in the table, or that have several tangents, use PyTorch's rules; so do
 those that PyTorch calls internally, which a function mode does not intercept.
+
+Measured on five networks (MLPs, a CNN, a transformer) against PyTorch's rules: these need 0.8 of
+the products and 0.33 to 0.97 of the time in a second derivative through `frozen`, 0.67 and 0.25 to
+0.66 in `jvp` under no_grad. `symbolic_zeros` alone saves the same products, but takes 1.1 to 1.6
+and 1.4 to 2.4 times as long as these rules.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ left_to_python(__name__)
 
 def tangents(use: Any, zs: Entries, dzs: Entries) -> list[Any]:
     """Tangents of the outputs of a use of a frozen function, without any graph."""
-    recorded = nodes_made() - use.made_anew[0]
+    recorded = nodes_made() - use.nodes_of_comparison[0]
     dys = _tangents(use, zs, dzs)
-    if nodes_made() - use.made_anew[0] != recorded:  # by TorchScript, which no mode sees
+    if nodes_made() - use.nodes_of_comparison[0] != recorded:  # by TorchScript, which no mode sees
         with scripts_refused(use.caller):
             _tangents(use, zs, dzs)
     return dys

@@ -8,7 +8,6 @@ in the first backward pass for each `RunKey`.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,30 +18,27 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch import trees
 from gradtools.torch.coefficients import HERE, closed_over, coefficients_noted
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.functorch_wrappers import is_dual, is_wrapped, unwrapped
-from gradtools.torch.modes import NOTHING
+from gradtools.torch.functorch_wrappers import is_wrapped, unwrapped
 from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.patches import hooks_set
 from gradtools.torch.replaying.checksums import Figures, checksum, differ, differences_of, figures
 from gradtools.torch.replaying.guards import is_recorded, was_queried
 from gradtools.torch.replaying.run_keys import RunKey, is_compiled, run_key
+from gradtools.torch.replaying.slicing import Entries, primal_of
 
 if TYPE_CHECKING:
     from gradtools.torch.replaying.replay import Forward
 
 Tensor = torch.Tensor
-Entries = Sequence[Any]
 left_to_python(__name__)
 
 _KEEPS = (
@@ -84,7 +80,6 @@ class ChunkRecord:
     """What is kept of one computation of a chunk, to compare the other one with.
 
     Attributes:
-        modules: With `verify=True`, the modules that ran and the figures of their outputs.
         coefficients: Those of edits.
         hooks: The numbers and tensors that hooks on tensors close over.
         places: The positions of the compared outputs.
@@ -93,7 +88,6 @@ class ChunkRecord:
         kinds: The kinds of the graph's nodes.
     """
 
-    modules: list[tuple[torch.nn.Module, list[Figures]]] = field(default_factory=list)
     coefficients: list[Coefficient] = field(default_factory=list)
     hooks: list[list[Coefficient]] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
@@ -105,22 +99,24 @@ class ChunkRecord:
 class Verification:
     """The records of one call's first pass, to compare recomputations with.
 
-    exact: Whether to compare bits, of outputs and of every module. Otherwise outputs on
-        accelerators may differ by rounding, and modules are not compared.
+    exact: Whether to compare bits on accelerators as well, where results may differ by rounding.
     """
 
     def __init__(self, forward: Forward, key: RunKey | None, exact: bool) -> None:
         self.caller, self.reached = forward.caller, forward.start.reached
         self.run_key, self.exact = key, exact
-        self.is_compiled = is_compiled(forward)  # a hook would recompile it
-        # CPU kernels are deterministic, but compiled code may be recompiled.
-        self._outputs_exactly = self.exact or not self.is_compiled
+        self.is_compiled = is_compiled(forward)
+        # Code that is compiled again, by torch.compile or TorchScript, may have other nodes.
+        scripted = any(
+            isinstance(m, torch.jit.ScriptModule) for m, _ in self.reached.modules.values()
+        )
+        self._compares_nodes = not (self.is_compiled or scripted)
         self.first: dict[int, ChunkRecord] = {}  # of the first pass, by chunk
         self.batches: Any = ()
         self.later: list[tuple[Tensor, str]] = []  # tensors that f can reach after the first pass
         self.compared = False  # whether anything was
-        # Asynchronous results of accelerators: chunk, whether it differs, its record.
-        self._pending: list[tuple[int, Tensor, ChunkRecord]] = []
+        # Asynchronous results of accelerators: the chunk, and whether it differs.
+        self._pending: list[tuple[int, Tensor]] = []
 
     @classmethod
     def of(cls, forward: Forward, exact: bool | None) -> Verification | None:
@@ -143,10 +139,10 @@ class Verification:
         """
         pending, self._pending = self._pending, []
         if pending:
-            on_device = torch.stack([x.to(pending[0][1].device) for _, x, _ in pending])
-            for (i, _, seen), differs in zip(pending, on_device.tolist(), strict=True):
+            on_device = torch.stack([x.to(pending[0][1].device) for _, x in pending])
+            for (i, _), differs in zip(pending, on_device.tolist(), strict=True):
                 if differs:
-                    raise self._other(i, self._where(i, seen))
+                    raise self._other(i)
         if self.run_key is not None and self.compared:
             self.run_key.mark_verified()
 
@@ -173,28 +169,12 @@ class Verification:
                 return register(hook)
             return register(self._refusing(i, hook))
 
-        modules = self._modules_noted(seen) if self.exact else NOTHING
-        with coefficients_noted(note_coefficient), hooks_set(note_hook), modules:
+        with coefficients_noted(note_coefficient), hooks_set(note_hook):
             yield seen
-
-    @contextmanager
-    def _modules_noted(self, seen: ChunkRecord) -> Iterator[None]:
-        thread = threading.get_ident()
-
-        def note(module: Any, args: Any, out: Any) -> None:
-            if threading.get_ident() == thread:
-                seen.modules.append((module, self._figures(out)))
-
-        handle = torch.nn.modules.module.register_module_forward_hook(note)
-        OWN_HOOKS[0] += 1
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def _coefficient(self, edit: str, x: Any, variable: Any) -> Coefficient:
         if isinstance(x, Tensor):
-            known = self._figures([unwrapped(x)], exact=self._outputs_exactly)[0]
+            known = self._figures(unwrapped(x))
             return Coefficient(edit, known, lambda: None if variable is None else weakref.ref(x)())
         number = repr(x) if isinstance(x, bool | int | float | complex) else None
         return Coefficient(edit, number, lambda: variable)
@@ -212,26 +192,24 @@ class Verification:
         seen: ChunkRecord,
         own: Any,
         batches: Any,
-        anew: Callable[[], Any] | None,
+        again: Callable[[], Any] | None,
     ) -> None:
         """Raises if the recomputation of chunk i differs.
 
         own: The inputs of its graph, if the graph is compared as well.
-        anew: Computes the outputs by the kernels of the first pass, if other ones computed `outs`.
+        again: Computes the outputs by the kernels of the first pass, if other ones computed `outs`.
         """
         if batches != self.batches:
             return  # a batch of examples is recomputed for a first pass of one
         first, new = self.first[i], self._figures_of_outputs(outs, i)
         self.compared |= list(map(len, new)) == list(map(len, first.figures))
         differences = differences_of(first.figures, new)
-        if anew is not None and any(x is True for x in differences):
-            differences = differences_of(first.figures, self._figures_of_outputs(anew(), i))
+        if again is not None and any(x is True for x in differences):
+            differences = differences_of(first.figures, self._figures_of_outputs(again(), i))
         if any(x is True for x in differences):
-            raise self._other(i, self._where(i, seen))
+            raise self._other(i)
         if asynchronous := [x for x in differences if isinstance(x, Tensor)]:
-            self._pending.append((i, torch.stack(asynchronous).any(), seen))
-        if not self._same_modules(first.modules, seen.modules):
-            raise self._other(i, self._where(i, seen))
+            self._pending.append((i, torch.stack(asynchronous).any()))
         if not was_queried():
             self._compare_coefficients(i, seen.coefficients)
         if own is not None and torch.is_grad_enabled() and first.leaves is not None:
@@ -241,47 +219,22 @@ class Verification:
 
     def _figures_of_outputs(self, outs: Sequence[Any], i: int) -> list[Figures]:
         compared = [outs[k] for k in self.first[i].places]
-        return self._figures(compared, exact=self._outputs_exactly)
+        return [self._figures(x) for x in compared if isinstance(x, Tensor)]
 
-    def _figures(self, tree: Any, exact: bool | None = None) -> list[Figures]:
-        leaves = [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
-        wrapped = is_wrapped
-        duals = [is_dual(x) and not wrapped(x) for x in leaves]
-        pairs = zip(leaves, duals, strict=True)
-        leaves = [forward_ad.unpack_dual(x).primal if dual else x for x, dual in pairs]
-        leaves = [x.detach() for x in leaves]
-        if exact is None:
-            exact = self.exact
-        return [
-            checksum(x) if self.exact or (exact and x.device.type == "cpu") else figures(x)
-            for x in leaves
-        ]
+    def _figures(self, x: Tensor) -> Figures:
+        x = primal_of(x).detach() if not is_wrapped(x) else x.detach()
+        # CPU kernels are deterministic, but compiled code may be recompiled.
+        exact = self.exact or (x.device.type == "cpu" and not self.is_compiled)
+        return checksum(x) if exact else figures(x)
 
-    def _same(self, old: list[Figures], new: list[Figures]) -> bool:
-        return not any(map(bool, differences_of(old, new)))
-
-    def _same_modules(self, old: Any, new: Any) -> bool:
-        pairs = zip(old, new, strict=False)  # f may create modules in each call
-        same = [type(a[0]) is type(b[0]) and self._same(a[1], b[1]) for a, b in pairs]
-        return len(old) == len(new) and all(same)
-
-    def _where(self, i: int, seen: ChunkRecord) -> str:
-        first = self.first[i].modules
-        for old, new in zip(first, seen.modules, strict=False):
-            if not self._same_modules([old], [new]):
-                _, name = self.reached.modules.get(id(new[0]), (None, "a module"))
-                return f"in {name} ({type(new[0]).__name__})"
-        return "outside of its modules" if first else "(verify=True tells in which module)"
-
-    def _other(self, i: int, where: str) -> GradtoolsError:
+    def _other(self, i: int) -> GradtoolsError:
         return GradtoolsError(
-            f"{self.caller}: chunk {i} gives other numbers when it is computed again, first "
-            f"{where}. It depends on something that is neither an argument, a random stream, nor "
-            "held by a module or variable that f can reach (an iterator, a file, a cache, the "
-            "clock, __slots__ of an object, a tensor changed through .data), another thread draws "
-            "from a random stream of f, or a kernel is not deterministic "
-            "(torch.use_deterministic_algorithms). Its gradient would be wrong. Make it a buffer "
-            "of a module or an argument."
+            f"{self.caller}: chunk {i} gives other numbers when it is computed again. It depends "
+            "on something that is neither an argument, a random stream, nor held by a module or "
+            "variable that f can reach (an iterator, a file, a cache, the clock, __slots__ of an "
+            "object, a tensor changed through .data), another thread draws from a random stream of "
+            "f, or a kernel is not deterministic (torch.use_deterministic_algorithms). Its "
+            "gradient would be wrong. Make it a buffer of a module or an argument."
         )
 
     def _refusing(self, i: int, hook: Any) -> Any:
@@ -319,8 +272,7 @@ class Verification:
         """Raises if the graph reaches other leaves, or has other nodes."""
         old, leaves = first.leaves or {}, new.leaves
         if leaves.keys() == old.keys():
-            # Recompiled code may have other nodes.
-            if self.reached.comparable and not self.is_compiled:
+            if self._compares_nodes:
                 self._compare_nodes(i, first.kinds, kinds_of(new.nodes))
             return
         names = {id(x): name for x, name in (*self.reached.watched, *self.later)}
@@ -328,8 +280,8 @@ class Verification:
         # Leaves that f itself creates differ in each run.
         lasting = [x for x in others if id(x) in names or isinstance(x, torch.nn.Parameter)]
         gone, made = ([x for x in lasting if (id(x) in old) == was] for was in (True, False))
-        is_made_anew = not any(id(x) in names for x in lasting) and _shapes(gone) == _shapes(made)
-        if not lasting or is_made_anew:
+        is_replaced = not any(id(x) in names for x in lasting) and _shapes(gone) == _shapes(made)
+        if not lasting or is_replaced:
             return
         other = lasting[0]
         name = names.get(id(other), f"a parameter of shape {tuple(other.shape)}")

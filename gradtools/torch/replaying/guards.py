@@ -141,29 +141,24 @@ def bytes_saved(forward: Forward) -> Iterator[list[int]]:
 
 # --- errors ------------------------------------------------------------------------------
 
-_OWN_WRAPPERS = {
-    "DistributedDataParallel": "It would reduce gradients once for each chunk. Wrap the other way "
-    "round: DistributedDataParallel around a module whose forward calls chunked on the plain one.",
-    "FullyShardedDataParallel": "Its parameters are gathered and freed around each call; use "
-    "DistributedDataParallel around a module whose forward calls chunked.",
-    "FSDPModule": "Its parameters are gathered and freed around each call; put fully_shard, or "
-    "DistributedDataParallel, around a module whose forward calls {caller} on its layers or on a "
-    "method of its own, so that f does not call the sharded module itself. In place of "
-    "gt.checkpoint take torch.utils.checkpoint.checkpoint with use_reentrant=False.",
-    "DataParallel": "Its replicas are new at each call; use DistributedDataParallel around a "
-    "module whose forward calls chunked.",
-}
+_WRAPPERS = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"
 
 
 def own_wrapper(module: Any) -> str | None:
     """The class name of a PyTorch wrapper that manages parameters itself (DDP, FSDP, ...)."""
-    kinds = [kind for kind in type(module).__mro__ if kind.__name__ in _OWN_WRAPPERS]
+    kinds = [kind for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS]
     return next((k.__name__ for k in kinds if k.__module__.startswith("torch.")), None)
 
 
-def _wrapper_error(caller: str, name: str, kind: str) -> GradtoolsError:
+def wrapper_error(caller: str, name: str, kind: str) -> GradtoolsError:
     return GradtoolsError(
-        f"{caller}: {name} is a {kind}. {_OWN_WRAPPERS[kind].format(caller=caller)}"
+        f"{caller}: {name} is a {kind}, which gathers parameters or reduces gradients around each "
+        "call, and here a call is computed several times. Wrap the other way round: "
+        "DistributedDataParallel around a module whose forward calls "
+        f"{caller} on the plain module (such as ddp.module), or fully_shard around a "
+        f"module whose forward calls {caller} on its layers or on a method of its own, not on the "
+        "sharded module itself. In place of gt.checkpoint, "
+        "torch.utils.checkpoint.checkpoint with use_reentrant=False may be inside."
     )
 
 
@@ -187,7 +182,7 @@ def without_sharded_calls(caller: str) -> Iterator[None]:
 
     def refuse(module: Any, _: Any) -> None:
         if own_wrapper(module) == "FSDPModule" and threading.get_ident() == thread:
-            raise _wrapper_error(caller, f"{type(module).__name__}, which f calls,", "FSDPModule")
+            raise wrapper_error(caller, f"{type(module).__name__}, which f calls,", "FSDPModule")
 
     hook = register_module_forward_pre_hook(refuse)
     try:
@@ -206,7 +201,7 @@ def check_modules(caller: str, start: Snapshot, f: Any) -> bool:
     for module, name in start.reached.modules.values():
         kind = own_wrapper(module)
         if kind is not None and (kind != "FSDPModule" or _has_forward_methods(module)):
-            raise _wrapper_error(caller, name, kind)
+            raise wrapper_error(caller, name, kind)
         sharded |= kind is not None
         normalises = isinstance(module, upstream.BatchNorm)
         if caller == "chunked" and normalises and module.training:

@@ -243,14 +243,14 @@ class _Derived(ChunkProgram):
     def _begun(self) -> Sums:
         """New sums, which start from the leaves' gradients of earlier nodes in this pass."""
         sums = Sums()
-        handed = self.joint.take(self.leaves) if self.joint and self.joint.sums else []
-        if any(x is not None for x in handed):
-            sums.add([*[None] * self.shared_width, *handed])
+        begun = self.joint.take(self.leaves) if self.joint and self.joint.sums else []
+        if any(x is not None for x in begun):
+            sums.add([*[None] * self.shared_width, *begun])
         return sums
 
     def nothing(self, i: int) -> list[Any]:
         """The outputs of a chunk that does not contribute."""
-        raise NotImplementedError
+        return []
 
     def _within(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], Any, Any]:
         """The other program's inputs, outputs and sums, with a graph between them."""
@@ -374,10 +374,6 @@ class Pushed(_Derived):
     """The pushforward, as the transpose of the pullback: dual levels do not nest."""
 
     transposes = True
-
-    def nothing(self, i: int) -> list[Any]:
-        """Nothing: a chunk without tangents has no outputs."""
-        return []
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         create = torch.is_grad_enabled()

@@ -142,7 +142,7 @@ def check_end(forward: Forward, count: int) -> None:
     moved = [stream for stream, state in streams.items() if state != expected[stream]]
     if moved:
         raise GradtoolsError(
-            f"{forward.caller}: {moved[0]} stands elsewhere after f was computed again than after "
+            f"{forward.caller}: {moved[0]} is elsewhere after f was computed again than after "
             "it was computed first. f draws from it only once (what it keeps in a cache, say), "
             "or another thread draws from it meanwhile, whose numbers would come twice: give "
             "that thread a generator of its own."

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import get_gradient_edge
 
 from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError
@@ -52,6 +52,7 @@ from gradtools.torch.replaying.nodes import ChunkProgram, cut_up
 from gradtools.torch.replaying.recomputing import check_end
 from gradtools.torch.replaying.slicing import (
     Entries,
+    Originals,
     Rows,
     Tensor,
     alias_of,
@@ -66,7 +67,6 @@ from gradtools.torch.replaying.slicing import (
 from gradtools.torch.rerunning import Rerunnable
 from gradtools.torch.rules.functions import reverse_only_at
 from gradtools.torch.state import Snapshot
-from gradtools.torch.tensor_contents import is_other
 
 left_to_python(__name__)
 _PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right
@@ -95,7 +95,7 @@ class Forward(ChunkProgram):
         self.tensors = tensors_of([*chunks.shared, *chunks.carry, *self.pieces[0]])
         self.modes, self.device = Modes.now({*map(_kind_of, self.tensors)}), upstream.device_set()
         self.first_modes = self.modes
-        self.made_anew = [0]  # nodes of autograd's, by `_anew`
+        self.nodes_of_comparison = [0]  # nodes of autograd's, by `_with_first_kernels`
         try:
             self.start = Snapshot.of(self.roots, self.tensors, like)
         except GradtoolsError as error:
@@ -120,7 +120,7 @@ class Forward(ChunkProgram):
             self.leaves = parameters_of(self.start)
         self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
         self.in_kept_graph = [False]  # whether a kept graph is being differentiated, a shared cell
-        self.originals: dict[int, dict[int, Tensor]] = {}  # copies of pieces changed in place
+        self.originals = Originals(chunks, self.pieces, self.moving, self.modes.grad)
         self.is_recomputing_chunks = False
         self.is_bare = False  # whether f runs in the current modes, without setting any
         self.outer_state = self.start  # during recomputation, the state outside of it
@@ -201,22 +201,22 @@ class Forward(ChunkProgram):
     ) -> tuple[list[Any], list[Any]]:
         """f at one chunk in the modes of the first pass, verified if required."""
         check, inside = self.verification, self.within() if self.within else NOTHING
-        again = self.modes.restored() if self.is_recomputing_chunks else NOTHING
+        modes = self.modes.restored() if self.is_recomputing_chunks else NOTHING
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
         watched: Any = check.watching(i) if check else NOTHING
-        with again, cached as weights, watched as seen, inside:
+        with modes, cached as weights, watched as seen, inside:
             outs, carry = call(self.carry)
             if weights:
                 check_cached(self.caller, self.start)
         if check is not None and self.is_recomputing_chunks:
             inputs = given if self.compares_leaves else None
-            anew = None if self.compares_bits else partial(self._anew, i, given)
-            check.compare(i, outs, seen, inputs, self.batches, anew)
+            again = None if self.compares_bits else partial(self._with_first_kernels, i, given)
+            check.compare(i, outs, seen, inputs, self.batches, again)
         elif check is not None:
             check.keep(i, outs, seen, self.batches)
         return outs, carry
 
-    def _anew(self, i: int, given: list[Any]) -> list[Any]:
+    def _with_first_kernels(self, i: int, given: list[Any]) -> list[Any]:
         """The outputs of the only chunk, computed once more as in the first pass."""
         self.start.restore()
         modes, before = self.first_modes, upstream.nodes_made()
@@ -225,7 +225,7 @@ class Forward(ChunkProgram):
             inputs = [alias_of(primal_of(x)) for x in given]
             pieces, own = self._arguments(i, inputs[:count], inputs[count:])
             outs = self._function()(i, i, pieces, own, self.first_carry)[0]
-        self.made_anew[0] += upstream.nodes_made() - before
+        self.nodes_of_comparison[0] += upstream.nodes_made() - before
         return outs
 
     def compare_modes(self) -> None:
@@ -239,8 +239,8 @@ class Forward(ChunkProgram):
         if not (xs or shared or self.originals):
             return pieces, own
         pieces, own = list(pieces), list(own)
-        for k, original in self.originals.get(i, {}).items():
-            pieces[k] = original.clone()
+        for k, original in self.originals.of(i).items():
+            pieces[k] = original
         for k, x in zip(self.moving[i], xs, strict=True):
             pieces[k] = x if not self.beneath or is_inexact(x) else x.clone()
         for k, x in zip(self.moving_shared, shared, strict=False):
@@ -342,8 +342,6 @@ class Forward(ChunkProgram):
         kept, result = self._kept(), list[list[Any]]()
         given = [x for x in (*chain(*rows), *shared, *self._given()) if not x.is_inference()]
         versions = [upstream.version_of(x) for x in given]
-        sources = self._fixed_sources() if grad else []
-        standing = [*map(upstream.version_of, sources)]
         # An intermediate that f stores elsewhere may reach the loss: then it needs its own graph.
         apart = kept or self.beneath or is_recorded()
         enter = alias_of if apart else as_input
@@ -365,7 +363,7 @@ class Forward(ChunkProgram):
             xs = inputs[i]
             measured = i == 0 and kept > 0 and budget is not None
             with bytes_saved(self) if measured else NOTHING as size:
-                outs = self._one_keeping_originals(i, xs, own)
+                outs = self._one_of_first_pass(i, xs, own)
             self._check_modes()
             if size and budget is not None:
                 kept = min(budget // max(size[0], 1), self.count)
@@ -379,10 +377,7 @@ class Forward(ChunkProgram):
             del outs  # frees the graph before the next chunk
         if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
             raise self._in_place("")
-        if [*map(upstream.version_of, sources)] != standing:
-            raise self._written_elsewhere()
-        for i, changed in self.originals.items():
-            increment_version([self._source(i, k) for k in changed])
+        self.originals.settle()
         self.hooked |= self._sets_hooks(*hooks)
         self._settle([*leaves.values()], own[len(self.moving_shared) :] if grad else [])
         return result
@@ -457,47 +452,15 @@ class Forward(ChunkProgram):
             return 1
         return options.keep_graphs
 
-    def _one_keeping_originals(self, i: int, xs: Entries, own: Entries) -> list[Any]:
-        """One chunk of the first pass; stores copies of the pieces that f changes in place."""
-        pieces, moving = self.pieces[i] if self.modes.grad else [], self.moving[i]
-        before = [
-            (k, x, x.clone(), upstream.version_of(x))
-            for k, x in enumerate(pieces)
-            if isinstance(x, Tensor) and k not in moving and not x.is_inference()
-        ]
+    def _one_of_first_pass(self, i: int, xs: Entries, own: Entries) -> list[Any]:
+        captures = Captures(self) if self.beneath else NOTHING
         try:
-            with Captures(self) if self.beneath else NOTHING:
-                outs, _ = self.one(i, xs, own)
+            with self.originals.kept(i, self.verification is not None), captures:
+                return self.one(i, xs, own)[0]
         except RuntimeError as error:
             if not says(error, LEAF_CHANGED):
                 raise
             raise self._in_place(f" PyTorch says: {error}") from error
-        for k, x, original, version in before:
-            if upstream.version_of(x) != version:
-                self.originals.setdefault(i, {})[k] = original
-            elif self.verification is not None and is_other(x, original):
-                raise self._written_elsewhere()
-        return outs
-
-    def _source(self, i: int, k: int) -> Any:
-        """The argument of which piece k of chunk i is a slice."""
-        splits = self.chunks.splits
-        return splits[k][0] if k < len(splits) else self.chunks.lists[i][k - len(splits)]
-
-    def _fixed_sources(self) -> list[Tensor]:
-        """The arguments of pieces that are not inputs of the node. f may change only the pieces."""
-        count = len(self.chunks.splits)
-        every = [(0, k) for k in range(count)]
-        every += [(i, k) for i, piece in enumerate(self.pieces) for k in range(count, len(piece))]
-        sources = [self._source(i, k) for i, k in every if k not in self.moving[i]]
-        return [x for x in sources if isinstance(x, Tensor) and not x.is_inference()]
-
-    def _written_elsewhere(self) -> GradtoolsError:
-        return GradtoolsError(
-            f"{self.caller}: f changes in place, by another name, an argument that is split: a "
-            "tensor that f closes over, a buffer of its module, or memory shared with NumPy. The "
-            "gradient would be taken at the changed numbers. Clone the argument first."
-        )
 
     def _in_place(self, more: str) -> GradtoolsError:
         return GradtoolsError(
@@ -593,10 +556,10 @@ class PushedForward(Forward):
 
     compares_leaves = compares_bits = False
 
-    def _anew(self, i: int, given: list[Any]) -> list[Any]:
+    def _with_first_kernels(self, i: int, given: list[Any]) -> list[Any]:
         f: Any = self.chunks.call.f
         with f.as_first():
-            return super()._anew(i, given)
+            return super()._with_first_kernels(i, given)
 
     def _captured(self) -> list[Tensor]:
         f: Any = self.chunks.call.f

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.autograd.graph import increment_version
 
 from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError
@@ -16,6 +18,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual
 from gradtools.torch.operation_marks import CHUNK, data_of, detached
 from gradtools.torch.replaying.guards import is_wrapped
+from gradtools.torch.tensor_contents import is_other
 
 left_to_python(__name__)
 
@@ -63,6 +66,76 @@ def _apart(x: Any) -> Any:
         return x
     plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or is_wrapped(x))
     return data_of(x, CHUNK) if plain and not is_dual(x) else x
+
+
+class Originals:
+    """Copies of the pieces that f changes in place, from which they are recomputed.
+
+    Pieces that are inputs of the node are none of these: f may change its alias only.
+
+    Args:
+        chunks: The call.
+        pieces: Each chunk's part of every argument.
+        moving: For each chunk, which of its pieces are inputs of the node.
+        recomputes: Whether chunks are recomputed; without it nothing is kept.
+    """
+
+    def __init__(
+        self, chunks: Chunks, pieces: Rows, moving: list[list[int]], recomputes: bool
+    ) -> None:
+        self._chunks = chunks
+        self._copies: dict[int, dict[int, Tensor]] = {}
+        self._pieces = [
+            [
+                (k, x)
+                for k, x in enumerate(row if recomputes else ())
+                if isinstance(x, Tensor) and k not in inputs and not x.is_inference()
+            ]
+            for row, inputs in zip(pieces, moving, strict=True)
+        ]
+        sources = [self._source(i, k) for i, row in enumerate(self._pieces) for k, _ in row]
+        self._sources = [*{id(x): x for x in sources}.values()]
+        self._versions = [*map(upstream.version_of, self._sources)]
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def of(self, i: int) -> dict[int, Tensor]:
+        """Fresh copies for chunk i, by the pieces' positions."""
+        return {k: x.clone() for k, x in self._copies.get(i, {}).items()}
+
+    @contextmanager
+    def kept(self, i: int, checks: bool) -> Iterator[None]:
+        """Stores the pieces of chunk i that the block changes in place.
+
+        checks: Whether to raise if it changes one by another name, which changes no version.
+        """
+        before = [(k, x, x.clone(), upstream.version_of(x)) for k, x in self._pieces[i]]
+        yield
+        for k, x, original, version in before:
+            if upstream.version_of(x) != version:
+                self._copies.setdefault(i, {})[k] = original
+            elif checks and is_other(x, original):
+                raise self._written_elsewhere()
+
+    def settle(self) -> None:
+        """Raises if an argument was changed by another name; counts the changes of pieces."""
+        if [*map(upstream.version_of, self._sources)] != self._versions:
+            raise self._written_elsewhere()
+        for i, changed in self._copies.items():
+            increment_version([self._source(i, k) for k in changed])
+
+    def _source(self, i: int, k: int) -> Any:
+        """The argument of which piece k of chunk i is a slice."""
+        splits = self._chunks.splits
+        return splits[k][0] if k < len(splits) else self._chunks.lists[i][k - len(splits)]
+
+    def _written_elsewhere(self) -> GradtoolsError:
+        return GradtoolsError(
+            f"{self._chunks.caller}: f changes in place, by another name, an argument that is "
+            "split: a tensor that f closes over, a buffer of its module, or memory shared with "
+            "NumPy. The gradient would be taken at the changed numbers. Clone the argument first."
+        )
 
 
 def tensors_of(xs: Entries) -> list[Tensor]:

@@ -3,8 +3,7 @@
 A lost gradient raises no error: the term is ignored in training. One recorded run locates the
 operations at which data flows on and the derivative does not (`lost_terms.py`). If the path is
 differentiable and the gradient is still zero, the cause is in the values, and the backend locates
-where a nonzero cotangent became zero. A finite perturbation distinguishes an output that depends on
-the argument from a constant one.
+where a nonzero cotangent became zero.
 
 The kinds of loss, with their reasons and fixes, are in `findings.py`.
 """
@@ -17,9 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from gradtools.backend import Backend
 from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, NOISE, Finding
 from gradtools.seeing.graphs.derivative_flow import backward, behind, forward
@@ -59,7 +55,6 @@ class Examined:
     Attributes:
         name: Its name.
         numbers: The graph's values that carry its gradient; none if f does not read it.
-        array: The array.
         vanished: Where its gradient becomes zero at the given values; None if it is nonzero.
         absent: The kind of the finding if nothing of it flows to the output.
         stand_in: The name of a captured array that f reads in place of it, or empty.
@@ -67,7 +62,6 @@ class Examined:
 
     name: str
     numbers: Sequence[int]
-    array: Any = None
     vanished: Callable[[], Sequence[Vanished] | None] = lambda: None
     absent: str = "unused"
     stand_in: str = ""
@@ -80,7 +74,6 @@ def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
         Examined(
             program.names[k],
             (recording.graph.inputs[k],),
-            program.leaves[k],
             partial(at_values, k),
             stand_in=recording.stand_ins[k] if recording.stand_ins else "",
         )
@@ -89,7 +82,6 @@ def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
 
 
 def diagnosed(
-    backend: Backend,
     program: LeafProgram,
     recording: Recording,
     examined: Sequence[Examined],
@@ -110,8 +102,7 @@ def diagnosed(
         if best < Dependence.DIFFERENTIABLE:
             findings += _from_ends(program, recording, one, best)
         elif values and (vanished := one.vanished()) is not None:
-            others = [other for other in examined if other is not one]
-            findings += from_values(one.name, vanished, partial(_starting, backend, graph, others))
+            findings += _from_values(one.name, vanished)
     return findings
 
 
@@ -241,39 +232,7 @@ def _in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
 _DERIVATIVES = ("grad", "backward", "unpack_dual")
 
 
-# --- factors that start at zero ----------------------------------------------------------
-
-
-def _starting(
-    backend: Backend, graph: PlainGraph, others: Sequence[Examined], vanished: Vanished
-) -> str:
-    """The name of a trained factor, zero at initialization, that explains a zero gradient, or "".
-
-    LoRA's second matrix and ReZero's scale start at zero and have a nonzero gradient, so the other
-    factor's gradient is zero in the first step only.
-    """
-    if _numerical_kind(vanished) != "multiplied_by_zero":
-        return ""
-    return next((x.name for x in others if _multiplies(backend, graph, vanished.node, x)), "")
-
-
-def _multiplies(backend: Backend, graph: PlainGraph, node: Node, factor: Examined) -> bool:
-    """Whether a node reads a trained array that is zero, also transposed, reshaped or sliced."""
-    carried = set(factor.numbers)
-    for _, one in graph.walk():
-        if one.operation in _ARRANGING and carried & set(one.inputs):
-            carried |= set(one.outputs)
-    if not carried & set(node.inputs) or backend.to_numpy(factor.array).any():
-        return False
-    return factor.vanished() is None
-
-
-_ARRANGING = frozenset({"transpose", "reshape", "broadcast", "cast", "identity", "index", "slice"})
-
-
-def from_values(
-    name: str, vanished: Sequence[Vanished], factor: Callable[[Vanished], str]
-) -> list[Finding]:
+def _from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
     """One finding for each operation at which a cotangent became zero at the given values."""
     if not vanished:
         return [Finding(name, "cancelled", "add", detail="where is not known")]
@@ -286,7 +245,6 @@ def from_values(
                 place.node.source,
                 place.node.scope,
                 detail=NOISE if place.noise else "",
-                factor=factor(place),
                 primitive=place.node.operation,
             )
             for place in vanished
@@ -400,64 +358,3 @@ def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
             place = f" at {finding.source}" if known else ""
             result.setdefault(finding.argument, []).append(finding.kind + place)
     return [(name, "; ".join(dict.fromkeys(reasons))) for name, reasons in result.items()]
-
-
-# --- is it constant ----------------------------------------------------------------------
-
-_STEPS = (1e-3, 0.1, 1.0)  # times the size of the leaf's entries
-_RUNS = 8  # the budget of runs of f
-
-
-def moved(backend: Backend, program: LeafProgram, indices: Sequence[int]) -> dict[int, bool | None]:
-    """For each leaf whether the output changes when it is moved; None where that is not known.
-
-    All are moved together first: where that changes nothing, a few runs answer for all of them.
-    """
-    result: dict[int, bool | None] = dict.fromkeys(indices)
-    indices = [k for k in indices if 0 not in program.leaves[k].shape]
-    if not indices:
-        return result
-    trial = _PerturbedRun(backend, program)
-    if len(indices) > 1 and trial.changes(indices) is False:
-        return result | dict.fromkeys(indices, False)
-    return result | {k: trial.changes([k]) for k in indices if trial.runs < _RUNS}
-
-
-class _PerturbedRun:
-    """What f gives, here and at arguments that are moved a little, then more."""
-
-    def __init__(self, backend: Backend, program: LeafProgram) -> None:
-        self._backend, self._program = backend, program
-        self.runs = 0
-        self._before = self._outputs(program.leaves)
-
-    def changes(self, indices: Sequence[int]) -> bool | None:
-        """Whether the output changes with these leaves; None if f does not run there."""
-        for step in _STEPS:
-            if self.runs >= _RUNS:
-                return None
-            rng = np.random.default_rng(0)
-            leaves = list(self._program.leaves)
-            for k in indices:
-                leaves[k] = self._moved(leaves[k], step, rng)
-            try:
-                after = self._outputs(leaves)
-            except Exception:  # outside of f's domain nothing can be concluded
-                return None
-            if not all(map(_same, self._before, after)):
-                return True
-        return False
-
-    def _moved(self, leaf: Any, step: float, rng: np.random.Generator) -> Any:
-        x = self._backend.to_numpy(leaf)
-        by = step * np.maximum(1.0, np.abs(x)) * rng.standard_normal(x.shape)
-        return self._backend.cast(self._backend.asarray(x + by.astype(x.dtype)), leaf)
-
-    def _outputs(self, leaves: Sequence[Any]) -> list[Any]:
-        self.runs, backend = self.runs + 1, self._backend
-        outs = self._program.framework.recorded_run.rerun(self._program.run, leaves)
-        return [backend.to_numpy(x) if backend.is_array(x) else np.asarray(x) for x in outs]
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

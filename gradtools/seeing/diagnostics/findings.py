@@ -109,7 +109,8 @@ KINDS: dict[str, FindingKind] = {
     ),
     "multiplied_by_zero": FindingKind(
         "it is multiplied by zero at these values",
-        "see where the other factor becomes zero; start it elsewhere, or mask later",
+        "see where the other factor becomes zero; start it elsewhere, or mask later. A trained "
+        "factor that starts at zero on purpose, as in LoRA and ReZero, moves in the first step",
         numerical=True,
     ),
     "dead": FindingKind(
@@ -283,7 +284,6 @@ class Finding:
         scope: The modules it runs in, outermost first.
         whole: Whether the whole gradient is lost, not only one term.
         detail: Additional text: the framework's own message, a name.
-        factor: The trained factor, zero at initialization, that it is multiplied by.
         meant: Whether the stop looks intentional, because its term trains something else; such a
             finding becomes a note.
         primitive: The elementary operation inside of `operation` that caused it, by its
@@ -297,7 +297,6 @@ class Finding:
     scope: tuple[str, ...] = ()
     whole: bool = True
     detail: str = ""
-    factor: str = ""
     meant: bool = False
     primitive: str = ""
 
@@ -309,11 +308,6 @@ class Finding:
     @property
     def fix(self) -> str:
         """What to write instead."""
-        if self.factor:
-            return (
-                f"none where {self.factor} starts at zero on purpose, as in LoRA and ReZero: it "
-                "has a gradient, and after a step this has one"
-            )
         if self.kind == "nan":
             names = self.primitive, self.operation.partition(",")[0]
             return next(filter(None, map(_NAN_FIX.get, names)), KINDS["nan"].fix)

@@ -63,8 +63,6 @@ class GradientReport:
         findings: Every place at which a gradient is lost, by argument, in program order; findings
             shared by the most arguments come first.
         arguments: The names of the leaves that were examined.
-        depends: For each leaf that has a finding, whether the output changed when the leaf was
-            perturbed; None if that could not be tried.
         notes: What may be intended and is worth a look, each with its leaves.
 
     The text groups leaves with equal findings: "these 41 leaves: bert.*".
@@ -72,7 +70,6 @@ class GradientReport:
 
     findings: tuple[Finding, ...]
     arguments: tuple[str, ...]
-    depends: dict[str, bool | None]
     notes: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __bool__(self) -> bool:
@@ -106,27 +103,18 @@ class GradientReport:
             result.setdefault(finding.argument, []).append(finding)
         for name, findings in result.items():
             said = tuple(dict.fromkeys((f.kind, f.source, f.whole, f.detail) for f in findings))
-            alike.setdefault((said, self.depends.get(name)), []).append(name)
+            alike.setdefault(said, []).append(name)
         blocks = [
-            self._block(names, _merged([result[name] for name in names]), verdict, paint)
-            for (_, verdict), names in alike.items()
+            self._block(names, _merged([result[name] for name in names]), paint)
+            for names in alike.values()
         ]
         return "\n\n".join([*blocks, *self._noted(paint)])
 
-    def _block(
-        self, names: Sequence[str], findings: Sequence[Finding], verdict: Any, paint: Any
-    ) -> str:
+    def _block(self, names: Sequence[str], findings: Sequence[Finding], paint: Any) -> str:
         title = gathered(names, self.arguments)
         lines = [paint(_BOLD, f"{title} {_headline(findings, len(names) > 1)}")]
         for finding in findings:
             lines += ["", *_lines(finding, paint)]
-        conclusion = _VERDICTS.get(verdict)
-        nonzero = lambda f: f.noise or f.kind in ("nan", "nan_value", "vanishing")
-        lost = [f for f in findings if f.whole and not nonzero(f)]
-        if verdict:  # zero at these values is no contradiction to a change elsewhere
-            lost = [f for f in lost if not f.numerical]
-        if conclusion and lost:
-            lines += ["", f"  {conclusion}"]
         return "\n".join(lines)
 
     def _noted(self, paint: Any) -> list[str]:
@@ -143,19 +131,12 @@ class GradientReport:
                 for f in self.findings
             ],
             "arguments": list(self.arguments),
-            "depends": dict(self.depends),
             "notes": [{"text": text, "arguments": list(names)} for text, names in self.notes],
         }
 
     def to_json(self) -> str:
         """The report as JSON."""
         return json.dumps(self.to_dict(), indent=2)
-
-
-_VERDICTS: dict[bool | None, str] = {
-    True: "The output does change when this argument is moved: a gradient is missing.",
-    False: "The output did not change when this argument was moved: it may be constant in it.",
-}
 
 
 def _headline(findings: Sequence[Finding], several: bool) -> str:

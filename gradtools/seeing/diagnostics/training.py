@@ -216,16 +216,14 @@ class _LossRun:
             ]
             return
         examined = [
-            Examined(h.name, self._numbers(k), h.array, partial(self._vanished, k), "unread")
+            Examined(h.name, self._numbers(k), partial(self._vanished, k), "unread")
             for k, h in enumerate(self.held)
             if h.role == PARAMETER
         ]
         diagnosis.findings += [
             Finding(h.name, h.role, "module") for h in self.held if h.role in _NOT_LISTED
         ]
-        diagnosis.findings += diagnosed(
-            self.backend, self.program, self.recording, examined, values
-        )
+        diagnosis.findings += diagnosed(self.program, self.recording, examined, values)
         self._note_untrained(diagnosis)
         if self._spent:
             diagnosis.notes.append((_SPENT, []))

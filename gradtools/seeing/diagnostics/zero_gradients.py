@@ -16,7 +16,6 @@ from gradtools.seeing.diagnostics.diagnosis import (
     briefly,
     diagnosed,
     differentiated,
-    moved,
     of_arguments,
 )
 from gradtools.seeing.diagnostics.report import DependenceTable, GradientReport, by_weight, grouped
@@ -140,9 +139,7 @@ class SeeingOperators(Operators):
         in_training = model is not None or optimizer is not None or is_model or not args
         of_arguments = not in_training or (is_model and model is None and self._has_floats(args))
         result = (
-            self._of_arguments(f, args, kwargs, argnums)
-            if of_arguments
-            else GradientReport((), (), {})
+            self._of_arguments(f, args, kwargs, argnums) if of_arguments else GradientReport((), ())
         )
         if not in_training:
             return result
@@ -152,7 +149,6 @@ class SeeingOperators(Operators):
         return GradientReport(
             by_weight((*result.findings, *more.findings)),
             (*result.arguments, *more.names),
-            result.depends,
             (*result.notes, *_noted(more.notes)),
         )
 
@@ -160,15 +156,10 @@ class SeeingOperators(Operators):
         program = LeafProgram(self._backend, "why_zero", f, args, kwargs, argnums).with_values()
         recording = self._recorded(program)
         examined = of_arguments(program, recording)
-        findings = diagnosed(self._backend, program, recording, examined)
+        findings = diagnosed(program, recording, examined)
         findings, notes = apart(findings, program.wrt_names())
-        lost = {finding.argument for finding in findings if finding.whole and not finding.noise}
-        lost_leaves = [k for k in program.wrt if program.names[k] in lost]
-        tried = lost_leaves if recording.refusal is None else []
-        result = moved(self._backend, program, tried)
-        depends = {program.names[k]: result.get(k) for k in lost_leaves}
         names = tuple(program.names[k] for k in program.wrt)
-        return GradientReport(by_weight(findings), names, depends, _noted(notes))
+        return GradientReport(by_weight(findings), names, _noted(notes))
 
     def _has_floats(self, args: Any) -> bool:
         leaves = [x for arg in args for x in self._backend.flatten(arg)[0]]
@@ -255,7 +246,7 @@ class SeeingOperators(Operators):
                 )
                 recording = self._recorded(program)
                 examined = differentiated(program, recording)
-                findings = diagnosed(backend, program, recording, examined, values=False)
+                findings = diagnosed(program, recording, examined, values=False)
                 lost, known = briefly(findings), [one.name for one in examined]
         except GradtoolsError as error:
             if error.__cause__ is None:

@@ -3,7 +3,7 @@
 f runs several times: under modes that count operations and live bytes, then with arguments that
 require grad to count the bytes saved for backward, then without modes for timing. Each run starts
 from the same state. Tensors are backed up copy-on-write, before the first in-place write. A
-`Snapshot` and each leaf's `.grad` restore the rest. Accesses that bypass the dispatcher (NumPy
+`Snapshot` restores the rest. Accesses that bypass the dispatcher (NumPy
 views of a tensor's memory, ``p.data = ...``) are backed up when the access is handed out.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +35,9 @@ Tensor = torch.Tensor
 def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
     given = [x for x in upstream.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     _check(given)
-    before = _Before.of(f, args, kwargs, given)
+    optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+    states = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
+    before = _Before(Snapshot.of([f, args, kwargs, *states], given))
     with before.after_all():
         flops, peak, counted = _counted(before, lambda: f(*args, **kwargs))
         saved, notes = _saved(before, f, args, kwargs)
@@ -66,7 +67,7 @@ def _check(given: Sequence[Tensor]) -> None:
 
 
 def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[str]]:
-    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before.undo, as_written():
+    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before, as_written():
         result = run()
     del result
     before.restore()
@@ -159,32 +160,12 @@ def _tracked(x: Any) -> Any:
 # --- restoring state ---------------------------------------------------------------------
 
 
-@dataclass
-class _Before:
-    """The state that a run may change.
-
-    Attributes:
-        undo: Random generators, f's captured state, and backups of overwritten tensors.
-        grads: Every leaf that is alive, with its `.grad`.
-    """
-
-    undo: Undo
-    grads: list[tuple[Tensor, Tensor | None]]
-
-    @classmethod
-    def of(cls, f: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> _Before:
-        leaves, optimizers = _alive()
-        roots = [f, args, kwargs]
-        for optimizer in optimizers:
-            roots += [optimizer.state, optimizer.param_groups]
-        return cls(Undo(Snapshot.of(roots, given)), [(x, x.grad) for x in leaves])
+class _Before(Undo):
+    """The state that a run may change: random generators, f's captured state, written tensors."""
 
     def restore(self) -> None:
-        self.undo.put_back()
-        for leaf, grad in self.grads:
-            if leaf.grad is not grad:
-                leaf.grad = grad
-        self.undo.start.restore()
+        self.put_back()
+        self.start.restore()
 
     @contextmanager
     def after_all(self) -> Iterator[None]:
@@ -196,26 +177,12 @@ class _Before:
             raise
 
 
-def _alive() -> tuple[list[Tensor], list[Any]]:
-    """All leaves that require grad and all optimizers in the process, which f might use."""
-    tensors, optimizers = _kinds_of(Tensor), _kinds_of(torch.optim.Optimizer)
-    both = tensors | optimizers
-    result = [x for x in gc.get_objects() if type(x) in both]
-    leaves = [x for x in result if type(x) in tensors and x.requires_grad and x.is_leaf]
-    return leaves, [x for x in result if type(x) in optimizers]
-
-
-def _kinds_of(kind: type) -> set[type]:
-    """A class and all of its subclasses."""
-    return {kind}.union(*map(_kinds_of, type.__subclasses__(kind)))
-
-
 class PutBack(upstream.Watching):
     """Backs up existing tensors copy-on-write, before an operation writes to them."""
 
     def __init__(self, live: LiveBytes, before: _Before) -> None:
         super().__init__()
-        self._live, self._undo = live, before.undo
+        self._live, self._undo = live, before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,19 +35,6 @@ from gradtools.testing.report import (
 NAMES = ("left", "right")
 _ENTRIES = 64  # the largest leaf whose entries are differenced one by one if it fails
 _ROUNDING = 1e3  # differences below this many epsilons of the largest number may be rounding
-
-
-@dataclass(frozen=True)
-class Direction:
-    """A direction along one leaf, or along all.
-
-    Attributes:
-        leaf: The number of the leaf; None for all.
-        us: The step of each leaf for t = 1.
-    """
-
-    leaf: int | None
-    us: Arrays
 
 
 class Comparisons:
@@ -114,29 +101,29 @@ class Comparisons:
         x = draw() + 1j * draw() if np.dtype(dtype).kind == "c" else draw()
         return np.asarray(x).astype(dtype)
 
-    def _everywhere(self, by_entry: bool = False) -> Direction:
+    def _everywhere(self, by_entry: bool = False) -> Arrays:
         """A direction along all leaves, scaled by each leaf's size or by each entry's."""
         steps = [size_by_entry(x) if by_entry else scale_of(x) for x in self.xs]
-        us = [self._draw(x.shape, x.dtype) * step for x, step in zip(self.xs, steps, strict=True)]
-        return Direction(None, [u.astype(x.dtype) for u, x in zip(us, self.xs, strict=True)])
+        pairs = zip(self.xs, steps, strict=True)
+        return [(self._draw(x.shape, x.dtype) * step).astype(x.dtype) for x, step in pairs]
 
-    def _directions(self, i: int) -> Iterator[Direction]:
+    def _directions(self, i: int) -> Iterator[Arrays]:
         """Directions along leaf i: scaled by its size, and by each entry's (safe in f's domain)."""
         x = self.xs[i]
         for step in (scale_of(x), size_by_entry(x)):
             us = [np.zeros_like(y) for y in self.xs]
             us[i] = (self._draw(x.shape, x.dtype) * step).astype(x.dtype)
-            yield Direction(i, us)
+            yield us
 
     def _moved(self, us: Arrays, t: float) -> Arrays:
         return [(x + t * u).astype(x.dtype) for x, u in zip(self.xs, us, strict=True)]
 
-    def _has(self, mode: str, ask: Callable[[], Any]) -> Any:
-        """What `ask` gives, None where f has no such mode."""
+    def _if_present(self, mode: str, compute: Callable[[], Any]) -> Any:
+        """`compute()`; None where f has no such mode."""
         if self.present.get(mode) is False or (self.modes is not None and mode not in self.modes):
             return None
         try:
-            result = ask()
+            result = compute()
         except Exception as error:
             self.present[mode] = False
             words = f"{self._name(mode)} mode: {first_line(error)}"
@@ -151,29 +138,22 @@ class Comparisons:
         return self.labels.get(mode, mode.replace("_", " "))
 
     def _reverse_against_slope(
-        self,
-        mode: str,
-        direction: Direction,
-        gradient: np.ndarray,
-        line: slopes.Line,
-        measured: slopes.Slope,
+        self, i: int, u: np.ndarray, gradient: np.ndarray, line: slopes.Line, measured: slopes.Slope
     ) -> Comparison:
         """Compares Re<J^H v, u> with Re<v, D_u f>; entry by entry if that fails or is undecided."""
-        i = direction.leaf or 0
-        mine = np.array(inner([direction.us[i]], [gradient]))
+        mine = np.array(inner([u], [gradient]))
         along = self._contracted(measured)
         if not np.isfinite(along.error) or (self.holes and not np.isfinite(mine)):
-            return self._entrywise(mode, i, gradient)
+            return self._entrywise(i, gradient)
         weights = (self.vs, self.vs, [np.abs(v) for v in self.vs])
         kink = lambda: [
             np.array(inner(vs, slopes.shaped_like(side, self.probe.out)))
             for vs, side in zip(weights, slopes.one_sided(line, self.probe.eps), strict=True)
         ]
-        path = self.probe.paths[i]
-        record = self._against_slope(mode, path, mine, along, 1, kink)
+        record = self._against_slope("reverse", self.probe.paths[i], mine, along, 1, kink)
         if record.agrees or not 1 < self.xs[i].size <= _ENTRIES:
             return record
-        entries = self._entrywise(mode, i, gradient)
+        entries = self._entrywise(i, gradient)
         return record if entries.agrees else entries
 
     def _contracted(self, measured: slopes.Slope) -> slopes.Slope:
@@ -227,19 +207,19 @@ class Comparisons:
         )
         return record.because(wrong_derivative(mine, value), detail)
 
-    def _entrywise(self, mode: str, i: int, gradient: np.ndarray) -> Comparison:
+    def _entrywise(self, i: int, gradient: np.ndarray) -> Comparison:
         """Compares the gradient of a leaf with the slope along each of its entries."""
         path = self.probe.paths[i]
         if self.xs[i].size > _ENTRIES:
             nothing = np.full(gradient.shape, np.inf)
             measured = slopes.Slope(gradient, nothing, np.zeros(gradient.shape), math.nan)
-            return self._against_slope(mode, path, gradient, measured, 1)
+            return self._against_slope("reverse", path, gradient, measured, 1)
         if i not in self.by_entries:
             self.by_entries[i] = self._slopes_of_entries(i)
         measured, kink = self.by_entries[i]
         if self.holes:
             measured = replace(measured, at=gradient)
-        return self._against_slope(mode, path, gradient, measured, 1, kink)
+        return self._against_slope("reverse", path, gradient, measured, 1, kink)
 
     def _slopes_of_entries(self, i: int) -> tuple[slopes.Slope, Any]:
         """The slopes of Re<v, f> along each entry of leaf i, and a function of one-sided slopes."""

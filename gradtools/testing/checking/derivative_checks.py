@@ -14,7 +14,6 @@ from gradtools.errors import GradtoolsError
 from gradtools.testing.checking import slopes
 from gradtools.testing.checking.comparisons import (
     Comparisons,
-    Direction,
     flattened,
     scale_of,
 )
@@ -29,8 +28,8 @@ class DerivativeCheck(Comparisons):
     def first_order(self) -> None:
         """Compares both modes with finite differences and each other, and checks linearity."""
         probe = self.probe
-        gradient = self._has("reverse", lambda: probe.reverse(self.xs, self.vs))
-        self._has("forward", lambda: probe.forward(self.xs, self._everywhere().us))
+        gradient = self._if_present("reverse", lambda: probe.reverse(self.xs, self.vs))
+        self._if_present("forward", lambda: probe.forward(self.xs, self._everywhere()))
         if not (self.present.get("forward") or self.present.get("reverse")):
             raise GradtoolsError(
                 f"{probe.caller}: f has neither forward nor reverse mode: "
@@ -41,18 +40,19 @@ class DerivativeCheck(Comparisons):
             if jump is not None:
                 self.report.comparisons.append(jump)
                 continue
-            for direction in self._directions(i):
-                pushed = self._has("forward", partial(probe.forward, self.xs, direction.us))
-                self._slopes(direction, gradient, pushed)
-                self._dot_product(direction, gradient, pushed)
+            for us in self._directions(i):
+                pushed = self._if_present("forward", partial(probe.forward, self.xs, us))
+                self._slopes(i, us, gradient, pushed)
+                self._dot_product(i, us, gradient, pushed)
         self._linearity()
         self.note_undecided()
 
-    def _slopes(self, direction: Direction, gradient: Any, pushed: Any) -> None:
+    def _slopes(self, i: int, us: Arrays, gradient: Any, pushed: Any) -> None:
+        """Compares both modes with the slope along us, a direction in leaf i."""
         if not self.against_values:
             return
-        probe, i = self.probe, direction.leaf or 0
-        line = lambda t: flattened(probe.value(self._moved(direction.us, t)))
+        probe = self.probe
+        line = lambda t: flattened(probe.value(self._moved(us, t)))
         result = slopes.slope(line, probe.eps)
         if pushed is not None:
             sides = lambda: slopes.one_sided(line, probe.eps)
@@ -63,27 +63,27 @@ class DerivativeCheck(Comparisons):
                 record = self._against_slope("forward", name, p, s, 1, kink)
                 self.report.comparisons.append(record)
         if gradient is not None:
-            record = self._reverse_against_slope("reverse", direction, gradient[i], line, result)
+            record = self._reverse_against_slope(i, us[i], gradient[i], line, result)
             self.report.comparisons.append(record)
 
-    def _dot_product(self, direction: Direction, gradient: Any, pushed: Any) -> None:
+    def _dot_product(self, i: int, us: Arrays, gradient: Any, pushed: Any) -> None:
         if gradient is None or pushed is None:
             return
         limit = self._exact(1)
-        terms = max(size(self.vs, pushed), size(direction.us, gradient))
-        path = self.probe.paths[direction.leaf or 0]
+        terms = max(size(self.vs, pushed), size(us, gradient))
+        path = self.probe.paths[i]
         self._compare(
             f"{self._name('reverse')} | {self._name('forward')}",
             path,
-            inner(direction.us, gradient),
+            inner(us, gradient),
             inner(self.vs, pushed),
             1,
             limit * terms,
             "the dot-product test fails: the two modes are not adjoint",
             "Left Re<J^H v, u>, right Re<v, J u>.",
             lambda xs: [
-                *self.probe.forward(xs, direction.us),
-                inner(direction.us, self.probe.reverse(xs, self.vs)),
+                *self.probe.forward(xs, us),
+                inner(us, self.probe.reverse(xs, self.vs)),
             ],
         )
 
@@ -95,7 +95,7 @@ class DerivativeCheck(Comparisons):
             self._linear(name, what, probe.reverse, draw, probe.paths)
         if self.present.get("forward"):
             name, what = self._name("forward"), "tangent"
-            draw = lambda: self._everywhere().us
+            draw = lambda: self._everywhere()
             self._linear(name, what, probe.forward, draw, probe.out_paths)
 
     def _linear(
@@ -134,8 +134,8 @@ class DerivativeCheck(Comparisons):
             return None
         eps, reach = self.probe.eps, max(1.0, 1.0 / scale_of(self.xs[i]))
         near, far = (0.1, -0.1), [t * reach for t in (1, -1, 3, -3)]
-        for direction in [*self._directions(i), *self._directions(i)]:
-            line, slope = self._line_and_slope(direction)
+        for us in [*self._directions(i), *self._directions(i)]:
+            line, slope = self._line_and_slope(us)
             for end in (*near, *far):
                 jump = slopes.find_jump(line, slope, end, eps, flat=end in far)
                 if jump is None:
@@ -161,12 +161,12 @@ class DerivativeCheck(Comparisons):
                 )
         return None
 
-    def _line_and_slope(self, direction: Direction) -> tuple[slopes.Line, slopes.Line]:
+    def _line_and_slope(self, us: Arrays) -> tuple[slopes.Line, slopes.Line]:
         """f along a line and its derivative: of each entry, or of Re<v, f>; memoized.
 
         All searches for a jump begin with the same points.
         """
-        probe, us = self.probe, direction.us
+        probe = self.probe
         if self.present.get("forward"):
             line = lambda t: flattened(probe.value(self._moved(us, t)))
             return cache(line), cache(lambda t: flattened(probe.forward(self._moved(us, t), us)))
@@ -187,40 +187,40 @@ class DerivativeCheck(Comparisons):
             self._symmetry(mode, product, others[mode], d, e)
         if products:
             self._mixes(products, d)
-        curved = self._has(
+        curved = self._if_present(
             "forward_over_forward",
-            lambda: self.probe.curvature(self.xs, d.us, e.us, self.vs),
+            lambda: self.probe.curvature(self.xs, d, e, self.vs),
         )
         if curved is not None:
             self._curvature(curved, products, d, e)
         self.note_undecided()
 
-    def _products(self, d: Direction) -> dict[str, Arrays]:
+    def _products(self, d: Arrays) -> dict[str, Arrays]:
         result = {}
         for mode in SECOND[:3]:
             parts = [part for part in FIRST if part in mode.split("_over_")]
             lacking = [part for part in parts if self.present.get(part) is False]
             if lacking:
                 continue
-            product = self._has(mode, partial(self.probe.product, mode, self.xs, d.us, self.vs))
+            product = self._if_present(mode, partial(self.probe.product, mode, self.xs, d, self.vs))
             if product is not None:
                 result[mode] = product
         return result
 
-    def _slope_of_gradient(self, d: Direction) -> list[slopes.Slope] | None:
+    def _slope_of_gradient(self, d: Arrays) -> list[slopes.Slope] | None:
         if not self.against_values or not self.present.get("reverse"):
             return None
-        line = lambda t: flattened(self.probe.reverse(self._moved(d.us, t), self.vs))
+        line = lambda t: flattened(self.probe.reverse(self._moved(d, t), self.vs))
         return slopes.slope(line, self.probe.eps).parts(self.xs)
 
     def _hessian_against_slope(
-        self, mode: str, product: Arrays, along: list[slopes.Slope] | None, d: Direction
+        self, mode: str, product: Arrays, along: list[slopes.Slope] | None, d: Arrays
     ) -> None:
         if along is None:
             return
         for i, (h, s) in enumerate(zip(product, along, strict=True)):
             record = self._against_slope(mode, self.probe.paths[i], h, s, 2)
-            again = lambda xs, i=i: [self.probe.product(mode, xs, d.us, self.vs)[i]]
+            again = lambda xs, i=i: [self.probe.product(mode, xs, d, self.vs)[i]]
             if record.status == DIFFERS and self._is_rounding(widened(h) - s.value, again):
                 record = replace(record, error=1.0, status=AGREES, cause=None, detail="")
             if record.status == DIFFERS:
@@ -232,49 +232,47 @@ class DerivativeCheck(Comparisons):
                 )
             self.report.comparisons.append(record)
 
-    def _symmetry(self, mode: str, h_d: Arrays, h_e: Arrays, d: Direction, e: Direction) -> None:
-        noise = self._exact(2) * max(size(e.us, h_d), size(d.us, h_e))
+    def _symmetry(self, mode: str, h_d: Arrays, h_e: Arrays, d: Arrays, e: Arrays) -> None:
+        noise = self._exact(2) * max(size(e, h_d), size(d, h_e))
         self._compare(
-            f"{self._name(mode)}: <w, H u> | <u, H w>", "all arguments", inner(e.us, h_d),
-            inner(d.us, h_e), 2, noise, "the Hessian is not symmetric",
+            f"{self._name(mode)}: <w, H u> | <u, H w>", "all arguments", inner(e, h_d),
+            inner(d, h_e), 2, noise, "the Hessian is not symmetric",
             again=lambda xs: [
-                inner(w.us, self.probe.product(mode, xs, u.us, self.vs))
+                inner(w, self.probe.product(mode, xs, u, self.vs))
                 for u, w in ((d, e), (e, d))
             ],
         )  # fmt: skip
 
-    def _mixes(self, products: dict[str, Arrays], d: Direction) -> None:
+    def _mixes(self, products: dict[str, Arrays], d: Arrays) -> None:
         first, *others = products
         for mode in others:
             for i, path in enumerate(self.probe.paths):
                 a, b = products[first][i], products[mode][i]
                 biggest = max(np.max(np.abs(widened(h)), initial=0) for h in products[first])
                 again = lambda xs, i=i, modes=(first, mode): [
-                    self.probe.product(each, xs, d.us, self.vs)[i] for each in modes
+                    self.probe.product(each, xs, d, self.vs)[i] for each in modes
                 ]
                 self._compare(
                     f"{self._name(first)} | {self._name(mode)}", path, a, b, 2,
                     16 * self.probe.eps * float(biggest), "two mixes of modes differ", again=again,
                 )  # fmt: skip
 
-    def _curvature(
-        self, curved: Any, products: dict[str, Arrays], d: Direction, e: Direction
-    ) -> None:
+    def _curvature(self, curved: Any, products: dict[str, Arrays], d: Arrays, e: Arrays) -> None:
         name = self._name("forward_over_forward")
         for mode, product in products.items():
-            noise = self._exact(2) * size(e.us, product)
+            noise = self._exact(2) * size(e, product)
             again = lambda xs, mode=mode: [
-                self.probe.curvature(xs, d.us, e.us, self.vs),
-                inner(e.us, self.probe.product(mode, xs, d.us, self.vs)),
+                self.probe.curvature(xs, d, e, self.vs),
+                inner(e, self.probe.product(mode, xs, d, self.vs)),
             ]
             self._compare(
-                f"{name} | {self._name(mode)}", "all arguments", curved, inner(e.us, product), 2,
+                f"{name} | {self._name(mode)}", "all arguments", curved, inner(e, product), 2,
                 noise, "two mixes of modes differ", again=again,
             )  # fmt: skip
         if products or not self.against_values:
             return
-        us = lambda t: self._moved(e.us, t)
-        line = lambda t: np.array(inner(self.vs, self.probe.forward(us(t), d.us)))
+        us = lambda t: self._moved(e, t)
+        line = lambda t: np.array(inner(self.vs, self.probe.forward(us(t), d)))
         result = slopes.slope(line, self.probe.eps)
         record = self._against_slope(
             "forward_over_forward", "all arguments", np.asarray(curved), result, 2

@@ -120,7 +120,7 @@ class RuleCheck:
     def parts(self, order: int) -> None:
         """Checks fwd, bwd and jvp one by one."""
         values = self.values
-        us, vs = self.check._everywhere().us, list(values.arrays(self.check.vs))
+        us, vs = self.check._everywhere(), list(values.arrays(self.check.vs))
         check_purity(values, us, vs)
         if self.rule.bwd is not None:
             self._same_value("fwd", lambda *a: values.fwd(*a)[0])
@@ -184,7 +184,7 @@ class RuleCheck:
         probe = Probe(CALLER, residuals, self.args, self.backend)
         check = DerivativeCheck(probe, None, seed=self.seed)
         for i, argument in enumerate(probe.paths):
-            us = next(iter(check._directions(i))).us
+            us = next(check._directions(i))
             moved = self._derivative(probe, us)
             if moved is None:
                 return

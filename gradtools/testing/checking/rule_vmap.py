@@ -27,7 +27,7 @@ _DETAIL = (
 def check_batch(probe: Probe, check: DerivativeCheck) -> None:
     """Compares values, and derivatives in the available modes, of a batch of three examples."""
     points = [[(x * c).astype(x.dtype) for x in probe.leaves] for c in _POINTS]
-    us, vs = check._everywhere().us, check.vs
+    us, vs = check._everywhere(), check.vs
     flat, gt = probe.flat, probe.gt
     runs: list[tuple[str, Sequence[str], Callable[..., Any], Arrays]] = [
         ("value", probe.out_paths, lambda xs, _: flat(*xs), []),

@@ -180,7 +180,8 @@ class _TraceComparison:
             for k, (a, b) in enumerate(outputs):
                 c, first = self._compared("value", pair.label(k), a, b, 0), bool(report)
                 if not c.agrees:
-                    cause = self._cause(i) if first else ("after the first divergence", "")
+                    later = ("after the first divergence", "")
+                    cause = self._cause(i, a, b) if first else later
                     c = c.because(*cause)
                 report.comparisons.append(c)
         values_agree = bool(report)
@@ -228,13 +229,12 @@ class _TraceComparison:
 
     # --- the cause of the first value that differs
 
-    def _cause(self, i: int) -> tuple[str, str]:
-        """Why the values of the i-th pair differ: its weights, what comes before it, or itself."""
+    def _cause(self, i: int, a: np.ndarray, b: np.ndarray) -> tuple[str, str]:
+        """Why the outputs a and b of the i-th pair differ: its weights, its inputs, or itself."""
         pair = self.pairs[i]
         wrong = self._wrong_parameter(pair.torch.name)
         if wrong:
             return wrong
-        a, b = pair.torch.outputs[0], pair.jax.outputs[0]
         if a.dtype != b.dtype:
             return (
                 f"its value is {a.dtype} in PyTorch and {b.dtype} in JAX",

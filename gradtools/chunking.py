@@ -34,6 +34,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
 
 Argnums = int | Sequence[int]
+_MICROBATCHED = "microbatched_value_and_grad"
 
 
 class Chunking(Operators):
@@ -237,32 +238,28 @@ class Chunking(Operators):
             >>> float(value), float(g)
             (3.0, 3.0)
         """
-        _, chunk_size = ChunkOptions(verify=verify).checked(
-            f, chunk_size, "microbatched_value_and_grad"
-        )
+        _, chunk_size = ChunkOptions(verify=verify).checked(f, chunk_size, _MICROBATCHED)
         if reduction not in ("mean", "sum"):
             raise GradtoolsError(
-                f"microbatched_value_and_grad: reduction is {reduction!r}; expected 'mean' or "
-                "'sum'."
+                f"{_MICROBATCHED}: reduction is {reduction!r}; expected 'mean' or 'sum'."
             )
         if weights is not None and reduction == "sum":
             raise GradtoolsError(
-                "microbatched_value_and_grad: weights apply to reduction='mean' only, got "
-                "reduction='sum'. To weight a sum, multiply by the weights inside f."
+                f"{_MICROBATCHED}: weights apply to reduction='mean' only, got reduction='sum'. "
+                "To weight a sum, multiply by the weights inside f."
             )
-
-        refuse_arguments("microbatched_value_and_grad", argnums)
+        refuse_arguments(_MICROBATCHED, argnums)
         options = _Microbatched(
-            chunk_size,
-            argnums,
-            in_axes,
-            reduction,
-            weights,
-            has_aux,
-            key_argnums,
-            carry_argnums,
-            group,
-            axis_name,
+            chunk_size=chunk_size,
+            argnums=argnums,
+            in_axes=in_axes,
+            reduction=reduction,
+            weights=weights,
+            has_aux=has_aux,
+            key_argnums=key_argnums,
+            carry_argnums=carry_argnums,
+            group=group,
+            axis_name=axis_name,
         )
         call = partial(self._microbatched, f, options)
         if options.of_ranks:  # dynamo cannot trace collectives and reads of weights
@@ -273,31 +270,27 @@ class Chunking(Operators):
         self, f: Callable[..., Any], options: _Microbatched, /, *args: Any, **kwargs: Any
     ) -> Any:
         backend, argnums = self._backend, options.argnums
-        positions = normalized_argnums("microbatched_value_and_grad", argnums, len(args))
-        opened: Any = backend.opened("microbatched_value_and_grad", f, args, kwargs, positions)
+        positions = normalized_argnums(_MICROBATCHED, argnums, len(args))
+        opened: Any = backend.opened(_MICROBATCHED, f, args, kwargs, positions)
         repeat = partial(self._microbatched, f, options, *args, **kwargs)
         if opened is not None and opened.opens_once:
             f, args = opened, opened.args
-        given = arguments_of_call(
-            "microbatched_value_and_grad", f, args, kwargs, options.in_axes, positions
-        )
+        given = arguments_of_call(_MICROBATCHED, f, args, kwargs, options.in_axes, positions)
         keys, carried = options.special(args, given, positions)
-        call = _Microbatches(backend, given, positions, options.weights, options.of_ranks)
+        call = _Microbatches(backend, given, positions, options)
         derivatives, has_aux = Derivatives(backend), options.has_aux
         run = like_function("", f, partial(_with_carry, f, has_aux)) if carried else f
+        spec = GradientSpec(_MICROBATCHED, run, argnums, has_aux or bool(carried))
         layout: list[Any] = []  # the structures and dtypes of value, grads and aux
 
         def terms(*chunk: Any, **kwargs: Any) -> Any:
             own = None if call.weights is None else chunk[-1]
-            spec = GradientSpec(
-                "microbatched_value_and_grad", run, argnums, has_aux or bool(carried)
-            )
             own_args = chunk[: len(args)]
             if options.of_ranks:
                 own_args = options.per_rank(backend, own_args, positions)
             value, aux, grads = derivatives._scalar_gradient(spec, own_args, kwargs)
             aux, carry = aux if carried else (aux, None)
-            aux = call.metrics(aux, options.reduction) if has_aux else None
+            aux = call.metrics(aux) if has_aux else None
             parts = [backend.flatten(part) for part in (value, grads, aux)]
             flat = [x for leaves, _ in parts for x in leaves]
             names = [backend.dtype_name(x) for x in flat]
@@ -312,18 +305,17 @@ class Chunking(Operators):
                 wide = [w, *wide]
             return (wide, carry) if carried else wide
 
-        terms = like_function("", f, terms)
-        chunks = call.cut(terms, options.chunk_size, keys, carried)
+        chunks = call.cut(like_function("", f, terms), keys, carried)
         weigh = call.weighted if options.reduction == "mean" and backend.weighs_sums else None
-        with shared_examples_named("microbatched_value_and_grad", given):
+        with shared_examples_named(_MICROBATCHED, given):
             sums, carry = backend.sum_chunks(chunks, weigh)
         if opened is not None and opened.opens_once:
             opened.refuse_changes()
         if options.of_ranks:
             if weigh is not None:
                 sums = [sums[0], *[call.weighted(sums[0], x) for x in sums[1:]]]
-            caller, where = "microbatched_value_and_grad", (options.axis_name, options.group)
-            sums = backend.sum_over_ranks(caller, sums, *where)
+            where = options.axis_name, options.group
+            sums = backend.sum_over_ranks(_MICROBATCHED, sums, *where)
         if options.reduction == "mean":
             total, *sums = sums
             call.check_total(total)
@@ -339,7 +331,7 @@ class Chunking(Operators):
             outcome = outcome, backend.unflatten(chunks.call.carry_def, carry)
         if opened is None:
             return outcome
-        return backend.attaching(opened, "microbatched_value_and_grad", repeat)(outcome)
+        return backend.attaching(opened, _MICROBATCHED, repeat)(outcome)
 
     def all_gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
         """The rows of all processes (PyTorch) or devices (JAX), one after the other.
@@ -415,7 +407,7 @@ class _Microbatched:
         for i in positions:
             leaves, treedef = backend.flatten(args[i])
             where = self.axis_name, self.group
-            own = backend.per_rank("microbatched_value_and_grad", leaves, *where)
+            own = backend.per_rank(_MICROBATCHED, leaves, *where)
             result[i] = backend.unflatten(treedef, own)
         return tuple(result)
 
@@ -423,13 +415,11 @@ class _Microbatched:
         self, args: Sequence[Any], given: list[Argument], positions: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Which arguments are keys and carries; they are not split."""
-        keys = _positions("key_argnums", self.key_argnums, len(args), "microbatched_value_and_grad")
-        carried = _positions(
-            "carry_argnums", self.carry_argnums, len(args), "microbatched_value_and_grad"
-        )
+        keys = _positions("key_argnums", self.key_argnums, len(args), _MICROBATCHED)
+        carried = _positions("carry_argnums", self.carry_argnums, len(args), _MICROBATCHED)
         for i in {*keys} & {*carried} | {*keys, *carried} & {*positions}:
             raise GradtoolsError(
-                f"microbatched_value_and_grad: argument {i} is named twice in argnums, key_argnums "
+                f"{_MICROBATCHED}: argument {i} is named twice in argnums, key_argnums "
                 "and carry_argnums; it is differentiated, a key or a carry."
             )
         for i in (*keys, *carried):
@@ -443,9 +433,7 @@ def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any)
     out = result[0] if isinstance(result, tuple) and len(result) == 2 else None
     if out is None or (has_aux and not (isinstance(out, tuple) and len(out) == 2)):
         expected = "((loss, aux), new_carry)" if has_aux else "(loss, new_carry)"
-        raise GradtoolsError(
-            f"microbatched_value_and_grad: with carry_argnums f returns {expected}."
-        )
+        raise GradtoolsError(f"{_MICROBATCHED}: with carry_argnums f returns {expected}.")
     loss, aux = out if has_aux else (out, None)
     return loss, (aux, result[1])
 
@@ -458,33 +446,31 @@ class _Microbatches:
         backend: Backend,
         given: list[Argument],
         positions: tuple[int, ...],
-        weights: Any,
-        of_ranks: bool,
+        options: _Microbatched,
     ) -> None:
-        self.backend, self.given, self.of_ranks = backend, given, of_ranks
+        self.backend, self.given, self.options = backend, given, options
+        weights = options.weights
         self.weigh = weights if callable(weights) else None
         self.weights = None
         if weights is not None and not callable(weights):
-            self.weights = as_array(backend, "microbatched_value_and_grad", weights, "weights")
+            self.weights = as_array(backend, _MICROBATCHED, weights, "weights")
         for i in positions:
             if given[i].axes is not None:
                 raise GradtoolsError(
-                    f"microbatched_value_and_grad: argument {i} is differentiated, so all chunks "
+                    f"{_MICROBATCHED}: argument {i} is differentiated, so all chunks "
                     f"share it; in_axes[{i}] is {given[i].axes!r}, expected None. For gradients to "
                     "the batch itself use chunked."
                 )
         if self.weights is not None and backend.is_complex(self.weights):
-            raise GradtoolsError(
-                "microbatched_value_and_grad: weights is complex; expected real numbers."
-            )
+            raise GradtoolsError(f"{_MICROBATCHED}: weights is complex; expected real numbers.")
         if self.weights is not None and len(self.weights.shape) != 1:
             raise GradtoolsError(
-                f"microbatched_value_and_grad: weights has shape {tuple(self.weights.shape)}; "
+                f"{_MICROBATCHED}: weights has shape {tuple(self.weights.shape)}; "
                 "expected one number for each example, shape (n,), or a function of a chunk's "
                 "arguments."
             )
 
-    def metrics(self, aux: Any, reduction: str) -> Any:
+    def metrics(self, aux: Any) -> Any:
         """f's aux, checked to be arrays of numbers, which are reduced like the loss."""
         backend = self.backend
         leaves, treedef = backend.flatten(aux)
@@ -492,14 +478,14 @@ class _Microbatches:
         for x, path in zip(leaves, backend.leaf_paths(aux), strict=True):
             if not is_numeric(backend, x):
                 raise GradtoolsError(
-                    f"microbatched_value_and_grad: aux{path} is {describe(backend, x)}; expected "
+                    f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected "
                     "an array of numbers, which is reduced over chunks as the loss is. Hand other "
                     "state on by carry_argnums."
                 )
             x = x if backend.is_array(x) else backend.asarray(x)
-            if reduction == "mean" and not backend.is_inexact(x):
+            if self.options.reduction == "mean" and not backend.is_inexact(x):
                 raise GradtoolsError(
-                    f"microbatched_value_and_grad: aux{path} is {describe(backend, x)}; expected a "
+                    f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected a "
                     "floating array, the mean over the chunk's examples, as the loss is. Counts "
                     "are summed with reduction='sum', or passed on by carry_argnums."
                 )
@@ -507,20 +493,15 @@ class _Microbatches:
         return backend.unflatten(treedef, arrays)
 
     def cut(
-        self,
-        terms: Callable[..., Any],
-        chunk_size: int,
-        keys: tuple[int, ...] = (),
-        carried: tuple[int, ...] = (),
+        self, terms: Callable[..., Any], keys: tuple[int, ...], carried: tuple[int, ...]
     ) -> Chunks:
         """The arguments, with the weights as another positional argument, cut into chunks."""
-        given = list(self.given)
+        given, empty = list(self.given), self.options.of_ranks
         if self.weights is not None:
             count = sum(isinstance(a.key, int) for a in given)
             given.insert(count, Argument(count, self.weights, 0, named=True))
-        caller, empty = "microbatched_value_and_grad", self.of_ranks
-        self.batch = Batch(self.backend, caller, given, lists=True, may_be_empty=empty)
-        cut = Partition(self.batch.size, chunk_size).checked("microbatched_value_and_grad")
+        self.batch = Batch(self.backend, _MICROBATCHED, given, lists=True, may_be_empty=empty)
+        cut = Partition(self.batch.size, self.options.chunk_size).checked(_MICROBATCHED)
         return Chunks.of(terms, self.batch, cut, ChunkOptions(0), keys=keys, carried=carried)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
@@ -532,7 +513,7 @@ class _Microbatches:
         if shape != () or not _is_real(self.backend, result):
             came = describe(self.backend, result) if shape == () else f"shape {shape}"
             raise GradtoolsError(
-                f"microbatched_value_and_grad: the weights function returned {came}; expected "
+                f"{_MICROBATCHED}: the weights function returned {came}; expected "
                 "one real number, the weight of the chunk."
             )
         return result
@@ -547,12 +528,12 @@ class _Microbatches:
 
     def check_total(self, total: Array) -> None:
         """Raises if concrete weights sum to zero; traced ones then give NaN."""
-        if self.weigh is None and self.weights is None and not self.of_ranks:
+        if self.weigh is None and self.weights is None and not self.options.of_ranks:
             return
         number = self.backend.as_number(total)
         if isinstance(number, (int, float)) and number == 0:
             raise GradtoolsError(
-                "microbatched_value_and_grad: the weights sum to 0, so there is no mean. Give "
+                f"{_MICROBATCHED}: the weights sum to 0, so there is no mean. Give "
                 "weights with a sum other than 0, or use reduction='sum'."
             )
 

@@ -28,12 +28,10 @@ def perceptron():
 
 
 def linear_over_time():
-    """As PyTorch runs it: the leading axes are merged and split again."""
     b = Builder()
     x, w, c = b.input("X", (2, 5, 4)), b.input("W", (3, 4)), b.input("b", (3,))
-    flat = b("reshape", x, shape=(10, 4))
-    y = b("add", c, b("matmul", flat, b("transpose", w, permutation=(1, 0))))
-    return b.graph(b("relu", b("reshape", y, shape=(2, 5, 3))))
+    y = b("add", c, b("matmul", x, b("transpose", w, permutation=(1, 0))))
+    return b.graph(b("relu", y))
 
 
 def cross_entropy():
@@ -150,9 +148,7 @@ def block(layers=1):
     b = Builder()
 
     def affine(x, w, size):
-        flat = b("reshape", x, shape=(n * t, b.shape(x)[-1]))
-        y = b("matmul", flat, b("transpose", w, permutation=(1, 0)))
-        return b("reshape", y, shape=(n, t, size))
+        return b("matmul", x, b("transpose", w, permutation=(1, 0)))
 
     def heads(x):
         split = b("reshape", x, shape=(n, t, h, d))

@@ -174,7 +174,7 @@ Link = tuple[list[Expr], bool]
 def chain(f: Factors) -> list[Link] | None:
     """The factors as a matrix chain: groups of factors, and whether each is transposed."""
     entries = _without_batch(f)
-    if entries is None or any(len(set(n)) < len(n) or len(n) > 2 for _, n in entries):
+    if entries is None or any(len(n) > 2 for _, n in entries):
         return None
     out = [l for l in f.out if any(l in n for _, n in entries)]
     for joins in (False, True):
@@ -242,17 +242,10 @@ def _walk(groups: list, out: list[int]) -> list[Link] | None:
     else:
         start = next((g for g in left if len(g[1]) == 1), None)
         if start is None:
-            return _closed(left)
+            return None
         left.remove(start)
         links = [(start[0], True), *_follow(left, start[1][0])]
     return links if not left else None
-
-
-def _closed(left: list) -> list[Link] | None:
-    """A closed chain: the trace of a product of matrices."""
-    first = left.pop(0)
-    links = [(first[0], False), *_follow(left, first[1][1])]
-    return links if not left and len(links) > 1 else None
 
 
 def _follow(left: list, label: int) -> list[Link]:

@@ -233,7 +233,7 @@ def _is_wrapper(x: Expr) -> bool:
 
 def _is_plain(x: Expr) -> bool:
     """Whether it needs no name: a leaf or a number, or a transpose or conjugate of one."""
-    if x.op in ("placeholder", "number", "unit_matrix") or constant_of(x) is not None:
+    if x.op in ("placeholder", "number") or constant_of(x) is not None:
         return True
     return (_is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
 

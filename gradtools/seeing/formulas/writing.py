@@ -141,17 +141,12 @@ class ExpressionWriter:
         coefficient, factors, labels = display_factors(
             x, self.names, False, self.defined, opens=opens
         )
-        result = self._as_trace(x, factors, labels)
         f = Factors(coefficient, factors, labels, x)
-        if result is None:
-            f.apart()
-            if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
-                return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
-            with self._mean_inside(f):
-                result = self._core(f)
-        else:
-            f.apart()
-        return self._with_scalars(f, result)
+        f.apart()
+        if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
+            return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
+        with self._mean_inside(f):
+            return self._with_scalars(f, self._core(f))
 
     @contextmanager
     def _mean_inside(self, f: Factors) -> Iterator[None]:
@@ -172,13 +167,6 @@ class ExpressionWriter:
             yield
         finally:
             self._as_mean.discard(added)
-
-    def _as_trace(self, x: Expr, factors: list[Expr], labels: list) -> Written | None:
-        big = [(f, n) for f, n in zip(factors, labels, strict=True) if f.rank]
-        if len(big) != 1 or big[0][0].rank != 2 or big[0][1][0] != big[0][1][1]:
-            return None
-        inner = self.whole(big[0][0])
-        return ts.function("diag" if x.rank else "tr", [inner])
 
     def _core(self, f: Factors) -> Written | None:
         """The factors with axes; None if there are none."""
@@ -209,7 +197,7 @@ class ExpressionWriter:
         """A sum over all axes of two factors, or of one squared; None for other products."""
         if f.out or f.below or not f.summed:
             return None
-        if any(set(n) != f.summed or len(set(n)) < len(n) for _, n in f.arrays):
+        if any(set(n) != f.summed for _, n in f.arrays):
             return None
         if any(n != f.arrays[0][1] for _, n in f.arrays):
             return None
@@ -259,8 +247,7 @@ class ExpressionWriter:
         if result is None or divided is None:
             return None
         pieces = [self._link(group, flipped, divided) for group, flipped in result]
-        product = ts.join(pieces, " ", " ", ts.PRODUCT)
-        return ts.function("tr", [product]) if not f.out and result[0][0][0].rank == 2 else product
+        return ts.join(pieces, " ", " ", ts.PRODUCT)
 
     def _link(self, group: list[Expr], flipped: bool, divided: Mapping[Expr, Expr]) -> Written:
         by = [divided[g] for g in group if g in divided]
@@ -268,8 +255,6 @@ class ExpressionWriter:
             top = self._hadamard([self.whole(g).at(ts.PRODUCT) for g in group])
             written = ts.bracket(ts.over(top, self._hadamard([self.whole(b) for b in by])))
             return ts.superscript(written, "ᵀ", r"\top") if flipped else written
-        if group[0].op == "unit_matrix" and len(group) == 2:
-            return ts.function("diag", [self.whole(group[1])])
         if len(group) == 1:
             return self.transposed(group[0]) if flipped else self.whole(group[0]).at(ts.PRODUCT)
         written = ts.bracket(self._hadamard([self.whole(g) for g in group]))
@@ -287,8 +272,6 @@ class ExpressionWriter:
         clear = len(set(letters.values())) == len(letters)
         aligned = all(n == tuple(range(f.target.rank)) for _, n in (*f.arrays, *f.below))
         if not (clear or _keeps_order(f, letters) or (aligned and not f.summed)):
-            return None
-        if any(len(set(n)) < len(n) for _, n in (*f.arrays, *f.below)):
             return None
         if f.summed and not any(set(n) == set(f.size) for _, n in f.arrays):
             return None
@@ -370,8 +353,6 @@ class ExpressionWriter:
             return self.sum_of([self.entry(t, letters) for t in self._in_order(x.args)])
         if is_elementwise(x):
             return self._function(x, [self.entry(a, letters) for a in x.args], False)
-        if x.op == "unit_matrix":
-            return ts.subscript(Written("δ", r"\delta"), "".join(letters))
         return self._indexed(self.whole(x), letters)
 
     def _indexed(self, x: Written, letters: Sequence[str]) -> Written:

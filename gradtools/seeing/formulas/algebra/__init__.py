@@ -38,7 +38,6 @@ from gradtools.seeing.formulas.algebra.products import axis_groups as axis_group
 from gradtools.seeing.formulas.algebra.products import constant_of as constant_of
 from gradtools.seeing.formulas.algebra.products import contracts as contracts
 from gradtools.seeing.formulas.algebra.products import full as full
-from gradtools.seeing.formulas.algebra.products import identity as identity
 from gradtools.seeing.formulas.algebra.products import is_zero as is_zero
 from gradtools.seeing.formulas.algebra.products import lifted as lifted
 from gradtools.seeing.formulas.algebra.products import number as number

@@ -11,9 +11,7 @@ import numpy as np
 from gradtools.seeing.formulas.algebra.products import (
     Labels,
     array,
-    axis_groups,
     constant_of,
-    contracts,
     full,
     product,
 )
@@ -154,31 +152,4 @@ def _reshape_long(x: Expr, shape: tuple[int, ...]) -> Expr:
         return x if x.shape == shape else expr("reshape", (x,), shape, x.kind)
     if constant_of(x) is not None:
         return full(constant_of(x), shape)
-    if x.op == "einsum" and not contracts(x):
-        moved = _reshape_product(x, shape)
-        if moved is not None:
-            return moved
     return expr("reshape", (x,), shape, x.kind)
-
-
-def _reshape_product(x: Expr, shape: tuple[int, ...]) -> Expr | None:
-    """A reshape that changes only axes along which x is broadcast; else None."""
-    groups = axis_groups(x.shape, shape)
-    if groups is None:
-        return None
-    used = {l for names in x["labels"] for l in names}
-    rename = {}
-    for old, new in groups:
-        if len(old) == len(new) == 1:
-            rename[old[0]] = new[0]
-        elif used & set(old):
-            return None
-    labels = [tuple(rename[l] for l in names) for names in x["labels"]]
-    return product(x.args, labels, range(len(shape)), shape, x["coefficient"])
-
-
-def is_reshape(x: Expr) -> bool:
-    """Whether it is a reshape that does more than remove axes of length 1."""
-    if x.op != "reshape":
-        return False
-    return x.shape != tuple(n for n in x.args[0].shape if n != 1)

@@ -1,7 +1,7 @@
 """Canonical sums, elementwise functions, conjugates and real and imaginary parts.
 
-A sum collects like terms and factors common factors out. Broadcasts, transposes and reshapes are
-moved out of elementwise functions. Conjugates and real parts are moved to the leaves.
+A sum collects like terms and factors common factors out. Broadcasts are moved out of
+elementwise functions. Conjugates and real parts are moved to the leaves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 from gradtools.seeing.formulas.algebra.arrays import (
     broadcast,
     broadcast_shape,
-    is_reshape,
     matmul,
     negate,
     reshape,
@@ -94,9 +93,7 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
     coefficient = _common_coefficient([s[0] for s in split])
     if not common and coefficient == 1:
         terms = sorted(terms, key=lambda t: t.turn)
-        return _sum_of_reshapes(terms, shape) or expr(
-            "add", terms, shape, widest(*(t.kind for t in terms))
-        )
+        return expr("add", terms, shape, widest(*(t.kind for t in terms)))
     left = [_remove(s, common, coefficient, shape) for s in split]
     factors, labels = [f for f, _ in common], [n for _, n in common]
     rest = add(left)
@@ -154,21 +151,6 @@ def _remove(s: tuple, common: list, coefficient: Any, shape: tuple[int, ...]) ->
     return product([f for f, _ in left], [n for _, n in left], out, shape, rest)
 
 
-def _sum_of_reshapes(terms: list[Expr], shape: tuple[int, ...]) -> Expr | None:
-    """The reshape of a sum, if all terms are reshapes of one shape; else None."""
-    shapes = set()
-    for _, factors, labels, out in map(parts, terms):
-        if len(factors) == 1 and is_reshape(factors[0]) and labels[0] == out:
-            shapes.add(factors[0].args[0].shape)
-    if len(shapes) != 1:
-        return None
-    (inner,) = shapes
-    before = [reshape(t, inner) for t in terms]
-    factors = [f for b in before for f in parts(b)[1]]
-    stuck = any(f.op == "reshape" and f.args[0].shape == shape for f in factors)
-    return None if stuck else reshape(add(before), shape)
-
-
 def subtract(a: Expr, b: Expr) -> Expr:
     """a - b, broadcast as in NumPy."""
     return plus(a, negate(b))
@@ -214,21 +196,15 @@ def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
 
 
 def _hoisted(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr | None:
-    """Transposes of one argument and reshapes of all move out of a function."""
-    if len(args) == 1:
-        c, factors, labels, out = parts(args[0])
-        leaf = len(factors) == 1 and factors[0].op == "placeholder"
-        if leaf and c == 1 and labels[0] != out and sorted(labels[0]) == list(out):
-            inner = expr(op, factors, factors[0].shape, kind, **attributes)
-            return product([inner], [labels[0]], out, args[0].shape)
-    plain = [a for a in args if constant_of(a) is None]
-    if plain and all(map(is_reshape, plain)):
-        shapes = {a.args[0].shape for a in plain}
-        if len(shapes) == 1:
-            (shape,) = shapes
-            inner = [reshape(a, shape) for a in args]
-            return reshape(_elementwise(op, inner, kind, attributes), args[0].shape)
-    return None
+    """The transpose of a leaf moves out of a function of it alone."""
+    if len(args) != 1:
+        return None
+    c, factors, labels, out = parts(args[0])
+    leaf = len(factors) == 1 and factors[0].op == "placeholder"
+    if not leaf or c != 1 or labels[0] == out or sorted(labels[0]) != list(out):
+        return None
+    inner = expr(op, factors, factors[0].shape, kind, **attributes)
+    return product([inner], [labels[0]], out, args[0].shape)
 
 
 def power(x: Expr, exponent: Any) -> Expr:
@@ -261,9 +237,7 @@ def _is_negative(exponent: Any) -> bool:
 def _power_of_product(x: Expr, exponent: Any, whole: bool) -> Expr:
     c, factors, labels, out = parts(x)
     positive = not isinstance(c, complex) and c > 0
-    # If a diagonal is taken, off-diagonal entries need have no power; its derivative would be NaN.
-    everywhere = (whole and exponent > 0) or all(len(set(n)) == len(n) for n in labels)
-    if everywhere and (whole or (positive and len(factors) == 1)):
+    if whole or (positive and len(factors) == 1):
         raised = [power(f, exponent) for f in factors]
         return product(raised, labels, out, x.shape, c**exponent)
     if positive and c != 1:

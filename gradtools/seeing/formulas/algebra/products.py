@@ -1,8 +1,8 @@
 """Numbers, constant arrays, and canonical products of arrays as einsum.
 
 Coefficients are collected, nested products flattened where that reads better, equal factors become
-powers, identities and one-hot factors under a sum are eliminated, broadcasts and reshapes are moved
-outwards, where they may cancel.
+powers, one-hot factors under a sum are eliminated, broadcasts are moved outwards, where they may
+cancel.
 
 A contraction (a product with a sum) is never flattened into another one, so that a matrix product
 of the program stays one value.
@@ -61,20 +61,12 @@ def zeros(shape: Sequence[int]) -> Expr:
 
 
 def array(value: Any) -> Expr:
-    """A captured array as an expression; constant and identity arrays are recognized."""
+    """A captured array as an expression; equal numbers become one."""
     value = np.asarray(value)
     if value.size and np.all(value == value.flat[0]) and value.dtype.kind in "fc":
         return full(value.flat[0].item(), value.shape)
-    n = value.shape[0] if value.ndim == 2 else 0
-    if n > 1 and value.shape == (n, n) and np.array_equal(value, np.eye(n)):
-        return identity(n)
     kind = {"f": REAL, "c": COMPLEX, "b": "boolean"}.get(value.dtype.kind, INTEGER)
     return expr("array", (), value.shape, kind, value=ArrayValue(value))
-
-
-def identity(n: int) -> Expr:
-    """The unit matrix."""
-    return expr("unit_matrix", (), (n, n), REAL) if n > 1 else full(1.0, (n, n))
 
 
 def constant_of(x: Expr) -> Any:
@@ -177,7 +169,7 @@ def product(
 
     Args:
         factors: The factors.
-        labels: The labels of each factor's axes; a label twice in one factor takes the diagonal.
+        labels: The labels of each factor's axes, all different in one factor.
         out: The labels of the result, all different.
         shape: The lengths of the result's axes.
         coefficient: A number.
@@ -186,10 +178,6 @@ def product(
     _squeeze_axes(p)
     _flatten(p)
     _squeeze_axes(p)
-    split = _split_reshapes(p, shape)
-    if split is not None:
-        return split
-    _contract_identities(p)
     _gather_powers(p)
     _drop_one_hots(p)
     if p.coefficient == 0:
@@ -265,7 +253,7 @@ def _stays_whole(x: Expr) -> bool:
     if x.op != "einsum" or len(x.args) < 2 or contracts(x):
         return False
     labels = [l for names in x["labels"] for l in names]
-    if len(set(labels)) < x.rank or any(f.op in ("one_hot", "unit_matrix") for f in x.args):
+    if len(set(labels)) < x.rank or any(f.op == "one_hot" for f in x.args):
         return False
     arrays = [f for f in x.args if f.rank]
     if len(arrays) == 1 and arrays[0].op == "placeholder":
@@ -281,22 +269,6 @@ def _opens(factor: Expr, others: int) -> bool:
     if not contracts(factor):
         return True
     return not others and len(factor.args) == 1
-
-
-def _contract_identities(p: _Product) -> None:
-    """Eliminates identity matrices with a summed label: the label is renamed, or counted."""
-    before = p.labels()
-    for place in [f for f in p.factors if f[0].op == "unit_matrix"]:
-        current = [f for f in p.factors if f[0] is place[0]]
-        for entry in current:
-            a, b = entry[1]
-            if a == b or a not in p.out or b not in p.out:
-                p.factors.remove(entry)
-                if a != b:
-                    p.rename(*((a, b) if a not in p.out else (b, a)))
-                    before.discard(a if a not in p.out else b)
-                break
-    p.drop_sums_over_nothing(before)
 
 
 def _gather_powers(p: _Product) -> None:
@@ -342,38 +314,6 @@ def _drop_one_hots(p: _Product) -> None:
         p.drop_sums_over_nothing(before)
 
 
-def _split_reshapes(p: _Product, shape: Sequence[int]) -> Expr | None:
-    """Splits a merged axis into its parts, if every factor with that axis is a reshape."""
-    if len(p.factors) == 1 and p.coefficient == 1 and not _has_sum(p):
-        names = p.factors[0][1]
-        if names == tuple(n for n in p.out if p.size[n] != 1 or n in names):
-            return None  # it only inserts axes of length 1
-    for name in sorted(p.labels(), key=str):
-        lengths = _common_merge(p, name)
-        if lengths is not None and len(lengths) > 1:
-            return _split_label(p, name, lengths, tuple(shape))
-    return None
-
-
-def _common_merge(p: _Product, name: Any) -> tuple[int, ...] | None:
-    result: set = set()
-    for factor, names in p.factors:
-        for axis, n in enumerate(names):
-            if n == name:
-                result.add(_merged_axes(factor, axis))
-    return result.pop() if len(result) == 1 else None
-
-
-def _merged_axes(factor: Expr, axis: int) -> tuple[int, ...] | None:
-    """The lengths that a reshape merged into this axis."""
-    if factor.op != "reshape":
-        return None
-    for old, new in axis_groups(factor.args[0].shape, factor.shape) or []:
-        if new == [axis]:
-            return tuple(n for n in (factor.args[0].shape[a] for a in old) if n != 1)
-    return None
-
-
 def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list, list]] | None:
     """The smallest groups of axes that a reshape maps to each other; None for empty arrays."""
     if 0 in old or 0 in new:
@@ -392,27 +332,6 @@ def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list, list
                 right, b, j = [*right, j], b * new[j], j + 1
         groups.append((left, right))
     return groups
-
-
-def _split_label(p: _Product, name: Any, lengths: Sequence[int], shape: Sequence[int]) -> Expr:
-    new = [p.new_label() for _ in lengths]
-    spread = lambda names: tuple(m for n in names for m in (new if n == name else [n]))
-    factors = []
-    for factor, names in p.factors:
-        if name in names:
-            sizes = [
-                n
-                for label, length in zip(names, factor.shape, strict=True)
-                for n in (lengths if label == name else [length])
-            ]
-            factor = factor.reshape(sizes)
-        factors.append((factor, spread(names)))
-    size = {**p.size, **dict(zip(new, lengths, strict=True))}
-    out = spread(p.out)
-    inner = product(
-        [f for f, _ in factors], [n for _, n in factors], out, [size[n] for n in out], p.coefficient
-    )
-    return inner.reshape(shape)
 
 
 def _build(p: _Product, shape: tuple[int, ...]) -> Expr:

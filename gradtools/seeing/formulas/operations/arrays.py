@@ -21,7 +21,6 @@ from gradtools.seeing.formulas.algebra import (
     broadcast,
     conj,
     einsum,
-    identity,
     imag,
     matmul,
     number,
@@ -62,7 +61,6 @@ def constant(*, value: Any) -> Expr:
 
 operation("number", lambda y: np.asarray(y["value"]))
 operation("array", lambda y: y["value"].array, form=lambda w, x: ts.Written("c", "c"))
-operation("unit_matrix", lambda y: np.eye(y.shape[0]), form=lambda w, x: ts.Written("I", "I"))
 
 # Contractions.
 
@@ -98,19 +96,12 @@ def _aligned_product(
 
 
 def _einsum_cotangent(y: Expr, g: Expr, k: int) -> Expr:
-    """The cotangent of factor k; a repeated label becomes a unit matrix between two labels."""
-    own = list(y["labels"][k])
-    names, extra, factors = list(own), [], []
-    for place, name in enumerate(own):
-        if name in own[:place]:
-            names[place] = ("copy", place)
-            extra.append((name, ("copy", place)))
-            factors.append(identity(y.args[k].shape[place]))
+    """The cotangent of factor k."""
     others = [j for j in range(len(y.args)) if j != k]
     return product(
-        [g, *(conj(y.args[j]) for j in others), *factors],
-        [tuple(range(y.rank)), *(y["labels"][j] for j in others), *extra],
-        names,
+        [g, *(conj(y.args[j]) for j in others)],
+        [tuple(range(y.rank)), *(y["labels"][j] for j in others)],
+        y["labels"][k],
         y.args[k].shape,
         np.conj(y["coefficient"]),
     )
@@ -192,9 +183,6 @@ def arrange(x: Expr, places: np.ndarray, name: str) -> Expr:
             return arrange(x.args[1], inner, name)
         if (inner < 0).all():  # reads the other entries only
             return arrange(x.args[0], places, name)
-    n = x.shape[0] if x.rank == 2 else 0
-    if x.shape == (n, n) and np.array_equal(places, np.arange(n) * (n + 1)):
-        return product([x], [("d", "d")], ("d",), (n,))
     kept = ArrayValue(places)
     return expr("arrange", (x,), places.shape, x.kind, name=name, places=kept, into=x.shape)
 

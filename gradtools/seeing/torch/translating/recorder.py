@@ -21,6 +21,7 @@ import torch
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
+from gradtools.seeing.formulas.algebra import einsum, matmul, plus, swap
 from gradtools.seeing.formulas.expressions import INTEGER, Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operations.arrays import arrange, constant, written
 from gradtools.seeing.formulas.operations.elementwise import stop
@@ -108,21 +109,40 @@ class FormulaRecorder(Recorder[Expr]):
         return out
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Records the user's detach, and an index that PyTorch reads as a Python number.
+        """Records the user's detach, products of matrices, and an index read as a Python number.
 
         All other functions are recorded as aten operations.
         """
         value = None
-        if upstream.peek_interpreter_stack() is None and fun in _DETACHING:
+        if upstream.peek_interpreter_stack() is not None:
+            return fun(*args, **kwargs)
+        if fun in _DETACHING:
             value = stop(self.of(args[0]))
-        elif upstream.peek_interpreter_stack() is None and fun is Tensor.__getitem__:
+        elif fun is Tensor.__getitem__:
             value = self._entry(*args)
+        elif fun in _CONTRACTIONS and not kwargs:
+            value = self._contraction(*_CONTRACTIONS[fun](*args))
         if value is None:
             return fun(*args, **kwargs)
         with self.silent():
             out = fun(*args, **kwargs)
         self._note([out], [value])
         return out
+
+    def _contraction(self, meant: str, *tensors: Any) -> Expr | None:
+        """A product whose aten operations merge and split axes; None where these read as well."""
+        if not all(isinstance(x, Tensor) and is_inexact(x) for x in tensors):
+            return None
+        xs = [self.of(x) for x in tensors]
+        if all(x.turn[0] for x in xs):
+            return None
+        if meant == "linear":
+            x, weight, *bias = xs
+            return plus(matmul(x, swap(weight) if weight.rank > 1 else weight), *bias)
+        if meant != "matmul":
+            once = all(len(set(part)) == len(part) for part in meant.split("->")[0].split(","))
+            return einsum(meant, *xs) if once and "->" in meant and "." not in meant else None
+        return matmul(*xs)
 
     def _entry(self, x: Tensor, index: Any) -> Expr | None:
         """x at an index with one computed integer, such as x[i] or x[0, i]; None for others."""
@@ -381,6 +401,22 @@ class FormulaRecorder(Recorder[Expr]):
         if isinstance(x, list | tuple):
             return [self._valued(v) for v in x]
         return x
+
+
+def _of_einsum(equation: Any, *xs: Any) -> tuple:
+    xs = tuple(xs[0]) if len(xs) == 1 and isinstance(xs[0], list | tuple) else xs
+    return (equation.replace(" ", ""), *xs) if isinstance(equation, str) else ("", None)
+
+
+# Functions whose aten operations merge axes, and what they mean.
+_CONTRACTIONS: dict[Any, Callable[..., tuple]] = {
+    **dict.fromkeys(
+        (torch.matmul, Tensor.matmul, Tensor.__matmul__), lambda a, b: ("matmul", a, b)
+    ),
+    Tensor.__rmatmul__: lambda a, b: ("matmul", b, a),
+    torch.nn.functional.linear: lambda *xs: ("linear", *(x for x in xs if x is not None)),
+    torch.einsum: _of_einsum,
+}
 
 
 def _is_number(x: Tensor) -> bool:

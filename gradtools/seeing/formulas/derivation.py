@@ -121,8 +121,7 @@ class Formula:
             both, _ = adjoint(grads, self._directions, [*sources, *self._cotangents])
             self._second = [*spread(both), *both[len(sources) :]]
             xs = [self._names[p] for p in (*inputs, *self._cotangents)]
-            partial = r"\frac{{\partial s}}{{\partial {}}}"
-            self._second_names = [Written(f"∂s/∂{x.text}", partial.format(x.latex)) for x in xs]
+            self._second_names = [Written(f"∂s/∂{x.text}") for x in xs]
         self._pairs, self._whole = self._in_complex_numbers()
         marked = [x["name"] for x in ordered(self._outputs) if x.op == "by_name"]
         self.marked = tuple(dict.fromkeys(marked))
@@ -144,8 +143,7 @@ class Formula:
 
     def _direction(self, p: Expr, count: int) -> Expr:
         u, x = placeholder(f"u {p['name']}", p.shape, p.kind), self._names[p]
-        one = count == 1
-        self._names[u] = Written("u", "u") if one else Written(f"u_{x.text}", f"u_{{{x.latex}}}")
+        self._names[u] = Written("u" if count == 1 else f"u_{x.text}")
         return u
 
     def _in_complex_numbers(self) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
@@ -172,9 +170,9 @@ class Formula:
     def __str__(self) -> str:
         lines = []
         for section in self._written().sections:
-            lines += [section.title.text, *_aligned_text(section), ""]
-        lines += ["where", *(f"  {w.text}" for w in self._legend())]
-        lines += [f"  {name.text}" for name in self._recognised()]
+            lines += [f"{section.title} {section.of}".strip(), *_aligned_text(section), ""]
+        lines += ["where", *(f"  {text}" for text in self._legend())]
+        lines += [f"  {definition}" for definition in self._recognised()]
         lines += [f"  {note}" for note in self._written().writer.notes]
         lines += [str(self.check)] if self.check is not None else []
         return printable("\n".join(lines))
@@ -196,10 +194,11 @@ class Formula:
         """The formula in LaTeX: one ``aligned`` for each part, and one for definitions of names."""
         blocks = []
         for section in self._written().sections:
-            rows = [section.title.latex, *(f"{a.latex} = {b.latex}" for a, b in section.lines)]
-            blocks.append(_aligned_latex(rows))
+            title = rf"\textbf{{{section.title}}}\ {ts.latex(section.of)}"
+            rows = [ts.latex(f"{a.text} = {b.text}") for a, b in section.lines]
+            blocks.append(_aligned_latex([title, *rows]))
         if names := self._recognised():
-            blocks.append(_aligned_latex([name.latex for name in names]))
+            blocks.append(_aligned_latex([*map(ts.latex, names)]))
         return "\n\\\\[1em]\n".join(blocks)
 
     def _repr_latex_(self) -> str:
@@ -220,31 +219,27 @@ class Formula:
 
     def _sections(self) -> list[Section]:
         there = lambda xs, ws: [(x, w) for x, w in zip(xs, ws, strict=True) if x is not None]
-        given = ts.join([self._names[p] for p in self._cotangents], ", ", ", ", ts.SUM)
+        given = ", ".join(self._names[p].text for p in self._cotangents)
         gradients = there(self._gradients, self._gradient_names)
         sections = [
-            Section(_title("the program"), self._named_outputs),
-            Section(_title("its adjoint, from", given), gradients),
+            Section("the program", "", self._named_outputs),
+            Section("its adjoint, from", given, gradients),
         ]
         if self._whole:
-            sections.append(Section(_title("that is, with", self._sums()), self._whole))
+            sections.append(Section("that is, with", self._sums(), self._whole))
         if self.order == 2:
             pairs = zip(self._directions, [w for _, w in gradients], strict=True)
             terms = [ts.inner_product(self._names[u], n) for u, n in pairs]
-            title = _title("the adjoint of that, of s =", ts.summed(terms))
-            sections.append(Section(title, there(self._second, self._second_names)))
+            second = there(self._second, self._second_names)
+            sections.append(Section("the adjoint of that, of s =", ts.summed(terms).text, second))
         return sections
 
-    def _sums(self) -> Written:
+    def _sums(self) -> str:
         """The complex arrays as the sums of their parts."""
-        names = [[self._names[x] for x in (p.whole, p.real, p.imaginary)] for p in self._pairs]
-        sums = [
-            Written(f"{z.text} = {a.text} + i {b.text}", f"{z.latex} = {a.latex} + i\\, {b.latex}")
-            for z, a, b in names
-        ]
-        return ts.join(sums, ", ", ",\\; ", ts.SUM)
+        names = [[self._names[x].text for x in (p.whole, p.real, p.imaginary)] for p in self._pairs]
+        return ", ".join(f"{z} = {a} + i {b}" for z, a, b in names)
 
-    def _legend(self) -> list[Written]:
+    def _legend(self) -> list[str]:
         """The spaces of the leaves, the constants, and the lengths of the axes."""
         written, recorded = self._written(), self._recorded
         used = {*written.values, *recorded.opened}
@@ -257,11 +252,11 @@ class Formula:
                 result.append(_space(self._names[p], p, letters))
         for x, name in written.constants:
             shape = "×".join(map(str, x.shape)) or "a number"
-            result.append(Written(f"{name.text}: held by the program, {shape}", name.latex))
+            result.append(f"{name.text}: held by the program, {shape}")
         said = ", ".join(f"{l} = {n}" for l, n in sizes.items())
-        return [*result, *([Written(said, said)] if said else [])]
+        return [*result, *([said] if said else [])]
 
-    def _recognised(self) -> list[Written]:
+    def _recognised(self) -> list[str]:
         """The definitions of recognized names."""
         used = self._written().writer.recognised
         return [o.definition for name, o in OPERATIONS.items() if name in used and o.definition]
@@ -385,28 +380,14 @@ def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
     return dict(zip(places, values, strict=True))
 
 
-def _title(text: str, more: Written | None = None) -> Written:
-    latex = rf"\textbf{{{text}}}"
-    if more is None:
-        return Written(text, latex)
-    return Written(f"{text} {more.text}", rf"{latex}\ {more.latex}")
+_FIELDS = {"real": "ℝ", "complex": "ℂ", "integer": "ℤ", "boolean": "{0,1}"}
 
 
-_FIELDS = {
-    "real": ("ℝ", r"\mathbb{R}"),
-    "complex": ("ℂ", r"\mathbb{C}"),
-    "integer": ("ℤ", r"\mathbb{Z}"),
-    "boolean": ("{0,1}", r"\{0,1\}"),
-}
-
-
-def _space(name: Written, p: Expr, letters: Sequence[str]) -> Written:
+def _space(name: Written, p: Expr, letters: Sequence[str]) -> str:
     """The declaration of a leaf: x ∈ ℝ^(i×j)."""
-    field, latex = _FIELDS[p.kind]
     over = "×".join(letters)
     high = f"^({over})" if len(letters) > 1 else f"^{over}" if over else ""
-    deep = f"^{{{' times '.join(letters)}}}" if over else ""
-    return Written(f"{name.text} ∈ {field}{high}", rf"{name.latex} \in {latex}{deep}")
+    return f"{name.text} ∈ {_FIELDS[p.kind]}{high}"
 
 
 def _aligned_text(section: Section) -> list[str]:

@@ -72,7 +72,7 @@ class Operation:
     form: Form | None = None
     entry: EntryForm | None = None
     ties: Callable[[Axes, Expr], None] | None = None
-    definition: Written | None = None
+    definition: str = ""
 
 
 OPERATIONS: dict[str, Operation] = {}

@@ -30,11 +30,13 @@ class Section:
 
     Attributes:
         title: Its heading.
+        of: What follows the heading, in mathematics.
         roots: The results, with their names.
         lines: The equations.
     """
 
-    title: Written
+    title: str
+    of: str
     roots: list[tuple[Expr, Written]]
     lines: list[Statement] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Writes an expression as text and LaTeX.
+"""Writes an expression as text.
 
 Whole arrays are written where that is unambiguous: products of matrices by juxtaposition, the
 elementwise product as a circled dot, sums over axes by their letters. Axes align by their letters,
@@ -228,7 +228,7 @@ class ExpressionWriter:
         if not squared or x.is_complex:
             return None
         base = self.whole(x.args[0].args[0] if x.args[0].op == "abs" else x.args[0])
-        return Written(f"‖{base.text}‖²", rf"\left\| {base.latex} \right\|^{{2}}", ts.POWER)
+        return Written(f"‖{base.text}‖²", ts.POWER)
 
     def _is_mean(self, f: Factors) -> bool:
         """Whether a sum of one array is written as its mean."""
@@ -247,24 +247,24 @@ class ExpressionWriter:
         if result is None or divided is None:
             return None
         pieces = [self._link(group, flipped, divided) for group, flipped in result]
-        return ts.join(pieces, " ", " ", ts.PRODUCT)
+        return ts.join(pieces, " ", ts.PRODUCT)
 
     def _link(self, group: list[Expr], flipped: bool, divided: Mapping[Expr, Expr]) -> Written:
         by = [divided[g] for g in group if g in divided]
         if by:
             top = self._hadamard([self.whole(g).at(ts.PRODUCT) for g in group])
             written = ts.bracket(ts.over(top, self._hadamard([self.whole(b) for b in by])))
-            return ts.superscript(written, "ᵀ", r"\top") if flipped else written
+            return ts.superscript(written, "ᵀ") if flipped else written
         if len(group) == 1:
             return self.transposed(group[0]) if flipped else self.whole(group[0]).at(ts.PRODUCT)
         written = ts.bracket(self._hadamard([self.whole(g) for g in group]))
-        return ts.superscript(written, "ᵀ", r"\top") if flipped else written
+        return ts.superscript(written, "ᵀ") if flipped else written
 
     def transposed(self, x: Expr) -> Written:
         """The transpose, the conjugate transpose where x is a conjugate."""
         if x.op == "conj" and x not in self.names:
-            return ts.superscript(self.whole(x.args[0]), "ᴴ", "H")
-        return ts.superscript(self.whole(x), "ᵀ", r"\top")
+            return ts.superscript(self.whole(x.args[0]), "ᴴ")
+        return ts.superscript(self.whole(x), "ᵀ")
 
     def _aligned(self, f: Factors) -> Written | None:
         """An elementwise product, summed over axes by their letters; None if that is ambiguous."""
@@ -289,7 +289,7 @@ class ExpressionWriter:
             whole = not f.out
             return ts.function("mean", [top], "" if whole else name)
         inner = top.at(ts.POWER)
-        return Written(f"Σ{ts.below(name)} {inner.text}", rf"\sum_{{{name}}} {inner.latex}", ts.BIG)
+        return ts.total(name, inner)
 
     def _oriented(self, a: Expr, names: Sequence[int], f: Factors) -> Written:
         reference = f.reference()
@@ -313,7 +313,7 @@ class ExpressionWriter:
     def _hadamard(self, pieces: list[Written]) -> Written:
         if len(pieces) == 1:
             return pieces[0]
-        return ts.join([p.at(ts.PRODUCT) for p in pieces], " ⊙ ", r" \odot ", ts.PRODUCT)
+        return ts.join([p.at(ts.PRODUCT) for p in pieces], " ⊙ ", ts.PRODUCT)
 
     def _with_scalars(
         self, f: Factors, core: Written | None, below: Sequence[Written] = ()
@@ -377,11 +377,7 @@ class ExpressionWriter:
         if not f.arrays and not f.below:
             return self._with_scalars(f, None)
         if extra:
-            low = "".join(fresh)
-            inner = top.at(ts.PRODUCT)
-            top = Written(
-                f"Σ{ts.below(low)} {inner.text}", rf"\sum_{{{low}}} {inner.latex}", ts.BIG
-            )
+            top = ts.total("".join(fresh), top.at(ts.PRODUCT))
         return self._with_scalars(f, top)
 
     def axis_names(self, x: Expr, axes: Iterable[int]) -> str:
@@ -396,7 +392,7 @@ class ExpressionWriter:
 
 
 def _side_by_side(pieces: Sequence[Written]) -> Written:
-    return ts.join(pieces, " ", " ", ts.PRODUCT) if len(pieces) > 1 else pieces[0]
+    return ts.join(pieces, " ", ts.PRODUCT) if len(pieces) > 1 else pieces[0]
 
 
 def _divided(f: Factors) -> dict[Expr, Expr] | None:

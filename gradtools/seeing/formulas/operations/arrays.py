@@ -60,7 +60,7 @@ def constant(*, value: Any) -> Expr:
 
 
 operation("number", lambda y: np.asarray(y["value"]))
-operation("array", lambda y: y["value"].array, form=lambda w, x: ts.Written("c", "c"))
+operation("array", lambda y: y["value"].array, form=lambda w, x: ts.Written("c"))
 
 # Contractions.
 
@@ -222,9 +222,8 @@ def _update_pullback(y: Expr, g: Expr, x: Expr, u: Expr) -> Cotangents:
 
 def _update_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     w.note("set_at[...](x, u): x with u at these places")
-    where = x["name"].strip("[]")
-    inside = ts.join([w.whole(a) for a in x.args], ", ", ", ", ts.SUM)
-    return placed("set_at", ts.Written(where, where), inside)
+    inside = ts.join([w.whole(a) for a in x.args], ", ", ts.SUM)
+    return placed("set_at", x["name"].strip("[]"), inside)
 
 
 operation("update", _update_value, _update_pullback, form=_update_form, ties=tie_first)
@@ -259,21 +258,19 @@ def _arrange_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     if "c" in name:
         w.note("[c]: at the places that f selects, by constant indices or by a mask")
     if forward:
-        return part_of(inner, ts.Written(name[1:-1], name[1:-1]))
+        return part_of(inner, name[1:-1])
     w.note("into[...](x): zeros with x at these places")
-    return placed("into", ts.Written(name[1:-1], name[1:-1]), inner)
+    return placed("into", name[1:-1], inner)
 
 
-def part_of(x: ts.Written, where: ts.Written) -> ts.Written:
+def part_of(x: ts.Written, where: str) -> ts.Written:
     """x[where]."""
-    x = x.at(ts.ATOM)
-    return ts.Written(f"{x.text}[{where.text}]", rf"{x.latex}\left[{where.latex}\right]")
+    return ts.Written(f"{x.at(ts.ATOM).text}[{where}]")
 
 
-def placed(name: str, where: ts.Written, inner: ts.Written) -> ts.Written:
+def placed(name: str, where: str, inner: ts.Written) -> ts.Written:
     """name[where](inner)."""
-    latex = rf"{ts.operator(name)}_{{[{where.latex}]}}\left({inner.latex}\right)"
-    return ts.Written(f"{name}[{where.text}]({inner.text})", latex)
+    return ts.Written(f"{name}[{where}]({inner.text})")
 
 
 operation(
@@ -358,8 +355,8 @@ def unbind(x: Expr, *, axis: int) -> list[Expr]:
 def _concatenate_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     first = x["axis"] == 0
     pieces = [w.whole(a) for a in x.args]
-    inside = ts.join(pieces, "; " if first else ", ", r";\; " if first else r",\; ", ts.SUM)
-    return ts.Written(f"[{inside.text}]", rf"\left[{inside.latex}\right]")
+    inside = ts.join(pieces, "; " if first else ", ", ts.SUM)
+    return ts.Written(f"[{inside.text}]")
 
 
 @makes(

@@ -113,7 +113,7 @@ def _cast_value(x: np.ndarray, to: str) -> np.ndarray:
 
 def _cast_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     """Writes a cast to complex as x + 0i, because √x and √(x + 0i) differ below zero."""
-    return ts.summed([args[0], ts.Written("0i", "0i")]) if x.is_complex else args[0]
+    return ts.summed([args[0], ts.Written("0i")]) if x.is_complex else args[0]
 
 
 @makes(
@@ -162,9 +162,7 @@ def _raised(base: ts.Written, exponent: Any, matrix: bool) -> ts.Written:
     if exponent == 1:
         return base
     if matrix and exponent != 0.5:
-        shown = ts.number(exponent)
-        plain = ts.power(ts.Written("", ""), exponent).text
-        return ts.superscript(base, "^∘" + plain.lstrip("^"), rf"\circ {shown.latex}")
+        return ts.power(base, exponent, "∘")
     return ts.power(base, exponent)
 
 
@@ -189,10 +187,7 @@ def _power(a: Expr, b: Expr) -> Expr:
 
 
 def _pow_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
-    base = args[0].at(ts.ATOM)
-    return ts.Written(
-        f"{base.text}^({args[1].text})", f"{base.latex}^{{{args[1].latex}}}", ts.POWER
-    )
+    return ts.Written(f"{args[0].at(ts.ATOM).text}^({args[1].text})", ts.POWER)
 
 
 entrywise(
@@ -213,9 +208,9 @@ word("hypot", lambda a, b: (a**2 + b**2) ** 0.5)
 # Modulus, sign, and the parts of complex numbers.
 
 
-def named(text: str, latex: str = "") -> EntryForm:
+def named(text: str) -> EntryForm:
     """A name other than its own."""
-    return lambda x, args, matrix: ts.function(text, args, latex=latex)
+    return lambda x, args, matrix: ts.function(text, args)
 
 
 @makes(
@@ -224,7 +219,7 @@ def named(text: str, latex: str = "") -> EntryForm:
     np.abs,
     pullback=lambda y, g, x: [real(g) * apply("sign", x)],
     kind=REAL,
-    entry=lambda x, args, matrix: ts.Written(f"|{args[0].text}|", rf"\left|{args[0].latex}\right|"),
+    entry=lambda x, args, matrix: ts.Written(f"|{args[0].text}|"),
 )
 def modulus(x: Expr) -> Expr:
     """The modulus |x|."""
@@ -251,7 +246,7 @@ entrywise(
     np.angle,
     pullback=lambda y, g, x: [1j * (real(g) * conj(x) ** -1) if x.is_complex else None],
     kind=REAL,
-    entry=named("arg", r"\arg"),
+    entry=named("arg"),
 )
 entrywise(
     "real",
@@ -273,7 +268,7 @@ entrywise(
     "conj",
     np.conj,
     pullback=lambda y, g, x: [conj(g)],
-    entry=lambda x, args, matrix: ts.superscript(args[0], "*", "*"),
+    entry=lambda x, args, matrix: ts.superscript(args[0], "*"),
     make=lambda x: conj(x),
 )
 word("complex", lambda re, im: re + 1j * im)
@@ -281,14 +276,9 @@ word("complex", lambda re, im: re + 1j * im)
 # Rounding, comparison and truth.
 
 
-def _between(left: str, right: str, latex: tuple[str, str]) -> EntryForm:
+def _between(left: str, right: str) -> EntryForm:
     """An entry form that encloses the argument in two delimiters."""
-
-    def form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
-        (a,) = args
-        return ts.Written(f"{left}{a.text}{right}", f"{latex[0]}{a.latex}{latex[1]}")
-
-    return form
+    return lambda x, args, matrix: ts.Written(f"{left}{args[0].text}{right}")
 
 
 def _rounding(name: str, evaluate: Any, entry: EntryForm | None = None) -> None:
@@ -297,30 +287,26 @@ def _rounding(name: str, evaluate: Any, entry: EntryForm | None = None) -> None:
     entrywise(name, evaluate, make=make, entry=entry)
 
 
-_rounding("floor", np.floor, _between("⌊", "⌋", (r"\left\lfloor ", r" \right\rfloor")))
-_rounding("ceil", np.ceil, _between("⌈", "⌉", (r"\left\lceil ", r" \right\rceil")))
+_rounding("floor", np.floor, _between("⌊", "⌋"))
+_rounding("ceil", np.ceil, _between("⌈", "⌉"))
 _rounding("trunc", np.trunc)
 _rounding("round", np.round)
 
 
-# NumPy's function, the negated relation, and the sign as text and in LaTeX.
+# NumPy's function, the negated relation, and the sign.
 _RELATIONS = {
-    "<": (np.less, ">=", "<", "<"),
-    "<=": (np.less_equal, ">", "≤", r"\le"),
-    ">": (np.greater, "<=", ">", ">"),
-    ">=": (np.greater_equal, "<", "≥", r"\ge"),
-    "==": (np.equal, "!=", "=", "="),
-    "!=": (np.not_equal, "==", "≠", r"\ne"),
+    "<": (np.less, ">=", "<"),
+    "<=": (np.less_equal, ">", "≤"),
+    ">": (np.greater, "<=", ">"),
+    ">=": (np.greater_equal, "<", "≥"),
+    "==": (np.equal, "!=", "="),
+    "!=": (np.not_equal, "==", "≠"),
 }
 
 
 def _compare_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
-    _, _, text, latex = _RELATIONS[x["relation"]]
-    a, b = (arg.at(ts.PRODUCT) for arg in args)
-    return ts.Written(
-        f"1[{a.text} {text} {b.text}]",
-        rf"\mathbf{{1}}\left[{a.latex} {latex} {b.latex}\right]",
-    )
+    a, b = (arg.at(ts.PRODUCT).text for arg in args)
+    return ts.Written(f"1[{a} {_RELATIONS[x['relation']][2]} {b}]")
 
 
 @makes(
@@ -347,26 +333,26 @@ entrywise(
     "logical_not",
     np.logical_not,
     kind=BOOLEAN,
-    entry=_between("1[not ", "]", (r"\mathbf{1}[\lnot ", "]")),
+    entry=_between("1[not ", "]"),
     make=lambda x: negation(_truth(x)),
 )
 
 
-def _logical(name: str, evaluate: Any, text: str, latex: str) -> None:
+def _logical(name: str, evaluate: Any, sign: str) -> None:
     entrywise(
         name,
         evaluate,
         kind=BOOLEAN,
         entry=lambda x, args, matrix: ts.join(
-            [a.at(ts.POWER) for a in args], f" {text} ", f" {latex} ", ts.PRODUCT
+            [a.at(ts.POWER) for a in args], f" {sign} ", ts.PRODUCT
         ),
         make=lambda a, b: apply(name, _truth(a), _truth(b)),
     )
 
 
-_logical("logical_and", np.logical_and, "∧", r"\land")
-_logical("logical_or", np.logical_or, "∨", r"\lor")
-_logical("logical_xor", np.logical_xor, "⊕", r"\oplus")
+_logical("logical_and", np.logical_and, "∧")
+_logical("logical_or", np.logical_or, "∨")
+_logical("logical_xor", np.logical_xor, "⊕")
 
 # Choice.
 
@@ -376,7 +362,7 @@ _logical("logical_xor", np.logical_xor, "⊕", r"\oplus")
     entrywise,
     np.maximum,
     lambda y, a, b: [indicator(a, ">", b), indicator(a, "<=", b)],
-    entry=named("max", r"\max"),
+    entry=named("max"),
 )
 def maximum(a: Expr, b: Expr) -> Expr:
     """The elementwise maximum; relu where one of them is zero."""
@@ -390,7 +376,7 @@ entrywise(
     "minimum",
     np.minimum,
     lambda y, a, b: [indicator(a, "<", b), indicator(a, ">=", b)],
-    entry=named("min", r"\min"),
+    entry=named("min"),
 )
 
 
@@ -407,11 +393,7 @@ def _where_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     c, a, b = args
     bare = x.args[0].op == "compare" and c.text.startswith("1[")
     condition = c.text[2:-1] if bare else c.text
-    low = c.latex.removeprefix(r"\mathbf{1}\left[").removesuffix(r"\right]") if bare else c.latex
-    return ts.Written(
-        f"{{{a.text} if {condition}; {b.text} otherwise}}",
-        rf"\begin{{cases}} {a.latex} & {low} \\ {b.latex} & \text{{otherwise}} \end{{cases}}",
-    )
+    return ts.Written(f"{{{a.text} if {condition}; {b.text} otherwise}}")
 
 
 @makes(

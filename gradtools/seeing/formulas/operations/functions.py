@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import apply, is_zero
 from gradtools.seeing.formulas.expressions import Expr
 from gradtools.seeing.formulas.operations.elementwise import indicator, named, where
@@ -54,9 +53,7 @@ entrywise(
     "softplus",
     lambda x: np.logaddexp(x, 0),
     lambda y, x: [apply("sigmoid", x)],
-    definition=ts.Written(
-        "softplus(x) := log(1 + e^x)", r"\operatorname{softplus}(x) := \log(1 + e^{x})"
-    ),
+    definition="softplus(x) := log(1 + e^x)",
 )
 
 
@@ -71,9 +68,7 @@ entrywise(
     "sigmoid",
     _sigmoid,
     lambda y, x: [y * (1 - y)],
-    definition=ts.Written(
-        "sigmoid(x) := 1 / (1 + e^(-x))", r"\operatorname{sigmoid}(x) := 1 / (1 + e^{-x})"
-    ),
+    definition="sigmoid(x) := 1 / (1 + e^(-x))",
 )
 word("log_sigmoid", lambda x: -apply("softplus", -x))
 word("silu", lambda x: x * apply("sigmoid", x))
@@ -81,23 +76,19 @@ entrywise(
     "relu",
     lambda x: np.maximum(x, 0),
     lambda y, x: [indicator(x, ">", 0)],
-    definition=ts.Written("relu(x) := max(x, 0)", r"\operatorname{relu}(x) := \max(x, 0)"),
+    definition="relu(x) := max(x, 0)",
 )
 entrywise(
     "normal_cdf",
     lambda x: (1 + _erf(x / math.sqrt(2))) / 2,
     lambda y, x: [apply("normal_density", x)],
-    entry=named("Φ", r"\Phi"),
-    definition=ts.Written(
-        "Φ(x) := (1 + erf(x / √2)) / 2", r"\Phi(x) := (1 + \operatorname{erf}(x / \sqrt{2})) / 2"
-    ),
+    entry=named("Φ"),
+    definition="Φ(x) := (1 + erf(x / √2)) / 2",
 )
 entrywise(
     "normal_density",
     lambda x: np.exp(-x * x / 2) / math.sqrt(2 * math.pi),
     lambda y, x: [-(x * y)],
-    entry=named("φ", r"\varphi"),
-    definition=ts.Written(
-        "φ(x) := e^(-x² / 2) / √(2π)", r"\varphi(x) := e^{-x^{2} / 2} / \sqrt{2 \pi}"
-    ),
+    entry=named("φ"),
+    definition="φ(x) := e^(-x² / 2) / √(2π)",
 )

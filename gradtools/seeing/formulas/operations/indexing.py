@@ -45,9 +45,8 @@ def _index_add_value(y: Expr, u: np.ndarray, i: np.ndarray) -> np.ndarray:
     return out
 
 
-def _index_where(w: ExpressionWriter, x: Expr) -> ts.Written:
-    said = [ts.Written(":", ":")] * x["axis"] + [w.whole(x.args[1])]
-    return ts.join(said, ", ", ", ", ts.SUM)
+def _index_where(w: ExpressionWriter, x: Expr) -> str:
+    return ":, " * x["axis"] + w.whole(x.args[1]).text
 
 
 def _tie_index(axes: Axes, y: Expr) -> None:

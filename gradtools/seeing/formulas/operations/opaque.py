@@ -139,7 +139,7 @@ def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
     level, place = x.get("level", 0), x["output"]
     if not level:
         which, called = f"[{place}]" if place else "", ts.function(short, pieces)
-        return ts.Written(called.text + which, called.latex + which)
+        return ts.Written(called.text + which)
     places = x["places"]
     if places:
         place = places[place]
@@ -150,15 +150,9 @@ def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
         return ts.function(adjoints[place], args)
     number = ts.below(str(place + 1)) if places else ""
     w.note("vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁ that of the first x")
-    first = ts.join(pieces[: x["of"]], ", ", ", ", ts.SUM)
-    then = ts.join(pieces[x["of"] :], ", ", ", ", ts.SUM)
+    first, then = (ts.join(p, ", ", ts.SUM).text for p in (pieces[: x["of"]], pieces[x["of"] :]))
     inside = "vjp of " * (level - 1) + short
-    low = f"_{{{place + 1}}}" if places else ""
-    return ts.Written(
-        f"vjp{number}[{inside}]({first.text}; {then.text})",
-        rf"\operatorname{{vjp}}{low}\left[{ts.operator(inside)}\right]"
-        rf"\left({first.latex};\, {then.latex}\right)",
-    )
+    return ts.Written(f"vjp{number}[{inside}]({first}; {then})")
 
 
 operation(

@@ -121,11 +121,7 @@ _reduction(
 def _norm_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     inner = w.whole(x.args[0])
     below = below_of(w, x)
-    low = f"_{{{below}}}" if below else ""
-    return ts.Written(
-        f"‖{inner.text}‖" + (ts.below(below) if below else ""),
-        rf"\left\|{inner.latex}\right\|{low}",
-    )
+    return ts.Written(f"‖{inner.text}‖" + (ts.below(below) if below else ""))
 
 
 def norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr | None:
@@ -149,12 +145,12 @@ _reduction(
 # The softmax family.
 
 
-def along_form(name: str, latex: str = "") -> Form:
+def along_form(name: str) -> Form:
     """A form that writes a function with the letter of its axis below."""
 
     def form(w: ExpressionWriter, x: Expr) -> ts.Written:
         below = w.axis_names(x.args[0], [x["axis"]]) if x.args[0].rank > 1 else ""
-        return ts.function(name, [w.whole(a) for a in x.args], below, latex)
+        return ts.function(name, [w.whole(a) for a in x.args], below)
 
     return form
 
@@ -187,19 +183,14 @@ _along(
     _softmax_value,
     lambda y, g, x: [conj(y) * (g - total(conj(y) * g, [y["axis"]], keep=True))],
     form=along_form("softmax"),
-    definition=ts.Written(
-        "softmaxᵢ(x) := e^x / Σᵢ e^x", r"\operatorname{softmax}_{i}(x) := e^{x} / \sum_{i} e^{x}"
-    ),
+    definition="softmaxᵢ(x) := e^x / Σᵢ e^x",
 )
 _along(
     "log_softmax",
     _log_softmax_value,
     _log_softmax_pullback,
-    form=along_form("log softmax", r"\log\operatorname{softmax}"),
-    definition=ts.Written(
-        "log softmaxᵢ(x) := x - log Σᵢ e^x",
-        r"\log\operatorname{softmax}_{i}(x) := x - \log \sum_{i} e^{x}",
-    ),
+    form=along_form("log softmax"),
+    definition="log softmaxᵢ(x) := x - log Σᵢ e^x",
 )
 
 
@@ -222,9 +213,7 @@ _reduction(
     "logsumexp",
     _logsumexp_value,
     _logsumexp_pullback,
-    definition=ts.Written(
-        "logsumexpᵢ(x) := log Σᵢ e^x", r"\operatorname{logsumexp}_{i}(x) := \log \sum_{i} e^{x}"
-    ),
+    definition="logsumexpᵢ(x) := log Σᵢ e^x",
 )
 
 # Variance and standardization.
@@ -263,10 +252,7 @@ _reduction(
     REAL,
     make=variance,
     form=reduction_form("var"),
-    definition=ts.Written(
-        "varᵢ(x) := meanᵢ |x - meanᵢ x|²",
-        r"\operatorname{var}_{i}(x) := \operatorname{mean}_{i} |x - \operatorname{mean}_{i} x|^{2}",
-    ),
+    definition="varᵢ(x) := meanᵢ |x - meanᵢ x|²",
 )
 
 

@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,6 @@ from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
 Cotangents = Sequence[Tensor | None]
-T = TypeVar("T")
 
 
 def vanishing(
@@ -67,34 +65,35 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
         result: list[list[Vanished] | None] = [[] for _ in xs]
         if not (outs and floating):
             return result
-        grads = _gradients_unless_lost(outs, [xs[k] for k in floating])
-        if any(grad is not None and grad.is_meta for grad in grads):
+        found = _gradients_unless_lost(outs, [xs[k] for k in floating])
+        # None: a reentrant checkpoint, or lost by custom code, which has its own finding
+        grads = {k: grad for k, grad in zip(floating, found, strict=True) if grad is not None}
+        if any(grad.is_meta for grad in grads.values()):
             raise GradtoolsError(
                 "why_zero: the gradient is on the meta device, which holds no numbers, so nobody "
                 "can tell whether it is zero. Pass arrays that hold numbers, or ask dependence, "
                 "which looks at none."
             )
-        for k, grad in zip(floating, grads, strict=True):
-            # None: a reentrant checkpoint, or lost by custom code, which has its own finding
-            if grad is None or _moves(grad) or not grad.numel():
-                result[k] = None
-        zero = [k for k in floating if result[k] is not None]
-        pairs = zip(floating, grads, strict=True)
-        moving = {k: grad for k, grad in pairs if grad is not None and result[k] is None}
-        noise = _noise(outs, xs, moving)
-        sound = {k: grad for k, grad in moving.items() if k not in noise}
-        result = _with_extremes(seen.recorder, outs, xs, sound, result)
-        bad_output = any(not math.isfinite(_size(y)) for y in outs)
-        if lost := sorted([*zero, *noise]):
-            wanted = [xs[k] for k in lost]
-            passed = _passed(outs, wanted, partial(_NodeCotangents.of, bool(noise)))
-            if noise:
-                passed = _without_noise(outs, wanted, passed)
-            back = _Back.of(outs, passed)
-            for k in lost:
-                stops = _stops(seen.recorder, back, xs[k])
+        lost = [k for k, grad in grads.items() if grad.numel() and not _size(grad)]
+        noise = _noise(outs, xs, {k: grad for k, grad in grads.items() if k not in lost})
+        output = max(map(_size, outs))
+        kinds = {
+            k: bad_gradients.extreme(_size(grad), _size(xs[k]), output, torch.finfo(grad.dtype).eps)
+            for k, grad in grads.items()
+            if k not in lost and k not in noise
+        }
+        kinds = {k: kind for k, kind in kinds.items() if kind}
+        for k in floating:
+            result[k] = None
+        if lost or noise or kinds:
+            wanted = [xs[k] for k in (*lost, *noise, *kinds)]
+            back = _Back.of(seen.recorder, outs, wanted, bool(noise))
+            for k in (*lost, *noise):
+                stops = back.stops(xs[k])
                 result[k] = [replace(v, noise=v.cancelled and k in noise) for v in stops]
-    if not bad_output:
+            for k, kind in kinds.items():
+                result[k] = bad_gradients.places(kind, back.ranges(xs[k]))
+    if all(math.isfinite(_size(y)) for y in outs):
         return result
     with recording_run("a run", run, leaves) as undo:
         recorder = _ValueRecorder(undo)
@@ -103,41 +102,141 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
     return [bad_gradients.at_origins(places, origins) for places in result]
 
 
-def _stops(recorder: CallRecorder, back: _Back, leaf: Tensor) -> list[Vanished]:
-    """The nodes at which the cotangent of one leaf becomes zero, in program order."""
-    leading = back.leading_to(leaf)
-    result = _cancelled(recorder, leading, back)
-    made = recorder.made
-    for node in back.stopping:
-        at = back.passed[node]
-        path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
-        if path and not any(at.on[k] for k in path):
-            product = _product(node, at.given, path)
-            underflow = 0 < product < _least(at.given)
-            empty = all(at.empty[k] for k in path)
-            noise = any(at.noise[k] for k in path)
-            sums = noise or _sums_of_softmax(node, at.given)
-            cancelled = sums or product >= _least(at.given)
-            vanished = Vanished(
-                _named(recorder, node), underflow, tuple(path), cancelled, empty=empty
-            )
-            result.append((made.get(node, len(made)), vanished))
-    return [vanished for _, vanished in sorted(result, key=lambda pair: pair[0])]
+# --- one backward pass -------------------------------------------------------------------
 
 
-def _cancelled(
-    recorder: CallRecorder, leading: Mapping[Any, None], back: _Back
-) -> list[tuple[int, Vanished]]:
-    """The calls, with their positions, at which the paths of cancelling cotangents meet."""
-    made, result = recorder.made, []
-    for (to, slot), nodes in back.summed.items():
-        cancels = to not in back.passed or not back.passed[to].moves[slot]
-        if to in leading and cancels:
-            flows = [(node.inputs, node.outputs) for node in recorder.nodes]
-            at = joined(flows, [made[node] for node in nodes if node in made])
-            if at is not None:
-                result.append((at, Vanished(recorder.nodes[at], cancelled=True)))
-    return result
+@dataclass(frozen=True)
+class _NodeCotangents:
+    """The cotangents of a node of autograd; rounding noise counts as zero.
+
+    Attributes:
+        given: What it was given.
+        handed: What it passed on.
+        moves: Which of those that it was given are not zero.
+        on: Which of those that it passed on are not zero.
+        noise: Which of those that it passed on are rounding noise.
+    """
+
+    given: Cotangents
+    handed: Cotangents
+    moves: list[bool]
+    on: list[bool]
+    noise: list[bool]
+
+    @classmethod
+    def of(cls, plain: _Pair, perturbed: _Pair | None) -> _NodeCotangents:
+        noisy = [[False] * len(cts) for cts in plain]
+        if perturbed is not None:
+            noisy = [[*map(_is_noise, *both)] for both in zip(plain, perturbed, strict=True)]
+        moves, on = (
+            [bool(_size(ct)) and not noise for ct, noise in zip(cts, of, strict=True)]
+            for cts, of in zip(plain, noisy, strict=True)
+        )
+        return cls(*plain, moves, on, noisy[1])
+
+
+_Pair = tuple[Cotangents, Cotangents]  # what a node was given, and what it passed on
+
+
+@dataclass(frozen=True)
+class _Back:
+    """Autograd's graph with the cotangents of one backward pass, for all leaves.
+
+    Attributes:
+        recorder: The record of the run.
+        passed: The cotangents of each node.
+        summed: For each input of a node that sums several nonzero cotangents, their nodes.
+        readers: The reversed edges: for each node those that pass cotangents to it.
+        ends: The AccumulateGrad node of each leaf, by the leaf's id.
+    """
+
+    recorder: CallRecorder
+    passed: Mapping[Any, _NodeCotangents]
+    summed: dict[tuple[Any, int], list[Any]]
+    readers: dict[Any, list[Any]]
+    ends: dict[int, Any]
+
+    @classmethod
+    def of(
+        cls, recorder: CallRecorder, outs: Sequence[Tensor], wanted: Sequence[Tensor], noisy: bool
+    ) -> _Back:
+        plain, perturbed = _passed(outs, wanted), dict[Any, _Pair]()
+        if noisy:
+            with _perturbed(outs, 0):
+                perturbed = _passed(outs, wanted)
+        passed = {node: _NodeCotangents.of(at, perturbed.get(node)) for node, at in plain.items()}
+        readers: dict[Any, list[Any]] = {}
+        ends: dict[int, Any] = {}
+        for node in nodes_of(outs):
+            if type(node).__name__ == "AccumulateGrad":
+                ends[id(node.variable)] = node
+            for to, _ in node.next_functions:
+                if to is not None:
+                    readers.setdefault(to, []).append(node)
+        given: dict[tuple[Any, int], list[Any]] = {}
+        for node, at in passed.items():
+            for edge, on in zip(node.next_functions, at.on, strict=False):
+                if on and edge[0] is not None:
+                    given.setdefault(edge, []).append(node)
+        summed = {edge: nodes for edge, nodes in given.items() if len(nodes) > 1}
+        return cls(recorder, passed, summed, readers, ends)
+
+    def leading_to(self, leaf: Tensor) -> dict[Any, None]:
+        """The nodes whose cotangents reach the leaf, including its own AccumulateGrad."""
+        result: dict[Any, None] = {}
+        todo = [self.ends[id(leaf)]] if id(leaf) in self.ends else []
+        while todo:
+            node = todo.pop()
+            if node not in result:
+                result[node] = None
+                todo += self.readers.get(node, [])
+        return result
+
+    def position(self, node: Any) -> int:
+        """The position of the recorded call that made a node."""
+        return self.recorder.made.get(node, len(self.recorder.made))
+
+    def stops(self, leaf: Tensor) -> list[Vanished]:
+        """The nodes at which the cotangent of one leaf becomes zero, in program order."""
+        leading = self.leading_to(leaf)
+        result = self._cancelled(leading)
+        for node, at in self.passed.items():
+            path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
+            if any(at.moves) and path and not any(at.on[k] for k in path):
+                product = _product(node, at.given, path)
+                underflow = 0 < product < _least(at.given)
+                empty = all(x is not None and not x.numel() for x in (at.handed[k] for k in path))
+                sums = any(at.noise[k] for k in path) or _sums_of_softmax(node, at.given)
+                cancelled = sums or product >= _least(at.given)
+                named = _named(self.recorder, node)
+                vanished = Vanished(named, underflow, tuple(path), cancelled, empty=empty)
+                result.append((self.position(node), vanished))
+        return [vanished for _, vanished in sorted(result, key=lambda pair: pair[0])]
+
+    def _cancelled(self, leading: Mapping[Any, None]) -> list[tuple[int, Vanished]]:
+        """The calls, with their positions, at which the paths of cancelling cotangents meet."""
+        recorder, result = self.recorder, []
+        for (to, slot), nodes in self.summed.items():
+            cancels = to not in self.passed or not self.passed[to].moves[slot]
+            if to in leading and cancels:
+                flows = [(node.inputs, node.outputs) for node in recorder.nodes]
+                made = [recorder.made[node] for node in nodes if node in recorder.made]
+                at = joined(flows, made)
+                if at is not None:
+                    result.append((at, Vanished(recorder.nodes[at], cancelled=True)))
+        return result
+
+    def ranges(self, leaf: Tensor) -> Iterator[bad_gradients.CotangentRange]:
+        """The sizes of the cotangents along the leaf's paths, in program order."""
+        leading = self.leading_to(leaf)
+        for node in sorted(set(self.passed) & set(leading), key=self.position):
+            at = self.passed[node]
+            edges = zip(node.next_functions, at.handed, strict=False)
+            on = [_size(ct) for (to, _), ct in edges if to in leading]
+            if on:
+                given = max(map(_size, at.given), default=0.0)
+                named = _named(self.recorder, node)
+                yield bad_gradients.CotangentRange(named, given, float(np.max(on)))
 
 
 # --- rounding noise ----------------------------------------------------------------------
@@ -153,23 +252,6 @@ def _noise(outs: Sequence[Tensor], xs: Sequence[Any], grads: Mapping[int, Tensor
             pairs = zip(left.items(), again, strict=True)
             left = {k: grad for (k, grad), other in pairs if _is_noise(grad, other)}
     return set(left)
-
-
-def _without_noise(
-    outs: Sequence[Tensor], leaves: Sequence[Tensor], passed: Mapping[Any, _NodeCotangents]
-) -> dict[Any, _NodeCotangents]:
-    """The records of the nodes, with rounding noise counted as zero."""
-
-    def note(node: Any, handed: Cotangents, given: Cotangents) -> _NodeCotangents:
-        at = passed[node]
-        noise = [*map(_is_noise, at.handed, handed)]
-        on = [moves and not lost for moves, lost in zip(at.on, noise, strict=True)]
-        pairs = zip(at.moves, at.given, given, strict=True)
-        moves = [moves and not _is_noise(ct, other) for moves, ct, other in pairs]
-        return replace(at, moves=moves, on=on, noise=noise)
-
-    with _perturbed(outs, 0):
-        return {**passed, **_passed(outs, leaves, note)}
 
 
 def _is_noise(ct: Any, other: Any) -> bool:
@@ -205,43 +287,7 @@ def _perturbed(outs: Sequence[Tensor], draw: int) -> Iterator[None]:
             handle.remove()
 
 
-# --- NaN and vanishing gradients ---------------------------------------------------------
-
-
-def _with_extremes(
-    recorder: CallRecorder,
-    outs: Sequence[Tensor],
-    xs: Sequence[Any],
-    grads: Mapping[int, Tensor],
-    stopped: Sequence[list[Vanished] | None],
-) -> list[list[Vanished] | None]:
-    """`stopped`, with the places of NaN and vanishing gradients added."""
-    output = max(_size(y) for y in outs)
-    kinds = {
-        k: bad_gradients.extreme(_size(grad), _size(xs[k]), output, torch.finfo(grad.dtype).eps)
-        for k, grad in grads.items()
-    }
-    odd = {k: kind for k, kind in kinds.items() if kind}
-    places = list(stopped)
-    if not odd:
-        return places
-    note = lambda _, handed, given: (max(map(_size, given), default=0.0), [*map(_size, handed)])
-    sizes = _passed(outs, [xs[k] for k in odd], note)
-    back = _Back.of(outs, {})
-    made = recorder.made
-    for k, kind in odd.items():
-        leading = back.leading_to(xs[k])
-        handed = []
-        for node in sorted(set(sizes) & set(leading), key=lambda node: made.get(node, len(made))):
-            given, ons = sizes[node]
-            edges = zip(node.next_functions, ons, strict=False)
-            on = [size for (to, _), size in edges if to in leading]
-            if on:
-                handed.append(
-                    bad_gradients.CotangentRange(_named(recorder, node), given, float(np.max(on)))
-                )
-        places[k] = bad_gradients.places(kind, handed)
-    return places
+# --- NaN and infinite values -------------------------------------------------------------
 
 
 class _ValueRecorder(CallRecorder):
@@ -282,77 +328,6 @@ def _size(x: Any) -> float:
     return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
-@dataclass(frozen=True)
-class _Back:
-    """Autograd's graph with the cotangents of one backward pass, for all leaves.
-
-    Attributes:
-        passed: The record of each node.
-        stopping: The nodes at which a nonzero cotangent became zero.
-        summed: For each input of a node that sums several nonzero cotangents, their nodes.
-        readers: The reversed edges: for each node those that pass cotangents to it.
-        ends: The AccumulateGrad node of each leaf, by the leaf's id.
-    """
-
-    passed: Mapping[Any, _NodeCotangents]
-    stopping: list[Any]
-    summed: dict[tuple[Any, int], list[Any]]
-    readers: dict[Any, list[Any]]
-    ends: dict[int, Any]
-
-    @classmethod
-    def of(cls, outs: Sequence[Tensor], passed: Mapping[Any, _NodeCotangents]) -> _Back:
-        readers: dict[Any, list[Any]] = {}
-        ends: dict[int, Any] = {}
-        for node in nodes_of(outs):
-            if type(node).__name__ == "AccumulateGrad":
-                ends[id(node.variable)] = node
-            for to, _ in node.next_functions:
-                if to is not None:
-                    readers.setdefault(to, []).append(node)
-        given: dict[tuple[Any, int], list[Any]] = {}
-        for node, at in passed.items():
-            for edge, on in zip(node.next_functions, at.on, strict=False):
-                if on and edge[0] is not None:
-                    given.setdefault(edge, []).append(node)
-        stopping = [node for node, at in passed.items() if any(at.moves)]
-        summed = {edge: nodes for edge, nodes in given.items() if len(nodes) > 1}
-        return cls(passed, stopping, summed, readers, ends)
-
-    def leading_to(self, leaf: Tensor) -> dict[Any, None]:
-        """The nodes whose cotangents reach the leaf, including its own AccumulateGrad."""
-        result: dict[Any, None] = {}
-        todo = [self.ends[id(leaf)]] if id(leaf) in self.ends else []
-        while todo:
-            node = todo.pop()
-            if node not in result:
-                result[node] = None
-                todo += self.readers.get(node, [])
-        return result
-
-
-@dataclass(frozen=True)
-class _NodeCotangents:
-    """What a node of autograd was given, which of that and of what it gave on is not zero or empty.
-
-    The cotangents are kept where some of it became zero, or all of them if asked for.
-    """
-
-    given: Cotangents
-    handed: Cotangents
-    moves: list[bool]
-    on: list[bool]
-    empty: list[bool]
-    noise: Sequence[bool]
-
-    @classmethod
-    def of(cls, keep: bool, _: Any, handed: Cotangents, given: Cotangents) -> _NodeCotangents:
-        on, moves = [_moves(ct) for ct in handed], [_moves(ct) for ct in given]
-        kept = given if keep or (any(moves) and not all(on)) else ()
-        empty = [isinstance(ct, Tensor) and not ct.numel() for ct in handed]
-        return cls(kept, handed if keep else (), moves, on, empty, [False] * len(on))
-
-
 def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
     """Random cotangents from a generator of their own; 1 for a real scalar output."""
     if len(outs) == 1 and outs[0].numel() == 1 and not outs[0].is_complex():
@@ -381,19 +356,12 @@ def _gradients_unless_lost(
         return [g for leaf in leaves for g in _gradients_unless_lost(outs, [leaf])]
 
 
-def _passed(
-    outs: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    note: Callable[[Any, Cotangents, Cotangents], T],
-) -> dict[Any, T]:
-    """`note(node, handed, given)` of each node of autograd, from the hooks of one backward pass."""
-    result: dict[Any, T] = {}
+def _passed(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[Any, _Pair]:
+    """What each node of autograd was given and passed on, from hooks in one backward pass."""
+    result: dict[Any, _Pair] = {}
 
     def hook(node: Any) -> Callable[[Any, Any], None]:
-        def noted(handed: Any, given: Any) -> None:
-            result[node] = note(node, handed, given)
-
-        return noted
+        return lambda handed, given: result.update({node: (given, handed)})
 
     handles = [node.register_hook(hook(node)) for node in nodes_of(outs) if node.next_functions]
     try:
@@ -402,14 +370,6 @@ def _passed(
         for handle in handles:
             handle.remove()
     return result
-
-
-def _moves(ct: Any) -> bool:
-    if ct is None:
-        return False
-    if ct.layout is not torch.strided:
-        ct = ct.coalesce().values() if ct.is_sparse else ct.values()
-    return bool(ct.ne(0).any())
 
 
 def _named(recorder: CallRecorder, node: Any) -> Node:

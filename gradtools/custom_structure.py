@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradtools.arguments.wording import describe, in_words
@@ -38,6 +39,8 @@ class Specialization:
         outs: The structure of the output, by the avals of the inputs.
         newest: The structure of the latest output.
         refined: Makes linear maps that are rules themselves, of a host function.
+        is_flat: Whether the arguments are arrays only, in no containers.
+        fun, fwd, bwd, jvp: The author's functions, of flat tuples of arrays; None if not given.
     """
 
     of: CustomRule
@@ -52,15 +55,37 @@ class Specialization:
         self.backend = self.of._backend
         self.contract = self.of._contract()
         self.values: dict[Any, tuple[Any, list[Aval]]] = {}
-        self.rule = self.of._rule(self)
-        self.key = self.rule.key
+        self.is_flat = False
         self.entries = [
             self.backend.flatten(tree)
             for tree in self.arguments([ARRAY] * self.others.count(ARRAY))
         ]
+        leaf = self.backend.flatten(ARRAY)[1]
+        only_arrays = all(o is ARRAY for o in self.others)
+        self.is_flat = only_arrays and all(treedef == leaf for _, treedef in self.entries)
+        self.fun, self.fwd, self.bwd, self.jvp = self._author_functions()
+        self.rule = self.of._rule(self)
+        self.key = self.rule.key
+
+    def _author_functions(self) -> tuple[Any, ...]:
+        of, statics, arguments = self.of, self.statics, self.arguments
+        fun: Any = of.fun
+        fwd: Any = of.fwd
+        jvp: Any = of.jvp
+        bwd = partial(of.bwd, *statics) if of.bwd and statics else of.bwd
+        if self.is_flat and not of._needs_binding:
+            return fun, fwd, bwd, jvp
+        return (
+            lambda *xs: of._binding.call(fun, statics, arguments(xs)),
+            fwd and (lambda *xs: fwd(*statics, *arguments(xs))),
+            bwd,
+            jvp and (lambda xs, dxs: jvp(*statics, arguments(xs), self.tangents(dxs))),
+        )
 
     def arguments(self, values: Sequence[Any]) -> Any:
         """The arguments, with `values` as their arrays."""
+        if self.is_flat:
+            return tuple(values)
         left = iter(values)
         full = [next(left) if o is ARRAY else o for o in self.others]
         return self.backend.unflatten(self.treedef, full)
@@ -69,8 +94,7 @@ class Specialization:
 
     def primal(self, *xs: Array) -> list[Array]:
         """The function itself."""
-        out = self.of._binding.call(self.of.fun, self.statics, self.arguments(xs))
-        return self.outputs(xs, out, "it")
+        return self.outputs(xs, self.fun(*xs), "it")
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
         """The arrays of an output of f ("it"), fwd or the forward rule, checked by the contract."""
@@ -137,9 +161,7 @@ class Specialization:
 
     def pushforward(self, xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
         """Outputs and their tangents by the forward rule."""
-        rest = self.arguments(xs)
-        assert self.of.jvp is not None
-        return self.pushed(xs, self.of.jvp(*self.statics, rest, self.tangents(dxs)))
+        return self.pushed(xs, self.jvp(tuple(xs), tuple(dxs)))
 
     def pushed(self, xs: Entries, result: Any) -> tuple[list[Array], list[Any]]:
         """Outputs and tangents from the pair that the forward rule returned."""
@@ -171,30 +193,32 @@ class Specialization:
 
         perturbed: Which of xs are differentiated, None if unknown.
         """
-        backend, avals = self.backend, avals_of(xs)
-        like = [(tuple(x.shape), x.dtype, backend.is_inexact(x)) for x in xs]
+        if "cotangent" not in self.of.symbolic_zeros:
+            return self.linearized(xs, self.fwd(*xs))
         assert self.of.fwd is not None
-        result = self.of.fwd(*self.statics, *self._fwd_arguments(xs, perturbed))
+        return self.linearized(xs, self.of.fwd(*self.statics, *self._fwd_arguments(xs, perturbed)))
+
+    def linearized(self, xs: Sequence[Array], result: Any) -> Linearized:
+        """The outputs, and the maps that read the residuals, of the pair that fwd returned."""
+        backend = self.backend
+        like = [(tuple(x.shape), x.dtype, backend.is_inexact(x)) for x in xs]
         out, res = self.pair(result, "fwd", "(out, residuals)")
         ys = self.outputs(xs, out, "fwd")
         kept, extras = Residuals.of(backend, res, xs, ys)
-        maps = self.maps(ys, extras, kept, self.outs[avals], like)
+        maps = self._maps(ys, extras, kept, self.outs[avals_of(xs)], like)
         if self.refined is None:
             return maps
         outs = [backend.aval(y) if backend.is_inexact(y) else None for y in ys]
         return self.refined(maps, [inexact for _, _, inexact in like], outs)
 
-    def maps(
+    def _maps(
         self, ys: list[Array], extras: list[Array], kept: Residuals, out_def: Any, like: Any
     ) -> FwdMaps:
-        """The maps that read the residuals of a run of fwd, at arrays like `like`."""
         backend = self.backend
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
             ct = backend.unflatten(out_def, list(cts))
-            assert self.of.bwd is not None
-            result = self.of.bwd(*self.statics, kept.restored(backend, saved), ct)
-            return self.cotangents(result, like)
+            return self.cotangents(self.bwd(kept.restored(backend, saved), ct), like)
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             return self.tangent(saved[len(kept.places) :], dxs)
@@ -402,11 +426,6 @@ class Residuals:
                 extras.append(leaf)
             places.append(known[id(leaf)])
         return cls(treedef, tuple(places), tuple(others)), extras
-
-    @classmethod
-    def of_arrays(cls, treedef: Any, places: tuple[int, ...]) -> Residuals:
-        """The record of residuals that are all arrays."""
-        return cls(treedef, places, (ARRAY,) * len(places))
 
     def restored(self, backend: Backend, saved: Entries) -> Any:
         """The pytree that fwd saved, rebuilt from its arrays."""

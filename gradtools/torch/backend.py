@@ -165,9 +165,9 @@ class TorchBackend(FrameworkBackend):
     abstract_eval, value_pairs = LazyMember("rules.checking"), LazyMember("rules.checking")
 
     def direct_calls(self, of: Any) -> Any:
-        from gradtools.torch.rules.signatures import DirectCalls
+        from gradtools.torch.rules.signatures import Calls
 
-        call = DirectCalls(of).call if DirectCalls.fit(of) else None
+        call = Calls(of).call if Calls.fit(of) else None
         if not hasattr(of, "kernel"):
             return call
         from gradtools.torch.host import KernelCalls

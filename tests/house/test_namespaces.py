@@ -176,7 +176,7 @@ torch/patches.py: classes of PyTorch whose calls are seen; JAX's are in the jaxp
 torch/rules/functions.py: what a rule is in a graph; in JAX it is three primitives
 torch/rules/maps.py: a rule's maps as they run; in JAX they are programs
 torch/rules/captures.py: tensors that a rule closes over are refused; JAX converts closures
-torch/rules/signatures.py: what the first call of a rule leaves for later ones; JAX's are traced
+torch/rules/signatures.py: what the calls of a rule share; JAX's are traced
 torch/functorch_wrappers.py: what torch.func wraps around a tensor; JAX has tracers
 torch/compiling.py: jit needs no care; dynamo does
 torch/compiled_functions.py: derivatives that compiled code of PyTorch lacks; jit has them

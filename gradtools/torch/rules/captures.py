@@ -8,6 +8,7 @@ the graph of a map, show what the search cannot see.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from types import CellType
 from typing import Any
 
@@ -35,19 +36,20 @@ def closed_over_error(rule: Rule) -> GradtoolsError:
 
 def closes_over_tracked(rule: Rule) -> bool:
     """Whether a rule captures a differentiated tensor, whose derivative would be lost."""
-
-    def captures(wanted: Callable[[Tensor], bool], attributes: bool = True) -> bool:
-        is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
-        return any(True for _ in captured_objects(functions, is_wanted, Tensor, attributes))
-
-    functions = rule.user_functions
     if is_derived(rule):
         return False
-    if captures(lambda x: x.requires_grad, False):
+    if _closures_of(rule, False).captures(attrgetter("requires_grad")):
         return True
     if upstream.peek_interpreter_stack() is not None:
-        return captures(is_wrapped)
-    return upstream.forward_level() >= 0 and captures(is_dual)
+        return _closures_of(rule, True).captures(is_wrapped)
+    return upstream.forward_level() >= 0 and _closures_of(rule, True).captures(is_dual)
+
+
+def _closures_of(rule: Rule, attributes: bool) -> Closures:
+    known: dict[bool, Closures] = rule.__dict__.setdefault("_closures", {})
+    if attributes not in known:
+        known[attributes] = Closures(rule.user_functions, attributes)
+    return known[attributes]
 
 
 def is_derived(rule: Rule) -> bool:
@@ -87,41 +89,53 @@ def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
 
 
 class Closures:
-    """The closure cells and tensors of the rule's functions, cached between calls.
+    """What functions close over, searched once.
 
-    A rebound cell triggers a new search. A list or dict may change unnoticed, so it is not cached.
+    A later search is needed if a cell is bound to another object, or if a container is not empty,
+    since its contents may change unnoticed.
+
+    Attributes:
+        cells: The closure cells and their contents.
+        tensors: The captured tensors.
+        unsure: Whether equal cells do not show that no tensor is captured, but by other rules.
     """
 
-    def __init__(self, user_functions: Sequence[Any]) -> None:
-        self.user_functions = user_functions
+    def __init__(self, functions: Sequence[Any], attributes: bool = False) -> None:
+        self.functions, self.attributes = functions, attributes
         self.search()
 
-    def untracked(self) -> bool:
-        """Whether no captured tensor requires grad; False if unknown."""
-        for cell, content in self.cells:
-            if cell.cell_contents is not content:
-                self.search()
-                return False
-        if self.unbound:
+    def __reduce__(self) -> Any:
+        return Closures, (self.functions, self.attributes)
+
+    def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
+        """Whether a tensor with `wanted(x)` is captured."""
+        changed = any(cell.cell_contents is not content for cell, content in self.cells)
+        if changed or self._unbound or any(self._empty):
             self.search()
-        return self.known and not any(x.requires_grad for x in self.tensors)
+        if not (self._filled or self._rules):
+            return any(map(wanted, self.tensors))
+        is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
+        found = captured_objects(self.functions, is_wanted, Tensor, self.attributes)
+        return any(True for _ in found)
 
     def search(self) -> None:
-        """Searches the closures again. Other rules among the contents check theirs themselves."""
-        leaves = Tensor, CustomRule
-        held = [*captured_objects(self.user_functions, _may_change, leaves, False)]
-        self.tensors = [x for x in held if isinstance(x, Tensor)]
+        leaves = Tensor, CustomRule  # another rule's functions may be replaced
+        objects = [*captured_objects(self.functions, _may_change, leaves, self.attributes)]
+        self.tensors = [x for x in objects if isinstance(x, Tensor)]
         self.cells: list[tuple[Any, Any]] = []
-        self.unbound = False  # whether a name is not bound yet
-        for cell in held:
+        self._unbound = False  # whether a name is not bound yet
+        for cell in objects:
             if isinstance(cell, CellType):
                 try:
                     self.cells.append((cell, cell.cell_contents))
                 except ValueError:
-                    self.unbound = True
-        self.known = not self.unbound and len(self.cells) + len(self.tensors) == len(held)
-        self.unsure = bool(self.tensors) or not self.known  # whether checking cells is not enough
+                    self._unbound = True
+        containers = [x for x in objects if isinstance(x, dict | list | set)]
+        self._empty = [x for x in containers if not x]
+        self._filled = self._unbound or len(self._empty) < len(containers)
+        self._rules = any(isinstance(x, CustomRule) for x in objects)
+        self.unsure = bool(self.tensors or containers or self._unbound)
 
 
 def _may_change(x: Any) -> bool:
-    return isinstance(x, CellType | Tensor | dict | list | set)
+    return isinstance(x, CellType | Tensor | dict | list | set | CustomRule)

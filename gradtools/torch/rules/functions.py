@@ -29,6 +29,7 @@ from gradtools.torch.functorch_wrappers import (
     is_dual,
     is_inexact,
     is_wrapped,
+    like,
     may_be_dual,
     unwrapped,
 )
@@ -38,7 +39,6 @@ from gradtools.torch.rules.captures import closed_over_error, is_captured, is_de
 from gradtools.torch.rules.maps import (
     extras_pushed,
     inputs_of,
-    note_avals,
     pulled_back,
     real_tensors_too,
     tangent_at,
@@ -64,7 +64,8 @@ class BatchedRule(Rule):
 class RuleApplication:
     """One application of a rule: its maps and everything else that is no tensor.
 
-    Tensors are saved by autograd.
+    Tensors are saved by autograd. If the maps are the same in every call, one application serves
+    all of them.
 
     Attributes:
         rule: The rule.
@@ -73,9 +74,14 @@ class RuleApplication:
         randomness: The generators' states before the evaluation, if a second one draws from them.
         own: Whether outputs must not be views, because a torch.func transform is active.
         perturbed: Which inputs are differentiated, None if unknown.
-        signature: The cache entry of the fast path (`signatures.py`), if any.
-        plan: With a signature, how to rebuild the residuals. If these are arguments and outputs
-            only, one application serves all calls.
+        avals: The shape, dtype and device of each input.
+        like_xs: The avals of the inputs, None for integers.
+        like_ys: Those of the outputs and extras; None: those of the cotangents.
+        pulling: The tensors to save for the cotangent map, as positions in `[*xs, *ys, *extras]`.
+        pushing: Those for the tangent map; None in an application that all calls share.
+        pull: `pull(ctx, cts)`, the backward pass at any order.
+        checked: The signature whose backward pass has passed its checks (`signatures.py`).
+        form: Tensor or tuple, if the residuals are a single tensor or a tuple of tensors.
     """
 
     rule: Rule
@@ -84,13 +90,33 @@ class RuleApplication:
     randomness: Any = None
     own: bool = False
     perturbed: tuple[bool, ...] | None = None
-    signature: Any = None
-    plan: Any = None
+    avals: Sequence[Any] | None = None
+    like_xs: Sequence[Any] = ()
+    like_ys: Sequence[Any] | None = None
+    pulling: Sequence[int] = ()
+    pushing: Sequence[int] | None = None
+    pull: Callable[[Any, Sequence[Any]], Sequence[Any]] = pulled_back
+    checked: Any = None
+    form: Any = None
 
     def record(self, linearized: Linearized) -> None:
         """Stores the maps without arrays."""
         self.count = len(linearized.ys)
         self.linearized = linearized.without_arrays()
+
+    def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+        """Stores the avals of inputs, outputs and extras, and which of them the maps need."""
+        self.avals = [(x.shape, x.dtype, x.device) for x in xs]
+        self.like_xs, self.like_ys = list(map(like, xs)), list(map(like, ys))
+        maps = self.linearized
+        assert maps is not None
+        self.pushing = maps.saves
+        self.pulling = maps.saves[: len(maps.saves) - maps.tangent_only]
+        if maps.opaque_residuals or len(ys) > self.count:  # the rule may be evaluated again
+            self.pushing, self.pulling = (
+                [*saves, *(i for i in range(len(xs)) if i not in saves)]
+                for saves in (self.pushing, self.pulling)
+            )
 
 
 def apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -125,7 +151,7 @@ class _ReverseOnly(torch.autograd.Function):
 
     @staticmethod
     def forward(point: RuleApplication, evaluated: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-        if evaluated is not None:  # outputs and extras, computed by `signatures.py`
+        if evaluated is not None:  # outputs and extras, which the caller computed
             if len(evaluated) == 1:  # most are a new tensor; see `as_views`
                 for x in xs:
                     if x is evaluated[0]:
@@ -178,12 +204,8 @@ class _ReverseOnly(torch.autograd.Function):
         axes = tuple([None if d is None else 0 for d in in_dims[2:]])
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[2:], strict=True)]
         rule = batched(one, _Lists(info.randomness == "same"), axes, None, info.batch_size)
-        if point.rule in SAVES_NO_EXTRAS:
-            SAVES_NO_EXTRAS.add(rule)
         batch = replace(point, rule=rule, linearized=None)
         out = apply_at(batch, front)
-        if rule in SAVES_NO_EXTRAS:
-            SAVES_NO_EXTRAS.add(point.rule)
         point.count = batch.count
         return tuple(out), (0,) * len(out)
 
@@ -203,48 +225,28 @@ class _BothModes(_ReverseOnly):
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.point = point = inputs[0]
         ctx.set_materialize_grads(False)
-        plan = point.plan
-        if plan is not None and not plan.pulling:
-            return
-        xs, result = inputs[2:], point.linearized
+        xs = inputs[2:]
+        if point.avals is None:
+            point.note(xs, outputs)
         everything = xs + outputs
-        if plan is not None:
-            ctx.save_for_backward(*map(everything.__getitem__, plan.pulling))
-            if plan.likes is not None and None in plan.likes:
+        if point.pulling:
+            ctx.save_for_backward(*map(everything.__getitem__, point.pulling))
+        if point.pushing is not None:
+            ctx.save_for_forward(*map(everything.__getitem__, point.pushing))
+            ctx.unusual = unusual_of(ctx, xs, outputs)
+            if None in point.like_ys:
                 ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
-            return
-        ctx.pushing, ctx.pulling = (
-            result.saves,
-            result.saves[: len(result.saves) - result.tangent_only],
-        )
-        if result.opaque_residuals or len(outputs) > point.count:
-            ctx.pushing, ctx.pulling = (
-                [*saves, *(i for i in range(len(xs)) if i not in saves)]
-                for saves in (ctx.pushing, ctx.pulling)
-            )
-        ctx.save_for_backward(*[everything[i] for i in ctx.pulling])
-        ctx.save_for_forward(*[everything[i] for i in ctx.pushing])
-        ctx.unusual = unusual_of(ctx, xs, outputs)
-        note_avals(ctx, xs, outputs)
-        if None in ctx.like_ys:
-            ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
 
     @staticmethod
     @user_facing
     def backward(ctx: Any, *cts: Any) -> Any:
-        point = ctx.point
-        signature, plan = point.signature, point.plan
-        if signature is None:
-            return *_NO_TENSORS, *pulled_back(ctx, cts)
-        ct = cts[0]
-        if not (signature.pulled and plan.single and type(ct) is Tensor) or _graphs():
-            return *_NO_TENSORS, *signature.pulled_back(ctx, cts)
-        if len(cts) > 1 and any(ct is not None for ct in cts[1:]):  # of extras
-            return *_NO_TENSORS, *signature.pulled_back(ctx, cts)
-        # The fast path of all but the first backward pass of a signature.
+        point, ct = ctx.point, cts[0]
+        signature = point.checked
+        if signature is None or type(ct) is not Tensor or _graphs():
+            return *_NO_TENSORS, *point.pull(ctx, cts)
+        # The author's own code: the maps add checks, which it passed in an earlier call.
         saved = ctx.saved_tensors
-        residuals = saved[0] if plan.form is Tensor else plan.residuals(saved)
-        cotangents = signature.bwd(residuals, ct)
+        cotangents = signature.bwd(saved[0] if point.form is Tensor else saved[: point.form], ct)
         avals = signature.avals
         if signature.flat and type(cotangents) is tuple and len(cotangents) == len(avals):
             for g, aval in zip(cotangents, avals, strict=True):
@@ -264,19 +266,9 @@ class _BothModes(_ReverseOnly):
             ]
             moving = [None if i in point.rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
             dys = tangent_at(ctx, tensors, moving)
-            if len(ctx.like_ys) > point.count:
-                dys += extras_pushed(ctx, inputs_of(ctx, ctx.pushing, tensors), moving)
-            return tuple(filled(without_aliases(dys, dxs, tensors), ctx.like_ys))
-
-
-@dataclass(eq=False, slots=True)
-class _EditPlan:
-    """The signature and plan of an edit's application, for any shapes; its maps need no checks."""
-
-    pulled_back: Callable[[Any, Sequence[Any]], Sequence[Any]]
-    pulling: tuple[int, ...] = ()
-    likes: Any = None
-    pulled: bool = False
+            if len(point.like_ys) > point.count:
+                dys += extras_pushed(ctx, inputs_of(point, point.pushing, tensors), moving)
+            return tuple(filled(without_aliases(dys, dxs, tensors), point.like_ys))
 
 
 def edit_application(rule: Rule, inputs: int) -> RuleApplication:
@@ -284,7 +276,7 @@ def edit_application(rule: Rule, inputs: int) -> RuleApplication:
     cotangent = rule.cotangent
     assert cotangent is not None
 
-    def pulled_back(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+    def pulled(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
         if cts[0] is None:
             return (None,) * inputs
         return cotangent(ctx.saved_tensors, [alive(cts[0])])
@@ -292,8 +284,8 @@ def edit_application(rule: Rule, inputs: int) -> RuleApplication:
     maps = rule.linearized_from([None] * inputs, []).without_arrays()
     count = inputs - len(rule.nondifferentiable) if rule.reverse_only else 1
     # An edit that saves nothing does not read its first argument.
-    plan = _EditPlan(pulled_back if maps.saves else cotangent, maps.saves)
-    return RuleApplication(rule, maps, count, signature=plan, plan=plan)
+    pull = pulled if maps.saves else cotangent
+    return RuleApplication(rule, maps, count, avals=(), pulling=maps.saves, pull=pull)
 
 
 class _Recorded(_BothModes):
@@ -306,12 +298,12 @@ class _Recorded(_BothModes):
     @staticmethod
     @user_facing
     def backward(ctx: Any, *cts: Any) -> Any:
-        (ct,), signature = cts, ctx.point.signature
+        (ct,), point = cts, ctx.point
         if _graphs():
-            return *_NO_TENSORS, *signature.pulled_back(ctx, (ct,)), None
+            return *_NO_TENSORS, *point.pull(ctx, cts), None
         if _is_compiling():  # compiled autograd cannot add a tensor to None
             return *_NO_TENSORS, *[torch.zeros_like(x) for x in ctx.saved_tensors], ct
-        return *signature.nothing, ct
+        return *(None,) * (2 + len(point.pulling)), ct
 
 
 for _function in (_ReverseOnly, _BothModes, _Recorded):
@@ -337,40 +329,52 @@ attach_recorded: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Functi
 def evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs and extras at detached inputs; an output that requires grad shows a capture."""
     rule = point.rule
-    if not rule.user_functions:
-        result = rule.at(*xs)
-    elif is_derived(rule):
-        result = rule.linearized_from(xs, undifferentiated(rule, xs))
-    else:
-        twice = isinstance(rule, JvpRule)  # f for the value, the forward rule for a tangent
-        unsure = twice or (rule.linearize and rule not in SAVES_NO_EXTRAS)
-        before = Randomness.now(xs) if unsure else None
-        versions = versions_of(xs)
-        try:
-            with torch.enable_grad():
-                result = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
-        except GradtoolsError:  # an in-place write may be the cause, and is reported below
-            if versions == versions_of(xs):
-                raise
-        if versions != versions_of(xs):
-            raise written_error(rule)
-        if (result.extras or result.opaque_residuals) and rule in SAVES_NO_EXTRAS:
-            SAVES_NO_EXTRAS.discard(rule)
-            return evaluate(point, xs)
-        if not result.extras and not result.opaque_residuals:
-            SAVES_NO_EXTRAS.add(rule)
-            before = before if twice else None
-        if any(is_captured(y) for y in (*result.ys, *result.extras)):
-            raise closed_over_error(rule)
-        if before is not None and not before.is_unchanged():
-            point.randomness = before
-            result = drawing_again(result, before) if twice else result
-    point.record(result)
-    return [*result.ys, *result.extras]
+    if not rule.user_functions or is_derived(rule):
+        derived = rule.user_functions
+        at = rule.linearized_from(xs, undifferentiated(rule, xs)) if derived else rule.at(*xs)
+        point.record(at)
+        return [*at.ys, *at.extras]
+    unsure = isinstance(rule, JvpRule) or (rule.linearize and rule.origin not in SAVES_NO_EXTRAS)
+    before = Randomness.now(xs) if unsure else None
+    versions = versions_of(xs)
+    try:
+        with torch.enable_grad():
+            at = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
+    except GradtoolsError:  # an in-place write may be the cause, and is reported below
+        if versions == versions_of(xs):
+            raise
+    if versions != versions_of(xs):
+        raise written_error(rule)
+    return recorded(point, xs, at, before)
 
 
-# Rules that need no second evaluation, so that generator states need not be saved.
-SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
+def recorded(
+    point: RuleApplication, xs: Sequence[Tensor], at: Linearized, before: Randomness | None
+) -> list[Tensor]:
+    """Outputs and extras of an evaluation of the author's code, whose maps `point` gets.
+
+    before: The generators' states before it; None if no second evaluation was expected.
+    """
+    rule, again = point.rule, bool(at.extras or at.opaque_residuals)
+    twice = isinstance(rule, JvpRule)  # f for the value, the forward rule for a tangent
+    if again and rule.origin in SAVES_NO_EXTRAS:
+        SAVES_NO_EXTRAS.discard(rule.origin)
+        return evaluate(point, xs)
+    if not again:
+        if rule.linearize is not None:
+            SAVES_NO_EXTRAS.add(rule.origin)
+        before = before if twice else None
+    if any(is_captured(y) for y in (*at.ys, *at.extras)):
+        raise closed_over_error(rule)
+    if before is not None and not before.is_unchanged():
+        point.randomness = before
+        at = _drawing_again(at, before) if twice else at
+    point.record(at)
+    return [*at.ys, *at.extras]
+
+
+# The origins of rules that need no second evaluation, so that no generator state is saved.
+SAVES_NO_EXTRAS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -384,7 +388,7 @@ def undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     return list(ys)
 
 
-def drawing_again(linearized: Linearized, randomness: Randomness) -> Linearized:
+def _drawing_again(linearized: Linearized, randomness: Randomness) -> Linearized:
     """The maps with a tangent map that draws f's random numbers again."""
     tangent = linearized.tangent
     assert tangent is not None

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 
 from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import JvpRule, Rule, by_key, reverse_only_text
@@ -30,7 +29,6 @@ from gradtools.torch.functorch_wrappers import (
     is_inexact,
     is_wrapped,
     like,
-    may_be_dual,
     unwrapped,
 )
 from gradtools.torch.patches import are_watched
@@ -53,7 +51,7 @@ from gradtools.torch.rules.functions import (
     undifferentiated,
     without_aliases,
 )
-from gradtools.torch.rules.maps import note_avals, real_tensors_too, tangent_at, unusual
+from gradtools.torch.rules.maps import real_tensors_too, tangent_at, unusual
 from gradtools.torch.rules.transposing import in_eager, in_own_transpose
 
 Tensor = torch.Tensor
@@ -134,7 +132,9 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         if closes_over_tracked(rule):
             raise closed_over_error(rule)
     if not rule.reverse_only and _forward_mode_alone(xs) and not are_watched():
-        return _pushed(rule, xs)
+        duals = pushed(rule, xs)
+        if duals is not None:
+            return duals
     point = _point(rule, xs)
     out = apply_at(point, xs)
     return out[: point.count]
@@ -189,29 +189,61 @@ def _forward_mode_alone(xs: Sequence[Tensor]) -> bool:
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
 
 
-def _pushed(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs with their tangents, without a graph and so without a Function."""
+def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tensor] | None:
+    """Outputs with their tangents, without a graph and so without a Function.
+
+    None if no input has a tangent, or if a map must be transposed and a tangent has a graph.
+
+    signature: The record of a custom rule's calls (`signatures.py`), which knows passed checks.
+    """
+    level = upstream.forward_level()
+    likes = (
+        [like(x) if is_strided(x) else None for x in xs] if signature is None else signature.likes
+    )
+    pairs = zip(xs, likes, strict=True)
+    duals = [upstream.unpack_dual(x, level) if one else (x, None) for x, one in pairs]
+    dxs: list[Any] = [t for _, t in duals]
+    present = [dx is not None for dx in dxs]  # `None in dxs` would compare tensors
+    forward = isinstance(rule, JvpRule)
+    if True not in present:
+        return None
+    if not forward and any(dx is not None and dx.requires_grad for dx in dxs):
+        return None
+    xs = tuple([x for x, _ in duals])
+    if False in present and (rule.fills("tangent") or signature is not None):
+        dxs = filled(dxs, likes)
+    enabled = torch.is_grad_enabled()
+    try:
+        known = signature is not None and signature.pushed
+        both = signature.pushforward(xs, tuple(dxs)) if known else None
+        if both is None:
+            make = _pushed_forward if forward else _pushed_by_transposing
+            both = make(rule, xs, dxs, likes)
+            if signature is not None:
+                signature.note_pushed(both[0])
+    finally:
+        if torch.is_grad_enabled() is not enabled:  # the rule left it so
+            upstream.set_grad_enabled(enabled)
+    return as_duals(rule, xs, dxs, *both)
+
+
+def _pushed_forward(rule: Any, xs: Any, dxs: Any, likes: Any) -> tuple[list[Tensor], list[Any]]:
+    check_zero(CheckedMap(rule, "tangent", lambda xs, dxs: rule.jvp(xs, dxs)[1], xs, likes))
+    return rule.jvp(xs, dxs)
+
+
+def _pushed_by_transposing(rule: Rule, xs: Any, dxs: Any, _: Any) -> tuple[list[Tensor], list[Any]]:
     point = _point(rule, xs)
-    duals = [forward_ad.unpack_dual(x) if may_be_dual(x) else (x, None) for x in xs]
-    dxs = [t for _, t in duals]
-    if all(dx is None for dx in dxs) or any(dx is not None and dx.requires_grad for dx in dxs):
-        return list(apply_at(point, xs)[: point.count])  # no tangents, or tangents with a graph
-    xs = [x for x, _ in duals]
-    if isinstance(rule, JvpRule):
-        likes = [like(x) for x in xs]
-        if rule.fills("tangent"):
-            dxs = filled(dxs, likes)
-        check_zero(CheckedMap(rule, "tangent", lambda xs, dxs: rule.jvp(xs, dxs)[1], xs, likes))
-        return as_duals(rule, xs, dxs, *rule.jvp(xs, dxs))
     out = evaluate(point, xs)
     assert point.linearized is not None
+    point.note(xs, out)
+    assert point.like_ys is not None
     ctx = SimpleNamespace(point=point, unusual=unusual((*xs, *out)))
-    note_avals(ctx, xs, out)
     everything = (*xs, *out)
     moving = [None if i in rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
     with torch.no_grad():
         dys = tangent_at(ctx, [everything[i] for i in point.linearized.saves], moving)
-    return as_duals(rule, xs, dxs, out[: point.count], filled(dys, ctx.like_ys[: point.count]))
+    return out[: point.count], filled(dys, point.like_ys[: point.count])
 
 
 def as_duals(rule: Rule, xs: Any, dxs: Any, ys: Any, dys: Any) -> list[Tensor]:

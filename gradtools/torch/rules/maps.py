@@ -26,12 +26,6 @@ from gradtools.torch.rules.transposing import in_eager, transposed
 Tensor = torch.Tensor
 
 
-def note_avals(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    """Stores the shapes, dtypes and devices of inputs and outputs in ctx."""
-    ctx.avals = [(x.shape, x.dtype, x.device) for x in xs]
-    ctx.like_xs, ctx.like_ys = list(map(like, xs)), list(map(like, ys))
-
-
 def unusual_of(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layout | None:
     """The first layout without a transpose among differentiated inputs and outputs."""
     needed = [x for x, need in zip(xs, ctx.needs_input_grad[2:], strict=True) if need]
@@ -67,15 +61,15 @@ def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
         if any(ct is not None for ct in inner):
             parts.append(_cotangent(ctx, tensors, inner))
         if any(ct is not None for ct in hidden):
-            parts.append(_extras_pullback(ctx, inputs_of(ctx, ctx.pulling, tensors), hidden))
+            parts.append(_extras_pullback(point, inputs_of(point, point.pulling, tensors), hidden))
     if not parts:
-        return (None,) * len(ctx.like_xs)
+        return (None,) * len(point.like_xs)
     return parts[0] if len(parts) == 1 else [*map(total, zip(*parts, strict=True))]
 
 
-def inputs_of(ctx: Any, kept: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+def inputs_of(point: Any, kept: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The inputs, which were saved for a second evaluation."""
-    return [tensors[kept.index(i)] for i in range(len(ctx.like_xs))]
+    return [tensors[kept.index(i)] for i in range(len(point.like_xs))]
 
 
 # --- the maps, and the transpose of one for the other -------------------------------------
@@ -87,18 +81,19 @@ def _saved(ctx: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _linear_map(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> CheckedMap:
     """A map to check; with avals, so that compiled code can evaluate the rule at made-up inputs."""
-    return CheckedMap(ctx.point.rule, which, run, at, likes, ctx.avals)
+    return CheckedMap(ctx.point.rule, which, run, at, likes, ctx.point.avals)
 
 
 def tangent_at(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    rule, result, saved = ctx.point.rule, ctx.point.linearized, _saved(ctx, tensors)
+    point = ctx.point
+    rule, result, saved = point.rule, point.linearized, _saved(ctx, tensors)
     if rule.fills("tangent"):
-        dxs = filled(dxs, ctx.like_xs)
+        dxs = filled(dxs, point.like_xs)
     if result.tangent is not None:
         if rule.contract is not None:
-            check_zero(_linear_map(ctx, "tangent", result.tangent, saved, ctx.like_xs))
+            check_zero(_linear_map(ctx, "tangent", result.tangent, saved, point.like_xs))
         return list(result.tangent(saved, dxs))
-    likes = ctx.like_ys[: ctx.point.count]
+    likes = point.like_ys[: point.count]
     mask = [like is not None for like in likes]
     present = [i for i, dx in enumerate(dxs) if dx is not None]
 
@@ -113,37 +108,41 @@ def tangent_at(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[
 
 
 def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    rule, result, saved = ctx.point.rule, ctx.point.linearized, _saved(ctx, tensors)
-    likes = ctx.like_ys[: ctx.point.count]
-    is_checked = ctx.point.signature is not None and ctx.point.signature.pulled
-    if result.cotangent is not None and rule.contract is not None and not is_checked:
+    point = ctx.point
+    rule, result, saved = point.rule, point.linearized, _saved(ctx, tensors)
+    if point.like_ys is None:
+        likes = [None if ct is None else like(ct) for ct in cts]
+    else:
+        likes = point.like_ys[: point.count]
+    if result.cotangent is not None and rule.contract is not None and point.checked is None:
         check_zero(_linear_map(ctx, "cotangent", result.cotangent, saved, likes))
     if result.opaque_residuals and torch.is_grad_enabled():
-        xs = inputs_of(ctx, ctx.pulling, tensors)
-        with restored(ctx.point.randomness):
-            result = rule.at(*xs, perturbed=ctx.point.perturbed)
+        xs = inputs_of(point, point.pulling, tensors)
+        with restored(point.randomness):
+            result = rule.at(*xs, perturbed=point.perturbed)
         saved = result.saved(xs)
     if rule.fills("cotangent"):
         cts = filled(cts, likes)
     if result.cotangent is not None:
         pulled = list(result.cotangent(saved, cts))
         if rule.contract is not None:
-            pulled = filled(pulled, ctx.like_xs)
+            pulled = filled(pulled, point.like_xs)
         if rule.user_functions and torch.is_grad_enabled() and in_eager():
             refuse_captured(rule, pulled, (*tensors, *saved, *cts))
         return pulled
     mask = [
-        like is not None and i not in rule.nondifferentiable for i, like in enumerate(ctx.like_xs)
+        one is not None and i not in rule.nondifferentiable for i, one in enumerate(point.like_xs)
     ]
 
     def run(at: Any, moving: Any) -> list[Any]:
         dxs = spread(moving, mask)
-        return list(result.tangent(at, dxs if rule.contract is None else filled(dxs, ctx.like_xs)))
+        dxs = dxs if rule.contract is None else filled(dxs, point.like_xs)
+        return list(result.tangent(at, dxs))
 
-    kept = [like if m else None for like, m in zip(ctx.like_xs, mask, strict=True)]
+    kept = [one if m else None for one, m in zip(point.like_xs, mask, strict=True)]
     _refuse_layout(ctx, "tangent")
     check_linear(_linear_map(ctx, "tangent", result.tangent, saved, kept))
-    examples = [ones(*like) for like in kept if like]
+    examples = [ones(*one) for one in kept if one]
     return spread(transposed(rule, run, saved, examples, list(cts)), mask)
 
 
@@ -159,9 +158,9 @@ def transpose(
 # --- extras: differentiated through the code that computed them ---------------------------
 
 
-def _extras_vjp(ctx: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
+def _extras_vjp(point: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
     """The pullback from the wanted extras to the inputs, by evaluating the rule again."""
-    point, mask = ctx.point, [like is not None for like in ctx.like_xs]
+    mask = [like is not None for like in point.like_xs]
     moving = [x for x, m in zip(xs, mask, strict=True) if m]
     extras: list[Tensor] = []
 
@@ -177,19 +176,19 @@ def _extras_vjp(ctx: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
     return pullback, mask
 
 
-def _extras_pullback(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    pullback, mask = _extras_vjp(ctx, xs, [ct is not None for ct in cts])
+def _extras_pullback(point: Any, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    pullback, mask = _extras_vjp(point, xs, [ct is not None for ct in cts])
     return spread(pullback(tuple([ct for ct in cts if ct is not None])), mask)
 
 
 def extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
     """Tangents of the extras, by the transposed pullback, since dual levels do not nest."""
-    likes = ctx.like_ys[ctx.point.count :]
+    likes = ctx.point.like_ys[ctx.point.count :]
     wanted = [like is not None for like in likes]
     forward_alone = in_eager() and not any(x.requires_grad for x in xs)
     if not any(wanted) or forward_alone:  # then nobody needs tangents of extras
         return [None] * len(likes)
-    pullback, mask = _extras_vjp(ctx, xs, wanted)
+    pullback, mask = _extras_vjp(ctx.point, xs, wanted)
     nothing = tuple([zeros(*like) for like in likes if like])
     pulled, push = torch.func.vjp(lambda *cts: pullback(cts), *nothing)[:2]
     moving = [dx for dx, m in zip(dxs, mask, strict=True) if m]

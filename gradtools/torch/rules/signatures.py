@@ -1,180 +1,174 @@
-"""The fast path of rules in plain eager mode: an inline cache for each signature of a call.
+"""Calls of custom rules: what is the same in all calls with tensors of the same shapes.
 
-A signature is the shapes, dtypes and devices of a call's tensors. The first call goes through
-`installing.py`, and leaves what is the same for all calls: the rule, its structures, whether its
-functions passed the contract, what they close over. A later call runs the author's function,
-compares the structure of its result with the cached one, and attaches the node.
+A signature is the shapes, dtypes and devices of a call's tensors, and the structure and constants
+of the arguments. `Calls` makes one record for each, a `Signature`: the rule, the author's functions
+of flat tensors, which checks they passed, and the applications that later calls share.
 
-Under a transform, a compiler, dual numbers with a graph, or a tensor subclass, and where a backward
-pass is differentiated, `installing.py` handles the general case.
+Where nothing but autograd's graph is active, the author's code runs here and its outputs get their
+node (`attach`). Everywhere else `installing.py` decides how the rule is applied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from gradtools.custom_rules import CustomRule
-from gradtools.custom_structure import Residuals, Specialization
+from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
-from gradtools.rules import Linearized
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, like
+from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped
 from gradtools.torch.patches import WATCHING
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import functions
 from gradtools.torch.rules.captures import Closures, closed_over_error, other_leaves
 from gradtools.torch.rules.checking import CheckedMap, check_linear
-from gradtools.torch.rules.functions import (
-    RuleApplication,
-    attach,
-    attach_recorded,
-)
-from gradtools.torch.rules.installing import as_duals
+from gradtools.torch.rules.functions import RuleApplication, attach, attach_recorded
+from gradtools.torch.rules.installing import apply_rule, pushed
 from gradtools.torch.rules.maps import pulled_back, unusual
 from gradtools.torch.rules.transposing import EAGER, ONGOING, Transposing, unpacked
+from gradtools.torch.trees import flatten
 
 Tensor = torch.Tensor
-_is_tracked = attrgetter("requires_grad")
 _detach, _version = Tensor.detach, upstream.version_of
 _is_compiling, _levels = torch.compiler.is_dynamo_compiling, upstream.peek_interpreter_stack
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
+_LEAF = flatten(torch.empty(0))[1]
+_modes = upstream.count_of_function_modes
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 
-@dataclass(eq=False)
-class _Signature:
-    """The cache entry of calls with tensors of the same shapes, dtypes and devices.
+class Signature:
+    """What all calls with tensors of the same shapes, dtypes and devices share.
 
     Attributes:
         specialized: The rule at this structure of its arguments.
+        rule: Its `Rule`.
+        avals: The shape, dtype and device of each tensor.
+        likes: The same, None for integers.
+        key: The shapes and dtypes, the key of the contract's checks.
         flat: Whether the arguments are tensors only.
-        avals: The shape, dtype and device of each.
-        contract_key: The key of the forward pass's check in the contract.
-        ready: Whether the forward pass was checked.
-        pulled: Whether the backward pass was.
-        pushed: Whether the forward rule was.
-        valued: Whether the structure of f's output is known.
+        fun, fwd, bwd, jvp: The author's functions of flat tensors; fwd is f if there is no bwd.
+        ready: Whether the forward pass was checked, in an earlier call by `installing.py`.
+        single: Whether f is known to return one tensor, in no container.
+        pushes: Whether forward mode alone runs the author's code without the maps around it.
+        pushed: Whether it did, so that its checks have passed.
+        records: Whether the forward rule is evaluated in the graph of the call (`_recorded`).
+        repeats: Whether the forward pass may run again, so that the generators' states are kept.
+        shared: The applications of calls that save arguments and outputs only.
+        latest: The last one of them.
     """
 
-    specialized: Specialization
-    flat: bool
-    avals: tuple[Any, ...]
-    contract_key: Any
-    ready: bool = False
-    pulled: bool = False
-    pushed: bool = False
-    valued: bool = False
+    def __init__(self, specialized: Specialization, avals: tuple[Any, ...]) -> None:
+        self.specialized, self.rule, self.avals = specialized, specialized.rule, avals
+        self.flat = specialized.is_flat
+        self.fun, self.bwd, self.jvp = specialized.fun, specialized.bwd, specialized.jvp
+        self.fwd = specialized.fun if self.bwd is None else specialized.fwd
+        self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in avals]
+        self.expected = [
+            (tuple(x[0]), x[1], one is not None) for x, one in zip(avals, self.likes, strict=True)
+        ]
+        self.key = tuple([(tuple(shape), dtype) for shape, dtype, _ in avals])
+        self.ready = self.bwd is None or specialized.contract.check == "never"
+        self.single, self.repeats = False, True
+        opaque = hasattr(specialized.of, "kernel")  # a kernel leaves no graph
+        self.pushes, self.pushed = not opaque and None not in self.likes, False
+        self.records = self.bwd is None and self.pushes
+        self.recorded: RuleApplication | None = None
+        self.own = Transposing(self.rule, EAGER)
+        self.shared: dict[Any, RuleApplication] = {}
+        self.latest: RuleApplication | None = None
 
-    def __post_init__(self) -> None:
-        self.count = len(self.avals)
-        of, specialized, statics = self.specialized.of, self.specialized, self.specialized.statics
-        self.fun: Any = of.fun
-        self.fwd: Any = of.fwd
-        self.bwd: Any = of.bwd
-        self.jvp: Any = of.jvp
-        if statics or not self.flat:
-            self._of_trees(of, specialized, statics)
-        self.nothing = (None,) * (2 + self.count)
-        self.recorded: _Plan | None = None  # of a forward rule alone
-        self.own = Transposing(self.specialized.rule, EAGER)
-        self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.avals]
-        pairs = zip(self.avals, self.likes, strict=True)
-        self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
-        self.plan: Any = None  # of the latest forward pass
-        self.plans: dict[Any, _Plan] = {}
-        # The maps of kernels are rules themselves, evaluated at the arguments, which are residuals
-        # of the forward rule as well.
-        times = 0 if self.specialized.refined is None else 1 if self.jvp is None else 2
-        self.again = tuple(range(self.count)) * times
-        self.ready = self.pushed = self.specialized.contract.check == "never"
-        opaque = hasattr(self.specialized.of, "kernel")  # a kernel leaves no graph
-        self.pushes = not opaque and None not in self.likes
-        self.records = self.pushes and self.bwd is None
-        self.saves_no_extras = False
-        if self.bwd is None:
-            self.fwd, self.ready = self.fun, True  # its forward pass is f
+    def is_ready(self) -> bool:
+        """Whether the forward pass has passed the contract's checks."""
+        self.ready = self.ready or ("fwd", self.key) in self.specialized.contract.passed
+        return self.ready
 
-    def _of_trees(self, of: Any, specialized: Specialization, statics: tuple[Any, ...]) -> None:
-        """The author's functions as functions of flat tensors."""
-        arguments = tuple if self.flat else specialized.arguments
-        self.fun = lambda *xs: of._binding.call(of.fun, statics, arguments(xs))
-        if of.bwd is not None:
-            self.fwd = lambda *xs: of.fwd(*statics, *arguments(xs))
-            self.bwd = partial(of.bwd, *statics)
-        if of.jvp is not None:
-            tangents = tuple if self.flat else specialized.tangents
-            self.jvp = lambda xs, dxs: of.jvp(*statics, arguments(xs), tangents(dxs))
+    def out_def(self) -> Any:
+        """The structure of f's output."""
+        return self.specialized.outs.get(self.key, self.specialized.newest)
 
-    def pulled_back(self, ctx: Any, cts: tuple[Any, ...]) -> Sequence[Any]:
-        """The backward pass at any order, after setting the attributes that `ctx` lacks."""
-        point, plan = ctx.point, ctx.point.plan
-        ctx.like_ys = plan.likes or [None if ct is None else like(ct) for ct in cts]
+    def outputs(self, ys: Sequence[Tensor]) -> Any:
+        """The output that f returns, of its tensors."""
+        out_def = self.specialized.outs.get(self.key, self.specialized.newest)
+        if out_def is _LEAF:
+            return ys[0]
+        return self.specialized.backend.unflatten(out_def, list(ys))
+
+    def application(self, form: Any, places: tuple[int, ...], known: Any, res: Any) -> Any:
+        """The application that all calls with residuals at these places of `known` share."""
+        point = self.shared.get((form, places))
+        if point is None:
+            linearized = self.specialized.linearized(known[:-1], (known[-1], res))
+            point = self.shared[form, places] = self._shared(linearized)
+            point.form = form if form is Tensor else len(places)
+            self.repeats = self.rule.origin not in functions.SAVES_NO_EXTRAS
+        self.latest = point
+        return point
+
+    def _shared(self, linearized: Any) -> RuleApplication:
+        """An application for any tensors of these avals."""
+        point = RuleApplication(self.rule, linearized.without_arrays(), 1, pull=self.pull)
+        point.avals, point.like_xs = self.avals, self.likes
+        point.pulling = linearized.saves[: len(linearized.saves) - linearized.tangent_only]
+        return point
+
+    def pull(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+        """The backward pass of a shared application; later ones may call bwd directly."""
         ctx.unusual = unusual(cts)
-        ctx.pulling, ctx.avals, ctx.like_xs = plan.pulling, self.avals, self.likes
-        if point.linearized is None:
-            point.linearized = self._maps(point, ctx.like_ys)
         result = pulled_back(ctx, cts)
-        if None not in self.likes:
-            self.pulled = self.bwd is not None
-        return tuple(result)
-
-    def _maps(self, point: Any, like_ys: Sequence[Any]) -> Linearized:
-        """The maps of one evaluation."""
-        specialized, plan = self.specialized, point.plan
-        if self.bwd is None:
-            maps = specialized.rule.linearized_from([None] * self.count, [])
-            given = point.randomness
-            return maps if given is None else functions.drawing_again(maps, given)
-        maps = specialized.maps([], [], plan.kept, plan.out_def, self.expected)
-        if specialized.refined is None:
-            return maps
-        outs = [one and one[:2] for one in like_ys[: point.count]]
-        return specialized.refined(maps, [one is not None for one in self.likes], outs)
+        if self.bwd is not None and None not in self.likes:
+            ctx.point.checked = self
+        return result
 
     def cotangents(self, cotangents: Any) -> Sequence[Any]:
-        """The checked cotangents that bwd returned, one for each argument."""
-        if self.flat and type(cotangents) is tuple and len(cotangents) == self.count:
+        """The checked cotangents that bwd returned, one for each tensor."""
+        if self.flat and type(cotangents) is tuple and len(cotangents) == len(self.avals):
             pairs = zip(cotangents, self.avals, strict=True)
             if all(type(g) is Tensor and (g.shape, g.dtype) == aval[:2] for g, aval in pairs):
                 return cotangents
         return filled(self.specialized.cotangents(cotangents, self.expected), self.likes)
 
-    def out_def(self) -> Any:
-        """The structure of f's latest output at these avals."""
-        return self.specialized.outs[self.contract_key[1]]
+    def pushforward(self, xs: Any, dxs: Any) -> Any:
+        """Outputs and tangents, by the author's checked code alone; None if that does not fit."""
+        specialized = self.specialized
+        if self.jvp is not None:
+            result = self.jvp(xs, dxs)
+            if type(result) is tuple and len(result) == 2:
+                y, dy = result
+                if type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype:
+                    return (y,), (dy,)
+            return specialized.pushed(xs, result)
+        out, res = specialized.pair(self.fwd(*xs), "fwd", "(out, residuals)")
+        if type(out) is not Tensor or not out.dtype.is_floating_point:
+            return None
+        upstream.set_grad_enabled(True)  # bwd is transposed in its graph
+        ct = torch.ones_like(out, requires_grad=True)
+        with Transposing(self.rule, EAGER):
+            pulled = self.cotangents(self.bwd(res, ct))
+        pairs = [(g, dx) for g, dx in zip(pulled, dxs, strict=True) if g.requires_grad]
+        dy = None
+        if pairs:
+            ends, seeds = zip(*pairs, strict=True)
+            with corrected(wrong_nodes(ends), again=False):
+                (dy,) = upstream.run_engine(
+                    ends, seeds, False, False, (ct,), allow_unreachable=True, accumulate_grad=False
+                )
+        return (out,), (torch.zeros_like(out) if dy is None else dy,)
 
-    def is_sure(self) -> bool:
-        """Whether fwd is known to save inputs and outputs only, so that it never runs again."""
-        self.saves_no_extras = (
-            self.bwd is not None and self.specialized.rule in functions.SAVES_NO_EXTRAS
-        )
-        return self.saves_no_extras
-
-    def is_pushed(self) -> bool:
-        """Whether the forward rule, if there is one, was checked."""
-        if self.jvp is not None and not self.pushed:
-            avals, tangents = self.contract_key[1], tuple([x[:2] for x in self.expected])
-            keys = {("the forward rule", avals), ("zero", "tangent", (avals, tangents))}
-            self.pushed = keys <= self.specialized.contract.passed
-        return self.pushed or (self.jvp is None and _graphs())
-
-    def is_ready(self) -> bool:
-        """Whether the forward pass was checked, in an earlier call through `installing.py`."""
-        self.ready = self.ready or self.contract_key in self.specialized.contract.passed
-        return self.ready
+    def note_pushed(self, ys: Sequence[Tensor]) -> None:
+        """Lets later calls in forward mode run the author's code alone: its checks have passed."""
+        fits = self.jvp is not None or (self.out_def() is _LEAF and ys[0].is_floating_point())
+        self.pushed = self.pushes and fits
 
 
-class DirectCalls:
+class Calls:
     """Calls of one `CustomRule`."""
 
     def __init__(self, of: Any) -> None:
@@ -182,17 +176,17 @@ class DirectCalls:
         self.count = (
             0 if of._needs_binding else len(of._binding.names)
         )  # 0 where any number may come
-        self.signatures: dict[Any, _Signature] = {}
+        self.signatures: dict[Any, Signature] = {}
         self.closed = Closures((of.fun, of.fwd, of.bwd, of.jvp))
 
     @staticmethod
     def fit(of: CustomRule) -> bool:
-        """Whether the rule has calls that the fast path covers."""
+        """Whether the rule's calls may share anything."""
         return not of.symbolic_zeros and of.check != "always" and bool(of.bwd or of.jvp)
 
     def call(self, args: tuple[Any, ...], statics: tuple[Any, ...]) -> Any:
-        """The rule's output, or NotImplemented if the fast path does not cover the call."""
-        if _is_compiling() or (len(args) != self.count and self.count) or _levels() is not None:
+        """The rule's output; NotImplemented for arguments that have no signature."""
+        if _is_compiling() or (len(args) != self.count and self.count):
             return NotImplemented
         structure, key = None, ()
         for x in args:
@@ -206,82 +200,68 @@ class DirectCalls:
             args, key = structure
             if not args:
                 return NotImplemented
-        tracked = False
+        tracked, plain = False, _levels() is None
         try:
             for x in args:
-                if x.layout is not _STRIDED or is_wrapped(x):
+                if x.layout is not _STRIDED:
                     return NotImplemented
+                if is_wrapped(x):
+                    plain = False
                 key += x.shape, x.dtype, x.device
                 tracked = tracked or x.requires_grad
-        except RuntimeError:  # a nested tensor has no shape
+            signature = self.signatures.get(key) or self._signature(key, args, structure)
+        except (RuntimeError, TypeError):  # a nested tensor has no shape, a SymInt no hash
             return NotImplemented
-        signature = self.signatures.get(key) or self._signature(key, args, structure)
         if signature is None:
             return NotImplemented
-        if not tracked or not _graphs():
-            if _forward_level() >= 0:
-                return self._push(signature, args)
+        if plain and _forward_level() < 0 and not (tracked and _graphs()):
             return self._value(signature, args, tracked)
-        if _forward_level() >= 0 or ONGOING.running or WATCHING.count:
-            return NotImplemented
-        if not (signature.ready or signature.is_ready()):
-            return NotImplemented
+        unknown = not plain or bool(ONGOING.running) or WATCHING.count > 0
         for cell, content in self.closed.cells:
             if cell.cell_contents is not content:
                 self.closed.search()
-                return NotImplemented
-        if self.closed.unsure and not self.closed.untracked():
-            return NotImplemented
+                unknown = True
+                break
+        if unknown or (self.closed.unsure and self.closed.captures(_is_differentiated)):
+            return signature.outputs(apply_rule(signature.rule, *args))
+        if _forward_level() >= 0:
+            if not (signature.pushes and not (tracked and _graphs())) or _modes():
+                return signature.outputs(apply_rule(signature.rule, *args))
+            duals = pushed(signature.rule, args, signature)
+            if duals is None:
+                return signature.outputs(apply_rule(signature.rule, *args))
+            return signature.outputs(duals)
+        if not (signature.ready or signature.is_ready()):
+            return signature.outputs(apply_rule(signature.rule, *args))
         if signature.records:
             out = _recorded(signature, args)
             if out is not None:
                 return out
-        # The value, by one run of fwd, with the node that pulls back.
-        sure = signature.saves_no_extras or signature.is_sure()
-        before = None if sure else Randomness.now(args)
-        plain = tuple(map(_detach, args))
-        versions = [*map(_version, plain)]
+        if signature.bwd is None:
+            return signature.outputs(apply_rule(signature.rule, *args))
+        before = Randomness.now(args) if signature.repeats else None
+        plain_args = tuple(map(_detach, args))
+        versions = [*map(_version, plain_args)]
         try:
-            result = signature.fwd(*plain)
+            result = signature.fwd(*plain_args)
         finally:
             if not _graphs():  # fwd left it off
                 upstream.set_grad_enabled(True)
-        if versions != [*map(_version, plain)]:
+        if versions != [*map(_version, plain_args)]:
             _refuse_written(signature, args, versions)
-        if signature.bwd is None:
-            return _linearized(signature, args, plain, result, plain, before)
-        if type(result) is not tuple or len(result) != 2:
-            result = signature.specialized.pair(result, "fwd", "(out, residuals)")
-        out, res = result
-        if type(out) is Tensor and out.dtype.is_floating_point and not out.requires_grad:
-            known = plain + (out,)
-            plan = signature.plan
-            if plan is None or (
-                res is not known[plan.places[0]]
-                if plan.form is Tensor
-                else not plan.fits(res, known)
-            ):
-                plan = _plan_of(signature, res, known)
-            if plan is not None:
-                return attach(plan.point, (out,), *args)[0]
-        return _linearized(signature, args, plain, out, res, before)
-
-    def _push(self, signature: _Signature, args: tuple[Any, ...]) -> Any:
-        if (
-            ONGOING.running
-            or WATCHING.count
-            or upstream.count_of_function_modes()  # which may hide that gradients are off
-            or not (signature.pushes and signature.is_pushed())
-            or not self.closed.untracked()
-            or any(map(is_dual, self.closed.tensors))
-        ):
-            return NotImplemented
-        enabled = _graphs()
-        try:
-            return _pushed(signature, args)
-        finally:
-            if _graphs() is not enabled:  # the rule left it so
-                upstream.set_grad_enabled(enabled)
+        if type(result) is tuple and len(result) == 2:
+            out, res = result
+            if type(out) is Tensor and out.dtype.is_floating_point and not out.requires_grad:
+                known, point = (*plain_args, out), signature.latest
+                if point is None or (
+                    res is not known[point.pulling[0]]
+                    if point.form is Tensor
+                    else not _fits(point, res, known)
+                ):
+                    point = _application(signature, res, known)
+                if point is not None:
+                    return attach(point, (out,), *args)[0]
+        return _attached(signature, args, plain_args, result, before)
 
     def _structure(self, args: Any, statics: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """The tensors of a call, and a key of its structure and constants; empty if unhashable."""
@@ -298,140 +278,75 @@ class DirectCalls:
             return (), ()
         return xs, (treedef, statics, others, arrays, type_key(constants))
 
-    def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> _Signature | None:
+    def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> Signature | None:
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             return None  # sizes are tensors there
         of, backend = self.of, self.of._backend
         treedef, statics, others, arrays, _ = structure[1] if structure else (None, (), (), (), ())
-        flat = treedef is None
-        if flat:
+        if treedef is None:
             treedef, arrays = backend.flatten_static(args)[1], (True,) * len(args)
         specialized = of._specialized(statics, treedef, arrays, others)
-        who = "fwd" if of.bwd is not None else "the forward rule"
         avals = tuple([(x.shape, x.dtype, x.device) for x in args])
-        contract_key = who, tuple([(tuple(shape), dtype) for shape, dtype, _ in avals])
-        result = self.signatures[key] = _Signature(specialized, flat, avals, contract_key)
+        result = self.signatures[key] = Signature(specialized, avals)
         if len(self.signatures) > _MOST:
             del self.signatures[next(iter(self.signatures))]
         return result
 
-    def _value(self, signature: _Signature, args: tuple[Any, ...], tracked: bool) -> Any:
+    def _value(self, signature: Signature, args: tuple[Any, ...], tracked: bool) -> Any:
         out = signature.fun(*args)
-        if signature.valued and type(out) is Tensor:
+        if signature.single and type(out) is Tensor:
             ys = [out]
         else:
-            specialized = signature.specialized
-            ys = specialized.outputs(args, out, "it")
-            out = self.of._backend.unflatten(signature.out_def(), ys)
-            signature.valued = True
+            ys = signature.specialized.outputs(args, out, "it")
+            out = signature.outputs(ys)
+            signature.single = type(out) is Tensor
         for y in ys:
             if y.requires_grad and not tracked:
-                raise closed_over_error(signature.specialized.rule)
+                raise closed_over_error(signature.rule)
         return out
 
 
 _MOST = 256
 
 
-# --- one call ----------------------------------------------------------------------------
+def _is_differentiated(x: Tensor) -> bool:
+    return x.requires_grad or is_dual(x)
 
 
-@dataclass(eq=False)
-class _Plan:
-    """How to rebuild the residuals of a forward pass from saved tensors.
-
-    Attributes:
-        kept: The structure of the residuals.
-        out_def: The structure of the output.
-        pulling: The tensors to save, as positions in `[*xs, *ys, *extras]`.
-        form: Tensor or tuple, if the residuals are a single tensor or a tuple of tensors.
-        single: Whether f returned a single tensor in no tree.
-        likes: The shapes, dtypes and devices of outputs and extras; None: those of the cotangents.
-        point: A `RuleApplication` shared by all calls with this plan, if it has no state of one.
-    """
-
-    backend: Any
-    kept: Residuals
-    out_def: Any
-    pulling: Sequence[int]
-    form: Any = None
-    single: bool = True
-    likes: Any = None
-    point: Any = None
-
-    def __post_init__(self) -> None:
-        self.places = self.kept.places
-
-    def fits(self, res: Any, known: Sequence[Tensor]) -> bool:
-        """Whether the tuple `res` holds the same inputs and outputs as this plan."""
-        if type(res) is not tuple or len(res) != len(self.places):
-            return False
-        return False not in [x is known[i] for x, i in zip(res, self.places, strict=True)]
-
-    def residuals(self, saved: Sequence[Tensor]) -> Any:
-        """The residuals, rebuilt from saved tensors; not called if they are a single tensor."""
-        saved = saved[: len(self.places)]
-        return saved if self.form is tuple else self.kept.restored(self.backend, saved)
+# --- one evaluation in the graph of the call -------------------------------------------------
 
 
-def _refuse_written(signature: _Signature, xs: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Raises if one of xs that is differentiated has another version now."""
-    pairs = zip(versions, xs, strict=True)
-    if any(x.requires_grad and _version(x) != version for version, x in pairs):
-        raise functions.written_error(signature.specialized.rule)
+def _fits(point: RuleApplication, res: Any, known: Sequence[Tensor]) -> bool:
+    """Whether the tuple `res` holds the tensors of `known` that this application saves."""
+    if type(res) is not tuple or len(res) != point.form:
+        return False
+    return False not in [x is known[i] for x, i in zip(res, point.pulling, strict=False)]
 
 
-def _plan_of(signature: _Signature, res: Any, known: Sequence[Tensor]) -> _Plan | None:
-    """The plan if fwd saved only arguments and the output, as a tensor or a tuple; else None."""
+def _application(signature: Signature, res: Any, known: Sequence[Tensor]) -> RuleApplication | None:
+    """The shared application if fwd saved one tensor or a tuple of them, all in `known`."""
     form, leaves = (Tensor, (res,)) if type(res) is Tensor else (tuple, res)
     if type(leaves) is not tuple:
         return None
     at = {id(x): i for i, x in reversed([*enumerate(known)])}
     places = tuple([at.get(id(x), -1) for x in leaves])
-    if -1 in places:
-        return None
-    plan = signature.plans.get((form, places))
-    if plan is None:
-        backend = signature.specialized.backend
-        kept = Residuals.of_arrays(backend.flatten(res)[1], places)
-        out_def, pulling = backend.flatten(known[-1])[1], (*places, *signature.again)
-        plan = _Plan(backend, kept, out_def, pulling, form)
-        plan.point = RuleApplication(
-            signature.specialized.rule, count=1, signature=signature, plan=plan
-        )
-        signature.plans[form, places] = plan
-    signature.plan = plan
-    return plan
+    return None if -1 in places else signature.application(form, places, known, res)
 
 
-def _linearized(signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, before: Any) -> Any:
-    """The outputs with their node, for any tree of outputs and residuals, views and extras."""
-    specialized, backend = signature.specialized, signature.specialized.backend
-    single = type(out) is Tensor
-    if single and signature.bwd is not None:
-        ys, out_def = [out], backend.flatten(out)[1]
-    else:  # f's output is the reference for the forward rule
-        ys = specialized.outputs(plain, out, "it" if signature.bwd is None else "fwd")
-        out_def = signature.out_def()
-    kept, extras = Residuals.of(backend, res, plain, ys)
-    outs = (*ys, *extras)
-    if True in map(_is_tracked, outs):
-        raise closed_over_error(specialized.rule)
-    point = RuleApplication(specialized.rule, count=len(ys), signature=signature)
-    if extras or kept.opaque_residuals or signature.bwd is None:
-        if before is None and signature.bwd is not None:
-            functions.SAVES_NO_EXTRAS.discard(specialized.rule)
-            signature.saves_no_extras = False
-            before = Randomness.now(xs)
-            out, res = specialized.pair(signature.fwd(*plain), "fwd", "(out, residuals)")
-            return _linearized(signature, xs, plain, out, res, before)
-        point.randomness = None if before is None or before.is_unchanged() else before
-    again = range(len(xs)) if extras or kept.opaque_residuals else ()
-    pulling = (*kept.places, *signature.again)
-    pulling = (*pulling, *(i for i in again if i not in pulling))
-    point.plan = _Plan(backend, kept, out_def, pulling, single=single, likes=list(map(like, outs)))
-    result = attach(point, outs, *xs)
-    return result[0] if single else backend.unflatten(out_def, result[: point.count])
+def _attached(signature: Signature, xs: Any, plain: Any, result: Any, before: Any) -> Any:
+    """The output with its node, for any trees of outputs and residuals, and for extras."""
+    point = RuleApplication(signature.rule)
+    at = signature.specialized.linearized(plain, result)
+    out = functions.recorded(point, plain, at, before)
+    signature.repeats = signature.rule.origin not in functions.SAVES_NO_EXTRAS
+    return signature.outputs(attach(point, tuple(out), *xs)[: point.count])
+
+
+def _refuse_written(signature: Signature, xs: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raises if one of xs that is differentiated has another version now."""
+    pairs = zip(versions, xs, strict=True)
+    if any(x.requires_grad and _version(x) != version for version, x in pairs):
+        raise functions.written_error(signature.rule)
 
 
 # --- a forward rule alone ----------------------------------------------------------------
@@ -440,7 +355,7 @@ def _linearized(signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, 
 # graph is the same at any dx; at dx = x the graph leads a cotangent to x.
 
 
-def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
+def _recorded(signature: Signature, xs: tuple[Tensor, ...]) -> Any:
     """The value, by one evaluation of the forward rule; None if that does not cover the call."""
     plain = tuple(map(_detach, xs))
     if signature.recorded is None and not _may_record(signature, plain):
@@ -466,27 +381,23 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     if not (type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype):
         return None
     if y.requires_grad:
-        raise closed_over_error(signature.specialized.rule)
+        raise closed_over_error(signature.rule)
     if not dy.requires_grad:
         return None
-    plan = signature.recorded
-    if plan is None:
-        every = tuple(range(signature.count))
-        backend, kept = signature.specialized.backend, Residuals.of_arrays(None, every)
-        plan = signature.recorded = _Plan(backend, kept, None, every)
-        plan.point = RuleApplication(
-            signature.specialized.rule, count=1, signature=signature, plan=plan
-        )
+    point = signature.recorded
+    if point is None:
+        maps = signature.rule.linearized_from([None] * len(xs), [])
+        point = signature.recorded = signature._shared(maps)
     # Detached: the graph may hold y itself, which would be a reference cycle.
-    return attach_recorded(plan.point, (y.detach(),), *xs, dy)[0]
+    return attach_recorded(point, (y.detach(),), *xs, dy)[0]
 
 
-def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
+def _may_record(signature: Signature, xs: tuple[Tensor, ...]) -> bool:
     """Whether f returns one tensor, and its tangent map passes the checks for transposition.
 
     Runs under identity saved-tensors hooks, so that no checkpoint counts its tensors.
     """
-    specialized, avals = signature.specialized, signature.contract_key[1]
+    specialized, avals = signature.specialized, signature.key
     types = signature.likes, signature.avals
     with unpacked():
         try:
@@ -496,17 +407,17 @@ def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
                     specialized.tangent(xs, [torch.zeros_like(x) for x in xs])
         except GradtoolsError:  # raised again when a derivative is taken
             return False
-        single = signature.out_def() == specialized.backend.flatten(0)[1]
+        single = signature.out_def() is _LEAF
         return single and not _has_leaves(signature, xs)
 
 
-def _has_leaves(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
+def _has_leaves(signature: Signature, xs: tuple[Tensor, ...]) -> bool:
     """Whether the tangent's graph ends in leaves that the rule itself created.
 
     Raises if two evaluations end in the same leaf, which is a captured tensor whose derivative
     would be lost.
     """
-    rule = signature.specialized.rule
+    rule = signature.rule
 
     def leaves() -> list[Any]:
         dxs = [torch.ones_like(x, requires_grad=True) for x in xs]
@@ -518,70 +429,3 @@ def _has_leaves(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
     if first and {*map(id, first)} & {*map(id, leaves())}:
         raise closed_over_error(rule)
     return bool(first)
-
-
-def _are_alike(y: Any, dy: Any) -> bool:
-    return type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype
-
-
-# --- forward mode alone ---------------------------------------------------------------------
-
-
-def _pushed(signature: _Signature, args: tuple[Tensor, ...]) -> Any:
-    """Outputs with their tangents, by one evaluation of the forward rule if there is one."""
-    specialized, level = signature.specialized, upstream.forward_level()
-    xs, dxs = zip(*[upstream.unpack_dual(x, level) for x in args], strict=True)
-    if None in dxs:
-        if not any(t is not None for t in dxs):
-            return NotImplemented
-        dxs = tuple(filled(dxs, signature.likes))
-    if signature.jvp is None:
-        for dx in dxs:
-            if dx.requires_grad:
-                return NotImplemented
-        return _pushed_by_bwd(signature, xs, dxs)
-    result = signature.jvp(xs, dxs)
-    if type(result) is tuple and len(result) == 2 and _are_alike(*result):
-        ys, dys, out_def = [result[0]], [result[1]], None
-    else:
-        ys, dys = specialized.pushed(xs, result)
-        out_def = signature.out_def()
-    duals = as_duals(specialized.rule, xs, dxs, ys, dys)
-    return duals[0] if out_def is None else specialized.backend.unflatten(out_def, duals)
-
-
-def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[Tensor]) -> Any:
-    """Output and tangent without a forward rule, by transposing bwd with autograd."""
-    specialized = signature.specialized
-    out, res = specialized.pair(signature.fwd(*xs), "fwd", "(out, residuals)")
-    if not _graphs():  # transposing needs a graph
-        upstream.set_grad_enabled(True)
-    if type(out) is not Tensor or not out.dtype.is_floating_point:
-        return NotImplemented
-    if not signature.pushed:
-        signature.pushed = _may_transpose(signature, xs, out, res)
-    ct = torch.ones_like(out, requires_grad=True)
-    with Transposing(specialized.rule, EAGER):
-        pulled = signature.cotangents(signature.bwd(res, ct))
-    pairs = [(g, dx) for g, dx in zip(pulled, dxs, strict=True) if g.requires_grad]
-    dy = None
-    if pairs:
-        ends, seeds = zip(*pairs, strict=True)
-        with corrected(wrong_nodes(ends), again=False):
-            (dy,) = upstream.run_engine(
-                ends, seeds, False, False, (ct,), allow_unreachable=True, accumulate_grad=False
-            )
-    (dual,) = as_duals(specialized.rule, xs, dxs, [out], filled([dy], [like(out)]))
-    return dual
-
-
-def _may_transpose(signature: _Signature, xs: Any, out: Tensor, res: Any) -> bool:
-    """True; raises if fwd or bwd violates the contract."""
-    specialized = signature.specialized
-    ys = specialized.outputs(xs, out, "fwd")
-    kept, extras = Residuals.of(specialized.backend, res, xs, ys)
-    maps = specialized.maps(ys, extras, kept, signature.out_def(), signature.expected)
-    at = maps.saved(xs)[: len(kept.places)]
-    assert maps.cotangent is not None
-    check_linear(CheckedMap(specialized.rule, "cotangent", maps.cotangent, at, [like(out)]))
-    return True

@@ -343,55 +343,48 @@ def _value_words(a: np.ndarray, b: np.ndarray) -> str | None:
 
 
 def _pair_names(
-    mine: Trace, theirs: Trace, modules: Mapping[str, str], layers: dict[str, str]
+    torch: Trace, jax: Trace, modules: Mapping[str, str], layers: dict[str, str]
 ) -> dict[Name, Name]:
-    """A map from PyTorch's module names to JAX's."""
-    ours = list(dict.fromkeys(x.name for x in mine.layers))
-    others = list(dict.fromkeys(x.name for x in theirs.layers))
-    spelled = {name_key(name): name for name in others}
-    result: dict[Name, Name] = {(): ()}
+    """A map from PyTorch's module names to JAX's.
+
+    First by `modules` and `layers`, then by equal names, then modules whose children are paired,
+    and children of equal name in paired modules.
+    """
+    in_torch = list(dict.fromkeys(layer.name for layer in torch.layers))
+    in_jax = {name_key(layer.name): layer.name for layer in jax.layers}
+    paired: dict[Name, Name] = {(): ()}
     for one, other in {**modules, **layers}.items():
-        name, target = split_name(one), spelled.get(name_key(split_name(other)))
-        if one in layers and (target is None or name not in ours):
+        name, target = split_name(one), in_jax.get(name_key(split_name(other)))
+        if target is not None and name in in_torch:
+            paired[name] = target
+        elif one in layers:
             raise GradtoolsError(
                 f"{CALLER}: layers pairs {one!r} with {other!r}; the layers that ran are "
-                f"{', '.join(map(_dotted, ours[:6]))}, and {', '.join(map(_dotted, others[:6]))}."
+                f"{', '.join(map(_dotted, in_torch[:6]))}, and "
+                f"{', '.join(map(_dotted, [*in_jax.values()][:6]))}."
             )
-        if target is not None and name in ours:
-            result[name] = target
-    for name in ours:
-        target = spelled.get(name_key(name))
-        if name not in result and target is not None and target not in result.values():
-            result[name] = target
-    _pair_owners(result, ours, others)
-    return result
 
+    def pair(name: Name, candidates: list[Name]) -> None:
+        targets = (in_jax.get(name_key(candidate)) for candidate in candidates)
+        free = [t for t in targets if t is not None and t not in paired.values()]
+        if name not in paired and free:
+            paired[name] = free[0]
 
-def _pair_owners(paired: dict[Name, Name], ours: list[Name], others: list[Name]) -> None:
-    """Pairs modules whose children are paired, and children of equal name in paired modules."""
+    for name in in_torch:
+        pair(name, [name])
     count = -1
     while count != len(paired):
         count = len(paired)
-        owners = _owners(paired)
-        for name in ours:
+        owners = [
+            (name[:-1], target[:-1])
+            for name, target in paired.items()
+            if name and target and name_key(name[-1:]) == name_key(target[-1:])
+        ]
+        for name in in_torch:
             near = [other for owner, other in owners if owner == name]
             near += [(*other, name[-1]) for owner, other in owners if name and owner == name[:-1]]
-            keys = [name_key(n) for n in near]
-            match = next(
-                (o for o in others if name_key(o) in keys and o not in paired.values()), None
-            )
-            if name not in paired and match is not None:
-                paired[name] = match
-
-
-def _owners(paired: dict[Name, Name]) -> list[tuple[Name, Name]]:
-    """Pairs of modules that have paired children of equal name."""
-    alike = [
-        (name[:-1], target[:-1])
-        for name, target in paired.items()
-        if name and target and name_key(name[-1:]) == name_key(target[-1:])
-    ]
-    return list(dict.fromkeys(alike))
+            pair(name, near)
+    return paired
 
 
 def _dotted(name: Name) -> str:

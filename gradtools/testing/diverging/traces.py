@@ -77,11 +77,11 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
     calls: dict[Name, int] = {}
 
     def watch(name: Name) -> Callable[..., None]:
-        def hook(module: Any, given: Any, named: Any, out: Any) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any, out: Any) -> Any:
             call = calls[name] = calls.get(name, -1) + 1
             out = pytree.tree_map(tracked, out)
             outs = [y for y in _tensors(out) if y.is_floating_point() or y.is_complex()]
-            ins = [_np(x) for x in _tensors([*given, *named.values()])]
+            ins = [_np(x) for x in _tensors([*args, *kwargs.values()])]
             layer = Layer(name, call, ins, [_np(y) for y in outs], [None] * len(outs))
             layers.append(layer)
             for k, y in enumerate(outs):
@@ -136,15 +136,15 @@ def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: 
         calls: dict[Name, int] = {}
         order.clear()
 
-        def seen(name: Name, given: Any, out: Any) -> Any:
+        def record(name: Name, args: Any, out: Any) -> Any:
             call = calls[name] = calls.get(name, -1) + 1
             if (name, call) in zeros:
                 out = _added(out, zeros[name, call])
             order.append((name, call))
-            watched.append((_arrays(given), _floats(out)))
+            watched.append((_arrays(args), _floats(out)))
             return out
 
-        with _hooks(module, seen):
+        with _hooks(module, record):
             out, _ = apply(jax.tree.unflatten(treedef, leaves), state, *args, **(kwargs or {}))
         return _floats(out), watched
 
@@ -178,36 +178,38 @@ def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: 
 
 
 @contextlib.contextmanager
-def _hooks(module: Any, seen: Callable[..., Any]) -> Iterator[None]:
-    """A context in which each call of a layer of a JAX module is replaced by what `seen` returns.
+def _hooks(module: Any, record: Callable[..., Any]) -> Iterator[None]:
+    """A context in which each call of a layer of a JAX module returns what `record` returns.
 
-    seen: Takes the layer's name, its arguments and its result.
+    record: Takes the layer's name, its arguments and its result.
     """
     kind = library(module)
     if kind == "flax.linen":
         import flax.linen as nn
 
-        def meet(call: Any, given: Any, named: Any, context: Any) -> Any:
-            out = call(*given, **named)
+        def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            out = call(*args, **kwargs)
             if context.method_name != "__call__":
                 return out
-            return seen(tuple(map(str, context.module.path)), [*given, *named.values()], out)
+            name = tuple(map(str, context.module.path))
+            return record(name, [*args, *kwargs.values()], out)
 
-        with nn.intercept_methods(meet):
+        with nn.intercept_methods(intercept):
             yield
     elif kind == "flax.nnx":
-        with _wrapped(_nnx_modules, module, seen):
+        with _wrapped(_nnx_modules, module, record):
             yield
     else:
         from gradtools.jax._upstream import get_opaque_trace_state
 
-        here = get_opaque_trace_state(convention=CALLER)
+        outside = get_opaque_trace_state(convention=CALLER)
 
-        def seen_here(name: Name, given: Any, out: Any) -> Any:
-            inside = get_opaque_trace_state(convention=CALLER) == here
-            return seen(name, given, out) if inside else out
+        def record_outside(name: Name, args: Any, out: Any) -> Any:
+            """Skips layers inside a transform of the module's own."""
+            inside = get_opaque_trace_state(convention=CALLER) != outside
+            return out if inside else record(name, args, out)
 
-        with _wrapped(_equinox_modules, module, seen_here):
+        with _wrapped(_equinox_modules, module, record_outside):
             yield
 
 
@@ -236,22 +238,22 @@ def _equinox_modules(module: Any, path: Name = ()) -> Iterator[tuple[Name, Any]]
 
 @contextlib.contextmanager
 def _wrapped(
-    parts: Callable[[Any], Iterator[tuple[Name, Any]]], module: Any, seen: Callable[..., Any]
+    parts: Callable[[Any], Iterator[tuple[Name, Any]]], module: Any, record: Callable[..., Any]
 ) -> Iterator[None]:
-    """A context in which `__call__` of the module's classes reports to `seen`.
+    """A context in which `__call__` of the module's classes reports to `record`.
 
-    What is called is a copy of the module, whose parts are named when it is called itself.
+    A copy of the module is called, so its parts are named at its first call.
     """
     names: dict[int, Name] = {}
     kept, thread = {}, threading.get_ident()
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(self: Any, *given: Any, **named: Any) -> Any:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not names and threading.get_ident() == thread:
                 names.update({id(part): name for name, part in parts(self)})
-            out = call(self, *given, **named)
+            out = call(self, *args, **kwargs)
             name = names.get(id(self))
-            return out if name is None else seen(name, [*given, *named.values()], out)
+            return out if name is None else record(name, [*args, *kwargs.values()], out)
 
         return run
 

@@ -56,41 +56,35 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
                 )
         return Pairing([], lambda arrays: [], notes)
     to_jax, words, notes = _to_jax(first, second, mapping)
-    mine = _carried(first, second, to_jax, list(first.free_params.values()))
-    for path, x in mine.items():
-        if x.shape != second.free_params[path].shape:
+
+    def carry(arrays: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+        likes = first.free_params.values()
+        pairs = list(zip(arrays, likes, strict=True))
+        full = [np.zeros_like(like) if x is None else x for x, like in pairs]
+        carried = _in_jax_layout(first, second, to_jax, full)
+        if all(x is not None for x in arrays):
+            return [*carried]
+        marks = [np.full_like(like, x is not None) for x, like in pairs]
+        connected = _in_jax_layout(first, second, to_jax, marks)
+        return [x if mark.any() else None for x, mark in zip(carried, connected, strict=True)]
+
+    carried = carry(list(first.free_params.values()))
+    paths = []
+    for x, (path, y) in zip(carried, second.free_params.items(), strict=True):
+        paths.append(f"parameter {_dotted(path)}")
+        if x is not None and x.shape != y.shape:
             raise GradtoolsError(
-                f"cross_check: parameter {'.'.join(tokens(path))} has shape "
-                f"{second.free_params[path].shape} in JAX, but PyTorch's has shape {x.shape} after "
-                f"{words}. Give a mapping that transposes it, or correct the model."
+                f"cross_check: {paths[-1]} has shape {y.shape} in JAX, but PyTorch's has shape "
+                f"{x.shape} after {words}. Give a mapping that transposes it, or correct the model."
             )
-    paths = [f"parameter {'.'.join(tokens(path))}" for path in second.free_params]
-    return Pairing(paths, lambda arrays: _carry(first, second, to_jax, arrays), notes)
+    return Pairing(paths, carry, notes)
 
 
-def _carry(
-    first: Side, second: Side, to_jax: ToJax, arrays: Sequence[np.ndarray | None]
-) -> list[np.ndarray | None]:
-    present = [x is not None for x in arrays]
-    full = [
-        np.zeros_like(like) if x is None else x
-        for x, like in zip(arrays, first.free_params.values(), strict=True)
-    ]
-    names = list(second.free_params)
-    carried = _carried(first, second, to_jax, full)
-    result = [carried[name] for name in names]
-    if all(present):
-        return list(result)
-    marks = [np.full_like(x, there) for x, there in zip(full, present, strict=True)]
-    there = _carried(first, second, to_jax, marks)
-    return [x if there[name].any() else None for x, name in zip(result, names, strict=True)]
-
-
-def _carried(first: Side, second: Side, to_jax: ToJax, arrays: Arrays) -> dict[str, np.ndarray]:
-    """PyTorch's arrays in JAX's layout, by JAX's paths."""
+def _in_jax_layout(first: Side, second: Side, to_jax: ToJax, arrays: Arrays) -> Arrays:
+    """PyTorch's arrays in JAX's layout and order."""
     result = to_jax(first.params_tree(arrays))
     leaves, paths = second.waist.flatten(result)[0], second.waist.leaf_paths(result)
-    wanted = {tokens(path): path for path in second.free_params}
+    wanted = [tokens(path) for path in second.free_params]
     by_name = {
         _within(tokens(path), wanted): np.asarray(x)
         for path, x in zip(paths, leaves, strict=True)
@@ -104,10 +98,10 @@ def _carried(first: Side, second: Side, to_jax: ToJax, arrays: Arrays) -> dict[s
             f"missing {missing or 'none'}, unknown {unknown or 'none'}. JAX's names are "
             f"{['.'.join(name) for name in wanted]}."
         )
-    return {wanted[name]: x for name, x in by_name.items()}
+    return [by_name[name] for name in wanted]
 
 
-def _within(name: tuple[str, ...], wanted: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
+def _within(name: tuple[str, ...], wanted: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """The name without flax's collection, unless JAX's parameters include it."""
     return name[1:] if name[0] == "params" and name not in wanted else name
 

@@ -22,10 +22,9 @@ from torch.overrides import TorchFunctionMode
 from gradtools.errors import is_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.modes import dual_level
+from gradtools.torch.modes import dual_level, unpacked
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules.checking import value_of
-from gradtools.torch.rules.transposing import unpacked
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor

@@ -120,8 +120,11 @@ def _jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
                     return result
             outs, extras, push = functorch_linearize(fun, leaves)
             return outs, extras, push(tangents)
-        with suppress(NoForwardMode):
-            return _dual_jvp(fun, leaves, tangents)
+        # Hooks on saved tensors may drop tangents, and a checkpoint around this call runs all of it
+        # again inside of the dual level, which cannot nest.
+        if upstream.saved_tensors_hooks_on(False) is None:
+            with suppress(NoForwardMode):
+                return _dual_jvp(fun, leaves, tangents)
         outs, extras, push = _eager_linearize(fun, leaves)
         return outs, extras, push(tangents)
 

@@ -89,6 +89,23 @@ class dual_level(forward_mode):
             _FORWARD_MODE.release()
 
 
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Removes saved-tensors hooks around an inner graph: no checkpoint counts its tensors.
+
+    torch.func refuses to run inside of such hooks.
+    """
+    hooks = []
+    while (top := upstream.saved_tensors_hooks_on(False)) is not None:
+        hooks.append(top)
+        upstream.pop_saved_tensors_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            upstream.push_saved_tensors_hooks(*pair)
+
+
 NOTHING = nullcontext()
 
 

@@ -25,9 +25,10 @@ from gradtools.rules import Rule, replaced_where, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import guarded, surveyed
 from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.modes import unpacked
 from gradtools.torch.rules.functions import BatchedRule
 from gradtools.torch.rules.installing import apply_rule
-from gradtools.torch.rules.transposing import unpacked, vjp_of_inexact
+from gradtools.torch.rules.transposing import vjp_of_inexact
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]

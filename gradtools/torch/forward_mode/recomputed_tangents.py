@@ -18,11 +18,10 @@ from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
 from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
 from gradtools.torch.functorch_wrappers import is_inexact, unshared
-from gradtools.torch.modes import NOTHING, dual_level, dual_of
+from gradtools.torch.modes import NOTHING, dual_level, dual_of, unpacked
 from gradtools.torch.operation_marks import CHUNK, detached
 from gradtools.torch.replaying.nodes import pulled_back
 from gradtools.torch.replaying.recomputing import first_pass_state, without_hooks
-from gradtools.torch.rules.transposing import unpacked
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]

@@ -23,6 +23,7 @@ import torch
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, nodes_of
 from gradtools.torch.functorch_wrappers import is_mapped
+from gradtools.torch.modes import unpacked
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.plain_programs import programs
 
@@ -121,7 +122,7 @@ def _pulled(
         pairs = zip(outs, full, strict=False)
         return tuple([y for y, ct in pairs if ct is not None and y is not None])
 
-    outs, pull = torch.func.vjp(run, *[xs[i] for i in places])[:2]
+    outs, pull = vjp(run, *[xs[i] for i in places])
     seeds = [ct.to(y.dtype) for ct, y in zip(_present(full), outs, strict=True)]
     return [g.view_as(g) for g in pull(tuple(seeds))]
 
@@ -178,7 +179,7 @@ def _norm_pullback(program: Callable[..., Any], x: Tensor, weight: Any) -> Calla
     def run(ct: Tensor, x: Tensor, weight: Any = None, *others: Any) -> tuple[Tensor, ...]:
         xs = [x] if weight is None else [x, weight]
         bias = [] if weight is None else [torch.zeros_like(weight)]
-        pull = torch.func.vjp(program, *xs, *bias)[1]
+        pull = vjp(program, *xs, *bias)[1]
         return tuple(pull(ct))
 
     return run
@@ -422,7 +423,7 @@ def _corrected(nodes: Sequence[Any], again: bool) -> Iterator[None]:
 def corrected_vjp(fun: Callable[..., Any], *xs: Tensor, has_aux: bool = False) -> Any:
     """`torch.func.vjp` of a function that returns a sequence of tensors, with right gradients."""
     if is_compiling():
-        return torch.func.vjp(fun, *xs, has_aux=has_aux)  # type: ignore[misc]
+        return vjp(fun, *xs, has_aux=has_aux)
     wrong: list[Any] = []
 
     def noted(*xs: Tensor) -> Any:
@@ -430,10 +431,24 @@ def corrected_vjp(fun: Callable[..., Any], *xs: Tensor, has_aux: bool = False) -
         wrong[:] = wrong_nodes(result[0] if has_aux else result)
         return result
 
-    outs, pull, *aux = torch.func.vjp(noted, *xs, has_aux=has_aux)  # type: ignore[misc]
+    outs, pull, *aux = vjp(noted, *xs, has_aux=has_aux)
 
     def pullback(cts: Any) -> Any:
         with corrected(wrong):
+            return pull(cts)
+
+    return outs, pullback, *aux
+
+
+def vjp(fun: Callable[..., Any], *xs: Any, has_aux: bool = False) -> Any:
+    """`torch.func.vjp` inside of hooks on saved tensors, which it refuses and which see nothing."""
+    if is_compiling():
+        return torch.func.vjp(fun, *xs, has_aux=has_aux)  # type: ignore[misc]
+    with unpacked():
+        outs, pull, *aux = torch.func.vjp(fun, *xs, has_aux=has_aux)  # type: ignore[misc]
+
+    def pullback(cts: Any) -> Any:
+        with unpacked():
             return pull(cts)
 
     return outs, pullback, *aux

@@ -24,6 +24,7 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import filled, is_inexact, unwrapped
+from gradtools.torch.modes import unpacked
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules.transposing import in_eager
 
@@ -109,10 +110,17 @@ def _is_zero(linear_map: CheckedMap) -> bool:
     return True
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A block in which no mode, graph or hook on saved tensors sees the evaluations of a check."""
+    with upstream.disable_current_modes(), torch.no_grad(), unpacked():
+        yield
+
+
 def _first_not_zero(linear_map: CheckedMap) -> int | None:
     """The index of the first result that is not zero for zero vectors."""
     likes, drawn = linear_map.likes, Randomness.now(linear_map.at)
-    with upstream.disable_current_modes(), torch.no_grad(), restored(drawn):
+    with _undisturbed(), restored(drawn):
         run, at, made_up = linear_map.at_numbers()
         with _kernels_refused(made_up):
             ys = run(at, filled([None] * len(likes), [_concrete(x) for x in likes]))
@@ -178,7 +186,7 @@ def check_linear(linear_map: CheckedMap) -> None:
         return linear(at, spread(vs, mask))
 
     drawn = Randomness.now(linear_map.at)
-    with upstream.disable_current_modes(), torch.no_grad(), restored(drawn):
+    with _undisturbed(), restored(drawn):
         linear, at, made_up = linear_map.at_numbers()
         likes = [like for like in linear_map.likes if like]
         v, w = ([_wave(like, shift, 0.0) for like in likes] for shift in (1.0, 2.0))
@@ -212,7 +220,7 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
     A FakeTensorMode of our own would import PyTorch's compiler, and leave fake tensors in fun's
     caches.
     """
-    with upstream.disable_current_modes(), torch.no_grad():
+    with _undisturbed():
         mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
         values = [value_of(x) for x in xs]
         try:
@@ -233,7 +241,7 @@ def value_pairs(
     if any(x is None for x in known):
         return []
     drawn = Randomness.everywhere({x.device.type for x in known})
-    with upstream.disable_current_modes(), torch.no_grad(), restored(drawn), _kernels_refused():
+    with _undisturbed(), restored(drawn), _kernels_refused():
         try:
             own = [value_of(y) for y in fun(*[x.clone() for x in known[: len(xs)]])]
             if not drawn.is_unchanged() or len(own) != len(ys):

@@ -17,7 +17,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread, total
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import alive, filled, like, ones, unwrapped, zeros
-from gradtools.torch.plain_programs.backward_nodes import corrected_vjp
+from gradtools.torch.plain_programs.backward_nodes import corrected_vjp, vjp
 from gradtools.torch.randomness import restored
 from gradtools.torch.rules.captures import refuse_captured
 from gradtools.torch.rules.checking import CheckedMap, check_linear, check_zero
@@ -190,7 +190,7 @@ def extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
         return [None] * len(likes)
     pullback, mask = _extras_vjp(ctx.point, xs, wanted)
     nothing = tuple([zeros(*like) for like in likes if like])
-    pulled, push = torch.func.vjp(lambda *cts: pullback(cts), *nothing)[:2]
+    pulled, push = vjp(lambda *cts: pullback(cts), *nothing)
     moving = [dx for dx, m in zip(dxs, mask, strict=True) if m]
     pairs = zip(pulled, moving, strict=True)
     dense = [torch.zeros_like(p) if dx is None else dx for p, dx in pairs]

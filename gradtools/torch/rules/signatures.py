@@ -21,6 +21,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped
+from gradtools.torch.modes import unpacked
 from gradtools.torch.patches import WATCHING
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.randomness import Randomness, restored
@@ -30,13 +31,14 @@ from gradtools.torch.rules.checking import CheckedMap, check_linear
 from gradtools.torch.rules.functions import RuleApplication, attach, attach_recorded
 from gradtools.torch.rules.installing import apply_rule, pushed
 from gradtools.torch.rules.maps import pulled_back, unusual
-from gradtools.torch.rules.transposing import EAGER, ONGOING, Transposing, unpacked
+from gradtools.torch.rules.transposing import EAGER, ONGOING, Transposing
 from gradtools.torch.trees import flatten
 
 Tensor = torch.Tensor
 _detach, _version = Tensor.detach, upstream.version_of
 _is_compiling, _levels = torch.compiler.is_dynamo_compiling, upstream.peek_interpreter_stack
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
+_hooks = upstream.saved_tensors_hooks_on
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _LEAF = flatten(torch.empty(0))[1]
@@ -233,7 +235,8 @@ class Calls:
             return signature.outputs(duals)
         if not (signature.ready or signature.is_ready()):
             return signature.outputs(apply_rule(signature.rule, *args))
-        if signature.records:
+        # A checkpoint would run its recomputation inside of the transposition of what was recorded.
+        if signature.records and _hooks(False) is None:
             out = _recorded(signature, args)
             if out is not None:
                 return out

@@ -25,31 +25,16 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import surveyed
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.modes import unpacked
 from gradtools.torch.plain_programs.backward_nodes import (
     corrected,
     corrected_vjp,
+    vjp,
     wrong_nodes,
 )
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-
-
-@contextmanager
-def unpacked() -> Iterator[None]:
-    """Removes saved-tensors hooks around an inner graph: no checkpoint counts its tensors.
-
-    torch.func refuses to run inside of such hooks.
-    """
-    hooks = []
-    while (top := upstream.saved_tensors_hooks_on(False)) is not None:
-        hooks.append(top)
-        upstream.pop_saved_tensors_hooks()
-    try:
-        yield
-    finally:
-        for pair in reversed(hooks):
-            upstream.push_saved_tensors_hooks(*pair)
 
 
 def in_eager() -> bool:
@@ -71,7 +56,7 @@ def transposed(
 
 def _by_backward(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> list[Any]:
     """By autograd itself, which takes a third of the time of torch.func; not differentiable."""
-    with Transposing(rule) as own, torch.enable_grad():
+    with unpacked(), Transposing(rule) as own, torch.enable_grad():
         vs = [e.detach().requires_grad_() for e in examples]
         with own.traced(EAGER):
             outs = linear([x.detach() for x in at], vs)
@@ -165,7 +150,7 @@ def value_and_push(
     """The outputs and their tangents, of one evaluation."""
     outs, carried, pullback = vjp_of_inexact(fun, *xs)
     zeros = [torch.zeros_like(y) for y, c in zip(outs, carried, strict=True) if c]
-    again = torch.func.vjp(pullback, tuple(zeros))[1]
+    again = vjp(pullback, tuple(zeros))[1]
     return outs, spread([v.view_as(v) for v in again(tuple(dxs))[0]], carried)
 
 

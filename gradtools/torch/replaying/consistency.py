@@ -307,8 +307,7 @@ class Verification:
             )
 
 
-@dataclass(frozen=True)
-class ChunkGraph:
+class ChunkGraph(NamedTuple):
     """The graph of a chunk's outputs, from its inputs on.
 
     Attributes:

@@ -239,7 +239,7 @@ class Forward(ChunkProgram):
         if not (xs or shared or self.originals):
             return pieces, own
         pieces, own = list(pieces), list(own)
-        for k, original in self.originals.of(i).items():
+        for k, original in self.originals.of(i).items() if self.originals else ():
             pieces[k] = original
         for k, x in zip(self.moving[i], xs, strict=True):
             pieces[k] = x if not self.beneath or is_inexact(x) else x.clone()
@@ -453,14 +453,16 @@ class Forward(ChunkProgram):
         return options.keep_graphs
 
     def _one_of_first_pass(self, i: int, xs: Entries, own: Entries) -> list[Any]:
-        captures = Captures(self) if self.beneath else NOTHING
+        before = self.originals.before(i)
         try:
-            with self.originals.kept(i, self.verification is not None), captures:
-                return self.one(i, xs, own)[0]
+            with Captures(self) if self.beneath else NOTHING:
+                outs, _ = self.one(i, xs, own)
         except RuntimeError as error:
             if not says(error, LEAF_CHANGED):
                 raise
             raise self._in_place(f" PyTorch says: {error}") from error
+        self.originals.keep(i, before, self.verification is not None)
+        return outs
 
     def _in_place(self, more: str) -> GradtoolsError:
         return GradtoolsError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -83,18 +82,13 @@ class Originals:
     def __init__(
         self, chunks: Chunks, pieces: Rows, moving: list[list[int]], recomputes: bool
     ) -> None:
-        self._chunks = chunks
+        self._chunks, self._pieces, self._moving = chunks, pieces if recomputes else [], moving
         self._copies: dict[int, dict[int, Tensor]] = {}
-        self._pieces = [
-            [
-                (k, x)
-                for k, x in enumerate(row if recomputes else ())
-                if isinstance(x, Tensor) and k not in inputs and not x.is_inference()
-            ]
-            for row, inputs in zip(pieces, moving, strict=True)
-        ]
-        sources = [self._source(i, k) for i, row in enumerate(self._pieces) for k, _ in row]
-        self._sources = [*{id(x): x for x in sources}.values()]
+        count = len(chunks.splits)
+        every = [(0, k) for k in range(count)]
+        every += [(i, k) for i, row in enumerate(pieces) for k in range(count, len(row))]
+        fixed = [(i, k) for i, k in every if recomputes and k not in moving[i]]
+        self._sources = [x for i, k in fixed if _may_change(x := self._source(i, k))]
         self._versions = [*map(upstream.version_of, self._sources)]
 
     def __bool__(self) -> bool:
@@ -104,14 +98,20 @@ class Originals:
         """Fresh copies for chunk i, by the pieces' positions."""
         return {k: x.clone() for k, x in self._copies.get(i, {}).items()}
 
-    @contextmanager
-    def kept(self, i: int, checks: bool) -> Iterator[None]:
-        """Stores the pieces of chunk i that the block changes in place.
+    def before(self, i: int) -> list[tuple[int, Tensor, Tensor, int]]:
+        """The positions of chunk i's pieces, the pieces, copies and versions, before f runs."""
+        pieces, moving = self._pieces[i] if self._pieces else (), self._moving[i]
+        return [
+            (k, x, x.clone(), upstream.version_of(x))
+            for k, x in enumerate(pieces)
+            if k not in moving and _may_change(x)
+        ]
 
-        checks: Whether to raise if it changes one by another name, which changes no version.
+    def keep(self, i: int, before: list[tuple[int, Tensor, Tensor, int]], checks: bool) -> None:
+        """Stores the pieces of chunk i that f has changed in place.
+
+        checks: Whether to raise if f changed one by another name, which changes no version.
         """
-        before = [(k, x, x.clone(), upstream.version_of(x)) for k, x in self._pieces[i]]
-        yield
         for k, x, original, version in before:
             if upstream.version_of(x) != version:
                 self._copies.setdefault(i, {})[k] = original
@@ -136,6 +136,10 @@ class Originals:
             "split: a tensor that f closes over, a buffer of its module, or memory shared with "
             "NumPy. The gradient would be taken at the changed numbers. Clone the argument first."
         )
+
+
+def _may_change(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.is_inference()
 
 
 def tensors_of(xs: Entries) -> list[Tensor]:

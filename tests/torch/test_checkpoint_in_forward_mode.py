@@ -49,6 +49,14 @@ def captured(n, k):
     return f
 
 
+def captured_by_a_function(n, k):
+    def f(x):
+        c = (x * n.scale).sin()
+        return k(lambda h: n(h) * Square.apply(c))(x.exp())
+
+    return f
+
+
 def nothing_given(n, k):
     def f(x):
         c = x.sin()
@@ -101,6 +109,7 @@ def derivative_to_parameters(n, k):
 PROGRAMS = {
     "a module": lambda n, k: k(n),
     "captured tensors": captured,
+    "captured tensors of a Function": captured_by_a_function,
     "nothing but captured tensors": nothing_given,
     "containers, integers and an input": containers,
     "no_grad inside": stopped,

@@ -349,7 +349,30 @@ def test_fixed_weights_cost_no_products_with_zero_where_nothing_has_a_graph():
         torch.testing.assert_close(gt.jvp(lambda x: sparse @ x, (x,), (v,)), (x, v))
 
 
+class Same(torch.autograd.Function):
+    """x itself."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return ct
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor) -> Tensor:
+        return dx
+
+
 WAYS_IN = {
+    "a captured tensor of a Function": lambda f, x: (
+        lambda c: checkpoint(lambda h: f(h) * Same.apply(c), x, use_reentrant=False)
+    )(x.sin()),
     "a captured tensor": lambda f, x: (
         lambda c: checkpoint(lambda h: f(h) * c, x, use_reentrant=False)
     )(x.sin()),

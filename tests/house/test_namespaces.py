@@ -181,7 +181,6 @@ torch/functorch_wrappers.py: what torch.func wraps around a tensor; JAX has trac
 torch/compiling.py: jit needs no care; dynamo does
 torch/compiled_functions.py: derivatives that compiled code of PyTorch lacks; jit has them
 seeing/torch/live_graph.py: the graph that autograd holds of results; JAX's arrays hold none
-seeing/torch/slices.py: views that share memory; arrays of JAX share none
 torch/nn.py: the reversal layer of torch.nn
 jax/linen.py: where users find the reversal layer of flax.linen
 torch/modes.py: flags that choose kernels; JAX has none

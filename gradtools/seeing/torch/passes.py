@@ -6,7 +6,8 @@ node that is running. So each operation of a later pass gets the line, the modul
 the forward operation that it differentiates.
 
 A tensor is identified by its id, else by the elements of storage that it shares. An in-place write
-gives the tensor a new value number, and likewise each of its views when it is next read.
+gives the tensor a new value number, and likewise each of its views when it is next read: a view is
+taken again of what was written, and its base is updated in the place of the view.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.seeing.torch.recording.recorder import Origin, Recorder
 from gradtools.seeing.torch.recording.values import Write, numbers_in
-from gradtools.seeing.torch.slices import shows_all_of, slice_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
@@ -199,6 +199,8 @@ class _PassRecorder(Recorder[int]):
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
         self._makers: dict[int, tuple[Any, tuple[str, ...]]] = {}  # autograd's node, the modules
+        self._views: dict[int, Node] = {}  # by the first number of the tensor that it made
+        self._first: dict[int, int] = {}  # of a tensor that was written to, its first number
 
     # --- what runs
 
@@ -215,6 +217,7 @@ class _PassRecorder(Recorder[int]):
             self._write(call, (), [out], ())
             return out
         written = self.keep_written(call)
+        before = [self.number_of(x) for x in written]
         given = call.operands()
         numbers = [self.number_of(x) for x in given]
         out = call.run()
@@ -226,6 +229,8 @@ class _PassRecorder(Recorder[int]):
                 pairs = zip(given, numbers, strict=True)
                 self._untracked |= {n for x, n in pairs if not getattr(x, "requires_grad", True)}
             self._write(call, numbers, outs if outs else [out], written)
+            for x, number in zip(written, before, strict=True):
+                self._first[self.number_of(x)] = self._first.get(number, number)
         return out
 
     def _stops(self, name: str, x: Tensor) -> bool:
@@ -258,6 +263,8 @@ class _PassRecorder(Recorder[int]):
             if isinstance(y, Tensor):
                 if any(y is x for x in written):
                     self.table.write(y, number, origin)
+                elif call.func.is_view and len(outs) == 1:
+                    self._views[number] = node
                 self.hold(y, number)
 
     def origin(self) -> Origin:
@@ -370,13 +377,27 @@ class _PassRecorder(Recorder[int]):
 
     def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
         """Adds an update node for each write to x's storage since it was last seen."""
+
+        def first(number: int) -> int:
+            return self._first.get(number, number)
+
         for write in writes:
             number = self.new(x)
-            operation, inputs, attributes = _update_of(write.tensor, x)
-            given = (before, write.value)[inputs:]
-            more = {"attributes": MappingProxyType(attributes), "phase": self._phase}
+            view, part = (self._views.get(first(n)) for n in (before, write.value))
+            operation, given = "update", [before, write.value]
+            attributes: Mapping[str, Any] = MappingProxyType({})
+            if view is not None and first(view.inputs[0]) == first(write.value):
+                operation, given, attributes = view.operation, [write.value], view.attributes
+            elif part is not None and first(part.inputs[0]) == first(before):
+                if part.operation == "reshape":
+                    shape = MappingProxyType({"shape": tuple(x.shape)})
+                    operation, given, attributes = "reshape", [write.value], shape
+                elif part.operation == "slice":
+                    attributes = part.attributes
+            more = {"attributes": attributes, "phase": self._phase}
             node = self.node(operation, "update", given, [number], write.by, **more)
             self.made.append(_RecordedNode(node, -1, torch.is_grad_enabled()))
+            self._first[number] = first(before)
             before = number
         return before
 
@@ -454,21 +475,6 @@ class _PassRecorder(Recorder[int]):
             return node
         loss = operations.loss_of(name, grad_enabled, len(inexact) == len(node.outputs))
         return replace(node, links=even_links(node, self.values, _CUT), loss=loss)
-
-
-def _update_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:
-    """What a write makes of a tensor that shows the same memory.
-
-    Returns:
-        The operation, how many of (what x was before, what was written) it does not read, and its
-        attributes.
-    """
-    if shows_all_of(x, written):
-        return "reshape", 1, {"shape": tuple(x.shape)}
-    part, whole = slice_of(written, x), slice_of(x, written)
-    if whole is not None:  # all of x was written
-        return "slice", 1, whole
-    return "update", 0, part or {}
 
 
 __all__ = ["gradient_graph"]

@@ -44,14 +44,14 @@ class GradientSpec:
         operator: The name of the public function, for messages.
         f: The function to differentiate.
         argnums: The arguments to differentiate with respect to.
-        has_aux: Whether f returns a pair `(value, aux)`.
+        has_aux: Whether f returns a pair `(value, aux)`; None if the operator does not take it.
         disconnected_inputs: What happens if an argument does not reach the value; see `grad`.
     """
 
     operator: str
     f: Callable[..., Any]
     argnums: Argnums
-    has_aux: bool = False
+    has_aux: bool | None = None
     disconnected_inputs: str = "raise"
 
 

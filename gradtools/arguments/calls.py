@@ -19,7 +19,6 @@ from gradtools.errors import GradtoolsError
 
 NOT_NAMED = "keep it in an argument that argnums does not name"
 _TREES = (tuple, list, dict)
-_WITH_AUX = ("grad", "value_and_grad", "minimax_value_and_grad", "microbatched_value_and_grad")
 _INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
 Attach = Callable[..., Any]
 
@@ -28,6 +27,8 @@ class Call:
     """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`.
 
     Attributes:
+        has_aux: Whether f returns `(output, aux)`.
+        takes_aux: Whether the operator has an argument has_aux at all.
         returns_output: Whether the operator returns f's output. If not, it need not be detached.
         may_transpose: Whether the pullback may be transposed, which skips f's gradient hooks.
         deferred: Whether results are attached to the leaves afterwards (see `attaching`), so that
@@ -45,10 +46,11 @@ class Call:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         argnums: tuple[int, ...],
-        has_aux: bool = False,
+        has_aux: bool | None = None,
         elsewhere: str = NOT_NAMED,
     ) -> None:
-        self.backend, self.caller, self.has_aux = backend, caller, has_aux
+        self.backend, self.caller = backend, caller
+        self.has_aux, self.takes_aux = bool(has_aux), has_aux is not None
         self.f: Any = f
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
         self.opened: Any = None
@@ -137,8 +139,7 @@ class Call:
         try:
             return self.backend.asarray(x)
         except (TypeError, ValueError, GradtoolsError) as error:
-            has_aux = self.caller in ("vjp", "jvp", *_WITH_AUX)
-            aux_hint = ", and anything else through has_aux=True" if has_aux else ""
+            aux_hint = ", and anything else through has_aux=True" if self.takes_aux else ""
             raise GradtoolsError(
                 f"{self.caller}: f returned {describe(self.backend, x)} at "
                 f"{self._out_paths[k]}, expected an array. Return arrays{aux_hint}."
@@ -251,7 +252,7 @@ class Call:
             fix = "Take its real part, or a norm"
         elif single and not outs:
             fix = "Keep it floating: a cast to integer or boolean has no derivative"
-        if not self.has_aux and not single and self.caller in _WITH_AUX:
+        if not self.has_aux and not single and self.takes_aux:
             fix += ", or return (loss, aux) with has_aux=True"
         fix = "Is a return statement missing?" if output is None else f"{fix}."
         raise GradtoolsError(
@@ -260,7 +261,7 @@ class Call:
 
 
 def call_of_primals(
-    backend: Backend, caller: str, f: Any, primals: Sequence[Any], has_aux: bool = False
+    backend: Backend, caller: str, f: Any, primals: Sequence[Any], has_aux: bool | None = None
 ) -> Call:
     """The call `f(*primals)`, differentiated with respect to all of them."""
     check_function(caller, f)

@@ -91,21 +91,6 @@ def test_an_index_beyond_its_axis_is_read_modulo_the_axis():
     assert found.lines(1) and found.check is not None and found.check.error < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("f", "line"),
-    [
-        (lambda x: x[x[:, 0].argmax()], "y = x[z]"),
-        (lambda x: x[:, x[0].argmax()] ** 2, "y = x[:, z]²"),
-        (lambda x: x[x[:, 1].argmax(), 2] * 3, "L = 3 x[:, 2][z]"),
-        (lambda x: x[..., x[1].argmin()], "y = x[:, z]"),
-    ],
-)
-def test_a_computed_index_of_one_number_is_no_constant(f, line):
-    found = gt.formula(f, MATRIX)
-    assert found.lines(0)[-1] == line and found.marked in (("argmax",), ("argmin",))
-    assert "add_at[" in found.lines(1)[-1] and found.check.points == 3
-
-
 @pytest.mark.parametrize("at", [lambda x: 1, lambda x: x[:, 0].argmax()], ids=["row", "argmax"])
 def test_what_is_written_through_a_row_is_written(at):
     def f(x):

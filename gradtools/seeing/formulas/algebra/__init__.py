@@ -4,21 +4,6 @@
 `squeeze` in turn, which `functions.py` sets as methods of `Expr`.
 """
 
-from gradtools.seeing.formulas.algebra.arrays import broadcast as broadcast
-from gradtools.seeing.formulas.algebra.arrays import broadcast_shape as broadcast_shape
-from gradtools.seeing.formulas.algebra.arrays import einsum as einsum
-from gradtools.seeing.formulas.algebra.arrays import matmul as matmul
-from gradtools.seeing.formulas.algebra.arrays import mean as mean
-from gradtools.seeing.formulas.algebra.arrays import negate as negate
-from gradtools.seeing.formulas.algebra.arrays import reshape as reshape
-from gradtools.seeing.formulas.algebra.arrays import scale as scale
-from gradtools.seeing.formulas.algebra.arrays import spread as spread
-from gradtools.seeing.formulas.algebra.arrays import swap as swap
-from gradtools.seeing.formulas.algebra.arrays import times as times
-from gradtools.seeing.formulas.algebra.arrays import total as total
-from gradtools.seeing.formulas.algebra.arrays import transpose as transpose
-from gradtools.seeing.formulas.algebra.arrays import unbroadcast as unbroadcast
-from gradtools.seeing.formulas.algebra.arrays import unsqueeze as unsqueeze
 from gradtools.seeing.formulas.algebra.functions import OPERATORS as OPERATORS
 from gradtools.seeing.formulas.algebra.functions import add as add
 from gradtools.seeing.formulas.algebra.functions import apply as apply
@@ -34,13 +19,27 @@ from gradtools.seeing.formulas.algebra.functions import squeeze as squeeze
 from gradtools.seeing.formulas.algebra.functions import subtract as subtract
 from gradtools.seeing.formulas.algebra.products import Labels as Labels
 from gradtools.seeing.formulas.algebra.products import array as array
-from gradtools.seeing.formulas.algebra.products import axis_groups as axis_groups
+from gradtools.seeing.formulas.algebra.products import broadcast as broadcast
+from gradtools.seeing.formulas.algebra.products import broadcast_shape as broadcast_shape
 from gradtools.seeing.formulas.algebra.products import constant_of as constant_of
 from gradtools.seeing.formulas.algebra.products import contracts as contracts
+from gradtools.seeing.formulas.algebra.products import einsum as einsum
 from gradtools.seeing.formulas.algebra.products import full as full
 from gradtools.seeing.formulas.algebra.products import is_zero as is_zero
 from gradtools.seeing.formulas.algebra.products import lifted as lifted
+from gradtools.seeing.formulas.algebra.products import matmul as matmul
+from gradtools.seeing.formulas.algebra.products import mean as mean
+from gradtools.seeing.formulas.algebra.products import negate as negate
 from gradtools.seeing.formulas.algebra.products import number as number
 from gradtools.seeing.formulas.algebra.products import parts as parts
 from gradtools.seeing.formulas.algebra.products import product as product
+from gradtools.seeing.formulas.algebra.products import reshape as reshape
+from gradtools.seeing.formulas.algebra.products import scale as scale
+from gradtools.seeing.formulas.algebra.products import spread as spread
+from gradtools.seeing.formulas.algebra.products import swap as swap
+from gradtools.seeing.formulas.algebra.products import times as times
+from gradtools.seeing.formulas.algebra.products import total as total
+from gradtools.seeing.formulas.algebra.products import transpose as transpose
+from gradtools.seeing.formulas.algebra.products import unbroadcast as unbroadcast
+from gradtools.seeing.formulas.algebra.products import unsqueeze as unsqueeze
 from gradtools.seeing.formulas.algebra.products import zeros as zeros

@@ -11,26 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas.algebra.arrays import (
-    broadcast,
-    broadcast_shape,
-    matmul,
-    negate,
-    reshape,
-    scale,
-    times,
-)
 from gradtools.seeing.formulas.algebra.products import (
     Labels,
+    broadcast,
+    broadcast_shape,
     constant_of,
     contracts,
     full,
     is_zero,
     lifted,
+    matmul,
+    negate,
     number,
     parts,
     product,
+    reshape,
+    scale,
     tidy,
+    times,
     zeros,
 )
 from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, expr, widest

@@ -10,6 +10,7 @@ adjoint::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,6 @@ import numpy as np
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import (
     array,
-    axis_groups,
     broadcast,
     conj,
     einsum,
@@ -145,9 +145,11 @@ def _reshape_form(w: ExpressionWriter, x: Expr) -> ts.Written:
 
 def _tie_reshape(axes: Axes, y: Expr) -> None:
     (x,) = y.args
-    for old, new in axis_groups(x.shape, y.shape) or []:
-        if len(old) == len(new) == 1:
-            axes.tie((x, old[0]), (y, new[0]))
+    place = {prod(x.shape[:k]): k for k, n in enumerate(x.shape) if n != 1}
+    for k, n in enumerate(y.shape):
+        same = place.get(prod(y.shape[:k]))
+        if same is not None and x.shape[same] == n:
+            axes.tie((x, same), (y, k))
 
 
 word("transpose", lambda x, *, permutation: permuted(x, permutation))

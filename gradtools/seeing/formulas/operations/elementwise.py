@@ -357,6 +357,10 @@ _logical("logical_xor", np.logical_xor, "⊕")
 # Choice.
 
 
+def _number_last(a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    return (a, b) if constant_of(a) is None else (b, a)
+
+
 @makes(
     "maximum",
     entrywise,
@@ -366,7 +370,7 @@ _logical("logical_xor", np.logical_xor, "⊕")
 )
 def maximum(a: Expr, b: Expr) -> Expr:
     """The elementwise maximum; relu where one of them is zero."""
-    a, b = (b, a) if is_zero(a) else (a, b)
+    a, b = _number_last(a, b)
     if not is_zero(b):
         return apply("maximum", a, b)
     return apply("relu", broadcast(a, broadcast_shape(a.shape, b.shape)))
@@ -377,6 +381,7 @@ entrywise(
     np.minimum,
     lambda y, a, b: [indicator(a, "<", b), indicator(a, ">=", b)],
     entry=named("min"),
+    make=lambda a, b: apply("minimum", *_number_last(a, b)),
 )
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from gradtools.seeing.formulas.algebra import apply, constant_of, is_zero, reshape
 from gradtools.seeing.formulas.expressions import Expr, kind_of
 from gradtools.seeing.formulas.operation_record import OPERATIONS
-from gradtools.seeing.formulas.operations.arrays import arrange, permuted, sliced
+from gradtools.seeing.formulas.operations.arrays import permuted, sliced
 from gradtools.seeing.formulas.operations.elementwise import cast, is_integer, where
-from gradtools.seeing.formulas.operations.indexing import meant, picked, take_along, taken
+from gradtools.seeing.formulas.operations.indexing import meant, picked, take_along
 
 Params = Mapping[str, Any]
 Translation = Callable[..., Any]
@@ -30,7 +30,7 @@ def _cast(w: Any, p: Params, x: Expr) -> Expr:
 
 
 def _selected(w: Any, p: Params, which: Expr, *cases: Expr) -> Expr | None:
-    """A selection; a constant mask selects one case, or is a triangle."""
+    """A selection; a constant mask may select one case."""
     if len(cases) != 2 or which.kind != "boolean":
         return None
     no, yes = cases
@@ -39,31 +39,17 @@ def _selected(w: Any, p: Params, which: Expr, *cases: Expr) -> Expr | None:
         return yes
     if mask is not None and not mask.any():
         return no
-    if mask is not None and mask.ndim > 1 and mask.shape == yes.shape and is_zero(no):
-        for name, part in (("tril", np.tril), ("triu", np.triu)):
-            if np.array_equal(mask, part(np.ones_like(mask))):
-                counts = np.arange(mask.size).reshape(mask.shape)
-                return arrange(yes, np.where(mask, counts, -1), name)
     return where(which, yes, no)
 
 
 def _window(w: Any, p: Params, x: Expr, *starts: Expr) -> Expr | None:
-    """A slice, one axis of which may have length 1 and a computed start; None for others."""
-    sizes = [int(n) for n in p["slice_sizes"]]
-    axes = list(zip(starts, x.shape, sizes, strict=True))
-    known: list[Any] = [0 if n == m else constant_of(s) for s, n, m in axes]
-    low = [min(max(int(k or 0), 0), n - m) for k, (_, n, m) in zip(known, axes, strict=True)]
-    high = [n if k is None else a + m for k, a, (_, n, m) in zip(known, low, axes, strict=True)]
-    computed = [a for a, k in enumerate(known) if k is None]
-    if not computed:
-        return sliced(x, start=low, limit=high)
-    axis = computed[0]
-    place = w.concrete(starts[axis])  # what is beyond the end is clamped
-    if len(computed) > 1 or sizes[axis] != 1 or not 0 <= place < x.shape[axis]:
+    """A slice whose place is known, where what is beyond the end is clamped."""
+    known = [constant_of(k) for k in starts]
+    if None in known:
         return None
-    low[axis], gone = 0, [a for a, n in enumerate(sizes) if n == 1 and a != axis]
-    part = sliced(x, start=low, limit=high, drop=gone)
-    return reshape(taken(part, starts[axis], axis - sum(a < axis for a in gone)), sizes)
+    axes = [(int(k), n, int(m)) for k, n, m in zip(known, x.shape, p["slice_sizes"], strict=True)]
+    low = [min(max(k, 0), n - m) for k, n, m in axes]
+    return sliced(x, start=low, limit=[a + m for a, (_, _, m) in zip(low, axes, strict=True)])
 
 
 def _gathered(w: Any, p: Params, x: Expr, indices: Expr) -> Expr | None:

@@ -22,10 +22,9 @@ from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.formulas.algebra import einsum, matmul, plus, swap
-from gradtools.seeing.formulas.expressions import INTEGER, Expr, kind_of, order, placeholder
+from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operations.arrays import arrange, constant, written
 from gradtools.seeing.formulas.operations.elementwise import stop
-from gradtools.seeing.formulas.operations.indexing import taken
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.recorded import fitted, in_words, said
 from gradtools.seeing.torch.operands import SAME, AtenCall
@@ -109,7 +108,7 @@ class FormulaRecorder(Recorder[Expr]):
         return out
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Records the user's detach, products of matrices, and an index read as a Python number.
+        """Records the user's detach, and products of matrices.
 
         All other functions are recorded as aten operations.
         """
@@ -118,8 +117,6 @@ class FormulaRecorder(Recorder[Expr]):
             return fun(*args, **kwargs)
         if fun in _DETACHING:
             value = stop(self.of(args[0]))
-        elif fun is Tensor.__getitem__:
-            value = self._entry(*args)
         elif fun in _CONTRACTIONS and not kwargs:
             value = self._contraction(*_CONTRACTIONS[fun](*args))
         if value is None:
@@ -143,24 +140,6 @@ class FormulaRecorder(Recorder[Expr]):
             once = all(len(set(part)) == len(part) for part in meant.split("->")[0].split(","))
             return einsum(meant, *xs) if once and "->" in meant and "." not in meant else None
         return matmul(*xs)
-
-    def _entry(self, x: Tensor, index: Any) -> Expr | None:
-        """x at an index with one computed integer, such as x[i] or x[0, i]; None for others."""
-        entries = index if isinstance(index, tuple) else (index,)
-        for k in [k for k, at in enumerate(entries) if at is Ellipsis]:
-            whole = [slice(None)] * (x.ndim - len(entries) + 1)
-            entries = (*entries[:k], *whole, *entries[k + 1 :])
-        computed = [k for k, at in enumerate(entries) if isinstance(at, Tensor)]
-        if len(computed) != 1 or any(type(at) not in (int, slice, Tensor) for at in entries):
-            return None
-        (k,) = computed
-        if _like(entries[k]) != ((), INTEGER) or entries[k].dtype is torch.uint8:
-            return None
-        place = self.of(entries[k])
-        if place.turn[0]:
-            return None
-        whole = x[(*entries[:k], slice(None), *entries[k + 1 :])] if len(entries) > 1 else x
-        return taken(self.of(whole), place, sum(isinstance(at, slice) for at in entries[:k]))
 
     # --- values of tensors
 

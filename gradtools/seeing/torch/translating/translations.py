@@ -208,24 +208,16 @@ def _batch_norm(o: Any) -> Any:
 def _nll(o: Any) -> Any:
     """-x[t] of each row; the class axis follows the batch axis."""
     axis = 0 if o.self.rank == 1 else 1
-    target = o.recorder.value_of(o.target)
-    kept = target != o.ignore_index
-    safe = o.target if kept.all() else array(np.where(kept, target, 0))
-    at = reshape(safe, (*safe.shape[:axis], 1, *safe.shape[axis:]))
+    if o.weight is not None or (o.recorder.value_of(o.target) == o.ignore_index).any():
+        return None
+    at = reshape(o.target, (*o.target.shape[:axis], 1, *o.target.shape[axis:]))
     losses = take_along(o.self, at, axis)
     if losses is None:
         return None
     losses = -reshape(losses, o.target.shape)
-    weights = None if o.weight is None else taken(o.weight, safe, 0)
-    if not kept.all():
-        there = array(kept.astype(float))
-        weights = there if weights is None else weights * there
-    losses = losses if weights is None else losses * weights
     axes = range(losses.rank)
-    if o.reduction == 1 and weights is not None:
-        return [total(losses, axes) / total(weights, axes), None]
     result = (losses, mean(losses, axes), total(losses, axes))[o.reduction]
-    return [result, None if weights is not None else o.recorder.constant(o.outs[1])]
+    return [result, o.recorder.constant(o.outs[1])]
 
 
 @operation("convolution")

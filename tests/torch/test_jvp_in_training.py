@@ -408,3 +408,16 @@ def test_a_checkpoint_pushes_again_what_came_in(way):
         return (nn.functional.dropout(y) if way == "a mask of dropout" else y) * x.sin()
 
     torch.testing.assert_close(gradients(WAYS_IN[way]), gradients(plain))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS_IN if way != "a mask of dropout"])
+def test_a_checkpoint_is_computed_again_inside_of_a_pass_of_tangents(way):
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3).double()
+    x, v = torch.randn(2, 4, 3, dtype=torch.float64)
+    f = lambda h: layer(h).tanh()
+    found, expected = (
+        gt.hvp(lambda x, g=g: g(x).square().sum(), (x,), (v,), mode="forward_over_reverse")
+        for g in (partial(WAYS_IN[way], f), lambda x: f(x) * x.sin())
+    )
+    torch.testing.assert_close(found, expected)

@@ -157,8 +157,10 @@ class _Checkpoints:
                 xs, named = upstream.tree_unflatten(
                     replaced_at(saved[:count], moved, duals), treedef
                 )
-                others = [dual_at(x, tangent) for x, tangent in captured]
-                with Substituted([x for x, _ in captured], others) if captured else nullcontext():
+                # Inside of the pass itself they still have their tangents.
+                gone = [(x, tangent) for x, tangent in captured if tangent_of(x) is None]
+                others = [dual_at(x, tangent) for x, tangent in gone]
+                with Substituted([x for x, _ in gone], others) if gone else nullcontext():
                     fun(*xs, **named)
 
         primals = [primal_of(leaves[i]) for i in moved]

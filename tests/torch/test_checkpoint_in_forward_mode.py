@@ -161,6 +161,20 @@ def test_it_is_as_without(program, tracked):
     torch.testing.assert_close(results(program, gt.checkpoint, tracked), expected)
 
 
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if "captured" in name])
+def test_a_product_with_the_hessian_is_as_without(program):
+    found, expected = (
+        gt.hvp(
+            lambda x, k=k: PROGRAMS[program](network(), k)(x).sin().sum(),
+            (X,),
+            (V,),
+            mode="forward_over_reverse",
+        )
+        for k in (gt.checkpoint, lambda f: f)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_state_is_as_without():
     found = []
     for k in (gt.checkpoint, lambda f: f):

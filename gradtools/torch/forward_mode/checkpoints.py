@@ -91,7 +91,7 @@ class Pushforward:
                 torch.zeros_like(y) if t is None else t.view_as(t)  # f may return an input
                 for y, t in zip(outs, pushed, strict=True)
             ]
-            if not self._first.is_now:
+            if not (self._first.is_now or self.is_pushed_now()):  # the pass has gates of its own
                 pushed = self._gated(run, (primals, duals, tangents), outs, pushed)
         return upstream.tree_unflatten(replaced_at(ys, moved, outs), treedef), pushed
 

@@ -98,9 +98,9 @@ class ValueOrigins:
 
 def at_origins(places: Sequence[Vanished] | None, origins: Iterable[Node]) -> list[Vanished] | None:
     """The places of a NaN gradient; the origins of the output's NaN if these are elsewhere."""
-    found = {p.node.source for p in places or () if p.kind == "nan"}
-    elsewhere = [Vanished(node, kind="nan_value") for node in origins if node.source not in found]
-    return elsewhere if found and elsewhere else None if places is None else list(places)
+    lines = {p.node.source for p in places or () if p.kind == "nan"}
+    elsewhere = [Vanished(node, kind="nan_value") for node in origins if node.source not in lines]
+    return elsewhere if lines and elsewhere else None if places is None else list(places)
 
 
 def shaken(cotangent: Any, uniform: Any, eps: float) -> Any:

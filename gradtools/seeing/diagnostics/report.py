@@ -91,19 +91,19 @@ class GradientReport:
         """The report as text; `colour` adds a terminal's escape codes."""
         paint = (lambda code, text: f"{code}{text}{_END}") if colour else (lambda code, text: text)
         if not self.findings and not self.arguments:
-            said = "Nothing was looked at: argnums names no argument, and f holds no parameter."
-            return "\n\n".join([said, *self._noted(paint)])
+            message = "Nothing was looked at: argnums names no argument, and f holds no parameter."
+            return "\n\n".join([message, *self._noted(paint)])
         if not self.findings:
             names = _listed(self.arguments)
-            said = paint(_GREEN, f"Nothing is lost: the output's gradient reaches {names}.")
-            return "\n\n".join([said, *self._noted(paint)])
+            message = paint(_GREEN, f"Nothing is lost: the output's gradient reaches {names}.")
+            return "\n\n".join([message, *self._noted(paint)])
         alike: dict[Any, list[str]] = {}
         result: dict[str, list[Finding]] = {}
         for finding in self.findings:
             result.setdefault(finding.argument, []).append(finding)
         for name, findings in result.items():
-            said = tuple(dict.fromkeys((f.kind, f.source, f.whole, f.detail) for f in findings))
-            alike.setdefault(said, []).append(name)
+            places = tuple(dict.fromkeys((f.kind, f.source, f.whole, f.detail) for f in findings))
+            alike.setdefault(places, []).append(name)
         blocks = [
             self._block(names, _merged([result[name] for name in names]), paint)
             for names in alike.values()
@@ -179,9 +179,9 @@ def by_weight(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     of_name: dict[str, list[Finding]] = {}
     for finding in findings:
         of_name.setdefault(finding.argument, []).append(finding)
-    said = {name: tuple((f.kind, f.source, f.whole) for f in of) for name, of in of_name.items()}
-    counts = Counter(said.values())
-    weight = lambda name: (not any(f.whole for f in of_name[name]), -counts[said[name]])
+    places = {name: tuple((f.kind, f.source, f.whole) for f in of) for name, of in of_name.items()}
+    counts = Counter(places.values())
+    weight = lambda name: (not any(f.whole for f in of_name[name]), -counts[places[name]])
     return tuple(finding for name in sorted(of_name, key=weight) for finding in of_name[name])
 
 

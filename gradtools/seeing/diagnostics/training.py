@@ -172,8 +172,8 @@ class _LossRun:
         held: The arrays of the model.
     """
 
-    def __init__(self, backend: Backend, program: LeafProgram, recording: Recording) -> None:
-        self.backend, self.program, self.recording = backend, program, recording
+    def __init__(self, program: LeafProgram, recording: Recording) -> None:
+        self.program, self.recording = program, recording
         self.held: list[HeldArray] = []
         self._is_lifted = False
         self._spent = False
@@ -191,7 +191,7 @@ class _LossRun:
         else:
             program = LeafProgram(backend, loop.caller, lifted, (arrays,), {}, (0,))
             program.names[:] = [h.name for h in held or ()]
-        run = cls(backend, program, record(program))
+        run = cls(program, record(program))
         run._is_lifted = lifted is not None
         run.held = held or []
         if held is None:  # what f itself holds and asks for a gradient
@@ -249,27 +249,23 @@ class _LossRun:
         network's outputs, as the next layer of the same network would. Each term that depends on
         the stopped network must train the twin, as a distance between their outputs does.
         """
-        shapes = {h.name: h.array.shape for h in self.held if h.role == PARAMETER}
         numbers = {h.name: self._numbers(k) for k, h in enumerate(self.held)}
+        modules: dict[str, dict[str, Any]] = {}  # by prefix: the shapes by the rest of the name
+        for one in self.held:
+            if one.role == PARAMETER:
+                for k in range(len(one.name)):
+                    if not k or one.name[k - 1] in ".]":
+                        modules.setdefault(one.name[:k], {})[one.name[k:]] = one.array.shape
         result: set[str] = set()
-        inside = ((name, k) for name in stopped for k in range(1, len(name)))
-        for prefix in {name[:k] for name, k in inside if name[k - 1] in ".]"}:
-            own = {name for name in shapes if name.startswith(prefix)}
-            ends = [name.removeprefix(prefix) for name in own]
-            if not own <= stopped:
-                continue
-            for name in shapes.keys() - stopped:
-                other = name.removesuffix(ends[0])
-                if other == name or any(
-                    shapes.get(other + end) != shapes[prefix + end] or other + end in stopped
-                    for end in ends
-                ):
-                    continue
-                weights = [n for end in ends for n in numbers[other + end]]
-                lost = [n for name in own for n in numbers[name]]
-                graph = self.recording.graph
-                if not self._reads(weights, lost) and trains_others(graph, lost, weights):
-                    result |= own
+        for prefix, own in modules.items():
+            names = {prefix + end for end in own}
+            for other, theirs in modules.items() if names <= stopped else ():
+                weights = [other + end for end in own]
+                if own.items() <= theirs.items() and stopped.isdisjoint(weights):
+                    trained = [n for name in weights for n in numbers[name]]
+                    lost = [n for name in names for n in numbers[name]]
+                    others = trains_others(self.recording.graph, lost, trained)
+                    result |= names if others and not self._reads(trained, lost) else set()
         return result
 
     def _reads(self, weights: Sequence[int], values: Sequence[int]) -> bool:

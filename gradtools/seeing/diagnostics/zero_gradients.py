@@ -242,7 +242,7 @@ class SeeingOperators(Operators):
                 predicate = "not trained"
             else:
                 program = LeafProgram(
-                    backend, "guard_gradients", f, args, kwargs, argnums, "argnums", False
+                    backend, "guard_gradients", f, args, kwargs, argnums, strict=False
                 )
                 recording = self._recorded(program)
                 examined = differentiated(program, recording)

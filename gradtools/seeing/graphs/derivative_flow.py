@@ -99,18 +99,18 @@ def backward(graph: PlainGraph, end: Strengths) -> dict[int, Dependence]:
 class _Strengths(dict[int, Dependence]):
     """A map of strengths that only increase; data outside of the framework propagates as a cut."""
 
-    def __init__(self, beside: Iterable[tuple[int, int]], start: Strengths) -> None:
+    def __init__(self, pairs: Iterable[tuple[int, int]], start: Strengths) -> None:
         super().__init__()
-        self._beside: dict[int, list[int]] = {}
-        for value, other in beside:
-            self._beside.setdefault(value, []).append(other)
+        self._partners: dict[int, list[int]] = {}
+        for value, other in pairs:
+            self._partners.setdefault(value, []).append(other)
         for value, strength in start.items():
             self.raise_to(value, strength)
 
     def raise_to(self, value: int, strength: Dependence) -> None:
         if strength > self.get(value, _NONE):
             self[value] = strength
-            for other in self._beside.get(value, ()):
+            for other in self._partners.get(value, ()):
                 self.raise_to(other, _CUT)
 
 

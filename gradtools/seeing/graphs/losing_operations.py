@@ -65,7 +65,7 @@ class _Step:
     reached: Strengths
 
 
-def met(
+def search(
     graph: PlainGraph,
     start: Strengths,
     end: Strengths,
@@ -87,7 +87,7 @@ def met(
             after = [through(row, entering) for row in links_of(graph, node)]
             for body in node.bodies:
                 inner = entering_body(body, entering, after), leaving_body(body, node, leaving)
-                yield from met(body.graph, *inner, call or node, at)
+                yield from search(body.graph, *inner, call or node, at)
 
 
 def lossy(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
@@ -114,7 +114,7 @@ def overwritten(graph: PlainGraph, value: int) -> list[Loss]:
             return [Loss(step.node, 0, 0, True, step.node.outputs[0])]
         return None if any(step.entering) else []
 
-    return [*met(graph, {value: _FULL}, dict.fromkeys(graph.outputs, _FULL), None, at)]
+    return [*search(graph, {value: _FULL}, dict.fromkeys(graph.outputs, _FULL), None, at)]
 
 
 def between(graph: PlainGraph, value: int, chosen: Callable[[Node], bool]) -> list[Node]:
@@ -126,7 +126,7 @@ def between(graph: PlainGraph, value: int, chosen: Callable[[Node], bool]) -> li
         return [Loss(step.node, 0, 0, False, 0)] if chosen(step.node) else None
 
     end = dict.fromkeys(graph.outputs, _FULL)
-    return [loss.node for loss in met(graph, {value: _FULL}, end, None, at)]
+    return [loss.node for loss in search(graph, {value: _FULL}, end, None, at)]
 
 
 def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[int]) -> int | None:

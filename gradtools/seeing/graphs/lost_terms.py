@@ -34,7 +34,7 @@ from gradtools.seeing.graphs.derivative_flow import (
     links_of,
     union,
 )
-from gradtools.seeing.graphs.losing_operations import Loss, lossy, met
+from gradtools.seeing.graphs.losing_operations import Loss, lossy, search
 from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph, Value
 from gradtools.seeing.graphs.shifts import (
     ADDITIVE,
@@ -69,7 +69,7 @@ def losses(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[L
     """
     start, matters = {value: _FULL}, behind(graph, tuple(graph.outputs))
     if matters.get(value, _NONE) < _FULL:
-        return [*met(graph, start, dict.fromkeys(graph.outputs, _FULL), None, lossy)]
+        return [*search(graph, start, dict.fromkeys(graph.outputs, _FULL), None, lossy)]
     if not _suspects(graph) >> _leaves(graph)[value] & 1:
         return []
     reached = forward(graph, start)
@@ -238,14 +238,14 @@ def _terms(
         for term in dict.fromkeys(a for v in terms for a in _addends(graph, v, flows)):
             if is_added_again(graph, term, before, flows.own):
                 continue
-            losses_met = [*met(graph, start, {term: _FULL}, call, lossy)]
+            along = [*search(graph, start, {term: _FULL}, call, lossy)]
             stops = [
                 loss
-                for loss in losses_met
+                for loss in along
                 if loss.node.loss in _STOPPED and _reaches(graph, loss, term, _with_derivative)
             ]
             trains = stops and flows.others.get(term) == _FULL
-            for loss in losses_met:
+            for loss in along:
                 place = _place(graph, loss)
                 is_choice = loss.node.loss in ("discrete", "integer_cast")
                 stopped = loss in stops or (

@@ -18,8 +18,8 @@ from gradtools.seeing.graphs.outline import PHASES, Block, Box
 
 _MOST_CHILDREN = 60  # of a block; more are split into parts
 _PART = 25  # the least number of children of a part
-_LEAVES_ABOVE = 8  # so many outputs stand outside of all blocks; those of arguments always
-_LEAVES_BESIDE = 24  # so many stand beside the blocks that make them
+_LEAVES_ABOVE = 8  # so many outputs are drawn outside of all blocks; those of arguments always
+_LEAVES_NEAR = 24  # so many are drawn next to the blocks that make them
 
 
 def nested(flat: InlinedGraph) -> list[Block]:
@@ -104,8 +104,8 @@ def _place_leaves(flat: InlinedGraph, roots: Mapping[int, Block]) -> None:
         makers = [paths[key] for key, _ in box.operands[0].makers if key in paths]
         many = box.phase and len(flat.outputs) > _LEAVES_ABOVE
         if makers and many and not _OF_ARGUMENT.search(box.values[0].name):
-            beside = len(flat.outputs) <= _LEAVES_BESIDE
-            depth = _branching_depth(makers[0]) if beside else len(makers[0]) - 2
+            near = len(flat.outputs) <= _LEAVES_NEAR
+            depth = _branching_depth(makers[0]) if near else len(makers[0]) - 2
             home = makers[0][depth]
             at = next(i for i, other in enumerate(home.children) if other is makers[0][depth + 1])
         else:

@@ -257,12 +257,12 @@ class Outline:
         """For each box the key of what is drawn for it: itself, or the outermost closed block."""
         seen: dict[int, int] = {}
 
-        def visit(block: Block, standing: int | None) -> None:
+        def visit(block: Block, drawn_as: int | None) -> None:
             for child in block.children:
-                shown = child.key if standing is None else standing
+                shown = child.key if drawn_as is None else drawn_as
                 seen[child.key] = shown
                 if isinstance(child, Block):
-                    closed = standing is not None or child.key not in opened
+                    closed = drawn_as is not None or child.key not in opened
                     visit(child, shown if closed else None)
 
         for column in self.columns:

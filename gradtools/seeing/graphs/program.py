@@ -45,14 +45,13 @@ class LeafProgram:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         argnums: Any = (),
-        name: str = "argnums",
         strict: bool = True,
     ) -> None:
         if not callable(f):
             came = describe(backend, f) if hasattr(f, "shape") else repr(f)
             raise GradtoolsError(f"{caller}: f is {came}; expected a function.")
         self.backend, self.caller, self.f = backend, caller, f
-        self.argnums = normalized_argnums(caller, argnums, len(args), name) if argnums != () else ()
+        self.argnums = normalized_argnums(caller, argnums, len(args)) if argnums != () else ()
         self.framework = Framework(backend, caller)
         runs = self.framework.recorded_run
         self._strict, self._called = strict, runs.repeatable(caller, f)
@@ -106,7 +105,7 @@ class LeafProgram:
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
     def wrt_names(self) -> list[list[str]]:
-        """The names of the leaves that are asked about, of each argument."""
+        """The names of the differentiated leaves of each argument in argnums."""
         owners = {k: self._owners[k] for k in self.wrt}
         return [[self.names[k] for k, i in owners.items() if i == n] for n in self.argnums]
 

@@ -131,9 +131,9 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
         try:
             state = optimizer.init(part)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            came = f"{type(error).__name__}: {error}"
             raise GradtoolsError(
-                f"{caller}: the optimizer's init(params) of this model's parameters raised {said}. "
+                f"{caller}: the optimizer's init(params) of this model's parameters raised {came}. "
                 "Give the model, or the part of it, that the optimizer is made for."
             ) from error
         return _probed(optimizer, state, part)

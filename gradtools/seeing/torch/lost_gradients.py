@@ -65,9 +65,9 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
         result: list[list[Vanished] | None] = [[] for _ in xs]
         if not (outs and floating):
             return result
-        found = _gradients_unless_lost(outs, [xs[k] for k in floating])
+        results = _gradients_unless_lost(outs, [xs[k] for k in floating])
         # None: a reentrant checkpoint, or lost by custom code, which has its own finding
-        grads = {k: grad for k, grad in zip(floating, found, strict=True) if grad is not None}
+        grads = {k: grad for k, grad in zip(floating, results, strict=True) if grad is not None}
         if any(grad.is_meta for grad in grads.values()):
             raise GradtoolsError(
                 "why_zero: the gradient is on the meta device, which holds no numbers, so nobody "

@@ -59,7 +59,7 @@ def links_of(
     read = _read(call, dropped)
     inputs = [call.numbers[k] for k in read]
     known = {call.numbers[k] for k in range(len(call.numbers))}
-    beside = list(dict.fromkeys(v for result in reached for v in result if v not in known))
+    more = list(dict.fromkeys(v for result in reached for v in result if v not in known))
     rows, reasons = [], []
     for y, result in zip(outs, reached, strict=True):
         row = [_link(call, k, y, result) for k in read]
@@ -72,11 +72,11 @@ def links_of(
         if lost:
             reasons.append(_reason(call, inexact, min(lost)))
         row += [_FULL if inexact else _CUT] * len(hosts)
-        row += [_FULL if v in result else _NONE for v in beside]
+        row += [_FULL if v in result else _NONE for v in more]
         rows.append(tuple(row))
     operation = "floor_divide" if _rounds(call) else operations.neutral(call.name)
     loss = max(reasons, key=reasons.count) if reasons else None
-    return CallLinks(operation, [*inputs, *hosts, *beside], tuple(rows), loss)
+    return CallLinks(operation, [*inputs, *hosts, *more], tuple(rows), loss)
 
 
 def _read(call: RecordedCall, dropped: set[int]) -> list[int]:

@@ -123,7 +123,7 @@ class _PerturbedRuns:
             if moved is not None and (moved.any() or not which or abs(size) < 1):
                 break
             replace = (which, partial(_other, size=size))
-            again = observed(self.run, self.first.leaves, self.first.said, replace)
+            again = observed(self.run, self.first.leaves, self.first.names, replace)
             with contextlib.ExitStack() as inside:
                 inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed already
                 try:

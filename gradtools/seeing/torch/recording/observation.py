@@ -43,7 +43,7 @@ class ObservedRun:
     Attributes:
         recorder: What it wrote down.
         leaves: The leaves as the user gave them.
-        said: Their names.
+        names: Their names.
         aliases: The copies of them that f was given.
         inputs: Their numbers.
         outs: What it returned; empty if PyTorch refused something.
@@ -51,7 +51,7 @@ class ObservedRun:
 
     recorder: CallRecorder
     leaves: Sequence[Any]
-    said: Sequence[str]
+    names: Sequence[str]
     aliases: list[Any]
     inputs: list[int]
     outs: list[Any]

@@ -36,8 +36,6 @@ from gradtools.torch.replaying.guards import (
     bytes_saved,
     is_plain,
     marked,
-    own_wrapper,
-    wrapper_error,
 )
 from gradtools.torch.replaying.nodes import (
     Backward,
@@ -114,6 +112,7 @@ class _Use(Forward):
     mark = "frozen"
     saves_parameters = False  # they are constants
     compares_leaves = compares_bits = False  # a recomputation may use other kernels
+    may_reach_sharded = False
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
@@ -122,16 +121,6 @@ class _Use(Forward):
         self.leaves = []
         if not beneath:
             uses.state = self.start if self.start.reached.lasts else None
-
-    def _check_modules(self) -> None:
-        """Raises for wrappers that manage parameters; batch norm sees the whole batch here."""
-        known = self.uses.state
-        if known is not None and known.reached is self.start.reached:
-            return
-        for module, name in self.start.reached.modules.values():
-            kind = own_wrapper(module)
-            if kind is not None:
-                raise wrapper_error(self.caller, name, kind)
 
     # --- the first pass
 

@@ -183,6 +183,7 @@ class Reached:
             not if that would keep graphs or arguments alive.
         tensors: The watched tensors.
         counted: The owned tensors with a version counter.
+        is_sharded: Whether modules of FSDP2 are among the modules; None if that was not checked.
     """
 
     roots: list[Any]
@@ -198,6 +199,7 @@ class Reached:
     lasts: bool = False
     tensors: list[Tensor] = field(default_factory=list)
     counted: list[Tensor] = field(default_factory=list)
+    is_sharded: bool | None = None
 
     def starts_from(self, roots: list[Any], kinds: set[str]) -> bool:
         """Whether a search would have these roots and devices."""

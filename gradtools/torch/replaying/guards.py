@@ -191,18 +191,19 @@ def without_sharded_calls(caller: str) -> Iterator[None]:
         hook.remove()
 
 
-def check_modules(caller: str, start: Snapshot, f: Any) -> bool:
+def check_modules(forward: Forward) -> bool:
     """Raises for unsupported modules, and warns of batch norm, which sees each chunk alone.
 
     Returns:
         Whether f reaches modules of FSDP2, which it may not call.
     """
-    sharded = False
-    for module, name in start.reached.modules.values():
+    caller, f, sharded = forward.caller, forward.chunks.call.f, False
+    for module, name in forward.start.reached.modules.values():
         kind = own_wrapper(module)
-        if kind is not None and (kind != "FSDPModule" or _has_forward_methods(module)):
-            raise wrapper_error(caller, name, kind)
-        sharded |= kind is not None
+        if kind is not None:
+            sharded = kind == "FSDPModule" and forward.may_reach_sharded
+            if not sharded or _has_forward_methods(module):
+                raise wrapper_error(caller, name, kind)
         normalises = isinstance(module, upstream.BatchNorm)
         if caller == "chunked" and normalises and module.training:
             warn_of_batch_norm(

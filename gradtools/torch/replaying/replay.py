@@ -83,6 +83,7 @@ class Forward(ChunkProgram):
 
     saves_parameters = True  # so that autograd detects in-place changes of them
     compares_leaves = compares_bits = True  # in the verification
+    may_reach_sharded = True  # whether f may reach modules of FSDP2, without calling them
     mark = property(lambda self: self.caller)  # of its operations in graphs
     forward = property(lambda self: self)
     within: Callable[[], Any] | None = None  # a context manager in which f runs
@@ -102,7 +103,11 @@ class Forward(ChunkProgram):
             raise GradtoolsError(f"{self.caller}: {error}") from None
         self.verifies = chunks.options.verify is not False
         self.verification: Verification | None = None
-        self._check_modules()
+        reached = self.start.reached
+        if reached.is_sharded is None:  # else the same modules were checked before
+            reached.is_sharded = check_modules(self)
+        if reached.is_sharded:
+            self.within = partial(without_sharded_calls, self.caller)
         one = self._moving(self.pieces[0])  # the same in all chunks, except for lists
         listed = any(chunks.lists)
         self.moving = [self._moving(p) if listed else one for p in self.pieces]
@@ -139,10 +144,6 @@ class Forward(ChunkProgram):
         self.functions: set[Any] = set()  # the autograd.Functions
         self.batches: tuple[tuple[int, str], ...] = ()  # vmap's (size, randomness), outermost first
         self.as_batch: dict[tuple[int, str], Forward] = {}  # recomputed by the backward pass
-
-    def _check_modules(self) -> None:
-        if check_modules(self.caller, self.start, self.chunks.call.f):
-            self.within = partial(without_sharded_calls, self.caller)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         # A recomputation of an unbatched first pass draws once for all examples.

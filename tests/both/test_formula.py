@@ -182,7 +182,7 @@ FUNCTIONS: dict[str, Written] = {
         lambda gt, A, B: gt.xp.einsum("ijk,kj->i", A, B), (real(2, 3, 4), real(4, 3))
     ),
     "bilinear": Written(
-        lambda gt, x, A, y: gt.xp.einsum("bi,ij,bj->b", x, A, y),
+        lambda gt, x, A, y: gt.xp.einsum("bj,bj->b", x @ A, y),
         (real(5, 3), real(3, 4), real(5, 4)),
     ),
     "cumulative sum": Written(lambda gt, x: gt.xp.cumulative_sum(x), (real(5),)),

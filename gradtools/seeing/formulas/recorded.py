@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.seeing.formulas.algebra import apply, broadcast, constant_of
-from gradtools.seeing.formulas.expressions import COMPLEX, ArrayValue, Expr, order
+from gradtools.seeing.formulas.expressions import BOOLEAN, COMPLEX, INTEGER, ArrayValue, Expr, order
 from gradtools.seeing.formulas.operation_record import made
 from gradtools.seeing.formulas.recognition import named
 
@@ -82,9 +82,11 @@ def said(
 
 
 def fitted(x: Expr, like: Like) -> Expr:
-    """X by its name, of this shape, and cast to complex where the framework's result is complex."""
+    """X by its name, of this shape, and of the kind of the framework's result."""
     shape, kind = like
     x = named(x)
+    if x.is_inexact and kind in (INTEGER, BOOLEAN) and constant_of(x) is None:
+        x = apply("cast", x, to=kind)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
     plain = x.is_complex or constant_of(x) is not None
     return x if kind != COMPLEX or plain else apply("cast", x, to=COMPLEX)

@@ -9,7 +9,7 @@ entry by `ExpressionWriter.entry`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -243,18 +243,10 @@ class ExpressionWriter:
         """A product of matrices and vectors; None for other products."""
         if not f.arrays or (self._is_mean(f) and len(f.out) < 2):
             return None
-        result, divided = chain(f), _divided(f)
-        if result is None or divided is None:
-            return None
-        pieces = [self._link(group, flipped, divided) for group, flipped in result]
-        return ts.join(pieces, " ", ts.PRODUCT)
+        links = None if f.below else chain(f)
+        return ts.join([self._link(*link) for link in links], " ", ts.PRODUCT) if links else None
 
-    def _link(self, group: list[Expr], flipped: bool, divided: Mapping[Expr, Expr]) -> Written:
-        by = [divided[g] for g in group if g in divided]
-        if by:
-            top = self._hadamard([self.whole(g).at(ts.PRODUCT) for g in group])
-            written = ts.bracket(ts.over(top, self._hadamard([self.whole(b) for b in by])))
-            return ts.superscript(written, "ᵀ") if flipped else written
+    def _link(self, group: list[Expr], flipped: bool) -> Written:
         if len(group) == 1:
             return self.transposed(group[0]) if flipped else self.whole(group[0]).at(ts.PRODUCT)
         written = ts.bracket(self._hadamard([self.whole(g) for g in group]))
@@ -393,18 +385,6 @@ class ExpressionWriter:
 
 def _side_by_side(pieces: Sequence[Written]) -> Written:
     return ts.join(pieces, " ", ts.PRODUCT) if len(pieces) > 1 else pieces[0]
-
-
-def _divided(f: Factors) -> dict[Expr, Expr] | None:
-    """The vector that divides each matrix along one axis; None if that is ambiguous."""
-    result: dict[Expr, Expr] = {}
-    for vector, names in f.below:
-        hosts = [a for a, there in f.arrays if len(there) == 2 and set(names) < set(there)]
-        hosts = [a for a in hosts if a not in result and [b for b, _ in f.arrays].count(a) == 1]
-        if len(names) != 1 or not hosts:
-            return None
-        result[hosts[0]] = vector
-    return result
 
 
 def _keeps_order(f: Factors, letters: dict[int, str]) -> bool:

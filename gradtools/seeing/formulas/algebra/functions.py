@@ -183,26 +183,13 @@ def _elementwise(op: str, args: Sequence[Expr], kind: str, attributes: dict[str,
     if len(kept) < rank:
         inner = [drop_axes(a, kept) for a in args]
         return product([_elementwise(op, inner, kind, attributes)], [kept], range(rank), shape)
-    moved = _hoisted(op, args, kind, attributes)
-    return expr(op, args, shape, kind, **attributes) if moved is None else moved
+    return expr(op, args, shape, kind, **attributes)
 
 
 def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
     """x restricted to the axes `kept`; it must be broadcast along the others."""
     c, factors, labels, _ = parts(x)
     return product(factors, labels, kept, [x.shape[a] for a in kept], c)
-
-
-def _hoisted(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr | None:
-    """The transpose of a leaf moves out of a function of it alone."""
-    if len(args) != 1:
-        return None
-    c, factors, labels, out = parts(args[0])
-    leaf = len(factors) == 1 and factors[0].op == "placeholder"
-    if not leaf or c != 1 or labels[0] == out or sorted(labels[0]) != list(out):
-        return None
-    inner = expr(op, factors, factors[0].shape, kind, **attributes)
-    return product([inner], [labels[0]], out, args[0].shape)
 
 
 def power(x: Expr, exponent: Any) -> Expr:

@@ -218,14 +218,8 @@ def _flatten(p: _Product) -> None:
     while queue:
         factor, names = queue.pop(0)
         closed = not _opens(factor, len(flat) + len(queue))
-        scaled = len(factor.args) == 1 and factor.get("coefficient", 1) != 1
         if closed or (sums and _stays_whole(factor)):
             flat.append((factor, names))
-        elif sums and scaled and _stays_whole(factor.args[0]):
-            core, (turn,) = factor.args[0], factor["labels"]  # it may be transposed, too
-            c = factor["coefficient"] * core["coefficient"]
-            inner = product(core.args, core["labels"], range(core.rank), core.shape, c)
-            flat.append((inner, tuple(names[l] for l in turn)))
         else:
             sums = sums or contracts(factor)
             queue = _opened(p, factor, names) + queue

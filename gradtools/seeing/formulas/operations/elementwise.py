@@ -8,7 +8,6 @@ argument is real. A function that is not holomorphic (modulus, sign, angle) defi
 from __future__ import annotations
 
 import math
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from gradtools.seeing.formulas.algebra import (
     is_zero,
     lifted,
     negate,
-    number,
     real,
     times,
 )
@@ -37,7 +35,7 @@ from gradtools.seeing.formulas.expressions import (
     kind_of,
     widest,
 )
-from gradtools.seeing.formulas.operation_record import Cotangents, EntryForm, Make
+from gradtools.seeing.formulas.operation_record import Cotangents, EntryForm
 from gradtools.seeing.formulas.operations.entering import (
     entrywise,
     makes,
@@ -63,31 +61,12 @@ def negation(c: Expr) -> Expr:
 
 def scaled(factor: Any, x: Expr) -> Expr:
     """A number times x; x itself for the number one."""
-    return x if factor == 1 else multiply(number(factor), x)
-
-
-def arithmetic(make: Make) -> Make:
-    """A decorator for type promotion: integers give an integer, so that it can be an index."""
-
-    @wraps(make)
-    def of_kind(*xs: Expr, **attributes: Any) -> Expr:
-        result = make(*xs, **attributes)
-        integers = all(is_integer(x) or _is_whole(x) for x in xs)
-        some = any(map(is_integer, xs))
-        done = not (integers and some) or result.kind == INTEGER
-        return result if done else apply("cast", result, to=INTEGER)
-
-    return of_kind
+    return x if factor == 1 else factor * x
 
 
 def is_integer(x: Expr) -> bool:
     """Whether its dtype is integer or boolean."""
     return x.kind in (INTEGER, BOOLEAN)
-
-
-def _is_whole(x: Expr) -> bool:
-    value = constant_of(x)
-    return value is not None and not isinstance(value, complex) and float(value).is_integer()
 
 
 # Identities of the value. The name "identity" includes copies and aliases.
@@ -136,17 +115,16 @@ def cast(x: Expr, *, dtype: Any = None) -> Expr:
 
 # Arithmetic.
 
-multiply = arithmetic(times)
 operation(
     "add",
     lambda y, *xs: sum(xs[1:], xs[0] + 0.0),
     lambda y, g, *xs: [g] * len(xs),
     ties=tie_same,
-    make=arithmetic(lambda a, b, *, alpha=1: a + scaled(alpha, b)),
+    make=lambda a, b, *, alpha=1: a + scaled(alpha, b),
 )
-word("subtract", arithmetic(lambda a, b, *, alpha=1: a - scaled(alpha, b)))
-word("negate", arithmetic(lambda x: negate(x)))
-word("multiply", arithmetic(lambda a, b: times(a, b)))
+word("subtract", lambda a, b, *, alpha=1: a - scaled(alpha, b))
+word("negate", lambda x: negate(x))
+word("multiply", lambda a, b: times(a, b))
 word("divide", lambda a, b: a / b)
 
 
@@ -174,7 +152,6 @@ def _raised(base: ts.Written, exponent: Any, matrix: bool) -> ts.Written:
     kind=lambda x, exponent: widest(x.kind, COMPLEX if isinstance(exponent, complex) else REAL),
     entry=_power_form,
 )
-@arithmetic
 def _power(a: Expr, b: Expr) -> Expr:
     exponent = constant_of(b)
     shape = broadcast_shape(a.shape, b.shape)
@@ -196,7 +173,7 @@ entrywise(
     lambda y, a, b: [b * apply("pow", a, b - 1), y * apply("log", a)],
     entry=_pow_form,
 )
-word("square", arithmetic(lambda x: x**2))
+word("square", lambda x: x**2)
 word("sqrt", lambda x: x**0.5)
 word("rsqrt", lambda x: x**-0.5)
 word("reciprocal", lambda x: x**-1)
@@ -390,8 +367,7 @@ def clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Expr:
     """min(max(x, low), high), with both bounds as numbers or both as operands."""
     low, high = bounds or (low, high)
     result = x if low is None else maximum(x, lifted(low))
-    result = result if high is None else apply("minimum", result, high)
-    return apply("cast", result, to=INTEGER) if is_integer(x) else result
+    return result if high is None else apply("minimum", result, high)
 
 
 def _where_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:

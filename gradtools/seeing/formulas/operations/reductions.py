@@ -19,7 +19,7 @@ from gradtools.seeing.formulas.algebra import (
     total,
     unsqueeze,
 )
-from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr
+from gradtools.seeing.formulas.expressions import REAL, Expr
 from gradtools.seeing.formulas.operation_record import Cotangents, Form
 from gradtools.seeing.formulas.operations.elementwise import indicator
 from gradtools.seeing.formulas.operations.entering import makes, operation, tie_same, word
@@ -46,9 +46,8 @@ def reduced(name: str, x: Expr, axes: Iterable[int], **attributes: Any) -> Expr:
 
 @makes("sum")
 def _sum(x: Expr, *, axes: Any = None, keep: bool = False) -> Expr:
-    """The sum over axes; an integer for integers and booleans."""
-    result = total(x, all_axes(x, axes), keep)
-    return apply("cast", result, to=INTEGER) if x.kind in (INTEGER, BOOLEAN) else result
+    """The sum over axes."""
+    return total(x, all_axes(x, axes), keep)
 
 
 word("mean", lambda x, *, axes=None, keep=False: mean(x, all_axes(x, axes), keep))

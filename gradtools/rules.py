@@ -63,6 +63,7 @@ class Linearized:
         opaque_residuals: Whether the author saved non-arrays that may depend on x, so that a
             second derivative must evaluate the function again.
         tangent_only: How many of the last residuals only the tangent map reads.
+        example: The maps of one example, of an evaluation for a batch.
     """
 
     ys: list[Array]
@@ -72,11 +73,12 @@ class Linearized:
     cotangent: Map | None = None
     opaque_residuals: bool = False
     tangent_only: int = 0
+    example: Linearized | None = None
 
     def without_arrays(self) -> Linearized:
         """A copy without arrays, which would leak from their trace: the maps and counts."""
         maps = self.saves, self.tangent, self.cotangent, self.opaque_residuals, self.tangent_only
-        return Linearized([], [None] * len(self.extras), *maps)
+        return Linearized([], [None] * len(self.extras), *maps, self.example)
 
     def saved(self, xs: Entries) -> list[Any]:
         """The residuals that are passed to the linear maps."""
@@ -339,6 +341,7 @@ def batched(
             extras=out[count:],
             tangent=tangent_of(linearized.tangent, axes),
             cotangent=cotangent_of(linearized.cotangent, axes),
+            example=linearized,
         )
 
     def jvp(xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:

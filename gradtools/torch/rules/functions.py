@@ -81,7 +81,7 @@ class RuleApplication:
         pushing: Those for the tangent map; None in an application that all calls share.
         pull: `pull(ctx, cts)`, the backward pass at any order.
         checked: The signature whose backward pass has passed its checks (`signatures.py`).
-        form: Tensor or tuple, if the residuals are a single tensor or a tuple of tensors.
+        form: Of residuals that are one tensor: Tensor; of a tuple of tensors: their number.
     """
 
     rule: Rule
@@ -187,15 +187,6 @@ class _ReverseOnly(torch.autograd.Function):
         one = point.rule
         if one.linearize is None:
             point.linearized = one.linearized_from(xs, [])
-        else:
-            linearize = one.linearize
-
-            def recorded(*xs: Tensor, **kwargs: Any) -> Linearized:
-                linearized = linearize(*xs, **kwargs)
-                point.record(linearized)
-                return linearized
-
-            one = replace(one, linearize=recorded)
         if isinstance(one, BatchedRule):
             rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims[2:], xs, info.randomness)
             out = apply_at(replace(point, rule=rule, linearized=None), xs)
@@ -207,6 +198,9 @@ class _ReverseOnly(torch.autograd.Function):
         batch = replace(point, rule=rule, linearized=None)
         out = apply_at(batch, front)
         point.count = batch.count
+        if one.linearize is not None:
+            assert batch.linearized is not None
+            point.linearized = batch.linearized.example
         return tuple(out), (0,) * len(out)
 
 

@@ -197,11 +197,11 @@ def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tens
     signature: The record of a custom rule's calls (`signatures.py`), which knows passed checks.
     """
     level = upstream.forward_level()
-    likes = (
-        [like(x) if is_strided(x) else None for x in xs] if signature is None else signature.likes
-    )
-    pairs = zip(xs, likes, strict=True)
-    duals = [upstream.unpack_dual(x, level) if one else (x, None) for x, one in pairs]
+    likes = list(map(like, xs)) if signature is None else signature.likes
+    duals = [
+        upstream.unpack_dual(x, level) if one and x.layout is torch.strided else (x, None)
+        for x, one in zip(xs, likes, strict=True)
+    ]
     dxs: list[Any] = [t for _, t in duals]
     present = [dx is not None for dx in dxs]  # `None in dxs` would compare tensors
     forward = isinstance(rule, JvpRule)

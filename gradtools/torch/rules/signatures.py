@@ -23,7 +23,6 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped
 from gradtools.torch.modes import unpacked
 from gradtools.torch.patches import WATCHING
-from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import functions
 from gradtools.torch.rules.captures import Closures, closed_over_error, other_leaves
@@ -31,7 +30,12 @@ from gradtools.torch.rules.checking import CheckedMap, check_linear
 from gradtools.torch.rules.functions import RuleApplication, attach, attach_recorded
 from gradtools.torch.rules.installing import apply_rule, pushed
 from gradtools.torch.rules.maps import pulled_back, unusual
-from gradtools.torch.rules.transposing import EAGER, ONGOING, Transposing
+from gradtools.torch.rules.transposing import (
+    EAGER,
+    ONGOING,
+    Transposing,
+    transposed_by_backward,
+)
 from gradtools.torch.trees import flatten
 
 Tensor = torch.Tensor
@@ -150,18 +154,8 @@ class Signature:
         out, res = specialized.pair(self.fwd(*xs), "fwd", "(out, residuals)")
         if type(out) is not Tensor or not out.dtype.is_floating_point:
             return None
-        upstream.set_grad_enabled(True)  # bwd is transposed in its graph
-        ct = torch.ones_like(out, requires_grad=True)
-        with Transposing(self.rule, EAGER):
-            pulled = self.cotangents(self.bwd(res, ct))
-        pairs = [(g, dx) for g, dx in zip(pulled, dxs, strict=True) if g.requires_grad]
-        dy = None
-        if pairs:
-            ends, seeds = zip(*pairs, strict=True)
-            with corrected(wrong_nodes(ends), again=False):
-                (dy,) = upstream.run_engine(
-                    ends, seeds, False, False, (ct,), allow_unreachable=True, accumulate_grad=False
-                )
+        bwd = lambda _, cts: list(self.cotangents(self.bwd(res, *cts)))
+        (dy,) = transposed_by_backward(self.rule, bwd, (), [torch.ones_like(out)], dxs)
         return (out,), (torch.zeros_like(out) if dy is None else dy,)
 
     def note_pushed(self, ys: Sequence[Tensor]) -> None:
@@ -175,9 +169,8 @@ class Calls:
 
     def __init__(self, of: Any) -> None:
         self.of = of
-        self.count = (
-            0 if of._needs_binding else len(of._binding.names)
-        )  # 0 where any number may come
+        # 0: any number of arguments may come.
+        self.count = 0 if of._needs_binding else len(of._binding.names)
         self.signatures: dict[Any, Signature] = {}
         self.closed = Closures((of.fun, of.fwd, of.bwd, of.jvp))
 
@@ -224,23 +217,19 @@ class Calls:
                 self.closed.search()
                 unknown = True
                 break
-        if unknown or (self.closed.unsure and self.closed.captures(_is_differentiated)):
-            return signature.outputs(apply_rule(signature.rule, *args))
-        if _forward_level() >= 0:
-            if not (signature.pushes and not (tracked and _graphs())) or _modes():
-                return signature.outputs(apply_rule(signature.rule, *args))
-            duals = pushed(signature.rule, args, signature)
-            if duals is None:
-                return signature.outputs(apply_rule(signature.rule, *args))
-            return signature.outputs(duals)
-        if not (signature.ready or signature.is_ready()):
-            return signature.outputs(apply_rule(signature.rule, *args))
+        unknown = unknown or (self.closed.unsure and self.closed.captures(_is_differentiated))
+        if not unknown and _forward_level() >= 0:
+            duals, unknown = None, True
+            if signature.pushes and not (tracked and _graphs()) and not _modes():
+                duals = pushed(signature.rule, args, signature)
+            if duals is not None:
+                return signature.outputs(duals)
         # A checkpoint would run its recomputation inside of the transposition of what was recorded.
-        if signature.records and _hooks(False) is None:
+        if signature.records and not unknown and _hooks(False) is None:
             out = _recorded(signature, args)
             if out is not None:
                 return out
-        if signature.bwd is None:
+        if unknown or signature.bwd is None or not (signature.ready or signature.is_ready()):
             return signature.outputs(apply_rule(signature.rule, *args))
         before = Randomness.now(args) if signature.repeats else None
         plain_args = tuple(map(_detach, args))

@@ -50,11 +50,13 @@ def transposed(
     if not examples:
         return []
     if in_eager() and not torch.is_grad_enabled():
-        return _by_backward(rule, linear, at, examples, values)
+        return transposed_by_backward(rule, linear, at, examples, values)
     return _by_vjp(rule, linear, at, examples, values)
 
 
-def _by_backward(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> list[Any]:
+def transposed_by_backward(
+    rule: Rule, linear: Map, at: Any, examples: Any, values: Any
+) -> list[Any]:
     """By autograd itself, which takes a third of the time of torch.func; not differentiable."""
     with unpacked(), Transposing(rule) as own, torch.enable_grad():
         vs = [e.detach().requires_grad_() for e in examples]

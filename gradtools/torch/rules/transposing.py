@@ -58,10 +58,10 @@ def transposed_by_backward(
     rule: Rule, linear: Map, at: Any, examples: Any, values: Any
 ) -> list[Any]:
     """By autograd itself, which takes a third of the time of torch.func; not differentiable."""
-    with unpacked(), Transposing(rule) as own, torch.enable_grad():
+    with unpacked(), Transposing(rule, EAGER) as own, torch.enable_grad():
         vs = [e.detach().requires_grad_() for e in examples]
-        with own.traced(EAGER):
-            outs = linear([x.detach() for x in at], vs)
+        outs = linear([x.detach() for x in at], vs)
+        own.level = None  # traced
         pairs = zip(outs, values, strict=True)
         kept = [(o, v) for o, v in pairs if o is not None and v is not None and o.requires_grad]
         if not kept:

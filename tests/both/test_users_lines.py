@@ -16,7 +16,7 @@ import gradtools
 from gradtools import GradtoolsError, GradtoolsWarning, errors
 from gradtools.code_origin import PACKAGE, innermost
 from tests.support.bad_inputs import BAD, NATIVE
-from tests.support.derivative_table import lift
+from tests.support.numpy_trees import lift
 
 HERE = __file__
 OWN = os.path.dirname(gradtools.__file__) + os.sep

@@ -15,8 +15,8 @@ from tests.conformance.rig.matrix import (
     TRANSFORMS,
     cells,
     families,
-    smooth_programs,
 )
+from tests.conformance.rig.programs import smooth_programs
 from tests.support.tiers import in_turn
 
 pytest_plugins = ["tests.support.compiled_programs"]

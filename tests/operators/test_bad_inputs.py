@@ -18,7 +18,7 @@ from tests.support.bad_inputs import (
     read,
     without_what_changes,
 )
-from tests.support.derivative_table import lift
+from tests.support.numpy_trees import lift
 from tests.support.state_of_process import changes, everything
 
 TEXTS = read()

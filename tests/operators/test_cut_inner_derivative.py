@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gradtools.errors import DisconnectedInputError, GradtoolsWarning
-from tests.support.derivative_table import close, lift, lower
+from tests.support.numpy_trees import close, lift, lower
 
 X = np.array(1.2)
 Z = np.array(1.5)

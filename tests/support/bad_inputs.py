@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.derivative_table import lift
+from tests.support.numpy_trees import lift
 
 Call = Callable[[Any, Any], Any]  # of the namespace and of what turns NumPy's arrays into its own
 

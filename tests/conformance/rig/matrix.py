@@ -18,7 +18,8 @@ from functools import lru_cache
 from itertools import count, product, zip_longest
 from typing import Any
 
-from gradtools.testing.scenario_table import Scenario, scenarios
+from gradtools.testing.scenario_table import Scenario
+from tests.conformance.rig.programs import smooth_programs
 
 DTYPES = ("float64", "float32", "bfloat16", "complex128", "complex64")
 TRANSFORMS = ("eager", "compile", "vmap", "checkpoint", "loop")
@@ -121,17 +122,6 @@ class Cell:
         return " | ".join(
             (self.operator.name, self.program.name, self.dtype, self.transform, self.arguments)
         )
-
-
-@lru_cache
-def smooth_programs() -> tuple[Scenario, ...]:
-    """The records that are smooth and of ordinary size where they are tried, in 64 bits."""
-    special = {"kink", "large", "tiny", "cancels"}
-    return tuple(
-        s
-        for s in scenarios(order=2, dtype=("float64", "complex128"))
-        if not special & s.tags and s.name != "an argument of which nothing is used"
-    )
 
 
 def cells(backend: str) -> Iterator[Cell]:

@@ -23,7 +23,8 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.tolerances import real_name
-from gradtools.testing.scenario_table import Scenario, scenarios
+from gradtools.testing.scenario_table import Scenario
+from tests.conformance.rig.programs import program_of
 
 Leaves = list[Any]
 Path = Callable[[Leaves], Leaves]
@@ -190,8 +191,7 @@ def reference_of(name: str, arguments: str, dtype: str, batched: bool = False) -
             f"the scenario matrix needs NumPy 2.1 or newer for its reference; this is "
             f"{np.__version__}. Fix: pip install 'numpy>=2.1'"
         )
-    (program,) = scenarios(name=name)
-    return (BatchReference if batched else Reference)(program, arguments, dtype)
+    return (BatchReference if batched else Reference)(program_of(name), arguments, dtype)
 
 
 class Reference:

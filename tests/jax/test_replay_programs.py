@@ -12,28 +12,26 @@ import gradtools.jax as gt
 from gradtools import GradtoolsError
 from tests.support import replay_programs_jax_models  # noqa: F401 - fills the table
 from tests.support.replay_programs_jax import PLAIN, PROGRAMS, loop
+from tests.support.scenarios import Scenario
 
 QUICK = ("callback that counts", "module of nnx in", "module of nnx that", "written", "while")
 
 
-def _each() -> list[object]:
-    slow = [name for name in PROGRAMS if not any(part in name for part in QUICK)]
-    marks = {name: [pytest.mark.slow] for name in slow}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in PROGRAMS]
+def _marks(scenario: Scenario) -> list[pytest.MarkDecorator]:
+    return [] if any(part in scenario.name for part in QUICK) else [pytest.mark.slow]
 
 
 @pytest.mark.quick_at("an array of numpy written before the backward pass of frozen")
 @pytest.mark.sampled(slow=2)
-@pytest.mark.parametrize("name", _each())
+@pytest.mark.parametrize("program", PROGRAMS.cases(_marks))
 @pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
-def test_a_program_gives_what_the_plain_loop_gives_or_is_refused(name: str) -> None:
-    program = PROGRAMS[name]
-    operator = getattr(gt, program.operator)
-    if program.refused is not None:
-        with pytest.raises(GradtoolsError, match=program.refused):
-            program.run(operator)
+def test_a_program_gives_what_the_plain_loop_gives_or_is_refused(program: Scenario) -> None:
+    name = program.known["operator"]
+    if program.expected is not None:
+        with pytest.raises(GradtoolsError, match=program.expected):
+            program.program(getattr(gt, name))
         return
-    found, expected = program.run(operator), program.run(PLAIN[program.operator])
+    found, expected = program.program(getattr(gt, name)), program.program(PLAIN[name])
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = (jax.random.key_data(x) if _is_key(x) else x for x in (a, b))
@@ -51,8 +49,8 @@ def test_there_are_many_programs() -> None:
 
 def test_the_plain_loop_is_told_from_a_loop_that_drops_a_chunk() -> None:
     dropped = lambda f, size, *axes, **options: loop(f, size + 1, *axes, **options)
-    program = PROGRAMS["a module of nnx"]
+    run = PROGRAMS["a module of nnx"].program
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        a, b = program.run(loop), program.run(dropped)
+        a, b = run(loop), run(dropped)
     assert not np.allclose(a[0], b[0])

@@ -5,7 +5,6 @@ Each returns pairs of what comes out and what is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,16 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import gradtools.torch as gt  # noqa: E402
+from tests.stories.test_training_torch import compare  # noqa: E402
+from tests.support.scenarios import Table  # noqa: E402
 
 F, nn, D, Tensor = torch.nn.functional, torch.nn, torch.float64, torch.Tensor
-PROGRAMS: list[Callable[[], list[tuple[Any, Any]]]] = []
+PROGRAMS = Table()
 X = torch.linspace(-1.0, 1.0, 15, dtype=D).reshape(5, 3).sin()
 V, U = X[0] + 0.5, torch.tensor([0.5, 1.0, -0.2], dtype=D)
-
-
-def program(f: Any) -> Any:
-    PROGRAMS.append(f)
-    return f
 
 
 def network() -> nn.Sequential:
@@ -58,29 +54,29 @@ def everywhere(f: Any, x: Tensor) -> list[tuple[Any, Any]]:
     ]
 
 
-@program
+@PROGRAMS.add()
 def weighted_cross_entropy_with_smoothing():
     labels = torch.tensor([2])
     smooth = {"weight": U.abs(), "label_smoothing": 0.1}
     return everywhere(lambda x: F.cross_entropy(x[None] ** 2, labels, **smooth), V)
 
 
-@program
+@PROGRAMS.add()
 def distances_of_a_power():
     return everywhere(lambda x: torch.cdist(x[:, None], x[:, None] ** 2 + 0.3, p=1.5).sum(), V)
 
 
-@program
+@PROGRAMS.add()
 def determinant_of_a_matrix_that_is_singular_there():
     return everywhere(lambda x: torch.linalg.det(x.outer(x) + torch.diag(x - V)), V)
 
 
-@program
+@PROGRAMS.add()
 def sinc_of_a_difference_that_is_zero_there():
     return everywhere(lambda x: torch.sinc(x - V).sum() + F.hardsigmoid(x).pow(3).sum(), V)
 
 
-@program
+@PROGRAMS.add()
 def gradient_penalty_of_a_critic():
     ours, theirs = network(), network()
     gt.grad(lambda x: ours(x).sum())(X.clone().requires_grad_()).square().sum().backward()
@@ -91,7 +87,7 @@ def gradient_penalty_of_a_critic():
     return [(p.grad, q.grad) for p, q in pairs if q.grad is not None]
 
 
-@program
+@PROGRAMS.add()
 def norms_of_per_example_gradients_of_a_network():
     ours, theirs = network(), network()
     loss = lambda net, x: net(x).square().sum()
@@ -105,7 +101,7 @@ def norms_of_per_example_gradients_of_a_network():
     return [(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
 
 
-@program
+@PROGRAMS.add()
 def an_equilibrium_whose_backward_is_a_solve():
     @gt.custom_rule
     def fixed(w, x):
@@ -135,7 +131,7 @@ def an_equilibrium_whose_backward_is_a_solve():
     return [(gt.grad(f)(V), gt.grad(unrolled)(V)), (gt.hessian(f)(V), hessian(unrolled, V))]
 
 
-@program
+@PROGRAMS.add()
 def two_inner_steps_through_a_norm():
     inner = lambda w, v: (F.layer_norm(X @ w.diag(), (3,), v) ** 2).sum() + (w * v).sum() ** 2
 
@@ -155,7 +151,7 @@ def two_inner_steps_through_a_norm():
     return [(gt.grad(meta)(V), torch.autograd.grad(plain(v), v)[0])]
 
 
-@program
+@PROGRAMS.add()
 def scheduled_reversal_in_a_checkpoint():
     class Reversed(nn.Module):
         def __init__(self):
@@ -172,7 +168,7 @@ def scheduled_reversal_in_a_checkpoint():
     return [(x.grad, -0.1 * slope), (net.step, 1)]
 
 
-@program
+@PROGRAMS.add()
 def a_hook_that_clips_in_chunks():
     def f(x):
         y = x.square()
@@ -182,9 +178,6 @@ def a_hook_that_clips_in_chunks():
     return [(gt.grad(lambda x: gt.chunked(f, 2)(x).sum())(X), 2 * X * U.clamp(-0.5, 0.5))]
 
 
-@pytest.mark.parametrize("attack", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("attack", PROGRAMS.cases())
 def test_an_attack_comes_out_right(attack):
-    pairs = attack()
-    assert pairs
-    for found, right in pairs:
-        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-7)
+    compare(attack.program(), rtol=1e-5, atol=1e-7)

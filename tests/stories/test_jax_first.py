@@ -15,20 +15,9 @@ import pytest
 
 import gradtools.jax as gt
 from gradtools import DisconnectedInputError, GradtoolsError
+from tests.support.scenarios import Table
 
-STORIES: dict[str, Callable[[], None]] = {}
-
-
-def story(source: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Registers a program under its source, `owner/repository#number`."""
-
-    def register(program: Callable[[], None]) -> Callable[[], None]:
-        name = f"{source} {program.__name__}"
-        assert name not in STORIES
-        STORIES[name] = program
-        return program
-
-    return register
+STORIES = Table()
 
 
 def near(result: Any, expected: Any, rtol: float = 1e-10) -> None:
@@ -48,7 +37,7 @@ def kinds(f: Callable[..., Any], *args: Any) -> set[str]:
 # --- NaN
 
 
-@story("jax-ml/jax#5798")
+@STORIES.add(source="jax-ml/jax#5798")
 def where_hides_a_value_and_not_a_slope():
     f = lambda x: jnp.where(x < 1, x, jnp.sqrt(x))
     assert bool(jnp.isnan(gt.grad(f)(0.0)))
@@ -58,14 +47,14 @@ def where_hides_a_value_and_not_a_slope():
     near(gt.grad(safe)(4.0), 0.25)
 
 
-@story("jax-ml/jax#1052")
+@STORIES.add(source="jax-ml/jax#1052")
 def the_logarithm_of_the_branch_not_taken():
     f = lambda x: jnp.where(x > 0, jnp.log(x), 0.0)
     assert bool(jnp.isnan(gt.grad(f)(0.0)))
     assert "nan" in kinds(f, jnp.asarray(0.0))
 
 
-@story("jax-ml/jax#6484")
+@STORIES.add(source="jax-ml/jax#6484")
 def the_squared_norm_at_equal_points():
     distance = lambda x, y: jnp.linalg.norm(x - y) ** 2
     x = jnp.array([1.0, 2.0, 3.0])
@@ -74,13 +63,13 @@ def the_squared_norm_at_equal_points():
     near(gt.grad(lambda x, y: ((x - y) ** 2).sum())(x, x), jnp.zeros(3))
 
 
-@story("jax-ml/jax#3058")
+@STORIES.add(source="jax-ml/jax#3058")
 def the_norm_at_zero():
     assert "nan" in kinds(jnp.linalg.norm, jnp.zeros(3))
     near(gt.grad(jnp.linalg.norm)(jnp.array([3.0, 4.0])), jnp.array([0.6, 0.8]))
 
 
-@story("jax-ml/jax#26248")
+@STORIES.add(source="jax-ml/jax#26248")
 def a_scale_before_and_after_the_norm():
     """Equal values, and the gradient of the scale is 0 in one form and NaN in the other."""
     x = jnp.zeros(2)
@@ -93,7 +82,7 @@ def a_scale_before_and_after_the_norm():
     assert "nan" in kinds(inside, jnp.asarray(1.3))
 
 
-@story("jax-ml/jax#654")
+@STORIES.add(source="jax-ml/jax#654")
 def distances_of_charges_to_themselves():
     """Zeros on the diagonal are masked after the division; both modes agree where it is safe."""
     charges, points = draw(4), draw(4, 3, seed=1)
@@ -112,7 +101,7 @@ def distances_of_charges_to_themselves():
     assert bool(jnp.isfinite(reverse).all())
 
 
-@story("deepmodeling/deepmd-kit#4668")
+@STORIES.add(source="deepmodeling/deepmd-kit#4668")
 def the_hessian_of_a_normalised_difference():
     def safe_norm(x):
         square = (x**2).sum(-1, keepdims=True)
@@ -129,24 +118,24 @@ def the_hessian_of_a_normalised_difference():
 # --- complex numbers
 
 
-@story("jax-ml/jax#9110")
+@STORIES.add(source="jax-ml/jax#9110")
 def the_gradient_of_a_squared_modulus_descends():
     f = lambda z: jnp.real(z) ** 2 + jnp.imag(z) ** 2
     near(gt.grad(f)(3.0 + 4.0j), 6.0 + 8.0j)
     near(jax.grad(f)(3.0 + 4.0j), 6.0 - 8.0j)
 
 
-@story("jax-ml/jax#15872")
+@STORIES.add(source="jax-ml/jax#15872")
 def the_slope_along_the_imaginary_part():
     near(gt.grad(lambda z: z.imag**2)(2.0j), 4.0j)
 
 
-@story("jax-ml/jax#1853")
+@STORIES.add(source="jax-ml/jax#1853")
 def the_modulus_at_an_imaginary_number():
     near(gt.grad(jnp.abs)(1.0j), 1.0j)
 
 
-@story("jax-ml/jax#4891")
+@STORIES.add(source="jax-ml/jax#4891")
 def a_gradient_is_what_the_inner_product_says():
     """<grad, v> = jvp(v) with the real part of vdot, for every v."""
     f = lambda z: jnp.abs(jnp.sin(z).sum()) ** 2
@@ -154,7 +143,7 @@ def a_gradient_is_what_the_inner_product_says():
     near(jnp.vdot(gt.grad(f)(z), v).real, gt.jvp(f, (z,), (v,))[1])
 
 
-@story("yhtang/FunFact#130")
+@STORIES.add(source="yhtang/FunFact#130")
 def gradient_descent_on_complex_factors_needs_no_conjugate():
     target = draw(4, 3) + 1j * draw(4, 3, seed=1)
     loss = lambda a, b: (jnp.abs(a @ b - target) ** 2).sum()
@@ -169,7 +158,7 @@ def gradient_descent_on_complex_factors_needs_no_conjugate():
 # --- cut and edited gradients
 
 
-@story("jax-ml/jax#9032")
+@STORIES.add(source="jax-ml/jax#9032")
 def a_straight_through_estimator_has_the_value_exactly():
     x = jnp.asarray(np.float32([0.1, 1e8 + 0.5, -7.3]))
     through = gt.straight_through(jnp.round)
@@ -177,7 +166,7 @@ def a_straight_through_estimator_has_the_value_exactly():
     near(gt.grad(lambda x: through(x).sum())(x), np.ones(3, np.float32))
 
 
-@story("jax-ml/jax#27304")
+@STORIES.add(source="jax-ml/jax#27304")
 def a_quantizer_passes_the_gradient_where_it_does_not_saturate():
     limit = 2.0
     clipped = lambda x: jnp.clip(x, -limit, limit)
@@ -187,7 +176,7 @@ def a_quantizer_passes_the_gradient_where_it_does_not_saturate():
     near(gt.grad(lambda x: quantized(x).sum())(x), jnp.array([0.0, 1.0, 1.0, 0.0]))
 
 
-@story("jax-ml/jax#10867")
+@STORIES.add(source="jax-ml/jax#10867")
 def an_unused_parameter_is_named():
     loss = lambda w, b, x: ((x * w) ** 2).sum()
     with pytest.raises(DisconnectedInputError, match="argument 1"):
@@ -195,7 +184,7 @@ def an_unused_parameter_is_named():
     near(gt.grad(loss, (0, 1), disconnected_inputs="zeros")(2.0, 3.0, jnp.ones(2)), (8.0, 0.0))
 
 
-@story("fungtion/DANN#7")
+@STORIES.add(source="fungtion/DANN#7")
 def the_domain_classifier_descends_while_the_features_ascend():
     """One pass with the reversal equals the two passes with their own signs."""
     features = lambda w, x: jnp.tanh(x @ w)
@@ -206,14 +195,14 @@ def the_domain_classifier_descends_while_the_features_ascend():
     near((dw, dv), (-plain[0], plain[1]))
 
 
-@story("keras-team/keras#3119")
+@STORIES.add(source="keras-team/keras#3119")
 def the_reversal_has_a_schedule():
     f = jax.jit(lambda x, scale: gt.grad(lambda x: (gt.reverse_gradient(x, scale) ** 2).sum())(x))
     for scale in (0.0, 0.5, 2.0):
         near(f(jnp.array([1.0, 3.0]), scale), -scale * jnp.array([2.0, 6.0]))
 
 
-@story("scikit-adaptation/skada#253")
+@STORIES.add(source="scikit-adaptation/skada#253")
 def encoder_and_classifier_by_one_minimax_call():
     loss = lambda encoder, head: (jnp.tanh(encoder) * head).sum()
     encoder, head = draw(3), draw(3, seed=1)
@@ -226,7 +215,7 @@ def encoder_and_classifier_by_one_minimax_call():
 # --- second order and mixed modes
 
 
-@story("google-research/t5x#351")
+@STORIES.add(source="google-research/t5x#351")
 def a_reverse_rule_for_a_loss_serves_hessians():
     def value(logits, label):
         return jax.nn.logsumexp(logits) - logits[label]
@@ -241,7 +230,7 @@ def a_reverse_rule_for_a_loss_serves_hessians():
     near(gt.hessian(loss)(z, 2), jax.hessian(value)(z, 2))
 
 
-@story("google/jaxopt#474")
+@STORIES.add(source="google/jaxopt#474")
 def the_hessian_of_a_ridge_solution():
     """An implicit derivative given in reverse mode, differentiated forward over reverse."""
     x, y = draw(8, 3), draw(8, seed=1)
@@ -258,7 +247,7 @@ def the_hessian_of_a_ridge_solution():
     near(jax.hessian(loss(ridge))(0.7), jax.hessian(loss(solve))(0.7), rtol=1e-8)
 
 
-@story("jax-ml/jax#3727")
+@STORIES.add(source="jax-ml/jax#3727")
 def forward_mode_under_vmap_of_a_reverse_rule():
     f = gt.custom_rule(jnp.sin)
     f.defvjp(lambda x: (jnp.sin(x), x), lambda x, c: (jnp.cos(x) * c,))
@@ -267,7 +256,7 @@ def forward_mode_under_vmap_of_a_reverse_rule():
     near(jax.vmap(jax.jacfwd(f))(draw(2, 3)), jax.vmap(jax.jacfwd(jnp.sin))(draw(2, 3)))
 
 
-@story("jax-ml/jax#7401")
+@STORIES.add(source="jax-ml/jax#7401")
 def the_hessian_through_an_integrator():
     """A likelihood of an integrated equation; the loop between Python integers has both modes."""
 
@@ -282,7 +271,7 @@ def the_hessian_through_an_integrator():
     near(gt.hessian(f)(0.8), expected)
 
 
-@story("pytorch/functorch#328")
+@STORIES.add(source="pytorch/functorch#328")
 def the_residual_of_a_poisson_equation():
     u = lambda x, y: jnp.sin(jnp.pi * x) * jnp.sin(jnp.pi * y)
     second = lambda f, i: gt.grad(gt.grad(f, i), i)
@@ -291,7 +280,7 @@ def the_residual_of_a_poisson_equation():
     near(residual, -2 * jnp.pi**2 * u(x, y))
 
 
-@story("Ceyron/machine-learning-and-simulation#23")
+@STORIES.add(source="Ceyron/machine-learning-and-simulation#23")
 def a_loss_that_matches_jacobians():
     net = lambda w, x: jnp.tanh(w @ x)
     w, target, x = draw(3, 2), draw(3, 2, seed=1), draw(2, seed=2)
@@ -300,7 +289,7 @@ def a_loss_that_matches_jacobians():
     near(gt.grad(loss)(w), jax.grad(plain)(w))
 
 
-@story("ASEM000/Physics-informed-neural-network-in-JAX#1")
+@STORIES.add(source="ASEM000/Physics-informed-neural-network-in-JAX#1")
 def a_derivative_for_each_time_needs_no_sum():
     y = lambda t: jnp.exp(-(t**2))
     t = jnp.linspace(0.0, 2.0, 7)
@@ -308,14 +297,14 @@ def a_derivative_for_each_time_needs_no_sum():
     near(gt.jvp(y, (t,), (jnp.ones_like(t),))[1], -2 * t * y(t))
 
 
-@story("jax-ml/jax#4670")
+@STORIES.add(source="jax-ml/jax#4670")
 def a_gradient_of_many_numbers_is_refused_with_what_to_do():
     with pytest.raises(GradtoolsError, match="must return one real number"):
         gt.grad(jnp.sin)(jnp.arange(3.0))
     near(jax.vmap(gt.grad(jnp.sin))(jnp.arange(3.0)), jnp.cos(jnp.arange(3.0)))
 
 
-@story("jax-ml/jax#2736")
+@STORIES.add(source="jax-ml/jax#2736")
 def eigenvalues_of_a_hessian_differentiated():
     """Of a symmetric matrix eigh has a derivative; the trace is the sum of the eigenvalues."""
     inner = lambda x, a: (a * x**4).sum()
@@ -325,6 +314,6 @@ def eigenvalues_of_a_hessian_differentiated():
 
 
 @pytest.mark.sampled(8, 100)
-@pytest.mark.parametrize("name", STORIES)
-def test_the_program_gives_what_is_true(name):
-    STORIES[name]()
+@pytest.mark.parametrize("story", STORIES.cases())
+def test_the_program_gives_what_is_true(story):
+    story.program()

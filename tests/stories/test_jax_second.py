@@ -13,18 +13,9 @@ import pytest
 import gradtools.jax as gt
 from gradtools import GradtoolsError
 from tests.stories.test_jax_first import draw, near
+from tests.support.scenarios import Table
 
-STORIES = {}
-
-
-def story(source: str):
-    """Registers a program under its source, `owner/repository#number`."""
-
-    def register(program):
-        STORIES[f"{source} {program.__name__}"] = program
-        return program
-
-    return register
+STORIES = Table()
 
 
 def sine(**options):
@@ -36,7 +27,7 @@ def sine(**options):
 # --- rules
 
 
-@story("jax-ml/jax#3996")
+@STORIES.add(source="jax-ml/jax#3996")
 def one_function_with_both_rules():
     f = gt.custom_rule(lambda x: x**3)
     f.defvjp(lambda x: (x**3, x), lambda x, c: (3 * x**2 * c,))
@@ -46,7 +37,7 @@ def one_function_with_both_rules():
     near(jax.hessian(f)(2.0), 12.0)
 
 
-@story("jax-ml/jax#2912")
+@STORIES.add(source="jax-ml/jax#2912")
 def an_array_among_the_arguments_that_have_no_derivative():
     """`nondiff_argnums` of a traced array leaks a tracer; here it is an argument like another."""
     f = gt.custom_rule(lambda s, p: s * p)
@@ -55,7 +46,7 @@ def an_array_among_the_arguments_that_have_no_derivative():
     near(gt.grad(lambda p: g(0.2, p))(0.1), 0.2)
 
 
-@story("jax-ml/jax#20889")
+@STORIES.add(source="jax-ml/jax#20889")
 def a_mask_in_a_scan():
     func = gt.custom_rule(lambda x, mask: x * mask)
     func.defjvp(lambda xs, dxs: (func(*xs), dxs[0] * xs[1]))
@@ -69,7 +60,7 @@ def a_mask_in_a_scan():
     near(jax.jit(jax.grad(loss))(x, mask), mask * 1.0)
 
 
-@story("jax-ml/jax#23065")
+@STORIES.add(source="jax-ml/jax#23065")
 def integer_indices_are_an_argument():
     f = gt.custom_rule(lambda x, at: x[at])
     f.defjvp(lambda xs, dxs: (f(*xs), dxs[0][xs[1]]))
@@ -78,7 +69,7 @@ def integer_indices_are_an_argument():
         near(jax.jit(jax.jacobian(lambda x: f(x, at)))(x), jnp.eye(6)[at])
 
 
-@story("jax-ml/jax#9374")
+@STORIES.add(source="jax-ml/jax#9374")
 def a_rule_in_a_branch():
     f = gt.custom_rule(lambda x, y: y**2)
     f.defjvp(lambda xs, dxs: (f(*xs), 2 * xs[1] * dxs[1]))
@@ -87,7 +78,7 @@ def a_rule_in_a_branch():
     near(jax.grad(g)(1.0, 1.0), 1.0)
 
 
-@story("jax-ml/jax#4173")
+@STORIES.add(source="jax-ml/jax#4173")
 def a_rule_in_scan_under_vmap():
     f = gt.custom_rule(lambda x: x.sum())
     f.defvjp(lambda x: (x.sum(), x), lambda x, c: (jnp.broadcast_to(c, x.shape),))
@@ -99,7 +90,7 @@ def a_rule_in_scan_under_vmap():
     near(train(jnp.ones((4, 3))), jnp.full((4, 3), 0.7))
 
 
-@story("jax-ml/jax#4008")
+@STORIES.add(source="jax-ml/jax#4008")
 def a_differentiated_value_that_a_rule_closes_over_is_refused():
     def f(w, x):
         scaled = gt.custom_rule(lambda x: w * x)
@@ -112,7 +103,7 @@ def a_differentiated_value_that_a_rule_closes_over_is_refused():
         gt.grad(f)(2.0, 1.0)
 
 
-@story("jax-ml/jax#19087")
+@STORIES.add(source="jax-ml/jax#19087")
 def a_forward_rule_over_a_reverse_rule():
     inner = sine()
     outer = gt.custom_rule(lambda x: inner(x) ** 2)
@@ -123,7 +114,7 @@ def a_forward_rule_over_a_reverse_rule():
     near(jax.grad(jax.jacfwd(outer))(x), 2 * jnp.cos(2 * x))
 
 
-@story("astro-informatics/s2fft#165")
+@STORIES.add(source="astro-informatics/s2fft#165")
 def forward_mode_of_a_transform_with_its_own_adjoint():
     """A linear transform whose reverse rule is its adjoint, pushed by transposing it."""
     matrix = draw(5, 4) + 1j * draw(5, 4, seed=1)
@@ -133,7 +124,7 @@ def forward_mode_of_a_transform_with_its_own_adjoint():
     near(gt.jvp(transform, (x,), (dx,))[1], matrix @ dx)
 
 
-@story("PennyLaneAI/pennylane#2791")
+@STORIES.add(source="PennyLaneAI/pennylane#2791")
 def parameter_shift_in_both_modes():
     """A circuit's expectation cos(a) cos(b) and its exact shifted differences."""
     circuit = lambda p: jnp.cos(p[0]) * jnp.cos(p[1])
@@ -152,7 +143,7 @@ def parameter_shift_in_both_modes():
 # --- host functions
 
 
-@story("jax-ml/jax#1142")
+@STORIES.add(source="jax-ml/jax#1142")
 def a_numpy_function_with_a_numpy_derivative():
     f, slope = gt.host_function(np.sin), gt.host_function(np.cos)
     f.defvjp(lambda x: (f(x), x), lambda x, c: (slope(x) * c,))
@@ -162,7 +153,7 @@ def a_numpy_function_with_a_numpy_derivative():
     near(jax.grad(jax.grad(f))(x), -np.sin(x))
 
 
-@story("jax-ml/jax#30401")
+@STORIES.add(source="jax-ml/jax#30401")
 def a_linear_kernel_called_on_its_tangent():
     """`pure_callback` of the tangent has no transpose; a kernel with both rules has."""
     matrix = np.random.default_rng(0).normal(size=(3, 3))
@@ -176,7 +167,7 @@ def a_linear_kernel_called_on_its_tangent():
     near(jax.jacfwd(apply)(x), matrix)
 
 
-@story("jax-ml/jax#13587")
+@STORIES.add(source="jax-ml/jax#13587")
 def a_kernel_for_each_example():
     f = gt.host_function(lambda x: x / np.linalg.norm(x))
     near(jax.vmap(f)(jnp.array([[3.0, 4.0], [0.0, 2.0]])), jnp.array([[0.6, 0.8], [0.0, 1.0]]))
@@ -185,14 +176,14 @@ def a_kernel_for_each_example():
 # --- chunks and accumulation
 
 
-@story("google-deepmind/optax#1567")
+@STORIES.add(source="google-deepmind/optax#1567")
 def accumulation_of_unequal_chunks_is_the_mean_of_all():
     x, y, w = draw(10, 3), draw(10, seed=1), draw(3, seed=2)
     loss = lambda w, x, y: ((x @ w - y) ** 2).mean()
     near(gt.microbatched_value_and_grad(loss, 4)(w, x, y), jax.value_and_grad(loss)(w, x, y))
 
 
-@story("google/flax#2031")
+@STORIES.add(source="google/flax#2031")
 def token_means_over_chunks_are_weighted_by_tokens():
     x, mask, w = draw(6, 5), jnp.asarray(np.arange(30).reshape(6, 5) % 3 != 0) * 1.0, draw(5)
     loss = lambda w, x, m: (((x * w) ** 2) * m).sum() / m.sum()
@@ -200,7 +191,7 @@ def token_means_over_chunks_are_weighted_by_tokens():
     near(step(w, x, mask), jax.value_and_grad(loss)(w, x, mask))
 
 
-@story("AI-Hypercomputer/maxtext#812")
+@STORIES.add(source="AI-Hypercomputer/maxtext#812")
 def metrics_of_the_whole_batch_beside_the_gradient():
     x, w = draw(8, 3), draw(3, seed=1)
 
@@ -213,7 +204,7 @@ def metrics_of_the_whole_batch_beside_the_gradient():
     near((value, metrics, grads), (expected, whole, slopes))
 
 
-@story("google-deepmind/optax#320")
+@STORIES.add(source="google-deepmind/optax#320")
 def accumulation_holds_one_chunk():
     """Temporaries of the compiled step, in bytes: one chunk's and not the batch's."""
     w, x = jnp.ones((32, 32)), jnp.ones((512, 32))
@@ -227,7 +218,7 @@ def accumulation_holds_one_chunk():
     assert size(gt.microbatched_value_and_grad(loss, 32)) < 0.4 * size(jax.value_and_grad(loss))
 
 
-@story("luyug/GradCache#7")
+@STORIES.add(source="luyug/GradCache#7")
 def negatives_of_all_chunks_count():
     """Cached chunks of an encoder give the gradient of the whole batch's loss."""
     a, b, w = draw(8, 4), draw(8, 4, seed=1), draw(4, 3, seed=2)
@@ -240,7 +231,7 @@ def negatives_of_all_chunks_count():
     near(jax.grad(loss)(w, lambda f: gt.chunked(f, 3)), jax.grad(loss)(w, lambda f: f))
 
 
-@story("jax-ml/jax#3646")
+@STORIES.add(source="jax-ml/jax#3646")
 def one_key_for_several_draws():
     """The same key for each chunk is refused; a key that is named is folded for each chunk."""
     drop = lambda x, key: x * jax.random.bernoulli(key, 0.5, x.shape)
@@ -251,7 +242,7 @@ def one_key_for_several_draws():
     assert not bool((rows[:2] == rows[2:4]).all())
 
 
-@story("google/flax#339")
+@STORIES.add(source="google/flax#339")
 def batch_statistics_are_handed_from_chunk_to_chunk():
     def loss(w, x, mean):
         h = x @ w
@@ -270,7 +261,7 @@ def batch_statistics_are_handed_from_chunk_to_chunk():
 # --- gradients of single examples
 
 
-@story("google-deepmind/optax#50")
+@STORIES.add(source="google-deepmind/optax#50")
 def clipped_gradients_of_single_examples():
     loss = lambda w, x: jnp.tanh(x @ w) ** 2
     w, x = draw(3), draw(5, 3, seed=1)
@@ -281,7 +272,7 @@ def clipped_gradients_of_single_examples():
     assert float(jnp.linalg.norm(clipped, axis=1).max()) <= 0.1 + 1e-12
 
 
-@story("google/flax#1852")
+@STORIES.add(source="google/flax#1852")
 def the_mean_of_single_gradients_is_the_gradient_of_the_mean():
     loss = lambda p, x: ((p["w"] @ x + p["b"]) ** 2).sum()
     p, x = {"w": draw(2, 3), "b": draw(2, seed=1)}, draw(4, 3, seed=2)
@@ -293,7 +284,7 @@ def the_mean_of_single_gradients_is_the_gradient_of_the_mean():
 # --- losses over all pairs
 
 
-@story("google-research/big_vision#130")
+@STORIES.add(source="google-research/big_vision#130")
 def the_sigmoid_loss_in_tiles():
     x, y = draw(7, 4), draw(7, 4, seed=1)
 
@@ -305,7 +296,7 @@ def the_sigmoid_loss_in_tiles():
     near(jax.value_and_grad(tiled, (0, 1))(x, y), jax.value_and_grad(dense, (0, 1))(x, y))
 
 
-@story("huggingface/transformers#13217")
+@STORIES.add(source="huggingface/transformers#13217")
 def the_loss_of_clip():
     x, y = draw(6, 4), draw(6, 4, seed=1)
 
@@ -321,7 +312,7 @@ def the_loss_of_clip():
 # --- devices
 
 
-@story("jax-ml/jax#7047")
+@STORIES.add(source="jax-ml/jax#7047")
 def a_rule_that_sums_over_a_mapped_axis():
     f = gt.custom_rule(lambda x: jax.lax.psum(x, "i"))
     f.defvjp(lambda x: (jax.lax.psum(x, "i"), None), lambda _, c: (c,))
@@ -329,6 +320,6 @@ def a_rule_that_sums_over_a_mapped_axis():
 
 
 @pytest.mark.sampled(8, 100)
-@pytest.mark.parametrize("name", STORIES)
-def test_the_program_gives_what_is_true(name):
-    STORIES[name]()
+@pytest.mark.parametrize("story", STORIES.cases())
+def test_the_program_gives_what_is_true(story):
+    story.program()

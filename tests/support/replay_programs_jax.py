@@ -7,8 +7,6 @@ gradtools must refuse in its own words.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -17,31 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
+from tests.support.scenarios import Table
 
-@dataclass(frozen=True)
-class Program:
-    """One program.
-
-    Attributes:
-        run: Takes `chunked`, or what else `operator` names.
-        refused: What gradtools says where it refuses; None where the numbers must agree.
-        operator: Which operator the program is handed.
-    """
-
-    run: Callable[[Any], Any]
-    refused: str | None = None
-    operator: str = "chunked"
+PROGRAMS = Table()
 
 
-PROGRAMS: dict[str, Program] = {}
-
-
-def program(refused: str | None = None, operator: str = "chunked") -> Any:
-    def register(run: Callable[[Any], Any]) -> Any:
-        PROGRAMS[run.__name__.replace("_", " ").strip()] = Program(run, refused, operator)
-        return run
-
-    return register
+def program(refused: str | None = None, operator: str = "chunked", name: str = "") -> Any:
+    """Adds a program that is handed an operator; `refused`: what gradtools says if it refuses."""
+    return PROGRAMS.add(name, refused, operator=operator)
 
 
 # --- the plain loops --------------------------------------------------------------------------
@@ -511,7 +492,7 @@ def _plainly(name: str, f: Any, refused: str | None = None, **options: Any) -> N
             g = lambda w, x: both(chunked(f, 3, (None, 0), **options), w, x)
             return (jax.jit(g) if jit else g)(W, X)
 
-        PROGRAMS[name + way] = Program(run, refused)
+        program(refused, name=name + way)(run)
 
 
 def _scan(w: Any, x: Any) -> Any:
@@ -566,8 +547,8 @@ _plainly("a mutable array in kept chunks", _with_ref, "f makes a mutable array",
 _plainly("a checkpoint in f", jax.checkpoint(encode))
 _plainly("a rule of JAX's own in f", lambda w, x: _ruled(x @ w))
 _refused = "the fwd or bwd of a jax.custom_vjp in f closes over it"
-PROGRAMS["a rule that closes over a tracer"] = Program(
-    lambda chunked: both(chunked(_closure_rule, 3, (None, 0)), W, X), _refused
+program(_refused, name="a rule that closes over a tracer")(
+    lambda chunked: both(chunked(_closure_rule, 3, (None, 0)), W, X)
 )  # under jit JAX says it itself, when the program that holds the tracer is run
 _plainly("a derivative in f", lambda w, x: jax.grad(lambda x: jnp.sum(encode(w, x) ** 2))(x))
 _plainly("an f that depends on the size of a chunk", _by_size)

@@ -6,11 +6,11 @@ it is checked. `says` is what the message must hold: the mode, the argument, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from tests.support.scenarios import Table
 
 _RNG = np.random.default_rng(3)
 X, Y = _RNG.normal(size=(3, 4)), _RNG.normal(size=(3, 4))
@@ -19,29 +19,13 @@ A, Z = _RNG.normal(size=(3, 3)), _RNG.normal(size=3) + 1j * _RNG.normal(size=3)
 POSITIVE = np.array([0.5, 1.5, 2.0])
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """A rule, where it is checked, and what must be said of it."""
-
-    name: str
-    make: Callable[[Any], tuple[Any, tuple[Any, ...]]]
-    says: tuple[str, ...]
-    only: str = ""  # the backend in which such a mistake can be made
-
-    def __str__(self) -> str:
-        return self.name
-
-
-MISTAKES: list[Mistake] = []
-RIGHT: list[Mistake] = []
+MISTAKES, RIGHT = Table(), Table()
+right = RIGHT.add
 
 
 def mistake(name: str, *says: str, only: str = "") -> Any:
-    return lambda make: MISTAKES.append(Mistake(name, make, says, only)) or make
-
-
-def right(name: str, only: str = "") -> Any:
-    return lambda make: RIGHT.append(Mistake(name, make, (), only)) or make
+    """Adds a rule of which these words must be said; `only`: where such a mistake can be made."""
+    return MISTAKES.add(name, says, only)
 
 
 def vjp(gt: Any, fun: Any, fwd: Any, bwd: Any, **options: Any) -> Any:

@@ -7,30 +7,24 @@ pytest.importorskip("flax")
 pytest.importorskip("equinox")
 
 import gradtools.jax as gt  # noqa: E402  (only where JAX is installed)
-from tests.support.jax_lost_gradients import CAUSES, HEALTHY  # noqa: E402
-
-
-def report_on(case):
-    return gt.why_zero(case.f, *case.args)
-
-
-def found(report):
-    return {(f.kind, f.source.line if f.source else None, f.whole) for f in report.findings}
+from tests.support.jax_lost_gradients import CASES  # noqa: E402
+from tests.support.lost_gradients import losses  # noqa: E402
 
 
 @pytest.mark.sampled(45, 84)
-@pytest.mark.parametrize("case", CAUSES, ids=lambda case: case.name)
-def test_a_cause_is_found_at_its_line_with_its_kind(case):
-    report = report_on(case)
-    assert found(report) == case.expected
-    if case.scope is not None:
-        assert {f.scope for f in report.findings} == {case.scope}
+@pytest.mark.parametrize("cause", CASES.causes.cases())
+def test_a_cause_is_found_at_its_line_with_its_kind(cause):
+    report = gt.why_zero(cause.program, *cause.known["args"])
+    found = {(f.kind, f.source.line if f.source else None, f.whole) for f in report.findings}
+    assert found == {*losses(cause)}
+    if cause.known.get("scope"):
+        assert {f.scope for f in report.findings} == {cause.known["scope"]}
 
 
 @pytest.mark.sampled(16, 40)
-@pytest.mark.parametrize("case", HEALTHY, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES.healthy_ones.cases())
 def test_nothing_is_found_where_nothing_is_lost(case):
-    report = report_on(case)
+    report = gt.why_zero(case.program, *case.known["args"])
     assert not report, str(report)
 
 

@@ -30,8 +30,9 @@ def hessian(f: Any, x: Tensor) -> Tensor:
     """Central differences of PyTorch's own gradient."""
 
     def gradient(x: Tensor) -> Tensor:
+        # Without a graph PyTorch's gradient of a determinant that is exactly 0 may be 0.
         x = x.detach().requires_grad_()
-        return torch.autograd.grad(f(x), x)[0]
+        return torch.autograd.grad(f(x), x, create_graph=True)[0].detach()
 
     h = 1e-5
     rows = torch.eye(len(x), dtype=x.dtype)

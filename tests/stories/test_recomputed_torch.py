@@ -263,7 +263,8 @@ def test_frozen_of_a_recomputed_function_in_fewer_bits(low, inside):
         "twice": lambda: gt.frozen(gt.checkpoint(gt.chunked(net, 3))),
     }[inside]()
     expected = slope(net)
-    tolerance = 8 * torch.finfo(low).eps * expected.abs().max().item()
+    steps = 64 if low is torch.float32 else 8  # three rows may be multiplied in another order
+    tolerance = steps * torch.finfo(low).eps * expected.abs().max().item()
     torch.testing.assert_close(slope(wrapped), expected, rtol=0, atol=tolerance)
 
 

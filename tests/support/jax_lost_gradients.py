@@ -1,15 +1,9 @@
-"""Causes of a lost gradient in JAX, each with its kind and line, and healthy functions.
-
-A cause is a function with comments ``# <- kind`` on the lines at which the gradient of its first
-argument is lost; ``# <- kind, partly`` where only one term is. A healthy function has none.
-"""
+"""Causes of a lost gradient in JAX, each with its kind and line, and healthy functions."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +17,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import gradtools.jax as gt
+from tests.support.lost_gradients import LostGradients
 
 X = jnp.asarray([0.3, -0.7, 1.1], jnp.float32)
 POSITIVE = jnp.asarray([1.0, 2.0, 3.0], jnp.float32)
@@ -35,69 +30,8 @@ SPEC = jax.sharding.PartitionSpec("i")
 stop = lax.stop_gradient
 
 
-@dataclass(frozen=True)
-class Case:
-    """A function, and the arguments at which it is looked at.
-
-    Attributes:
-        f: The function.
-        args: Its arguments.
-        scope: The modules of the first finding, if it is told.
-        written: The function whose source holds the marks; f itself, unless it calls another.
-        known_as: What the test is called, where it is not f's own name.
-        mark: What the comment would say, of a lambda, which has one line.
-    """
-
-    f: Callable[..., Any]
-    args: tuple[Any, ...]
-    scope: tuple[str, ...] | None = None
-    written: Any = None
-    known_as: str = ""
-    mark: str = ""
-
-    @property
-    def name(self) -> str:
-        """What the test is called."""
-        return self.known_as or getattr(self.f, "__name__", type(self.f).__name__)
-
-    @property
-    def expected(self) -> set[tuple[str, int | None, bool]]:
-        """The kind and the line of each loss, and whether all is lost."""
-        if self.mark:
-            kind, _, partly = self.mark.partition(", ")
-            return {(kind, self.f.__code__.co_firstlineno, not partly)}
-        lines, first = inspect.getsourcelines(self.written or self.f)
-        marks = [(line.partition("# <- ")[2].strip(), first + i) for i, line in enumerate(lines)]
-        return {
-            (kind, line, not partly)
-            for mark, line in marks
-            for kind, _, partly in [mark.partition(", ")]
-            if kind
-        }
-
-
-CAUSES: list[Case] = []
-HEALTHY: list[Case] = []
-
-
-def cause(*args: Any, scope: tuple[str, ...] | None = None, written: Any = None) -> Any:
-    """Registers a function that loses a gradient; without arguments it is looked at X."""
-
-    def register(f: Any) -> Any:
-        CAUSES.append(Case(f, args or (X,), scope, written))
-        return f
-
-    return register
-
-
-def healthy(*args: Any) -> Any:
-    """Registers a function that loses none."""
-
-    def register(f: Any) -> Any:
-        HEALTHY.append(Case(f, args or (X,)))
-        return f
-
-    return register
+CASES = LostGradients(X)
+cause, healthy = CASES.cause, CASES.healthy
 
 
 # --- in one line, which is that of the loss ---------------------------------------------------
@@ -183,22 +117,14 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "a_part_that_is_set": lambda x: jnp.sin(x).at[0].set(x.astype(jnp.int32)[0] * 1.0).sum(),
     },
 }
-CAUSES += [
-    Case(f, (X,), known_as=name, mark=kind)
-    for kind, functions in ONE_LINE.items()
-    for name, f in functions.items()
-]
+CASES.in_one_line(ONE_LINE)
 
 
-HEALTHY += [
-    Case(f, (X,), known_as=name)
-    for name, f in {
-        "an_old_buffer_is_filled_anew": lambda x: (
-            x.at[:].set(jnp.sin(x)) + x.at[:].set(1.0)
-        ).sum(),
-        "as_many_as_there_are": lambda x: (x[jnp.nonzero(x > 0)[0]] ** 2).sum() + x.sum(),
-    }.items()
-]
+for _name, _f in {
+    "an_old_buffer_is_filled_anew": lambda x: (x.at[:].set(jnp.sin(x)) + x.at[:].set(1.0)).sum(),
+    "as_many_as_there_are": lambda x: (x[jnp.nonzero(x > 0)[0]] ** 2).sum() + x.sum(),
+}.items():
+    healthy(name=_name)(_f)
 
 # --- detached ----------------------------------------------------------------------------
 
@@ -475,7 +401,7 @@ class Model:
         return (self.weight**2).sum()
 
 
-CAUSES.append(Case(Model().loss, (X,), written=Model.loss))
+cause(written=Model.loss)(Model().loss)
 
 
 @cause()  # <- host_number
@@ -650,13 +576,8 @@ class Outer(flax.linen.Module):
 
 _outer = Outer()
 _params = _outer.init(KEY, ROWS)
-CAUSES.append(
-    Case(
-        lambda params: _outer.apply(params, ROWS),
-        (_params,),
-        ("Outer", "block"),
-        StoppedBlock.__call__,
-    )
+cause(_params, name="a block of linen", scope=("Outer", "block"), written=StoppedBlock.__call__)(
+    lambda params: _outer.apply(params, ROWS)
 )
 
 
@@ -670,7 +591,9 @@ class NnxBlock(nnx.Module):
         return jnp.round(self.linear(x)).sum()  # <- zero_derivative
 
 
-CAUSES.append(Case(lambda x: NnxBlock()(x), (ROWS,), ("NnxBlock",), NnxBlock.__call__))
+cause(ROWS, name="a block of nnx", scope=("NnxBlock",), written=NnxBlock.__call__)(
+    lambda x: NnxBlock()(x)
+)
 
 
 class EquinoxBlock(equinox.Module):
@@ -683,7 +606,9 @@ class EquinoxBlock(equinox.Module):
 
 
 _block = EquinoxBlock(equinox.nn.Linear(3, 3, key=KEY))
-CAUSES.append(Case(lambda x: _block(x), (X,), ("EquinoxBlock",), EquinoxBlock.__call__))
+cause(name="a block of equinox", scope=("EquinoxBlock",), written=EquinoxBlock.__call__)(
+    lambda x: _block(x)
+)
 
 
 # --- healthy -----------------------------------------------------------------------------
@@ -730,7 +655,8 @@ ONE_LINERS = {
     "a_precision_in_between": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32).sum(),
     "a_partial_function": lambda x: partial(jnp.multiply, POSITIVE)(x).sum(),
 }
-HEALTHY += [Case(f, (X,), known_as=name) for name, f in ONE_LINERS.items()]
+for _name, _f in ONE_LINERS.items():
+    healthy(name=_name)(_f)
 
 
 @healthy()

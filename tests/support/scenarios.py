@@ -15,7 +15,7 @@ which users have too: `gradtools.testing.scenarios`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,6 @@ class Table(dict[str, Scenario]):
 
         return register
 
-    def cases(self, marks: Callable[[Scenario], Any] = lambda _: ()) -> Iterator[Any]:
+    def cases(self, marks: Callable[[Scenario], Any] = lambda _: ()) -> list[Any]:
         """A parameter of a test for each scenario."""
-        return (pytest.param(s, id=s.name, marks=marks(s)) for s in self.values())
+        return [pytest.param(s, id=s.name, marks=marks(s)) for s in self.values()]

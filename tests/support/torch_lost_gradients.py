@@ -1,19 +1,13 @@
-"""A corpus for the doctor in PyTorch: causes of a lost gradient, and healthy functions.
-
-A cause says its kind, and marks the line at which it is to be found with `# <- here`. On a healthy
-function nothing may be reported. Each function takes one tensor, `X` unless it says otherwise.
-"""
+"""Causes of a lost gradient in PyTorch, each with its kind and line, and healthy functions."""
 
 from __future__ import annotations
 
 import copy
 import ctypes
 import functools
-import inspect
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,70 +17,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
+from tests.support.lost_gradients import LostGradients
 
 X = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64)
 W = torch.linspace(-1.0, 1.5, 9, dtype=torch.float64).reshape(3, 3)
 IMAGE = torch.linspace(-3.0, 9.0, 2 * 3 * 6 * 6, dtype=torch.float64).sin().reshape(2, 3, 6, 6)
-MARK = "# <- here"
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A function that loses its gradient.
-
-    Attributes:
-        f: The function.
-        kind: The kind of loss.
-        whole: Whether all of it is lost, or one term.
-        scope: The modules in which it is lost.
-        args: Its arguments.
-        constant: Whether the output is constant at these values, though data flows.
-    """
-
-    f: Callable[..., Any]
-    kind: str
-    whole: bool = True
-    scope: tuple[str, ...] = ()
-    args: tuple[Any, ...] = (X,)
-    marked: Any = None
-    called: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.called or getattr(self.f, "__name__", type(self.f).__name__)
-
-    @property
-    def lines(self) -> list[int]:
-        """The marked lines, or that of a lambda."""
-        if self.called:
-            return [self.f.__code__.co_firstlineno]
-        source, start = inspect.getsourcelines(self.marked or self.f)
-        return [start + k for k, line in enumerate(source) if MARK in line]
-
-
-CAUSES: list[Cause] = []
-HEALTHY: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = []
-
-
-def lost(kind: str, **known: Any) -> Callable[[Any], Any]:
-    """Adds a function to the causes."""
-
-    def add(f: Any) -> Any:
-        CAUSES.append(Cause(f, kind, **known))
-        return f
-
-    return add
-
-
-def healthy(*args: Any, name: str = "") -> Callable[[Any], Any]:
-    """Adds a function to the healthy ones."""
-
-    def add(f: Any) -> Any:
-        called = name or getattr(f, "__name__", type(f).__name__)
-        HEALTHY.append((called, f, args or (X,)))
-        return f
-
-    return add
+CASES = LostGradients(X)
+cause, healthy = CASES.cause, CASES.healthy
 
 
 # --- in one line, which is that of the loss ---------------------------------------------------
@@ -178,77 +115,73 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "exponential_underflow": lambda x: torch.exp(x - 2000).sum(),
     },
 }
-CAUSES += [
-    Cause(f, kind.partition(", ")[0], "partly" not in kind, called=name)
-    for kind, functions in ONE_LINE.items()
-    for name, f in functions.items()
-]
+CASES.in_one_line(ONE_LINE)
 
 
 # --- stopped -----------------------------------------------------------------------------
 
 
-@lost("detached")
+@cause()
 def detach(x):
-    y = x.detach()  # <- here
+    y = x.detach()  # <- detached
     return (y**2).sum()
 
 
-@lost("detached")
+@cause()
 def detach_in_place(x):
     y = x * 2
-    y.detach_()  # <- here
+    y.detach_()  # <- detached
     return y.sum()
 
 
-@lost("inner_gradient")
+@cause()
 def inner_gradient_without_a_graph(x):
-    (g,) = torch.autograd.grad((x**3).sum(), x)  # <- here
+    (g,) = torch.autograd.grad((x**3).sum(), x)  # <- inner_gradient
     return (g**2).sum()
 
 
-@lost("inner_gradient")
+@cause()
 def gradient_read_from_dot_grad(x):
-    (x**3).sum().backward()  # <- here
+    (x**3).sum().backward()  # <- inner_gradient
     return (x.grad**2).sum()
 
 
-@lost("inner_gradient")
+@cause()
 def fitted_by_an_optimizer_inside(x):
     w = torch.zeros(3, dtype=x.dtype, requires_grad=True)
     optimizer = torch.optim.Adam([w], lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
-        ((w - x) ** 2).sum().backward()  # <- here
+        ((w - x) ** 2).sum().backward()  # <- inner_gradient
         optimizer.step()
     return (w * 2).sum()
 
 
-@lost("detached")
+@cause()
 def detached_inside_a_checkpoint(x):
     def block(z):
-        return z.detach() * 2  # <- here
+        return z.detach() * 2  # <- detached
 
     return checkpoint(block, x, use_reentrant=False).sum()
 
 
-@lost("detached")
+@cause()
 def detached_inside_chunked(x):
     def chunk(z):
-        return z.detach() * 2  # <- here
+        return z.detach() * 2  # <- detached
 
     return gt.chunked(chunk, 2)(x).sum()
 
 
-@lost("detached", whole=False)
+@cause()
 def one_of_three_terms_in_a_sum_of_a_list(x):
-    terms = [x.sin(), x.detach().exp(), x**2]  # <- here
+    terms = [x.sin(), x.detach().exp(), x**2]  # <- detached, partly
     return sum(t.sum() for t in terms)
 
 
 class _Frozen(nn.Module):
     def forward(self, x):
-        return (x * 2).detach()  # <- here
+        return (x * 2).detach()  # <- detached
 
 
 class _Net(nn.Module):
@@ -261,81 +194,81 @@ class _Net(nn.Module):
         return self.blocks(self.first(x)).sum()
 
 
-CAUSES.append(Cause(_Net(), "detached", scope=("_Net", "blocks", "1"), marked=_Frozen))
+cause(scope=("_Net", "blocks", "1"), written=_Frozen)(_Net())
 
 
 # --- out of the framework ----------------------------------------------------------------
 
 
-@lost("left_framework")
+@cause()
 def volume_fraction_through_numpy(x):
-    image = x.detach().numpy()  # <- here
+    image = x.detach().numpy()  # <- left_framework
     binary = (image > 0.4).astype(np.float64)
     return (torch.from_numpy(binary).mean() - 0.5) ** 2
 
 
-@lost("left_framework")
+@cause()
 def item(x):
-    return torch.ones(3).sum() * x.sum().item()  # <- here
+    return torch.ones(3).sum() * x.sum().item()  # <- left_framework
 
 
-@lost("left_framework")
+@cause()
 def through_a_list(x):
-    values = x.tolist()  # <- here
+    values = x.tolist()  # <- left_framework
     return torch.tensor([math.sin(v) for v in values]).sum()
 
 
-@lost("left_framework")
+@cause()
 def new_tensor_of_a_tensor(x):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        y = torch.tensor(x)  # <- here
+        y = torch.tensor(x)  # <- left_framework
     return (y**2).sum()
 
 
-@lost("left_framework")
+@cause()
 def through_c(x):
-    a = np.ascontiguousarray(x.detach().cpu().numpy())  # <- here
+    a = np.ascontiguousarray(x.detach().cpu().numpy())  # <- left_framework
     out = np.empty_like(a)
     ctypes.memmove(out.ctypes.data, a.ctypes.data, a.nbytes)
     return torch.from_numpy(out).sum()
 
 
-@lost("left_framework")
+@cause()
 def scale_by_a_mean_of_numpy(x):
-    mean = np.mean(x.detach().numpy())  # <- here
+    mean = np.mean(x.detach().numpy())  # <- left_framework
     return torch.ones(2) @ torch.full((2,), mean, dtype=torch.float32)
 
 
-@lost("left_framework", whole=False)
+@cause()
 def one_term_through_numpy(x):
-    roughness = np.abs(np.diff(x.detach().numpy())).sum()  # <- here
+    roughness = np.abs(np.diff(x.detach().numpy())).sum()  # <- left_framework, partly
     return x.exp().sum() + torch.tensor(roughness)
 
 
 # --- integers and steps ------------------------------------------------------------------
 
 
-@lost("discrete")
+@cause()
 def histogram(x):
-    counts = torch.histc(x.detach() + 0 if False else x, bins=4, min=-1.0, max=1.0)  # <- here
+    counts = torch.histc(x.detach() + 0 if False else x, bins=4, min=-1.0, max=1.0)  # <- discrete
     return counts @ torch.arange(4.0, dtype=x.dtype)
 
 
-@lost("discrete")
+@cause()
 def bucket(x):
-    k = torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype))  # <- here
+    k = torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype))  # <- discrete
     return k.double().sum()
 
 
-@lost("discrete")
+@cause()
 def sample_that_is_not_reparametrised(x):
-    return torch.multinomial(torch.softmax(x, 0), 2).double().sum()  # <- here
+    return torch.multinomial(torch.softmax(x, 0), 2).double().sum()  # <- discrete
 
 
-@lost("discrete")
+@cause()
 def branch_alone(x):
-    if x.sum() > 0:  # <- here
+    if x.sum() > 0:  # <- discrete
         return torch.ones(())
     return torch.zeros(())
 
@@ -343,133 +276,133 @@ def branch_alone(x):
 # --- derivative zero ---------------------------------------------------------------------
 
 
-@lost("zero_derivative")
+@cause()
 def floor(x):
-    return torch.floor(x * 4).sum()  # <- here
+    return torch.floor(x * 4).sum()  # <- zero_derivative
 
 
-@lost("zero_derivative")
+@cause()
 def sign(x):
-    return (x.sign() * torch.arange(3)).sum()  # <- here
+    return (x.sign() * torch.arange(3)).sum()  # <- zero_derivative
 
 
 # --- switched off ------------------------------------------------------------------------
 
 
-@lost("no_grad")
+@cause()
 def under_no_grad(x):
     with torch.no_grad():
-        y = x * 2  # <- here
+        y = x * 2  # <- no_grad
     return (y**2).sum()
 
 
 @torch.no_grad()
 def _features(x):
-    return torch.tanh(x)  # <- here
+    return torch.tanh(x)  # <- no_grad
 
 
-@lost("no_grad", marked=_features)
+@cause(written=_features)
 def decorated_with_no_grad(x):
     return _features(x).sum()
 
 
-@lost("no_grad")
+@cause()
 def with_gradients_disabled(x):
     torch.set_grad_enabled(False)
-    y = x.exp()  # <- here
+    y = x.exp()  # <- no_grad
     torch.set_grad_enabled(True)
     return y.sum()
 
 
-@lost("no_grad")
+@cause()
 def inference_mode(x):
     with torch.inference_mode():
-        y = x * 2  # <- here
+        y = x * 2  # <- no_grad
     return y.sum()
 
 
-@lost("no_grad")
+@cause()
 def refused_after_inference_mode(x):
     with torch.inference_mode():
         y = torch.ones(3, dtype=torch.float64)
-    return (x * y).sum()  # <- here
+    return (x * y).sum()  # <- no_grad
 
 
-@lost("no_grad")
+@cause()
 def written_under_no_grad(x):
     out = torch.zeros(3, dtype=torch.float64)
     with torch.no_grad():
-        out[:] = x  # <- here
+        out[:] = x  # <- no_grad
     return out.sum()
 
 
 # --- behind autograd's back --------------------------------------------------------------
 
 
-@lost("in_place_data")
+@cause()
 def written_into_data(x):
     out = torch.zeros(3, dtype=torch.float64)
-    out.data[:] = x * 2  # <- here
+    out.data[:] = x * 2  # <- in_place_data
     return out.sum()
 
 
-@lost("in_place_data")
+@cause()
 def data_replaced(x):
     out = torch.zeros(3, dtype=torch.float64)
-    out.data = x * 2  # <- here
+    out.data = x * 2  # <- in_place_data
     return out.sum()
 
 
-@lost("in_place_data")
+@cause()
 def changed_in_place(x):
-    x += 1  # <- here
+    x += 1  # <- in_place_data
     return x.sum()
 
 
-@lost("in_place_data")
+@cause()
 def a_view_changed_in_place(x):
-    x[0] = 0.0  # <- here
+    x[0] = 0.0  # <- in_place_data
     return x.sum()
 
 
-@lost("in_place_data")
+@cause()
 def changed_after_it_was_saved(x):
     y = x.exp()
     z = y.square().sum()
     y.add_(1)
-    (g,) = torch.autograd.grad(z, x, create_graph=True)  # <- here
+    (g,) = torch.autograd.grad(z, x, create_graph=True)  # <- in_place_data
     return g.sum()
 
 
 # --- refused on the way ------------------------------------------------------------------
 
 
-@lost("detached")
+@cause()
 def inner_gradient_of_what_is_detached(x):
-    (g,) = torch.autograd.grad((x.detach() ** 2).sum(), x)  # <- here
+    (g,) = torch.autograd.grad((x.detach() ** 2).sum(), x)  # <- detached
     return g.sum()
 
 
-@lost("unused")
+@cause()
 def inner_gradient_of_something_else(x):
     w = torch.ones(3, requires_grad=True)
-    (g,) = torch.autograd.grad((w**2).sum(), x)  # <- here
+    (g,) = torch.autograd.grad((w**2).sum(), x)  # <- unused
     return g.sum()
 
 
-@lost("no_grad")
+@cause()
 def inference_tensor_changed(x):
     with torch.inference_mode():
         y = torch.zeros(3, dtype=torch.float64)
-    y.add_(x)  # <- here
+    y.add_(x)  # <- no_grad
     return y.sum()
 
 
-@lost("no_grad")
+@cause()
 def inference_tensor_that_should_require_grad(x):
     with torch.inference_mode():
         y = x * 2
-    return y.requires_grad_().sum()  # <- here
+    return y.requires_grad_().sum()  # <- no_grad
 
 
 # --- rules -------------------------------------------------------------------------------
@@ -485,9 +418,9 @@ class _Forgets(torch.autograd.Function):
         return None, ct
 
 
-@lost("rule")
+@cause()
 def rule_without_a_cotangent(x):
-    return _Forgets.apply(x, torch.ones(3, dtype=x.dtype, requires_grad=True)).sum()  # <- here
+    return _Forgets.apply(x, torch.ones(3, dtype=x.dtype, requires_grad=True)).sum()  # <- rule
 
 
 _forgets = _Forgets.apply
@@ -578,44 +511,44 @@ class _Steps(torch.autograd.Function):
         return ct
 
 
-@lost("inside_rule")
+@cause()
 def derivative_of_a_rule_with_intermediates(x):
-    y = _Sinh.apply(x)  # <- here
+    y = _Sinh.apply(x)  # <- inside_rule
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     return (g**2).sum()
 
 
-@lost("inside_rule")
+@cause()
 def derivative_of_a_rule_that_saves_intermediates(x):
-    y = _SinhSaved.apply(x)  # <- here
+    y = _SinhSaved.apply(x)  # <- inside_rule
     (g,) = torch.autograd.grad(y.sum(), [x], None, None, True)
     return (g**2).sum()
 
 
-@lost("inside_rule")
+@cause()
 def derivative_of_a_rule_of_one_derivative(x):
-    y = _SinhOnce.apply(2 * x)  # <- here
+    y = _SinhOnce.apply(2 * x)  # <- inside_rule
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     return (g**2).sum()
 
 
-@lost("inside_rule")
+@cause()
 def derivative_of_a_rule_by_numpy(x):
-    y = _SinhByNumpy.apply(x)  # <- here
+    y = _SinhByNumpy.apply(x)  # <- inside_rule
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     return (g**2).sum()
 
 
-@lost("inside_rule")
+@cause()
 def backward_through_a_rule_with_intermediates(x):
-    y = _Sinh.apply(x).sum()  # <- here
+    y = _Sinh.apply(x).sum()  # <- inside_rule
     y.backward(create_graph=True)
     return (x.grad**2).sum()
 
 
-@lost("inside_rule", whole=False)
+@cause()
 def one_term_of_a_derivative_through_a_rule(x):
-    y = _Sinh.apply(x)  # <- here
+    y = _Sinh.apply(x)  # <- inside_rule, partly
     (g,) = torch.autograd.grad((x * y).sum(), x, create_graph=True)
     return (g**2).sum()
 
@@ -642,22 +575,22 @@ def derivative_of_a_straight_through_rule(x):
 # --- the argument itself -----------------------------------------------------------------
 
 
-@lost("unused")  # <- here
+@cause()  # <- unused
 def not_used(x):
     return (W**2).sum()
 
 
-@lost("unused")  # <- here
+@cause()  # <- unused
 def only_its_shape(x):
     return torch.ones(x.shape).sum() * len(x)
 
 
-@lost("unused")  # <- here
+@cause()  # <- unused
 def only_zeros_like_it(x):
     return (torch.zeros_like(x) + 1).sum()
 
 
-@lost("captured")  # <- here
+@cause()  # <- captured
 def reads_a_global(z):
     return (X**2).sum()
 
@@ -666,52 +599,52 @@ class _Holder:
     def __init__(self):
         self.weight = X
 
-    def loss(self, weight):  # <- here
+    def loss(self, weight):  # <- captured
         return (self.weight**2).sum()
 
 
-CAUSES.append(Cause(_Holder().loss, "captured"))
+cause(name="a method that reads an attribute", written=_Holder.loss)(_Holder().loss)
 
 
 # --- numbers -----------------------------------------------------------------------------
 
 
-@lost("dead")
+@cause()
 def the_other_one_is_greater(x):
-    return torch.maximum(x, torch.full((3,), 9.0, dtype=x.dtype)).sum()  # <- here
+    return torch.maximum(x, torch.full((3,), 9.0, dtype=x.dtype)).sum()  # <- dead
 
 
-@lost("cancelled")
+@cause()
 def two_paths_that_cancel(x):
     there = torch.sin(x) * 2
     back = -there
-    return (there + back).sum()  # <- here
+    return (there + back).sum()  # <- cancelled
 
 
-@lost("overwritten")
+@cause()
 def all_of_it_is_set(x):
     y = x * 2
-    y[:] = 1  # <- here
+    y[:] = 1  # <- overwritten
     return y.sum()
 
 
-@lost("overwritten")
+@cause()
 def filled(x):
     y = x.clone()
-    y.zero_()  # <- here
+    y.zero_()  # <- overwritten
     return y.sum()
 
 
-@lost("overwritten")
+@cause()
 def set_at_every_index(x):
     y = x * 2
-    y[torch.arange(3)] = 1.0  # <- here
+    y[torch.arange(3)] = 1.0  # <- overwritten
     return y.sum()
 
 
-@lost("underflow")
+@cause()
 def underflow(x):
-    tiny = x.float() * 1e-30  # <- here
+    tiny = x.float() * 1e-30  # <- underflow
     return (tiny * 1e-30).sum()
 
 
@@ -761,7 +694,8 @@ ONE_LINERS = {
     "cast_between_floats": lambda x: x.float().half().double().sum(),
     "tensor_of_a_shape": lambda x: x.sum() / torch.tensor(x.shape[0]) + x.new_tensor([1.0]).sum(),
 }
-HEALTHY += [(name, f, (X,)) for name, f in ONE_LINERS.items()]
+for _name, _f in ONE_LINERS.items():
+    healthy(name=_name)(_f)
 
 
 @healthy()
@@ -1010,9 +944,9 @@ def a_target_without_gradients(x):
     return (v(W[1]) - target) ** 2
 
 
-@lost("no_grad", whole=False)
+@cause()
 def a_rounded_target(x):
     v = lambda z: torch.tanh(z * x).sum()
     with torch.no_grad():
-        target = torch.round(W[0] * x).sum()  # <- here
+        target = torch.round(W[0] * x).sum()  # <- no_grad, partly
     return (v(W[1]) - target) ** 2

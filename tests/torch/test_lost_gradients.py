@@ -6,24 +6,25 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from tests.support.torch_lost_gradients import CAUSES, HEALTHY, Cause
+from tests.support.lost_gradients import losses
+from tests.support.torch_lost_gradients import CASES
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
-def test_a_cause_is_found_at_its_line(cause: Cause):
+@pytest.mark.parametrize("cause", CASES.causes.cases())
+def test_a_cause_is_found_at_its_line(cause):
     torch.manual_seed(0)
-    report = gt.why_zero(cause.f, *cause.args)
+    report = gt.why_zero(cause.program, *cause.known["args"])
     own = [f for f in report.findings if f.argument.startswith("argument")]  # no parameters
     found = [(f.kind, f.source and f.source.line, f.whole) for f in own]
-    assert found == [(cause.kind, line, cause.whole) for line in cause.lines]
+    assert found == losses(cause)
 
 
-@pytest.mark.parametrize(("name", "f", "args"), HEALTHY, ids=[name for name, _, _ in HEALTHY])
-def test_nothing_healthy_is_reported(name, f, args):
+@pytest.mark.parametrize("case", CASES.healthy_ones.cases())
+def test_nothing_healthy_is_reported(case):
     torch.manual_seed(0)
-    report = gt.why_zero(f, *args)
+    report = gt.why_zero(case.program, *case.known["args"])
     assert not report.findings
 
 

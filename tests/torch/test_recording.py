@@ -27,7 +27,8 @@ from gradtools.seeing.torch.recorded_run import record
 from gradtools.seeing.torch.recording import refusals
 from gradtools.seeing.torch.translating import programs
 from gradtools.torch.backend import TorchBackend
-from tests.support.torch_lost_gradients import CAUSES
+from tests.support.lost_gradients import losses
+from tests.support.torch_lost_gradients import CASES
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 X = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64)
@@ -325,21 +326,22 @@ def test_f_that_gives_something_else_each_time_is_not_followed():
 
 
 def test_the_corpus_covers_every_kind():
-    covered = {cause.kind for cause in CAUSES}
+    every = [loss for cause in CASES.causes.values() for loss in losses(cause)]
+    covered = {loss.kind for loss in every}
     of_a_line = {name for name, kind in KINDS.items() if kind.has_place}  # others are of a model
     of_numbers = {"nan", "nan_value", "vanishing", "empty"}  # in test_gradients_of_no_use
     in_jax = {"stopped_in_rule"}
     of_models = {"reentrant"}  # in test_lost_in_training
     inner = {"piecewise_linear", "constant_derivative"}  # in test_gradients_of_no_use
     assert of_a_line - covered == {"host_number", *of_numbers, *in_jax, *of_models, *inner}
-    partial = {cause.kind for cause in CAUSES if not cause.whole}
+    partial = {loss.kind for loss in every if not loss.whole}
     assert partial >= {"detached", "left_framework", "discrete", "zero_derivative"}
 
 
 def test_every_refusal_of_pytorch_is_in_the_corpus():
     texts = set()
-    for cause in CAUSES:
-        program = LeafProgram(BACKEND, "test", cause.f, cause.args, {}, (0,))
+    for cause in CASES.causes.values():
+        program = LeafProgram(BACKEND, "test", cause.program, cause.known["args"], {}, (0,))
         found = record(program.run, program.leaves, program.names).refusal
         texts |= {part for part in refusals.KINDS if found and part in found.message}
     assert texts == set(refusals.KINDS)

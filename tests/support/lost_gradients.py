@@ -1,0 +1,71 @@
+"""Where gradients are lost, and where not: what the tables of both frameworks share.
+
+    CASES = LostGradients(X)
+
+    @CASES.cause()
+    def f(x):
+        return stop(x).sum()  # <- detached
+
+A cause bears at each line at which the gradient of its first argument is lost what kind of loss it
+is: `# <- detached`, or `# <- detached, partly` where only one term is lost. A healthy function has
+no such comment.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tests.support.scenarios import Scenario, Table
+
+
+class Loss(NamedTuple):
+    """A kind of loss, its line, and whether all of the gradient is lost."""
+
+    kind: str
+    line: int | None
+    whole: bool
+
+
+class LostGradients:
+    """The causes and the healthy functions of one framework, each with its arguments.
+
+    Attributes:
+        x: The argument of those that name none.
+        causes: Functions that lose a gradient.
+        healthy_ones: Functions that lose none.
+    """
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+        self.causes, self.healthy_ones = Table(), Table()
+
+    def cause(self, *args: Any, name: str = "", scope: Any = None, written: Any = None) -> Any:
+        """Adds a cause. scope: The modules in which; written: What bears the comments for it."""
+        return self.causes.add(name, args=args or (self.x,), scope=scope, written=written)
+
+    def healthy(self, *args: Any, name: str = "") -> Any:
+        """Adds a healthy function."""
+        return self.healthy_ones.add(name, args=args or (self.x,))
+
+    def in_one_line(self, functions: dict[str, dict[str, Callable[..., Any]]]) -> None:
+        """Adds causes of one line each, which bear no comment, by what it would say."""
+        for mark, named in functions.items():
+            for name, f in named.items():
+                self.causes.add(name, args=(self.x,), mark=mark)(f)
+
+
+def losses(cause: Scenario) -> list[Loss]:
+    """Where a cause loses a gradient, by its comments."""
+    f = cause.get("written") or cause.program
+    if mark := cause.get("mark"):
+        return [_loss(mark, f.__code__.co_firstlineno)]
+    lines, first = inspect.getsourcelines(f)
+    marks = [(line.partition("# <- ")[2].strip(), first + i) for i, line in enumerate(lines)]
+    return [_loss(mark, line) for mark, line in marks if mark]
+
+
+def _loss(mark: str, line: int) -> Loss:
+    kind, _, partly = mark.partition(", ")
+    return Loss(kind, line, not partly)

@@ -68,6 +68,18 @@ def test_an_error_of_the_users_own_in_f_is_shown_without_ours(gt):
     assert files[0] == files[-1] == HERE and not any(f.startswith(OWN) for f in files)
 
 
+def test_what_a_refusal_comes_from_is_shown_by_the_users_lines_alone(gt):
+    def f(x):
+        try:
+            np.linalg.inv(np.zeros((2, 2)))
+        except np.linalg.LinAlgError as error:
+            raise GradtoolsError("the matrix is singular") from error
+
+    with pytest.raises(GradtoolsError, match="singular") as caught:
+        gt.vjp(f, gt.asarray(np.ones(2)))
+    assert set(shown(caught.value.__cause__)) == {HERE}
+
+
 def test_a_mistake_of_gradtools_keeps_its_frames(gt, monkeypatch):
     monkeypatch.setattr("gradtools.derivatives.normalized_argnums", lambda *args: 1 / 0)
     monkeypatch.setattr("gradtools.derivatives.call_of_primals", None)

@@ -85,6 +85,13 @@ def test_a_forward_rule_that_is_not_zero_at_zero_is_refused_in_every_mode(rule, 
             way(g)
 
 
+def test_a_gradient_that_is_not_zero_at_zero_is_numbered_past_those_that_are_none():
+    product = gt.custom_rule(lambda x, y: x * y)
+    product.defvjp(lambda x, y: (x * y, x), lambda x, ct: (None, x))
+    with pytest.raises(GradtoolsError, match=r"not zero where every cotangent is zero \(.* 1\)"):
+        gt.grad(lambda y: jnp.sum(product(X, y)))(X)
+
+
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("bwd", FORGOTTEN_BWD.values(), ids=FORGOTTEN_BWD)
 def test_a_bwd_that_is_not_zero_at_zero_is_refused_in_every_mode(bwd, way):

@@ -17,7 +17,7 @@ from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs import text
 from gradtools.seeing.graphs.edges import edges_of, kept_anew
 from gradtools.seeing.graphs.nodes import Edge, PlainGraph
-from gradtools.seeing.graphs.passes import SECOND, Differentiated, Live, with_spoken_names
+from gradtools.seeing.graphs.passes import SECOND, with_spoken_names
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.pictures import dot, drawing, mermaid, page, saving
 
@@ -161,10 +161,10 @@ class Graphing(Operators):
             )
         passes = Framework(self._backend, "gradient_graph").passes
         if f is None:
-            return Graph(**vars(passes.gradient_graph(Live(outputs))))
+            return Graph(**vars(passes.graph_of_outputs(outputs)))
         program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, argnums)
         try:
-            graph = passes.gradient_graph(Differentiated(program, order))
+            graph = passes.gradient_graph(program, order)
             return Graph(**vars(with_spoken_names(graph, program.spoken)))
         except GradtoolsError:
             raise

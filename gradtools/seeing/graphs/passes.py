@@ -10,42 +10,13 @@ derivatives of <g, v> along x and along c. Both backends name inputs and outputs
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
-from gradtools.seeing.graphs.nodes import Node, PlainGraph
-
-if TYPE_CHECKING:
-    from gradtools.seeing.graphs.nodes import Value
-    from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.graphs.nodes import Node, PlainGraph, Value
 
 FORWARD, BACKWARD, SECOND = range(3)
 CUSTOM = "custom rule"
 INNER = "inner derivative"  # marks the operations of derivatives that f itself takes
-
-
-@dataclass(frozen=True)
-class Differentiated:
-    """A call, and the order of its derivative.
-
-    Attributes:
-        program: The call; `program.wrt` are the differentiated leaves.
-        order: 0 forward alone, 1 with backward, 2 with backward of the backward.
-    """
-
-    program: LeafProgram
-    order: int
-
-    def output(self, k: int) -> str:
-        """The name of output k of the latest run."""
-        return self.program.out_names[k]
-
-
-@dataclass(frozen=True)
-class Live:
-    """Existing results, whose autograd graph is drawn."""
-
-    outputs: Any
 
 
 def cotangent_of(name: str) -> str:

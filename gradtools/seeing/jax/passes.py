@@ -34,13 +34,12 @@ from gradtools.seeing.graphs.passes import (
     FORWARD,
     INNER,
     SECOND,
-    Differentiated,
-    Live,
     cotangent_of,
     gradient_of,
     second_gradient_of,
     with_named_outputs,
 )
+from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import recorded_run
 from gradtools.seeing.jax.graphs import graph_of
 from gradtools.seeing.jax.translating.folding import bound
@@ -48,14 +47,19 @@ from gradtools.seeing.jax.translating.folding import bound
 _STEP = "gradtools_step_"
 
 
-def gradient_graph(request: Differentiated | Live) -> PlainGraph:
-    """The passes of a program as one graph."""
-    if isinstance(request, Live):
-        raise GradtoolsError(
-            "gradient_graph: a JAX array holds no graph of what made it, so outputs= is for "
-            "PyTorch alone. Fix: pass the function and its arguments: gradient_graph(f, *args)."
-        )
-    program = request.program
+def graph_of_outputs(outputs: Any) -> PlainGraph:
+    """Raises: arrays of JAX hold no graph."""
+    raise GradtoolsError(
+        "gradient_graph: a JAX array holds no graph of what made it, so outputs= is for PyTorch "
+        "alone. Fix: pass the function and its arguments: gradient_graph(f, *args)."
+    )
+
+
+def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
+    """The passes of a program as one graph.
+
+    order: 0 forward alone, 1 with backward, 2 with backward of the backward.
+    """
     try:
         traced = recorded_run.trace(program.run, program.leaves)
     except recorded_run.LEAVING as error:
@@ -64,11 +68,10 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
             f"{str(error).strip().splitlines()[0]}. Ask why_zero, which says what to write instead."
         ) from error
     captured = recorded_run.captured_arrays(program.run)
-    names = [request.output(k) for k in range(len(traced.closed.out_avals))]
     forward = _as_forward(graph_of(traced.closed, program.names, captured=captured, in_places=True))
-    plan = _plan(request, traced, forward)
-    if not (request.order and plan.wrt):
-        return with_named_outputs(forward, names)
+    plan = _plan(program, order, traced, forward)
+    if not (order and plan.wrt):
+        return with_named_outputs(forward, program.out_names)
     closed = jax.make_jaxpr(plan.run)(*plan.examples())
     graph = graph_of(closed, plan.in_names(), captured=captured, in_places=True)
     return _Passes(graph, closed, forward, plan.phases()).graph(plan.out_names())
@@ -79,29 +82,25 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
 
 @dataclass(frozen=True)
 class _Directions:
-    """The differentiation of a jaxpr: which outputs, along which leaves, to which order.
+    """The differentiation of a program: which outputs, along which leaves, to which order.
 
     Attributes:
-        closed: The forward program.
-        leaves: Its arguments.
+        program: The program.
+        closed: Its jaxpr.
         wrt: The differentiated leaves that a derivative reaches.
         outs: The outputs that have a cotangent.
-        order: As in `Differentiated`.
-        names: The names of the leaves.
-        results: The names of the outputs.
+        order: 1 with backward, 2 with backward of the backward.
     """
 
+    program: LeafProgram
     closed: Any
-    leaves: Sequence[Any]
     wrt: Sequence[int]
     outs: Sequence[int]
     order: int
-    names: Sequence[str]
-    results: Sequence[str]
 
     def run(self, *flat: Any) -> list[Any]:
         given = iter(flat)
-        leaves, cts = _take(given, len(self.leaves)), _take(given, len(self.outs))
+        leaves, cts = _take(given, len(self.program.leaves)), _take(given, len(self.outs))
         active = [leaves[k] for k in self.wrt]
         if self.order == BACKWARD:
             results, grads = self.backward(leaves, active, cts)
@@ -132,44 +131,39 @@ class _Directions:
         """Arrays to trace at, with zeros for cotangents."""
         avals = [self.closed.out_avals[k] for k in self.outs]
         cts = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
-        again = [self.leaves[k] for k in self.wrt] if self.order == SECOND else []
-        return [*self.leaves, *cts, *again]
+        again = [self.program.leaves[k] for k in self.wrt] if self.order == SECOND else []
+        return [*self.program.leaves, *cts, *again]
 
     def phases(self) -> list[int]:
         """The pass in which each input enters."""
-        counts = len(self.leaves), len(self.outs), len(self.wrt) * (self.order == SECOND)
+        counts = len(self.program.leaves), len(self.outs), len(self.wrt) * (self.order == SECOND)
         return [phase for phase, count in enumerate(counts) for _ in range(count)]
 
     def in_names(self) -> list[str]:
-        cts = [cotangent_of(self.results[k]) for k in self.outs]
+        cts = [cotangent_of(self.program.out_names[k]) for k in self.outs]
         again = [cotangent_of(name) for name in self.gradients()] if self.order == SECOND else []
-        return [*self.names, *cts, *again]
+        return [*self.program.names, *cts, *again]
 
     def out_names(self) -> list[str]:
-        result = [*self.results, *self.gradients()]
+        result = [*self.program.out_names, *self.gradients()]
         if self.order == SECOND:
-            result += [second_gradient_of(self.names[k]) for k in self.wrt]
-            result += [second_gradient_of(cotangent_of(self.results[k])) for k in self.outs]
+            result += [second_gradient_of(self.program.names[k]) for k in self.wrt]
+            result += [
+                second_gradient_of(cotangent_of(self.program.out_names[k])) for k in self.outs
+            ]
         return result
 
     def gradients(self) -> list[str]:
-        return [gradient_of(self.names[k]) for k in self.wrt]
+        return [gradient_of(self.program.names[k]) for k in self.wrt]
 
 
-def _plan(request: Differentiated, traced: Any, forward: PlainGraph) -> _Directions:
-    program, connected = request.program, dependence_matrix(forward)
+def _plan(program: LeafProgram, order: int, traced: Any, forward: PlainGraph) -> _Directions:
+    connected = dependence_matrix(forward)
     avals = traced.closed.out_avals
     outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
     reached = lambda i: any(connected[k][i] > Dependence.CUT for k in outs)
-    return _Directions(
-        closed=traced.closed,
-        leaves=program.leaves,
-        wrt=[i for i in program.wrt if reached(i)],
-        outs=outs,
-        order=request.order,
-        names=program.names,
-        results=[request.output(k) for k in range(len(avals))],
-    )
+    wrt = [i for i in program.wrt if reached(i)]
+    return _Directions(program, traced.closed, wrt, outs, order)
 
 
 def _take(items: Iterator[Any], count: int) -> list[Any]:

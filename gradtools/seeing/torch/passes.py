@@ -36,13 +36,12 @@ from gradtools.seeing.graphs.passes import (
     FORWARD,
     INNER,
     SECOND,
-    Differentiated,
-    Live,
     cotangent_of,
     gradient_of,
     second_gradient_of,
     with_named_outputs,
 )
+from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch.live_graph import graph_behind
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording import operations
@@ -64,62 +63,66 @@ Tensor = torch.Tensor
 _CUT, _ZERO = Dependence.CUT, Dependence.ZERO_DERIVATIVE
 
 
-def gradient_graph(request: Differentiated | Live) -> PlainGraph:
-    """The graph of a program's passes, with its effects undone, or of existing tensors."""
-    if isinstance(request, Live):
-        return graph_behind(request.outputs)
+def graph_of_outputs(outputs: Any) -> PlainGraph:
+    """The autograd graph of existing tensors."""
+    return graph_behind(outputs)
+
+
+def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
+    """The graph of a program's passes, with its effects undone.
+
+    order: 0 forward alone, 1 with backward, 2 with backward of the backward.
+    """
     try:
-        return _hooked_or_not(request)
+        return _hooked_or_not(program, order)
     except (RuntimeError, NotImplementedError) as error:
         kernel = kernel_without(NO_DERIVATIVE, error)
-        if kernel is None or request.order < SECOND:
+        if kernel is None or order < SECOND:
             raise
     warn(
         f"gradient_graph: {kernel} has no derivative; the passes are those of PyTorch's own "
         "alternative to that kernel."
     )
-    kinds = {x.device.type for x in request.program.leaves if isinstance(x, Tensor)}
+    kinds = {x.device.type for x in program.leaves if isinstance(x, Tensor)}
     with Modes.now(kinds).by_other_kernels().restored():
-        return _hooked_or_not(request)
+        return _hooked_or_not(program, order)
 
 
-def _hooked_or_not(request: Differentiated) -> PlainGraph:
+def _hooked_or_not(program: LeafProgram, order: int) -> PlainGraph:
     try:
-        return _observed(request, hooked=True)
+        return _observed(program, order, hooked=True)
     except RuntimeError as error:
         if not is_of("torch", error):
             raise
     # torch.func's transforms refuse saved-tensor hooks; any other error is raised again.
-    return _observed(request, hooked=False)
+    return _observed(program, order, hooked=False)
 
 
-def _observed(request: Differentiated, hooked: bool) -> PlainGraph:
+def _observed(program: LeafProgram, order: int, hooked: bool) -> PlainGraph:
     """The graph of a recorded run, whose effects are undone.
 
     hooked: Whether saved-tensor hooks record what is saved. Without them, only what later passes
         read is known.
     """
-    program = request.program
     with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
-        return _recorded(request, _PassRecorder(undo, hooked))
+        return _recorded(program, order, _PassRecorder(undo, hooked))
 
 
-def _recorded(request: Differentiated, recorder: _PassRecorder) -> PlainGraph:
-    program = request.program
+def _recorded(program: LeafProgram, order: int, recorder: _PassRecorder) -> PlainGraph:
     active = set(program.wrt)
     xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
     inputs = [recorder.introduced(x, name) for x, name in zip(xs, program.names, strict=True)]
     ys = recorder.run_pass(FORWARD, lambda: [*program.run(xs)])
-    names = [request.output(k) for k in range(len(ys))]
-    ends = _Ends(inputs, [recorder.number_of(y) for y in ys], names)
+    names = program.out_names
+    ends = _Ends(inputs, [recorder.number_of(y) for y in ys], [*names])
     outs = {name: y for name, y in zip(names, ys, strict=True) if _is_tracked(y)}
     leaves = {program.names[k]: xs[k] for k in sorted(active)}
     leaves |= recorder.parameters(outs.values(), leaves.values())
-    for phase in range(1, request.order + 1):
-        result, cts = _differentiated(recorder, ends, phase, outs, leaves, phase < request.order)
+    for phase in range(1, order + 1):
+        result, cts = _differentiated(recorder, ends, phase, outs, leaves, phase < order)
         outs = {name: y for name, y in result.items() if _is_tracked(y)}
         leaves = {**leaves, **cts}
-    return recorder.graph(ends, request.order)
+    return recorder.graph(ends, order)
 
 
 @dataclass
@@ -477,4 +480,4 @@ class _PassRecorder(Recorder[int]):
         return replace(node, links=even_links(node, self.values, _CUT), loss=loss)
 
 
-__all__ = ["gradient_graph"]
+__all__ = ["gradient_graph", "graph_of_outputs"]

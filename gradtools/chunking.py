@@ -156,17 +156,8 @@ class Chunking(Operators):
 
     def _run_chunked(self, f: Callable[..., Any], rest: Any, /, *args: Any, **kwargs: Any) -> Any:
         chunk_size, axes, argnums, interleaved, options = rest
-        keys = _positions("key_argnums", argnums[0], len(args))
-        carried = _positions("carry_argnums", argnums[1], len(args))
-        both = set(keys) & set(carried)
-        if both:
-            raise GradtoolsError(
-                f"chunked: key_argnums and carry_argnums both name argument {min(both)}, which is "
-                "either a key or a carry. Remove it from one of them."
-            )
         given = arguments_of_call("chunked", f, args, kwargs, axes[0])
-        for i in (*keys, *carried):
-            given[i] = Argument(i, args[i])
+        keys, carried = _keys_and_carries("chunked", args, given, *argnums)
         batch = Batch(self._backend, "chunked", given, lists=True)
         cut = Partition(batch.size, chunk_size, interleaved).checked("chunked")
         chunks = Chunks.of(f, batch, cut, options, axes[1], keys, carried)
@@ -276,7 +267,8 @@ class Chunking(Operators):
         if opened is not None and opened.opens_once:
             f, args = opened, opened.args
         given = arguments_of_call(_MICROBATCHED, f, args, kwargs, options.in_axes, positions)
-        keys, carried = options.special(args, given, positions)
+        special = options.key_argnums, options.carry_argnums
+        keys, carried = _keys_and_carries(_MICROBATCHED, args, given, *special, positions)
         call = _Microbatches(backend, given, positions, options)
         derivatives, has_aux = Derivatives(backend), options.has_aux
         run = like_function("", f, partial(_with_carry, f, has_aux)) if carried else f
@@ -411,21 +403,6 @@ class _Microbatched:
             result[i] = backend.unflatten(treedef, own)
         return tuple(result)
 
-    def special(
-        self, args: Sequence[Any], given: list[Argument], positions: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which arguments are keys and carries; they are not split."""
-        keys = _positions("key_argnums", self.key_argnums, len(args), _MICROBATCHED)
-        carried = _positions("carry_argnums", self.carry_argnums, len(args), _MICROBATCHED)
-        for i in {*keys} & {*carried} | {*keys, *carried} & {*positions}:
-            raise GradtoolsError(
-                f"{_MICROBATCHED}: argument {i} is named twice in argnums, key_argnums "
-                "and carry_argnums; it is differentiated, a key or a carry."
-            )
-        for i in (*keys, *carried):
-            given[i] = Argument(i, args[i])
-        return keys, carried
-
 
 def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> Any:
     """f's `((loss, aux), carry)` as `(loss, (aux, carry))`, the form of has_aux."""
@@ -552,7 +529,25 @@ def _is_real(backend: Backend, x: Any) -> bool:
     return is_numeric(backend, x) and not backend.is_complex(backend.asarray(x))
 
 
-def _positions(what: str, argnums: Any, count: int, caller: str = "chunked") -> tuple[int, ...]:
-    if argnums == () or argnums == []:
-        return ()
-    return normalized_argnums(caller, argnums, count, what)
+def _keys_and_carries(
+    caller: str,
+    args: Sequence[Any],
+    given: list[Argument],
+    key_argnums: Argnums,
+    carry_argnums: Argnums,
+    differentiated: tuple[int, ...] = (),
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which arguments are keys and carries; their entries of `given` are made shared."""
+    keys, carried = [
+        () if argnums in ((), []) else normalized_argnums(caller, argnums, len(args), what)
+        for what, argnums in (("key_argnums", key_argnums), ("carry_argnums", carry_argnums))
+    ]
+    for i in {*keys} & {*carried} | {*keys, *carried} & {*differentiated}:
+        named = ("argnums, " if differentiated else "") + "key_argnums and carry_argnums"
+        kinds = ("differentiated, " if differentiated else "") + "a key or a carry"
+        raise GradtoolsError(
+            f"{caller}: argument {i} is named twice in {named}; it is {kinds}. Name it once."
+        )
+    for i in (*keys, *carried):
+        given[i] = Argument(i, args[i])
+    return keys, carried

@@ -38,14 +38,15 @@ def closes_over_tracked(rule: Rule) -> bool:
     """Whether a rule captures a differentiated tensor, whose derivative would be lost."""
     if is_derived(rule):
         return False
-    if _closures_of(rule, False).captures(attrgetter("requires_grad")):
+    if closures_of(rule).captures(attrgetter("requires_grad")):
         return True
     if upstream.peek_interpreter_stack() is not None:
-        return _closures_of(rule, True).captures(is_wrapped)
-    return upstream.forward_level() >= 0 and _closures_of(rule, True).captures(is_dual)
+        return closures_of(rule, attributes=True).captures(is_wrapped)
+    return upstream.forward_level() >= 0 and closures_of(rule, attributes=True).captures(is_dual)
 
 
-def _closures_of(rule: Rule, attributes: bool) -> Closures:
+def closures_of(rule: Rule, attributes: bool = False) -> Closures:
+    """What a rule's functions close over, and if `attributes`, what attributes hold."""
     known: dict[bool, Closures] = rule.__dict__.setdefault("_closures", {})
     if attributes not in known:
         known[attributes] = Closures(rule.user_functions, attributes)

@@ -25,7 +25,7 @@ from gradtools.torch.modes import unpacked
 from gradtools.torch.patches import WATCHING
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import functions
-from gradtools.torch.rules.captures import Closures, closed_over_error, other_leaves
+from gradtools.torch.rules.captures import closed_over_error, closures_of, other_leaves
 from gradtools.torch.rules.checking import CheckedMap, check_linear
 from gradtools.torch.rules.functions import RuleApplication, attach, attach_recorded
 from gradtools.torch.rules.installing import apply_rule, pushed
@@ -67,6 +67,7 @@ class Signature:
         pushed: Whether it did, so that its checks have passed.
         records: Whether the forward rule is evaluated in the graph of the call (`_recorded`).
         repeats: Whether the forward pass may run again, so that the generators' states are kept.
+        closed: What the author's functions close over.
         shared: The applications of calls that save arguments and outputs only.
         latest: The last one of them.
     """
@@ -86,6 +87,7 @@ class Signature:
         opaque = hasattr(specialized.of, "kernel")  # a kernel leaves no graph
         self.pushes, self.pushed = not opaque and None not in self.likes, False
         self.records = self.bwd is None and self.pushes
+        self.closed = closures_of(self.rule)
         self.recorded: RuleApplication | None = None
         self.own = Transposing(self.rule, EAGER)
         self.shared: dict[Any, RuleApplication] = {}
@@ -107,8 +109,18 @@ class Signature:
             return ys[0]
         return self.specialized.backend.unflatten(out_def, list(ys))
 
-    def application(self, form: Any, places: tuple[int, ...], known: Any, res: Any) -> Any:
-        """The application that all calls with residuals at these places of `known` share."""
+    def application(self, res: Any, known: Sequence[Tensor]) -> RuleApplication | None:
+        """The application that all calls share whose fwd saved these tensors of `known`.
+
+        None if fwd saved anything but one tensor or a tuple of them, all in `known`.
+        """
+        form, leaves = (Tensor, (res,)) if type(res) is Tensor else (tuple, res)
+        if type(leaves) is not tuple:
+            return None
+        at = {id(x): i for i, x in reversed([*enumerate(known)])}
+        places = tuple([at.get(id(x), -1) for x in leaves])
+        if -1 in places:
+            return None
         point = self.shared.get((form, places))
         if point is None:
             linearized = self.specialized.linearized(known[:-1], (known[-1], res))
@@ -172,7 +184,6 @@ class Calls:
         # 0: any number of arguments may come.
         self.count = 0 if of._needs_binding else len(of._binding.names)
         self.signatures: dict[Any, Signature] = {}
-        self.closed = Closures((of.fun, of.fwd, of.bwd, of.jvp))
 
     @staticmethod
     def fit(of: CustomRule) -> bool:
@@ -212,12 +223,10 @@ class Calls:
         if plain and _forward_level() < 0 and not (tracked and _graphs()):
             return self._value(signature, args, tracked)
         unknown = not plain or bool(ONGOING.running) or WATCHING.count > 0
-        for cell, content in self.closed.cells:
-            if cell.cell_contents is not content:
-                self.closed.search()
-                unknown = True
-                break
-        unknown = unknown or (self.closed.unsure and self.closed.captures(_is_differentiated))
+        closed = signature.closed
+        for cell, content in closed.cells:
+            unknown = unknown or cell.cell_contents is not content
+        unknown = unknown or (closed.unsure and closed.captures(_is_differentiated))
         if not unknown and _forward_level() >= 0:
             duals, unknown = None, True
             if signature.pushes and not (tracked and _graphs()) and not _modes():
@@ -250,7 +259,7 @@ class Calls:
                     if point.form is Tensor
                     else not _fits(point, res, known)
                 ):
-                    point = _application(signature, res, known)
+                    point = signature.application(res, known)
                 if point is not None:
                     return attach(point, (out,), *args)[0]
         return _attached(signature, args, plain_args, result, before)
@@ -313,16 +322,6 @@ def _fits(point: RuleApplication, res: Any, known: Sequence[Tensor]) -> bool:
     if type(res) is not tuple or len(res) != point.form:
         return False
     return False not in [x is known[i] for x, i in zip(res, point.pulling, strict=False)]
-
-
-def _application(signature: Signature, res: Any, known: Sequence[Tensor]) -> RuleApplication | None:
-    """The shared application if fwd saved one tensor or a tuple of them, all in `known`."""
-    form, leaves = (Tensor, (res,)) if type(res) is Tensor else (tuple, res)
-    if type(leaves) is not tuple:
-        return None
-    at = {id(x): i for i, x in reversed([*enumerate(known)])}
-    places = tuple([at.get(id(x), -1) for x in leaves])
-    return None if -1 in places else signature.application(form, places, known, res)
 
 
 def _attached(signature: Signature, xs: Any, plain: Any, result: Any, before: Any) -> Any:

@@ -9,7 +9,7 @@ cut from it afterwards from one on which it does not depend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -147,15 +147,16 @@ def _is_here(x: Tensor) -> bool:
     return upstream.is_batchedtensor(x) == (level.key() == upstream.TransformType.Vmap)
 
 
-def all_behind(nodes: Sequence[Any]) -> set[Any]:
-    """These nodes and all of their ancestors."""
+def all_behind(nodes: Sequence[Any], ends: Collection[Any] = ()) -> set[Any]:
+    """These nodes and their ancestors, except for those that only the nodes `ends` lead to."""
     seen: set[Any] = set()
     todo = list(nodes)
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            todo += [parent for parent, _ in node.next_functions]
+            if node not in ends:
+                todo += [parent for parent, _ in node.next_functions]
     return seen
 
 

@@ -192,7 +192,7 @@ class _Gating(NamedTuple):
             if not torch.is_grad_enabled():
                 return None
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
-            inputs = tracked_in(all_behind(parents), self.aliases)
+            inputs = tracked_in(parents, self.aliases)
             # A gate would give a constant gradient a graph.
             if not any(g.requires_grad for g in there) and (behind or inputs):
                 if not self._may_lose():
@@ -325,7 +325,7 @@ def gated_tangents(
             continue
         behind = all_behind([node])
         moved = [(x, t) for x, entered, t in points if node_of(entered) in behind]
-        inputs = [*tracked_in(behind, ()), *[x for x, _ in moved if x.requires_grad]]
+        inputs = [*tracked_in([node], ()), *[x for x, _ in moved if x.requires_grad]]
         # Operations before it may compute its tangents from the inputs, too.
         along = [*inputs, *[t for _, t in moved if t.requires_grad]]
         gating = _Gating(caller, key, partial(lost_in_rerun, fun, xs, key), ())

@@ -59,7 +59,7 @@ def gated_at_hooks(
     pairs = [(y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None and y.requires_grad]
     outs, seeds = [y for y, _ in pairs], [ct for _, ct in pairs]
     captured = [x for x in surveyed(outs).leaves if not is_spent(x)]
-    inputs = tracked_in(all_behind([y.grad_fn for y in outs]), aliases)
+    inputs = tracked_in([y.grad_fn for y in outs], aliases)
     behind = [ct for ct in cts if ct is not None and ct.requires_grad]
     pushed = None
     if any(g is not None and is_dual(g) for g in grads):

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from gradtools.backend import Fun
 from gradtools.errors import DisconnectedInputError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import graph_of, node_of, tracked
+from gradtools.torch.autograd_graph import all_behind, graph_of, node_of, tracked
 from gradtools.torch.compiling import is_compiling, nodes_of
 from gradtools.torch.functorch_wrappers import unwrapped
 from gradtools.torch.rerunning import put_back
@@ -192,17 +192,19 @@ def note_taken(
                     each.entered.discard(i)
 
 
-def tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with respect to which a graph may be differentiated again.
+def tracked_in(nodes: Sequence[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with respect to which the graph behind nodes may be differentiated again.
+
+    The graph ends at the aliases of open derivatives: what is behind one is reached through it.
 
     aliases: The derivative's own aliases, which do not count if they are leaves.
     """
-    own = {id(x) for x in aliases}
+    own, around = {id(x) for x in aliases}, [x for opened in here.opened for x in opened.aliases]
+    ends = [x for x in (*aliases, *around) if x.grad_fn is not None]
+    nodes = all_behind(nodes, {x.grad_fn for x in ends})
     leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
     tensors = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
-    for x in (*aliases, *(x for opened in here.opened for x in opened.aliases)):
-        if x.grad_fn is not None and x.grad_fn in nodes:
-            tensors[id(x)] = x
+    tensors |= {id(x): x for x in ends if x.grad_fn in nodes}
     return list(tensors.values())
 
 

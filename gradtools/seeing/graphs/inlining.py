@@ -21,7 +21,7 @@ from gradtools.seeing.graphs.edges import (
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value
 from gradtools.seeing.graphs.outline import Block, Box, Makers, Operand
 
-_CALLS = (*("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat"),)
+_CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
 
 
 @dataclass(frozen=True)

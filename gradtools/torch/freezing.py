@@ -32,11 +32,7 @@ from gradtools.torch.modes import Modes, NoForwardMode, batchings
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import CHUNK, detached
-from gradtools.torch.replaying.guards import (
-    bytes_saved,
-    is_plain,
-    marked,
-)
+from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked
 from gradtools.torch.replaying.nodes import (
     Backward,
     Pushed,

@@ -250,6 +250,9 @@ def test_frozen_of_a_recomputed_function_in_fewer_bits(low, inside):
     def net(z):
         return ((z.to(low) @ weights).tanh() @ weights).double()
 
+    def net_by_three(z):  # a product of fewer rows may be rounded otherwise
+        return torch.cat([net(part) for part in z.split(3)])
+
     def slope(G):
         def inner(y):
             return (gt.grad(lambda z: (y * G(z)).sin().sum())(z) ** 2).sum()
@@ -262,9 +265,8 @@ def test_frozen_of_a_recomputed_function_in_fewer_bits(low, inside):
         "frozen": lambda: gt.frozen(gt.frozen(net)),
         "twice": lambda: gt.frozen(gt.checkpoint(gt.chunked(net, 3))),
     }[inside]()
-    expected = slope(net)
-    steps = 64 if low is torch.float32 else 8  # three rows may be multiplied in another order
-    tolerance = steps * torch.finfo(low).eps * expected.abs().max().item()
+    expected = slope(net_by_three if inside in ("chunked", "twice") else net)
+    tolerance = 8 * torch.finfo(low).eps * expected.abs().max().item()
     torch.testing.assert_close(slope(wrapped), expected, rtol=0, atol=tolerance)
 
 

@@ -339,10 +339,10 @@ def evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
             raise
     if versions != versions_of(xs):
         raise written_error(rule)
-    return recorded(point, xs, at, before)
+    return recorded_at(point, xs, at, before)
 
 
-def recorded(
+def recorded_at(
     point: RuleApplication, xs: Sequence[Tensor], at: Linearized, before: Randomness | None
 ) -> list[Tensor]:
     """Outputs and extras of an evaluation of the author's code, whose maps `point` gets.

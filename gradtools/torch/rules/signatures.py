@@ -328,7 +328,7 @@ def _attached(signature: Signature, xs: Any, plain: Any, result: Any, before: An
     """The output with its node, for any trees of outputs and residuals, and for extras."""
     point = RuleApplication(signature.rule)
     at = signature.specialized.linearized(plain, result)
-    out = functions.recorded(point, plain, at, before)
+    out = functions.recorded_at(point, plain, at, before)
     signature.repeats = signature.rule.origin not in functions.SAVES_NO_EXTRAS
     return signature.outputs(attach(point, tuple(out), *xs)[: point.count])
 

@@ -461,11 +461,18 @@ def test_a_random_draw_is_a_constant_with_its_value():
     np.testing.assert_array_equal(value, jax.random.normal(KEY, (3,)))
 
 
-@pytest.mark.sampled(1, 2)
-@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0)])
-def test_a_key_may_be_an_argument(key):
-    f = lambda x, key: x * jax.random.normal(jax.random.split(key)[1], (3,))
-    found = gt.formula(f, jnp.asarray(real(3)), key)
+@pytest.mark.parametrize(
+    ("key", "of"),
+    [
+        (KEY, lambda key: key),
+        (jax.random.PRNGKey(0), jax.random.wrap_key_data),
+        (3, jax.random.key),
+    ],
+    ids=["a key", "its words", "a seed"],
+)
+def test_what_a_draw_depends_on_may_be_an_argument(key, of):
+    f = lambda x, key: x * jax.random.normal(jax.random.split(of(key))[1], (3,))
+    found = gt.formula(f, jnp.asarray(real(3)), jnp.asarray(key))
     assert found.marked == ()
     assert found.check.error < 1e-12
 

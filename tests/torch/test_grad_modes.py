@@ -223,3 +223,19 @@ def test_every_operator_is_the_same_in_every_grad_mode(use: Use, order: str):
                     np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11, err_msg=mode)
                 else:
                     assert np.array_equal(a, b), mode
+
+
+def test_a_pushforward_without_a_graph_records_none_after_a_block_under_no_grad():
+    saved, x = [], torch.ones(3, dtype=torch.float64)
+    w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+
+    def f(x):
+        with torch.no_grad():
+            scale = x.sum()
+        with hooks:
+            return (x * w).sin() * scale
+
+    with torch.no_grad():
+        gt.jvp(f, (x,), (x,))
+    assert not saved

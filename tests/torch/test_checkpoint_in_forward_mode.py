@@ -230,3 +230,13 @@ def test_transforms_of_both_kinds_nest(chain, operator):
         for f in (operator(g), g)
     )
     torch.testing.assert_close(found, expected)
+
+
+def test_a_checkpoint_of_dual_numbers_alone_saves_nothing():
+    saved, x = [], torch.ones(2, 3, dtype=torch.float64)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with torch.autograd.forward_ad.dual_level(), hooks:
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        pushed = torch.autograd.forward_ad.unpack_dual(gt.checkpoint(torch.sin)(dual)).tangent
+    assert not saved
+    torch.testing.assert_close(pushed, x * x.cos())

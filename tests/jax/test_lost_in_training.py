@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import gradtools.jax as gt
-from gradtools import GradtoolsError, GradtoolsWarning
+from gradtools import GradtoolsError
+from tests.support.lost_gradients import Planted, kinds_by_leaf
 
 eqx = pytest.importorskip("equinox")
 nnx = pytest.importorskip("flax.nnx")
@@ -25,20 +26,25 @@ F64 = jnp.float64
 
 @dataclass(frozen=True)
 class Loop:
-    """A model in training: `loss(model)` is what is differentiated."""
+    """A model in training: `loss(model)` is what is differentiated.
+
+    tx: The transformation of optax by which plain steps are made.
+    given: What is told of the optimizer, if it is not that.
+    """
 
     model: Any
     loss: Any
     tx: Any = None
-    optimizer: Any = None
+    given: Any = None
 
+    @property
+    def optimizer(self):
+        return self.tx if self.given is None else self.given
 
-@dataclass(frozen=True)
-class Planted:
-    make: Any
-    found: dict[str, str]
-    notes: tuple[str, ...] = ()
-    oracle: bool = True
+    @property
+    def closure(self):
+        loss, model = self.loss, self.model
+        return lambda: loss(model)
 
 
 # --- models ------------------------------------------------------------------------------
@@ -231,17 +237,14 @@ PLANTED = {
     "equinox: its state alone": Planted(
         masked_state, {"body.weight": "not_optimized"}, oracle=False
     ),
-    "equinox: the state of another model": Planted(state_of_another_model, {}, oracle=False),
+    "equinox: the state of another model": Planted(
+        state_of_another_model, {}, oracle=False, strangers=True
+    ),
     "a dict with an entry that is not used": Planted(plain, {"a.b": "unread"}),
 }
 
 
-def told(report):
-    whole = [f for f in report.findings if f.whole and f.kind != "other_model"]
-    return {f.argument: f.kind for f in whole}
-
-
-def still(loop, steps=2):
+def still(loop, steps):
     """The names of what plain steps of JAX and optax do not move."""
     tx = loop.tx or optax.sgd(0.1)
     if isinstance(loop.model, nnx.Module):
@@ -287,46 +290,30 @@ def test_an_array_in_a_static_field_that_the_loss_reads_is_a_note():
 @pytest.mark.sampled(slow=1)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_loss_is_found_and_nothing_else(name):
-    planted = PLANTED[name]
-    loop = planted.make()
-    optimizer = loop.optimizer if loop.optimizer is not None else loop.tx
-    loss, model = loop.loss, loop.model
-    report = gt.why_zero(lambda: loss(model), model=model, optimizer=optimizer)
-    assert told(report) == planted.found
-    strangers = [f.argument for f in report.findings if f.kind == "other_model"]
-    assert bool(strangers) == (name == "equinox: the state of another model")
-    assert {n for _, names in report.notes for n in names} == set(planted.notes)
-    if planted.oracle:
-        assert still(planted.make()) == set(planted.found)
+    PLANTED[name].check(gt, still)
 
 
 @pytest.mark.slow_at("nnx: stopped, and a call changes the model")
 @pytest.mark.sweep_at("nnx: a layer that is not used")
 @pytest.mark.parametrize("name", list(PLANTED)[:9])
 def test_the_guard_tells_of_it_once(name):
-    planted = PLANTED[name]
-    loop = planted.make()
-    optimizer = loop.optimizer if loop.optimizer is not None else loop.tx
-    loss, model = loop.loss, loop.model
-    guarded = gt.guard_gradients(lambda: loss(model), model=model, optimizer=optimizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        guarded(), guarded()
-    said = [str(w.message) for w in caught if w.category is GradtoolsWarning]
-    assert len(said) == bool(planted.found)
-    for leaf, kind in planted.found.items():
-        assert f"  {leaf}: {kind}" in said[0]
+    PLANTED[name].check_guard(gt)
 
 
 def test_a_closure_alone_is_asked_about_the_module_that_it_holds():
     net, tree = Stopped(), Gated()
-    assert set(told(gt.why_zero(lambda: (net(X) ** 2).sum()))) == {"body.kernel", "body.bias"}
-    assert told(gt.why_zero(lambda: (jax.vmap(tree)(X) ** 2).sum())) == {"gate": "discrete"}
+    assert set(kinds_by_leaf(gt.why_zero(lambda: (net(X) ** 2).sum()))) == {
+        "body.kernel",
+        "body.bias",
+    }
+    assert kinds_by_leaf(gt.why_zero(lambda: (jax.vmap(tree)(X) ** 2).sum())) == {
+        "gate": "discrete"
+    }
 
 
 def test_a_module_is_asked_about_its_parameters_too():
     report = gt.why_zero(Spare(), X)
-    assert told(report) == {"spare.kernel": "unread", "spare.bias": "unread"}
+    assert kinds_by_leaf(report) == {"spare.kernel": "unread", "spare.bias": "unread"}
 
 
 @pytest.mark.slow_at("jit")
@@ -348,7 +335,9 @@ def test_in_the_midst_of_a_loop_nothing_is_changed():
         for x in (X[:3], X[3:]):
             loss = lambda net, x=x: (run(net, x) ** 2).mean()
             if ask:
-                assert not told(gt.why_zero(lambda: loss(net), model=net, optimizer=optimizer))
+                assert not kinds_by_leaf(
+                    gt.why_zero(lambda: loss(net), model=net, optimizer=optimizer)
+                )
             optimizer.update(net, nnx.grad(loss)(net))
         return nnx.state(net, nnx.Any(nnx.Param, nnx.BatchStat, nnx.RngCount))
 

@@ -14,9 +14,12 @@ no such comment.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gradtools import GradtoolsWarning
 from tests.support.scenarios import Scenario, Table
 
 
@@ -69,3 +72,57 @@ def losses(cause: Scenario) -> list[Loss]:
 def _loss(mark: str, line: int) -> Loss:
     kind, _, partly = mark.partition(", ")
     return Loss(kind, line, not partly)
+
+
+# --- in training -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A training loop with a loss of gradients in it.
+
+    Attributes:
+        make: Makes the loop, which has `model`, `optimizer` and `closure`.
+        found: The kinds that are to be found, by the name of the leaf.
+        numerical: Whether it holds at these values alone.
+        notes: The leaves that notes name.
+        oracle: Whether plain steps can say what does not move.
+        strangers: Whether the optimizer holds arrays of another model.
+    """
+
+    make: Callable[[], Any]
+    found: dict[str, str]
+    numerical: bool = False
+    notes: tuple[str, ...] = ()
+    oracle: bool = True
+    strangers: bool = False
+
+    def check(self, gt: Any, still: Callable[[Any, int], set[str]]) -> None:
+        """Asserts that the loss is found and nothing else is; `still`: what plain steps leave."""
+        loop = self.make()
+        report = gt.why_zero(loop.closure, model=loop.model, optimizer=loop.optimizer)
+        assert kinds_by_leaf(report) == self.found
+        assert any(f.kind == "other_model" for f in report.findings) == self.strangers
+        assert {n for _, names in report.notes for n in names} == set(self.notes)
+        if self.oracle:
+            assert still(self.make(), 1 if self.numerical else 3) == set(self.found)
+
+    def check_guard(self, gt: Any) -> tuple[Any, Any]:
+        """Asserts that a guarded loss warns of it once; returns the losses of two calls."""
+        loop = self.make()
+        guarded = gt.guard_gradients(loop.closure, model=loop.model, optimizer=loop.optimizer)
+        wanted = [leaf for leaf, kind in self.found.items() if kind != "frozen"]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results = guarded(), guarded()
+        said = [str(w.message) for w in caught if w.category is GradtoolsWarning]
+        assert len(said) == bool(wanted)
+        for leaf in wanted if len(wanted) <= 5 else []:
+            assert f"  {leaf}: {self.found[leaf]}" in said[0]
+        return results
+
+
+def kinds_by_leaf(report: Any) -> dict[str, str]:
+    """What is lost as a whole, without the other models' arrays in the optimizer."""
+    whole = [f for f in report.findings if f.whole and f.kind != "other_model"]
+    return {f.argument: f.kind for f in whole}

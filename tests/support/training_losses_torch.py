@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.lost_gradients import Planted
+
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 2, (6,), generator=torch.Generator().manual_seed(1))
 
@@ -27,32 +29,14 @@ class Loop:
     Attributes:
         model: What is to be trained.
         optimizer: What steps it.
-        loss: A closure without arguments.
+        closure: The loss, without arguments.
         meant: The arrays that are meant to be trained, by name.
     """
 
     model: nn.Module
     optimizer: Any
-    loss: Callable[[], torch.Tensor]
+    closure: Callable[[], torch.Tensor]
     meant: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Planted:
-    """A loop with a loss in it.
-
-    Attributes:
-        make: Makes it.
-        found: The kinds that are to be found, by the name of the leaf.
-        numerical: Whether it holds at these values alone.
-        notes: The leaves that notes name.
-    """
-
-    make: Callable[[], Loop]
-    found: dict[str, str]
-    numerical: bool = False
-    notes: tuple[str, ...] = ()
-    oracle: bool = True
 
 
 class Net(nn.Module):
@@ -352,9 +336,13 @@ PLANTED = {
     "a tensor made anew": Planted(made_anew, {"scale": "left_framework"}),
     "an optimizer of the head": Planted(optimizer_of_the_head, of("not_optimized", "body")),
     "a layer added after the optimizer": Planted(layer_added_later, of("not_optimized", "late")),
-    "a head replaced after it": Planted(head_replaced, of("not_optimized", "head")),
-    "an optimizer of a copy": Planted(optimizer_of_a_copy, of("not_optimized", "body", "head")),
-    "a model made again": Planted(model_made_again, of("not_optimized", "body", "head")),
+    "a head replaced after it": Planted(head_replaced, of("not_optimized", "head"), strangers=True),
+    "an optimizer of a copy": Planted(
+        optimizer_of_a_copy, of("not_optimized", "body", "head"), strangers=True
+    ),
+    "a model made again": Planted(
+        model_made_again, of("not_optimized", "body", "head"), strangers=True
+    ),
     "layers in a plain list": Planted(plain_list, of("plain_list", "blocks[0]", "blocks[1]")),
     "a layer in a plain dict": Planted(plain_dict, of("plain_list", "adapters['a']")),
     "parameters in a plain list": Planted(parameters_in_a_list, {"scales[0]": "plain_list"}),
@@ -373,4 +361,3 @@ PLANTED = {
     "an auxiliary loss detached": Planted(two_losses_one_detached, of("detached", "aux")),
     "one optimizer of two": Planted(one_of_two_models, of("not_optimized", "dec.body", "dec.head")),
 }
-STRANGERS = {"a head replaced after it", "an optimizer of a copy", "a model made again"}

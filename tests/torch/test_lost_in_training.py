@@ -11,16 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError, GradtoolsWarning
-from tests.support.training_losses_torch import PLANTED, STRANGERS, Loop, Net, X, Y, loop
+from gradtools import GradtoolsError
+from tests.support.lost_gradients import kinds_by_leaf
+from tests.support.training_losses_torch import PLANTED, Loop, Net, X, Y, loop
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
-
-
-def told(report):
-    """The kinds by leaf, of what is lost as a whole; strangers in the optimizer apart."""
-    whole = [f for f in report.findings if f.whole and f.kind != "other_model"]
-    return {f.argument: f.kind for f in whole}
 
 
 def still(given: Loop, steps: int):
@@ -28,53 +23,35 @@ def still(given: Loop, steps: int):
     before = {name: x.detach().clone() for name, x in given.meant.items()}
     for _ in range(steps):
         given.optimizer.zero_grad()
-        given.loss().backward(retain_graph=True)
+        given.closure().backward(retain_graph=True)
         given.optimizer.step()
     return {name for name, x in given.meant.items() if torch.equal(x.detach(), before[name])}
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_loss_is_found_and_nothing_else(name):
-    planted = PLANTED[name]
-    given = planted.make()
-    report = gt.why_zero(given.loss, model=given.model, optimizer=given.optimizer)
-    assert told(report) == planted.found
-    strangers = [f for f in report.findings if f.kind == "other_model"]
-    assert bool(strangers) == (name in STRANGERS)
-    assert {n for _, names in report.notes for n in names} == set(planted.notes)
-    if planted.oracle:
-        assert still(planted.make(), 1 if planted.numerical else 3) == set(planted.found)
+    PLANTED[name].check(gt, still)
 
 
 @pytest.mark.parametrize("name", [n for n, p in PLANTED.items() if not p.numerical])
 def test_the_guard_tells_of_it_once(name):
-    planted = PLANTED[name]
-    given = planted.make()
-    guarded = gt.guard_gradients(given.loss, model=given.model, optimizer=given.optimizer)
-    wanted = [leaf for leaf, kind in planted.found.items() if kind != "frozen"]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        first, second = guarded(), guarded()
-    said = [str(w.message) for w in caught if w.category is GradtoolsWarning]
+    first, second = PLANTED[name].check_guard(gt)
     assert torch.equal(first, second)
-    assert len(said) == bool(wanted)
-    for leaf in wanted if len(wanted) <= 5 else []:
-        assert f"  {leaf}: {planted.found[leaf]}" in said[0]
 
 
 def test_a_healthy_loop_has_nothing_to_tell():
     given = loop(Net())
-    report = gt.why_zero(given.loss, model=given.model, optimizer=given.optimizer)
+    report = gt.why_zero(given.closure, model=given.model, optimizer=given.optimizer)
     assert not report and not report.notes and not still(given, 3)
     assert str(report).startswith("Nothing is lost: the output's gradient reaches body.weight")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        gt.guard_gradients(given.loss, model=given.model, optimizer=given.optimizer)()
+        gt.guard_gradients(given.closure, model=given.model, optimizer=given.optimizer)()
 
 
 def test_the_line_of_a_loss_is_named():
     given = PLANTED["features detached"].make()
-    (first, second) = gt.why_zero(given.loss, model=given.model)
+    (first, second) = gt.why_zero(given.closure, model=given.model)
     assert first.source.file.endswith("training_losses_torch.py")
     assert "detach()" in first.source.text and first.source == second.source
 
@@ -116,24 +93,24 @@ def test_in_the_midst_of_a_loop_nothing_is_changed():
 @pytest.mark.parametrize("as_closure", [False, True])
 def test_after_backward_the_graph_tells_what_it_reached(as_closure):
     given = PLANTED["a layer that forward does not use"].make()
-    loss = given.loss()
+    loss = given.closure()
     loss.backward()
     f = (lambda: loss) if as_closure else loss
     report = gt.why_zero(f, model=given.model, optimizer=given.optimizer)
-    assert told(report) == {"spare.weight": "unread", "spare.bias": "unread"}
+    assert kinds_by_leaf(report) == {"spare.weight": "unread", "spare.bias": "unread"}
     assert as_closure or "given a closure that computes the loss, why_zero names" in str(report)
 
 
-def test_after_backward_gradients_that_are_zero_are_told():
+def test_after_backward_gradients_that_are_zero_are_kinds_by_leaf():
     given = PLANTED["a dead relu"].make()
-    loss = given.loss()
+    loss = given.closure()
     loss.backward()
     report = gt.why_zero(loss, model=given.model)
-    assert set(told(report).values()) == {"zero_gradient"}
-    assert set(told(report)) == {"body.weight", "body.bias", "head.weight"}
+    assert set(kinds_by_leaf(report).values()) == {"zero_gradient"}
+    assert set(kinds_by_leaf(report)) == {"body.weight", "body.bias", "head.weight"}
 
 
-def test_a_loss_without_a_graph_is_told():
+def test_a_loss_without_a_graph_is_kinds_by_leaf():
     model = Net()
     with torch.no_grad():
         loss = F.cross_entropy(model(X), Y)
@@ -160,13 +137,13 @@ def test_a_module_of_integers_is_asked_about_its_parameters():
             return self.head(self.words(ids).mean(1) * scale).sum()
 
     report = gt.why_zero(Tokens(), torch.arange(6).reshape(2, 3), scale=2.0)
-    assert told(report) == {"types.weight": "unread"}
+    assert kinds_by_leaf(report) == {"types.weight": "unread"}
 
 
 def test_a_closure_alone_is_asked_about_what_it_holds():
     given = PLANTED["features detached"].make()
-    report = gt.why_zero(given.loss)
-    lost = {name.rpartition("model.")[2] for name in told(report)}
+    report = gt.why_zero(given.closure)
+    lost = {name.rpartition("model.")[2] for name in kinds_by_leaf(report)}
     assert lost == {"body.weight", "body.bias"}
 
 
@@ -242,7 +219,7 @@ def test_the_findings_of_a_large_model_fit_a_screen():
 
 def test_a_report_of_training_is_plain_data():
     given = PLANTED["frozen on purpose"].make()
-    report = gt.why_zero(given.loss, model=given.model, optimizer=given.optimizer)
+    report = gt.why_zero(given.closure, model=given.model, optimizer=given.optimizer)
     (note,) = report.to_dict()["notes"]
     assert note["arguments"] == ["body.weight", "body.bias"]
     assert "requires_grad is False" in str(report)

@@ -2,9 +2,9 @@
 
 A backend records a run as expressions, of operations in the vocabulary or opaque ones::
 
-    run --translating--> expressions --recognition--> the same, patterns named
+    run --translating, recognition--> expressions, with names such as softplus
         --reverse--> the adjoint program --reverse--> the adjoint of that
-        --statements, writing--> text and LaTeX;  --evaluation--> numbers
+        --statements, writing--> text --typesetting--> LaTeX;  --evaluation--> numbers
 
 Everything is an `Expr` (`expressions.py`), hash-consed and simplified on construction (`algebra/`).
 An `Operation` (`operation_record.py`) has a constructor, a value in NumPy, a pullback, a notation

@@ -1,10 +1,9 @@
 """Smart constructors of expressions: they canonicalize on construction.
 
-`product` (einsum) is the core, on which the other modules are built. It uses `**`, `reshape` and
-`squeeze` in turn, which `functions.py` sets as methods of `Expr`.
+`product` (einsum) is the core, with which everything that moves axes is written (`products.py`).
+It uses `**`, `reshape` and `squeeze` in turn, which `functions.py` sets as methods of `Expr`.
 """
 
-from gradtools.seeing.formulas.algebra.functions import OPERATORS as OPERATORS
 from gradtools.seeing.formulas.algebra.functions import add as add
 from gradtools.seeing.formulas.algebra.functions import apply as apply
 from gradtools.seeing.formulas.algebra.functions import conj as conj

@@ -106,6 +106,26 @@ def test_a_mask_in_brackets_is_explained():
     assert "  [c]: at the places that f selects" in str(gt.formula(lambda x: x[x > 0], MATRIX))
 
 
+PRODUCTS = {
+    "linear": lambda x: F.linear(x[None], torch.ones(2, 3), torch.ones(2)),
+    "a vector": lambda x: F.linear(x[None], torch.ones(3)),
+    "a batch": lambda x: x.expand(2, 3, 3) @ x,
+    "a list": lambda x: torch.einsum("ij,kj->ik", [x, x]),
+    "an ellipsis": lambda x: torch.einsum("...j,kj->...k", x, x),
+    "a diagonal": lambda x: torch.einsum("ii->i", x),
+    "no result": lambda x: torch.einsum("ij,jk", x, x),
+    "numbers": lambda x: torch.einsum(x, [0, 1], x, [2, 1], [0, 2]),
+    "switched off": lambda x: x @ torch.no_grad()(lambda: x @ x)(),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_of_matrices_merges_no_axes(name):
+    found = gt.formula(PRODUCTS[name], MATRIX, order=2)
+    assert found.check.given and not found.marked
+    assert "reshape" not in str(found) or name == "an ellipsis"
+
+
 def test_a_captured_array_that_requires_no_gradient_has_no_adjoint():
     c = VECTOR.clone()
     assert gt.formula(lambda x: (c * x).exp().sum(), VECTOR).lines(1) == ["x̄ = L̄ c ⊙ e"]

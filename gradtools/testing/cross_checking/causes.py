@@ -42,7 +42,7 @@ def explain(check: CrossCheck, report: Report, allow: bool) -> None:
         allow: Whether a known convention does not count as a disagreement.
     """
     leaves = {
-        id(c): Leaf(c, result, i)
+        id(c): DifferingLeaf(c, result, i)
         for result in check.results
         for i, c in enumerate(result.comparisons)
     }
@@ -57,7 +57,7 @@ def explain(check: CrossCheck, report: Report, allow: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class DifferingLeaf:
     """One leaf of a result that differs: its comparison, and its number among the leaves."""
 
     record: Comparison
@@ -88,7 +88,7 @@ class Causes:
         self.is_random, self.contradicts = cache(self._is_random), cache(self._contradicts)
         self.conventions = cache(self._conventions)
 
-    def explained(self, leaf: Leaf, allow: bool) -> Comparison:
+    def explained(self, leaf: DifferingLeaf, allow: bool) -> Comparison:
         """The comparison of a leaf with its cause."""
         c, (a, b) = leaf.record, leaf.arrays
         if a is None or b is None:
@@ -136,11 +136,11 @@ class Causes:
                 return True
         return False
 
-    def _nearby(self, leaf: Leaf, k: int, purpose: Any, size: float) -> np.ndarray | None:
+    def _nearby(self, leaf: DifferingLeaf, k: int, purpose: Any, size: float) -> np.ndarray | None:
         result = self.check.evaluated_nearby(leaf.result.quantity, k, purpose, size)
         return None if result is None else result[leaf.i]
 
-    def _agrees_nearby(self, leaf: Leaf) -> bool:
+    def _agrees_nearby(self, leaf: DifferingLeaf) -> bool:
         size = _STEPS.get(leaf.dtype, 0.05)
         for draw in range(2):
             a, b = (self._nearby(leaf, k, ("kink", draw), size) for k in (0, 1))
@@ -150,7 +150,7 @@ class Causes:
                 return False
         return True
 
-    def _at_a_kink(self, leaf: Leaf, allow: bool) -> Comparison:
+    def _at_a_kink(self, leaf: DifferingLeaf, allow: bool) -> Comparison:
         """A kink: derivatives differ here and agree nearby."""
         c, seen = leaf.record, [bool(np.isfinite(widened(x)).all()) for x in leaf.arrays]
 
@@ -186,7 +186,7 @@ class Causes:
 
     # --- relations of the two arrays
 
-    def _not_finite(self, leaf: Leaf) -> Cause | None:
+    def _not_finite(self, leaf: DifferingLeaf) -> Cause | None:
         (a, b), (first, second) = map(widened, leaf.arrays), self.names
         for x, y, mine, other in ((a, b, first, second), (b, a, second, first)):
             if (np.isnan(x) & ~np.isnan(y)).any():
@@ -200,7 +200,7 @@ class Causes:
                 return f"infinity in {mine}", why
         return None
 
-    def _related(self, leaf: Leaf) -> Cause | None:
+    def _related(self, leaf: DifferingLeaf) -> Cause | None:
         a, b = map(widened, leaf.arrays)
         near = min(1e3 * leaf.record.tolerance, 0.03)
         if equal(a, b, near):  # every relation close to the identity would hold
@@ -210,7 +210,7 @@ class Causes:
 
     # --- precision
 
-    def _precision(self, leaf: Leaf) -> Cause | None:
+    def _precision(self, leaf: DifferingLeaf) -> Cause | None:
         """Coarser arithmetic on one side, whose result is a staircase, or an ill-conditioned point.
 
         Once a side is known to compute in float32, other differences of that size have the same
@@ -255,7 +255,7 @@ class Causes:
             )
         return None
 
-    def _is_stepped(self, leaf: Leaf, k: int) -> bool:
+    def _is_stepped(self, leaf: DifferingLeaf, k: int) -> bool:
         """Whether one side's result is a staircase in its inputs: rounded to a coarser dtype."""
         step, own, others = _SHORT[leaf.dtype], leaf.arrays[k], leaf.arrays[1 - k]
         base = widened(own)

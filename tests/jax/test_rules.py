@@ -203,3 +203,13 @@ def test_a_tangent_of_what_an_edit_does_not_differentiate_runs_no_map():
 
     names = [e.primitive.name for e in jax.make_jaxpr(moved)(2.0, 1.0).jaxpr.eqns]
     assert [name for name in names if "gradtools" in name] == ["gradtools_primal"]
+
+
+def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
+    double = gt.custom_rule(lambda x: 2 * x)
+    double.defvjp(lambda x: (2 * x, None), lambda _, ct: (3 * ct,))  # not what its code gives
+    x = jnp.ones(3)
+    slope = jax.grad(lambda x: double(x).sum())(x)
+    (transposed,) = jax.linear_transpose(double, x)(x)
+    np.testing.assert_array_equal(slope, 3 * x)
+    np.testing.assert_array_equal(transposed, 3 * x)

@@ -110,7 +110,7 @@ def changes(source: str) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _not_run(node: ast.AST) -> Iterator[ast.AST]:
-    """What is in annotations, docstrings, texts of errors and imports, and zip's own check.
+    """What is in annotations, overloads, docstrings, texts of errors and imports, and zip's check.
 
     `strict=True` states that two lists have one length: without it a right program is the same.
     """
@@ -118,6 +118,8 @@ def _not_run(node: ast.AST) -> Iterator[ast.AST]:
         yield from ast.walk(node.annotation)
     if isinstance(node, ast.FunctionDef) and node.returns is not None:
         yield from ast.walk(node.returns)
+    if isinstance(node, ast.FunctionDef) and "overload" in map(ast.unparse, node.decorator_list):
+        yield from ast.walk(node)
     if isinstance(node, ast.keyword) and node.arg == "strict":
         yield from ast.walk(node)
     if isinstance(node, ast.Raise | ast.JoinedStr):

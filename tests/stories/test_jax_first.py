@@ -313,7 +313,7 @@ def eigenvalues_of_a_hessian_differentiated():
     near(gt.grad(total)(jnp.array([1.0, 3.0])), 12 * x**2)
 
 
-@pytest.mark.sampled(8, 100)
+@pytest.mark.sampled(16, 100)
 @pytest.mark.parametrize("story", STORIES.cases())
 def test_the_program_gives_what_is_true(story):
     story.program()

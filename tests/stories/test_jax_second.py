@@ -319,7 +319,7 @@ def a_rule_that_sums_over_a_mapped_axis():
     near(jax.vmap(f, axis_name="i")(jnp.arange(4.0)), jnp.full(4, 6.0))
 
 
-@pytest.mark.sampled(8, 100)
+@pytest.mark.sampled(16, 100)
 @pytest.mark.parametrize("story", STORIES.cases())
 def test_the_program_gives_what_is_true(story):
     story.program()

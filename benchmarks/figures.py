@@ -64,9 +64,9 @@ def _of_steps() -> str:
     over = [r for r in found if r["goal"] and float(r["now"]) > float(r["goal"])]
     counted = [r for r in found if r["goal"]]
     lines = [
-        "Steps beside the same by hand or in another package: processor time over the peer's, or "
-        f"the figure that the row names. {len(counted) - len(over)} of {len(counted)} goals are "
-        "met; of the others [steps](../benchmarks/results/steps.md#floors) counts the operations "
+        "Steps compared with the same by hand or in another package: the ratio of processor times, "
+        f"or the figure that the row names. {len(counted) - len(over)} of {len(counted)} goals are "
+        "met; for the others, [steps](../benchmarks/results/steps.md#floors) counts the operations "
         "and calls.",
         "",
         "| work | peer | before | goal | now |",

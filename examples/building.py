@@ -1,7 +1,7 @@
 """Builds the examples' native code at run time, once: nothing is built when gradtools is installed.
 
-What is built stays in the user's cache, under a name made from the source and the tools, and is
-moved there whole: an interrupted build leaves nothing behind, and two at once do not meet.
+The libraries are cached in the user's cache folder under a hash of source and tools. Each is moved
+there in one step, so interrupted and concurrent builds are safe.
 """
 
 import hashlib

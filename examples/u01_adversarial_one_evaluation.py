@@ -1,9 +1,9 @@
 """One evaluation of f(x, y) gives the gradient of f to y and of -f to x.
 
 x = g(z) and y = g(w) come from one encoder g with one set of parameters: w are real images of
-digits, z the same images under noise. f measures how far their features lie apart. In adversarial
-training x pushes apart what y pulls together. The plain way evaluates f twice and stops a gradient
-in each; ``reverse_gradient`` on x says the same in one evaluation.
+digits, z the same images with noise. f measures the distance of their features. In adversarial
+training x maximizes it and y minimizes it. Without gradtools f is evaluated twice, with a stopped
+gradient in each; ``reverse_gradient`` on x does the same in one evaluation.
 """
 
 import numpy as np

@@ -1,16 +1,16 @@
-"""A Wasserstein GAN whose critic is held to slope 1: a derivative to the input, inside the loss.
+"""A Wasserstein GAN with gradient penalty: the loss contains a derivative of the critic.
 
 Eight Gaussians on a circle are the data. The critic D(w, x) descends on
 
     mean D(fake) - mean D(real) + 10 mean (|dD/dx| - 1)^2     dD/dx at points between real and fake
 
 (WGAN-GP: Gulrajani et al., Improved training of Wasserstein GANs, 2017). dD/dx is taken for each
-point by ``gt.per_example_grad``, and ``gt.grad`` differentiates it once more, to w. The generator
-descends on -mean D(fake).
+point by ``gt.per_example_grad``, and ``gt.grad`` differentiates it again with respect to w. The
+generator descends on -mean D(fake).
 
-``gt.frozen`` does not help here. It takes a model's parameters for constants, and those of the
-critic are what is trained. Given as arguments they are differentiated, exactly, but then the second
-derivative is one through D's arguments, which takes a graph of D in any case: nothing is saved.
+``gt.frozen`` does not help here: it treats parameters as constants, and those of the critic are
+trained. If they are passed as arguments, their derivatives are exact, but the second derivative
+through D's arguments needs a graph of D in any case, so no memory is saved.
 """
 
 from itertools import pairwise

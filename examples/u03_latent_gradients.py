@@ -1,12 +1,12 @@
 """Gradients at many codes of a frozen decoder train a critic, without keeping the decoder's graphs.
 
 G is a convolutional decoder, trained here on scikit-learn's digits. f(y, G(z)) is an energy that a
-small network y gives to images. Noisy codes z_1..z_N take a step down the energy, z_i - df/dz_i,
-and g compares all of them with all clean codes x, so that each finds its own. The loss is
-g(df/dz_1..N, x), and y learns from dg/dy: a second derivative through G at every z_i.
+small network y gives to images. Noisy codes z_1..z_N take a gradient step on the energy,
+z_i - df/dz_i, and g compares all of them with all clean codes x, as a contrastive loss. The loss is
+g(df/dz_1..N, x), and y is trained by dg/dy: a second derivative through G at every z_i.
 
-Plain double backward keeps two graphs of G for each z_i until the end. With ``gt.frozen(G)`` in its
-place nothing else changes; the memory does. out/frozen.png shows it against N and G's depth.
+Plain double backward keeps two graphs of G for each z_i. ``gt.frozen(G)`` gives the same gradients
+and keeps none. out/frozen.png shows the memory over N and G's depth.
 
 With --quick everything is smaller, and there is no picture.
 """

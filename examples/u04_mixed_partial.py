@@ -1,7 +1,7 @@
 """(d/dy) <u, (d/dz) f(y, G(z))> for a known direction u, at memory constant in G's depth.
 
 With w = J_G u the inner product is <w, (d/dg) f(y, g)> at g = G(z): one forward-mode pass through
-G, which keeps no graph, is all that G runs. Double backward keeps G's whole graph.
+G, without a graph. Double backward keeps G's whole graph.
 """
 
 import numpy as np
@@ -108,7 +108,7 @@ def saved_bytes(way, *args):
 
 
 def compiled_bytes(way, *args):
-    """Bytes that the compiled program needs beside its inputs and outputs."""
+    """The temporary bytes of the compiled program."""
     import jax
 
     compiled = jax.jit(way).lower(*args).compile()

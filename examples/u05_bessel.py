@@ -3,8 +3,8 @@
 Light through a circular hole makes rings: the brightness at the angle s is (2 J1(as) / as)^2,
 where a is the hole's radius in wavelengths over 2 pi. Neither framework has J1 for all orders of
 differentiation; SciPy has. Its rule calls the function itself, as J_v' = (J_{v-1} - J_{v+1}) / 2,
-so every order and every mode is there. Newton's method, which takes the whole Hessian, recovers
-radius, brightness and background from noisy rings.
+so every order and every mode exists. Newton's method, with the full Hessian, recovers radius,
+brightness and background from noisy rings.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
 """A kernel in C, compiled at run time and called through ctypes: a recurrence and its adjoint.
 
-y_t = a_t y_{t-1} + x_t is the core of a reservoir, a filter, a recurrent layer. In C it is one
-loop; its transpose, which backward needs, is the loop run from the end. Each of the two kernels'
-rules calls the other, so derivatives of every order are there. A leaky reservoir's loss, which
-grows with the temperature, is found from its filling by Newton's method.
+y_t = a_t y_{t-1} + x_t is the core of a reservoir, a filter or a recurrent layer. In C it is one
+loop; its transpose, which backward needs, is the reversed loop. Each kernel's rule calls the other
+kernel, so derivatives of every order exist. Newton's method estimates the loss of a leaky
+reservoir, which grows with the temperature, from its filling.
 """
 
 import ctypes

@@ -1,13 +1,13 @@
 """A kernel in C++, built as an extension of PyTorch, that a JAX program calls as well.
 
-Soft dynamic time warping measures how far two signals are apart if one may run faster or slower.
+Soft dynamic time warping is a distance of two signals up to changes of their speed.
 The extension has the value, its gradient, and the product of its Hessian with a direction: value,
-vjp and double backward, and from those three kernels every mix of two orders follows but forward
-over forward. A bump's place, width and height are then found from three records of it that ran at
-different speeds, by a trust-region method.
+vjp and double backward. These three kernels give every second derivative except forward over
+forward. A trust-region method then fits a bump's position, width and height to three records of it
+at different speeds.
 
 Building takes about 20 seconds at the first run. The kernels take and return NumPy arrays, so
-PyTorch inside of them is invisible to JAX.
+JAX does not see that they use PyTorch.
 """
 
 import numpy as np

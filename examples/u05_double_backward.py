@@ -1,10 +1,10 @@
 """Four functions with their own derivative, differentiated twice: what may a rule save?
 
 The square saves its input, exp its output, sinh the intermediates exp(x) and exp(-x), and the cube
-is a kernel that no framework can look into, with a derivative that is such a kernel again. A plain
+is an opaque kernel, whose derivative is another opaque kernel. A plain
 ``torch.autograd.Function`` that saves an intermediate is silently wrong at second order
-(pytorch#76185), a plain ``jax.custom_vjp`` has no forward mode. docs/double-backward.md tells it
-step by step.
+(pytorch#76185), a plain ``jax.custom_vjp`` has no forward mode. docs/double-backward.md explains
+it step by step.
 """
 
 import numpy as np

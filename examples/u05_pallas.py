@@ -1,9 +1,9 @@
 """A kernel in the framework's own language inside a rule: Pallas in JAX, a custom op in PyTorch.
 
 log(sum(exp(row))) and its softmax are one fused kernel each: in JAX a Pallas kernel (interpreted,
-so that it runs on every processor), in PyTorch a ``torch.library.custom_op``, where a Triton or
-CUDA kernel would stand. Neither framework differentiates such a kernel on its own in reverse mode.
-To gradtools both are ordinary framework code, and one rule gives every order and mode.
+so that it runs on every processor), in PyTorch a ``torch.library.custom_op``, which may call a
+Triton or CUDA kernel. Neither framework differentiates such a kernel in reverse mode. For gradtools
+both are ordinary framework code, and one rule gives every order and mode.
 """
 
 import numpy as np

@@ -1,11 +1,11 @@
 """A pretrained sentence encoder learns to find documentation, at the memory of one chunk.
 
-Of the standard library's functions the signature is the query, the docstring's first paragraph,
-without the function's name, the document. The loss (InfoNCE both ways, with a learned temperature)
-compares every query of the batch with every document, so it is no sum over examples; MiniLM, as it
-is and with its dropout on, goes through `chunked`, once for each of the two towers. In PyTorch that
-is sentence-transformers' own module, in JAX the same network in flax. All layers are trained, the
-embeddings stay.
+A query is the signature of a function of the standard library; its document is the first paragraph
+of the docstring, without the function's name. The loss (symmetric InfoNCE with a learned
+temperature) compares every query of the batch with every document, so it is no sum over examples.
+`chunked` runs MiniLM, unchanged and with dropout, once for each of the two towers. In PyTorch it is
+sentence-transformers' own module, in JAX the same network in flax. All layers are trained except
+the embeddings.
 
 With --quick there are fewer pairs and steps.
 """
@@ -168,7 +168,7 @@ class _Torch:
         return found
 
     def bytes_of_a_step(self, batch, chunk_size):
-        """The most that a forward and backward pass held at once, beside what was there before."""
+        """The peak of the memory that a forward and backward pass allocates."""
         self.model.train()
         with peak_bytes() as peak:
             self.loss(batch, chunk_size).backward()
@@ -260,7 +260,7 @@ class _Jax:
         return minilm.as_arrays(self.jax.jit(self.gt.grad(loss))(params))
 
     def bytes_of_a_step(self, batch, chunk_size):
-        """What the compiled step needs beside its inputs and outputs; it is not run."""
+        """The temporary bytes of the compiled step, which is not run."""
         return self.compiled(batch, chunk_size).memory_analysis().temp_size_in_bytes
 
     def single_precision(self):

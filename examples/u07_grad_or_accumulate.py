@@ -1,8 +1,8 @@
-"""Pure gradients touch no buffer; accumulating ones add into it, for chosen inputs only.
+"""Pure gradients change no buffer; accumulating ones add to it, for chosen inputs only.
 
-Eight threads share the parameters of a digit classifier, each with a shard of the data. Gradients
-that are returned belong to the calling thread, so nothing races; one lock orders what is added.
-docs/grad-or-backward.md says which of the two to use when.
+Eight threads share the parameters of a digit classifier, each with a shard of the data. Returned
+gradients belong to the calling thread, so there are no races; one lock serializes additions.
+docs/grad-or-backward.md says when to use which.
 """
 
 from concurrent.futures import ThreadPoolExecutor

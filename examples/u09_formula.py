@@ -1,9 +1,9 @@
 """What automatic differentiation computes, as mathematics, compared with a derivation by hand.
 
 Square, exp, sinh and cube to second order, with pictures of why double backward works; the rule
-W^H of a complex affine layer, found natively and from separate real and imaginary parts; and a
-convolutional network whose backward pass was derived by hand: the formula agrees, and names the
-first entry that differs when a flip is forgotten. The pictures go to out/.
+W^H of a complex affine layer, natively and from separate real and imaginary parts; and a
+convolutional network whose backward pass is derived by hand: `agrees_with` confirms it, and names
+the first entry that differs if a flip is omitted. The pictures are written to out/.
 """
 
 from pathlib import Path
@@ -46,7 +46,7 @@ def show(gt, backend):
 def formula(gt, name, f, *args, **options):
     """The formula of f, which must read as the other backend's."""
     found = gt.formula(f, *args, **options)
-    lines = str(found).splitlines()[:-1]  # the last line tells how exactly they agree
+    lines = str(found).splitlines()[:-1]  # the last line holds the relative error
     if READ.setdefault(name, lines) is not lines:
         claim(f"{name} reads alike in both frameworks", READ[name] == lines)
     return found

@@ -1,10 +1,10 @@
 """Style transfer in which one term of the loss has no effect, until `why_zero` names the line.
 
-A photograph is to take on the style of another, stay smooth, and have a given part of its pixels
-bright: its volume fraction. The fraction is counted on a binarised image, through NumPy, so its
-gradient is lost and nothing says so: training ignores the term. ``why_zero`` names the line and
-the fix, ``straight_through`` with a sigmoid surrogate; then the fraction reaches its target.
-A picture of before and after is written to ``out/``.
+A photograph gets the style of another under two constraints: smoothness and a given fraction of
+bright pixels (the volume fraction). The fraction is computed on a binarized image in NumPy, so its
+gradient is lost without an error, and training ignores the term. ``why_zero`` names the line and
+the fix, ``straight_through`` with a sigmoid surrogate; then the fraction reaches its target. A
+picture of before and after is written to ``out/``.
 """
 
 from itertools import pairwise

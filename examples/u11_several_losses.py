@@ -1,7 +1,7 @@
-"""Gradients of several losses and of unequal chunks, added up before one step, weighted rightly.
+"""Gradients of several losses and of unequal chunks, summed with the right weights before one step.
 
 A model of the next letter is fitted to ten sentences, in chunks of 4, 4 and 2. Each chunk's loss is
-the mean over its own letters, so its weight is how many letters it has: with these weights a
+the mean over its letters, so its weight is its number of letters: with these weights a
 ``GradientAccumulator`` gives the gradient of the mean over all letters. Equal weights do not.
 ``microbatched_value_and_grad`` does the same in one call, with a weight for each sentence.
 """

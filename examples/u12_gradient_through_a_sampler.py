@@ -1,8 +1,8 @@
-"""The gradient at an intermediate result, sampled example by example, then carried on.
+"""The gradient at an intermediate result is sampled for each example, then propagated further.
 
-cost = g(h(x)). What arrives at h's output is passed through a sampler, a key for each example: a
-Bernoulli mask over its entries, divided by the rate, so that the mean is kept. Or it is replaced by
-a known one. From there it goes on to the parameters and is pooled over the batch, all in one
+cost = g(h(x)). The cotangent of h's output passes through a sampler with a key for each example: a
+Bernoulli mask over its entries, divided by the rate, which preserves the mean. Or it is replaced by
+a known gradient. It is then pulled back to the parameters and summed over the batch, all in one
 backward pass.
 """
 

@@ -1,10 +1,9 @@
-"""An encoder learns on a contrastive loss over 16,384 pairs at once, on a CPU.
+"""An encoder is trained on a contrastive loss over 16,384 pairs at once, on a CPU.
 
-Of the functions in the standard library's own sources (and in NumPy's) the head, a name with its
-arguments, is the query, and the body the document; both are bags of their letters' trigrams. The
-loss compares every query with every document, 268 million logits that no step ever holds: the
-encoders go through `chunked`, the loss through `contrastive_loss`. The loop is a plain one, the
-same in both frameworks.
+The data are functions in the sources of the standard library and of NumPy: the head (name and
+arguments) is the query, the body the document; both are bags of letter trigrams. The loss compares
+every query with every document, 268 million logits that are never in memory at once: the encoders
+run in `chunked`, the loss is `contrastive_loss`. The training loop is the same in both frameworks.
 
 With --quick there are fewer pairs and steps.
 """

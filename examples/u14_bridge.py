@@ -1,10 +1,10 @@
-"""A simulator of the other framework inside this one: Newton's method, and slopes inside a loss.
+"""A simulator of the other framework: Newton's method, and derivatives inside a loss.
 
-The simulator, a damped pendulum, is written in JAX where this program is PyTorch, and in PyTorch
-where it is JAX: the bridge takes it across, with its derivatives. Its length and damping are found
-from an observed swing by Newton's method, with the Hessian through the simulator; then again from
-how the swing follows its starting point, so that each step is a second derivative. Both programs
-give the same numbers.
+The simulator, a damped pendulum, is written in JAX if this program runs in PyTorch, and in PyTorch
+if it runs in JAX: the bridge makes it a function of this framework, with its derivatives. Newton's
+method fits length and damping to an observed swing, with the Hessian through the simulator; then to
+the derivative of the swing with respect to its starting point, so that each step is a second
+derivative. Both programs give the same numbers.
 """
 
 import importlib.util

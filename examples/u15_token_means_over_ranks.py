@@ -1,8 +1,8 @@
-"""The mean over all tokens of a step, though ranks and steps hold unequal numbers of them.
+"""The mean over all tokens of a step, where ranks and steps have unequal numbers of tokens.
 
-Two ranks accumulate over three chunks each, and one chunk holds padding alone. The mean of the
-chunks' means is not the mean over tokens, and a mean over ranks of each rank's own token mean, as
-DistributedDataParallel takes it, is not either. ``GradientAccumulator.mean`` divides the sum over
+Two ranks accumulate over three chunks each, and one chunk has padding only. The mean of the
+chunks' means is not the mean over tokens, nor is the mean over ranks of each rank's token mean, as
+DistributedDataParallel computes it. ``GradientAccumulator.mean`` divides the sum over
 ranks and chunks by all tokens. In PyTorch the ranks are two processes, in JAX an axis of ``vmap``.
 """
 

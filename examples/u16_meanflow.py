@@ -6,10 +6,10 @@ r to t, for which
 
     u = v - (t - r) du/dt        du/dt = the derivative of u along (v, 0, 1)
 
-holds everywhere. So the loss contains a Jacobian-vector product of the network, taken with its
-value in one forward pass, and is itself differentiated to the parameters. One evaluation at noise
-then draws: x = e - u(e, 0, 1). A nearest-neighbour classifier reads what is drawn, and a picture
-of it is written to ``out/``.
+holds everywhere. So the loss contains a Jacobian-vector product of the network, computed together
+with its value in one forward pass, and is differentiated with respect to the parameters. One
+evaluation at noise then generates a digit: x = e - u(e, 0, 1). A nearest-neighbor classifier labels
+the generated digits, and a picture of them is written to ``out/``.
 """
 
 from pathlib import Path
@@ -80,7 +80,7 @@ def show(gt, backend):
     )
     right = [np.mean(reads.predict(x) == wanted) for x in (before, after)]
     claim(
-        f"of digits drawn in one step {right[0]:.0%} are read as asked before training, "
+        f"of digits drawn in one step {right[0]:.0%} show the requested digit before training, "
         f"{right[1]:.0%} after {STEPS} steps",
         right[1] > 0.8,
     )

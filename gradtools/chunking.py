@@ -105,11 +105,11 @@ class Chunking(Operators):
                 None: 1 in PyTorch; 0 of several in JAX, where f is compiled once more for them.
             memory_budget: Bytes for kept graphs; `keep_graphs` then follows from the size of a
                 chunk's graph.
-            verify: PyTorch: whether a recomputed chunk is compared with its first computation; a
-                difference raises and names the chunk and the first submodule that differs. None: in
-                the first backward pass of each f and of each new shape, dtype, training mode and
-                autocast setting, up to rounding. True: in each backward pass, all bits, of every
-                module. False: never.
+            verify: PyTorch: whether a recomputed chunk is compared with its first computation: the
+                outputs, the leaves and operations of its graph, and the factors of gradient edits;
+                a difference raises. None: in the first backward pass of each f and of each new
+                shape, dtype, training mode and autocast setting; outputs bit for bit on the CPU,
+                up to rounding elsewhere. True: in each backward pass, bit for bit. False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
                 program that is lowered for another platform has none.
             select: A function of f's output that returns the part to keep, such as `lambda out:

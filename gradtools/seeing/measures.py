@@ -107,7 +107,7 @@ class Measures(Operators):
         """Measures what the call ``f(*args, **kwargs)`` costs.
 
         The call is measured as it is: for a loss its value, for ``gt.grad(loss)`` the gradient with
-        its backward pass. Everything is restored afterwards.
+        its backward pass. State that f or an optimizer can reach is restored afterwards.
 
         - ``flops``: arithmetic on floating and complex arrays. One for each element that an
           elementwise operation gives, exp or tanh included; n - 1 for a sum or a maximum over n;
@@ -126,10 +126,12 @@ class Measures(Operators):
         - ``seconds``: the median of 3 to 25 runs after one that does not count; nothing else is
           measured meanwhile.
 
-        PyTorch: f runs several times, each time from the same random generators, buffers,
-        parameters, `.grad` and optimizers. Bytes are counted by storage, so views share; what
-        autograd keeps for tensors that require grad belongs to the peak. Operations and bytes are
-        those of eager execution, also underneath `torch.compile`; seconds are those of f as it is.
+        PyTorch: f runs several times, each time from the same random generators, optimizers, and
+        buffers, parameters and `.grad` that f or an optimizer holds; the `.grad` of other leaves
+        (those of a graph that was built before) is not restored. Bytes are counted by storage, so
+        views share; what autograd keeps for tensors that require grad belongs to the peak.
+        Operations and bytes are those of eager execution, also underneath `torch.compile`; seconds
+        are those of f as it is.
         On CUDA `device_peak_bytes` is the peak of the allocator, whose statistics are reset.
 
         JAX: the call is measured as `jax.jit` compiles it, the arguments' arrays traced and all

@@ -163,7 +163,7 @@ PRINTED = {
         r"the mean of all chunks' means is off by \d",
     ],
     "u16_meanflow": [
-        r"of digits drawn in one step \d+% are read as asked before training, [89]\d% after",
+        r"of digits drawn in one step \d+% show the requested digit before training, [89]\d% after",
         r"they differ as real ones do: deviation 0\.\d+ to 0\.\d+",
     ],
 }

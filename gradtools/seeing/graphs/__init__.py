@@ -1,1 +1,1 @@
-"""Graphs of programs: nodes, recording, derivative flow, folding of repeats, and text output."""
+"""Graphs of programs: nodes, recording, derivative flow, outlines and text output."""

@@ -1,5 +1,5 @@
-// Where every box, frame and line of a graph stands, for given open blocks. The only layout there
-// is: a page runs it when blocks open and close, and drawing.py runs it for a picture in a file.
+// The positions of all boxes, frames and lines of a graph, for given open blocks. A page runs it
+// when blocks open and close, and drawing.py runs it for a picture in a file.
 //
 // It is a layered layout (Sugiyama, Tagawa and Toda, 1981) of each block. Children are in rows by
 // longest path, with a limit on the width of a row. An arrow that spans several rows has a dummy
@@ -74,7 +74,7 @@ const layout = (() => {
     while (graph.parent.has(key)) { key = graph.parent.get(key); found.push(key); }
     return found;
   };
-  // What stands for a box: itself, or the outermost closed block around it.
+  // What is drawn for a box: itself, or the outermost closed block around it.
   const standing = (graph, opened, key) => {
     const { G } = graph;
     const closed = around(graph, key).filter((b) => !G.columns.includes(b) && !opened.has(b));
@@ -514,7 +514,7 @@ const layout = (() => {
     const all = range(0, columns.length);
     for (const number of all.slice(1)) near(number, all.slice(0, number));
   };
-  // Puts what stands in a stage on the page, inner stages too.
+  // Places the items of a stage on the page, inner stages too.
   const put = (stage, column, depth, page) => {
     page.stages.push(stage);
     const { inside } = stage;
@@ -665,10 +665,10 @@ const layout = (() => {
   });
   // The height of each label, near to where its thread goes in, none over another.
   const levelLabels = (threads, gutters) => gutters.forEach((_, number) => {
-    const told = threads.filter((t) => t.labelsAt === number && t.text);
-    told.sort((a, b) => last(a.stop)[1] - last(b.stop)[1]);
-    const wanted = told.map((t, i) => [i, last(t.stop)[1]]);
-    rowsNear(told.map((_, i) => i * LABEL), wanted).forEach((y, i) => { told[i].level = y; });
+    const labeled = threads.filter((t) => t.labelsAt === number && t.text);
+    labeled.sort((a, b) => last(a.stop)[1] - last(b.stop)[1]);
+    const wanted = labeled.map((t, i) => [i, last(t.stop)[1]]);
+    rowsNear(labeled.map((_, i) => i * LABEL), wanted).forEach((y, i) => { labeled[i].level = y; });
   });
   // The height nearest to y at which a column has a gap between two rows: one for each box that
   // threads come from, so that two values never run in one line.

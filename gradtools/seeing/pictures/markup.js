@@ -17,7 +17,7 @@ const markup = (() => {
   const titled = (words) => words ? `<title>${content(words)}</title>` : "";
 
   const isBlock = (item) => item.children !== undefined;
-  // What makes a block open and close: found by the keyboard and told to a screen reader.
+  // The attributes by which keyboards and screen readers open and close a block.
   const handle = (item, isOpen) => {
     const about = item.rows.slice(1).map((row) => row[0]).join(", ");
     const label = `${item.name}, ${about}: ${isOpen ? "close" : "open"}`;
@@ -59,9 +59,9 @@ const markup = (() => {
     return [`edge e${phase}${saved}`, `a${phase}`];
   };
   const about = (G, arrow) => {
-    const told = arrow.values.slice(0, 4).map((v) => G.texts[v]).join(", ");
+    const listed = arrow.values.slice(0, 4).map((v) => G.texts[v]).join(", ");
     const more = arrow.values.length > 4 ? ` and ${arrow.values.length - 4} more` : "";
-    return told + more + (arrow.cut ? `: ${arrow.cut}` : "");
+    return listed + more + (arrow.cut ? `: ${arrow.cut}` : "");
   };
   const line = (G, { steps, arrow, head }) => {
     const [edge, tip] = look(G, arrow);

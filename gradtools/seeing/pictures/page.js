@@ -1,6 +1,6 @@
-// The page's own hands: opens and closes blocks, moves, zooms and searches.
+// Interaction with the page: blocks open and close, the graph is moved, zoomed and searched.
 //
-// layout.js says where everything stands, markup.js draws it.
+// layout.js computes the positions, markup.js draws.
 "use strict";
 (() => {
   const G = JSON.parse(document.getElementById("graph").textContent);

@@ -152,7 +152,7 @@ class Verification:
 
     @contextmanager
     def watching(self, i: int) -> Iterator[ChunkRecord]:
-        """Yields a record, to which coefficients and modules are added as they run."""
+        """Yields a record, to which the coefficients of edits and hooks are added."""
         seen, first = ChunkRecord(), self.first.get(i)
 
         def note_coefficient(edit: str, x: Any, variable: Any) -> None:

@@ -112,9 +112,10 @@ def _is_zero(linear_map: CheckedMap) -> bool:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A block in which no mode, graph or hook on saved tensors sees the evaluations of a check."""
+    """A block in which no mode, transform, graph or hook sees the evaluations of a check."""
     with upstream.disable_current_modes(), torch.no_grad(), unpacked():
-        yield
+        with upstream.temporarily_clear_interpreter_stack():
+            yield
 
 
 def _first_not_zero(linear_map: CheckedMap) -> int | None:
@@ -299,10 +300,12 @@ def value_of(x: Any) -> Any:
     """
     if upstream.TracingContext.try_get() is not None or x.device.type == "meta":
         return None
+    axes = []
     while upstream.is_wrapped(x):
-        inner = upstream.get_unwrapped(x)
-        batched_at = upstream.maybe_get_bdim(x)
-        x = inner if batched_at < 0 else inner.select(batched_at, 0)
+        axes.append(upstream.maybe_get_bdim(x))
+        x = upstream.get_unwrapped(x)
+    for axis in reversed(axes):
+        x = x if axis < 0 else x.select(axis, 0)
     return x.detach() if is_plain(x) else None
 
 

@@ -197,10 +197,13 @@ class _ReverseOnly(torch.autograd.Function):
         rule = batched(one, _Lists(info.randomness == "same"), axes, None, info.batch_size)
         batch = replace(point, rule=rule, linearized=None)
         out = apply_at(batch, front)
-        point.count = batch.count
+        point.count, point.randomness = batch.count, batch.randomness
         if one.linearize is not None:
             assert batch.linearized is not None
             point.linearized = batch.linearized.example
+        if batch.randomness is not None and isinstance(one, JvpRule):
+            assert point.linearized is not None
+            point.linearized = _drawing_again(point.linearized, batch.randomness)
         return tuple(out), (0,) * len(out)
 
 

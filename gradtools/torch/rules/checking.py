@@ -113,9 +113,9 @@ def _is_zero(linear_map: CheckedMap) -> bool:
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """A block in which no mode, transform, graph or hook sees the evaluations of a check."""
-    with upstream.disable_current_modes(), torch.no_grad(), unpacked():
-        with upstream.temporarily_clear_interpreter_stack():
-            yield
+    outside = upstream.temporarily_clear_interpreter_stack()
+    with upstream.disable_current_modes(), outside, torch.no_grad(), unpacked():
+        yield
 
 
 def _first_not_zero(linear_map: CheckedMap) -> int | None:

@@ -162,10 +162,10 @@ class CustomRule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         named: Any = sys.modules.get(self.__module__)
-        for name in self.__qualname__.split("."):
+        for name in getattr(self, "__qualname__", self.__name__).split("."):
             named = getattr(named, name, None)
         if named is self:  # a decorated function is pickled by its name, as any function
-            return self.__qualname__
+            return getattr(self, "__qualname__", self.__name__)
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:

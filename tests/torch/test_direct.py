@@ -5,9 +5,10 @@ The first call of a rule goes the long way, so each test calls a rule often enou
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -341,3 +342,177 @@ def test_cotangents_of_another_structure_are_refused_at_every_call():
     for _ in range(3):
         with pytest.raises(GradtoolsError, match="bwd's entry 0 has the structure"):
             torch.autograd.grad(f({"a": a, "b": b}, 2.0).sum(), a)
+
+
+# --- what an earlier call shows of a later one -----------------------------------------------
+
+
+class Slotted:
+    __slots__ = ("weight",)
+
+
+def tripling(of):
+    """A rule whose functions multiply by what `of()` returns."""
+    f = gt.custom_rule(lambda x: x * of())
+    f.defvjp(lambda x: (x * of(), ()), lambda _, ct: (ct * of(),))
+    return f
+
+
+def test_a_tensor_set_after_an_earlier_call_is_refused_in_a_slot_and_as_a_functions_attribute():
+    holder, x = Slotted(), numbers()
+    holder.weight = torch.tensor(3.0, dtype=torch.float64)
+    slotted = tripling(lambda: holder.weight)
+
+    def bwd(_, ct):
+        return (ct * getattr(bwd, "weight", 3.0),)
+
+    attribute = gt.custom_rule(lambda x: x * 3)
+    attribute.defvjp(lambda x: (x * 3, ()), bwd)
+    for f, owner in ((slotted, holder), (attribute, bwd)):
+        gradient = torch.func.grad(lambda x, f=f: f(x).sum())
+        torch.testing.assert_close(gradient(x), torch.full_like(x, 3.0))
+
+        def with_weight(weight, owner=owner, gradient=gradient):
+            owner.weight = weight
+            return gradient(x).sum()
+
+        with pytest.raises(GradtoolsError, match="closes over"):
+            torch.func.grad(with_weight)(torch.tensor(2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["vjp", "jvp"])
+def test_a_dual_number_in_an_attribute_is_refused_at_every_call(kind):
+    holder, x = SimpleNamespace(), numbers()
+    f = tripling(lambda: holder.weight)
+    if kind == "jvp":
+        f = gt.custom_rule(lambda x: x * holder.weight)
+        f.defjvp(lambda p, t: (p[0] * holder.weight, t[0] * holder.weight))
+    three = torch.tensor(3.0, dtype=torch.float64)
+    for _ in range(3):
+        holder.weight = three
+        torch.testing.assert_close(pushed(f, x, x).tangent, 3 * x)
+        with forward_ad.dual_level():
+            holder.weight = forward_ad.make_dual(three, three)
+            with pytest.raises(GradtoolsError, match="closes over"):
+                f(forward_ad.make_dual(x, x))
+
+
+def test_a_name_that_was_deleted_since_an_earlier_call_is_no_error():
+    cell = CellType(3.0)
+    program = lambda x: (x * 3, ()) if x.numel() else (x * cell, ())
+    fwd = FunctionType(program.__code__, globals(), closure=(cell,))
+
+    f = gt.custom_rule(lambda x: x * 3)
+    f.defvjp(fwd, lambda _, ct: (ct * 3,))
+    run = lambda: torch.autograd.grad(f(x := numbers(True)).sum(), x)[0]
+    run(), run()
+    del cell.cell_contents
+    for again in (run, run, lambda: torch.func.grad(lambda x: f(x).sum())(numbers())):
+        torch.testing.assert_close(again(), torch.full_like(numbers(), 3.0))
+
+
+def test_residuals_saved_for_the_first_time_draw_the_same_numbers_at_second_order():
+    drawing = False
+
+    def fwd(x):
+        noise = torch.rand_like(x) if drawing else None
+        return x * x, {"x": x, "e": x * x * noise} if drawing else {"x": x}
+
+    def bwd(res, ct):
+        e = res.get("e", 0.0 * res["x"])
+        return (2 * ct * res["x"] + ct * (e - e.detach()),)
+
+    f = gt.custom_rule(lambda x: x * x, check="never")
+    f.defvjp(fwd, bwd)
+    x, other = numbers(True), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        f(x).sum().backward()
+    drawing = True
+    f(other).sum().backward()  # at other shapes
+    y = f(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    second = [torch.autograd.grad(slope.sum(), x, retain_graph=True)[0] for _ in range(2)]
+    torch.testing.assert_close(*second)
+
+
+def test_an_affine_reverse_rule_is_refused_after_a_pass_without_a_cotangent():
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, ct):
+            return None
+
+    f = gt.custom_rule(lambda x: x * 3)
+    f.defvjp(lambda x: (x * 3, x), lambda x, ct: (ct * 3 + 1,))
+    x = numbers(True)
+    for _ in range(2):
+        torch.autograd.grad(Cut.apply(f(x)).sum(), x, allow_unused=True)
+    with pytest.raises(GradtoolsError, match="zero"):
+        f(x).sum().backward()
+
+
+# --- maps without a graph --------------------------------------------------------------------
+
+
+def gradient_in_eager(f):
+    x = numbers(True)
+    return torch.autograd.grad(f(x).sum(), x)[0]
+
+
+def without_graph(map_):
+    return torch.no_grad()(map_)
+
+
+def of_detached(map_):
+    return lambda at, v: map_(at, (v[0].detach(),) if isinstance(v, tuple) else v.detach())
+
+
+@pytest.mark.parametrize("cut", [without_graph, of_detached])
+def test_a_map_without_a_graph_is_not_transposed_to_zero(cut):
+    x = numbers()
+    reverse = gt.custom_rule(lambda x: x.sin())
+    reverse.defvjp(lambda x: (x.sin(), x), cut(lambda x, ct: (x.cos() * ct,)))
+    forward = sine("jvp", forward=cut(lambda p, t: (p[0].sin(), p[0].cos() * t[0])))
+    both = sine("both", forward=cut(lambda p, t: (p[0].sin(), p[0].cos() * t[0])))
+    torch.testing.assert_close(gradient_in_eager(reverse), x.cos())
+    torch.testing.assert_close(gradient_in_eager(both), x.cos())
+    torch.testing.assert_close(torch.func.jvp(forward, (x,), (x,))[1], x.cos() * x)
+    for run in (
+        lambda: pushed(reverse, x, x),
+        lambda: gt.jvp(reverse, (x,), (x,)),
+        lambda: torch.func.jvp(reverse, (x,), (x,)),
+        lambda: torch.vmap(lambda x: torch.func.jvp(reverse, (x,), (x,))[1])(x),
+        lambda: gradient_in_eager(forward),
+        lambda: gt.grad(lambda x: forward(x).sum())(x),
+        lambda: torch.func.grad(lambda x: forward(x).sum())(x),
+        lambda: torch.vmap(torch.func.grad(lambda x: forward(x).sum()))(x),
+    ):
+        for _ in range(2):
+            with pytest.raises(GradtoolsError, match="no graph"):
+                run()
+
+
+def test_a_rule_of_a_callable_object_is_copied():
+    class Scale:
+        def __init__(self):
+            self.by = 3.0
+
+        def __call__(self, x):
+            return x * self.by
+
+        def rule(self, primals, tangents):
+            return primals[0] * self.by, tangents[0] * self.by
+
+    scale = Scale()
+    f = gt.custom_rule(scale)
+    f.defjvp(scale.rule)
+    x = numbers()
+    torch.testing.assert_close(gradient_in_eager(f), torch.full_like(x, 3.0))
+    copied = copy.deepcopy(f)
+    scale.by = 5.0
+    f(x)
+    torch.testing.assert_close(gradient_in_eager(copied), torch.full_like(x, 3.0))
+    torch.testing.assert_close(gradient_in_eager(f), torch.full_like(x, 5.0))

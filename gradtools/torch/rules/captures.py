@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -92,8 +92,8 @@ def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
 class Closures:
     """What functions close over, searched once.
 
-    A later search is needed if a cell is bound to another object, or if a container is not empty,
-    since its contents may change unnoticed.
+    A later search is needed if a cell is bound to another object, or if a container is not empty or
+    an object has slots, since their contents may change unnoticed.
 
     Attributes:
         cells: The closure cells and their contents.
@@ -110,8 +110,7 @@ class Closures:
 
     def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
         """Whether a tensor with `wanted(x)` is captured."""
-        changed = any(cell.cell_contents is not content for cell, content in self.cells)
-        if changed or self._unbound or any(self._empty):
+        if self.is_rebound() or self._unbound or any(self._empty):
             self.search()
         if not (self._filled or self._rules):
             return any(map(wanted, self.tensors))
@@ -119,9 +118,20 @@ class Closures:
         found = captured_objects(self.functions, is_wanted, Tensor, self.attributes)
         return any(True for _ in found)
 
+    def is_rebound(self) -> bool:
+        """Whether a cell was bound to another object, or emptied."""
+        try:
+            for cell, content in self.cells:
+                if cell.cell_contents is not content:
+                    return True
+        except ValueError:
+            return True
+        return False
+
     def search(self) -> None:
         leaves = Tensor, CustomRule  # another rule's functions may be replaced
-        objects = [*captured_objects(self.functions, _may_change, leaves, self.attributes)]
+        may_change = _may_change_with_attributes if self.attributes else _may_change
+        objects = [*captured_objects(self.functions, may_change, leaves, self.attributes)]
         self.tensors = [x for x in objects if isinstance(x, Tensor)]
         self.cells: list[tuple[Any, Any]] = []
         self._unbound = False  # whether a name is not bound yet
@@ -132,11 +142,22 @@ class Closures:
                 except ValueError:
                     self._unbound = True
         containers = [x for x in objects if isinstance(x, dict | list | set)]
+        if self.attributes:  # which an author may set later
+            containers += [vars(f) for f in self.functions if isinstance(f, FunctionType)]
         self._empty = [x for x in containers if not x]
-        self._filled = self._unbound or len(self._empty) < len(containers)
+        slots = self.attributes and any(map(_has_slots, objects))
+        self._filled = self._unbound or slots or len(self._empty) < len(containers)
         self._rules = any(isinstance(x, CustomRule) for x in objects)
         self.unsure = bool(self.tensors or containers or self._unbound)
 
 
 def _may_change(x: Any) -> bool:
     return isinstance(x, CellType | Tensor | dict | list | set | CustomRule)
+
+
+def _may_change_with_attributes(x: Any) -> bool:
+    return _may_change(x) or _has_slots(x)
+
+
+def _has_slots(x: Any) -> bool:
+    return any(vars(kind).get("__slots__") for kind in type(x).__mro__)

@@ -248,10 +248,12 @@ def _pushed_by_transposing(rule: Rule, xs: Any, dxs: Any, _: Any) -> tuple[list[
 
 def as_duals(rule: Rule, xs: Any, dxs: Any, ys: Any, dys: Any) -> list[Tensor]:
     """The outputs ys with the tangents dys as dual numbers."""
-    if any(map(is_captured, ys)):
-        raise closed_over_error(rule)
-    pairs = zip(without_aliases(ys, xs), without_aliases(dys, dxs, xs, ys), strict=True)
     level = upstream.forward_level()
+    for y, dy in zip(ys, dys, strict=True):
+        moves = dy is not None and upstream.unpack_dual(y, level)[1] is not None
+        if moves or is_captured(y):
+            raise closed_over_error(rule)
+    pairs = zip(without_aliases(ys, xs), without_aliases(dys, dxs, xs, ys), strict=True)
     return [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in pairs]
 
 

@@ -141,7 +141,7 @@ class Signature:
         """The backward pass of a shared application; later ones may call bwd directly."""
         ctx.unusual = unusual(cts)
         result = pulled_back(ctx, cts)
-        if self.bwd is not None and None not in self.likes:
+        if self.bwd is not None and None not in self.likes and cts[0] is not None:
             ctx.point.checked = self
         return result
 
@@ -224,8 +224,11 @@ class Calls:
             return self._value(signature, args, tracked)
         unknown = not plain or bool(ONGOING.running) or WATCHING.count > 0
         closed = signature.closed
-        for cell, content in closed.cells:
-            unknown = unknown or cell.cell_contents is not content
+        try:
+            for cell, content in closed.cells:
+                unknown = unknown or cell.cell_contents is not content
+        except ValueError:  # emptied
+            unknown = True
         unknown = unknown or (closed.unsure and closed.captures(_is_differentiated))
         if not unknown and _forward_level() >= 0:
             duals, unknown = None, True

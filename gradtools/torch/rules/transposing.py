@@ -24,7 +24,7 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import surveyed
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
 from gradtools.torch.modes import unpacked
 from gradtools.torch.plain_programs.backward_nodes import (
     corrected,
@@ -62,6 +62,8 @@ def transposed_by_backward(
         vs = [e.detach().requires_grad_() for e in examples]
         outs = linear([x.detach() for x in at], vs)
         own.level = None  # traced
+        if False in [y is None or y.requires_grad for y in outs]:
+            _refuse_cut(rule, outs)
         pairs = zip(outs, values, strict=True)
         kept = [(o, v) for o, v in pairs if o is not None and v is not None and o.requires_grad]
         if not kept:
@@ -85,6 +87,7 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
     def dense(*vs: Tensor) -> tuple[Tensor, ...]:
         with own.traced(upstream.peek_interpreter_stack().level()):
             out = linear(at, vs)
+        _refuse_cut(rule, out)
         present[:] = [i for i, o in enumerate(out) if o is not None]
         return tuple(out[i] for i in present) or (torch.zeros(()),)  # vjp needs an output
 
@@ -94,6 +97,22 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
         filled = [torch.zeros_like(o) if v is None else v for o, v in zip(outs, cts, strict=True)]
         # A view, since a tensor that the map returns unchanged may be a wrapper of a dead level.
         return [v.view_as(v) for v in pullback(tuple(filled))]
+
+
+def _refuse_cut(rule: Rule, outs: Sequence[Any]) -> None:
+    """Raises if a result of a linear map, at vectors of ones, is not zero and has no graph."""
+    if rule.contract is None or rule.contract.check == "never" or is_compiling():
+        return
+    for y in outs:
+        if y is None or y.requires_grad or upstream.TracingContext.try_get() is not None:
+            continue
+        y = unwrapped(y)
+        if y.device.type != "meta" and bool(((y != 0) & ~y.isnan()).any()):
+            raise GradtoolsError(
+                f"rule {rule.name!r}: the other mode follows by transposing one of its maps, but "
+                "PyTorch records no graph of that map, as under torch.no_grad or after detach. "
+                "Compute it with gradients on, or give the missing map as well."
+            )
 
 
 def vjp_of_inexact(

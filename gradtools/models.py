@@ -51,7 +51,7 @@ class Models(Operators):
                 lambda params: loss_of(*apply(params, state, x, key=key)), has_aux=True
             )(params)
             gt.assign_gradients(dict(net.named_parameters()), grads)
-            optimizer.step()                # the params are aliases: they have moved along
+            optimizer.step()                # params are aliases of the parameters
 
         In JAX::
 
@@ -61,7 +61,7 @@ class Models(Operators):
             net, memory = eqx.nn.make_with_state(Net)(key)        # equinox
             apply, params, state = gt.make_functional(net, variables=memory)
 
-        What each library gives and takes:
+        params and state by library:
 
         - ``torch.nn``: params maps the name of each parameter that requires grad to a detached
           alias of it (one storage, ``requires_grad=False``: a training step builds no second
@@ -70,15 +70,15 @@ class Models(Operators):
           first name. Each call works on a structural copy of the module tree; hooks are kept; a
           number that forward assigns to an attribute stays on that copy. What forward changes
           inside a shared list or dictionary, and what it writes into its parameters, is not
-          caught. With a key, PyTorch's global generators (CPU, and the accelerators that the
-          call's tensors live on) are seeded and put back, under one lock for the whole process;
+          detected. With a key, PyTorch's global generators (CPU, and the accelerators that the
+          call's tensors live on) are seeded and restored, under one lock for the whole process;
           the ``random`` modules of Python and NumPy are left alone. On the CPU a seed has 32
           effective bits, so one pair in 2^32 of different keys draws alike. Under
           ``torch.func.vmap`` choose ``randomness="different"`` and a key that is not mapped. Under
           ``torch.compile`` a call with a key runs uncompiled, and without a key numbers that
           forward assigns stay on a private copy between calls.
         - ``flax.linen``: params is ``variables["params"]``, state all other collections, each
-          mutable. ``train`` goes in by the module's own argument: ``train``, ``deterministic`` or
+          mutable. ``train`` is passed as the module's own argument: ``train``, ``deterministic`` or
           ``use_running_average``. The key is split over ``rng_names``.
         - ``flax.nnx``: params holds the ``nnx.Param``s, state the random streams and all other
           variables. With a key, every stream gets a key of its own and state keeps its streams as

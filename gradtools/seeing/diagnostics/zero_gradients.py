@@ -122,8 +122,8 @@ class SeeingOperators(Operators):
 
         Raises:
             GradtoolsError: argnums is out of range or names an integer argument; f raises for
-                reasons of its own, or returns nothing; a model holds no arrays; an optimizer
-                is none.
+                reasons of its own, or returns nothing; a model holds no arrays; `optimizer`
+                is not an optimizer.
 
         Example:
             >>> f = lambda x: (gt.stop_gradient(x) ** 2).sum()

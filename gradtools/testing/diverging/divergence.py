@@ -90,7 +90,7 @@ def first_divergence(
 
     Raises:
         GradtoolsError: A model is of another class, the outputs cannot be paired, or a layer is
-            called inside a transform where it cannot be watched.
+            called inside a transform, where it cannot be observed.
 
     Example:
         >>> import flax.linen as nn, jax, numpy as np, torch

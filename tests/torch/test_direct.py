@@ -495,6 +495,21 @@ def test_a_map_without_a_graph_is_not_transposed_to_zero(cut):
                 run()
 
 
+def test_a_cotangent_without_a_graph_is_no_error_where_its_argument_has_no_tangent():
+    def bwd(res, ct):
+        with torch.no_grad():
+            other = ct * res[0]
+        return ct * res[1], other
+
+    f = gt.custom_rule(lambda x, y: x * y)
+    f.defvjp(lambda x, y: (x * y, (x, y)), bwd)
+    x = numbers()
+    for jvp in (gt.jvp, torch.func.jvp):
+        torch.testing.assert_close(jvp(lambda x: f(x, x.detach() + 1), (x,), (x,))[1], (x + 1) * x)
+        with pytest.raises(GradtoolsError, match="no graph"):
+            jvp(f, (x, x), (x, x))
+
+
 def test_a_rule_of_a_callable_object_is_copied():
     class Scale:
         def __init__(self):

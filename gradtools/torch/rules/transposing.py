@@ -63,7 +63,7 @@ def transposed_by_backward(
         outs = linear([x.detach() for x in at], vs)
         own.level = None  # traced
         if False in [y is None or y.requires_grad for y in outs]:
-            _refuse_cut(rule, outs)
+            _refuse_cut(rule, outs, values)
         pairs = zip(outs, values, strict=True)
         kept = [(o, v) for o, v in pairs if o is not None and v is not None and o.requires_grad]
         if not kept:
@@ -87,7 +87,7 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
     def dense(*vs: Tensor) -> tuple[Tensor, ...]:
         with own.traced(upstream.peek_interpreter_stack().level()):
             out = linear(at, vs)
-        _refuse_cut(rule, out)
+        _refuse_cut(rule, out, values)
         present[:] = [i for i, o in enumerate(out) if o is not None]
         return tuple(out[i] for i in present) or (torch.zeros(()),)  # vjp needs an output
 
@@ -99,20 +99,26 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
         return [v.view_as(v) for v in pullback(tuple(filled))]
 
 
-def _refuse_cut(rule: Rule, outs: Sequence[Any]) -> None:
-    """Raises if a result of a linear map, at vectors of ones, is not zero and has no graph."""
+def _refuse_cut(rule: Rule, outs: Sequence[Any], values: Sequence[Any]) -> None:
+    """Raises if a result of a linear map, at vectors of ones, is not zero and has no graph.
+
+    values: The vectors of the transpose; a result is not needed where its vector is zero.
+    """
     if rule.contract is None or rule.contract.check == "never" or is_compiling():
         return
-    for y in outs:
-        if y is None or y.requires_grad or upstream.TracingContext.try_get() is not None:
+    for y, v in zip(outs, values, strict=True):
+        if y is None or v is None or y.requires_grad or upstream.TracingContext.try_get():
             continue
-        y = unwrapped(y)
-        if y.device.type != "meta" and bool(((y != 0) & ~y.isnan()).any()):
+        if _is_nonzero(unwrapped(y)) and _is_nonzero(unwrapped(v)):
             raise GradtoolsError(
                 f"rule {rule.name!r}: the other mode follows by transposing one of its maps, but "
                 "PyTorch records no graph of that map, as under torch.no_grad or after detach. "
                 "Compute it with gradients on, or give the missing map as well."
             )
+
+
+def _is_nonzero(x: Tensor) -> bool:
+    return x.device.type != "meta" and bool(((x != 0) & ~x.isnan()).any())
 
 
 def vjp_of_inexact(

@@ -214,9 +214,10 @@ _ADVICE = {
         "differentiate inside of torch.func's transforms. Give it a weight of ones."
     ),
     NO_SAVED_TENSORS_HOOKS: (
-        "f holds torch.utils.checkpoint, or other saved_tensors_hooks, which torch.func's "
-        "transforms do not support. Use gt.checkpoint in its place, or take the derivative "
-        "outside of the transform (per_example_grad and jacobian: chunk_size=1 is a plain loop)."
+        "f holds torch.utils.checkpoint, or other saved_tensors_hooks, or is called inside of "
+        "them; torch.func's transforms do not support these. Use gt.checkpoint in their place, or "
+        "take the derivative outside of the transform (per_example_grad and jacobian: chunk_size=1 "
+        "is a plain loop)."
     ),
     "doesn't match the broadcast shape": (
         "f adds in place to a tensor of another shape, as PyTorch's own RNN, GRU, LSTM and their "

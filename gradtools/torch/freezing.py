@@ -13,6 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.forward_mode.recomputed_tangents import pullback_tangents, tangents
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, like
 from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
-from gradtools.torch.modes import Modes, NoForwardMode, batchings
+from gradtools.torch.modes import Modes, NoForwardMode, batchings, by_new_vmap
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import CHUNK, detached
@@ -364,6 +365,8 @@ class _FrozenBackward(Backward):
     def pull(
         self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
     ) -> list[Any]:
+        if any(self.vectors_only):
+            return self._pulled_each(widths, width, mask, rows, shared)
         count = self.shared_width
         zs = list(shared[:count]) if self.arguments is None else self.arguments
         us = spread(shared[width:], mask[-1])
@@ -387,6 +390,28 @@ class _FrozenBackward(Backward):
         if self.arguments is not None:
             return [*along, *us]  # `_PullbackInputs` differentiates along us
         return [*along, *_along_arguments(self, zs, us, cts)]
+
+    def _pulled_each(
+        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries
+    ) -> list[Any]:
+        """The pullback of a batch of vectors at the same arguments, whose gradients are summed."""
+        one, zs, cts = copy(self), shared[:width], rows[0]
+        one.vectors_only = tuple([alone for alone in self.vectors_only if not alone])
+        there: list[bool] = []
+
+        def pull(cts: list[Tensor], us: list[Tensor]) -> Any:
+            pulled = one.pull(widths, width, mask, [cts], [*zs, *us])
+            there[:] = [g is not None for g in pulled]
+            parts = pulled[: len(cts)], pulled[len(cts) :]
+            return tuple([tuple([g for g in part if g is not None]) for part in parts])
+
+        fun: Callable[..., Any] = pull
+        for k in reversed(range(len(self.vectors_only))):
+            if self.vectors_only[k]:
+                axis = self.vectors_only[:k].count(False)  # of the levels that batch all
+                fun = _summed(torch.vmap(fun, axis, (axis, 0), randomness="same"))
+        along, sums = fun(list(cts), list(shared[width:]))
+        return spread([*along, *sums], there)
 
     def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
         if self.arguments is not None:
@@ -426,6 +451,14 @@ class _FrozenBackward(Backward):
                 "derivative in it is wrong: a rule of your own, or "
                 "PyTorch's (that of batch norm on the CPU where weights are not contiguous)."
             )
+
+
+def _summed(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*vectors: list[Tensor]) -> Any:
+        along, each = fun(*vectors)
+        return along, tuple([x.sum(0) for x in each])
+
+    return run
 
 
 def _are_spent(zs: Entries) -> bool:
@@ -530,8 +563,11 @@ class _PullbackInputs(torch.autograd.Function):
         zs = ctx.saved_tensors
         if _are_spent(zs):
             return (None,) * (2 + len(zs))
+        run = partial(_along_arguments, ctx.back, zs)
         with marked("frozen"):
-            return None, None, *_along_arguments(ctx.back, zs, us, ctx.cts)
+            if torch.is_grad_enabled() and batchings():
+                return None, None, *by_new_vmap(lambda *us: run(us, ctx.cts), us)
+            return None, None, *run(us, ctx.cts)
 
     @staticmethod
     def jvp(ctx: Any, _: None, cts: None, *tangents: Tensor | None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +31,35 @@ def batchings() -> int:
         return 0  # its backward is not traced under that vmap
     upstream.enter_vmap()
     return upstream.leave_vmap()
+
+
+def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
+    """`fun(*xs)` inside of ``is_grads_batched``, mapped by `torch.vmap` outside of it.
+
+    Autograd records what a `torch.autograd.Function` returns on tensors of the legacy vmap, and
+    loses that graph when the level ends. Results of `torch.vmap` keep their graphs.
+    """
+    level, there = batchings(), list[bool]()
+    mapped = [x is not None and upstream.is_legacy_batched(x) for x in xs]
+    if level != 1 or not any(mapped):
+        return fun(*xs)
+
+    def run(*xs: Any) -> tuple[Any, ...]:
+        results = fun(*xs)
+        there[:] = [y is not None for y in results]
+        return tuple([y for y in results if y is not None])
+
+    upstream.leave_vmap()
+    try:
+        front = [
+            upstream.remove_batch_axis(x, level, 1, 0) if m else x
+            for x, m in zip(xs, mapped, strict=True)
+        ]
+        axes = tuple([0 if m else None for m in mapped])
+        found = iter(torch.vmap(run, axes, 0, randomness="same")(*front))
+        return [upstream.add_batch_axis(next(found), 0, level) if t else None for t in there]
+    finally:
+        upstream.enter_vmap()
 
 
 class NoForwardMode(Exception):

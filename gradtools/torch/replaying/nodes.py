@@ -28,7 +28,7 @@ from gradtools.torch.forward_mode.checkpoints import Pushforward
 from gradtools.torch.functorch_wrappers import alive, is_dual
 from gradtools.torch.hook_trials import gated_at_hooks
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
-from gradtools.torch.modes import NOTHING
+from gradtools.torch.modes import NOTHING, batchings, by_new_vmap
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.replaying.guards import marked, steps
 from gradtools.torch.replaying.recomputing import (
@@ -530,8 +530,12 @@ class _ProgramNode(torch.autograd.Function):
         for k, ct in enumerate(cts):
             if ct is not None and upstream.is_wrapped(ct):
                 living[k] = alive(ct)
+        saved, run = _unchanged(ctx), ctx.maps.cotangent
         with upstream.EnableTorchFunction():  # which backward() of a subclass switches off
-            grads = ctx.maps.cotangent(_unchanged(ctx), living, joint)
+            if torch.is_grad_enabled() and batchings():
+                grads = by_new_vmap(lambda *cts: run(saved, cts, joint), living)
+            else:
+                grads = run(saved, living, joint)
         if joint is not None:
             own = len(grads) - len(ctx.leaves)
             grads[own:] = joint.pass_on(ctx.leaves, grads[own:])

@@ -33,6 +33,7 @@ from gradtools.torch.functorch_wrappers import (
     may_be_dual,
     unwrapped,
 )
+from gradtools.torch.modes import batchings, by_new_vmap
 from gradtools.torch.operation_marks import RULE
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules.captures import closed_over_error, is_captured, is_derived
@@ -179,7 +180,10 @@ class _ReverseOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor) -> Any:
-        return (None, None, *ctx.point.linearized.cotangent(ctx.saved_tensors, cts))
+        run = ctx.point.linearized.cotangent
+        if batchings():
+            return *_NO_TENSORS, *by_new_vmap(lambda *cts: run(ctx.saved_tensors, cts), cts)
+        return *_NO_TENSORS, *run(ctx.saved_tensors, cts)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, point: RuleApplication, _: None, *xs: Tensor) -> Any:
@@ -240,6 +244,8 @@ class _BothModes(_ReverseOnly):
         point, ct = ctx.point, cts[0]
         signature = point.checked
         if signature is None or type(ct) is not Tensor or _graphs():
+            if _graphs() and batchings():
+                return *_NO_TENSORS, *by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
             return *_NO_TENSORS, *point.pull(ctx, cts)
         # The author's own code: the maps add checks, which it passed in an earlier call.
         saved = ctx.saved_tensors
@@ -296,6 +302,8 @@ class _Recorded(_BothModes):
     @user_facing
     def backward(ctx: Any, *cts: Any) -> Any:
         (ct,), point = cts, ctx.point
+        if _graphs() and batchings():
+            return *_NO_TENSORS, *by_new_vmap(lambda *cts: point.pull(ctx, cts), cts), None
         if _graphs():
             return *_NO_TENSORS, *point.pull(ctx, cts), None
         if _is_compiling():  # compiled autograd cannot add a tensor to None

@@ -75,10 +75,8 @@ from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_in_ba
 from gradtools.torch.plain_programs.modes import PlainPrograms
 from gradtools.torch.rerunning import rerun
 from gradtools.torch.rules.installing import evaluated_to_push
-from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
-CHECKPOINTS = "torch.utils.checkpoint"  # the module of a checkpoint's hooks on saved tensors
 is_wrapped = upstream.is_wrapped
 _is_tracked = attrgetter("requires_grad")
 
@@ -123,26 +121,12 @@ def _jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
             outs, extras, push = functorch_linearize(fun, leaves)
             return outs, extras, push(tangents)
         # Hooks on saved tensors may drop tangents, and a checkpoint around this call runs all of it
-        # again inside of the dual level, which cannot nest. Where the result has no graph, only
-        # inner gradients save tensors, which are freed within the call.
-        if upstream.saved_tensors_hooks_on(False) is None:
-            with suppress(NoForwardMode):
+        # again inside of the dual level, which cannot nest. Without a graph they need see nothing.
+        if upstream.saved_tensors_hooks_on(False) is None or not torch.is_grad_enabled():
+            with suppress(NoForwardMode), unpacked():
                 return _dual_jvp(fun, leaves, tangents)
-        elif not (torch.is_grad_enabled() and _may_record(fun, leaves, tangents)):
-            with suppress(NoForwardMode), unpacked() as hooks:
-                if CHECKPOINTS not in [getattr(pack, "__module__", "") for pack, _ in hooks]:
-                    return _dual_jvp(fun, leaves, tangents)
         outs, extras, push = _eager_linearize(fun, leaves)
         return outs, extras, push(tangents)
-
-
-def _may_record(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> bool:
-    """Whether the function is given, or can reach, a tensor that requires grad."""
-    if any(map(_is_tracked, [*leaves, *tangents])):
-        return True
-    given = getattr(fun, "args", ()), getattr(fun, "kwargs", {})
-    start = Snapshot.of([*given, getattr(fun, "f", fun)], leaves)
-    return any(x.requires_grad for x, _ in start.reached.watched)
 
 
 @only_inlined

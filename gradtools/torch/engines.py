@@ -77,6 +77,7 @@ from gradtools.torch.rerunning import rerun
 from gradtools.torch.rules.installing import evaluated_to_push
 
 Tensor = torch.Tensor
+CHECKPOINTS = "torch.utils.checkpoint"  # the module of a checkpoint's hooks on saved tensors
 is_wrapped = upstream.is_wrapped
 _is_tracked = attrgetter("requires_grad")
 
@@ -121,10 +122,15 @@ def _jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
             outs, extras, push = functorch_linearize(fun, leaves)
             return outs, extras, push(tangents)
         # Hooks on saved tensors may drop tangents, and a checkpoint around this call runs all of it
-        # again inside of the dual level, which cannot nest. Without a graph they need see nothing.
-        if upstream.saved_tensors_hooks_on(False) is None or not torch.is_grad_enabled():
-            with suppress(NoForwardMode), unpacked():
+        # again inside of the dual level, which cannot nest. Without a graph, hooks that compute
+        # nothing again need see nothing.
+        if upstream.saved_tensors_hooks_on(False) is None:
+            with suppress(NoForwardMode):
                 return _dual_jvp(fun, leaves, tangents)
+        elif not torch.is_grad_enabled():
+            with suppress(NoForwardMode), unpacked() as hooks:
+                if CHECKPOINTS not in [getattr(pack, "__module__", "") for pack, _ in hooks]:
+                    return _dual_jvp(fun, leaves, tangents)
         outs, extras, push = _eager_linearize(fun, leaves)
         return outs, extras, push(tangents)
 

@@ -119,17 +119,17 @@ class dual_level(forward_mode):
 
 
 @contextmanager
-def unpacked() -> Iterator[None]:
-    """Removes saved-tensors hooks around an inner graph: no checkpoint counts its tensors.
+def unpacked() -> Iterator[list[Any]]:
+    """Removes saved-tensors hooks around an inner graph, and yields them, the innermost first.
 
-    torch.func refuses to run inside of such hooks.
+    So no checkpoint counts the tensors of that graph. torch.func refuses to run inside of hooks.
     """
-    hooks = []
+    hooks: list[Any] = []
     while (top := upstream.saved_tensors_hooks_on(False)) is not None:
         hooks.append(top)
         upstream.pop_saved_tensors_hooks()
     try:
-        yield
+        yield hooks
     finally:
         for pair in reversed(hooks):
             upstream.push_saved_tensors_hooks(*pair)

@@ -362,7 +362,7 @@ def recorded_at(
     """
     rule, again = point.rule, bool(at.extras or at.opaque_residuals)
     twice = isinstance(rule, JvpRule)  # f for the value, the forward rule for a tangent
-    if again and before is None:
+    if again and before is None and Randomness.now(xs) is not None:  # None while compiling
         SAVES_NO_EXTRAS.discard(rule.origin)
         return evaluate(point, xs)
     if not again:

@@ -183,7 +183,7 @@ def report(runs: list[Run]) -> Iterator[str]:
         "`mixed_partial`, `straight_through`, a jvp rule and a second derivative of `frozen` in "
         "JAX is a dead weak reference in JAX's own caches, as gradients written by hand leave one "
         "(tests/house/test_leaks.py measures both). Of each "
-        "public name in JAX one use at least is called so often; some of the costliest of x * x "
+        "public name in JAX that was measured one use is called so often; some of x * x "
         "alone (--square), in place of sin(x) + x * x."
     )
     for backend in ONCE:

@@ -6,10 +6,10 @@ DistributedDataParallel computes it. ``GradientAccumulator.mean`` divides the su
 ranks and chunks by all tokens. In PyTorch the ranks are two processes, in JAX an axis of ``vmap``.
 """
 
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 from common import claim, difference, flat, main
@@ -46,9 +46,11 @@ def of_one_rank(gt, x, there, everywhere):
     return [*means, microbatched(w, x, there)[1]]
 
 
-def in_process(gt, rank, folder):
+def in_process(rank, folder):
     """What this rank of two processes found."""
     import torch.distributed as dist
+
+    import gradtools.torch as gt
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -69,11 +71,12 @@ def of_all_ranks(gt, backend):
         import jax
 
         return gt.to_numpy(jax.vmap(of_rank, axis_name="rank")(*map(gt.asarray, batch())))
-    with tempfile.TemporaryDirectory() as folder:
-        other = subprocess.Popen([sys.executable, __file__, "--rank", "1", folder])
-        first = in_process(gt, 0, folder)
-        assert other.wait() == 0
-        return np.stack([first, np.load(f"{folder}/1.npy")])
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(RANKS, mp_context=spawn) as pool,
+    ):
+        return np.stack([*pool.map(in_process, range(RANKS), [folder] * RANKS)])
 
 
 def show(gt, backend):
@@ -93,10 +96,4 @@ def show(gt, backend):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        import gradtools.torch
-
-        _, _, rank, folder = sys.argv
-        np.save(f"{folder}/{rank}.npy", in_process(gradtools.torch, int(rank), folder))
-    else:
-        main(show)
+    main(show)

@@ -7,7 +7,7 @@ exist in PyTorch 2.8 to 2.15 but where an entry names versions; upstream issues 
 costs nothing, a function costs a call, so names that are used at every operation are aliases.
 
 No public alternative was found in any of these versions. Hacks that a maintainer of PyTorch would
-reject, and for which there is no other way, are at the end, with benefit and cost.
+reject, and for which there is no alternative, are at the end, with benefit and cost.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ _c: Any = torch._C
 
 # --- names that are imported above -------------------------------------------------------------
 #
-# DispatchKey: which of an operator's kernels is the plain one. Gone: compare keys by their names.
-# custom_function_call: what torch.func calls in the place of `Function.apply`, where a mode sees
-#   it. Gone: Functions inside of torch.func are not seen; refuse them where a derivative is lost.
-# temporarily_clear_interpreter_stack: code that runs outside of all of torch.func's levels, from
-#   within them: what is sent to another process, a trial of a rule. Gone: refuse within levels.
-# TracingContext, detect_fake_mode: whether a compiler looks on with tensors that have no numbers.
-#   Gone: `torch.compiler.is_compiling` knows it of dynamo, not of what runs beneath.
-# HigherOrderOperator, OpOverload, OpOverloadPacket: the classes of PyTorch's operators, which the
-#   public decorators return. Gone: `type(torch.ops.aten.add)` and its like give them.
-# pytree: the registry of containers that torch.func itself uses: what a user registers there with
-#   `register_pytree_node` holds here. Gone: `torch.utils.pytree` (pytorch#65761, #175082).
-# TorchDispatchMode: documented under this very name ("Extending PyTorch with Python").
+# DispatchKey: identifies an operator's kernels. Gone: compare keys by their names.
+# custom_function_call: the operator that torch.func calls instead of `Function.apply`, so that a
+#   mode can intercept it. Gone: refuse Functions inside of torch.func where a derivative is lost.
+# temporarily_clear_interpreter_stack: runs code outside of all torch.func levels: communication
+#   between processes, a trial of a rule. Gone: refuse these within levels.
+# TracingContext, detect_fake_mode: whether a compiler traces with fake tensors.
+#   Gone: `torch.compiler.is_compiling`, which covers dynamo only.
+# HigherOrderOperator, OpOverload, OpOverloadPacket: the classes of PyTorch's operators.
+#   Gone: `type(torch.ops.aten.add)` and so on.
+# pytree: the registry of containers that torch.func itself uses, so that containers registered
+#   with `register_pytree_node` are known. Gone: `torch.utils.pytree` (pytorch#65761, #175082).
+# TorchDispatchMode: documented under this name ("Extending PyTorch with Python").
 
 disable_current_modes = _disable_current_modes
-"""A block in which no dispatch mode sees what we do on our own account. Gone: a flag of the mode
-that is asked in its `__torch_dispatch__`, as `gradient_graph` has; other modes see us then."""
+"""Context in which no dispatch mode intercepts gradtools' own operations. Gone: a flag of each of
+our modes, as in `gradient_graph`; modes of other packages then intercept them."""
 
 
 class Watching(TorchDispatchMode):
@@ -85,55 +85,55 @@ tree_map_only = pytree.tree_map_only
 # --- levels of torch.func ----------------------------------------------------------------------
 
 peek_interpreter_stack: Callable[[], Any] = _functorch.peek_interpreter_stack
-"""The innermost level of torch.func, None outside of all. Gone: nothing public tells; wrap a number
-by `torch.func` and see. The first of these to be asked at every call, so a plain name."""
+"""The innermost level of torch.func, or None. Checked at every call, so it is a plain alias. Gone:
+there is no public way; apply a transform to a number and check whether it is wrapped."""
 
 get_interpreter_stack: Callable[[], Any] = _functorch.get_interpreter_stack
-"""All levels, outermost first: whether one differentiates, and how. Gone: as above."""
+"""All levels of torch.func, outermost first, with their kinds. Gone: as above."""
 
 TransformType: Any = _functorch.TransformType
 """The kinds of levels: Grad, Jvp, Vmap, Functionalize."""
 
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is of a level. `torch.func.debug_unwrap` could tell, by
-`debug_unwrap(x, recurse=False) is not x`, which is slower, and for debugging by its own words."""
+"""Whether a tensor is a wrapper of a torch.func level. Gone:
+`torch.func.debug_unwrap(x, recurse=False) is not x`, which is slower and meant for debugging."""
 
 get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 """The tensor beneath one level. Gone: `torch.func.debug_unwrap(x, recurse=False)`."""
 
 unwrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._unwrap_for_grad
-"""The tensor beneath one level of `torch.func.grad`, attached as it was outside: whether an operand
-requires grad for the caller. Gone: attention under `torch.func` is pushed as if it did."""
+"""The tensor beneath one level of `torch.func.grad`, which requires grad if it does outside of the
+level. Gone: forward mode through attention under `torch.func` assumes that it does."""
 
 maybe_get_level: Callable[[Tensor], int] = _functorch.maybe_get_level
-"""A wrapper's level; -2 if the transform has ended: a pullback may still run on its wrappers."""
+"""A wrapper's level; -2 if the transform has ended, as when a pullback runs after it."""
 
 maybe_get_bdim: Callable[[Tensor], int] = _functorch.maybe_get_bdim
-"""The axis that vmap hides, -1 if none: one example of a batch has the numbers for a trial."""
+"""The axis that vmap hides, -1 if none: a trial takes the numbers of one example of the batch."""
 
 is_batchedtensor: Callable[[Tensor], bool] = _functorch.is_batchedtensor
 is_gradtrackingtensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
-"""Which transform wrapped a tensor. Gone: by the kinds of levels, which are one for all tensors."""
+"""Which transform wrapped a tensor. Gone: the kinds of the open levels, which say less."""
 
 is_legacy_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
-"""Whether a tensor is a batch of the vmap of before functorch, which autograd's own
-`is_grads_batched` still uses. Gone: with that vmap."""
+"""Whether a tensor is a batch of the legacy vmap (before functorch), which autograd's
+`is_grads_batched` still uses. Gone: together with that vmap."""
 
 enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
-"""Levels of that vmap: each gives the number that are open then. Counting is entering and leaving;
-standing outside of them is leaving and entering. Gone: with that vmap."""
+"""Enter and leave a level of the legacy vmap; each returns the number of open levels. Gone: with
+that vmap."""
 
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""What that vmap wraps a tensor in. Gone: with it."""
+"""Wrap a tensor in the legacy vmap's batches, and unwrap it. Gone: together with that vmap."""
 
 # --- forward mode ------------------------------------------------------------------------------
 
 
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
-"""The level of forward mode that is open, -1 if none. Gone: `forward_ad.make_dual` raises outside
-of a level."""
+"""The open level of forward mode, -1 if none. Gone: `forward_ad.make_dual` raises outside of a
+level."""
 
 
 def enter_forward_level() -> int | None:
@@ -162,27 +162,27 @@ def leave_forward_level(level: int) -> None:
 
 
 _load_decompositions = cache(forward_ad._maybe_load_decompositions)
-"""What `forward_ad.make_dual` loads at its first call. Gone: with `make_dual` below."""
+"""The decompositions that `forward_ad.make_dual` loads at its first call. Gone: see below."""
 
 
 make_dual: Callable[..., Tensor] = torch._make_dual
 unpack_dual: Callable[..., Any] = torch._unpack_dual
-"""`forward_ad.make_dual` and `unpack_dual` less their checks, at each operation of a pushforward
-that frozen runs by its own table. Gone: the public ones, at twice the time."""
+"""`forward_ad.make_dual` and `unpack_dual` without their checks, for the operations of a
+pushforward that frozen computes itself. Gone: the public functions, which take twice as long."""
 
 is_forward_mode_enabled: Callable[[], bool] = _c._is_fwd_grad_enabled
 set_forward_mode_enabled: Callable[[bool], None] = _c._set_fwd_grad_enabled
 forward_mode_enabled: Any = forward_ad._set_fwd_grad_enabled
-"""Whether tangents are followed, and a block in which they are or are not: what is constant to f
-must be constant to its tangent. Gone: detach each tensor instead."""
+"""Whether forward mode propagates tangents, a setter, and a context manager: constants of f must
+have no tangents. Gone: detach each tensor instead."""
 
 softmax_pullback: Callable[..., Tensor] = torch._softmax_backward_data
 """y (g - sum(g y)) in one kernel. Gone: by that formula, three kernels and a copy."""
 
 fp32_precision: Any = getattr(_c, "_get_fp32_precision_getter", None)
-"""How products of float32 are computed by a library and operation, which each use of a frozen
-function asks several times; None before PyTorch 2.9. Gone: the attributes `fp32_precision` of
-`torch.backends`, in Python."""
+"""The float32 precision setting of a library and operation, read several times in each call of a
+frozen function; None before PyTorch 2.9. Gone: the attributes `fp32_precision` of
+`torch.backends`, which are slower."""
 
 flag_getters: dict[str, Callable[[], Any]] = {
     "deterministic": _c._get_deterministic_algorithms,
@@ -193,79 +193,80 @@ flag_getters: dict[str, Callable[[], Any]] = {
     "plain": _c._get_math_sdp_enabled,
     "cudnn": _c._get_cudnn_sdp_enabled,
 }
-"""How flags are read that change numbers, which each use of a frozen function does several times.
-Gone: the public functions of the same sense, in Python, of `torch` and `torch.backends.cuda`."""
+"""Getters of flags that change numbers, called several times in each call of a frozen function.
+Gone: the equivalent public functions of `torch` and `torch.backends.cuda`, which are slower."""
 
 is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
-"""Whether anything may be cast. Gone: `torch.is_autocast_enabled(kind)` for each device in use."""
+"""Whether autocast is on for any device. Gone: `torch.is_autocast_enabled(kind)` for each."""
 
 # --- autograd's engine and its graph -----------------------------------------------------------
 
 set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
-"""What `torch.set_grad_enabled` calls, a class that costs three times as much; and what a mode sees
-when f calls that. Gone: the class, and its `__init__` in modes."""
+"""The function beneath the class `torch.set_grad_enabled`, a third of its cost; modes intercept it
+when f uses the class. Gone: the class, and its `__init__` in modes."""
 
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
 engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engine.run_backward
-"""What `torch.autograd.grad` calls when it has looked at its arguments, which are ours and known:
-a third of its time at a small function; and what that calls when it has noted the context, of which
-compiled code alone asks, and whether each node is to be logged. Gone: `torch.autograd.grad`."""
+"""The functions beneath `torch.autograd.grad`: the first skips its argument checks, a third of the
+time for a small function; the second also skips the context that compiled code reads and the
+logging of nodes. Gone: `torch.autograd.grad`."""
 
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
-"""Which call of the engine runs here, -1 if none: nodes of one pass share sums, others none.
-Gone: a node's own pass is one, so sums are not shared between towers."""
+"""The id of the running backward pass, -1 if none: nodes of one pass share sums of gradients.
+Gone: each node sums on its own, so sums are not shared between towers."""
 
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
-"""Whether the engine's present call comes to a node. Gone: as above."""
+"""Whether the running backward pass will execute a node. Gone: as above."""
 
 keeps_graph: Callable[[], bool] = _c._autograd._get_current_graph_task_keep_graph
-"""Whether the pass that runs was given retain_graph. Gone: keep always, and say so."""
+"""Whether the running backward pass has retain_graph=True. Gone: always keep, and document it."""
 
 current_node: Callable[[], Any] = _c._current_autograd_node
-"""The node whose backward runs: an operation of a backward pass is drawn with its line of the
-forward pass. Gone: backward operations have no line."""
+"""The node whose backward runs, so that pictures show operations of a backward pass with their
+source line of the forward pass. Gone: backward operations have no line."""
 
 nodes_made: Callable[[], int] = _c._autograd._get_sequence_nr
-"""How many nodes this thread has made: what is captured was made before. Gone: walk both graphs."""
+"""How many nodes this thread has created: captured tensors have earlier ones. Gone: walk graphs."""
 
 saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_default_hooks
-"""The stack of hooks of saved tensors: a graph of our own that ends inside must not pass through
-them. Gone: enter hooks that change nothing, in which torch.func refuses tiles."""
+"""The stack of hooks on saved tensors, which must not pack the short-lived graphs that gradtools
+builds. Gone: push hooks that change nothing, inside of which torch.func refuses tiles."""
 
 version_counter_kept: Any = _autograd._unsafe_preserve_version_counter
 set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_counter
-"""A tensor that is put back to what it held counts as unchanged for the graphs that saved it.
-`torch.autograd.graph.increment_version` is the public half. Gone: replay of a program whose state
-moves is refused by autograd's own error."""
+"""Restore version counters, so that a tensor whose contents are restored counts as unchanged for
+the graphs that saved it. `torch.autograd.graph.increment_version` is the public half. Gone:
+recomputing a program with changing state raises autograd's own error."""
 
 EnableTorchFunction: Any = _c._EnableTorchFunction
-"""Modes act inside of the backward of a subclass, which switches them off. Gone: refuse them."""
+"""Enables function modes in the backward pass of a tensor subclass, which disables them. Gone:
+refuse subclasses there."""
 
 DisableTorchFunction: Any = _c.DisableTorchFunction
-"""A tensor is asked itself, and not what a mode puts in its place. Its sister for subclasses,
-`torch._C.DisableTorchFunctionSubclass`, is documented. Gone: a flag in each of our modes."""
+"""Reads attributes of the tensor itself, not of what a mode substitutes for it. The variant for
+subclasses, `torch._C.DisableTorchFunctionSubclass`, is documented. Gone: a flag in our modes."""
 
 Functions: tuple[Any, ...] = (function._SingleLevelFunction,)
-"""The classes whose `apply` is replaced for the time of a call. In the base of
-`torch.autograd.Function` a bound `Function.apply` meets it, too; from PyTorch 2.14 on that is a
-function in C of its own, and so is Function's."""
+"""The classes whose `apply` is patched for the time of a call. Patching the base of
+`torch.autograd.Function` also catches a bound `Function.apply`; from PyTorch 2.14 on both classes
+have an `apply` of their own in C."""
 if not isinstance(vars(torch.autograd.Function)["apply"], classmethod):
     Functions += (torch.autograd.Function,)
 
 node_creation_hook: Any = getattr(_autograd.graph, "node_creation_hook", None)
-"""A block that shows each node which is made, public from PyTorch 2.14 on: what was applied by a
-bound `apply` there. None before, where `Functions` meets those."""
+"""Context that calls a hook for each new node, public from PyTorch 2.14 on: catches a bound `apply`
+there. None before, where patching `Functions` does."""
 
 _checkpoint = vars(torch.utils.checkpoint)
 checkpoint_passes: Callable[..., Any] = _checkpoint.get(
     "_checkpoint_without_reentrant_generator_impl",  # from PyTorch 2.14 on
     _checkpoint["_checkpoint_without_reentrant_generator"],
 )
-"""What `torch.utils.checkpoint` does before and after the first pass of a function: to keep
-tangents as well. Gone: in forward mode refuse checkpoints, whose second pass would have none."""
+"""The generator of `torch.utils.checkpoint` around a function's first pass, used to keep tangents
+as well. Gone: refuse checkpoints in forward mode, whose recomputation would have no tangents."""
 
 
 def checkpoint_call(args: Any, kwargs: Any) -> tuple[Any, Any, Callable[..., Any]]:
@@ -298,7 +299,7 @@ OPERATORS = "torch._ops"
 
 
 def checkpoint_operator() -> Any:
-    """The operator that dynamo takes `torch.utils.checkpoint` for. Gone: the graph breaks there."""
+    """The operator as which dynamo traces `torch.utils.checkpoint`. Gone: a graph break there."""
     module = sys.modules.get("torch._higher_order_ops.wrap")
     return None if module is None else module.tag_activation_checkpoint
 
@@ -369,7 +370,7 @@ linear_cross_entropy: Any = getattr(torch.nn.functional, "linear_cross_entropy",
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
 count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
-"""The modes that look on. Gone: assume that some do, and take the slow way."""
+"""The active modes, and their counts. Gone: assume that there are some, which is slower."""
 
 
 def is_traced_by_make_fx() -> bool:
@@ -379,8 +380,8 @@ def is_traced_by_make_fx() -> bool:
 
 is_dispatch_key_excluded: Callable[[Any], bool] = _c._dispatch_tls_is_dispatch_key_excluded
 has_kernel_for: Callable[[str, str], bool] = _c._dispatch_has_kernel_for_dispatch_key
-"""Whether we stand beneath autograd, as in a `__torch_dispatch__`; whether an operator has a kernel
-of its own. Gone: the latter is `OpOverload.has_kernel_for_dispatch_key`."""
+"""Whether a dispatch key is excluded, as autograd's in `__torch_dispatch__`; whether an operator
+has a kernel of its own. Gone: the latter is `OpOverload.has_kernel_for_dispatch_key`."""
 
 
 @contextmanager
@@ -412,11 +413,11 @@ def _keys_of_a_thread() -> tuple[Any, Any]:
 
 
 AccumulateGrad: Any = _c._functions.AccumulateGrad
-"""The class of the nodes at which a graph ends in a leaf. Gone: its name."""
+"""The class of the nodes of leaves. Gone: compare the name of the class."""
 
 
 sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""When a node was made, as `nodes_made` counts. Gone: walk both graphs."""
+"""A node's sequence number, as counted by `nodes_made`. Gone: walk both graphs."""
 
 
 def factors_of(node: Any) -> list[Any]:
@@ -465,7 +466,7 @@ def saved(node: Any, name: str, *default: Any) -> Any:
 def described(node: Any) -> Sequence[Any]:
     """The shape, dtype and device of each output of a node.
 
-    Gone: they are not reported; hooks on nodes are not tested, and a derivative through them is
+    Gone: they are not reported; hooks on nodes are not tested, and derivatives through them are
     refused.
     """
     described: Sequence[Any] = getattr(node, "_input_metadata", ())
@@ -476,24 +477,24 @@ def described(node: Any) -> Sequence[Any]:
 
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often x was written in place. `Tensor._version` is documented, and has no public name. Gone:
-compare contents, where today a count is compared."""
+"""How often x was changed in place. `Tensor._version` is documented, but its name is private. Gone:
+compare contents instead of versions."""
 
 
 is_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
-"""Whether x is a zero without memory, as forward mode and double backward make. Gone: clone."""
+"""Whether x is a zero tensor without memory, as forward mode creates. Gone: clone."""
 
 
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
-"""Whether autograd follows x as a view of another tensor. Gone: copy what a rule returns."""
+"""Whether autograd tracks x as a view of another tensor. Gone: copy the results of rules."""
 
 tensor_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
-"""The hooks that edit x's gradient; None if there was never one. They fire once, on the sum over
-chunks, so a replay takes them away from the leaves and puts them back. Gone: a hook would fire for
-each chunk; refuse leaves with hooks."""
+"""The hooks that edit x's gradient; None if there never was one. They must run once, on the sum
+over chunks, so recomputations remove them from the leaves and restore them afterwards. Gone: a hook
+would run for each chunk; refuse leaves with hooks."""
 
 tracing_state: Callable[[], Any] = _c._get_tracing_state
-"""What `torch.jit.is_tracing` asks: TorchScript does not trace a hook."""
+"""As `torch.jit.is_tracing`: TorchScript does not trace hooks."""
 
 
 def set_tensor_hooks(x: Tensor, hooks: Any) -> None:
@@ -564,14 +565,13 @@ make_subclass: Callable[[type, Tensor], Tensor] = Tensor._make_subclass  # type:
 
 indices_of: Callable[[Tensor], Tensor] = methodcaller("_indices")
 values_of: Callable[[Tensor], Tensor] = methodcaller("_values")
-"""Those of a sparse tensor that need not be coalesced. Gone: coalesce first."""
+"""Indices and values of a sparse tensor that may be uncoalesced. Gone: coalesce first."""
 
 # --- operators ---------------------------------------------------------------------------------
 
 arguments_of: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""An operator's schema; its arguments, with which of them it writes to. Gone: parse
-`str(operator)`."""
+"""An operator's schema, and its arguments with their aliasing. Gone: parse `str(operator)`."""
 
 
 def decompositions() -> Any:
@@ -593,12 +593,12 @@ NOT_SAVED = "_non_persistent_buffers_set"
 
 
 COMPILED_CALL = "_compiled_call_impl"
-"""Where `module.compile()` puts its code, which is for that module's own tensors: a copy gets None
-in its place. Gone: a copy then runs the original's code."""
+"""The field for the code of `module.compile()`, which is specialized to the module's own tensors: a
+copy gets None. Gone: a copy would run the original's code."""
 
 slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
-"""A module's own parameters, buffers and children, with those that are None.
-`named_parameters(recurse=False)` leaves None out, and cannot be assigned to. Gone: those."""
+"""A module's own parameters, buffers and children, including entries that are None. Gone:
+`named_parameters(recurse=False)` and so on, which omit None and cannot be assigned to."""
 
 
 def forward_hooks_of(module: torch.nn.Module) -> list[Any]:
@@ -628,7 +628,7 @@ def takes_whole_gradients(module: torch.nn.Module) -> bool:
 
 
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
-"""What all batch normalisations are, those over processes too. Gone: list the public classes."""
+"""The base class of all batch normalizations, SyncBatchNorm included. Gone: list the classes."""
 
 
 class ModuleLike(torch.nn.Module):
@@ -650,12 +650,12 @@ class ModuleLike(torch.nn.Module):
 
 cached_weights: Callable[[], dict[Any, Any]] = partial(getattr, parametrize, "_cache")
 caches_weights: Callable[[], int] = partial(getattr, parametrize, "_cache_enabled")
-"""What `torch.nn.utils.parametrize.cached` keeps, and how many of its blocks are open. Gone: as
-below."""
+"""The cache of `torch.nn.utils.parametrize.cached`, and how many of these contexts are open. Gone:
+as below."""
 
 
 def set_cached_weights(kept: dict[Any, Any]) -> None:
-    """Replaces the parametrization cache: its tensors are in another graph. Gone: refuse."""
+    """Replaces the parametrization cache, whose tensors belong to another graph. Gone: refuse."""
     parametrize._cache = kept  # type: ignore[assignment]
 
 
@@ -665,12 +665,12 @@ def set_cached_weights(kept: dict[Any, Any]) -> None:
 device_set: Callable[[], Any] = partial(
     getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None
 )
-"""The block of `torch.set_default_device`, None if none was set. `torch.get_default_device` imports
-and searches at every call. Gone: that."""
+"""The context of `torch.set_default_device`, or None. Gone: `torch.get_default_device`, which
+imports and searches at every call."""
 
 
 def default_device() -> torch.device:
-    """PyTorch's, without a failure of 2.8 after `torch.set_default_device(None)`. Gone: that."""
+    """As `torch.get_default_device`, which fails in 2.8 after `torch.set_default_device(None)`."""
     context = torch._GLOBAL_DEVICE_CONTEXT
     if getattr(context, "device_context", context) is None:
         del context.device_context
@@ -687,11 +687,11 @@ def operator_tables(name: str) -> Any:
 # --- dynamo, which is not imported until someone compiles ---------------------------------------
 
 DYNAMO = "torch._dynamo"
-"""The compiler's own module. Gone: hold what `torch.compile` imports then."""
+"""The compiler's module. Gone: use the module that `torch.compile` then imports."""
 
 
 def dynamo_is_loaded() -> bool:
-    """Whether dynamo is imported; its import takes longer than that of the rest of PyTorch."""
+    """Whether dynamo is imported, which takes longer than importing the rest of PyTorch."""
     return DYNAMO in sys.modules
 
 
@@ -704,18 +704,18 @@ def break_graph(reason: str) -> None:
 
 
 COMPILED_CODE = "torch._functorch."
-"""The modules whose Functions hold compiled code: their backward is no code of a user's."""
+"""The modules whose Functions hold compiled code, not a user's backward."""
 
 
 saved_views_are_detached: bool = torch.__version__ < "2.13"
 """Whether compiled code saves an input that is a view without its graph, so that a second
-derivative is lost. No name tells; seen in 2.8 to 2.12.
+derivative is lost: in 2.8 to 2.12. There is no flag to check.
 """
 
 
 is_exporting: Callable[[], bool] = torch.compiler.is_exporting
-"""Whether `torch.export` traces. Before PyTorch 2.12 dynamo takes the public function for true in
-all that it compiles, so its flag is read there."""
+"""Whether `torch.export` is tracing. Before PyTorch 2.12 dynamo assumes that the public function
+returns True in everything that it compiles, so the flag is read instead."""
 if torch.__version__ < "2.12":
 
     def is_exporting() -> bool:
@@ -730,9 +730,9 @@ def skip_module(name: str) -> None:
 
 
 def skip_code(fun: Callable[..., Any]) -> None:
-    """A function is compiled only where it is inlined into another.
+    """Makes dynamo compile a function only where it is inlined into another one.
 
-    Gone: its code may break the graph, and go on as if it were traced.
+    Gone: a graph break in it would resume inside of it.
     """
     from torch._dynamo.eval_frame import skip_code as skip
 
@@ -746,32 +746,32 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_compiled(f: Any) -> bool:
-    """Whether f was returned by torch.compile. There is no public way to tell."""
+    """Whether f was returned by torch.compile, which no public function says."""
     return hasattr(f, "_torchdynamo_orig_callable") or type(f).__name__ == "OptimizedModule"
 
 
-# --- what a maintainer of PyTorch would refuse --------------------------------------------------
+# --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
 # Each of these depends on stack frames, on the identity of a code object, or on a counter of the
-# process, because PyTorch offers nothing else. Further hacks, each in one module, with benefit
-# ("buys") and cost:
+# process, because PyTorch offers nothing else. Further hacks, each in one module, with benefit and
+# cost:
 #
-# - Texts of PyTorch's errors, for which it has no types (`known_errors`). Buys words that
-#   say what to do, and another way where a kernel lacks a derivative. Costs: reworded upstream,
-#   PyTorch's own error is raised in their place.
-# - The instruction at which an error was made (`code_origin`): a `raise` statement outside of the
-#   framework is the user's, whose words may be the same. Buys that a user's error is never taken
-#   for PyTorch's. Costs a look at bytecode where an error is under way.
-# - Classes that are patched for the time of a call (`patches`). Buys calls that no mode sees. Costs
-#   each thread's call of them a look at whether it is meant.
-# - An import hook (`compiling`). Dynamo takes marks by identity, and importing it to set them takes
-#   seconds. Costs each import until dynamo is there one comparison of names.
-# - One operator of ours, registered for the process (`host`): a compiled program holds no Python
-#   objects. Costs a name in `torch.ops` that is there as long as the process.
-# - CPython's generator, read in memory (`randomness`): to copy its state takes longer than a small
-#   layer. Costs a test of the layout at import; where it fails, states are copied.
-# - Hooks of leaves, taken away while chunks are computed again (`replay`): they fire once, on the
-#   sum. Costs that another thread's pass does not see them meanwhile.
+# - Matching the texts of PyTorch's errors, for which it has no types (`known_errors`). Benefit:
+#   messages that teach, and other kernels where one lacks a derivative. Cost: if upstream changes
+#   the text, PyTorch's own error is raised.
+# - Inspecting the instruction that raised an error (`code_origin`): a `raise` statement outside of
+#   the framework is the user's, even with the same text. Benefit: a user's error is never mistaken
+#   for PyTorch's. Cost: reading bytecode once an error was raised.
+# - Patching classes for the time of a call (`patches`). Benefit: calls that no mode sees are
+#   intercepted. Cost: a check in each other thread's calls.
+# - An import hook (`compiling`). Dynamo identifies marked functions by identity, and importing it
+#   to mark them takes seconds. Cost: a comparison of names at each import until it is imported.
+# - One registered operator (`host`), since compiled programs hold no Python objects. Cost: a name
+#   in `torch.ops` for the lifetime of the process.
+# - Reading the memory of CPython's generator (`randomness`), since copying its state takes longer
+#   than a small layer. Cost: a test of the layout at import; if it fails, states are copied.
+# - Removing the hooks of leaves during recomputation (`replay`), so that they run once, on the sum.
+#   Cost: another thread's backward pass does not see them meanwhile.
 
 
 def is_frameworks_own_question(depth: int) -> bool:
@@ -779,8 +779,8 @@ def is_frameworks_own_question(depth: int) -> bool:
 
     In forward mode `x.requires_grad` is True for a tensor with a tangent if the user reads it, as
     in reverse mode; PyTorch's own Python code must read the true value, or it takes other branches.
-    Buys: f that branches on it is differentiated as in reverse mode. Costs: a frame for each such
-    read in a pushforward, 0.3 us; a library that reads it for PyTorch is taken for the user.
+    Benefit: f that branches on it is differentiated as in reverse mode. Cost: 0.3 us for each such
+    read in a pushforward; a library that reads it counts as the user.
     """
     return _package(_asker(depth + 1)) in ("torch", "gradtools")
 
@@ -788,9 +788,9 @@ def is_frameworks_own_question(depth: int) -> bool:
 def is_leaving_a_block(depth: int) -> bool:
     """Whether a context manager such as no_grad restores the gradient mode on exit.
 
-    A mode intercepts the same call if f enables gradients because it needs them. Buys that the exit
-    of `with torch.no_grad()` in f does not enable a graph, which doubles the time. Costs that a
-    context manager of another package counts as f's own request: slower, and right.
+    A mode intercepts the same call if f enables gradients because it needs them. Benefit: the exit
+    of `with torch.no_grad()` in f does not enable a graph, which doubles the time. Cost: a context
+    manager of another package counts as f's own request, which is slower but right.
     """
     frame = _asker(depth + 1)
     if frame.f_code is torch.set_grad_enabled.__init__.__code__:
@@ -814,8 +814,8 @@ def _package(frame: Any) -> str:
 def is_of_checkpoint(frame: Any) -> bool:
     """Whether a frame runs the code of `torch.utils.checkpoint`.
 
-    Buys that pictures mark recomputed operations; nothing else shows that a call runs inside of a
-    checkpoint. Costs that code which PyTorch moves out of that module is not marked.
+    Benefit: pictures mark recomputed operations. Cost: code that PyTorch moves out of that module
+    is not marked.
     """
     return frame.f_globals is vars(torch.utils.checkpoint)
 
@@ -826,31 +826,31 @@ def is_summed_by_autograd(node: Any) -> bool:
     Must be called in a dispatch mode. Its frames and those of gradtools are skipped, except for the
     backward of the node itself if it is one of ours.
 
-    Buys that pictures do not draw such a sum as a part of the rule before it; costs that they do if
+    Benefit: pictures do not draw such a sum as a part of the preceding rule. Cost: they do if
     PyTorch renames `_engine_run_backward`.
     """
     if not isinstance(node, function.BackwardCFunction):
         return False
     backward = getattr(type(node).apply, "__code__", None)
-    frame: Any = sys._getframe(2)  # below who asks
+    frame: Any = sys._getframe(2)  # of the caller's caller
     while _package(frame) == "gradtools" and frame.f_code is not backward:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 hooks_made: Callable[[], int] = partial(getattr, RemovableHandle, "next_id")
-"""How many hooks of any kind this process has set: the number that the next handle gets.
+"""How many hooks of any kind this process has registered: the number of the next handle.
 
-No mode sees `Node.register_hook`, nor what a library keeps bound. Buys that hooks which f sets on
-gradients fire once, though chunks are computed again; costs that those which another thread sets
-meanwhile are taken for f's, which then goes back in a way that is slower, and right."""
+No mode intercepts `Node.register_hook`, or a bound method kept by a library. Benefit: hooks that f
+sets on gradients run once, although chunks are recomputed. Cost: hooks that another thread sets
+meanwhile count as f's, whose backward pass is then slower, but right."""
 
 
 def is_once_differentiable(kind: Any) -> bool:
     """Whether the backward of a node's Function is decorated with `once_differentiable`.
 
-    The decorator's wrapper has no name of its own, so its code object is compared. Buys an error
-    before a chunk is recomputed in vain; costs that another wrapper around it hides the decorator.
+    The decorator's wrapper has no name of its own, so its code object is compared. Benefit: an
+    error before a chunk is recomputed in vain. Cost: another wrapper around it hides the decorator.
     """
     backward = getattr(forward_class(kind), "backward", None)
     return getattr(backward, "__code__", None) is _ONCE

@@ -136,7 +136,7 @@ REFUSED = {
 )
 @pytest.mark.parametrize("pattern", REFUSED.values(), ids=REFUSED)
 def test_what_a_maintainer_would_refuse_is_written_down_in_the_rooms(pattern):
-    """By the name of the file where it stands, as `rules`, with what it buys and costs."""
+    """By the name of its file, such as `rules`, with benefit and cost."""
     told = {room.partition("/")[0]: (names.PACKAGE / room).read_text() for room in names.ROOMS}
     found = []
     for path in sorted({*names.PACKAGE.rglob("*.py")} - {names.PACKAGE / r for r in names.ROOMS}):

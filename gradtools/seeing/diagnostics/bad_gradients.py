@@ -1,54 +1,207 @@
-"""Nonzero gradients that are useless: NaN or infinite, vanishing, or rounding noise.
+"""Gradients that are useless at the given values: zero, NaN or infinite, vanishing, or noise.
 
-A gradient vanishes if a step as large as the leaf itself would not change the output::
+A framework runs the program and its backward pass (`Differentiated`) and says what cotangent each
+operation was given and what it passed on (`PassedCotangents`). The analysis is the same for both:
 
-    |dy/dx| |x| < least |y|,     least = 1e-6 eps in single precision and below, 1e-21 in double
+- A gradient is lost at an operation that is given a nonzero cotangent and passes only zeros towards
+  the leaf. If several nonzero cotangents of a value add up to zero, they cancel; the operation that
+  is reported is the one where the paths from that value meet.
+- A gradient vanishes if a step as large as the leaf itself would not change the output::
 
-A backend reports the greatest cotangent that enters and leaves each operation's backward. NaN is
-located where a finite cotangent enters and a non-finite one leaves, a vanishing gradient where the
-quotient of the two is least.
+      |dy/dx| |x| < least |y|,     least = 1e-6 eps in single precision and below, 1e-21 in double
 
-A gradient is rounding noise if its terms cancel: mathematically it is zero, as that of a softmax's
-sum. It is detected by Monte Carlo arithmetic (Parker 1997). The backward pass is repeated with each
-cotangent c perturbed by a few units in the last place,
-
-    c (1 + 4 eps u),   u uniform in [-1, 1)
-
-which changes a well-conditioned gradient by a few eps, and noise by its own size.
+  It is located where the cotangents shrink most, NaN where a finite cotangent enters and a
+  non-finite one leaves.
+- A gradient is rounding noise if its terms cancel: mathematically it is zero, as that of the sum of
+  a softmax. It is detected by Monte Carlo arithmetic (Parker 1997): the backward pass is repeated
+  with each cotangent c perturbed by a few units in the last place, ``c (1 + 4 eps u)`` with u
+  uniform in [-1, 1), which changes a well-conditioned gradient by a few eps, and noise by its own
+  size. Noise counts as zero.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from gradtools.seeing.graphs.losing_operations import joined
 from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.recording import Vanished
 
 _DOUBLE, _LEAST_OF_DOUBLE, _LEAST = 1e-15, 1e-21, 1e-6
 _SHAKEN = 4  # times eps
 _HALF = 1e-4  # every half-precision dtype has a greater eps
-DRAWS = 3  # perturbed backward passes, all of which must show noise
+_DRAWS = 3  # perturbed backward passes, all of which must show noise
 
 
-@dataclass(frozen=True)
-class CotangentRange:
-    """The greatest cotangent that an operation was given on a leaf's path, and what it handed on.
+@dataclass(frozen=True, eq=False)
+class PassedCotangents:
+    """An operation of a backward pass. A cotangent is None where there is none.
 
     Attributes:
-        node: The operation.
-        given: The greatest modulus of what it was given.
-        on: The greatest modulus of what it handed on; NaN if there is one.
+        key: Identifies the operation in another backward pass of the same run.
+        results: The values that it makes, by keys.
+        operands: The values that it reads, by keys.
+        given: The cotangents of its results.
+        passed: The cotangents of its operands.
+        explained: The node to report if it passes zeros to the operands at these positions, and the
+            size of these cotangents computed without underflow: zero if the factor is zero, too
+            great if terms cancelled. None for an operation that is not reported.
+        least: The least normal number of the cotangents' dtype, with room for rounding.
     """
 
-    node: Node
-    given: float
-    on: float
+    key: Hashable
+    results: Sequence[Hashable]
+    operands: Sequence[Hashable]
+    given: Sequence[Any]
+    passed: Sequence[Any]
+    explained: Callable[[Sequence[int]], tuple[Node, float]] | None
+    least: Callable[[], float]
 
 
-def extreme(gradient: float, leaf: float, output: float, eps: float) -> str:
+class Differentiated(Protocol):
+    """A program that ran at the given values, with its backward pass."""
+
+    @property
+    def leaves(self) -> Mapping[int, Any]:
+        """The examined arrays, by number."""
+
+    @property
+    def outs(self) -> Sequence[Any]:
+        """The floating outputs."""
+
+    def gradients(self, leaves: Sequence[int], draw: int | None = None) -> Mapping[int, Any]:
+        """The gradients of these leaves; `draw`: the seed of rounding errors, if any."""
+
+    def backward(self, leaves: Sequence[int], draw: int | None) -> Sequence[PassedCotangents]:
+        """The operations of the backward pass towards these leaves, in program order."""
+
+    def key_of(self, leaf: int) -> Hashable:
+        """The key of a leaf's value."""
+
+    def size(self, x: Any) -> float:
+        """The greatest modulus of an array's entries; NaN if one is NaN, 0 if it is None."""
+
+    def eps(self, x: Any) -> float:
+        """The precision of an array's dtype."""
+
+    def is_noise(self, ct: Any, other: Any) -> bool:
+        """Whether a cotangent is noise, given that of a perturbed backward pass."""
+
+
+def examined(run: Differentiated) -> dict[int, list[Vanished] | None]:
+    """For each leaf where its gradient becomes zero, NaN or vanishing; None if it is sound."""
+    result: dict[int, list[Vanished] | None] = dict.fromkeys(run.leaves)
+    grads = run.gradients([*run.leaves])
+    lost = [k for k, ct in grads.items() if math.prod(ct.shape) and not run.size(ct)]
+    left = {k: ct for k, ct in grads.items() if k not in lost}
+    noise = _noise(run, left)
+    output = max(map(run.size, run.outs), default=0.0)
+    extremes = {
+        k: _extreme(run.size(ct), run.size(run.leaves[k]), output, run.eps(ct))
+        for k, ct in left.items()
+        if k not in noise
+    }
+    odd = [k for k, kind in extremes.items() if kind]
+    if lost or noise or odd:
+        back = _Back(run, [*lost, *noise, *odd], bool(noise))
+        for k in (*lost, *noise):
+            zeros = back.zeros(run.key_of(k))
+            result[k] = [replace(v, noise=v.cancelled and k in noise) for v in zeros]
+        for k in odd:
+            result[k] = back.extremes(run.key_of(k), extremes[k])
+    return result
+
+
+class _Back:
+    """The cotangents of one backward pass; noise counts as zero."""
+
+    def __init__(self, run: Differentiated, leaves: Sequence[int], noisy: bool) -> None:
+        self.run, self.steps = run, run.backward(leaves, None)
+        perturbed = {step.key: step for step in run.backward(leaves, 0)} if noisy else {}
+        self.noise: list[list[bool]] = []  # for each step, which operands get noise
+        self.moves: list[list[bool]] = []  # which operands get a cotangent that is not zero
+        self.made: dict[Hashable, bool] = {}  # whether the cotangent of a value is not zero
+        self.givers: dict[Hashable, list[int]] = {}  # the steps that pass one to a value
+        for at, step in enumerate(self.steps):
+            other = perturbed.get(step.key)
+            given = self._noisy(step.given, other.given if other else None)
+            passed = self._noisy(step.passed, other.passed if other else None)
+            moves = [bool(run.size(ct)) for ct in step.passed]
+            self.noise.append(passed)
+            self.moves.append([m and not n for m, n in zip(moves, passed, strict=True)])
+            for key, ct, is_noise in zip(step.results, step.given, given, strict=True):
+                self.made[key] = bool(run.size(ct)) and not is_noise
+            for key, moved in zip(step.operands, self.moves[at], strict=True):
+                if moved:
+                    self.givers.setdefault(key, []).append(at)
+
+    def _noisy(self, cts: Sequence[Any], others: Sequence[Any] | None) -> list[bool]:
+        if others is None:
+            return [False] * len(cts)
+        return [*map(self.run.is_noise, cts, others)]
+
+    def _towards(self, leaf: Hashable) -> tuple[dict[int, list[int]], set[Hashable]]:
+        """The steps on the leaf's paths, each with its operands there, and the values."""
+        values, paths = {leaf}, dict[int, list[int]]()
+        for at, step in enumerate(self.steps):
+            path = [k for k, key in enumerate(step.operands) if key in values]
+            if path:
+                paths[at] = path
+                values.update(step.results)
+        return paths, values
+
+    def zeros(self, leaf: Hashable) -> list[Vanished]:
+        """The operations at which the cotangent of a leaf becomes zero, in program order."""
+        paths, values = self._towards(leaf)
+        result = [*self._cancelled(values)]
+        for at, path in paths.items():
+            step, moves = self.steps[at], self.moves[at]
+            given = any(self.made[key] for key in step.results)
+            if given and step.explained and not any(moves[k] for k in path):
+                node, product = step.explained(path)
+                underflow = 0 < product < step.least()
+                cancelled = any(self.noise[at][k] for k in path) or product >= step.least()
+                passed = [step.passed[k] for k in path]
+                empty = all(ct is not None and not math.prod(ct.shape) for ct in passed)
+                place = Vanished(node, underflow, tuple(path), cancelled, empty=empty)
+                result.append((at, place))
+        return [place for _, place in sorted(result, key=lambda pair: pair[0])]
+
+    def _cancelled(self, values: set[Hashable]) -> Iterator[tuple[int, Vanished]]:
+        """The operations, by position, at which the paths of cancelling cotangents meet."""
+        for key, givers in self.givers.items():
+            if len(givers) > 1 and key in values and not self.made.get(key):
+                at = joined([(step.operands, step.results) for step in self.steps], givers)
+                explained = None if at is None else self.steps[at].explained
+                if at is not None and explained is not None:
+                    yield at, Vanished(explained(())[0], cancelled=True)
+
+    def extremes(self, leaf: Hashable, kind: str) -> list[Vanished] | None:
+        """Where a gradient became NaN or vanishing, in program order; None if it is no finding."""
+        ranges = []  # for each operation the greatest cotangents given and passed on
+        for at, path in self._towards(leaf)[0].items():
+            step = self.steps[at]
+            if step.explained and any(step.passed[k] is not None for k in path):
+                given, passed = step.given, [step.passed[k] for k in path]
+                node = step.explained(())[0]
+                ranges.append((node, self._greatest(given), self._greatest(passed)))
+        if kind == "nan":
+            begins = [n for n, of, on in ranges if math.isfinite(of) and not math.isfinite(on)]
+            return [Vanished(n, kind=kind) for n in begins or [Node("add", (), ())]]
+        shrinks = [(on / of, node) for node, of, on in ranges if of and on]
+        worst = min(shrinks, key=lambda pair: pair[0], default=None)
+        return None if worst is None else [Vanished(worst[1], kind=kind)]
+
+    def _greatest(self, cts: Iterable[Any]) -> float:
+        """The greatest modulus; NaN if one is NaN."""
+        sizes = [*map(self.run.size, cts)]
+        return math.nan if any(map(math.isnan, sizes)) else max(sizes)
+
+
+def _extreme(gradient: float, leaf: float, output: float, eps: float) -> str:
     """Classifies a gradient by its greatest modulus: "nan", "vanishing", or "" if ordinary.
 
     Args:
@@ -64,16 +217,7 @@ def extreme(gradient: float, leaf: float, output: float, eps: float) -> str:
     return "vanishing" if known and gradient * (leaf or 1.0) < least * output else ""
 
 
-def places(kind: str, handed: Iterable[CotangentRange]) -> list[Vanished] | None:
-    """Where a gradient became NaN or vanishing, in program order; None if it is no finding."""
-    if kind == "nan":
-        begins = [h for h in handed if math.isfinite(h.given) and not math.isfinite(h.on)]
-        return [Vanished(h.node, kind=kind) for h in begins] or [
-            Vanished(Node("add", (), ()), kind=kind)
-        ]
-    shrinks = [h for h in handed if h.given and h.on]
-    worst = min(shrinks, key=lambda h: h.on / h.given, default=None)
-    return None if worst is None else [Vanished(worst.node, kind=kind)]
+# --- NaN and infinite values -------------------------------------------------------------
 
 
 class ValueOrigins:
@@ -101,6 +245,18 @@ def at_origins(places: Sequence[Vanished] | None, origins: Iterable[Node]) -> li
     lines = {p.node.source for p in places or () if p.kind == "nan"}
     elsewhere = [Vanished(node, kind="nan_value") for node in origins if node.source not in lines]
     return elsewhere if lines and elsewhere else None if places is None else list(places)
+
+
+# --- rounding noise ----------------------------------------------------------------------
+
+
+def _noise(run: Differentiated, grads: Mapping[int, Any]) -> dict[int, Any]:
+    """The gradients that are rounding noise, by leaf."""
+    left = dict(grads)
+    for draw in range(_DRAWS):
+        again = run.gradients([*left], draw) if left else {}
+        left = {k: ct for k, ct in left.items() if run.is_noise(ct, again.get(k))}
+    return left
 
 
 def shaken(cotangent: Any, uniform: Any, eps: float) -> Any:

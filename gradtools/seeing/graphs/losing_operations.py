@@ -6,7 +6,7 @@ its output value does not, and data flows from there to an output of the program
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gradtools.seeing.graphs.derivative_flow import (
@@ -129,7 +129,9 @@ def between(graph: PlainGraph, value: int, chosen: Callable[[Node], bool]) -> li
     return [loss.node for loss in search(graph, {value: _FULL}, end, None, at)]
 
 
-def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[int]) -> int | None:
+def joined(
+    flows: Iterable[tuple[Sequence[Hashable], Sequence[Hashable]]], at: Sequence[int]
+) -> int | None:
     """The position of the first operation that depends on all of several others.
 
     Args:
@@ -139,7 +141,7 @@ def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[in
     if not at:
         return None
     everything = (1 << len(at)) - 1
-    carried: dict[int, int] = {}
+    carried: dict[Hashable, int] = {}
     for position, (reads, makes) in enumerate(flows):
         result = any_of(1 << k for k, other in enumerate(at) if other == position)
         result |= any_of(carried.get(value, 0) for value in reads)

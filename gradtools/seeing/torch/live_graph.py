@@ -52,7 +52,7 @@ class _AutogradReader:
         self.captured: list[int] = []
 
     def graph(self, named: list[tuple[str, Tensor]]) -> PlainGraph:
-        nodes = [self.node(fn) for fn in _in_order([y.grad_fn for _, y in named])]
+        nodes = [self.node(fn) for fn in in_order([y.grad_fn for _, y in named])]
         outputs = [self.tensor(y) for _, y in named]
         whole = PlainGraph(
             tuple(nodes), self.values, tuple(self.inputs), tuple(outputs), tuple(self.captured)
@@ -147,7 +147,7 @@ class _AutogradReader:
         return tensors, attributes
 
 
-def _in_order(ends: list[Any]) -> Iterator[GradFn]:
+def in_order(ends: list[Any]) -> Iterator[GradFn]:
     """The nodes behind these, in topological order, without the leaves' AccumulateGrad."""
     done: set[Any] = set()
     todo = [(fn, False) for fn in reversed(ends) if fn is not None]
@@ -199,4 +199,4 @@ def _signed(x: Any) -> Any:
     return x - 2 * _WRAPPED if isinstance(x, int) and x >= _WRAPPED else x
 
 
-__all__ = ["graph_behind"]
+__all__ = ["graph_behind", "in_order"]

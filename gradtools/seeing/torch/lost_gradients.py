@@ -1,31 +1,27 @@
-"""Locates where a cotangent becomes zero, NaN or vanishing in autograd's graph, at given values.
+"""The backward pass of a PyTorch run at given values, for `seeing/diagnostics/bad_gradients.py`.
 
-The gradient is computed once. If it is zero everywhere, it is computed again with hooks on the
-nodes of autograd. The loss is at a node that receives a nonzero cotangent and passes only zeros
-towards the leaf. Calling that node with a far greater cotangent distinguishes a zero factor from
-underflow. If several nonzero cotangents add up to zero, they cancel; the reported call is where
-their paths meet.
-
-Rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
+The operations are autograd's nodes; hooks show the cotangents that each is given and passes on.
+Calling a node with a far greater cotangent distinguishes a zero factor from underflow.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.seeing.diagnostics import bad_gradients
-from gradtools.seeing.graphs.losing_operations import joined
+from gradtools.seeing.diagnostics.bad_gradients import PassedCotangents
 from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.recording import Run, Vanished
+from gradtools.seeing.torch.live_graph import in_order
 from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.calls import CallRecorder, RecordedCall
 from gradtools.seeing.torch.recording.observation import observed, recording_run, run_under
@@ -36,6 +32,7 @@ from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
 Cotangents = Sequence[Tensor | None]
+_Places = dict[int, list[Vanished] | None]
 
 
 def vanishing(
@@ -54,211 +51,111 @@ def vanishing(
     return _KNOWN[program][index]
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, list[list[Vanished] | None]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Any, _Places] = weakref.WeakKeyDictionary()
 
 
-def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[list[Vanished] | None]:
+def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> _Places:
     with observed(run, leaves, [""] * len(leaves)) as seen:
         outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
         xs = [*seen.aliases, *held]
-        floating = [k for k, x in enumerate(xs) if isinstance(x, Tensor) and is_inexact(x)]
-        result: list[list[Vanished] | None] = [[] for _ in xs]
+        floating = {k: x for k, x in enumerate(xs) if isinstance(x, Tensor) and is_inexact(x)}
+        places: _Places = {k: [] for k in range(len(xs))}
         if not (outs and floating):
-            return result
-        results = _gradients_unless_lost(outs, [xs[k] for k in floating])
-        # None: a reentrant checkpoint, or lost by custom code, which has its own finding
-        grads = {k: grad for k, grad in zip(floating, results, strict=True) if grad is not None}
-        if any(grad.is_meta for grad in grads.values()):
+            return places
+        places |= bad_gradients.examined(_Backward(seen.recorder, outs, floating))
+    if all(math.isfinite(_size(y)) for y in outs):
+        return places
+    with recording_run("a run", run, leaves) as undo:
+        recorder = _ValueRecorder(undo)
+        seen = run_under(recorder, run, leaves, [""] * len(leaves))
+        origins = recorder.origins.of(map(seen.output, seen.outs))
+    return {k: bad_gradients.at_origins(of, origins) for k, of in places.items()}
+
+
+# --- the backward pass -------------------------------------------------------------------
+
+
+class _Backward:
+    """A recorded run with its backward pass: see `bad_gradients.Differentiated`."""
+
+    def __init__(
+        self, recorder: CallRecorder, outs: Sequence[Tensor], leaves: Mapping[int, Tensor]
+    ) -> None:
+        self._recorder, self.outs, self.leaves = recorder, outs, leaves
+        self._nodes = _in_program_order(recorder, in_order([y.grad_fn for y in outs]))
+        ends = [node for node in nodes_of(outs) if type(node).__name__ == "AccumulateGrad"]
+        self._ends = {id(node.variable): node for node in ends}
+
+    def gradients(self, leaves: Sequence[int], draw: int | None = None) -> dict[int, Tensor]:
+        """As in `Differentiated`; without those that custom code or a checkpoint loses."""
+        with _perturbed(self._nodes, draw):
+            grads = _gradients_unless_lost(self.outs, [self.leaves[k] for k in leaves])
+        result = {k: grad for k, grad in zip(leaves, grads, strict=True) if grad is not None}
+        if any(grad.is_meta for grad in result.values()):
             raise GradtoolsError(
                 "why_zero: the gradient is on the meta device, which holds no numbers, so nobody "
                 "can tell whether it is zero. Pass arrays that hold numbers, or ask dependence, "
                 "which looks at none."
             )
-        lost = [k for k, grad in grads.items() if grad.numel() and not _size(grad)]
-        noise = _noise(outs, xs, {k: grad for k, grad in grads.items() if k not in lost})
-        output = max(map(_size, outs))
-        kinds = {
-            k: bad_gradients.extreme(_size(grad), _size(xs[k]), output, torch.finfo(grad.dtype).eps)
-            for k, grad in grads.items()
-            if k not in lost and k not in noise
-        }
-        kinds = {k: kind for k, kind in kinds.items() if kind}
-        for k in floating:
-            result[k] = None
-        if lost or noise or kinds:
-            wanted = [xs[k] for k in (*lost, *noise, *kinds)]
-            back = _Back.of(seen.recorder, outs, wanted, bool(noise))
-            for k in (*lost, *noise):
-                stops = back.stops(xs[k])
-                result[k] = [replace(v, noise=v.cancelled and k in noise) for v in stops]
-            for k, kind in kinds.items():
-                result[k] = bad_gradients.places(kind, back.ranges(xs[k]))
-    if all(math.isfinite(_size(y)) for y in outs):
         return result
-    with recording_run("a run", run, leaves) as undo:
-        recorder = _ValueRecorder(undo)
-        seen = run_under(recorder, run, leaves, [""] * len(leaves))
-        origins = recorder.origins.of(map(seen.output, seen.outs))
-    return [bad_gradients.at_origins(places, origins) for places in result]
 
+    def backward(self, leaves: Sequence[int], draw: int | None) -> list[PassedCotangents]:
+        """As in `Differentiated`."""
+        seen: dict[Any, tuple[Cotangents, Cotangents]] = {}  # by node: given, passed
 
-# --- one backward pass -------------------------------------------------------------------
+        def hook(node: Any) -> Callable[[Any, Any], None]:
+            return lambda passed, given: seen.update({node: (given, passed)})
 
+        handles = [node.register_hook(hook(node)) for node in self._nodes]
+        try:
+            with _perturbed(self._nodes, draw):
+                _gradients(self.outs, [self.leaves[k] for k in leaves])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [self._passed(node, *seen[node]) for node in self._nodes if node in seen]
 
-@dataclass(frozen=True)
-class _NodeCotangents:
-    """The cotangents of a node of autograd; rounding noise counts as zero.
-
-    Attributes:
-        given: What it was given.
-        handed: What it passed on.
-        moves: Which of those that it was given are not zero.
-        on: Which of those that it passed on are not zero.
-        noise: Which of those that it passed on are rounding noise.
-    """
-
-    given: Cotangents
-    handed: Cotangents
-    moves: list[bool]
-    on: list[bool]
-    noise: list[bool]
-
-    @classmethod
-    def of(cls, plain: _Pair, perturbed: _Pair | None) -> _NodeCotangents:
-        noisy = [[False] * len(cts) for cts in plain]
-        if perturbed is not None:
-            noisy = [[*map(_is_noise, *both)] for both in zip(plain, perturbed, strict=True)]
-        moves, on = (
-            [bool(_size(ct)) and not noise for ct, noise in zip(cts, of, strict=True)]
-            for cts, of in zip(plain, noisy, strict=True)
+    def _passed(self, node: Any, given: Cotangents, passed: Cotangents) -> PassedCotangents:
+        results = [(node, k) for k in range(len(given))]
+        operands = node.next_functions[: len(passed)]
+        explained = partial(self._explained, node, given)
+        return PassedCotangents(
+            node, results, operands, given, passed, explained, partial(_least, given)
         )
-        return cls(*plain, moves, on, noisy[1])
+
+    def _explained(self, node: Any, given: Cotangents, path: Sequence[int]) -> tuple[Node, float]:
+        named = _named(self._recorder, node)
+        if not path:
+            return named, 0.0
+        sums = _sums_of_softmax(node, given)
+        return named, math.inf if sums else _product(node, given, path)
+
+    def key_of(self, leaf: int) -> Any:
+        """As in `Differentiated`."""
+        return self._ends.get(id(self.leaves[leaf])), 0
+
+    def size(self, x: Any) -> float:
+        """As in `Differentiated`."""
+        return _size(x)
+
+    def eps(self, x: Tensor) -> float:
+        """As in `Differentiated`."""
+        return torch.finfo(x.dtype).eps
+
+    def is_noise(self, ct: Any, other: Any) -> bool:
+        """As in `Differentiated`."""
+        if not (_is_plain(ct) and _is_plain(other)) or ct.is_meta:
+            return False
+        return bad_gradients.is_noise(_size(ct), _size(other - ct), self.eps(ct))
 
 
-_Pair = tuple[Cotangents, Cotangents]  # what a node was given, and what it passed on
-
-
-@dataclass(frozen=True)
-class _Back:
-    """Autograd's graph with the cotangents of one backward pass, for all leaves.
-
-    Attributes:
-        recorder: The record of the run.
-        passed: The cotangents of each node.
-        summed: For each input of a node that sums several nonzero cotangents, their nodes.
-        readers: The reversed edges: for each node those that pass cotangents to it.
-        ends: The AccumulateGrad node of each leaf, by the leaf's id.
-    """
-
-    recorder: CallRecorder
-    passed: Mapping[Any, _NodeCotangents]
-    summed: dict[tuple[Any, int], list[Any]]
-    readers: dict[Any, list[Any]]
-    ends: dict[int, Any]
-
-    @classmethod
-    def of(
-        cls, recorder: CallRecorder, outs: Sequence[Tensor], wanted: Sequence[Tensor], noisy: bool
-    ) -> _Back:
-        plain, perturbed = _passed(outs, wanted), dict[Any, _Pair]()
-        if noisy:
-            with _perturbed(outs, 0):
-                perturbed = _passed(outs, wanted)
-        passed = {node: _NodeCotangents.of(at, perturbed.get(node)) for node, at in plain.items()}
-        readers: dict[Any, list[Any]] = {}
-        ends: dict[int, Any] = {}
-        for node in nodes_of(outs):
-            if type(node).__name__ == "AccumulateGrad":
-                ends[id(node.variable)] = node
-            for to, _ in node.next_functions:
-                if to is not None:
-                    readers.setdefault(to, []).append(node)
-        given: dict[tuple[Any, int], list[Any]] = {}
-        for node, at in passed.items():
-            for edge, on in zip(node.next_functions, at.on, strict=False):
-                if on and edge[0] is not None:
-                    given.setdefault(edge, []).append(node)
-        summed = {edge: nodes for edge, nodes in given.items() if len(nodes) > 1}
-        return cls(recorder, passed, summed, readers, ends)
-
-    def leading_to(self, leaf: Tensor) -> dict[Any, None]:
-        """The nodes whose cotangents reach the leaf, including its own AccumulateGrad."""
-        result: dict[Any, None] = {}
-        todo = [self.ends[id(leaf)]] if id(leaf) in self.ends else []
-        while todo:
-            node = todo.pop()
-            if node not in result:
-                result[node] = None
-                todo += self.readers.get(node, [])
-        return result
-
-    def position(self, node: Any) -> int:
-        """The position of the recorded call that made a node."""
-        return self.recorder.made.get(node, len(self.recorder.made))
-
-    def stops(self, leaf: Tensor) -> list[Vanished]:
-        """The nodes at which the cotangent of one leaf becomes zero, in program order."""
-        leading = self.leading_to(leaf)
-        result = self._cancelled(leading)
-        for node, at in self.passed.items():
-            path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
-            if any(at.moves) and path and not any(at.on[k] for k in path):
-                product = _product(node, at.given, path)
-                underflow = 0 < product < _least(at.given)
-                empty = all(x is not None and not x.numel() for x in (at.handed[k] for k in path))
-                sums = any(at.noise[k] for k in path) or _sums_of_softmax(node, at.given)
-                cancelled = sums or product >= _least(at.given)
-                named = _named(self.recorder, node)
-                vanished = Vanished(named, underflow, tuple(path), cancelled, empty=empty)
-                result.append((self.position(node), vanished))
-        return [vanished for _, vanished in sorted(result, key=lambda pair: pair[0])]
-
-    def _cancelled(self, leading: Mapping[Any, None]) -> list[tuple[int, Vanished]]:
-        """The calls, with their positions, at which the paths of cancelling cotangents meet."""
-        recorder, result = self.recorder, []
-        for (to, slot), nodes in self.summed.items():
-            cancels = to not in self.passed or not self.passed[to].moves[slot]
-            if to in leading and cancels:
-                flows = [(node.inputs, node.outputs) for node in recorder.nodes]
-                made = [recorder.made[node] for node in nodes if node in recorder.made]
-                at = joined(flows, made)
-                if at is not None:
-                    result.append((at, Vanished(recorder.nodes[at], cancelled=True)))
-        return result
-
-    def ranges(self, leaf: Tensor) -> Iterator[bad_gradients.CotangentRange]:
-        """The sizes of the cotangents along the leaf's paths, in program order."""
-        leading = self.leading_to(leaf)
-        for node in sorted(set(self.passed) & set(leading), key=self.position):
-            at = self.passed[node]
-            edges = zip(node.next_functions, at.handed, strict=False)
-            on = [_size(ct) for (to, _), ct in edges if to in leading]
-            if on:
-                given = max(map(_size, at.given), default=0.0)
-                named = _named(self.recorder, node)
-                yield bad_gradients.CotangentRange(named, given, float(np.max(on)))
-
-
-# --- rounding noise ----------------------------------------------------------------------
-
-
-def _noise(outs: Sequence[Tensor], xs: Sequence[Any], grads: Mapping[int, Tensor]) -> set[int]:
-    """The leaves whose gradients are rounding noise."""
-    left = dict(grads)
-    for draw in range(bad_gradients.DRAWS):
-        if left:
-            with _perturbed(outs, draw):
-                again = _gradients(outs, [xs[k] for k in left])
-            pairs = zip(left.items(), again, strict=True)
-            left = {k: grad for (k, grad), other in pairs if _is_noise(grad, other)}
-    return set(left)
-
-
-def _is_noise(ct: Any, other: Any) -> bool:
-    """Whether a cotangent differs by its own size from that of a perturbed backward pass."""
-    if not (_is_plain(ct) and _is_plain(other)) or ct.is_meta:
-        return False
-    return bad_gradients.is_noise(_size(ct), _size(other - ct), torch.finfo(ct.dtype).eps)
+def _in_program_order(recorder: CallRecorder, nodes: Iterable[Any]) -> list[Any]:
+    """Autograd's nodes, in topological order, by the recorded calls that made them."""
+    positions: dict[Any, int] = {}
+    for node in nodes:
+        before = (positions.get(of, 0) for of, _ in node.next_functions)
+        positions[node] = max(recorder.made.get(node, 0), *before, 0)
+    return sorted(positions, key=positions.__getitem__)
 
 
 def _is_plain(ct: Any) -> bool:
@@ -266,9 +163,9 @@ def _is_plain(ct: Any) -> bool:
 
 
 @contextmanager
-def _perturbed(outs: Sequence[Tensor], draw: int) -> Iterator[None]:
-    """Inside, each node of autograd is given its cotangents with rounding errors."""
-    generator = torch.Generator().manual_seed(draw)
+def _perturbed(nodes: Sequence[Any], draw: int | None) -> Iterator[None]:
+    """A context in which each node of autograd gets its cotangents with rounding errors."""
+    generator = torch.Generator().manual_seed(draw or 0)
 
     def one(ct: Any) -> Any:
         if not _is_plain(ct):
@@ -278,8 +175,7 @@ def _perturbed(outs: Sequence[Tensor], draw: int) -> Iterator[None]:
         return bad_gradients.shaken(ct, 2 * uniform.to(ct.device) - 1, info.eps)
 
     shake = lambda given: tuple(map(one, given))
-    nodes = [node for node in nodes_of(outs) if node.next_functions]
-    handles = [node.register_prehook(shake) for node in nodes]
+    handles = [node.register_prehook(shake) for node in nodes if draw is not None]
     try:
         yield
     finally:
@@ -354,22 +250,6 @@ def _gradients_unless_lost(
         if len(leaves) == 1:
             return [None]
         return [g for leaf in leaves for g in _gradients_unless_lost(outs, [leaf])]
-
-
-def _passed(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[Any, _Pair]:
-    """What each node of autograd was given and passed on, from hooks in one backward pass."""
-    result: dict[Any, _Pair] = {}
-
-    def hook(node: Any) -> Callable[[Any, Any], None]:
-        return lambda handed, given: result.update({node: (given, handed)})
-
-    handles = [node.register_hook(hook(node)) for node in nodes_of(outs) if node.next_functions]
-    try:
-        _gradients(outs, leaves)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return result
 
 
 def _named(recorder: CallRecorder, node: Any) -> Node:

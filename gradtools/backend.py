@@ -326,6 +326,10 @@ class Rules(Differentiation):
         """The transpose of `vs -> linear(at, *vs)`, of vectors like the examples, at values."""
         return self.pull(lambda *vs: linear(at, *vs), examples, values)
 
+    def refusing_lost(self, rule: Rule, cotangent: Any) -> Any:
+        """A rule's cotangent map, whose results raise if a derivative of them would be lost."""
+        return cotangent
+
 
 class Compiler:
     """The interface to a compiler that traces Python itself (dynamo); by default no-ops."""

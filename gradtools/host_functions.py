@@ -258,6 +258,7 @@ class _KernelMaps:
         rule = partial(rule, user_functions=(host.fwd, host.bwd))
         self.pull = rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled)
         self.push = rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed)
+        self.guarded = self.backend.refusing_lost(self.of.specialized.rule, self.bwd)
 
     def parted(self, operands: Entries) -> tuple[Any, Any, Any]:
         """The operands as `(xs, residuals, vectors)`."""
@@ -270,9 +271,9 @@ class _KernelMaps:
 
     # --- pull: cotangents of y to cotangents of x
 
-    def pulled(self, *operands: Array) -> list[Array]:
+    def pulled(self, *operands: Array, bwd: Any = None) -> list[Array]:
         xs, saved, cts = self.parted(operands)
-        result = self.bwd(saved, spread(cts, [o is not None for o in self.outs]))
+        result = (bwd or self.bwd)(saved, spread(cts, [o is not None for o in self.outs]))
         return [
             self.backend.zeros_like(x) if ct is None else ct
             for x, ct in zip(self.moved(xs), self.moved(result), strict=True)
@@ -281,12 +282,12 @@ class _KernelMaps:
     def evaluated(self, xs: Entries, values: Entries, cts: Entries) -> list[Array]:
         """`pulled` as a function of the differentiated inputs: residuals are recomputed."""
         new = iter(values)
-        at = [next(new) if m else x for x, m in zip(xs, self.moving, strict=True)]
-        if all(i < self.n for i in self.saves):
-            return self.pulled(*at, *[at[i] for i in self.saves], *cts)
-        result = self.of.specialized.linearize(*at)
-        everything = [*at, *result.ys, *result.extras]
-        return self.pulled(*at, *[everything[i] for i in self.saves], *cts)
+        at = everything = [next(new) if m else x for x, m in zip(xs, self.moving, strict=True)]
+        if any(i >= self.n for i in self.saves):
+            result = self.of.specialized.linearize(*at)
+            everything = [*at, *result.ys, *result.extras]
+        saved = [everything[i] for i in self.saves]
+        return self.pulled(*at, *saved, *cts, bwd=self.guarded)
 
     def d_pulled(self, operands: Entries, moved: Entries) -> list[Any]:
         xs, saved, cts = self.parted(operands)

@@ -21,7 +21,7 @@ from gradtools.torch.hooks import scaled
 from gradtools.torch.known_errors import explained
 from gradtools.torch.open_derivatives import caller_of, is_inside, is_pushed_in_trace
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
-from gradtools.torch.rules.maps import transpose
+from gradtools.torch.rules.maps import refusing_lost, transpose
 from gradtools.torch.rules.transposing import pull, push, value_and_push
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ class TorchBackend(FrameworkBackend):
     apply_rule = staticmethod(apply_rule)
     scaled = staticmethod(scaled)
     transpose = staticmethod(transpose)
+    refusing_lost = staticmethod(refusing_lost)
     pull = staticmethod(pull)
     push = staticmethod(push)
     value_and_push = staticmethod(value_and_push)

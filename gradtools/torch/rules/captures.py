@@ -75,18 +75,32 @@ def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
     """
     if any(x is not None and is_wrapped(x) for x in (*results, *known)):
         return  # functorch wrappers hide the graph
-    known = [x for x in known if x is not None and x.requires_grad]
-    seen = {x.grad_fn or get_gradient_edge(x).node for x in known}
-    todo = [x for x in results if x is not None and x.requires_grad]
-    nodes = [x.grad_fn or get_gradient_edge(x).node for x in todo]
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in _nodes_behind(results, _nodes_of(known)):
         if not node.next_functions and hasattr(node, "variable") and not is_spent(node.variable):
             yield node
-        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def reaches(y: Tensor, sources: Sequence[Tensor], known: Sequence[Any]) -> bool:
+    """Whether y's graph leads to one of `sources`; it is not followed past `known` tensors."""
+    wanted = _nodes_of(sources)
+    past = _nodes_of(known) - wanted
+    return any(node in wanted for node in _nodes_behind([y], past))
+
+
+def _nodes_of(xs: Sequence[Any]) -> set[Any]:
+    tracked = [x for x in xs if x is not None and x.requires_grad]
+    return {x.grad_fn or get_gradient_edge(x).node for x in tracked}
+
+
+def _nodes_behind(ys: Sequence[Any], ends: set[Any]) -> Iterator[Any]:
+    """The nodes in the graph of ys, up to those in `ends`."""
+    seen, todo = set(ends), [*_nodes_of(ys)]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += [parent for parent, _ in node.next_functions if parent is not None]
 
 
 class Closures:

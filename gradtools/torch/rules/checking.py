@@ -26,7 +26,8 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import filled, is_inexact, unwrapped
 from gradtools.torch.modes import unpacked
 from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.rules.transposing import in_eager
+from gradtools.torch.rules.captures import reaches
+from gradtools.torch.rules.transposing import in_eager, is_nonzero
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -210,6 +211,45 @@ def check_linear(linear_map: CheckedMap) -> None:
         )
     if rule.contract is None or rule.contract.check == "first":
         _LINEAR.add(rule.origin)
+
+
+# --- does it record a graph? -------------------------------------------------------------
+
+
+def lost_in_results(linear_map: CheckedMap, moving: Sequence[bool]) -> dict[int, set[str]]:
+    """What a second derivative would lose of each result of a cotangent map, by a trial.
+
+    A result without a graph to the moving cotangents loses "cotangents". It loses "residuals" as
+    well if it has none to them and changes with them. Results that are zero are left out, and so
+    are all if the trial fails.
+    """
+    likes, drawn, lost = linear_map.likes, Randomness.now(linear_map.at), dict[int, set[str]]()
+    with _undisturbed():
+        run, at, made_up = linear_map.at_numbers()
+        waves = [
+            _wave(x, 1.0, 1.0) if x and m else None for x, m in zip(likes, moving, strict=True)
+        ]
+        vs = waves
+        if linear_map.rule.fills("cotangent"):
+            vs = filled(waves, [_concrete(x) for x in likes])
+        nearer = [x * (1 - 2.0**-6) if is_inexact(x) else x for x in at]
+        leaves = [v.requires_grad_() for v in waves if v is not None]
+        inputs = [x.requires_grad_() for x in at if is_inexact(x)]
+        try:
+            with restored(drawn), torch.enable_grad():
+                ys = run(at, vs)
+            with restored(drawn):
+                changed = run(nearer, [v if v is None else v.detach() for v in vs])
+        except Exception:  # as at values that it does not take
+            return lost
+        for i, (y, other) in enumerate(zip(ys, changed, strict=True)):
+            if y is None or made_up or not is_nonzero(y):
+                continue
+            lost[i] = set() if reaches(y, leaves, [*at, *vs]) else {"cotangents"}
+            if lost[i] and not reaches(y, inputs, [*at, *vs]):
+                same = other is not None and _gap(y, other) <= _slack(y) * float(y.abs().max())
+                lost[i] |= set() if same else {"residuals"}
+    return lost
 
 
 # --- what does it return? ----------------------------------------------------------------

@@ -375,7 +375,8 @@ def recorded_at(
         point.randomness = before
         at = _drawing_again(at, before) if twice else at
     point.record(at)
-    return [*at.ys, *at.extras]
+    # Autograd attaches the node to the very tensors, which the author may hold.
+    return [y.detach() for y in (*at.ys, *at.extras)]
 
 
 # The origins of rules that need no second evaluation, so that no generator state is saved.

@@ -13,15 +13,24 @@ from typing import Any
 
 import torch
 
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.rules import Rule, spread, total
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.functorch_wrappers import alive, filled, like, ones, unwrapped, zeros
+from gradtools.torch.functorch_wrappers import (
+    alive,
+    filled,
+    is_wrapped,
+    like,
+    ones,
+    unwrapped,
+    zeros,
+)
+from gradtools.torch.nondifferentiable import with_gate
 from gradtools.torch.plain_programs.backward_nodes import corrected_vjp, vjp
 from gradtools.torch.randomness import restored
-from gradtools.torch.rules.captures import refuse_captured
-from gradtools.torch.rules.checking import CheckedMap, check_linear, check_zero
-from gradtools.torch.rules.transposing import in_eager, transposed
+from gradtools.torch.rules.captures import reaches, refuse_captured
+from gradtools.torch.rules.checking import CheckedMap, check_linear, check_zero, lost_in_results
+from gradtools.torch.rules.transposing import in_eager, is_nonzero, transposed
 
 Tensor = torch.Tensor
 
@@ -121,15 +130,17 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         with restored(point.randomness):
             result = rule.at(*xs, perturbed=point.perturbed)
         saved = result.saved(xs)
-    if rule.fills("cotangent"):
-        cts = filled(cts, likes)
     if result.cotangent is not None:
-        pulled = list(result.cotangent(saved, cts))
-        if rule.contract is not None:
-            pulled = filled(pulled, point.like_xs)
+        vectors = filled(cts, likes) if rule.fills("cotangent") else cts
+        pulled = list(result.cotangent(saved, vectors))
         if rule.user_functions and torch.is_grad_enabled() and in_eager():
             refuse_captured(rule, pulled, (*tensors, *saved, *cts))
-        return pulled
+        if rule.contract is not None and torch.is_grad_enabled():
+            linear_map = _linear_map(ctx, "cotangent", result.cotangent, saved, likes)
+            pulled = _with_gates(linear_map, cts, pulled)
+        return pulled if rule.contract is None else filled(pulled, point.like_xs)
+    if rule.fills("cotangent"):
+        cts = filled(cts, likes)
     mask = [
         one is not None and i not in rule.nondifferentiable for i, one in enumerate(point.like_xs)
     ]
@@ -144,6 +155,69 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
     check_linear(_linear_map(ctx, "tangent", result.tangent, saved, kept))
     examples = [ones(*one) for one in kept if one]
     return spread(transposed(rule, run, saved, examples, list(cts)), mask)
+
+
+def refusing_lost(rule: Rule, cotangent: Any) -> Any:
+    """A cotangent map, whose results get gates; see `_with_gates`."""
+
+    def run(at: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+        pulled = list(cotangent(at, cts))
+        if rule.contract is None or not torch.is_grad_enabled():
+            return pulled
+        likes = [None if ct is None else like(ct) for ct in cts]
+        return _with_gates(CheckedMap(rule, "cotangent", cotangent, at, likes), cts, pulled)
+
+    return run
+
+
+def _with_gates(linear_map: CheckedMap, cts: Any, pulled: list[Any]) -> list[Any]:
+    """The cotangents, with gates to what they depend on although bwd recorded no graph of it.
+
+    bwd is linear, so a result that is not zero depends on the cotangents. If it has no graph to
+    them, it was computed under `torch.no_grad` or detached, and a second derivative would lose it.
+    """
+    contract, at = linear_map.rule.contract, linear_map.at
+    given = [ct for ct in cts if ct is not None]
+    behind = [ct for ct in given if ct.requires_grad]
+    inputs = [x for x in at if x.requires_grad]
+    expected = behind if len(behind) == len(given) else [*behind, *inputs]
+    assert contract is not None
+    if not (behind or inputs) or contract.check == "never" or upstream.TracingContext.try_get():
+        return pulled
+    hidden = any(map(is_wrapped, (*at, *given)))  # functorch's wrappers show no graph
+    suspects = [
+        i
+        for i, g in enumerate(pulled)
+        if g is not None
+        and (hidden or not reaches(g, expected, [*at, *given]))
+        # A zero depends on nothing, unless all cotangents happen to be zero.
+        and (is_nonzero(unwrapped(g)) or not any(is_nonzero(unwrapped(ct)) for ct in given))
+    ]
+    moving = tuple([ct is not None and (ct.requires_grad or not behind) for ct in cts])
+    lost: dict[int, set[str]] = {}
+
+    def records_graphs() -> bool:
+        lost.update(lost_in_results(linear_map, moving))
+        return all(lost.get(i) == set() for i in suspects)
+
+    key = "graph", moving, linear_map.signature
+    if not suspects or contract.check_once(*key, check=records_graphs):
+        return pulled
+
+    def refuse() -> None:
+        raise LostDerivativeError(
+            f"rule {linear_map.rule.name!r}: a second derivative differentiates what bwd returns, "
+            "but PyTorch records no graph of it, as under torch.no_grad or after detach, so the "
+            "derivative would be lost. Compute it with gradients on, of the residuals and the "
+            "cotangent as they are."
+        )
+
+    for i in suspects:
+        of = lost.get(i, set())
+        sources = [*(behind if "cotangents" in of else ()), *(inputs if "residuals" in of else ())]
+        if sources:
+            (pulled[i],) = with_gate([pulled[i]], sources, refuse)
+    return pulled
 
 
 def transpose(

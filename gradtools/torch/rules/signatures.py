@@ -264,7 +264,7 @@ class Calls:
                 ):
                     point = signature.application(res, known)
                 if point is not None:
-                    return attach(point, (out,), *args)[0]
+                    return attach(point, (_detach(out),), *args)[0]
         return _attached(signature, args, plain_args, result, before)
 
     def _structure(self, args: Any, statics: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:

@@ -109,7 +109,7 @@ def _refuse_cut(rule: Rule, outs: Sequence[Any], values: Sequence[Any]) -> None:
     for y, v in zip(outs, values, strict=True):
         if y is None or v is None or y.requires_grad or upstream.TracingContext.try_get():
             continue
-        if _is_nonzero(unwrapped(y)) and _is_nonzero(unwrapped(v)):
+        if is_nonzero(unwrapped(y)) and is_nonzero(unwrapped(v)):
             raise GradtoolsError(
                 f"rule {rule.name!r}: the other mode follows by transposing one of its maps, but "
                 "PyTorch records no graph of that map, as under torch.no_grad or after detach. "
@@ -117,7 +117,8 @@ def _refuse_cut(rule: Rule, outs: Sequence[Any], values: Sequence[Any]) -> None:
             )
 
 
-def _is_nonzero(x: Tensor) -> bool:
+def is_nonzero(x: Tensor) -> bool:
+    """Whether an entry is neither zero nor NaN."""
     return x.device.type != "meta" and bool(((x != 0) & ~x.isnan()).any())
 
 

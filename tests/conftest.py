@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,9 +45,6 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cases that a mark on their function names are slow, or a sweep."""
     tiers.mark_tiers(items)
-    if len(wanted_backends(config)) == len(BACKENDS) and not any("::" in a for a in config.args):
-        for stale in tiers.stale_values(items):
-            warnings.warn(pytest.PytestWarning(f"names no case: {stale}"), stacklevel=1)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import combinations, pairwise, product
+from pathlib import Path
 
 import pytest
 
 from tests.support.tiers import covering, in_turn, named, seconds_here
 
 pytest_plugins = ["pytester"]
+ROOT = Path(__file__).parents[2]
 AXES = [("torch", "jax"), ("grad", "jvp", "hvp"), ("eager", "vmap", "compile"), ("1", "2", "3")]
 
 
@@ -47,6 +51,29 @@ def test_one_in_so_many_has_its_turn():
 
 def test_a_slower_machine_has_more_time_and_none_has_less():
     assert seconds_here(2.0) >= 2.0
+
+
+STALE = """
+import sys, pytest
+from tests.support import tiers, version_ledger
+
+class Names:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items):
+        self.stale = [*tiers.stale_values(items), *version_ledger.stale_lines(items)]
+
+names = Names()
+assert pytest.main(["--collect-only", "-qq", "tests"], plugins=[names]) == 0
+sys.exit(", ".join(names.stale))
+"""
+
+
+@pytest.mark.slow
+def test_each_mark_on_a_value_and_each_line_of_the_ledger_names_a_case():
+    done = subprocess.run(
+        [sys.executable, "-c", STALE], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == "" and done.returncode == 0, done.stderr
 
 
 TABLE = """

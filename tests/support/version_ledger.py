@@ -64,8 +64,8 @@ class Results:
                 file.write(json.dumps([report.nodeid, outcome]) + "\n")
 
 
-def _matches(item: pytest.Item, entry: dict[str, Any]) -> bool:
-    if tiers.function_of(item.nodeid) not in entry["tests"]:
+def _matches(item: pytest.Item, test: str, entry: dict[str, Any]) -> bool:
+    if tiers.function_of(item.nodeid) != test:
         return False
     case = item.nodeid.partition("[")[2].removesuffix("]")
     return "cases" not in entry or tiers.named(case, entry["cases"])
@@ -82,22 +82,35 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Results(path))
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    functions: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        functions.setdefault(tiers.function_of(item.nodeid), []).append(item)
-    ledger = [entry for entry in entries() if applies(entry)]
-    files = {name.partition("::")[0] for name in functions}
-    for entry in ledger:
-        for test in entry["tests"]:
-            excused = [item for item in functions.get(test, ()) if _matches(item, entry)]
-            for item in excused:
+    """Before cases are deselected, so that a line may be of slow tests alone."""
+    for entry in entries():
+        if applies(entry):
+            for item in excused(entry, items):
                 item.add_marker(pytest.mark.xfail(reason=entry["reason"], strict=True))
-            if test.partition("::")[0] in files and not excused and not config.option.keyword:
-                raise pytest.UsageError(f"{LEDGER.name} names no test that runs: {test}")
     if config.getoption("--again"):
         seen = outcomes(config.getoption("--version-results"))
         left_out = [item for item in items if seen.get(item.nodeid) in DONE]
         items[:] = [item for item in items if seen.get(item.nodeid) not in DONE]
         config.hook.pytest_deselected(items=left_out)
+
+
+def excused(entry: dict[str, Any], items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases that an entry names."""
+    return [item for item in items if any(_matches(item, test, entry) for test in entry["tests"])]
+
+
+def stale_lines(items: list[pytest.Item]) -> list[str]:
+    """The tests of entries, of any version, of whose cases none was collected from their files."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(tiers.function_of(item.nodeid), []).append(item)
+    files = {name.partition("::")[0] for name in functions}
+    return [
+        test
+        for entry in entries()
+        for test in entry["tests"]
+        if test.partition("::")[0] in files
+        and not any(_matches(item, test, entry) for item in functions.get(test, ()))
+    ]

@@ -4,16 +4,14 @@ XLA's own count includes a loop's body once. Here every body counts as often as 
 
     flops = sum over bodies of  (trip count) * (flops of its own equations)
 
-A scan's trip count is static. For while loops and branches the program runs once in a jaxpr
-interpreter that carries a counter for each of them.
+A scan's trip count is static. A program with while loops and branches is interpreted once with its
+values, so that each body is counted when it runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,17 +32,14 @@ from gradtools.jax.jaxprs import (
 from gradtools.jax.rules.kept_alive import LIFE, memoized
 from gradtools.seeing import measures as costs
 
-Path = tuple[int, ...]  # a body's position: alternating indices of equations and bodies
-Runs = dict[Path, Any]
-
 
 def counted(jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[Any]) -> Count:
-    runs: Runs = {}
-    if any(True for _ in _sites(jaxpr, ())):
-        result = jax.jit(lambda c, x: _interpreted(jaxpr, c, x, ())[1])
-        runs = {k: int(n) for k, n in result(list(consts), list(leaves)).items()}
-    count = Count(runs)
-    count.jaxpr(jaxpr, 1, ())
+    """The count of one run of a program, which runs only if its values determine the count."""
+    count = Count()
+    if _is_dynamic(jaxpr):
+        count.run(HeldJaxpr(jaxpr, tuple(consts)), list(leaves))
+    else:
+        count.flops = count.cost(jaxpr)
     return count
 
 
@@ -55,9 +50,6 @@ _OPAQUE = {
     *("pure_callback", "io_callback", "gradtools_kernel", "ffi_call", "pallas_call"),
     *("custom_call", "tpu_custom_call", "triton_kernel_call", "run_state"),
 }
-
-
-_CONTROL = ("scan", "while", "cond")
 
 
 def bodies(eqn: Eqn) -> list[HeldJaxpr]:
@@ -89,89 +81,109 @@ def _implementation(eqn: Eqn) -> HeldJaxpr:
     return memoized(params["rule"], (eqn.primitive, avals, key), make)
 
 
-def _sites(jaxpr: Jaxpr, path: Path) -> Iterator[Path]:
-    """The paths of the bodies whose trip count is dynamic."""
-    for i, eqn in enumerate(jaxpr.eqns):
-        name = eqn.primitive.name
-        if not (is_call(name) or name in _CONTROL):
-            continue
-        for k, body in enumerate(bodies(eqn)):
-            if name in ("while", "cond"):
-                yield (*path, i, k)
-            yield from _sites(body.jaxpr, (*path, i, k))
+def _is_dynamic(jaxpr: Jaxpr) -> bool:
+    """Whether it has a loop or a branch whose trip count depends on values."""
+    return any(map(_has_trips, jaxpr.eqns))
 
 
-# --- running a program to count trips ----------------------------------------------------
-
-
-def _interpreted(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], path: Path
-) -> tuple[list[Any], Runs]:
-    """The results of a jaxpr, and the trip count of each of its `_sites`."""
-    runs: Runs = {}
-
-    def step(i: int, eqn: Eqn, xs: list[Any]) -> list[Any]:
-        outs, inside = _ran(eqn, xs, (*path, i))
-        runs.update(inside)
-        return outs
-
-    return interpreted(jaxpr, [*consts, *args], step), runs
-
-
-def _ran(eqn: Eqn, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
-    inner = bodies(eqn)
-    inside = [list(_sites(body.jaxpr, (*path, k))) for k, body in enumerate(inner)]
+def _has_trips(eqn: Eqn) -> bool:
     name = eqn.primitive.name
-    if name == "while":
-        return _ran_while(eqn, inner, inside, xs, path)
-    if name == "cond":
-        return _ran_cond(inner, inside, xs, path)
-    if is_call(name):
-        return _interpreted(inner[0].jaxpr, inner[0].consts, xs, (*path, 0))
-    if name == "scan" and any(inside):
-        return _ran_scan(eqn, inner[0], xs, path)
-    return bound(eqn, xs), {}
+    if name in ("while", "cond"):
+        return True
+    inside = bodies(eqn) if is_call(name) or name == "scan" else []
+    return any(_is_dynamic(body.jaxpr) for body in inside)
 
 
-def _ran_scan(eqn: Eqn, body: HeldJaxpr, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
-    n, carried = scan_counts(eqn)
-
-    def step(carry: Any, row: Any) -> Any:
-        outs, runs = _interpreted(body.jaxpr, body.consts, [*xs[:n], *carry, *row], (*path, 0))
-        return outs[:carried], (outs[carried:], runs)
-
-    carry, (ys, runs) = jax.lax.scan(
-        step,
-        xs[n : n + carried],
-        xs[n + carried :],
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-    )
-    return [*carry, *ys], {k: jnp.sum(v) for k, v in runs.items()}
+# --- counting ----------------------------------------------------------------------------
 
 
-def _ran_while(
-    eqn: Eqn, parts: list[HeldJaxpr], inside: list[list[Path]], xs: list[Any], path: Path
-) -> tuple[list[Any], Runs]:
-    gate, body = parts
-    a, b = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    keys = [(*path, 0), (*path, 1), *inside[0], *inside[1]]
+class Count:
+    """Sums the cost of what runs.
 
-    def condition(carry: Sequence[Any]) -> tuple[Any, Runs]:
-        (go,), runs = _interpreted(gate.jaxpr, gate.consts, [*xs[:a], *carry], keys[0])
-        return go, {keys[0]: 1, **runs}
+    Attributes:
+        flops: The operations so far.
+        unknown: The names of primitives without a counting rule.
+        notes: Remarks on the count.
+    """
 
-    def step(state: Any) -> Any:
-        carry, go, runs = state
-        result, ran = _interpreted(body.jaxpr, body.consts, [*xs[a : a + b], *carry], keys[1])
-        kept = [_where(go, new, old) for new, old in zip(result, carry, strict=True)]
-        again, more = condition(kept)
-        return kept, again, _added(runs, {keys[1]: 1}, ran, more)
+    def __init__(self) -> None:
+        self.flops = 0
+        self.unknown, self.notes = set[str](), set[str]()
+        # by id: the jaxpr, which is held; its cost; the compiled program if all of it is static
+        self._known: dict[int, tuple[Jaxpr, int, Any]] = {}
 
-    first, runs = condition(xs[a + b :])
-    start = (xs[a + b :], first, _added(_none(keys), runs))
-    outs, _, total = jax.lax.while_loop(lambda state: jnp.any(state[1]), step, start)
-    return outs, total
+    def run(self, body: HeldJaxpr, args: list[Any]) -> list[Any]:
+        """Counts a body that runs once, and returns its results."""
+        jaxpr = body.jaxpr
+        if id(jaxpr) not in self._known:
+            dynamic = _is_dynamic(jaxpr)
+            run = None if dynamic else jax.jit(lambda *xs: interpreted(jaxpr, xs, _bound))
+            self._known[id(jaxpr)] = jaxpr, 0 if dynamic else self.cost(jaxpr), run
+        _, cost, run = self._known[id(jaxpr)]
+        self.flops += cost
+        entries = [*body.consts, *args]
+        return interpreted(jaxpr, entries, self._ran) if run is None else run(*entries)
+
+    def _ran(self, i: int, eqn: Eqn, xs: list[Any]) -> list[Any]:
+        """Counts an equation that runs once, and returns its results."""
+        name = eqn.primitive.name
+        if not _has_trips(eqn):
+            self.flops += self._cost_of(eqn)
+            return bound(eqn, xs)
+        inner = bodies(eqn)
+        if name == "while":
+            return self._ran_while(eqn, inner, xs)
+        if name == "cond":
+            return self.run(inner[min(max(int(xs[0]), 0), len(inner) - 1)], xs[1:])
+        if name == "scan":
+            return self._ran_scan(eqn, inner[0], xs)
+        return self.run(inner[0], xs)
+
+    def _ran_while(self, eqn: Eqn, parts: list[HeldJaxpr], xs: list[Any]) -> list[Any]:
+        (gate, body), a, b = parts, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        carry = xs[a + b :]
+        while True:
+            (go,) = self.run(gate, [*xs[:a], *carry])
+            if not jnp.any(go):
+                return carry
+            result = self.run(body, [*xs[a : a + b], *carry])
+            carry = [_where(go, new, old) for new, old in zip(result, carry, strict=True)]
+
+    def _ran_scan(self, eqn: Eqn, body: HeldJaxpr, xs: list[Any]) -> list[Any]:
+        length, (n, carried) = eqn.params["length"], scan_counts(eqn)
+        if not length:
+            return bound(eqn, xs)
+        carry, rows = xs[n : n + carried], list[Any]([None] * length)
+        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            outs = self.run(body, [*xs[:n], *carry, *(x[i] for x in xs[n + carried :])])
+            carry, rows[i] = outs[:carried], outs[carried:]
+        return [*carry, *map(jnp.stack, zip(*rows, strict=True))]
+
+    # --- without values
+
+    def cost(self, jaxpr: Jaxpr) -> int:
+        """The operations of a program."""
+        return sum(map(self._cost_of, jaxpr.eqns))
+
+    def _cost_of(self, eqn: Eqn) -> int:
+        """The operations of an equation; loops and branches inside count once."""
+        inner, name = bodies(eqn), eqn.primitive.name
+        if not inner:
+            cost = _cost(eqn)
+            self.unknown |= {name} if cost is None else set()
+            return cost or 0
+        trips = 1
+        if name == "scan":
+            trips = eqn.params["length"]
+        elif name == "shard_map":
+            trips = eqn.params["mesh"].size
+        elif name in ("while", "cond"):
+            self.notes.add(f"a {name} inside of another kind of program is counted once")
+        return trips * sum(self.cost(body.jaxpr) for body in inner if trips)
+
+
+def _bound(i: int, eqn: Eqn, xs: list[Any]) -> list[Any]:
+    return bound(eqn, xs)
 
 
 def _where(go: Any, new: Any, old: Any) -> Any:
@@ -179,78 +191,6 @@ def _where(go: Any, new: Any, old: Any) -> Any:
     if go.ndim == 0:
         return new
     return jax.lax.select(jax.lax.broadcast_in_dim(go, new.shape, range(go.ndim)), new, old)
-
-
-def _ran_cond(
-    parts: list[HeldJaxpr], inside: list[list[Path]], xs: list[Any], path: Path
-) -> tuple[list[Any], Runs]:
-    keys = [*((*path, k) for k in range(len(parts))), *[key for each in inside for key in each]]
-
-    def branch(k: int, *operands: Any) -> Any:
-        outs, runs = _interpreted(parts[k].jaxpr, parts[k].consts, operands, (*path, k))
-        return outs, _added(_none(keys), {(*path, k): 1}, runs)
-
-    branches = [partial(branch, k) for k in range(len(parts))]
-    return jax.lax.switch(jnp.asarray(xs[0], jnp.int32), branches, *xs[1:])
-
-
-def _none(keys: Sequence[Path]) -> Runs:
-    return {key: jnp.zeros((), jnp.uint32) for key in keys}
-
-
-def _added(runs: Runs, *more: Runs) -> Runs:
-    total = dict(runs)
-    for counts in more:
-        for key, n in counts.items():
-            total[key] = total[key] + jnp.asarray(n, jnp.uint32)
-    return total
-
-
-# --- counting ----------------------------------------------------------------------------
-
-
-@dataclass
-class Count:
-    """Sums the cost of equations, times the trip counts of their bodies.
-
-    Attributes:
-        runs: The trip counts of loops and branches.
-        flops: The operations so far.
-        unknown: The names of primitives without a counting rule.
-        notes: Remarks on the count.
-    """
-
-    runs: Runs
-    flops: int = 0
-    unknown: set[str] = field(default_factory=set)
-    notes: set[str] = field(default_factory=set)
-
-    def jaxpr(self, jaxpr: Jaxpr, times: int, path: Path) -> None:
-        """Adds all equations of a body that runs `times` times."""
-        for i, eqn in enumerate(jaxpr.eqns if times else ()):
-            self._equation(eqn, times, (*path, i))
-
-    def _equation(self, eqn: Eqn, times: int, path: Path) -> None:
-        inner, name = bodies(eqn), eqn.primitive.name
-        for k, body in enumerate(inner):
-            own = (*path, k)
-            trips = times
-            if name == "scan":
-                trips *= eqn.params["length"]
-            elif name == "shard_map":
-                trips *= eqn.params["mesh"].size
-            elif name in ("while", "cond"):
-                trips = self.runs.get(own, trips)
-                if own not in self.runs:
-                    self.notes.add(f"a {name} inside of another kind of program is counted once")
-            self.jaxpr(body.jaxpr, trips, own)
-        if inner:
-            return
-        cost = _cost(eqn)
-        if cost is None:
-            self.unknown.add(name)
-        else:
-            self.flops += times * cost
 
 
 _OTHERS = """
@@ -272,7 +212,7 @@ _FREE = frozenset(
     reshape broadcast_in_dim transpose slice dynamic_slice squeeze rev dynamic_update_slice
     gather scatter concatenate pad select_n copy iota convert_element_type reduce_precision
     bitcast_convert_type stop_gradient split real imag complex conj sort top_k expand_dims empty
-    device_put optimization_barrier pvary pcast sharding_constraint reshard layout_constraint
+    empty2     device_put optimization_barrier pvary pcast sharding_constraint reshard layout_constraint
     name debug_callback tile unstack approx_top_k broadcast rng_bit_generator random_unwrap
     random_wrap unvary axis_index
     """.split()

@@ -212,9 +212,9 @@ _FREE = frozenset(
     reshape broadcast_in_dim transpose slice dynamic_slice squeeze rev dynamic_update_slice
     gather scatter concatenate pad select_n copy iota convert_element_type reduce_precision
     bitcast_convert_type stop_gradient split real imag complex conj sort top_k expand_dims empty
-    empty2     device_put optimization_barrier pvary pcast sharding_constraint reshard layout_constraint
-    name debug_callback tile unstack approx_top_k broadcast rng_bit_generator random_unwrap
-    random_wrap unvary axis_index
+    empty2 device_put optimization_barrier pvary pcast sharding_constraint reshard name
+    debug_callback tile layout_constraint unstack approx_top_k broadcast rng_bit_generator
+    random_unwrap random_wrap unvary axis_index
     """.split()
 )
 

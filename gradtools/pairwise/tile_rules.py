@@ -7,11 +7,10 @@ A backend runs a `Sweep`. `SumOverTiles` and `Reduced` are rules whose derivativ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gradtools.arguments.checks import as_array
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.pairwise.tile_reductions import Reduction, wide
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 
 ROWS, COLUMNS, SHARED = "rows", "columns", "shared"
+TANGENT, COTANGENT = "pairwise_reduce (tangent)", "pairwise_reduce (cotangent)"
 Arrays = list[Any]
 
 
@@ -56,11 +56,6 @@ class TileGrid:
                     "as tile_size=64 and '64*n' in jax.export.symbolic_shape."
                 )
 
-    @property
-    def tiles(self) -> int:
-        rows, columns = (sum(n for *_, n in self.blocks(side)) for side in (ROWS, COLUMNS))
-        return rows * columns
-
 
 def _is_symbolic(size: Any) -> bool:
     return not hasattr(size, "__index__")
@@ -85,7 +80,6 @@ class Sweep:
         groups: Returns the groups, with their merge functions; called after a tile is computed.
         cut: The partition into tiles.
         call: The `TiledCall`.
-        progress: Whether to show a progress bar.
     """
 
     tile: Callable[[Arrays], list[Arrays]]
@@ -93,7 +87,6 @@ class Sweep:
     groups: Callable[[], Sequence[MergeGroup]]
     cut: TileGrid
     call: Any
-    progress: bool = False
 
 
 def added(a: Arrays, b: Arrays) -> Arrays:
@@ -133,7 +126,7 @@ def _linearized(
     moving, ys = moving_inputs(of.call, of.name, xs, perturbed), of.primal(*xs)
     if of.is_call:
         moving = [i for i in moving if i not in of.call.unreached]
-    saves = tuple(range(len(xs) + (len(ys) if of.reads_results else 0)))
+    saves = tuple(range(len(xs) + (len(ys) if of.is_call else 0)))
     return Linearized(ys, [], saves, of._tangent, partial(of._cotangent, moving))
 
 
@@ -145,29 +138,25 @@ class SumOverTiles:
         call: The `TiledCall`.
         h: A function from a tile's arrays to arrays.
         roles: The role of each argument.
-        sides: The side of each result, or one side for all.
-        cut: The partition into tiles.
+        sides: The side of each result.
         name: The name in messages.
         dtypes: The dtypes of h's results, set when h is evaluated on a tile.
-        is_call: Whether it is the call itself, not one of its derivatives.
     """
 
     call: TiledCall
     h: Callable[[Arrays], Arrays]
     roles: tuple[str, ...]
-    sides: Sequence[str] | str
-    cut: TileGrid
-    name: str = "pairwise_reduce"
+    sides: Sequence[str]
+    name: str
     dtypes: list[str] = field(default_factory=list)
-    is_call: bool = False
-    reads_results = False  # whether the derivatives read the outputs
+    is_call = False  # whether it is the call itself, whose derivatives read its outputs
 
     def apply(self, xs: Sequence[Array]) -> Arrays:
         return apply_over_tiles(self.call.backend, self, xs)
 
     def primal(self, *xs: Array) -> Arrays:
         backend = self.call.backend
-        program = self.call.sweep(self._tile, self.roles, self._groups, self.cut)
+        program = Sweep(self._tile, self.roles, self._groups, self.call.cut, self.call)
         result = backend.tiles.sweep(program, xs)
         return [backend.cast(x, dtype) for (x,), dtype in zip(result, self.dtypes, strict=True)]
 
@@ -177,10 +166,7 @@ class SumOverTiles:
         return [[wide(backend, x)] for x in result]
 
     def _groups(self) -> list[MergeGroup]:
-        return [MergeGroup(self._side(i), added) for i in range(len(self.dtypes))]
-
-    def _side(self, i: int) -> str:
-        return self.sides if isinstance(self.sides, str) else self.sides[i]
+        return [MergeGroup(side, added) for side in self.sides]
 
     def _tangent(self, xs: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
         given, n = _given(dxs), len(xs)
@@ -191,9 +177,7 @@ class SumOverTiles:
             return self.call.backend.push(at, [xs[i] for i in given], tile[n:])
 
         roles = (*self.roles, *(self.roles[i] for i in given))
-        push = replace(
-            self, h=pushed, roles=roles, name="pairwise_reduce (tangent)", dtypes=[], is_call=False
-        )
+        push = SumOverTiles(self.call, pushed, roles, self.sides, TANGENT)
         return push.apply([*xs, *(dxs[i] for i in given)])
 
     def _cotangent(self, moving: list[int], xs: Sequence[Array], cts: Sequence[Any]) -> Arrays:
@@ -205,15 +189,8 @@ class SumOverTiles:
             xs, at = tile[:n], _at(self.h, tile[:n], moving)
             return self.call.backend.pull(at, [xs[i] for i in moving], full, reached)
 
-        pull = replace(
-            self,
-            h=pulled,
-            roles=(*self.roles, *map(self._side, given)),
-            sides=[self.roles[i] for i in moving],
-            name="pairwise_reduce (cotangent)",
-            dtypes=[],
-            is_call=False,
-        )
+        roles = (*self.roles, *(self.sides[i] for i in given))
+        pull = SumOverTiles(self.call, pulled, roles, [self.roles[i] for i in moving], COTANGENT)
         result = pull.apply([*xs, *(cts[i] for i in given)])
         return replaced_at([None] * n, moving, _reaching(result, reached))
 
@@ -242,12 +219,12 @@ class Reduced:
     """The reductions of a call in one sweep."""
 
     call: TiledCall
-    name: str = "pairwise_reduce"
-    is_call = reads_results = True  # as in `SumOverTiles`
+    name = "pairwise_reduce"
+    is_call = True  # as in `SumOverTiles`
 
     def primal(self, *xs: Array) -> Arrays:
         call = self.call
-        program = call.sweep(self._tile, call.roles, self._groups, call.cut)
+        program = Sweep(self._tile, call.roles, self._groups, call.cut, call)
         states = call.backend.tiles.sweep(program, xs)
         pairs = zip(call.kinds, states, strict=True)
         return [y for kind, state in pairs for y in kind.finish(state)]
@@ -294,9 +271,7 @@ class Reduced:
         roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in given))
         pairs = zip(call.kinds, call.dtypes, strict=True)
         sizes = [len(dtypes) - kind.more for kind, dtypes in pairs]
-        total = SumOverTiles(
-            call, pushed, roles, self._spread(sizes), call.cut, "pairwise_reduce (tangent)"
-        )
+        total = SumOverTiles(call, pushed, roles, self._spread(sizes), TANGENT)
         sums = total.apply([*xs, *(s for g in stats for s in g), *(dxs[i] for i in given)])
         triples = zip(call.kinds, parted(sums, sizes), ys, strict=True)
         return [dy for kind, group, of in triples for dy in kind.pushed(group, of)]
@@ -334,7 +309,7 @@ class Reduced:
             return full
 
         roles, out = (*call.roles, *self._spread(counts)), [call.roles[i] for i in moving]
-        total = SumOverTiles(call, pulled, roles, out, call.cut, "pairwise_reduce (cotangent)")
+        total = SumOverTiles(call, pulled, roles, out, COTANGENT)
         result = total.apply([*xs, *(x for g in known for x in g)])
         return replaced_at([None] * n, moving, _reaching(result, reached))
 
@@ -342,44 +317,3 @@ class Reduced:
 def _reaching(grads: Arrays, reached: Sequence[bool]) -> Arrays:
     """The gradients; None for inputs that do not reach a tile's results."""
     return [g if there else None for g, there in zip(grads, reached, strict=True)]
-
-
-def fold_columns(call: TiledCall, xs: Arrays) -> Any:
-    """The result of a custom reduction (init, combine, finish): a sum over tiles of whole rows."""
-    backend, cut, out, state_def = call.backend, call.cut, list[Any](), list[Any]()
-    init, combine, finish = (backend.tiles.as_now(g, xs) for g in call.options.reduce)
-
-    def first(tile: Arrays) -> Arrays:
-        leaves, treedef = backend.flatten(init(call.evaluated(tile)))
-        state_def[:] = [treedef]
-        return [as_array(backend, call.caller, x, "init's state") for x in leaves]
-
-    def of_tile(tile: Arrays) -> Arrays:
-        rows, columns = call.shape_of(tile)
-        one = TileGrid(rows, columns, rows, columns)
-        return SumOverTiles(call, first, tuple(call.roles), ROWS, one).apply(tile)
-
-    def step(xs: Arrays, state: Arrays, columns: Arrays) -> Arrays:
-        one = of_tile(replaced_at(xs, at, columns))
-        a, b = (backend.unflatten(state_def[0], x) for x in (state, one))
-        return backend.flatten(combine(a, b))[0]
-
-    def of_rows(xs: Arrays) -> Arrays:
-        state: Arrays = []
-        for start, size, count in cut.blocks(COLUMNS):
-            if not state:
-                state = of_tile(replaced_at(xs, at, [xs[i][:size] for i in at]))
-                start, count = start + size, count - 1
-            if count:
-                stop = start + size * count
-                columns = [xs[i][start:stop] for i in at]
-                state = backend.tiles.fold(partial(step, xs), state, columns, count)
-        leaves, treedef = backend.flatten(finish(backend.unflatten(state_def[0], state)))
-        out[:] = [treedef]
-        return leaves
-
-    at = [i for i, role in enumerate(call.roles) if role == COLUMNS]
-    roles = tuple(SHARED if role == COLUMNS else role for role in call.roles)
-    rows = TileGrid(cut.rows, 1, cut.most_rows, 1)
-    leaves = SumOverTiles(call, of_rows, roles, ROWS, rows, is_call=True).apply(xs)
-    return backend.unflatten(out[0], leaves)

@@ -198,10 +198,8 @@ def test_random_numbers_under_vmap_are_refused():
         )
 
 
-@pytest.mark.parametrize("reduce", ["logsumexp", "own"])
-def test_the_autocast_of_the_call_holds_for_its_derivatives(reduce):
+def test_the_autocast_of_the_call_holds_for_its_derivatives():
     x, y = (numbers(n, 8).float() for n in (20, 30))
-    own = (lambda s: s.exp().sum(1), torch.add, torch.log)
 
     def slope(f):
         at = x.clone().requires_grad_()
@@ -217,7 +215,7 @@ def test_the_autocast_of_the_call_holds_for_its_derivatives(reduce):
         dtypes.append(s.dtype)
         return s
 
-    found, grad = slope(gt.pairwise_reduce(f, own if reduce == "own" else reduce, 8))
+    found, grad = slope(gt.pairwise_reduce(f, "logsumexp", 8))
     assert set(dtypes) == {torch.bfloat16}
     assert found.dtype == torch.float32
     wanted, slope_of_it = slope(lambda x, y: (x @ y.T).float().logsumexp(1))

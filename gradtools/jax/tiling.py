@@ -22,7 +22,8 @@ from gradtools.jax.compiled_once import run_compiled
 from gradtools.jax.jaxprs import DRAWS, bound, equations, interpreted
 from gradtools.jax.reachability import reached, within_a_trace
 from gradtools.jax.shardings import varying, varying_alike
-from gradtools.pairwise.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
+from gradtools.pairwise.tile_reductions import COLUMNS, ROWS, SHARED
+from gradtools.pairwise.tile_rules import MergeGroup, Sweep, added
 
 Arrays = list[Any]
 States = list[Arrays]  # one list for each group; empty for groups of other sides

@@ -42,18 +42,8 @@ from gradtools.arguments.wording import describe, in_words, is_numeric, with_art
 from gradtools.backend import Array, Backend, Operators
 from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
-from gradtools.pairwise.tile_reductions import KINDS, Reduction
-from gradtools.pairwise.tile_rules import (
-    COLUMNS,
-    ROWS,
-    SHARED,
-    Arrays,
-    Reduced,
-    TileGrid,
-    apply_over_tiles,
-    parted,
-    reduced_second,
-)
+from gradtools.pairwise.tile_reductions import COLUMNS, KINDS, ROWS, SHARED, Arrays, Reduction
+from gradtools.pairwise.tile_rules import Reduced, TileGrid, apply_over_tiles, parted
 
 Names = int | str | Sequence[int | str]
 _TILE = (512, 512)  # default rows and columns of a tile
@@ -195,10 +185,8 @@ class TiledCall:
         self.roles: list[str] = []
         self._statics: list[Any] = []
         self._paths: list[str] = []
-        self.kinds: list[Reduction] = []
-        self.places: list[tuple[int, ...]] = []  # each reduction's arrays in f's flat output
-        self.sides: list[str] = []  # the side of each reduction's results
-        self.dtypes: list[list[str]] = []  # the dtype of each returned result
+        self.reductions: list[Reduction] = []
+        self._names: list[str] = []  # the dtypes of f's flat output
         self._template: Any = None
         self._treedef: Any = None
         self._keywords: tuple[str, ...] = ()
@@ -306,9 +294,8 @@ class TiledCall:
         if self._template is None:
             self._read(out, treedef)
         shape = tuple(xs[self.roles.index(side)].shape[0] for side in (ROWS, COLUMNS))
-        for kind, side, places in zip(self.kinds, self.sides, self.places, strict=True):
-            tile = [reduced_second(self.backend, out[i], side) for i in places]
-            kind.check(tile, shape if side == ROWS else shape[::-1])
+        for r in self.reductions:
+            r.check([r.turned(out[i]) for i in r.places], shape if r.side == ROWS else shape[::-1])
         return out
 
     def _tiles(self) -> list[list[int | None]]:
@@ -324,11 +311,9 @@ class TiledCall:
             if not self.backend.is_array(x):
                 found = describe(self.backend, x)
                 raise GradtoolsError(f"{self.caller}: f's output contains {found}; return arrays.")
+        self._names = [self.backend.dtype_name(x) for x in out]
         tree = self.backend.unflatten(treedef, list(range(len(out))))
         self._template = self._pair(tree, self.options.reduce, self.options.over, "")
-        for kind, places in zip(self.kinds, self.places, strict=True):
-            names = [self.backend.dtype_name(out[i]) for i in places]
-            self.dtypes.append(kind.dtypes(names))
 
     def _pair(self, tree: Any, reduce: Any, over: Any, path: str) -> Any:
         """A pytree like f's output, with a `_Result` at each leaf."""
@@ -374,12 +359,12 @@ class TiledCall:
             )
         is_pair = name in ("softmax", "take")
         groups = [tuple(places)] if is_pair else [(i,) for i in places]
-        first = len(self.kinds)
+        first = len(self.reductions)
+        owned = self.options.reduce == name and getattr(self.f, "gives_new_scores", False)
         for group in groups:
-            owned = self.options.reduce == name and getattr(self.f, "gives_new_scores", False)
-            self.kinds.append(KINDS[name](self.backend, self.caller, count, owned))
-            self.places.append(group)
-            self.sides.append(side)
+            names = tuple([self._names[i] for i in group])
+            made = KINDS[name](self.backend, self.caller, side, count, group, names, owned)
+            self.reductions.append(made)
         if not is_pair:
             numbers = range(first, first + len(groups))
             return self.backend.unflatten(treedef, [_Result(k, 0) for k in numbers])
@@ -400,10 +385,10 @@ class TiledCall:
 
     def reduced(self, xs: Arrays) -> Any:
         """f's output with reduced results in place of scores."""
-        flat = apply_over_tiles(self.backend, Reduced(self), xs)
-        ys = parted(flat, [len(dtypes) for dtypes in self.dtypes])
+        flat = apply_over_tiles(Reduced(self), xs)
+        ys = parted(flat, [len(r.dtypes) for r in self.reductions])
         at, treedef = self.backend.flatten(self._template)
-        result = [self.backend.cast(ys[k][i], self.dtypes[k][i]) for k, i in at]
+        result = [self.backend.cast(ys[k][i], self.reductions[k].dtypes[i]) for k, i in at]
         return self.backend.unflatten(treedef, result)
 
 

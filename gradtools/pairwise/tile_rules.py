@@ -11,18 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gradtools.backend import Array, Backend
+from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
-from gradtools.pairwise.tile_reductions import Reduction, wide
+from gradtools.pairwise.tile_reductions import COLUMNS, ROWS, Arrays, Reduction, wide
 from gradtools.rules import Linearized, Rule, closed_over_error, replaced_at
 
 if TYPE_CHECKING:
     from gradtools.pairwise.pairwise_reduction import TiledCall
 
 
-ROWS, COLUMNS, SHARED = "rows", "columns", "shared"
 TANGENT, COTANGENT = "pairwise_reduce (tangent)", "pairwise_reduce (cotangent)"
-Arrays = list[Any]
 
 
 @dataclass(frozen=True)
@@ -99,14 +97,7 @@ def parted(flat: Sequence[Any], counts: Sequence[int]) -> list[Arrays]:
     return [[next(left) for _ in range(n)] for n in counts]
 
 
-def reduced_second(backend: Backend, x: Array, side: str) -> Array:
-    """A tile with the reduced axis second; for results of columns the first two are exchanged."""
-    if side == ROWS or len(getattr(x, "shape", ())) < 2:
-        return x
-    return backend.xp.permute_dims(x, (1, 0, *range(2, len(x.shape))))
-
-
-def apply_over_tiles(backend: Backend, of: SumOverTiles | Reduced, xs: Sequence[Array]) -> Arrays:
+def apply_over_tiles(of: SumOverTiles | Reduced, xs: Sequence[Array]) -> Arrays:
     """The rule's outputs at xs."""
     rule = Rule(
         of.name,
@@ -116,7 +107,7 @@ def apply_over_tiles(backend: Backend, of: SumOverTiles | Reduced, xs: Sequence[
         nondifferentiable=of.call.unreached if of.is_call else (),
         symbolic_zeros=frozenset({"cotangent"}),
     )
-    return backend.apply_rule(rule, *xs)
+    return of.call.backend.apply_rule(rule, *xs)
 
 
 def _linearized(
@@ -151,9 +142,6 @@ class SumOverTiles:
     dtypes: list[str] = field(default_factory=list)
     is_call = False  # whether it is the call itself, whose derivatives read its outputs
 
-    def apply(self, xs: Sequence[Array]) -> Arrays:
-        return apply_over_tiles(self.call.backend, self, xs)
-
     def primal(self, *xs: Array) -> Arrays:
         backend = self.call.backend
         program = Sweep(self._tile, self.roles, self._groups, self.call.cut, self.call)
@@ -178,7 +166,7 @@ class SumOverTiles:
 
         roles = (*self.roles, *(self.roles[i] for i in given))
         push = SumOverTiles(self.call, pushed, roles, self.sides, TANGENT)
-        return push.apply([*xs, *(dxs[i] for i in given)])
+        return apply_over_tiles(push, [*xs, *(dxs[i] for i in given)])
 
     def _cotangent(self, moving: list[int], xs: Sequence[Array], cts: Sequence[Any]) -> Arrays:
         given, n, reached = _given(cts), len(xs), list[bool]()
@@ -191,7 +179,7 @@ class SumOverTiles:
 
         roles = (*self.roles, *(self.sides[i] for i in given))
         pull = SumOverTiles(self.call, pulled, roles, [self.roles[i] for i in moving], COTANGENT)
-        result = pull.apply([*xs, *(cts[i] for i in given)])
+        result = apply_over_tiles(pull, [*xs, *(cts[i] for i in given)])
         return replaced_at([None] * n, moving, _reaching(result, reached))
 
 
@@ -226,34 +214,28 @@ class Reduced:
         call = self.call
         program = Sweep(self._tile, call.roles, self._groups, call.cut, call)
         states = call.backend.tiles.sweep(program, xs)
-        pairs = zip(call.kinds, states, strict=True)
-        return [y for kind, state in pairs for y in kind.finish(state)]
+        pairs = zip(call.reductions, states, strict=True)
+        return [y for reduction, state in pairs for y in reduction.finish(state)]
 
     def _tile(self, xs: Arrays) -> list[Arrays]:
-        return [kind.lift(part) for kind, part in self._parts(self.call.of_tile(xs), xs)]
+        return [r.lift(part) for r, part in self._parts(self.call.of_tile(xs), xs)]
 
     def _groups(self) -> list[MergeGroup]:
-        pairs = zip(self.call.kinds, self.call.sides, strict=True)
-        return [MergeGroup(side, kind.merge, kind.states) for kind, side in pairs]
+        return [MergeGroup(r.side, r.merge, r.states) for r in self.call.reductions]
 
     def _parts(self, out: Arrays, xs: Sequence[Array]) -> list[tuple[Reduction, Arrays]]:
         """Each reduction with its arrays of f's output at a tile."""
-        call, index = self.call, {COLUMNS: xs[-2], ROWS: xs[-1]}
-        triples = zip(call.kinds, call.places, call.sides, strict=True)
+        index = {COLUMNS: xs[-2], ROWS: xs[-1]}
         return [
-            (
-                kind,
-                [reduced_second(call.backend, out[i], side) for i in places]
-                + [index[side]] * kind.indexed,
-            )
-            for kind, places, side in triples
+            (r, [r.turned(out[i]) for i in r.places] + [index[r.side]] * r.indexed)
+            for r in self.call.reductions
         ]
 
     def _read(self, saved: Sequence[Array]) -> tuple[Arrays, list[Arrays], list[Arrays]]:
         """The saved arguments, results, and the results that are read at each tile."""
         call, n = self.call, len(self.call.roles)
-        ys = parted(saved[n:], [len(dtypes) for dtypes in call.dtypes])
-        stats = [kind.stats(group) for kind, group in zip(call.kinds, ys, strict=True)]
+        ys = parted(saved[n:], [len(r.dtypes) for r in call.reductions])
+        stats = [r.stats(group) for r, group in zip(call.reductions, ys, strict=True)]
         return list(saved[:n]), ys, stats
 
     def _tangent(self, saved: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
@@ -266,27 +248,28 @@ class Reduced:
             xs, at = tile[:n], _at(call.of_tile, tile[:n], given)
             out, moved = call.backend.value_and_push(at, [xs[i] for i in given], moved)
             triples = zip(self._parts(out, xs), self._parts(moved, xs), known, strict=True)
-            return [x for (kind, o), (_, do), s in triples for x in kind.push(o, do, s)]
+            return [x for (r, o), (_, do), s in triples for x in r.push(o, do, s)]
 
         roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in given))
-        pairs = zip(call.kinds, call.dtypes, strict=True)
-        sizes = [len(dtypes) - kind.more for kind, dtypes in pairs]
+        sizes = [len(r.dtypes) - r.more for r in call.reductions]
         total = SumOverTiles(call, pushed, roles, self._spread(sizes), TANGENT)
-        sums = total.apply([*xs, *(s for g in stats for s in g), *(dxs[i] for i in given)])
-        triples = zip(call.kinds, parted(sums, sizes), ys, strict=True)
-        return [dy for kind, group, of in triples for dy in kind.pushed(group, of)]
+        known = [s for group in stats for s in group]
+        sums = apply_over_tiles(total, [*xs, *known, *(dxs[i] for i in given)])
+        triples = zip(call.reductions, parted(sums, sizes), ys, strict=True)
+        return [dy for r, group, of in triples for dy in r.pushed(group, of)]
 
     def _spread(self, counts: Sequence[int]) -> list[str]:
         """The side of each reduction, repeated `counts` times."""
-        return [s for s, n in zip(self.call.sides, counts, strict=True) for _ in range(n)]
+        pairs = zip(self.call.reductions, counts, strict=True)
+        return [r.side for r, n in pairs for _ in range(n)]
 
     def _cotangent(self, moving: list[int], saved: Sequence[Array], cts: Sequence[Any]) -> Arrays:
         call = self.call
         xs, ys, stats = self._read(saved)
-        n, groups = len(xs), parted(cts, [len(dtypes) for dtypes in call.dtypes])
+        n, groups = len(xs), parted(cts, [len(r.dtypes) for r in call.reductions])
         known = [
-            [*s, *kind.pulling(y, g)] if _given(g) else []
-            for kind, s, y, g in zip(call.kinds, stats, ys, groups, strict=True)
+            [*s, *r.pulling(y, g)] if _given(g) else []
+            for r, s, y, g in zip(call.reductions, stats, ys, groups, strict=True)
         ]
         counts, firsts = [len(group) for group in known], [len(group) for group in stats]
         if not any(counts):
@@ -301,16 +284,15 @@ class Reduced:
 
         def of_scores(xs: Arrays, at_tile: list[Arrays], out: Arrays) -> Arrays:
             full: Arrays = [None] * len(out)
-            for k, (kind, part) in enumerate(self._parts(out, xs)):
+            for k, (r, part) in enumerate(self._parts(out, xs)):
                 if at_tile[k]:
-                    result = kind.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
-                    turned = [reduced_second(call.backend, ct, call.sides[k]) for ct in result]
-                    full = replaced_at(full, call.places[k], turned)
+                    result = r.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
+                    full = replaced_at(full, r.places, [r.turned(ct) for ct in result])
             return full
 
         roles, out = (*call.roles, *self._spread(counts)), [call.roles[i] for i in moving]
         total = SumOverTiles(call, pulled, roles, out, COTANGENT)
-        result = total.apply([*xs, *(x for g in known for x in g)])
+        result = apply_over_tiles(total, [*xs, *(x for g in known for x in g)])
         return replaced_at([None] * n, moving, _reaching(result, reached))
 
 

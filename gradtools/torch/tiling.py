@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.pairwise.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
+from gradtools.pairwise.tile_reductions import COLUMNS, ROWS, SHARED
+from gradtools.pairwise.tile_rules import MergeGroup, Sweep
 from gradtools.rules import captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling

@@ -268,7 +268,7 @@ def test_overrides_rename_modules_and_arrays_and_say_how_they_lie(rng):
     found = mapping.to_jax({name: mine[name] for name in ("a.x.weight", "scale")})
     np.testing.assert_array_equal(found["gain"], mine["scale"].T)
     np.testing.assert_array_equal(found["q"]["x"]["kernel"], mine["a.x.weight"].T)
-    assert mapping.left_out == ("b (as overrides say)",)
+    assert mapping.left_out == ("b (as in overrides)",)
     mirrored = Layout("mirrored", (1, 0), reversed_axes=(0,))
     found = match_parameters(mine, theirs, {**overrides, "scale": ("gain", mirrored)})
     np.testing.assert_array_equal(found.to_jax(mine)["gain"], mine["scale"].T[::-1])

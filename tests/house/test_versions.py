@@ -13,13 +13,11 @@ import tomllib
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import gradtools
 from gradtools.code_origin import PACKAGE, USER, kind_of
 from gradtools.printing import printable
-from gradtools.testing.older_numpy import OlderNumPy
 from gradtools.versions import SUPPORTED, check_version
 from tests.support import versions
 
@@ -113,20 +111,6 @@ def test_a_release_has_the_version_of_its_tag_no_relative_link_and_the_addresses
 def test_the_table_of_versions_is_that_of_the_last_run():
     page = versions.PAGE.read_text(encoding="utf-8")
     assert page == versions.write_page(json.loads(versions.SEEN.read_text(encoding="utf-8")))
-
-
-def test_the_names_of_the_array_api_are_there_in_older_numpy():
-    older = OlderNumPy()
-    x = np.arange(9.0).reshape(3, 3)
-    assert older.linalg.vector_norm(x) == np.linalg.norm(x)
-    assert older.linalg.trace(x) == 12
-    np.testing.assert_allclose(older.linalg.svdvals(x), np.linalg.svd(x)[1])
-    np.testing.assert_array_equal(older.concat([x, x]), np.concatenate([x, x]))
-    np.testing.assert_array_equal(older.cumulative_sum(x, axis=0), np.cumsum(x, axis=0))
-    assert older.atan2(1.0, 1.0) == np.arctan2(1.0, 1.0)
-    for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh"):
-        assert getattr(older, f"a{name}") is getattr(np, f"arc{name}")
-    assert older.linalg.det is np.linalg.det and older.sin is np.sin
 
 
 @pytest.mark.parametrize(

@@ -571,10 +571,10 @@ def test_a_bwd_that_is_not_linear_is_named(gt, product):
 
 def test_entries_of_bwd_are_counted_and_measured(gt, product):
     one = lambda res, ct: (ct * res[1],)
-    with pytest.raises(GradtoolsError, match="bwd returned 1 entries, expected a tuple of 2"):
+    with pytest.raises(GradtoolsError, match=r"bwd returned .*, expected a tuple of 2"):
         check_rule(Rule(product.fun, product.fwd, one), (X, Y), gt)
     row = lambda res, ct: (ct * res[1], (ct * res[0] * res[1])[0])
-    with pytest.raises(GradtoolsError, match=r"entry for argument 1 has shape \(4,\).*\(3, 4\)"):
+    with pytest.raises(GradtoolsError, match=r"cotangent of array 1 has shape \(4,\).*\(3, 4\)"):
         check_rule(Rule(product.fun, product.fwd, row), (X, Y), gt)
 
 

@@ -420,11 +420,6 @@ def to_linen(params: dict[str, np.ndarray]) -> dict:
     }
 
 
-class Mapping:
-    def to_jax(self, params):
-        return to_linen(params)
-
-
 def variables(module: torch.nn.Module) -> dict:
     params = {name: p.detach().numpy() for name, p in module.named_parameters()}
     return {"params": jax.tree.map(jnp.asarray, to_linen(params))}
@@ -537,10 +532,7 @@ def test_an_nnx_module_is_compared():
     ported = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     ported.kernel[...] = jnp.asarray(module.weight.detach().numpy().T)
     ported.bias[...] = jnp.asarray(module.bias.detach().numpy())
-    mapping = lambda p: {"kernel": p["weight"].T, "bias": p["bias"]}
-    report = cross_check(
-        order=1, torch=module, jax=ported, args=(ROWS.astype("float32"),), mapping=mapping
-    )
+    report = cross_check(order=1, torch=module, jax=ported, args=(ROWS.astype("float32"),))
     assert report and "parameter kernel" in paths(report, "gradient")
 
 
@@ -613,10 +605,11 @@ def test_a_wrong_argument_is_refused_in_words(options, says):
 @pytest.mark.parametrize(
     ("mapping", "says"),
     [
-        ({"weight": "weight"}, r"leaves out \['bias'\]"),
-        ({"weight": "weight", "bias": "bias", "other": "x"}, r"names \['other'\]"),
-        ({"weight": "weight", "bias": "offset"}, r"missing \['bias'\], unknown \['offset'\]"),
-        ({"weight": ("weight", (1, 0)), "bias": "bias"}, r"has shape \(2, 3\) in JAX"),
+        ({"bias": None}, r"cross_check: no counterpart was found for .* bias \(2,\)"),
+        ({"other": "x"}, "cross_check: mapping names 'other', which is neither"),
+        ({"bias": "offset"}, "mapping pairs bias with 'offset', which the JAX model does not"),
+        ({"weight": ("weight", (1, 0))}, r"mapping pairs weight of shape \(2, 3\) with weight"),
+        (match_parameters({"bias": np.ones(2)}, {"bias": np.ones(2)}), r"missing \['weight'\]"),
         (3, "mapping is a int"),
     ],
 )
@@ -637,3 +630,23 @@ def test_where_an_output_is_an_integer_on_one_side_no_derivative_is_compared():
     assert "output[where]" in paths(report, "value")
     assert {c.path for c in report.disagreements} <= {"output[where]"}
     assert quantities(report) == ["dtype", "value"]  # what is no number has no derivative
+
+
+def test_a_parameter_that_one_model_has_is_constant_and_named():
+    module = torch.nn.Linear(3, 3)
+    kernel = jnp.asarray(module.weight.detach().numpy().T)
+    apply = lambda p, state, x: (x @ p["kernel"] + module.bias.detach().numpy(), state)
+    report = cross_check(
+        torch=module, jax=(apply, {"kernel": kernel}, {}), args=(ROWS.astype("float32"),), order=1,
+        mapping={"weight": "kernel", "bias": None},
+    )  # fmt: skip
+    assert report and paths(report, "gradient") == ["parameter kernel", "argument 0"]
+    assert report.notes == ["['bias'] of torch has no counterpart: constant"]
+
+
+def test_any_linear_map_of_parameters_is_part_of_a_triple():
+    module, rows = two_layers(), ROWS.astype("float32")
+    port, params = Ported(), {n: jnp.asarray(p.detach()) for n, p in module.named_parameters()}
+    apply = lambda p, state, x: (port.apply({"params": to_linen(p)}, x), state)
+    report = cross_check(torch=module, jax=(apply, params, {}), args=(rows,), order=1)
+    assert report and "parameter 0.weight" in paths(report, "gradient")

@@ -28,7 +28,7 @@ from gradtools.testing.checking.probe import (
     backend_name,
     no_such_mode,
 )
-from gradtools.testing.checking.rule_parts import CALLER, RuleProbe, taken_apart
+from gradtools.testing.checking.rule_parts import CALLER, RuleProbe, as_custom_rule
 from gradtools.testing.checking.rule_side_effects import check_purity
 from gradtools.testing.checking.rule_vmap import check_batch
 from gradtools.testing.relations import relation
@@ -101,7 +101,7 @@ class RuleCheck:
 
     def __init__(self, rule: Any, args: Sequence[Any], backend: Any, seed: int) -> None:
         self.backend, self.seed = backend_name(CALLER, backend), seed
-        self.rule = taken_apart(rule, self.backend)
+        self.rule, self.call = as_custom_rule(rule, self.backend)
         if not isinstance(args, tuple | list):
             raise GradtoolsError(f"{CALLER}: args must be a tuple, got a {type(args).__name__}.")
         self.args = tuple(args)
@@ -110,8 +110,7 @@ class RuleCheck:
         modes = [mode for mode, part in parts.items() if part is not None]
         labels = {"forward": "jvp", "reverse": "bwd"}
         self.check = DerivativeCheck(self.values, modes, allow_jumps=True, seed=seed, labels=labels)
-        name = getattr(rule, "__name__", None) or getattr(rule, "name", None) or "a rule"
-        self.report = Report(f"check_rule of {name} in {self.backend}", NAMES)
+        self.report = Report(f"check_rule of {self.rule.__name__} in {self.backend}", NAMES)
         self.check.report = self.report
         self.gt, self.waist = self.values.gt, self.values.waist
 
@@ -244,7 +243,7 @@ class RuleCheck:
 
     def whole(self, order: int) -> None:
         """Runs the checks of `check_derivatives` on the rule as users call it."""
-        probe = Probe(CALLER, self.rule.call, self.args, self.backend)
+        probe = Probe(CALLER, self.call, self.args, self.backend)
         check = DerivativeCheck(probe, None, seed=self.seed)
         check.report = self.report
         check.first_order()

@@ -39,7 +39,7 @@ def check_purity(probe: RuleProbe, us: Arrays, cts: list[Any]) -> None:
     if probe.rule.bwd is not None:
         with _unchanged(probe, "fwd", {"argument ": args}):
             out, residuals = probe.fwd(*args)
-        pull = lambda: probe.numpy(probe.pulled(args, out, residuals, cts))
+        pull = lambda: probe.numpy(probe.pulled(out, residuals, cts))
         with _unchanged(probe, "bwd", {"the cotangent of output": cts, "the residual ": residuals}):
             first = pull()
         _check_equal(first, pull(), "bwd's cotangent", probe.paths, _DRAWN.format("bwd"))

@@ -65,11 +65,11 @@ def cross_check(
             are not differentiated.
         order: 0 compares values, 1 first derivatives too, 2 second ones too.
         argnums: Which arguments are differentiated; None for all that can be.
-        mapping: How PyTorch's parameters lie in JAX, if both are models: an object with
-            ``to_jax(params) -> params``, a function of that kind (linear: gradients go through it
-            too), or a dictionary from PyTorch's names to JAX's ("encoder.dense.kernel"; a pair
-            (name, axes) transposes). None: the same names and shapes, or for a ``torch.nn.Module``
-            and a flax module the common layouts.
+        mapping: The pairs of parameters, if both are models: a `ParameterMapping`, or a dictionary
+            from PyTorch's names to JAX's, the overrides of `match_parameters`. None: the same
+            names and shapes, or what `match_parameters` pairs. For any other correspondence give
+            the triple ``(apply, params, state)`` for JAX, whose apply converts PyTorch's
+            parameters.
         dtype: "float64", "float32", "float16" or "bfloat16": what all floating inputs, parameters
             and buffers are cast to. None leaves them as they are.
         seed: The seed of the random directions.

@@ -368,7 +368,7 @@ class CrossCheck:
     def in_jax_layout(self, leaves: Sequence[np.ndarray | None]) -> Leaves:
         """Converts one array for each of PyTorch's leaves to JAX's layout."""
         count = len(self.sides[0].free_params)
-        return [*self.pairing.carry(leaves[:count]), *leaves[count:]]
+        return [*self.pairing.in_jax_layout(leaves[:count]), *leaves[count:]]
 
     def directions(self, purpose: Any) -> list[Arrays]:
         """One random direction, in each side's layout."""

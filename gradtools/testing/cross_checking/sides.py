@@ -47,13 +47,13 @@ class Side(FlatFunction):
 
     Attributes:
         params: The program's parameters in NumPy, by path; empty for a function.
-        paired: Whether the parameters are differentiated, as the other side has them too.
+        constant: The paths of parameters that the other side does not have.
     """
 
     def __init__(self, name: str, subject: Any, dtype: str | None = None) -> None:
         super().__init__(name)
         self.apply, params, self._state = resolve(self.gt, name, subject)
-        self.is_model = self.paired = params is not None
+        self.is_model, self.constant = params is not None, set[str]()
         self._own, self._tree = self.waist.flatten(params)
         paths = self.waist.leaf_paths(params)
         arrays = [cast(self.gt.to_numpy(x), dtype) for x in self._own]
@@ -81,7 +81,7 @@ class Side(FlatFunction):
         leaves, tree = self.waist.flatten(kwargs)
         kwargs = self.waist.unflatten(tree, map(own_form, leaves))
         given, own = [*map(own_form, inputs.leaves)], [*map(self.array, self.params.values())]
-        free = [self.paired and is_inexact(x) for x in self.params.values()]
+        free = [path in self.free_params for path in self.params]
 
         def program(*leaves: Any) -> Any:
             moving = iter(leaves)
@@ -94,16 +94,6 @@ class Side(FlatFunction):
 
         self.program = program
 
-    def params_tree(self, arrays: Arrays) -> Any:
-        """The tree of the parameters with these arrays in place of the inexact ones."""
-        moving = iter(arrays)
-        full = [next(moving) if is_inexact(x) else x for x in self.params.values()]
-        return self.waist.unflatten(self._tree, full)
-
-    def params_list(self, tree: Any) -> Arrays:
-        """The inexact arrays of such a tree."""
-        return [x for x in self.waist.flatten(tree)[0] if is_inexact(x)]
-
     def has_64_bits(self) -> bool:
         """Whether a parameter is float64 or complex128."""
         return any(_is_wide(x) for x in self.params.values())
@@ -111,7 +101,8 @@ class Side(FlatFunction):
     @property
     def free_params(self) -> dict[str, np.ndarray]:
         """The parameters that are differentiated."""
-        return {path: x for path, x in self.params.items() if self.paired and is_inexact(x)}
+        names = [p for p, x in self.params.items() if is_inexact(x) and p not in self.constant]
+        return {path: self.params[path] for path in names}
 
     def flat(self, *leaves: Any) -> list[Any]:
         """The program's inexact outputs."""

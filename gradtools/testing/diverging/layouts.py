@@ -216,10 +216,21 @@ def match_parameters(
         >>> mapping.to_jax(mine)["fc_1"]["kernel"].shape
         (2, 3)
     """
+    return paired(torch_params, jax_params, overrides or {}, partial)
+
+
+def paired(
+    torch_params: Any,
+    jax_params: Any,
+    overrides: Mapping[str, Any],
+    partial: bool = False,
+    names: tuple[str, str] = (CALLER, "overrides"),
+) -> ParameterMapping:
+    """`match_parameters`; `names` are those of the operator and of its overrides, for messages."""
     modules = getattr(torch_params, "named_modules", lambda: ())()
     transposed = {name for name, m in modules if "Transpose" in type(m).__name__}
     in_torch, in_jax = read_torch(torch_params), read_jax(jax_params)
-    return _Matching(in_torch, in_jax, overrides or {}, transposed).run(partial)
+    return _Matching(in_torch, in_jax, overrides, transposed, names).run(partial)
 
 
 class _Matching:
@@ -237,9 +248,11 @@ class _Matching:
         self,
         torch: dict[str, np.ndarray],
         jax: dict[Path, np.ndarray],
-        overrides: Any,
+        overrides: Mapping[str, Any],
         transposed: set[str],
+        names: tuple[str, str],
     ) -> None:
+        self.caller, self.argument = names
         self.torch, self.jax, self.transposed = dict(torch), dict(jax), transposed
         self.order, self.renamed = list(torch), dict[str, str]()
         self.entries: list[ParameterPair] = []
@@ -279,22 +292,23 @@ class _Matching:
         if name not in self.torch:
             if not any(n.startswith(f"{name}.") for n in self.torch) or not isinstance(target, str):
                 raise GradtoolsError(
-                    f"{CALLER}: overrides names {name!r}, which is neither an array nor a module "
-                    f"of the PyTorch model. Its names begin with {', '.join(self.order[:4])}."
+                    f"{self.caller}: {self.argument} names {name!r}, which is neither an array nor "
+                    f"a module of the PyTorch model. Its names begin with "
+                    f"{', '.join(self.order[:4])}."
                 )
             self.renamed[name] = target
             return
         if target is None:
             del self.torch[name]
-            self.left_out.append(f"{name} (as overrides say)")
+            self.left_out.append(f"{name} (as in {self.argument})")
             return
         jax_name, how = target if isinstance(target, tuple) else (target, None)
         path = next((p for p in self.jax if joined(p) == _dotted(jax_name)), None)
         if path is None:
             known = ", ".join(joined(p) for p in list(self.jax)[:4])
             raise GradtoolsError(
-                f"{CALLER}: overrides pairs {name} with {jax_name!r}, which the JAX model does not "
-                f"have. Its names begin with {known}."
+                f"{self.caller}: {self.argument} pairs {name} with {jax_name!r}, which the JAX "
+                f"model does not have. Its names begin with {known}."
             )
         x, y = self.torch[name], self.jax[path]
         layout = how if isinstance(how, Layout) else None
@@ -303,9 +317,9 @@ class _Matching:
         layout = layout or _layout(x.shape, path, y.shape)
         if layout is None or layout.to_jax(x).shape != y.shape:
             raise GradtoolsError(
-                f"{CALLER}: overrides pairs {name} of shape {x.shape} with {jax_name} of shape "
-                f"{y.shape}. Give the permutation of axes that makes them equal, as a pair "
-                "(name, axes)."
+                f"{self.caller}: {self.argument} pairs {name} of shape {x.shape} with {jax_name} "
+                f"of shape {y.shape}. Give the permutation of axes that makes them equal, as a "
+                "pair (name, axes)."
             )
         self._add(name, path, layout)
 
@@ -435,10 +449,11 @@ class _Matching:
             return
         recurrent = any("weight_hh" in name for name in self.torch)
         hint = " Recurrent layers sum two biases in PyTorch; flax has one." if recurrent else ""
+        leave = "or partial=True leaves them out" if self.argument == "overrides" else "or None"
         raise GradtoolsError(
-            f"{CALLER}: no counterpart was found for {', '.join(mine) or 'nothing'} in PyTorch and "
-            f"{', '.join(theirs) or 'nothing'} in JAX. Pair them by overrides={{torch name: jax "
-            f"name}}, or pass partial=True to leave them out.{hint}"
+            f"{self.caller}: no counterpart was found for {', '.join(mine) or 'nothing'} in "
+            f"PyTorch and {', '.join(theirs) or 'nothing'} in JAX. Pair them by {self.argument}="
+            f"{{torch name: jax name}}; {leave}.{hint}"
         )
 
     def _spelled(self, module: str) -> tuple[str, ...]:

@@ -60,35 +60,37 @@ class Foreign:
         self.guest, self.name, self.run, self.outs = guest, name, run, outs
         self.base = base or self
         self.arity = arity
-        self.fun: Any = None  # of a function that is no derivative, what its author wrote
-        self.check: Callable[[Any, list[ArraySpec]], None] | None = (
-            None  # of what he says comes out
-        )
-        self.copies = set[int]()  # arguments that it writes or keeps, so that it gets copies
+        self.fun: Any = None  # the author's function; None for a derivative
+        self.check: Callable[[Any, list[ArraySpec]], None] | None = None  # against the author's out
+        self.copies = set[int]()  # arguments of which it gets copies, as it writes or keeps them
         self.entry = guest.entry(run)
         self._derived: dict[Any, Foreign] = {}
-        self._known: dict[Any, KnownOfShapes] = {}
+        self._signatures: dict[Any, Signature] = {}
         self._mapped: dict[Any, Run] = {}
 
     def __repr__(self) -> str:
         return f"<{self.guest.name} function {self.name}>"
 
-    def known(self, xs: Sequence[Array]) -> KnownOfShapes:
+    def signature(self, xs: Sequence[Array]) -> Signature:
         """The specialization to the shapes and dtypes of these host arrays; memoized."""
         key = tuple([(x.shape, x.dtype) for x in xs])
-        result = self._known.get(key)
+        result = self._signatures.get(key)
         if result is None:
-            result = _kept(self._known, key, self.known_of(self.guest.specs_of(self.name, xs)))
+            result = _kept(
+                self._signatures, key, self.signature_of(self.guest.specs_of(self.name, xs))
+            )
         return result
 
-    def known_of(self, ins: tuple[ArraySpec, ...]) -> KnownOfShapes:
+    def signature_of(self, ins: tuple[ArraySpec, ...]) -> Signature:
         """The specialization to these ArraySpecs; memoized."""
-        return self._known.get(ins) or _kept(self._known, ins, KnownOfShapes(self, ins))
+        return self._signatures.get(ins) or _kept(self._signatures, ins, Signature(self, ins))
 
     def at_once(self, xs: Sequence[Array]) -> list[Array] | None:
         """The outputs if xs are concrete and the program is not traced; else None."""
         return (
-            self.guest.called(self.known(xs), self.entry, xs) if self.guest.are_plain(xs) else None
+            self.guest.called(self.signature(xs), self.entry, xs)
+            if self.guest.are_plain(xs)
+            else None
         )
 
     def applied(self, *xs: Array) -> list[Array]:
@@ -100,8 +102,8 @@ class Foreign:
         """The outputs as the host's arrays, without derivatives."""
         if (ys := self.at_once(xs)) is not None:
             return ys
-        known, host = self.known(xs), self.guest.host
-        call, arrays = known.kernel.bind(host, xs)
+        signature, host = self.signature(xs), self.guest.host
+        call, arrays = signature.kernel.bind(host, xs)
         return list(host.call_kernel(call, arrays))
 
     @cached_property
@@ -111,16 +113,16 @@ class Foreign:
         def tangent(xs: Entries, dxs: Entries) -> list[Any]:
             moving = tuple([dx is not None for dx in dxs])
             pushed = self.jvp(moving).applied(*xs, *_present(dxs))
-            return spread(pushed, self.known(xs).inexact)
+            return spread(pushed, self.signature(xs).inexact)
 
         def cotangent(xs: Entries, cts: Entries) -> list[Any]:
-            moving, pull = self.known(xs).pull(tuple([ct is not None for ct in cts]))
+            moving, pull = self.signature(xs).pull(tuple([ct is not None for ct in cts]))
             if pull is None:
                 return [None] * len(xs)
             return spread(pull.applied(*xs, *_present(cts)), moving)
 
         def reaches(*specs: ArraySpec) -> Sequence[Mask] | None:
-            return self.known_of(specs).reach if self.base is self else None
+            return self.signature_of(specs).reach if self.base is self else None
 
         return Rule(self.name, self.value, tangent, cotangent, reaches=reaches)
 
@@ -202,16 +204,16 @@ class DerivativeOf:
 
 
 @dataclass(eq=False)
-class KnownOfShapes:
-    """What is known of calls of a function with arrays of these shapes and dtypes.
+class Signature:
+    """A foreign function at inputs of these shapes and dtypes.
 
     Attributes:
         of: The function.
-        ins: What goes in.
-        seen: Of a function that is no derivative: whether its first call was looked at.
-        written: Which arguments it writes in place or keeps.
-        held: What it closes over that it might write, by names.
-        captured: What it closes over that is to be differentiated, in words.
+        ins: The inputs' ArraySpecs.
+        seen: Whether its first call was checked; false for a derivative.
+        written: The arguments that it writes in place or keeps.
+        held: The buffers that it closes over and might write, by name.
+        captured: The error if it closes over a tensor that requires grad, else empty.
     """
 
     never_changes = True  # stops searches through captured objects here
@@ -225,23 +227,23 @@ class KnownOfShapes:
     _pulls: dict[Mask, tuple[Mask, Foreign | None]] = field(default_factory=dict)
 
     @cached_property
-    def base(self) -> KnownOfShapes:
-        """What is known of the function of which this is a derivative."""
+    def base(self) -> Signature:
+        """The signature of the function of which this is a derivative, or itself."""
         base = self.of.base
-        return self if base is self.of else base.known_of(self.ins[: self.of.arity])
+        return self if base is self.of else base.signature_of(self.ins[: self.of.arity])
 
     @cached_property
     def outs(self) -> list[ArraySpec]:
-        """What comes out; of a traced program without running it."""
+        """The outputs' ArraySpecs, inferred without running the function."""
         return self.of.outs(self.ins)
 
     @property
     def has_outs(self) -> bool:
-        """Whether what comes out need not be looked at: it was, and no author says it."""
+        """Whether the outputs' ArraySpecs are known, and there is no author's `out` to check."""
         return "outs" in vars(self) and self.of.check is None
 
     def set_outs(self, outs: list[ArraySpec]) -> None:
-        """What came out; raises where the author says that it is something else."""
+        """Records the outputs' ArraySpecs; raises if they differ from the author's `out`."""
         if self.of.check is not None:
             self.of.check(self.ins, outs)
         self.outs = outs
@@ -255,13 +257,12 @@ class KnownOfShapes:
     def reach(self) -> Sequence[Mask] | None:
         """Which input reaches which output by a differentiable path; None: each reaches all.
 
-        Of a derivative every one: it is the function's path that counts, and a derivative that
-        does not depend on an input is constant in it.
+        None for a derivative: one that does not depend on an input is constant in it, not cut.
         """
         return self.of.guest.reach(self.of, self.ins) if self.base is self else None
 
     def pull(self, given: Mask) -> tuple[Mask, Foreign | None]:
-        """Which inputs get a cotangent where these outputs have one, and what gives them."""
+        """Which inputs get a cotangent if these outputs have one, and the function for it."""
         result = self._pulls.get(given)
         if result is None:
             moving = tuple(map(_is_inexact, self.ins))
@@ -279,16 +280,16 @@ class KnownOfShapes:
 
     @property
     def name(self) -> str:
-        """The function's name, and whose it is."""
+        """The function's name and framework, for messages."""
         return f"{self.of.name} in {self.of.guest.title}"
 
     @property
     def fun(self) -> Any:
-        """What its author wrote."""
+        """The author's function."""
         return self.of.base.fun
 
     def _on_host(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """The same of NumPy arrays, with the axes of batches in front of each."""
+        """The function of NumPy arrays, each with leading batch axes."""
         guest = self.of.guest
         depth = arrays[0].ndim - len(self.ins[0].shape) if arrays else 0
         if not depth:
@@ -354,9 +355,9 @@ class Bridged(CustomRule):
             host = self._backend
             if not kwargs:
                 leaves, by_position = host.flatten(args)
-                known = self._calls.get(by_position)  # if all leaves are arrays
-                if known is not None and all(map(host.is_array, leaves)):
-                    return self._at(known, leaves)
+                flat = self._calls.get(by_position)  # if all leaves are arrays
+                if flat is not None and all(map(host.is_array, leaves)):
+                    return self._at(flat, leaves)
             leaves, treedef = host.flatten((args, kwargs))
             self._refuse_guests(leaves)
             arrays = tuple(map(host.is_array, leaves))
@@ -458,7 +459,7 @@ class FlatBridged:
         """The host's treedef of the output for inputs like these."""
         shapes = _shapes(xs)
         if shapes not in self.structures:
-            ins = self.foreign.known(xs).ins
+            ins = self.foreign.signature(xs).ins
             self.outs(ins)
             shapes = _shapes(ins)
         return self.structures[shapes]

@@ -16,7 +16,7 @@ import torch
 
 import gradtools.jax
 from gradtools.backend import backend_of
-from gradtools.bridge.functions import Foreign, KnownOfShapes
+from gradtools.bridge.functions import Foreign, Signature
 from gradtools.bridge.memory import (
     array_of,
     refuse_wide,
@@ -106,22 +106,22 @@ class JaxGuest:
 
     # --- calls
 
-    def called(self, known: KnownOfShapes, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
+    def called(self, signature: Signature, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
         """Calls the function on tensors."""
-        who = _argument(known.of.name)
-        return tensors_of_own(self._evaluated(known, run, [array_of(x, who) for x in xs]), xs)
+        who = _argument(signature.of.name)
+        return tensors_of_own(self._evaluated(signature, run, [array_of(x, who) for x in xs]), xs)
 
     def called_on_host(
-        self, known: KnownOfShapes, run: Any, arrays: Sequence[np.ndarray], depth: int
+        self, signature: Signature, run: Any, arrays: Sequence[np.ndarray], depth: int
     ) -> list[np.ndarray]:
         """Calls the function on NumPy arrays, in a host callback."""
-        self._hold_wide(known.of.name, known.ins)
-        pairs = zip(arrays, known.ins, strict=True)
+        self._hold_wide(signature.of.name, signature.ins)
+        pairs = zip(arrays, signature.ins, strict=True)
         xs = [jnp.array(a, s.dtype, copy=True) for a, s in pairs]
-        ys = self._evaluated(known, run, xs)
+        ys = self._evaluated(signature, run, xs)
         return [np.array(y, np.float32 if y.dtype == jnp.bfloat16 else None) for y in ys]
 
-    def _evaluated(self, known: KnownOfShapes, run: Any, xs: Sequence[Any]) -> list[Any]:
+    def _evaluated(self, signature: Signature, run: Any, xs: Sequence[Any]) -> list[Any]:
         try:
             with explained(self.operator):  # also explains errors of compilation
                 ys = run(*xs)
@@ -129,21 +129,21 @@ class JaxGuest:
             if not self.jit:
                 raise
             raise GradtoolsError(
-                f"to_torch: {known.of.name} reads values of its arguments (a Python if, float(), "
-                "np.asarray), which have none while jax.jit compiles it. Say to_torch(f, "
+                f"to_torch: {signature.of.name} reads values of its arguments (a Python if, "
+                "float(), np.asarray), which have none while jax.jit compiles it. Say to_torch(f, "
                 f"jit=False), or use jnp.where or jax.lax.cond. JAX says: {error}"
             ) from error
         for y in ys:
             if isinstance(y, jax.core.Tracer):
                 raise GradtoolsError(
-                    f"to_torch: {known.of.name} closes over an array that JAX traces or "
+                    f"to_torch: {signature.of.name} closes over an array that JAX traces or "
                     "differentiates around this call, and PyTorch would lose that. Pass it as an "
                     "argument, or take the PyTorch program into JAX's: to_jax(f)."
                 )
         for y in ys:
             y.block_until_ready()
-        if run is known.of.entry and not known.has_outs:
-            known.set_outs([ArraySpec(y.shape, y.dtype.name) for y in ys])
+        if run is signature.of.entry and not signature.has_outs:
+            signature.set_outs([ArraySpec(y.shape, y.dtype.name) for y in ys])
         return ys
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:

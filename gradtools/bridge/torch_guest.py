@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 import gradtools.torch
 from gradtools.backend import backend_of
-from gradtools.bridge.functions import Foreign, KnownOfShapes
+from gradtools.bridge.functions import Foreign, Signature
 from gradtools.bridge.memory import (
     array_of,
     comes_back,
@@ -160,38 +160,38 @@ class TorchGuest:
 
     # --- calls
 
-    def called(self, known: KnownOfShapes, run: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    def called(self, signature: Signature, run: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Calls the function on JAX arrays."""
         if torch.is_inference_mode_enabled():  # its tensors have no version counters
             with torch.inference_mode(False):
-                return self.called(known, run, xs)
-        ys = self._evaluated(known, run, [tensor_of(x) for x in xs])
-        who = f"to_jax: what {known.of.name} returns"
+                return self.called(signature, run, xs)
+        ys = self._evaluated(signature, run, [tensor_of(x) for x in xs])
+        who = f"to_jax: what {signature.of.name} returns"
         return [array_of(y, who) for y in unshared(ys)]
 
     def called_on_host(
-        self, known: KnownOfShapes, run: Any, arrays: Sequence[np.ndarray], depth: int
+        self, signature: Signature, run: Any, arrays: Sequence[np.ndarray], depth: int
     ) -> list[np.ndarray]:
         """Calls the function on NumPy arrays, in a host callback's thread."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self.called_on_host(known, run, arrays, depth)
-        pairs = zip(arrays, known.ins, strict=True)
+                return self.called_on_host(signature, run, arrays, depth)
+        pairs = zip(arrays, signature.ins, strict=True)
         ts = [tensor_of_numpy(a, s) for a, s in pairs]
-        ys = self._evaluated(known, run, ts)
+        ys = self._evaluated(signature, run, ts)
         return [numpy_of_tensor(y) for y in unshared(ys)]
 
-    def _evaluated(self, known: KnownOfShapes, run: Any, ts: list[Tensor]) -> list[Tensor]:
-        base = known.base
+    def _evaluated(self, signature: Signature, run: Any, ts: list[Tensor]) -> list[Tensor]:
+        base = signature.base
         if upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality):
             with upstream.outermost():  # JAX was called below PyTorch's autograd
-                return self._evaluated(known, run, ts)
+                return self._evaluated(signature, run, ts)
         if not torch.is_grad_enabled() or upstream.is_any_autocast_enabled():
             with torch.enable_grad(), without_casts(t.device.type for t in ts):
-                return self._evaluated(known, run, ts)  # as in a host callback's thread
+                return self._evaluated(signature, run, ts)  # as in a host callback's thread
         if not base.seen:
             self._first(base, _one_of(ts, base))
-        if base.captured and base is not known:
+        if base.captured and base is not signature:
             raise GradtoolsError(base.captured)
         held = base.held
         versions = [upstream.version_of(t) for t in held.values()] if held else []
@@ -205,8 +205,8 @@ class TorchGuest:
                     "call with such arrays, so JAX's own array was changed. Clone what you write "
                     "in: x = x.clone()."
                 )
-        if run is known.of.entry and not known.has_outs:
-            known.set_outs([_spec(y) for y in ys])
+        if run is signature.of.entry and not signature.has_outs:
+            signature.set_outs([_spec(y) for y in ys])
         return ys
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
@@ -222,7 +222,7 @@ class TorchGuest:
 
     # --- the first call
 
-    def _first(self, base: KnownOfShapes, ts: Sequence[Tensor]) -> None:
+    def _first(self, base: Signature, ts: Sequence[Tensor]) -> None:
         """Looks at the function; what it wrote is put back where it is refused."""
         undo = Undo(Snapshot.of([base.of.fun], ts))
         try:
@@ -235,7 +235,7 @@ class TorchGuest:
         finally:
             del undo  # releases the backups
 
-    def _look(self, base: KnownOfShapes, ts: Sequence[Tensor]) -> None:
+    def _look(self, base: Signature, ts: Sequence[Tensor]) -> None:
         """Evaluates the function on copies, and notes what JAX would not know of."""
         name, copies, more = base.of.name, _copies(ts), _copies(ts)
         held, draws = _captured(base.of.fun), False
@@ -277,7 +277,7 @@ class TorchGuest:
         base.seen = True
 
 
-def _refuse_written(base: KnownOfShapes, versions: Sequence[int]) -> None:
+def _refuse_written(base: Signature, versions: Sequence[int]) -> None:
     """Raises if the function wrote to captured tensors."""
     for (key, t), version in zip(base.held.items(), versions, strict=True):
         if upstream.version_of(t) != version:
@@ -308,7 +308,7 @@ def _bytes(t: Tensor) -> np.ndarray:
     return numpy_of_tensor(t).reshape(-1).view(np.uint8)
 
 
-def _one_of(ts: Sequence[Tensor], base: KnownOfShapes) -> list[Tensor]:
+def _one_of(ts: Sequence[Tensor], base: Signature) -> list[Tensor]:
     """The arguments of the base function, for the first example of a batch."""
     result = []
     for t, spec in zip(ts, base.ins, strict=False):

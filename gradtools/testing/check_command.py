@@ -36,10 +36,6 @@ from gradtools.testing.cross_checking.tolerances import FINITE_DIFFERENCES, real
 from gradtools.testing.operators import OPERATORS, Operator, cube
 from gradtools.testing.scenario_table import Scenario, scenarios
 
-try:
-    import array_api_compat.numpy as array_api
-except ModuleNotFoundError:  # JAX alone: its NumPy 2 has the names, but for cumulative_sum in 2.0
-    array_api = np
 BACKENDS = ("torch", "jax")
 DTYPES = ("float64", "float32", "bfloat16", "complex128", "complex64")
 TRANSFORMS = ("eager", "compile", "vmap")
@@ -102,7 +98,7 @@ def _reason(cell: Cell) -> str:
     operator, torch = cell.operator, cell.backend == "torch"
     if OPERATORS[operator].real and cell.dtype.startswith("complex"):
         return "a Jacobian of a complex function is not a complex matrix; refused by name"
-    if cell.scenario.name == "cumulative sum" and not hasattr(array_api, "cumulative_sum"):
+    if cell.scenario.name == "cumulative sum" and not hasattr(_array_api(), "cumulative_sum"):
         return "NumPy before 2.1 has no cumulative_sum, and array-api-compat is not installed"
     if cell.dtype == "bfloat16" and "linear algebra" in cell.scenario.tags:
         return "the framework has no linear algebra in bfloat16"
@@ -119,10 +115,19 @@ def _reason(cell: Cell) -> str:
 # --- one cell ----------------------------------------------------------------------------
 
 
+@lru_cache
+def _array_api() -> Any:
+    """NumPy with the names of the array API, which it has by itself from 2.1 on."""
+    try:
+        return import_module("array_api_compat.numpy")
+    except ModuleNotFoundError:  # JAX alone
+        return np
+
+
 class _Numpy:
     """The part of `gt` that scenarios use, in NumPy."""
 
-    xp = array_api
+    xp = _array_api()
     asarray = staticmethod(np.asarray)
 
 

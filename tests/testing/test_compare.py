@@ -641,7 +641,7 @@ def test_a_parameter_that_one_model_has_is_constant_and_named():
         mapping={"weight": "kernel", "bias": None},
     )  # fmt: skip
     assert report and paths(report, "gradient") == ["parameter kernel", "argument 0"]
-    assert report.notes == ["['bias'] of torch has no counterpart: constant"]
+    assert report.notes == ["parameter bias of the torch model has no counterpart: constant"]
 
 
 def test_any_linear_map_of_parameters_is_part_of_a_triple():

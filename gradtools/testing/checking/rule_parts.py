@@ -81,6 +81,7 @@ class RuleProbe(Probe):
     Attributes:
         rule: The rule.
         parts: Its functions at this structure of the arguments.
+        avals: Shape, dtype and whether it is inexact, of each array that is not static.
         nones: The leaves for which bwd returned None.
         none_pushed: Whether jvp returned None.
     """
@@ -94,7 +95,7 @@ class RuleProbe(Probe):
         others = tuple([ARRAY if is_array(x) else x for x in leaves])
         self.parts = Specialization(rule, statics, treedef, others)
         arrays = list(filter(is_array, leaves))
-        self._like = [(tuple(x.shape), x.dtype, self.waist.is_inexact(x)) for x in arrays]
+        self.avals = [(tuple(x.shape), x.dtype, self.waist.is_inexact(x)) for x in arrays]
 
     def reverse(self, xs: Arrays, vs: Arrays) -> Arrays:
         """What bwd makes of the cotangents vs."""
@@ -124,7 +125,8 @@ class RuleProbe(Probe):
 
     def cotangents(self, moving: Sequence[Any], vs: list[Any]) -> list[Any]:
         """bwd's validated entries for the differentiable leaves; zeros for None."""
-        return self.pulled(*self.fwd(*self.rebuilt(moving)), vs)
+        out, residuals = self.fwd(*self.rebuilt(moving))
+        return self.pulled(out, residuals, vs)
 
     def pulled(self, out: Any, residuals: Any, vs: list[Any]) -> list[Any]:
         """The same from fwd's output and residuals."""
@@ -132,8 +134,8 @@ class RuleProbe(Probe):
         left = iter(vs)
         full = [next(left) if self.differentiable(y) else None for y in leaves]
         entries = self.parts.bwd(residuals, self.waist.unflatten(treedef, full))
-        entries = self.parts.cotangents(entries, self._like)
-        pairs = zip(entries, self._like, strict=True)
+        entries = self.parts.cotangents(entries, self.avals)
+        pairs = zip(entries, self.avals, strict=True)
         result = [ct for ct, (_, _, inexact) in pairs if inexact]
         self.nones = {k for k, ct in enumerate(result) if ct is None}
         return self._filled(result, self.moving())
@@ -141,7 +143,7 @@ class RuleProbe(Probe):
     def jvp(self, args: tuple[Any, ...], us: Arrays) -> Any:
         """The output and its tangent."""
         left, parts = iter(self.arrays(us)), self.parts
-        tangents = [next(left) if inexact else None for _, _, inexact in self._like]
+        tangents = [next(left) if inexact else None for _, _, inexact in self.avals]
         result = parts.jvp(self._arrays_in(args), tuple(tangents))
         return parts.pair(result, "jvp", "(out, tangent_out)")
 

@@ -56,11 +56,14 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
                 "cross_check: a mapping pairs the parameters of two models; there are none in "
                 f"{' and '.join(side.name for side in (first, second) if not side.params)}."
             )
-        alone = [side for side in (first, second) if side.params]
-        for side in alone:
+        notes = []
+        for side in (first, second):
             side.constant.update(side.params)
-        text = "the parameters of the {} model have no counterpart: constant"
-        return Pairing(notes=[text.format(side.name) for side in alone])
+            if side.params:
+                notes.append(
+                    f"the parameters of the {side.name} model have no counterpart: constant"
+                )
+        return Pairing(notes=notes)
     mine = {joined(tokens(path)): x for path, x in first.free_params.items()}
     theirs = {joined(tokens(path)): x for path, x in second.free_params.items()}
     mapping = _mapping(mine, {tokens(path): x for path, x in second.free_params.items()}, mapping)
@@ -78,9 +81,11 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
             f"{[*theirs]}."
         )
     used = {entry.torch_name for entry in entries.values()}
-    alone = [path for path in first.free_params if joined(tokens(path)) not in used]
-    first.constant.update(alone)
-    notes = [*mapping.notes, *(f"{path} of torch has no counterpart: constant" for path in alone)]
+    notes = list(mapping.notes)
+    for path, name in zip(first.free_params, mine, strict=True):
+        if name not in used:
+            first.constant.add(path)
+            notes.append(f"parameter {name} of the torch model has no counterpart: constant")
     order = [name for name in mine if name in used]
     sources = [(order.index(e.torch_name), e.layout) for e in (entries[name] for name in theirs)]
     for (i, layout), (name, y) in zip(sources, theirs.items(), strict=True):

@@ -81,7 +81,8 @@ class Side(FlatFunction):
         leaves, tree = self.waist.flatten(kwargs)
         kwargs = self.waist.unflatten(tree, map(own_form, leaves))
         given, own = [*map(own_form, inputs.leaves)], [*map(self.array, self.params.values())]
-        free = [path in self.free_params for path in self.params]
+        differentiated = self.free_params
+        free = [path in differentiated for path in self.params]
 
         def program(*leaves: Any) -> Any:
             moving = iter(leaves)

@@ -21,7 +21,6 @@ from gradtools.jax.jaxprs import (
     is_inexact,
     open_jaxpr,
     programs_of,
-    scan_counts,
 )
 from gradtools.sparse import entry_dependence as e
 from gradtools.sparse.entry_dependence import AbstractArray, Entries
@@ -49,7 +48,6 @@ _PLACES = {  # operands that are indices
 }
 _REDUCING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"}
 _ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"}
-_LONGEST = 4096  # longest scan that is analysed step by step
 
 
 def detected(fun: Any, x: jax.Array, only: Callable[..., jax.Array]) -> tuple[Any, tuple[int, ...]]:
@@ -82,8 +80,6 @@ def _step(_: int, eqn: Eqn, ins: list[AbstractArray]) -> Sequence[AbstractArray]
     found = None
     if name == "cond":
         found = _branches(eqn, ins)
-    elif name == "scan":
-        found = _scanned(eqn, ins)
     elif name in CALLS or name in RULED:
         found = _called(programs_of(eqn), ins)
     if found is not None:
@@ -120,48 +116,6 @@ def _branches(eqn: Eqn, ins: list[AbstractArray]) -> list[AbstractArray]:
 def _joined(values: Sequence[AbstractArray]) -> AbstractArray:
     active = [x.entries for x in values if x.entries is not None]
     return AbstractArray(values[0].shape, e.entrywise(values[0].shape, active) if active else None)
-
-
-def _scanned(eqn: Eqn, ins: list[AbstractArray]) -> list[AbstractArray] | None:
-    length = eqn.params["length"]
-    if length > _LONGEST:
-        return None
-    consts, carried = scan_counts(eqn)
-    body = programs_of(eqn)[0]
-    carry, columns = ins[consts : consts + carried], list[list[AbstractArray]]()
-    steps = range(length)[::-1] if eqn.params["reverse"] else range(length)
-    for i in steps:
-        rows = [_row(x, i) for x in ins[consts + carried :]]
-        outs = _called([body], [*ins[:consts], *carry, *rows])
-        assert outs is not None
-        carry = [
-            x if x.entries is not None else AbstractArray(x.shape, None) for x in outs[:carried]
-        ]
-        columns.append(outs[carried:])
-    if eqn.params["reverse"]:
-        columns.reverse()
-    return [*carry, *[_stacked(column) for column in zip(*columns, strict=True)]]
-
-
-def _row(x: AbstractArray, i: int) -> AbstractArray:
-    value = None if x.value is None else x.value[i]
-    entries = None if x.entries is None else e.moved([x.entries], e.index_array(x.shape)[i])
-    return AbstractArray(x.shape[1:], entries, value)
-
-
-def _stacked(rows: Sequence[AbstractArray]) -> AbstractArray:
-    shape = (len(rows), *rows[0].shape)
-    active = [x for x in rows if x.entries is not None]
-    if not active:
-        return AbstractArray(shape, None)
-    index, start = np.full(shape, -1), 0
-    for i, x in enumerate(rows):
-        if x.entries is not None:
-            index[i] = e.index_array(x.shape, start)
-            start += index[i].size
-    return AbstractArray(
-        shape, e.moved([x.entries for x in active if x.entries is not None], index)
-    )
 
 
 # --- transfer functions of the primitives

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from gradtools.arguments.batches import Batch, shared_examples_named
 from gradtools.arguments.checks import as_array, normalized_argnums, refuse_arguments
-from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
+from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify
 from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
 from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R
@@ -51,7 +51,7 @@ class Chunking(Operators):
         interleaved: bool = False,
         keep_graphs: int | None = None,
         memory_budget: int | None = None,
-        verify: bool | None = None,
+        verify: Verify = "first",
         progress: bool = False,
         select: Callable[[Any], Any] | None = None,
     ) -> F:
@@ -107,7 +107,7 @@ class Chunking(Operators):
                 chunk's graph.
             verify: PyTorch: whether a recomputed chunk is compared with its first computation: the
                 outputs, the leaves and operations of its graph, and the factors of gradient edits;
-                a difference raises. None: in the first backward pass of each f and of each new
+                a difference raises. "first": in the first backward pass of each f and of each new
                 shape, dtype, training mode and autocast setting; outputs bit for bit on the CPU,
                 up to rounding elsewhere. True: in each backward pass, bit for bit. False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
@@ -172,7 +172,7 @@ class Chunking(Operators):
         in_axes: Any = None,
         reduction: Literal["mean", "sum"] = "mean",
         weights: Any = None,
-        verify: bool | None = None,
+        verify: Verify = "first",
         has_aux: bool = False,
         key_argnums: Argnums = (),
         carry_argnums: Argnums = (),
@@ -476,7 +476,7 @@ class _Microbatches:
         given, empty = list(self.given), self.options.of_ranks
         if self.weights is not None:
             count = sum(isinstance(a.key, int) for a in given)
-            given.insert(count, Argument(count, self.weights, 0, named=True))
+            given.insert(count, Argument(count, self.weights, 0, named=True, label="weights"))
         self.batch = Batch(self.backend, _MICROBATCHED, given, lists=True, may_be_empty=empty)
         cut = Partition(self.batch.size, self.options.chunk_size).checked(_MICROBATCHED)
         return Chunks.of(terms, self.batch, cut, ChunkOptions(0), keys=keys, carried=carried)

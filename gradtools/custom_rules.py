@@ -16,6 +16,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from gradtools.arguments.checks import check_function
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe
 from gradtools.backend import Backend, F, Operators
@@ -92,8 +93,7 @@ class CustomRules(Operators):
         """
         if f is None:
             return partial(self.custom_rule, static_argnames=static_argnames, check=check)
-        if not callable(f):
-            raise GradtoolsError(f"custom_rule: f must be a function, got {f!r}.")
+        check_function("custom_rule", f)
         return CustomRule(self._backend, f, static_argnames, check)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from gradtools.arguments.checks import as_array
+from gradtools.arguments.checks import as_array, check_function
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.boundary import user_facing
@@ -223,8 +223,7 @@ class Edits(Operators):
             >>> float(gt.grad(lambda x: gt.transform_gradient(x, lambda c: c + 1) ** 2)(x))
             7.0
         """
-        if not callable(fn):
-            raise GradtoolsError(f"transform_gradient: fn must be callable, got {fn!r}.")
+        check_function("transform_gradient", fn, "fn", curried=False)
         backend = self._backend
         backend.compiler.refuse(
             "transform_gradient takes a Python function, which compiled code drops in silence "
@@ -325,12 +324,9 @@ class Edits(Operators):
         Source: Bengio, Leonard and Courville, Estimating or propagating gradients through
         stochastic neurons, 2013.
         """
-        if not callable(f) or not (surrogate is None or callable(surrogate)):
-            name, given = ("surrogate", surrogate) if callable(f) else ("f", f)
-            raise GradtoolsError(
-                f"straight_through: {name} must be a function, got "
-                f"{describe(self._backend, given)}."
-            )
+        check_function("straight_through", f)
+        if surrogate is not None:
+            check_function("straight_through", surrogate, "surrogate")
         return _StraightThrough(self._backend, f, surrogate)
 
 

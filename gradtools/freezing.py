@@ -20,10 +20,8 @@ from functools import partial
 from typing import Any
 
 from gradtools.arguments.batches import Batch
-from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
-from gradtools.arguments.wording import with_article
+from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify
 from gradtools.backend import F, Operators
-from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
 
 _ONE = Partition(1, 1)  # a use is one chunk
@@ -41,7 +39,7 @@ class Freezing(Operators):
         self,
         G: F,
         memory_budget: int | None = None,
-        verify: bool | None = None,
+        verify: Verify = "first",
     ) -> F:
         """A drop-in for G whose second derivatives store no graph of G.
 
@@ -96,12 +94,8 @@ class Freezing(Operators):
         in place of double backward as in Kemaev et al., Scalable meta-learning via mixed-mode
         differentiation, 2025.
         """
-        if not callable(G):
-            raise GradtoolsError(
-                f"frozen: G is {with_article(type(G).__name__)}; expected a function."
-            )
-        given, _ = ChunkOptions(0, memory_budget, verify).checked(G, 1, "frozen")
-        return self.frozen_for("frozen", G, given.memory_budget, verify)
+        options, _ = ChunkOptions(0, memory_budget, verify).checked(G, 1, "frozen", "G")
+        return self.frozen_for("frozen", G, options.memory_budget, options.verify)
 
     def frozen_for(
         self, caller: str, G: F, memory_budget: int | None = None, verify: bool | None = None

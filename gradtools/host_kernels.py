@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.arguments.checks import check_function
 from gradtools.arguments.wording import in_words, with_article
 from gradtools.boundary import user_facing
 from gradtools.code_origin import definition_of
@@ -134,8 +135,7 @@ class Kernel:
     known: dict[Any, tuple[KernelCall, Results]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        if not callable(self.fun):
-            raise GradtoolsError(f"host_function: the kernel must be callable, got {self.fun!r}.")
+        check_function("host_function", self.fun, "kernel")
         if not self.name:
             name = getattr(self.fun, "__name__", None) or type(self.fun).__name__
             object.__setattr__(self, "name", name)

@@ -272,8 +272,8 @@ class Jacobians(Operators):
         Source: forward over reverse, as in Pearlmutter, Fast exact multiplication by the Hessian,
         1994, with the pushforward taken through G alone.
         """
-        check_function("mixed_partial", f)
-        check_function("mixed_partial", G, "G")
+        check_function("mixed_partial", f, curried=False)
+        check_function("mixed_partial", G, "G", curried=False)
         single = (
             not isinstance(u, list) or self._backend.flatten(u)[1] == (self._backend.flatten(z)[1])
         )

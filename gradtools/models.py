@@ -16,7 +16,7 @@ import numpy as np
 
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import check_function
-from gradtools.arguments.chunks import ChunkOptions, check_verify
+from gradtools.arguments.chunks import ChunkOptions, Verify, checked_verify
 from gradtools.arguments.in_axes import arguments_of_call
 from gradtools.backend import F, Operators, P, R
 from gradtools.function_names import like_function
@@ -267,7 +267,7 @@ class Models(Operators):
         axes = tuple([axis for _, axis in batch.split])
         return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
 
-    def checkpoint(self, f: F, verify: bool | None = None) -> F:
+    def checkpoint(self, f: F, verify: Verify = "first") -> F:
         """The function f; its intermediate results are recomputed in the backward pass.
 
         It trades one more forward pass of f for the memory of its graph. PyTorch: f is recomputed
@@ -294,10 +294,8 @@ class Models(Operators):
             array([2., 2.], dtype=float32)
         """
         check_function("checkpoint", f)
-        check_verify("checkpoint", verify)
-        return self._backend.like_module(
-            f, partial(self._checkpoint_of, ChunkOptions(0, verify=verify))
-        )
+        options = ChunkOptions(0, verify=checked_verify("checkpoint", verify))
+        return self._backend.like_module(f, partial(self._checkpoint_of, options))
 
     def _checkpoint_of(self, options: ChunkOptions, f: Callable[..., Any]) -> Callable[..., Any]:
         return like_function("checkpointed_", f, self._backend.checkpoint(f, options))

@@ -328,7 +328,7 @@ class Taylor(Operators):
         Johnson and Duvenaud, Taylor-mode automatic differentiation for higher-order derivatives
         in JAX, 2019.
         """
-        check_function("jet", f)
+        check_function("jet", f, curried=False)
         order = _order(primals, series)
         call = Call(self._backend, "jet", f, primals, {}, tuple(range(len(primals))))
         along = [

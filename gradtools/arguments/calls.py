@@ -264,7 +264,7 @@ def call_of_primals(
     backend: Backend, caller: str, f: Any, primals: Sequence[Any], has_aux: bool | None = None
 ) -> Call:
     """The call `f(*primals)`, differentiated with respect to all of them."""
-    check_function(caller, f)
+    check_function(caller, f, curried=False)
     if not primals:
         raise GradtoolsError(f"{caller}: no primals were given; pass f's arguments after f.")
     argnums = tuple(range(len(primals)))

@@ -14,13 +14,14 @@ from gradtools.errors import GradtoolsError
 from gradtools.integrations import refusal
 
 
-def check_function(caller: str, f: Any, name: str = "f") -> None:
-    """Raises unless f, which messages call `name`, can be called."""
+def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -> None:
+    """Raises unless f can be called; a curried operator returns a function of f's arguments."""
     if callable(f):
         return
     plain = isinstance(f, str | int | float | complex | None)
     came = repr(f) if plain else with_article(type(f).__name__)
-    hint = f" Pass the function, not its result: {caller}(f)(x)." if hasattr(f, "dtype") else ""
+    call = f": {caller}({name})(x)" if curried else ""
+    hint = f" Pass the function, not its result{call}." if hasattr(f, "dtype") else ""
     raise GradtoolsError(f"{caller}: {name} must be a function, got {came}.{hint}")
 
 

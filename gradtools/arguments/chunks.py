@@ -6,17 +6,18 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from gradtools.arguments.batches import Batch, may_be_of_shapes
-from gradtools.arguments.checks import whole_number, whole_or_none
+from gradtools.arguments.checks import check_function, whole_number, whole_or_none
 from gradtools.arguments.chunk_outputs import SUMMED, Outputs, OutputShapes, other_structure
-from gradtools.arguments.wording import describe, with_article
+from gradtools.arguments.wording import describe
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, warn_once
 
+Verify = Literal["first"] | bool
 _CONTAINERS = (list, dict, tuple)
 
 
@@ -24,6 +25,7 @@ _CONTAINERS = (list, dict, tuple)
 class ChunkOptions:
     """The options of `chunked`.
 
+    verify: None verifies the first backward pass of each kind; a boolean each, or none.
     latest: A cache for the next call of the same function.
     """
 
@@ -31,7 +33,7 @@ class ChunkOptions:
 
     keep_graphs: int | None = None
     memory_budget: int | None = None
-    verify: bool | None = None
+    verify: Verify | None = None
     progress: bool = False
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -42,27 +44,26 @@ class ChunkOptions:
         self, f: Any, chunk_size: Any, caller: str = "chunked", name: str = "f"
     ) -> tuple[ChunkOptions, int]:
         """The options with counts as integers, and the chunk size; raises if any is invalid."""
-        if not callable(f):
-            raise GradtoolsError(
-                f"{caller}: {name} is {with_article(type(f).__name__)}; expected a function."
-            )
-        check_verify(caller, self.verify)
+        check_function(caller, f, name, curried=False)
+        verify = checked_verify(caller, self.verify)
         size = whole_number(caller, "chunk_size", chunk_size, 1, "examples")
         keep_graphs = whole_or_none(caller, "keep_graphs", self.keep_graphs, 0, "chunks")
         budget = whole_or_none(caller, "memory_budget", self.memory_budget, 0, "bytes")
-        return replace(self, keep_graphs=keep_graphs, memory_budget=budget), size
+        return replace(self, keep_graphs=keep_graphs, memory_budget=budget, verify=verify), size
 
 
-def check_verify(caller: str, verify: Any) -> None:
-    """Raises unless verify is None or a boolean."""
-    if verify is None or isinstance(verify, bool | np.bool_):
-        return
+def checked_verify(caller: str, verify: Any) -> bool | None:
+    """The argument verify as a boolean, or None for "first"; anything else is refused."""
+    if verify is None or (isinstance(verify, str) and verify == "first"):
+        return None
+    if isinstance(verify, bool | np.bool_):
+        return bool(verify)
     shape = getattr(verify, "shape", None)
     came = repr(verify) if shape is None else f"an array of shape {tuple(shape)}"
     call = "" if shape is None else f" {caller} returns a function, which takes f's arguments."
     raise GradtoolsError(
-        f"{caller}: verify is {came}; expected True (compare in each backward pass), False "
-        f"(never) or None (in the first one for each shape and dtype of the arguments).{call}"
+        f"{caller}: verify is {came}; expected 'first' (compare in the first backward pass for "
+        f"each shape and dtype of the arguments), True (in each one) or False (never).{call}"
     )
 
 

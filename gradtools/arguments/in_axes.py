@@ -25,18 +25,20 @@ class Argument(NamedTuple):
         value: Its value.
         axes: The axis that it is split on, None if it is shared, or a tree of these.
         named: Whether the user gave the axes explicitly.
+        label: Its name in messages, if it is no argument of f.
     """
 
     key: int | str
     value: Any
     axes: Any = None
     named: bool = False
+    label: str | None = None
 
     @property
     def name(self) -> str:
         """The argument's name in messages."""
         kind = "argument" if isinstance(self.key, int) else "keyword argument"
-        return f"{kind} {self.key}"
+        return self.label or f"{kind} {self.key}"
 
 
 def arguments_of_call(

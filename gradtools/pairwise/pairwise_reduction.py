@@ -35,10 +35,10 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from gradtools.arguments.checks import as_array, whole_number
-from gradtools.arguments.chunks import check_verify
+from gradtools.arguments.checks import as_array, check_function, whole_number
+from gradtools.arguments.chunks import Verify, checked_verify
 from gradtools.arguments.in_axes import argument_keys
-from gradtools.arguments.wording import describe, in_words, is_numeric, with_article
+from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, Operators
 from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
@@ -60,7 +60,7 @@ class Tiling(Operators):
         rows: Names = 0,
         columns: Names = 1,
         over: Any = "columns",
-        verify: bool | None = None,
+        verify: Verify = "first",
     ) -> Callable[..., Any]:
         """Reduces a function of all pairs of rows and columns at the memory of one tile.
 
@@ -92,7 +92,7 @@ class Tiling(Operators):
             over: Which side is reduced, "columns" (a result for each row) or "rows", or a tree of
                 these like `reduce`.
             verify: PyTorch: whether a tile that is computed again is compared, up to rounding, with
-                what it was first, as in `chunked`. None: the first tile, in the first derivative
+                what it was first, as in `chunked`. "first": the first tile, in the first derivative
                 of each f and of new shapes, dtypes, training modes or autocast. True: each tile,
                 in each derivative. False: none; changes of what f closes over are not detected.
 
@@ -116,13 +116,10 @@ class Tiling(Operators):
         Source: Rabe and Staats, Self-attention does not need O(n^2) memory, 2021; Milakov and
         Gimelshein, Online normalizer calculation for softmax, 2018.
         """
-        if not callable(f):
-            raise GradtoolsError(
-                f"pairwise_reduce: f is {with_article(type(f).__name__)}; expected a function of a "
-                "tile of rows and a tile of columns."
-            )
-        check_verify("pairwise_reduce", verify)
-        options = TileOptions(reduce, over, _sizes(tile_size), verify)
+        check_function("pairwise_reduce", f, curried=False)
+        options = TileOptions(
+            reduce, over, _sizes(tile_size), checked_verify("pairwise_reduce", verify)
+        )
         sides = _names("rows", rows), _names("columns", columns)
         return like_function("tiled_", f, partial(self._tiled, f, options, sides))
 

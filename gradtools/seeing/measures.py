@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from gradtools import notebook_html
-from gradtools.arguments.wording import with_article
+from gradtools.arguments.checks import check_function
 from gradtools.backend import Operators, P
-from gradtools.errors import GradtoolsError
 from gradtools.seeing.frameworks import Framework
 
 _RUNS, _ENOUGH = (3, 25), 1.0  # at least, at most; seconds after which no further run starts
@@ -162,10 +161,7 @@ class Measures(Operators):
         Source: operation counts as in Griewank and Walther, Evaluating derivatives, 2008; saved
         tensors counted as PyTorch's saved_tensors_hooks and jax.vjp hold them.
         """
-        if not callable(f):
-            raise GradtoolsError(
-                f"measure: f is {with_article(type(f).__name__)}; expected a function."
-            )
+        check_function("measure", f, curried=False)
         return Framework(self._backend, "measure").measures.measure(f, args, kwargs)
 
 

@@ -262,7 +262,7 @@ def test_what_cannot_be_a_rule_is_refused(gt):
         (lambda: gt.custom_rule(lambda x: x, static_argnames="n"), "names 'n', but .* arguments x"),
         (lambda: gt.custom_rule(lambda x: x).defvjp(None, None), "fwd must be a function"),
         (lambda: gt.custom_rule(lambda x: x).defjvp(1), "rule must be a function, got 1"),
-        (lambda: gt.host_function(3), "must be callable, got 3"),
+        (lambda: gt.host_function(3), "kernel must be a function, got 3"),
         (lambda: gt.host_function(lambda *, x: x), "keyword-only"),
     ):
         with pytest.raises(GradtoolsError, match=message):

@@ -298,7 +298,7 @@ def test_what_f_raises_comes_through(gt):
 
 
 def test_f_must_be_a_function(gt):
-    with pytest.raises(gradtools.GradtoolsError, match="measure: f is an int; expected a function"):
+    with pytest.raises(gradtools.GradtoolsError, match="measure: f must be a function, got 3"):
         gt.measure(3)
 
 

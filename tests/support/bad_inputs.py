@@ -1,8 +1,8 @@
 """Bad calls of every operator; `bad_inputs.txt` has the whole text of what each raises.
 
 A text says what was asked, what was found (the argument, the leaf, the shape, the dtype) and what
-to do instead: our messages to read. `python -m tests.support.bad_inputs` writes them
-anew, and `git diff` shows which are other; `tests/operators/test_bad_inputs.py` makes the calls.
+to do instead: our messages to read. `python -m tests.support.bad_inputs` writes them again,
+and `git diff` shows the changes; `tests/operators/test_bad_inputs.py` makes the calls.
 """
 
 from __future__ import annotations
@@ -226,6 +226,8 @@ BAD: dict[str, Call] = {
         lambda y, g: y, 3.0, a(S), a(S), a(S)
     ),
     "vjp of a number": lambda gt, a: gt.vjp(3.0, a(S)),
+    "vjp of an array": lambda gt, a: gt.vjp(a(S), a(S)),
+    "why_zero of an array": lambda gt, a: gt.why_zero(a(S), a(S)),
     "jvp of None": lambda gt, a: gt.jvp(None, (a(S),), (a(S),)),
     "vmap of a number": lambda gt, a: gt.vmap(3.0)(a(V)),
     "checkpoint, verified always": lambda gt, a: gt.checkpoint(total(gt), verify="always"),

@@ -67,9 +67,9 @@ def test_with_verify_each_tile_of_each_derivative_is_compared_or_none(compared):
     assert not compared
 
 
-def test_what_fits_no_time_to_compare_is_refused():
-    with pytest.raises(GradtoolsError, match="pairwise_reduce: verify is 'first'; expected True"):
-        gt.pairwise_reduce(scores, verify="first")
+def test_an_unknown_time_of_verification_is_refused():
+    with pytest.raises(GradtoolsError, match="verify is 'always'; expected 'first'"):
+        gt.pairwise_reduce(scores, verify="always")
 
 
 def test_a_change_after_the_first_derivative_is_seen_if_it_is_to_be():

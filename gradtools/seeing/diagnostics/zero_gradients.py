@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from gradtools.arguments.checks import check_function
 from gradtools.arguments.keyword_hints import passed_on
 from gradtools.backend import Operators, P, R
 from gradtools.code_origin import place_of
@@ -211,8 +212,7 @@ class SeeingOperators(Operators):
 
         Source: requested in jax#10867.
         """
-        if not callable(f):
-            raise GradtoolsError(f"guard_gradients: f is {f!r}; expected a function.")
+        check_function("guard_gradients", f)
         options = argnums, model, optimizer
         return like_function("", f, partial(self._guarded, f, options, [True]))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.checks import differentiable_leaf, normalized_argnums
+from gradtools.arguments.checks import check_function, differentiable_leaf, normalized_argnums
 from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
@@ -47,9 +47,7 @@ class LeafProgram:
         argnums: Any = (),
         strict: bool = True,
     ) -> None:
-        if not callable(f):
-            came = describe(backend, f) if hasattr(f, "shape") else repr(f)
-            raise GradtoolsError(f"{caller}: f is {came}; expected a function.")
+        check_function(caller, f, curried=False)
         self.backend, self.caller, self.f = backend, caller, f
         self.argnums = normalized_argnums(caller, argnums, len(args)) if argnums != () else ()
         self.framework = Framework(backend, caller)

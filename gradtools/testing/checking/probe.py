@@ -48,7 +48,7 @@ class Probe(FlatFunction):
     def __init__(self, caller: str, f: Callable[..., Any], args: Sequence[Any], backend: Any):
         super().__init__(backend_name(caller, backend))
         self.caller, self.f = caller, f
-        check_function(caller, f)
+        check_function(caller, f, curried=False)
         if not isinstance(args, tuple | list) or not args:
             kind = "an empty one" if isinstance(args, tuple | list) else f"a {type(args).__name__}"
             raise GradtoolsError(

@@ -4,7 +4,7 @@
     python -m tests.support.run_sweeps --whole             # tens of minutes
     python -m tests.support.run_sweeps --backend torch --filter linalg --json
 
-Exit status: 0 if all that they find is told by the ledgers, 1 if not, 2 if nothing was swept.
+Exit status: 0 if the ledgers hold all that they find, 1 if not, 2 if nothing was swept.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from gradtools.arguments.batches import Batch, shared_examples_named
 from gradtools.arguments.checks import as_array, normalized_argnums, refuse_arguments
-from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify
+from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify, checked_verify
 from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
 from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R
@@ -137,7 +137,9 @@ class Chunking(Operators):
         Source: Gao, Zhang, Han, Callan, Scaling deep contrastive learning batch size under memory
         limited setup, 2021; recomputation after Griewank and Walther, Algorithm 799: revolve, 2000.
         """
-        options = ChunkOptions(keep_graphs, memory_budget, verify, bool(progress))
+        options = ChunkOptions(
+            keep_graphs, memory_budget, checked_verify("chunked", verify), bool(progress)
+        )
         options, chunk_size = options.checked(f, chunk_size)
         if select is not None:
             ChunkOptions().checked(select, 1, "chunked", "select")
@@ -229,7 +231,8 @@ class Chunking(Operators):
             >>> float(value), float(g)
             (3.0, 3.0)
         """
-        _, chunk_size = ChunkOptions(verify=verify).checked(f, chunk_size, _MICROBATCHED)
+        checked_verify(_MICROBATCHED, verify)
+        _, chunk_size = ChunkOptions().checked(f, chunk_size, _MICROBATCHED)
         if reduction not in ("mean", "sum"):
             raise GradtoolsError(
                 f"{_MICROBATCHED}: reduction is {reduction!r}; expected 'mean' or 'sum'."

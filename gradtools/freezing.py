@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from gradtools.arguments.batches import Batch
-from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify
+from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify, checked_verify
 from gradtools.backend import F, Operators
 from gradtools.function_names import like_function
 
@@ -94,7 +94,8 @@ class Freezing(Operators):
         in place of double backward as in Kemaev et al., Scalable meta-learning via mixed-mode
         differentiation, 2025.
         """
-        options, _ = ChunkOptions(0, memory_budget, verify).checked(G, 1, "frozen", "G")
+        options = ChunkOptions(0, memory_budget, checked_verify("frozen", verify))
+        options, _ = options.checked(G, 1, "frozen", "G")
         return self.frozen_for("frozen", G, options.memory_budget, options.verify)
 
     def frozen_for(

@@ -33,7 +33,7 @@ class ChunkOptions:
 
     keep_graphs: int | None = None
     memory_budget: int | None = None
-    verify: Verify | None = None
+    verify: bool | None = None
     progress: bool = False
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -45,11 +45,10 @@ class ChunkOptions:
     ) -> tuple[ChunkOptions, int]:
         """The options with counts as integers, and the chunk size; raises if any is invalid."""
         check_function(caller, f, name, curried=False)
-        verify = checked_verify(caller, self.verify)
         size = whole_number(caller, "chunk_size", chunk_size, 1, "examples")
         keep_graphs = whole_or_none(caller, "keep_graphs", self.keep_graphs, 0, "chunks")
         budget = whole_or_none(caller, "memory_budget", self.memory_budget, 0, "bytes")
-        return replace(self, keep_graphs=keep_graphs, memory_budget=budget, verify=verify), size
+        return replace(self, keep_graphs=keep_graphs, memory_budget=budget), size
 
 
 def checked_verify(caller: str, verify: Any) -> bool | None:

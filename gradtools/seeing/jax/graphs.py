@@ -94,7 +94,7 @@ class _JaxprReader:
     def __init__(self, in_places: bool, rules: Sequence[Any]) -> None:
         self._in_places, self._rules = in_places, rules
         self._known: dict[Any, tuple[Jaxpr, _Read]] = {}  # jaxprs are held: ids stay unique
-        self._uncut = reachability.Flow(raw=True)
+        self._flow = reachability.Flow(raw=False)
 
     def body(self, jaxpr: Jaxpr, place: _Place, flat: Sequence[bool]) -> _Read:
         key = id(jaxpr), place, tuple(flat)
@@ -170,46 +170,37 @@ class _JaxprReader:
         )
 
     def links(self, eqn: Eqn, inner: Sequence[Any], values: _JaxprValues) -> Links | None:
-        """An equation's links; None if bodies and dtypes determine them."""
+        """An equation's links, by `reachability.py`; None if its bodies determine them."""
         name = eqn.primitive.name
-        if jaxprs.is_ruled(eqn):
-            return self.ruled_links(eqn)
-        if hasattr(eqn.primitive, "gradtools_connects"):
-            return _rows(eqn, eqn.primitive.gradtools_connects(eqn), _FULL, _CUT)
-        if inner:
+        declared = jaxprs.is_ruled(eqn) or hasattr(eqn.primitive, "gradtools_connects")
+        if inner and not declared:
             return None
-        if (matrix := reachability.reaches(eqn)) is not None:
-            return _rows(eqn, matrix, _FULL, _CUT)
-        if name in _STOPS or reachability.is_complex_sign(eqn):
-            return _rows(eqn, _all(eqn), _CUT, _CUT)
-        if name in _FLAT and _FLAT[name](eqn):
-            return _rows(eqn, _all(eqn), _ZERO, _CUT)
-        if name == "sort" or name in reachability.ONE_TO_ONE:
-            return _one_to_one(eqn)
         if reachability.is_activation_rule(eqn):
             values.flat.update(eqn.outvars)
             return tuple((_ZERO,) * len(eqn.invars) for _ in eqn.outvars)
-        if jaxprs.overwrites(eqn):
-            first = [[i > 0 for i in range(len(eqn.invars))]]
-            return _rows(eqn, first, _FULL, _NONE)
-        nondifferentiable = reachability.nondifferentiable_inputs(eqn)
         flat = {i for i, atom in enumerate(eqn.invars) if values.is_flat(atom)}
-        if not nondifferentiable and not flat:
-            return None
         if flat and not all(map(jaxprs.is_inexact, eqn.outvars)):
             values.flat.update(eqn.outvars)
-        return _weakened(eqn, nondifferentiable, flat)
+        strength = _ZERO if name in _FLAT and _FLAT[name](eqn) else _FULL
+        bits = [1 << i for i in range(len(eqn.invars))]
+        smooth, data = (flow.step(eqn, bits) for flow in (self._flow, self._flow.uncut))
+        inexact = [*map(jaxprs.is_inexact, eqn.invars)]
+        used = [any(mask >> i & 1 for mask in data) for i in range(len(bits))]
+        nothing = _CUT if _edit(eqn) else _NONE  # an edit's other inputs enter its cotangent
 
-    def ruled_links(self, eqn: Eqn) -> Links:
-        masks = self._uncut.step(eqn, [1 << i for i in range(len(eqn.invars))])
-        flows = [[bool(mask >> i & 1) for i in range(len(eqn.invars))] for mask in masks]
-        rows = _rows(eqn, flows, _FULL, _NONE)
-        if not _edit(eqn):
-            return rows
-        used = [any(column) for column in zip(*flows, strict=True)]
-        return tuple(
-            tuple(link if u else _CUT for link, u in zip(row, used, strict=True)) for row in rows
-        )
+        def link(k: int, i: int, target: Any) -> Dependence:
+            if not data[k] >> i & 1:
+                return _NONE if used[i] else nothing
+            if smooth[k] >> i & 1 and i in flat:
+                return _ZERO
+            both = smooth[k] >> i & 1 and inexact[i] and jaxprs.is_inexact(target)
+            return strength if both else _CUT
+
+        targets = jaxprs.targets(eqn)
+        rows = [[link(k, i, y) for i in range(len(bits))] for k, y in enumerate(targets)]
+        if jaxprs.overwrites(eqn):
+            rows[0][0] = _NONE
+        return tuple(map(tuple, rows))
 
 
 class _JaxprValues:
@@ -389,45 +380,6 @@ _FLAT: dict[str, Callable[[Eqn], bool]] = {
     **dict.fromkeys(("round", "floor", "ceil", "sign"), lambda eqn: True),
     "integer_pow": lambda eqn: eqn.params["y"] == 0,
 }
-
-
-def _all(eqn: Eqn) -> list[list[bool]]:
-    return [[True] * len(eqn.invars) for _ in jaxprs.targets(eqn)]
-
-
-def _rows(
-    eqn: Eqn, flows: Sequence[Sequence[bool]], carried: Dependence, other: Dependence
-) -> Links:
-    """Links of strength `carried` between inexact arrays where data flows, cuts between others."""
-
-    def link(flow: bool, var: Any, atom: Any) -> Dependence:
-        if not flow:
-            return other
-        return carried if jaxprs.is_inexact(var) and jaxprs.is_inexact(atom) else _CUT
-
-    return tuple(
-        tuple(link(flow, var, atom) for flow, atom in zip(row, eqn.invars, strict=True))
-        for row, var in zip(flows, jaxprs.targets(eqn), strict=True)
-    )
-
-
-def _one_to_one(eqn: Eqn) -> Links | None:
-    """Links from input k to output k; in a sort the keys also determine the order, as a cut."""
-    if len(eqn.invars) != len(eqn.outvars):
-        return None
-    keys = eqn.params["num_keys"] if eqn.primitive.name == "sort" else 0
-    flows = [[i == k for i in range(len(eqn.invars))] for k in range(len(eqn.outvars))]
-    rows = [list(row) for row in _rows(eqn, flows, _FULL, _NONE)]
-    for row in rows:
-        row[:keys] = [max(link, _CUT) for link in row[:keys]]
-    return tuple(map(tuple, rows))
-
-
-def _weakened(eqn: Eqn, nondifferentiable: set[int], flat: set[int]) -> Links:
-    """Differentiable links, except from inputs that are cut or have a zero derivative."""
-    weak = {**dict.fromkeys(flat, _ZERO), **dict.fromkeys(nondifferentiable, _CUT)}
-    rows = _rows(eqn, _all(eqn), _FULL, _CUT)
-    return tuple(tuple(weak.get(i, link) for i, link in enumerate(row)) for row in rows)
 
 
 def _may_lose(eqn: Eqn, links: Links | None) -> bool:

@@ -302,7 +302,7 @@ def test_a_scale_given_as_an_array_enters_the_hessian_from_both_sides(gt, rng, m
 
 
 @pytest.mark.slow_at(("jax", "rff"))
-@pytest.mark.parametrize("modes", itertools.product("fr", repeat=3), ids="".join)
+@pytest.mark.parametrize("modes", [*itertools.product("fr", repeat=3)], ids="".join)
 def test_third_order_brings_the_third_power_in_all_eight_mixes(gt, modes):
     one = gt.asarray(1.0)
     derivative = {"r": gt.grad, "f": lambda f: lambda x: gt.jvp(f, (x,), (one,))[1]}

@@ -82,7 +82,6 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.slow_at(("torch", "measure"), ("jax", "formula"))
 @pytest.mark.parametrize(
     ("command", "status", "parts"), ANSWERS, ids=[command.split()[0] for command, _, _ in ANSWERS]
 )

@@ -203,7 +203,8 @@ def test_results_are_attached_exactly_when_grad_mode_is_on_and_something_require
         assert (leaf.grad_fn is not None) == attached
 
 
-@pytest.mark.parametrize(("grad_mode", "argument"), itertools.product([True, False], repeat=2))
+@pytest.mark.parametrize("argument", [True, False])
+@pytest.mark.parametrize("grad_mode", [True, False])
 def test_aux_is_attached_as_the_value_is(grad_mode, argument):
     x = _x().requires_grad_(argument)
     with torch.set_grad_enabled(grad_mode):

@@ -313,7 +313,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("blocks", itertools.product(BLOCKS, repeat=3), ids=" ".join)
+@pytest.mark.parametrize("blocks", [*itertools.product(BLOCKS, repeat=3)], ids=" ".join)
 def test_blocks_in_blocks_stop_what_they_stop_in_reverse_mode(blocks):
     def nested(x, names):
         if not names:

@@ -483,11 +483,6 @@ def z(rng) -> Any:
     return rng.normal(size=3) + 1j * rng.normal(size=3)
 
 
-def test_the_gradient_of_the_square_modulus_is_twice_the_number(gt, backend_name, z):
-    f = lambda z: gt.xp.sum(gt.xp.real(gt.xp.conj(z) * z))
-    close(lower(gt.grad(f)(lift(backend_name, z))), 2 * z, EXACT)
-
-
 def test_the_complex_gradient_is_the_real_slope_plus_i_times_the_imaginary_one(gt, backend_name, z):
     f = lambda z: gt.xp.sum(gt.xp.imag(z * z * z) + gt.xp.real(z))
     found = lower(gt.grad(f)(lift(backend_name, z)))
@@ -496,16 +491,6 @@ def test_the_complex_gradient_is_the_real_slope_plus_i_times_the_imaginary_one(g
         unit = np.eye(3)[i]
         re, im = slope(lambda s: at(s * unit)), slope(lambda s: at(1j * s * unit))
         assert abs(found[i] - (re + 1j * im)) < DIFFERENCE
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_complex_gradient_step_descends(gt, backend_name, z):
-    target = 1.0 - 2.0j
-    f = lambda z: gt.xp.sum(gt.xp.abs(z - target) ** 2)
-    x = lift(backend_name, z)
-    for _ in range(200):
-        x = x - 0.1 * gt.grad(f)(x)
-    close(lower(x), np.full(3, target), EXACT)
 
 
 def test_the_vjp_of_a_linear_map_is_its_conjugate_transpose(gt, backend_name, rng, z):

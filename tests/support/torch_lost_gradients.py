@@ -451,21 +451,6 @@ class _Sinh(torch.autograd.Function):
         return ct * (ctx.up + ctx.down) / 2
 
 
-class _SinhSaved(_Sinh):
-    """The same, saved as if they were inputs or outputs."""
-
-    @staticmethod
-    def forward(ctx, x):
-        up, down = x.exp(), (-x).exp()
-        ctx.save_for_backward(up, down)
-        return (up - down) / 2
-
-    @staticmethod
-    def backward(ctx, ct):
-        up, down = ctx.saved_tensors
-        return ct * (up + down) / 2
-
-
 class _SinhOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -515,13 +500,6 @@ class _Steps(torch.autograd.Function):
 def derivative_of_a_rule_with_intermediates(x):
     y = _Sinh.apply(x)  # <- inside_rule
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return (g**2).sum()
-
-
-@cause()
-def derivative_of_a_rule_that_saves_intermediates(x):
-    y = _SinhSaved.apply(x)  # <- inside_rule
-    (g,) = torch.autograd.grad(y.sum(), [x], None, None, True)
     return (g**2).sum()
 
 
@@ -649,13 +627,6 @@ def underflow(x):
 
 
 # --- healthy -----------------------------------------------------------------------------
-
-
-@healthy()
-def set_where_the_greatest_is(x):
-    y = x**2
-    y[x.argmax()] = 0.0
-    return y.sum()
 
 
 @healthy()
@@ -852,11 +823,6 @@ def statistics_under_no_grad(x):
     return ((x - mean) / scale).tanh().sum()
 
 
-@healthy(W)
-def embedding_lookup(table):
-    return F.embedding(torch.tensor([0, 2, 2]), table).square().sum()
-
-
 @healthy()
 def sorting(x):
     values, order = x.sort()
@@ -879,12 +845,6 @@ def complex_numbers(x):
 def linear_algebra(x):
     a = W @ W.T + torch.diag(x.exp()) + torch.eye(3)
     return torch.linalg.solve(a, x).sum() + torch.linalg.slogdet(a).logabsdet
-
-
-@healthy()
-def count_as_a_divisor(x):
-    keep = x > 0
-    return (x * keep).sum() / keep.sum()
 
 
 @healthy()

@@ -204,11 +204,6 @@ def optimizer_of_a_copy():
     return loop(model, torch.optim.Adam(copy.deepcopy(model).parameters(), 0.5))
 
 
-def model_made_again():
-    optimizer = torch.optim.SGD(Net().parameters(), 0.5)
-    return loop(Net(), optimizer)
-
-
 class Listed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -339,9 +334,6 @@ PLANTED = {
     "a head replaced after it": Planted(head_replaced, of("not_optimized", "head"), strangers=True),
     "an optimizer of a copy": Planted(
         optimizer_of_a_copy, of("not_optimized", "body", "head"), strangers=True
-    ),
-    "a model made again": Planted(
-        model_made_again, of("not_optimized", "body", "head"), strangers=True
     ),
     "layers in a plain list": Planted(plain_list, of("plain_list", "blocks[0]", "blocks[1]")),
     "a layer in a plain dict": Planted(plain_dict, of("plain_list", "adapters['a']")),

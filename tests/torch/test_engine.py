@@ -397,13 +397,6 @@ def test_a_pullback_called_without_grad_mode_is_detached():
 # --- through results ---------------------------------------------------------------------
 
 
-def test_backward_goes_through_a_gradient():
-    w = _x().requires_grad_()
-    penalty = (gt.grad(lambda x: (x.sin() * w).sum())(_x()) ** 2).sum()
-    penalty.backward()
-    assert torch.allclose(w.grad, 2 * w.detach() * _x().cos() ** 2, rtol=1e-14)
-
-
 def test_native_double_backward_goes_through_a_gradient():
     x = _x().requires_grad_()
     g = gt.grad(lambda x: (x**4).sum())(x)

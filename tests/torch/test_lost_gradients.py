@@ -28,7 +28,7 @@ def test_nothing_healthy_is_reported(case):
     assert not report.findings
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_sum_of_probabilities_cancels_and_does_not_underflow(seed):
     x = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))
     for f in (

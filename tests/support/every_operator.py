@@ -324,7 +324,7 @@ USES = (
     Use("checkpoint", lambda w: _gradient(w, w.gt.checkpoint(w.twice)), rows=True),
     Use(
         "compile", lambda w: w.gt.compile(w.gt.grad(w.loss)), rows=True, backends=("jax",)
-    ),  # in PyTorch a compilation takes seconds: see `COMPILED`
+    ),  # in PyTorch a compilation takes seconds: see tests/torch/test_faults.py
     Use("reverse_gradient", lambda w: _through(w, w.gt.reverse_gradient), rows=True),
     Use("scale_gradient", lambda w: _through(w, lambda x: w.gt.scale_gradient(x, 3.0)), rows=True),
     Use(
@@ -394,7 +394,6 @@ USES = (
     Use("is_recomputing", lambda w: lambda x: w.gt.is_recomputing(), planted=False),
     Use("xp", lambda w: w.gt.xp.sum, planted=False),
 )
-COMPILED = Use("compile", lambda w: w.gt.compile(w.gt.grad(w.loss)), rows=True)
 
 
 def leaves(gt: Any, tree: Any) -> list[np.ndarray]:

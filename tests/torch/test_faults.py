@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,11 @@ import gradtools.torch as gt
 from gradtools import GradtoolsError
 from tests.support.every_operator import POINT, USES, Use, World, healthy, leaves
 from tests.support.state_of_process import bits, changes, everything
-from tests.testing.test_faults import FAULTS, Planted, chosen, counted, outcome, reaches, same
-from tests.testing.test_faults_arrays import ODD, assert_same
+from tests.testing import test_faults as shared
+from tests.testing import test_faults_arrays as arrays
+from tests.testing import test_faults_places as places
+from tests.testing.test_faults import FAULTS, Planted, outcome
+from tests.testing.test_faults_arrays import assert_same
 
 MINE = [use for use in USES if "torch" in use.backends]
 P = torch.tensor(POINT)
@@ -141,89 +142,55 @@ def derived(w: World) -> Any:
     return w.gt.grad(w.gt.compile(w.loss, backend="aot_eager"))
 
 
-APART = {"all_gather": gathered, "compile": compiled, "grad: of compile": derived}
+def survives_faults(use: Use) -> None:
+    for fault in FAULTS:
+        shared.test_a_fault_at_any_call_reaches_the_user_and_leaves_nothing_behind(
+            use, fault, gt, "torch"
+        )
 
 
-@pytest.mark.sweep_at("compile", "grad: of compile")
-@pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
-@pytest.mark.parametrize("name", APART)
-def test_gather_and_compiled_functions_survive_every_fault(name, alone):
-    """As in `test_faults.py`: told, nothing left behind, and what is kept is not poisoned."""
-    run = lambda part, x: APART[name](World(gt, part, x))(x)
-    use = Use(name, APART[name])
-    x = P.clone().requires_grad_()
-    x.grad = P + 1
-    part, calls = counted(gt)
-    expected = leaves(gt, run(part, x))
-    found = [(fault, at) for at in chosen(calls()) for fault in FAULTS]
-    assert len(found) >= 6
-    for fault, at in found:
-        error = fault.make("torch")
-        before, memory = everything(), bits(x)
-        told = outcome(use, World(gt, counted(gt, at, error)[0], x))
-        assert reaches(told, error), (fault.name, at, told)
-        assert changes(before, everything()) == [], (fault.name, at)
-        assert bits(x) == memory
-        assert same(gt, run(healthy(gt), x), expected)
-
-
-@pytest.mark.sweep_at("compile", "grad: of compile")
-@pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
-@pytest.mark.parametrize("name", APART)
-def test_gather_and_compiled_functions_take_unusual_arrays(name, alone):
-    run = lambda x: leaves(gt, APART[name](World(gt, healthy(gt), x))(x))
-    (expected,) = run(P.clone())
-    for odd, value in ODD.items():
-        x = P.clone()
-        x[1] = value
-        (found,) = run(x)
-        assert found[[0, 2, 3]].tobytes() == expected[[0, 2, 3]].tobytes(), odd
-        assert np.isnan(found[1]) or odd != "NaN"
-        assert found[1] != expected[1], odd
+def takes_unusual_arrays(use: Use) -> None:
+    arrays.test_an_odd_value_in_one_entry_changes_no_other_and_is_not_swallowed(use, gt, "torch")
     for shape in ((0,), (0, 3)):
-        assert run(torch.zeros(shape, dtype=torch.float64))[0].shape == shape
+        assert result(use, torch.zeros(shape, dtype=torch.float64))[0].shape == shape
     for view in ("every second entry", "with an offset", "a negative view", "expanded"):
-        x = TENSORS[view]()
-        assert_same(run(x), run(plain(x)))
+        assert_same(result(use, TENSORS[view]()), result(use, plain(TENSORS[view]())))
 
 
-@pytest.mark.sweep_at("compile", "grad: of compile")
-@pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
-@pytest.mark.parametrize("name", APART)
-def test_gather_and_compiled_functions_of_complex_arrays_are_the_plain_gradient(name, alone):
+def is_the_plain_gradient_of_complex_arrays(use: Use) -> None:
     w = World(gt, healthy(gt), torch.complex(P, P.flip(0)))
-    expected = w.gt.grad(w.loss)(w.x)
+    expected = gt.grad(w.loss)(w.x)
     assert expected.imag.abs().min() > 0.1
-    torch.testing.assert_close(APART[name](w)(w.x), expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(use.run(w), expected, rtol=1e-14, atol=0)
+
+
+def is_right_in_many_threads(use: Use) -> None:
+    made_once = use.make(World(gt, healthy(gt), P))
+    places.test_many_threads_at_once_each_get_what_they_would_alone(
+        Use(use.name, lambda w: made_once), gt, "torch"
+    )
+
+
+CHECKS = (
+    survives_faults,
+    takes_unusual_arrays,
+    is_the_plain_gradient_of_complex_arrays,
+    test_on_the_meta_device_a_use_gives_shapes_or_says_that_there_are_no_values,
+    is_right_in_many_threads,
+)
+APART = (
+    Use("all_gather", gathered),
+    Use("compile", compiled),
+    Use("grad: of compile", derived),
+)
 
 
 @pytest.mark.sweep_at("compile", "grad: of compile")
 @pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
-@pytest.mark.parametrize("name", APART)
-def test_gather_and_compiled_functions_give_shapes_on_the_meta_device(name, alone):
-    w = World(gt, healthy(gt), P.to("meta"))
-    found = APART[name](w)(w.x)
-    assert (found.device.type, found.shape, found.dtype) == ("meta", P.shape, P.dtype)
-
-
-@pytest.mark.sweep_at("compile", "grad: of compile")
-@pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
-@pytest.mark.parametrize("name", APART)
-def test_gather_and_compiled_functions_in_many_threads_are_each_right(name, alone):
-    w = World(gt, healthy(gt), P)
-    run = APART[name](w)
-    points = [P * (1 + i / 10) for i in range(8)]
-    expected = [w.gt.grad(w.loss)(x) for x in points]
-    before, interval = everything(), sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(run, points))
-    finally:
-        sys.setswitchinterval(interval)
-    assert changes(before, everything()) == []
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
+@pytest.mark.parametrize("use", APART, ids=str)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_gather_and_compiled_functions_are_as_all_others(check, use, alone):
+    check(use)
 
 
 # --- hooks that raise, modes around the call -----------------------------------------------

@@ -15,7 +15,7 @@ from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
 from gradtools.jax._upstream import ClosedJaxpr, Primitive, constants_of
 from gradtools.jax.compiled_once import compiled, own
-from gradtools.jax.known_errors import NO_EFFECTS, flax_explained, says
+from gradtools.jax.known_errors import NO_CONSTANT, NO_EFFECTS, flax_explained, says
 
 _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
 
@@ -137,7 +137,10 @@ def explained_recomputation(caller: str) -> Iterator[None]:
             f"{caller}: jax.experimental.jet has no rule for {error.args[0].name}, which {caller} "
             "uses (neither has it one for jax.checkpoint, nor for scan). gradtools' jet has."
         ) from error
-    except jax.errors.UnexpectedTracerError as error:
+    except TypeError as error:
+        leaked = isinstance(error, jax.errors.UnexpectedTracerError)
+        if not (leaked or says(error, NO_CONSTANT)):
+            raise
         raise GradtoolsError(
             f"{caller}: a value of f is used outside of the trace that made it: f keeps it in "
             "Python state, or the fwd or bwd of a jax.custom_vjp in f closes over it. Return it, "

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen, nnx
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -38,65 +38,20 @@ def _offloaded_rule(w: Any, x: Any) -> Any:
     return power(3, encode(w, x))
 
 
-def _symbolic(w: Any, x: Any) -> Any:
-    @jax.custom_jvp
-    def scaled(a: Any, b: Any) -> Any:
-        return a * b
-
-    def rule(primals: Any, tangents: Any) -> Any:
-        (a, b), (da, db) = primals, tangents
-        zero = jax.custom_derivatives.SymbolicZero
-        da = jnp.zeros_like(a) if isinstance(da, zero) else da
-        db = jnp.zeros_like(b) if isinstance(db, zero) else db
-        return a * b, da * b + a * db
-
-    scaled.defjvp(rule, symbolic_zeros=True)
-    return scaled(encode(w, x), jnp.sum(x))
-
-
 def _straight(w: Any, x: Any) -> Any:
     y = encode(w, x)
     return y + jax.lax.stop_gradient(jnp.round(y * 4) / 4 - y)
-
-
-def _experts(w: Any, x: Any) -> Any:
-    which = jnp.argmax(jax.lax.stop_gradient(x), 1)
-    return jnp.einsum("bi,bij->bj", x, jnp.stack([w, w.T, w @ w])[which])
-
-
-def _sparse(w: Any, x: Any) -> Any:
-    from jax.experimental import sparse
-
-    return sparse.BCOO.fromdense(jnp.where(x > 0, x, 0.0), nse=x.size) @ w
-
-
-def _vmapped_grad(w: Any, x: Any) -> Any:
-    return jax.vmap(jax.grad(lambda r: jnp.sum(encode(w, r) ** 2)))(x)
-
-
-def _nan(w: Any, x: Any) -> Any:
-    return encode(w, x) * jnp.where(x > 5, jnp.log(-x), 1.0)
 
 
 def _looked_up(w: Any, x: Any) -> Any:
     return w[jnp.argsort(x, axis=1)[:, 0]] * jnp.sort(x, axis=1)
 
 
-def _associative(w: Any, x: Any) -> Any:
-    return jax.lax.associative_scan(jnp.multiply, 1 + encode(w, x), axis=1)
-
-
 for _name, _f in {
     "a checkpoint with names inside": _named,
     "a rule with an argument that is no array": _offloaded_rule,
-    "a rule with symbolic zeros": _symbolic,
     "a straight-through rounding": _straight,
-    "experts that are chosen by the numbers": _experts,
-    "a sparse matrix": _sparse,
-    "a gradient of each example": _vmapped_grad,
-    "rows that may be NaN": _nan,
     "a lookup by a sorted order": _looked_up,
-    "an associative scan": _associative,
 }.items():
     _plainly(_name, _f)
 
@@ -117,31 +72,6 @@ class Averaged(nnx.Module):
         self.average[...] = 0.7 * self.average[...] + 0.3 * jax.lax.stop_gradient(w)
         self.calls[...] += 1
         return encode(w, x) + x @ self.average[...] * self.calls[...]
-
-
-def _trained(run: Any, net: Any) -> Any:
-    loss = lambda net: jnp.sum(run(net)(X) ** 2) ** 2
-    grads = nnx.grad(loss)(net)
-    return jax.tree.leaves(grads), net.average[...], net.calls[...]
-
-
-@program()
-def a_module_of_nnx_that_averages_its_weight(chunked: Any) -> Any:
-    return _trained(lambda net: chunked(net, 3), Averaged())
-
-
-@program(operator="checkpoint")
-def a_module_of_nnx_that_averages_its_weight_in_checkpoint(checkpoint: Any) -> Any:
-    return _trained(checkpoint, Averaged())
-
-
-@program()
-def a_module_of_nnx_that_is_trained_for_two_steps(chunked: Any) -> Any:
-    net = Averaged()
-    for _ in range(2):
-        grads = nnx.grad(lambda net: jnp.sum(chunked(net, 3)(X) ** 2))(net)
-        net.w[...] = net.w[...] - 0.01 * jax.tree.leaves(grads)[0]
-    return net.w[...], net.average[...], net.calls[...]
 
 
 @program()
@@ -175,28 +105,6 @@ def an_adapter_of_equinox_with_dropout(chunked: Any) -> Any:
     f = lambda net, x, key: net(x, key)
     g = lambda net: chunked(f, 3, (None, 0, None), key_argnums=2)(net, X, key)
     return jax.tree.leaves(eqx.filter_grad(lambda net: jnp.sum(g(net) ** 2) ** 2)(net))
-
-
-@program()
-def a_module_of_linen_whose_spectral_norm_is_carried(chunked: Any) -> Any:
-    class Net(linen.Module):
-        @linen.compact
-        def __call__(self, x: Any) -> Any:
-            return linen.SpectralNorm(linen.Dense(3, param_dtype=X.dtype))(x, update_stats=True)
-
-    net = Net()
-    made = net.init(jax.random.key(0), X)
-    params, stats = made["params"], made["batch_stats"]
-
-    def f(params: Any, x: Any, stats: Any) -> Any:
-        out, new = net.apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
-        return out, new["batch_stats"]
-
-    g = lambda p: chunked(f, 3, (None, 0, None), carry_argnums=2)(p, X, stats)
-    grads, after = jax.grad(lambda p: (lambda o: (jnp.sum(o[0] ** 2), o[1]))(g(p)), has_aux=True)(
-        params
-    )
-    return jax.tree.leaves((grads, after))
 
 
 # --- what f stands in -------------------------------------------------------------------------

@@ -103,20 +103,10 @@ def _frozen_towers(run: Run, f: Any, a: Any, b: Any, around: Any) -> dict[str, A
     return {"loss": total, "grads": list(torch.autograd.grad(total, [y, *zs]))}
 
 
-for _dtype in (torch.bfloat16, torch.float16):
-    for _cached in (True, False):
-        program(
-            f"two towers share an encoder under autocast to {_dtype}, cache {_cached}", REPLAYED
-        )(
-            lambda dtype=_dtype, cached=_cached: towers(
-                lambda: half(dtype, cache_enabled=cached), tolerance=0.03
-            )
-        )
-
-
-@program("two towers under autocast, called before under no_grad", REPLAYED)
-def _() -> World:
-    return towers(half, earlier=lambda e, a: torch.no_grad()(e)(a))
+for _dtype, _cached in ((torch.bfloat16, True), (torch.float16, False)):
+    program(f"two towers share an encoder under autocast to {_dtype}, cache {_cached}", REPLAYED)(
+        lambda dtype=_dtype, cached=_cached: towers(lambda: half(dtype, cache_enabled=cached))
+    )
 
 
 @program("two towers under autocast, and the encoder once more plainly in the loss", TRAINED)
@@ -188,11 +178,6 @@ IN_PLACE: dict[str, Callable[[], tuple[Any, Callable[[Any], Any], Callable[[Any]
     "a tensor's shape": lambda: (
         torch.ones(1, dtype=D),
         lambda t: t.resize_(len(t) + 1).fill_(1),
-        lambda t: t.sum(),
-    ),
-    "a row of a tensor": lambda: (
-        torch.ones(3, 3, dtype=D),
-        lambda t: t[1].mul_(2),
         lambda t: t.sum(),
     ),
     "a list": lambda: ([1.0], lambda t: t.append(1.0), lambda t: len(t)),
@@ -599,18 +584,6 @@ def _() -> Any:
 counter("a NumPy array of objects")(lambda: _item(np.array([0, None], dtype=object), 0, list))
 
 
-@counter("a view of a NumPy array", RIGHT)
-def _() -> Any:
-    whole = np.zeros(4)
-    part = whole[::2]
-
-    def tick() -> float:
-        part[1] += 1
-        return float(part[1])
-
-    return tick, lambda: whole.copy()
-
-
 @counter("a tensor of more than a megabyte")
 def _() -> Any:
     seen = torch.zeros(200_000, dtype=D)
@@ -941,10 +914,6 @@ def _adds_forward(net: Any, seen: Any) -> None:
     net[0].register_forward_hook(lambda m, a, out: seen.append(1) or out * len(seen))
 
 
-def _adds_pre(net: Any, seen: Any) -> None:
-    net[0].register_forward_pre_hook(lambda m, args: seen.append(1) or (args[0] * len(seen),))
-
-
 def _counts_full_backward(net: Any, seen: Any) -> None:
     net[0].register_full_backward_hook(lambda m, a, b: seen.append(1))
 
@@ -966,7 +935,6 @@ def _counts_accumulations(net: Any, seen: Any) -> None:
 
 
 program("a forward hook counts and multiplies")(_hooked(_adds_forward))
-program("a forward pre-hook counts and multiplies")(_hooked(_adds_pre))
 program("a full backward hook counts", TRAINED)(_hooked(_counts_full_backward))
 program("a hook on a tensor inside of f counts", TRAINED)(_hooked(_counts_in_tensor_hooks))
 program("a parameter's hook counts", (CHECKPOINT,))(_hooked(_counts_parameter_hooks))
@@ -1139,11 +1107,6 @@ _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
     "the parameters are changed in place under no_grad": (_scaled, (), REFUSED),
     "a state_dict is loaded": (_state_dict, (_norm,), EITHER),
     "a parameter is replaced by another": (_new_parameter, (), EITHER),
-    "a layer is replaced by another": (
-        lambda net, x: net.__setitem__(0, nn.Linear(3, 4).double()),
-        (),
-        EITHER,
-    ),
     "the module is put to evaluation": (lambda net, x: net.eval(), (_norm, nn.Dropout), RIGHT),
     "all parameters are frozen": (lambda net, x: net.requires_grad_(False), (), EITHER),
     "running statistics are moved": (_shift_statistics, (_norm,), RIGHT),
@@ -1153,7 +1116,6 @@ _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
         RIGHT,
     ),
     "dropout's p is changed": (lambda net, x: setattr(net[2], "p", 0.1), (nn.Dropout,), RIGHT),
-    "the seed is set": (lambda net, x: torch.manual_seed(9), (nn.Dropout,), RIGHT),
     "numbers are drawn": (
         lambda net, x: (torch.rand(3), random.random(), _draw_numpy()),
         (nn.Dropout,),
@@ -1166,7 +1128,6 @@ _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
         RIGHT,
     ),
     "the module is called again": (lambda net, x: net(batch()), (_norm, nn.Dropout), RIGHT),
-    "the module is moved to float32": (lambda net, x: net.float(), (), EITHER),
     "a buffer is replaced": (
         lambda net, x: setattr(net[2], "running_mean", torch.ones(4, dtype=D)),
         (_norm,),
@@ -1223,7 +1184,6 @@ for _name, _args in {
 for _how, _change in {
     "in place": lambda x: x.mul_(2),
     "by .data": lambda x: x.data.mul_(2),
-    "by NumPy": lambda x: x.numpy().__imul__(2),
     "by new .data": lambda x: setattr(x, "data", x.data * 2),
 }.items():
 
@@ -1635,7 +1595,7 @@ def _interrupted(at: int, exception: type[BaseException]) -> World:
 
 
 for _exception in (ValueError, KeyboardInterrupt):
-    for _at in range(1, 7):
+    for _at in (1, 2, 3, 5):
         # A use of frozen runs for itself, so after an exception in the second the first has run.
         program(f"f raises {_exception.__name__} at call {_at}", TRAINED if _at == 2 else REPLAYED)(
             lambda at=_at, exception=_exception: _interrupted(at, exception)

@@ -64,7 +64,7 @@ class Names:
 
 names = Names()
 assert pytest.main(["--collect-only", "-qq", "tests"], plugins=[names]) == 0
-sys.exit(", ".join(names.stale))
+sys.exit(", ".join(names.stale) or 0)
 """
 
 

@@ -280,8 +280,9 @@ def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
     [
         (lambda: gt.grad(lambda x: (x * x).sum())(numbers()), 48),
         (lambda: gt.reverse_gradient(numbers(requires_grad=True)), 6),
+        (lambda: gt.clip_gradient(numbers(requires_grad=True), max_value=1.0), 24),
     ],
-    ids=["grad", "reverse_gradient"],
+    ids=["grad", "reverse_gradient", "clip_gradient"],
 )
 def test_an_operator_takes_no_more_calls_than_these(run, most):
     assert calls_of_ours(run) <= most

@@ -18,10 +18,9 @@ from gradtools.testing.diverging.layouts import (
     Layout,
     ParameterMapping,
     ParameterPair,
-    joined,
     paired,
-    without_collection,
 )
+from gradtools.testing.diverging.parameters import joined, without_collection
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,8 @@ from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.sides import in_double_precision, nested
-from gradtools.testing.diverging.layouts import (
-    joined,
-    match_parameters,
-    name_key,
-    without_collection,
-)
+from gradtools.testing.diverging.layouts import match_parameters
+from gradtools.testing.diverging.parameters import joined, name_key, without_collection
 from gradtools.testing.diverging.traces import (
     CALLER,
     Layer,

@@ -29,14 +29,20 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.sides import nested
+from gradtools.testing.diverging.parameters import (
+    CALLER,
+    Path,
+    joined,
+    name_key,
+    read_jax,
+    read_torch,
+    without_collection,
+)
 
-Path = tuple[Any, ...]
 Shape = tuple[int, ...]
-_COLLECTIONS = ("params", "batch_stats")
 _RENAMED = {"running_mean": "mean", "running_var": "var"}
 _WEIGHTS = ("kernel", "scale", "embedding")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-CALLER = "match_parameters"
 
 
 @dataclass(frozen=True)
@@ -495,91 +501,7 @@ def _linear(shape: Shape, target: Shape) -> Layout | None:
     return None
 
 
-# --- reading models
-
-
-def read_torch(params: Any) -> dict[str, np.ndarray]:
-    """The NumPy arrays of a module, a state_dict or a dictionary of arrays, by name."""
-    if hasattr(params, "state_dict"):
-        params = params.state_dict()
-    if not isinstance(params, Mapping):
-        raise GradtoolsError(
-            f"{CALLER}: the PyTorch parameters are a {type(params).__name__}; expected a module or "
-            "a dictionary from names to arrays."
-        )
-    return {str(name): _numpy(x) for name, x in params.items()}
-
-
-def read_jax(params: Any) -> dict[Path, np.ndarray]:
-    """The NumPy arrays of linen variables, nnx or equinox modules, or dictionaries, by path."""
-    if isinstance(params, tuple) and len(params) == 2 and isinstance(params[1], Mapping):
-        params = params[1]  # (module, variables), as the other checks take a linen model
-    if not isinstance(params, Mapping) and not hasattr(params, "to_pure_dict"):
-        homes = {cls.__module__.partition(".")[0] for cls in type(params).__mro__}
-        if "equinox" in homes:
-            return {path: _numpy(x) for path, x in named_leaves(params).items()}
-        if "flax" not in homes or not hasattr(params, "iter_modules"):
-            raise GradtoolsError(
-                f"{CALLER}: the JAX parameters are a {type(params).__name__}; expected the "
-                "variables of flax.linen, an nnx.Module or State, an equinox.Module, or nested "
-                "dictionaries of arrays."
-            )
-        from flax import nnx
-
-        params = nnx.state(params, nnx.Any(nnx.Param, nnx.BatchStat))
-    if hasattr(params, "to_pure_dict"):
-        params = params.to_pure_dict()
-    return {path: _numpy(x) for path, x in _walk(params)}
-
-
-def named_leaves(module: Any) -> dict[Path, Any]:
-    """The inexact arrays of an equinox module, by path."""
-    import equinox
-    import jax
-
-    part = equinox.filter(module, equinox.is_inexact_array)
-    paths = jax.tree.leaves_with_path(part)
-    return {tuple(map(_step, keys)): x for keys, x in paths}
-
-
-def _step(key: Any) -> Any:
-    """A step of a key path: an attribute's name, an index, or a key."""
-    return next(v for v in (getattr(key, n, None) for n in ("name", "idx", "key")) if v is not None)
-
-
-def _walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _walk(value, (*path, key))
-    elif isinstance(tree, list | tuple):
-        for i, value in enumerate(tree):
-            yield from _walk(value, (*path, i))
-    elif tree is not None:
-        yield path, getattr(tree, "value", tree)
-
-
-def _numpy(x: Any) -> np.ndarray:
-    return np.asarray(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
-
-
 # --- names
-
-
-def without_collection(path: Sequence[Any]) -> Path:
-    """A path without flax's collection."""
-    return tuple(path[1:]) if path and path[0] in _COLLECTIONS else tuple(path)
-
-
-def name_key(parts: Sequence[Any]) -> tuple[str, ...]:
-    """A normalized name: lower-case letters, with numbers as separate parts."""
-    text = ".".join(map(str, parts)).lower()
-    result: list[str] = []
-    for part in re.findall(r"[a-z]+|\d+", text):
-        if result and not part.isdigit() and not result[-1].isdigit():
-            result[-1] += part
-        else:
-            result.append(part)
-    return tuple(result)
 
 
 def _ends(parts: Sequence[Any]) -> list[tuple[str, ...]]:
@@ -591,11 +513,6 @@ def _natural(path: Path) -> list[tuple[int, Any]]:
     """A natural sort key: Dense_2 before Dense_10."""
     parts = re.findall(r"\d+|\D+", ".".join(map(str, path)))
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
-
-
-def joined(path: Sequence[Any]) -> str:
-    """A path as text."""
-    return ".".join(map(str, path))
 
 
 def _dotted(name: str) -> str:

@@ -19,7 +19,8 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.sides import as_setting, cast, library, tokens
-from gradtools.testing.diverging.layouts import ParameterMapping, read_jax, read_torch
+from gradtools.testing.diverging.layouts import ParameterMapping
+from gradtools.testing.diverging.parameters import read_jax, read_torch
 
 CALLER = "first_divergence"
 Name = tuple[str, ...]

@@ -1,0 +1,103 @@
+"""The parameters of models as NumPy arrays by name, and the normalization of names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing.cross_checking.sides import library
+
+Path = tuple[Any, ...]
+CALLER = "match_parameters"
+_COLLECTIONS = ("params", "batch_stats")
+
+
+def read_torch(params: Any) -> dict[str, np.ndarray]:
+    """The NumPy arrays of a module, a state_dict or a dictionary of arrays, by name."""
+    if hasattr(params, "state_dict"):
+        params = params.state_dict()
+    if not isinstance(params, Mapping):
+        raise GradtoolsError(
+            f"{CALLER}: the PyTorch parameters are a {type(params).__name__}; expected a module or "
+            "a dictionary from names to arrays."
+        )
+    return {str(name): _numpy(x) for name, x in params.items()}
+
+
+def read_jax(params: Any) -> dict[Path, np.ndarray]:
+    """The NumPy arrays of linen variables, nnx or equinox modules, or dictionaries, by path."""
+    if isinstance(params, tuple) and len(params) == 2 and isinstance(params[1], Mapping):
+        params = params[1]  # (module, variables), as the other checks take a linen model
+    if not isinstance(params, Mapping) and not hasattr(params, "to_pure_dict"):
+        if library(params) == "equinox":
+            return _of_equinox(params)
+        if library(params) != "flax.nnx":
+            raise GradtoolsError(
+                f"{CALLER}: the JAX parameters are a {type(params).__name__}; expected the "
+                "variables of flax.linen, an nnx.Module or State, an equinox.Module, or nested "
+                "dictionaries of arrays."
+            )
+        from flax import nnx
+
+        params = nnx.state(params, nnx.Any(nnx.Param, nnx.BatchStat))
+    if hasattr(params, "to_pure_dict"):
+        params = params.to_pure_dict()
+    return {path: _numpy(x) for path, x in _walk(params)}
+
+
+def _of_equinox(module: Any) -> dict[Path, np.ndarray]:
+    """The inexact arrays of an equinox module, by path."""
+    import equinox
+    import jax
+
+    paths = jax.tree.leaves_with_path(equinox.filter(module, equinox.is_inexact_array))
+    return {tuple(map(_step, keys)): _numpy(x) for keys, x in paths}
+
+
+def _step(key: Any) -> Any:
+    """A step of a key path: an attribute's name, an index, or a key."""
+    return next(v for v in (getattr(key, n, None) for n in ("name", "idx", "key")) if v is not None)
+
+
+def _walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _walk(value, (*path, key))
+    elif isinstance(tree, list | tuple):
+        for i, value in enumerate(tree):
+            yield from _walk(value, (*path, i))
+    elif tree is not None:
+        yield path, getattr(tree, "value", tree)
+
+
+def _numpy(x: Any) -> np.ndarray:
+    return np.asarray(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
+
+
+# --- names
+
+
+def without_collection(path: Sequence[Any]) -> Path:
+    """A path without flax's collection."""
+    return tuple(path[1:]) if path and path[0] in _COLLECTIONS else tuple(path)
+
+
+def name_key(parts: Sequence[Any]) -> tuple[str, ...]:
+    """A normalized name: lower-case letters, with numbers as separate parts."""
+    text = ".".join(map(str, parts)).lower()
+    result: list[str] = []
+    for part in re.findall(r"[a-z]+|\d+", text):
+        if result and not part.isdigit() and not result[-1].isdigit():
+            result[-1] += part
+        else:
+            result.append(part)
+    return tuple(result)
+
+
+def joined(path: Sequence[Any]) -> str:
+    """A path as text."""
+    return ".".join(map(str, path))

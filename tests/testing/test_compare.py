@@ -610,6 +610,10 @@ def test_a_wrong_argument_is_refused_in_words(options, says):
         ({"bias": "offset"}, "mapping pairs bias with 'offset', which the JAX model does not"),
         ({"weight": ("weight", (1, 0))}, r"mapping pairs weight of shape \(2, 3\) with weight"),
         (match_parameters({"bias": np.ones(2)}, {"bias": np.ones(2)}), r"missing \['weight'\]"),
+        (
+            match_parameters({"bias": np.ones(3)}, {"bias": np.ones(3)}),
+            r"and \(3,\) in the mapping",
+        ),
         (3, "mapping is a int"),
     ],
 )

@@ -70,9 +70,16 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
     for entry in mapping.entries:
         name = joined(entry.jax_path)
         name = name if name in theirs else joined(without_collection(entry.jax_path))
-        if entry.torch_name in mine:  # the others are buffers
-            entries[name] = entry
-    missing, unknown = ([*theirs.keys() - entries], [*entries.keys() - theirs])
+        if entry.torch_name not in mine:
+            continue  # a buffer
+        entries[name] = entry
+        if (shape := mine[entry.torch_name].shape) != entry.torch_shape:
+            raise GradtoolsError(
+                f"cross_check: parameter {entry.torch_name} has shape {shape} in PyTorch, and "
+                f"{entry.torch_shape} in the mapping. Make the mapping from the same models."
+            )
+    missing = [name for name in theirs if name not in entries]
+    unknown = [name for name in entries if name not in theirs]
     if missing or unknown:
         raise GradtoolsError(
             "cross_check: the mapping does not give JAX's parameters: "

@@ -455,11 +455,13 @@ class _Matching:
             return
         recurrent = any("weight_hh" in name for name in self.torch)
         hint = " Recurrent layers sum two biases in PyTorch; flax has one." if recurrent else ""
-        leave = "or partial=True leaves them out" if self.argument == "overrides" else "or None"
+        rest = "partial=True leaves them out"
+        if self.argument != "overrides":
+            rest = "None in place of JAX's name leaves one of PyTorch's out"
         raise GradtoolsError(
             f"{self.caller}: no counterpart was found for {', '.join(mine) or 'nothing'} in "
             f"PyTorch and {', '.join(theirs) or 'nothing'} in JAX. Pair them by {self.argument}="
-            f"{{torch name: jax name}}; {leave}.{hint}"
+            f"{{torch name: jax name}}; {rest}.{hint}"
         )
 
     def _spelled(self, module: str) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -180,15 +179,13 @@ class Inputs:
         trees: The backend that flattened them, PyTorch's.
         treedef: The structure of the tuple of arguments.
         leaves: The leaves: arrays, and settings that are passed on unchanged.
-        paths: The path of each leaf, "argument 0[x]".
-        differentiated: Which leaves are differentiated.
+        names: The path, "argument 0[x]", of each leaf that is differentiated, by its number.
     """
 
     trees: Any
     treedef: Any
     leaves: list[Any]
-    paths: list[str]
-    differentiated: list[bool]
+    names: dict[int, str]
 
     @classmethod
     def read(cls, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
@@ -196,38 +193,31 @@ class Inputs:
         trees = import_module("gradtools.torch")._api._backend
         positions = range(len(args)) if argnums is None else _positions(argnums, len(args))
         leaves, treedef = trees.flatten(tuple(args))
-        paths, differentiated = [], []
+        names: dict[int, str] = {}
         for i, path in enumerate(map(tokens, trees.leaf_paths(tuple(args)))):
-            paths.append(f"argument {path[0]}" + "".join(f"[{token}]" for token in path[1:]))
-            is_array = isinstance(leaves[i], np.ndarray | np.generic | float | complex)
-            if is_array:
-                leaves[i] = cast(np.asarray(leaves[i]), dtype)
-            else:
-                as_setting("cross_check", leaves[i], paths[i])
-            differentiated.append(is_array and is_inexact(leaves[i]) and int(path[0]) in positions)
-        return cls(trees, treedef, leaves, paths, differentiated)
+            name = f"argument {path[0]}" + "".join(f"[{token}]" for token in path[1:])
+            if not isinstance(leaves[i], np.ndarray | np.generic | float | complex):
+                as_setting("cross_check", leaves[i], name)
+                continue
+            leaves[i] = cast(np.asarray(leaves[i]), dtype)
+            if is_inexact(leaves[i]) and int(path[0]) in positions:
+                names[i] = name
+        return cls(trees, treedef, leaves, names)
 
     @property
     def moving(self) -> dict[str, np.ndarray]:
         """The differentiated leaves by path."""
-        return dict(compress(zip(self.paths, self.leaves, strict=True), self.differentiated))
-
-    def arrays(self) -> list[tuple[str, np.ndarray]]:
-        """Every array of the arguments, with its path."""
-        named = zip(self.paths, self.leaves, strict=True)
-        return [(path, x) for path, x in named if isinstance(x, np.ndarray)]
+        return {name: self.leaves[i] for i, name in self.names.items()}
 
     def has_64_bits(self, kwargs: Any = None) -> bool:
         """Whether an argument is float64 or complex128."""
-        arrays: list[Any] = [x for _, x in self.arrays()]
-        named = self.trees.flatten(dict(kwargs or {}))[0]
-        arrays += [x for x in named if isinstance(x, np.ndarray | np.generic)]
-        return any(map(_is_wide, arrays))
+        every = [*self.leaves, *self.trees.flatten(dict(kwargs or {}))[0]]
+        return any(_is_wide(x) for x in every if isinstance(x, np.ndarray | np.generic))
 
     def rebuilt(self, leaves: Sequence[Any], moving: Iterator[Any]) -> tuple[Any, ...]:
         """The arguments of these leaves, with `moving` in place of the differentiated ones."""
-        pairs = zip(leaves, self.differentiated, strict=True)
-        return self.trees.unflatten(self.treedef, [next(moving) if d else x for x, d in pairs])  # type: ignore[no-any-return]
+        full = [next(moving) if i in self.names else x for i, x in enumerate(leaves)]
+        return self.trees.unflatten(self.treedef, full)  # type: ignore[no-any-return]
 
 
 def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, Any]:

@@ -613,6 +613,22 @@ def test_the_record_of_a_rule_is_checked_too(gt):
     assert refused(check_rule, make(3), (X,), gt).cause == "constant factor 1.5"
 
 
+def test_custom_rules_of_jax_are_checked_too():
+    jax = pytest.importorskip("jax")
+    import gradtools.jax as gt
+
+    power = jax.custom_vjp(lambda x, n, y: x**n * y, nondiff_argnums=(1,))
+    fwd = lambda x, n, y: (x**n * y, (x, y))  # in the function's order
+    make = lambda sign: lambda n, r, ct: (n * r[0] ** (n - 1) * r[1] * ct, sign * r[0] ** n * ct)
+    power.defvjp(fwd, make(1))
+    assert check_rule(power, (X, 3, Y), gt)
+    power.defvjp(fwd, make(-1))
+    assert refused(check_rule, power, (X, 3, Y), gt).first.path == "argument 2"
+    half = jax.custom_vjp(lambda x: x / 2)
+    half.defvjp(lambda x: (x.value / 2, None), lambda _, ct: (ct / 2,), symbolic_zeros=True)
+    assert check_rule(half, (X,), gt)
+
+
 # --- the numeric half, against closed forms
 
 

@@ -46,7 +46,7 @@ def as_custom_rule(rule: Any, backend: str) -> tuple[CustomRule, Callable[..., A
     made.__name__ = getattr(rule, "__name__", None) or getattr(rule, "name", None) or "a rule"
     made.fwd, made.bwd, made.jvp = fwd, bwd, jvp
     zeros = getattr(rule, "symbolic_zeros", False)  # a bool in JAX
-    made.symbolic_zeros = frozenset() if isinstance(zeros, bool) else zeros
+    made.symbolic_zeros = frozenset({"cotangent"} if zeros is True else zeros or ())
     return made, call
 
 

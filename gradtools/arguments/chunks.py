@@ -381,11 +381,11 @@ def warn_of_batch_norm(f: Hashable, what: str) -> None:
     )
 
 
-def progress_bar(count: int) -> Any:
+def progress_bar(count: int, unit: str = "chunk") -> Any:
     """A tqdm progress bar, shown in a terminal or a notebook; raises if tqdm is missing."""
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise GradtoolsError("progress=True needs the package tqdm; pip install tqdm.") from error
     is_seen = "ipykernel" in sys.modules or sys.stderr.isatty()
-    return tqdm(total=count, unit="chunk", leave=False, disable=not is_seen)
+    return tqdm(total=count, unit=unit, leave=False, disable=not is_seen)

@@ -22,8 +22,8 @@ from gradtools.jax.compiled_once import run_compiled
 from gradtools.jax.jaxprs import DRAWS, bound, equations, interpreted
 from gradtools.jax.reachability import reached, within_a_trace
 from gradtools.jax.shardings import varying, varying_alike
-from gradtools.pairwise.tile_reductions import COLUMNS, ROWS, SHARED
-from gradtools.pairwise.tile_rules import MergeGroup, Sweep, added
+from gradtools.pairwise.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
+from gradtools.rules import captured_objects
 
 Arrays = list[Any]
 States = list[Arrays]  # one list for each group; empty for groups of other sides
@@ -240,6 +240,12 @@ def _joined(runs: Sequence[States], k: int) -> Arrays:
     ]
 
 
+def fold(step: Any, state: Arrays, xs: Sequence[Any], count: int) -> Arrays:
+    """`state = step(state, block)` over `count` blocks of the arrays' first axis."""
+    body = lambda state, block: (step(state, block), None)
+    return _loop(body, state, [_cut(x, count) for x in xs], count)[0]
+
+
 def as_now(fun: Callable[..., Any], xs: Sequence[Any]) -> Callable[..., Any]:
     """fun itself: JAX has no modes to restore when it runs later."""
     return fun
@@ -282,6 +288,7 @@ def sharded_like(x: Any, other: Any) -> Any:
 def explicit(
     caller: str,
     fun: Callable[[Arrays], Any],
+    own: Sequence[Any],
     xs: Sequence[Any],
     sides: Sequence[Sequence[int | None]],
 ) -> tuple[Callable[[Arrays], Any], Arrays]:
@@ -292,6 +299,14 @@ def explicit(
     """
     if not within_a_trace():
         return fun, []
+    if (
+        next(captured_objects(own, lambda x: isinstance(x, jax.core.Tracer), jax.Array), None)
+        is not None
+    ):
+        raise GradtoolsError(
+            f"{caller}: a function of reduce closes over an array of the function that is being "
+            "transformed by JAX. Return the array from f, as a part of its output."
+        )
     result = _ClosureConverted(caller, fun)
     for lengths in sides:
         result.trace([_with_length(x, n) for x, n in zip(xs, lengths, strict=True)])
@@ -300,7 +315,10 @@ def explicit(
 
 
 def unreached(
-    fun: Callable[[Arrays], Any], xs: Sequence[Any], lengths: Sequence[int | None]
+    fun: Callable[[Arrays], Any],
+    xs: Sequence[Any],
+    lengths: Sequence[int | None],
+    in_backward: bool,
 ) -> tuple[int, ...]:
     """The positions of the arrays that do not reach a tile's scores, by the tile's jaxpr.
 
@@ -308,6 +326,7 @@ def unreached(
         fun: The function of a tile.
         xs: The arrays.
         lengths: The tile's size along the side of each array that has one.
+        in_backward: Of PyTorch's backend only.
     """
     lengths = [*lengths, *[None] * (len(xs) - len(lengths))]
     avals = [_with_length(x, n) for x, n in zip(xs, lengths, strict=True)]
@@ -373,3 +392,13 @@ def _evaluated(jaxpr: Any, consts: Arrays, xs: Arrays) -> Arrays:
 
 def _avals(avals: Sequence[Any]) -> Any:
     return tuple([(aval.shape, aval.dtype) for aval in avals])
+
+
+def tile_bytes(fun: Any, xs: Sequence[Any], sides: Sequence[int | None]) -> int:
+    """The bytes of temporary buffers that XLA allocates for `fun` at arrays like xs."""
+    avals = [
+        jax.ShapeDtypeStruct(x.shape if n is None else (n, *x.shape[1:]), x.dtype)
+        for x, n in zip(xs, sides, strict=True)
+    ]
+    result = jax.jit(fun).lower(*avals).compile().memory_analysis()
+    return 0 if result is None else int(result.temp_size_in_bytes)

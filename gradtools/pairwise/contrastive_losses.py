@@ -37,6 +37,8 @@ class ContrastiveLoss(Operators):
         axis_name: Any = None,
         group: Any = None,
         tile_size: TileSize = None,
+        memory_budget: int | None = None,
+        progress: bool = False,
     ) -> Any:
         """The contrastive loss of n pairs (x_i, y_i) against all others, without their logits.
 
@@ -62,6 +64,8 @@ class ContrastiveLoss(Operators):
             axis_name: JAX: the mapped axis of the batch.
             group: PyTorch: the process group; None is the default one.
             tile_size: As in `pairwise_reduce`.
+            memory_budget: Bytes for one tile.
+            progress: Whether to show a progress bar.
 
         Returns:
             An array without axes, in float32 for features of 16 bits.
@@ -99,7 +103,8 @@ class ContrastiveLoss(Operators):
             else backend.cast(as_array(backend, caller, z, name, device_of=x), x)
             for z, name in ((logit_scale, "logit_scale"), (logit_bias, "logit_bias"))
         )
-        logits = _Logits(self._backend, scale, bias, label_smoothing, tile_size)
+        options = {"tile_size": tile_size, "memory_budget": memory_budget, "progress": progress}
+        logits = _Logits(self._backend, scale, bias, label_smoothing, options)
         apart = gathered or axis_name is not None or group is not None
         own = None if ids is None else as_array(backend, caller, ids, "ids", device_of=x)
         check_shape(caller, "ids", own, (x.shape[0],), "one for each row of x")
@@ -129,10 +134,10 @@ class _Logits:
     """
 
     def __init__(
-        self, backend: Backend, scale: Any, bias: Any, smoothing: float, tile_size: TileSize
+        self, backend: Backend, scale: Any, bias: Any, smoothing: float, options: dict[str, Any]
     ) -> None:
         self.backend, self.xp = backend, backend.xp
-        self.scale, self.bias, self.smoothing, self.tile_size = scale, bias, smoothing, tile_size
+        self.scale, self.bias, self.smoothing, self.options = scale, bias, smoothing, options
 
     def positive(self, x: Array, y: Array) -> Array:
         """The logits of the positive pairs."""
@@ -166,8 +171,7 @@ class _Logits:
         )
         if positive is None:
             reduce, over = (reduce, "take"), (over, "columns")
-        sides = {"rows": rows, "columns": others, "over": over}
-        run = tiled(self.backend, f, reduce, tile_size=self.tile_size, **sides)
+        run = tiled(self.backend, f, reduce, rows=rows, columns=others, over=over, **self.options)
         out = run(scale=self.scale, bias=self.bias, **named)
         return out if positive is None else (out, positive)
 

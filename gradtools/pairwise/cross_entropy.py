@@ -32,6 +32,8 @@ class LinearCrossEntropy(Operators):
         label_smoothing: float = 0.0,
         reduction: Literal["mean", "sum", "none"] = "mean",
         tile_size: TileSize = None,
+        memory_budget: int | None = None,
+        progress: bool = False,
     ) -> Any:
         """The cross entropy of `input @ weight.T + bias`, without the matrix of logits.
 
@@ -45,6 +47,8 @@ class LinearCrossEntropy(Operators):
             reduction: "mean" over the rows that are not ignored, "sum", or "none" for one loss per
                 row, 0 for ignored ones.
             tile_size: As in `pairwise_reduce`.
+            memory_budget: Bytes for one tile.
+            progress: Whether to show a progress bar.
 
         Returns:
             An array without axes, or of target's shape, in float32 for an input of 16 bits. A
@@ -92,6 +96,8 @@ class LinearCrossEntropy(Operators):
             rows=("h", "t"),
             columns=("w", *(() if b is None else ("b",))),
             tile_size=tile_size,
+            memory_budget=memory_budget,
+            progress=progress,
         )
         result = entropy(h=h, t=t, w=w, b=b)
         loss = result["all"] - (1 - label_smoothing) * result["own"]

@@ -18,7 +18,8 @@ A reduction (`tile_reductions.py`) is a rule on top of it. Its value is one swee
 states of tiles (as in the online softmax). Its tangent and cotangent are one T each, with weights
 computed from the results. With F the work of f on all pairs, a value takes F and a gradient F + 2F
 more. The derivatives read the results, such as a logsumexp, so second order differentiates the rule
-again.
+again. A custom reduction (init, combine, finish) has no such weights: it is a T over tiles of rows
+whose h folds the columns tile by tile, each a T of one tile.
 
 The backends' `tiling.py` run a sweep.
 
@@ -33,17 +34,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import isqrt
 from typing import Any
 
-from gradtools.arguments.checks import as_array, check_function, whole_number
+from gradtools.arguments.checks import as_array, check_function, whole_number, whole_or_none
 from gradtools.arguments.chunks import Verify, checked_verify
 from gradtools.arguments.in_axes import argument_keys
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, Operators
 from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
-from gradtools.pairwise.tile_reductions import COLUMNS, KINDS, ROWS, SHARED, Arrays, Reduction
-from gradtools.pairwise.tile_rules import Reduced, TileGrid, apply_over_tiles, parted
+from gradtools.pairwise.tile_reductions import KINDS, Reduction, wide
+from gradtools.pairwise.tile_rules import (
+    COLUMNS,
+    ROWS,
+    SHARED,
+    Arrays,
+    Reduced,
+    Sweep,
+    TileGrid,
+    apply_over_tiles,
+    fold_columns,
+    moving_inputs,
+    parted,
+    reduced_second,
+)
+from gradtools.rules import replaced_at
 
 Names = int | str | Sequence[int | str]
 _TILE = (512, 512)  # default rows and columns of a tile
@@ -60,7 +76,9 @@ class Tiling(Operators):
         rows: Names = 0,
         columns: Names = 1,
         over: Any = "columns",
+        memory_budget: int | None = None,
         verify: Verify = "first",
+        progress: bool = False,
     ) -> Callable[..., Any]:
         """Reduces a function of all pairs of rows and columns at the memory of one tile.
 
@@ -83,28 +101,34 @@ class Tiling(Operators):
             reduce: "sum", "mean", "max", "logsumexp", "softmax" (the mean of values weighted by
                 the softmax of the scores) or "take" (a row's score at the column of its index, 0
                 if there is none), or a tree of these like the outermost part of f's output, for
-                several from one sweep. All maxima of a row share its derivative; a row of -inf
-                alone has the logsumexp -inf, the softmax 0, and derivative 0.
+                several from one sweep. Or three functions of your own: init(tile) gives from f's
+                output the state of a tile, with rows first; combine(a, b) merges the states of
+                neighbouring tiles and is associative; finish(state) gives the result. All maxima
+                of a row share its derivative; a row of -inf alone has the logsumexp -inf, the
+                softmax 0, and derivative 0.
             tile_size: Rows and columns of a tile, one number or two.
             rows: Which arguments have rows, by position or name; trees of arrays, sharing the
                 length of their first axis.
             columns: The same for columns.
             over: Which side is reduced, "columns" (a result for each row) or "rows", or a tree of
                 these like `reduce`.
+            memory_budget: Bytes for one tile's derivative, from which tile_size follows.
             verify: PyTorch: whether a tile that is computed again is compared, up to rounding, with
                 what it was first, as in `chunked`. "first": the first tile, in the first derivative
                 of each f and of new shapes, dtypes, training modes or autocast. True: each tile,
                 in each derivative. False: none; changes of what f closes over are not detected.
+            progress: Whether to show a progress bar (of the package tqdm) over the tiles of each
+                sweep. JAX programs have none.
 
         Returns:
             A function of f's arguments. Scores of 16 bits are reduced in float32 and rounded once.
 
         Raises:
-            GradtoolsError: A tile below 1; (on call) no rows or columns, lengths that differ, an
-                unknown reduction, scores of another shape, an array that f closes over and that
-                is differentiated; f draws random numbers (in JAX as many as a tile has rows or
-                columns, by one key). PyTorch: f changes an argument or what it closes over, or
-                gives other numbers for a derivative.
+            GradtoolsError: A tile below 1; a budget that no tile fits; (on call) no rows or
+                columns, lengths that differ, an unknown reduction, scores of another shape, an
+                array that f closes over and that is differentiated; f draws random numbers (in
+                JAX as many as a tile has rows or columns, by one key). PyTorch: f changes an
+                argument or what it closes over, or gives other numbers for a derivative.
 
         Example:
             >>> score = lambda x, y: x[:, None] * y
@@ -117,9 +141,11 @@ class Tiling(Operators):
         Gimelshein, Online normalizer calculation for softmax, 2018.
         """
         check_function("pairwise_reduce", f, curried=False)
-        options = TileOptions(
-            reduce, over, _sizes(tile_size), checked_verify("pairwise_reduce", verify)
-        )
+        budget = whole_or_none("pairwise_reduce", "memory_budget", memory_budget, 1, "bytes")
+        verify = checked_verify("pairwise_reduce", verify)
+        sizes = _sizes("pairwise_reduce", tile_size)
+        options = TileOptions("pairwise_reduce", reduce, over, sizes, budget, verify, progress)
+        options.check()
         sides = _names("rows", rows), _names("columns", columns)
         return like_function("tiled_", f, partial(self._tiled, f, options, sides))
 
@@ -128,31 +154,54 @@ class Tiling(Operators):
 
     def _run_tiled(self, f: Any, options: TileOptions, sides: Any, args: Any, kwargs: Any) -> Any:
         call, xs = TiledCall.of(self._backend, options, f, sides, args, kwargs)
-        return call.reduced(xs)
+        return fold_columns(call, xs) if options.own else call.reduced(xs)
 
 
 @dataclass(frozen=True)
 class TileOptions:
     """The options of `pairwise_reduce`."""
 
+    caller: str
     reduce: Any = "sum"
     over: Any = COLUMNS
-    sizes: tuple[int, int] = _TILE
+    sizes: tuple[int, int] | None = None
+    budget: int | None = None
     verify: bool | None = None
+    progress: bool = False
+
+    @property
+    def own(self) -> bool:
+        """Whether the reduction is a custom one."""
+        return isinstance(self.reduce, tuple | list) and any(callable(g) for g in self.reduce)
+
+    def check(self) -> None:
+        """Raises for invalid combinations of options."""
+        if self.own and not (len(self.reduce) == 3 and all(callable(g) for g in self.reduce)):
+            raise GradtoolsError(
+                f"{self.caller}: reduce is {self.reduce!r}; a custom reduction is a tuple of "
+                "three functions (init, combine, finish)."
+            )
+        if self.own and self.over != COLUMNS:
+            raise GradtoolsError(
+                f"{self.caller}: a custom reduction is over columns; exchange rows and columns."
+            )
+        if self.budget is not None and self.sizes is not None:
+            raise GradtoolsError(
+                f"{self.caller}: tile_size and memory_budget were both given; the second chooses "
+                "the first."
+            )
 
 
-def _sizes(tile_size: Any) -> tuple[int, int]:
+def _sizes(caller: str, tile_size: Any) -> tuple[int, int] | None:
     if tile_size is None:
-        return _TILE
+        return None
     pair = tile_size if isinstance(tile_size, tuple | list) else (tile_size, tile_size)
     if len(pair) != 2:
         raise GradtoolsError(
-            f"pairwise_reduce: tile_size is {tile_size!r}; expected one number, or one of rows and "
-            "one of columns."
+            f"{caller}: tile_size is {tile_size!r}; expected one number, or one of rows and one of "
+            "columns."
         )
-    rows, columns = (
-        whole_number("pairwise_reduce", "tile_size", n, 1, "rows and columns") for n in pair
-    )
+    rows, columns = (whole_number(caller, "tile_size", n, 1, "rows and columns") for n in pair)
     return rows, columns
 
 
@@ -175,15 +224,15 @@ class TiledCall:
     The reductions of f's output are determined when f has been evaluated on a tile.
     """
 
-    caller = "pairwise_reduce"
-
     def __init__(self, backend: Backend, options: TileOptions, f: Any) -> None:
-        self.backend, self.options, self.f = backend, options, f
+        self.backend, self.options, self.caller, self.f = backend, options, options.caller, f
         self.roles: list[str] = []
         self._statics: list[Any] = []
         self._paths: list[str] = []
-        self.reductions: list[Reduction] = []
-        self._names: list[str] = []  # the dtypes of f's flat output
+        self.kinds: list[Reduction] = []
+        self.places: list[tuple[int, ...]] = []  # each reduction's arrays in f's flat output
+        self.sides: list[str] = []  # the side of each reduction's results
+        self.dtypes: list[list[str]] = []  # the dtype of each returned result
         self._template: Any = None
         self._treedef: Any = None
         self._keywords: tuple[str, ...] = ()
@@ -192,8 +241,9 @@ class TiledCall:
         self.captured: tuple[int, ...] = ()  # arrays that f closes over
         self.unreached: tuple[int, ...] = ()  # arrays that do not reach the scores
         self.watch: Callable[[Arrays], None] | None = None  # the backend's check of f's output
+        self.sweeping = False  # whether a sweep over its tiles is running
         self.watched: Any = None  # the backend's data on tiles that f was evaluated on
-        self.user_functions: tuple[Any, ...] = (f,)
+        self.user_functions: tuple[Any, ...] = (f, *(options.reduce if options.own else ()))
 
     @classmethod
     def of(
@@ -210,14 +260,20 @@ class TiledCall:
         flat = _FlatTile(backend, f, call._statics, call._treedef, call._keywords)
         call.call = backend.tiles.as_now(flat, xs)
         rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
-        call.cut = TileGrid(rows, columns, *options.sizes)
-        call.cut.check(call.caller)
+        call.cut = TileGrid(rows, columns, *(options.sizes or _TILE))
+        if options.budget is not None:
+            call.cut = call._within(xs, options.budget)
+        call.cut.check(options.caller)
         fun = call.call
-        call.call, captured = backend.tiles.explicit(call.caller, fun, xs, call._tiles())
+        call.call, captured = backend.tiles.explicit(
+            options.caller, fun, call.user_functions[1:], xs, call._tiles()
+        )
         if call.call is not fun:  # captured arrays are explicit arguments now
             call.user_functions = ()
         call.captured = tuple(range(len(xs), len(xs) + len(captured)))
-        call.unreached = backend.tiles.unreached(call.call, [*xs, *captured], call._tiles()[0])
+        call.unreached = backend.tiles.unreached(
+            call.call, [*xs, *captured], call._tiles()[0], not options.own
+        )
         xs += captured
         call.roles += [SHARED] * len(captured)
         for side, n in ((ROWS, rows), (COLUMNS, columns)):  # indices, which f does not receive
@@ -282,17 +338,26 @@ class TiledCall:
             )
         return next(iter(result))
 
+    def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: TileGrid) -> Sweep:
+        """A sweep over the tiles of this call."""
+        return Sweep(tile, roles, groups, cut, self, self.options.progress)
+
     def of_tile(self, xs: Sequence[Array]) -> Arrays:
         """f's flat output at one tile, validated."""
-        out, treedef = self.backend.flatten(self.call(list(xs[:-2])))
-        if self.watch is not None:
-            watch, self.watch = self.watch, None
-            watch(out)
+        out, treedef = self.backend.flatten(self.evaluated(xs))
         if self._template is None:
             self._read(out, treedef)
-        shape = tuple(xs[self.roles.index(side)].shape[0] for side in (ROWS, COLUMNS))
-        for r in self.reductions:
-            r.check([r.turned(out[i]) for i in r.places], shape if r.side == ROWS else shape[::-1])
+        shape = self.shape_of(xs)
+        for kind, side, places in zip(self.kinds, self.sides, self.places, strict=True):
+            tile = [reduced_second(self.backend, out[i], side) for i in places]
+            kind.check(tile, shape if side == ROWS else shape[::-1])
+        return out
+
+    def evaluated(self, xs: Sequence[Array]) -> Any:
+        out = self.call(list(xs[:-2]))
+        if self.watch is not None:
+            watch, self.watch = self.watch, None
+            watch(self.backend.flatten(out)[0])
         return out
 
     def _tiles(self) -> list[list[int | None]]:
@@ -302,15 +367,21 @@ class TiledCall:
             [{ROWS: n, COLUMNS: m}.get(role) for role in self.roles] for n, m in product(*lengths)
         ]
 
+    def shape_of(self, xs: Sequence[Array]) -> tuple[int, int]:
+        rows, columns = (xs[self.roles.index(side)].shape[0] for side in (ROWS, COLUMNS))
+        return rows, columns
+
     def _read(self, out: Arrays, treedef: Any) -> None:
         """Determines the reduction of each array of f's output."""
         for x in out:
             if not self.backend.is_array(x):
                 found = describe(self.backend, x)
                 raise GradtoolsError(f"{self.caller}: f's output contains {found}; return arrays.")
-        self._names = [self.backend.dtype_name(x) for x in out]
         tree = self.backend.unflatten(treedef, list(range(len(out))))
         self._template = self._pair(tree, self.options.reduce, self.options.over, "")
+        for kind, places in zip(self.kinds, self.places, strict=True):
+            names = [self.backend.dtype_name(out[i]) for i in places]
+            self.dtypes.append(kind.dtypes(names))
 
     def _pair(self, tree: Any, reduce: Any, over: Any, path: str) -> Any:
         """A pytree like f's output, with a `_Result` at each leaf."""
@@ -356,12 +427,12 @@ class TiledCall:
             )
         is_pair = name in ("softmax", "take")
         groups = [tuple(places)] if is_pair else [(i,) for i in places]
-        first = len(self.reductions)
-        owned = self.options.reduce == name and getattr(self.f, "gives_new_scores", False)
+        first = len(self.kinds)
         for group in groups:
-            names = tuple([self._names[i] for i in group])
-            made = KINDS[name](self.backend, self.caller, side, count, group, names, owned)
-            self.reductions.append(made)
+            owned = self.options.reduce == name and getattr(self.f, "gives_new_scores", False)
+            self.kinds.append(KINDS[name](self.backend, self.caller, count, owned))
+            self.places.append(group)
+            self.sides.append(side)
         if not is_pair:
             numbers = range(first, first + len(groups))
             return self.backend.unflatten(treedef, [_Result(k, 0) for k in numbers])
@@ -382,11 +453,40 @@ class TiledCall:
 
     def reduced(self, xs: Arrays) -> Any:
         """f's output with reduced results in place of scores."""
-        flat = apply_over_tiles(Reduced(self), xs)
-        ys = parted(flat, [len(r.dtypes) for r in self.reductions])
+        flat = apply_over_tiles(self.backend, Reduced(self), xs)
+        ys = parted(flat, [len(dtypes) for dtypes in self.dtypes])
         at, treedef = self.backend.flatten(self._template)
-        result = [self.backend.cast(ys[k][i], self.reductions[k].dtypes[i]) for k, i in at]
+        result = [self.backend.cast(ys[k][i], self.dtypes[k][i]) for k, i in at]
         return self.backend.unflatten(treedef, result)
+
+    # --- the size of a tile
+
+    def _within(self, xs: Arrays, budget: int) -> TileGrid:
+        """The largest square tile whose gradient fits the budget, estimated from a measured one."""
+        per_pair = self._bytes_of(xs, _PROBE) / _PROBE**2
+        side = isqrt(int(budget / max(per_pair, 1)))
+        if side < 1:
+            raise GradtoolsError(
+                f"{self.caller}: memory_budget is {budget} bytes, but the derivative of a single "
+                f"pair takes about {int(per_pair)}. Give more, or make f leaner."
+            )
+        return TileGrid(self.cut.rows, self.cut.columns, side, side)
+
+    def _bytes_of(self, xs: Arrays, side: int) -> int:
+        """The peak bytes of the gradient of a square tile with this side."""
+        backend = self.backend
+        sides = [None if role == SHARED else side for role in self.roles]
+        moving = moving_inputs(self, self.caller, xs)
+
+        def gradient(*tile: Array) -> Arrays:
+            def scores(*changed: Array) -> tuple[Arrays, Arrays]:
+                outs, _ = backend.flatten(self.call(replaced_at(tile, moving, changed)))
+                return [backend.xp.exp(wide(backend, x)) for x in outs], []
+
+            result = backend.vjp(scores, [tile[i] for i in moving], groups=None, once=True)
+            return [x for x in result.pullback(result.outs) if x is not None]
+
+        return backend.tiles.tile_bytes(gradient, xs, sides)
 
 
 @dataclass(frozen=True)
@@ -408,6 +508,7 @@ class _FlatTile:
 
 
 _ARRAY = object()
+_PROBE = 64
 
 
 class _Result:
@@ -422,6 +523,6 @@ class _Result:
 
 def _unknown(caller: str, what: str, came: Any) -> GradtoolsError:
     return GradtoolsError(
-        f"{caller}: {what} is {came!r}; expected one of {', '.join(map(repr, KINDS))}, or a tree "
-        "of these."
+        f"{caller}: {what} is {came!r}; expected one of {', '.join(map(repr, KINDS))}, a tree of "
+        "these, or three functions (init, combine, finish)."
     )

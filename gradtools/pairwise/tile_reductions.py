@@ -30,7 +30,6 @@ from typing import Any, ClassVar
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
-ROWS, COLUMNS, SHARED = "rows", "columns", "shared"
 Arrays = list[Any]
 NARROW = ("float16", "bfloat16")
 
@@ -47,37 +46,25 @@ class Reduction:
     Attributes:
         backend: The backend.
         caller: The operator, for messages.
-        side: The side of the results: ROWS if columns are reduced.
         count: The number of entries of a whole row.
-        places: The places of its arrays in f's flat output.
-        names: The names of their dtypes.
         owned: Whether a tile's scores may be overwritten, as nothing else references them.
     """
 
     backend: Backend
     caller: str
-    side: str
     count: int
-    places: tuple[int, ...]
-    names: tuple[str, ...]
     owned: bool = False
     real = False  # whether scores must be real
     indexed = False  # whether a tile's last array is the index along the reduced axis
     more = 0  # additional results, which only the derivative reads
     empty: ClassVar[tuple[float, ...]] = ()  # the identity of merge; further leaves are 0
 
-    def turned(self, x: Array) -> Array:
-        """x with the reduced axis second, or back: of rows the first two axes are exchanged."""
-        if self.side == ROWS or len(getattr(x, "shape", ())) < 2:
-            return x
-        return self.backend.xp.permute_dims(x, (1, 0, *range(2, len(x.shape))))
-
-    def check(self, tile: Arrays, shape: tuple[int, ...]) -> None:
+    def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         """Raises if a tile has the wrong shape or dtype."""
         for x in tile:
             self._check_scores(x, shape)
 
-    def _check_scores(self, x: Any, shape: tuple[int, ...]) -> None:
+    def _check_scores(self, x: Any, shape: tuple[int, int]) -> None:
         backend = self.backend
         if tuple(x.shape[:2]) != shape or not backend.is_inexact(x):
             raise GradtoolsError(
@@ -91,10 +78,9 @@ class Reduction:
                 "exponential weights need real ones. Take the real part in f."
             )
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The dtypes of the results."""
-        return (*self.names, *self.names[:1] * self.more)
+    def dtypes(self, names: list[str]) -> list[str]:
+        """The dtypes of the results, from those of a tile."""
+        return [*names, *names[:1] * self.more]
 
     def states(self, count: int) -> list[float]:
         """The identity of `merge`, for a state with this many leaves."""
@@ -275,7 +261,7 @@ class _Softmax(_LogSumExp):
     def _xp(self) -> Any:
         return self.backend.xp
 
-    def check(self, tile: Arrays, shape: tuple[int, ...]) -> None:
+    def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         if len(tile) < 2:
             raise GradtoolsError(
                 f"{self.caller}: for reduce='softmax' f must return a pair (scores, values); got "
@@ -388,11 +374,10 @@ class _Take(Reduction):
 
     indexed = True
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        return self.names[:1]
+    def dtypes(self, names: list[str]) -> list[str]:
+        return names[:1]
 
-    def check(self, tile: Arrays, shape: tuple[int, ...]) -> None:
+    def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         whole = len(tile) == 2 and "int" in self.backend.dtype_name(tile[1])
         if not whole or len(tile[0].shape) != 2 or tuple(tile[1].shape) != shape[:1]:
             found = [f"{self.backend.dtype_name(x)} of shape {tuple(x.shape)}" for x in tile]

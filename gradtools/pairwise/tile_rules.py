@@ -7,20 +7,22 @@ A backend runs a `Sweep`. `SumOverTiles` and `Reduced` are rules whose derivativ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gradtools.backend import Array
+from gradtools.arguments.checks import as_array
+from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
-from gradtools.pairwise.tile_reductions import COLUMNS, ROWS, Arrays, Reduction, wide
+from gradtools.pairwise.tile_reductions import Reduction, wide
 from gradtools.rules import Linearized, Rule, closed_over_error, replaced_at
 
 if TYPE_CHECKING:
     from gradtools.pairwise.pairwise_reduction import TiledCall
 
 
-TANGENT, COTANGENT = "pairwise_reduce (tangent)", "pairwise_reduce (cotangent)"
+ROWS, COLUMNS, SHARED = "rows", "columns", "shared"
+Arrays = list[Any]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class TileGrid:
                     "as tile_size=64 and '64*n' in jax.export.symbolic_shape."
                 )
 
+    @property
+    def tiles(self) -> int:
+        rows, columns = (sum(n for *_, n in self.blocks(side)) for side in (ROWS, COLUMNS))
+        return rows * columns
+
 
 def _is_symbolic(size: Any) -> bool:
     return not hasattr(size, "__index__")
@@ -78,6 +85,7 @@ class Sweep:
         groups: Returns the groups, with their merge functions; called after a tile is computed.
         cut: The partition into tiles.
         call: The `TiledCall`.
+        progress: Whether to show a progress bar.
     """
 
     tile: Callable[[Arrays], list[Arrays]]
@@ -85,6 +93,7 @@ class Sweep:
     groups: Callable[[], Sequence[MergeGroup]]
     cut: TileGrid
     call: Any
+    progress: bool = False
 
 
 def added(a: Arrays, b: Arrays) -> Arrays:
@@ -97,7 +106,14 @@ def parted(flat: Sequence[Any], counts: Sequence[int]) -> list[Arrays]:
     return [[next(left) for _ in range(n)] for n in counts]
 
 
-def apply_over_tiles(of: SumOverTiles | Reduced, xs: Sequence[Array]) -> Arrays:
+def reduced_second(backend: Backend, x: Array, side: str) -> Array:
+    """A tile with the reduced axis second; for results of columns the first two are exchanged."""
+    if side == ROWS or len(getattr(x, "shape", ())) < 2:
+        return x
+    return backend.xp.permute_dims(x, (1, 0, *range(2, len(x.shape))))
+
+
+def apply_over_tiles(backend: Backend, of: SumOverTiles | Reduced, xs: Sequence[Array]) -> Arrays:
     """The rule's outputs at xs."""
     rule = Rule(
         of.name,
@@ -107,7 +123,7 @@ def apply_over_tiles(of: SumOverTiles | Reduced, xs: Sequence[Array]) -> Arrays:
         nondifferentiable=of.call.unreached if of.is_call else (),
         symbolic_zeros=frozenset({"cotangent"}),
     )
-    return of.call.backend.apply_rule(rule, *xs)
+    return backend.apply_rule(rule, *xs)
 
 
 def _linearized(
@@ -117,7 +133,7 @@ def _linearized(
     moving, ys = moving_inputs(of.call, of.name, xs, perturbed), of.primal(*xs)
     if of.is_call:
         moving = [i for i in moving if i not in of.call.unreached]
-    saves = tuple(range(len(xs) + (len(ys) if of.is_call else 0)))
+    saves = tuple(range(len(xs) + (len(ys) if of.reads_results else 0)))
     return Linearized(ys, [], saves, of._tangent, partial(of._cotangent, moving))
 
 
@@ -129,22 +145,29 @@ class SumOverTiles:
         call: The `TiledCall`.
         h: A function from a tile's arrays to arrays.
         roles: The role of each argument.
-        sides: The side of each result.
+        sides: The side of each result, or one side for all.
+        cut: The partition into tiles.
         name: The name in messages.
         dtypes: The dtypes of h's results, set when h is evaluated on a tile.
+        is_call: Whether it is the call itself, not one of its derivatives.
     """
 
     call: TiledCall
     h: Callable[[Arrays], Arrays]
     roles: tuple[str, ...]
-    sides: Sequence[str]
-    name: str
+    sides: Sequence[str] | str
+    cut: TileGrid
+    name: str = "pairwise_reduce"
     dtypes: list[str] = field(default_factory=list)
-    is_call = False  # whether it is the call itself, whose derivatives read its outputs
+    is_call: bool = False
+    reads_results = False  # whether the derivatives read the outputs
+
+    def apply(self, xs: Sequence[Array]) -> Arrays:
+        return apply_over_tiles(self.call.backend, self, xs)
 
     def primal(self, *xs: Array) -> Arrays:
         backend = self.call.backend
-        program = Sweep(self._tile, self.roles, self._groups, self.call.cut, self.call)
+        program = self.call.sweep(self._tile, self.roles, self._groups, self.cut)
         result = backend.tiles.sweep(program, xs)
         return [backend.cast(x, dtype) for (x,), dtype in zip(result, self.dtypes, strict=True)]
 
@@ -154,7 +177,10 @@ class SumOverTiles:
         return [[wide(backend, x)] for x in result]
 
     def _groups(self) -> list[MergeGroup]:
-        return [MergeGroup(side, added) for side in self.sides]
+        return [MergeGroup(self._side(i), added) for i in range(len(self.dtypes))]
+
+    def _side(self, i: int) -> str:
+        return self.sides if isinstance(self.sides, str) else self.sides[i]
 
     def _tangent(self, xs: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
         given, n = _given(dxs), len(xs)
@@ -165,8 +191,10 @@ class SumOverTiles:
             return self.call.backend.push(at, [xs[i] for i in given], tile[n:])
 
         roles = (*self.roles, *(self.roles[i] for i in given))
-        push = SumOverTiles(self.call, pushed, roles, self.sides, TANGENT)
-        return apply_over_tiles(push, [*xs, *(dxs[i] for i in given)])
+        push = replace(
+            self, h=pushed, roles=roles, name="pairwise_reduce (tangent)", dtypes=[], is_call=False
+        )
+        return push.apply([*xs, *(dxs[i] for i in given)])
 
     def _cotangent(self, moving: list[int], xs: Sequence[Array], cts: Sequence[Any]) -> Arrays:
         given, n, reached = _given(cts), len(xs), list[bool]()
@@ -177,9 +205,16 @@ class SumOverTiles:
             xs, at = tile[:n], _at(self.h, tile[:n], moving)
             return self.call.backend.pull(at, [xs[i] for i in moving], full, reached)
 
-        roles = (*self.roles, *(self.sides[i] for i in given))
-        pull = SumOverTiles(self.call, pulled, roles, [self.roles[i] for i in moving], COTANGENT)
-        result = apply_over_tiles(pull, [*xs, *(cts[i] for i in given)])
+        pull = replace(
+            self,
+            h=pulled,
+            roles=(*self.roles, *map(self._side, given)),
+            sides=[self.roles[i] for i in moving],
+            name="pairwise_reduce (cotangent)",
+            dtypes=[],
+            is_call=False,
+        )
+        result = pull.apply([*xs, *(cts[i] for i in given)])
         return replaced_at([None] * n, moving, _reaching(result, reached))
 
 
@@ -207,35 +242,41 @@ class Reduced:
     """The reductions of a call in one sweep."""
 
     call: TiledCall
-    name = "pairwise_reduce"
-    is_call = True  # as in `SumOverTiles`
+    name: str = "pairwise_reduce"
+    is_call = reads_results = True  # as in `SumOverTiles`
 
     def primal(self, *xs: Array) -> Arrays:
         call = self.call
-        program = Sweep(self._tile, call.roles, self._groups, call.cut, call)
+        program = call.sweep(self._tile, call.roles, self._groups, call.cut)
         states = call.backend.tiles.sweep(program, xs)
-        pairs = zip(call.reductions, states, strict=True)
-        return [y for reduction, state in pairs for y in reduction.finish(state)]
+        pairs = zip(call.kinds, states, strict=True)
+        return [y for kind, state in pairs for y in kind.finish(state)]
 
     def _tile(self, xs: Arrays) -> list[Arrays]:
-        return [r.lift(part) for r, part in self._parts(self.call.of_tile(xs), xs)]
+        return [kind.lift(part) for kind, part in self._parts(self.call.of_tile(xs), xs)]
 
     def _groups(self) -> list[MergeGroup]:
-        return [MergeGroup(r.side, r.merge, r.states) for r in self.call.reductions]
+        pairs = zip(self.call.kinds, self.call.sides, strict=True)
+        return [MergeGroup(side, kind.merge, kind.states) for kind, side in pairs]
 
     def _parts(self, out: Arrays, xs: Sequence[Array]) -> list[tuple[Reduction, Arrays]]:
         """Each reduction with its arrays of f's output at a tile."""
-        index = {COLUMNS: xs[-2], ROWS: xs[-1]}
+        call, index = self.call, {COLUMNS: xs[-2], ROWS: xs[-1]}
+        triples = zip(call.kinds, call.places, call.sides, strict=True)
         return [
-            (r, [r.turned(out[i]) for i in r.places] + [index[r.side]] * r.indexed)
-            for r in self.call.reductions
+            (
+                kind,
+                [reduced_second(call.backend, out[i], side) for i in places]
+                + [index[side]] * kind.indexed,
+            )
+            for kind, places, side in triples
         ]
 
     def _read(self, saved: Sequence[Array]) -> tuple[Arrays, list[Arrays], list[Arrays]]:
         """The saved arguments, results, and the results that are read at each tile."""
         call, n = self.call, len(self.call.roles)
-        ys = parted(saved[n:], [len(r.dtypes) for r in call.reductions])
-        stats = [r.stats(group) for r, group in zip(call.reductions, ys, strict=True)]
+        ys = parted(saved[n:], [len(dtypes) for dtypes in call.dtypes])
+        stats = [kind.stats(group) for kind, group in zip(call.kinds, ys, strict=True)]
         return list(saved[:n]), ys, stats
 
     def _tangent(self, saved: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
@@ -248,28 +289,29 @@ class Reduced:
             xs, at = tile[:n], _at(call.of_tile, tile[:n], given)
             out, moved = call.backend.value_and_push(at, [xs[i] for i in given], moved)
             triples = zip(self._parts(out, xs), self._parts(moved, xs), known, strict=True)
-            return [x for (r, o), (_, do), s in triples for x in r.push(o, do, s)]
+            return [x for (kind, o), (_, do), s in triples for x in kind.push(o, do, s)]
 
         roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in given))
-        sizes = [len(r.dtypes) - r.more for r in call.reductions]
-        total = SumOverTiles(call, pushed, roles, self._spread(sizes), TANGENT)
-        known = [s for group in stats for s in group]
-        sums = apply_over_tiles(total, [*xs, *known, *(dxs[i] for i in given)])
-        triples = zip(call.reductions, parted(sums, sizes), ys, strict=True)
-        return [dy for r, group, of in triples for dy in r.pushed(group, of)]
+        pairs = zip(call.kinds, call.dtypes, strict=True)
+        sizes = [len(dtypes) - kind.more for kind, dtypes in pairs]
+        total = SumOverTiles(
+            call, pushed, roles, self._spread(sizes), call.cut, "pairwise_reduce (tangent)"
+        )
+        sums = total.apply([*xs, *(s for g in stats for s in g), *(dxs[i] for i in given)])
+        triples = zip(call.kinds, parted(sums, sizes), ys, strict=True)
+        return [dy for kind, group, of in triples for dy in kind.pushed(group, of)]
 
     def _spread(self, counts: Sequence[int]) -> list[str]:
         """The side of each reduction, repeated `counts` times."""
-        pairs = zip(self.call.reductions, counts, strict=True)
-        return [r.side for r, n in pairs for _ in range(n)]
+        return [s for s, n in zip(self.call.sides, counts, strict=True) for _ in range(n)]
 
     def _cotangent(self, moving: list[int], saved: Sequence[Array], cts: Sequence[Any]) -> Arrays:
         call = self.call
         xs, ys, stats = self._read(saved)
-        n, groups = len(xs), parted(cts, [len(r.dtypes) for r in call.reductions])
+        n, groups = len(xs), parted(cts, [len(dtypes) for dtypes in call.dtypes])
         known = [
-            [*s, *r.pulling(y, g)] if _given(g) else []
-            for r, s, y, g in zip(call.reductions, stats, ys, groups, strict=True)
+            [*s, *kind.pulling(y, g)] if _given(g) else []
+            for kind, s, y, g in zip(call.kinds, stats, ys, groups, strict=True)
         ]
         counts, firsts = [len(group) for group in known], [len(group) for group in stats]
         if not any(counts):
@@ -284,18 +326,60 @@ class Reduced:
 
         def of_scores(xs: Arrays, at_tile: list[Arrays], out: Arrays) -> Arrays:
             full: Arrays = [None] * len(out)
-            for k, (r, part) in enumerate(self._parts(out, xs)):
+            for k, (kind, part) in enumerate(self._parts(out, xs)):
                 if at_tile[k]:
-                    result = r.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
-                    full = replaced_at(full, r.places, [r.turned(ct) for ct in result])
+                    result = kind.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
+                    turned = [reduced_second(call.backend, ct, call.sides[k]) for ct in result]
+                    full = replaced_at(full, call.places[k], turned)
             return full
 
         roles, out = (*call.roles, *self._spread(counts)), [call.roles[i] for i in moving]
-        total = SumOverTiles(call, pulled, roles, out, COTANGENT)
-        result = apply_over_tiles(total, [*xs, *(x for g in known for x in g)])
+        total = SumOverTiles(call, pulled, roles, out, call.cut, "pairwise_reduce (cotangent)")
+        result = total.apply([*xs, *(x for g in known for x in g)])
         return replaced_at([None] * n, moving, _reaching(result, reached))
 
 
 def _reaching(grads: Arrays, reached: Sequence[bool]) -> Arrays:
     """The gradients; None for inputs that do not reach a tile's results."""
     return [g if there else None for g, there in zip(grads, reached, strict=True)]
+
+
+def fold_columns(call: TiledCall, xs: Arrays) -> Any:
+    """The result of a custom reduction (init, combine, finish): a sum over tiles of whole rows."""
+    backend, cut, out, state_def = call.backend, call.cut, list[Any](), list[Any]()
+    init, combine, finish = (backend.tiles.as_now(g, xs) for g in call.options.reduce)
+
+    def first(tile: Arrays) -> Arrays:
+        leaves, treedef = backend.flatten(init(call.evaluated(tile)))
+        state_def[:] = [treedef]
+        return [as_array(backend, call.caller, x, "init's state") for x in leaves]
+
+    def of_tile(tile: Arrays) -> Arrays:
+        rows, columns = call.shape_of(tile)
+        one = TileGrid(rows, columns, rows, columns)
+        return SumOverTiles(call, first, tuple(call.roles), ROWS, one).apply(tile)
+
+    def step(xs: Arrays, state: Arrays, columns: Arrays) -> Arrays:
+        one = of_tile(replaced_at(xs, at, columns))
+        a, b = (backend.unflatten(state_def[0], x) for x in (state, one))
+        return backend.flatten(combine(a, b))[0]
+
+    def of_rows(xs: Arrays) -> Arrays:
+        state: Arrays = []
+        for start, size, count in cut.blocks(COLUMNS):
+            if not state:
+                state = of_tile(replaced_at(xs, at, [xs[i][:size] for i in at]))
+                start, count = start + size, count - 1
+            if count:
+                stop = start + size * count
+                columns = [xs[i][start:stop] for i in at]
+                state = backend.tiles.fold(partial(step, xs), state, columns, count)
+        leaves, treedef = backend.flatten(finish(backend.unflatten(state_def[0], state)))
+        out[:] = [treedef]
+        return leaves
+
+    at = [i for i, role in enumerate(call.roles) if role == COLUMNS]
+    roles = tuple(SHARED if role == COLUMNS else role for role in call.roles)
+    rows = TileGrid(cut.rows, 1, cut.most_rows, 1)
+    leaves = SumOverTiles(call, of_rows, roles, ROWS, rows, is_call=True).apply(xs)
+    return backend.unflatten(out[0], leaves)

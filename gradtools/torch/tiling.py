@@ -8,22 +8,26 @@ need no copy and no synchronization, in each sweep.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+from gradtools.arguments.chunks import progress_bar
 from gradtools.errors import GradtoolsError
-from gradtools.pairwise.tile_reductions import COLUMNS, ROWS, SHARED
-from gradtools.pairwise.tile_rules import MergeGroup, Sweep
-from gradtools.rules import captured_objects
+from gradtools.pairwise.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
+from gradtools.rules import captured_objects, replaced_at
 from gradtools.torch import _upstream as upstream
+from gradtools.torch import trees
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import batches_first, levels
+from gradtools.torch.functorch_wrappers import batches_first, is_inexact, levels
+from gradtools.torch.live_bytes import LiveBytes
 from gradtools.torch.modes import as_cast_now, casts_now, unpacked, without_casts
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.checksums import Figures, differ, figures
-from gradtools.torch.replaying.run_keys import RunKey
+from gradtools.torch.replaying.run_keys import RunKey, part_of
+from gradtools.torch.rules.transposing import pull
 
 Tensor = torch.Tensor
 State = list[Tensor]
@@ -33,37 +37,46 @@ _SAMPLE = 1 << 12  # entries of a tile that are compared
 
 def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
     call = program.call
+    if call.sweeping:  # a nested sweep
+        return _swept(program, xs, None)
     with without_casts(x.device.type for x in xs), unpacked():
         call.watched = call.watched or Watch.of(call, xs)
+        call.sweeping = True
         try:
             result = _swept(program, xs, call.watched.begun(xs))
             call.watched.ended()
             return result
         finally:
-            call.watch = None
+            call.sweeping, call.watch = False, None
 
 
-def _swept(program: Sweep, xs: Sequence[Tensor], watch: Watch) -> list[State]:
+def _swept(program: Sweep, xs: Sequence[Tensor], watch: Watch | None) -> list[State]:
     if not torch.is_grad_enabled():  # f gets shared tensors themselves, which must not record
         xs = [x if upstream.is_legacy_batched(x) else x.detach() for x in xs]
     rows, columns = ([*_blocks(program, side)] for side in (ROWS, COLUMNS))
     groups: Sequence[MergeGroup] = ()
     merged: list[dict[Block | None, State]] = []  # one entry for each group, by block
-    for row in rows:
-        band = [_at(x, r, ROWS, row) for x, r in zip(xs, program.roles, strict=True)]
-        for column in columns:
-            tile = [_at(x, r, COLUMNS, column) for x, r in zip(band, program.roles, strict=True)]
-            tile = watch.before(program.call, tile, (row, column))
-            with torch.enable_grad():
-                states = program.tile(tile)
-            watch.after(tile)
-            if not groups:
-                groups = program.groups()
-                merged = [{} for _ in groups]
-            at = {ROWS: row, COLUMNS: column, SHARED: None}
-            for group, parts, new in zip(groups, merged, states, strict=True):
-                old = parts.get(at[group.side])
-                parts[at[group.side]] = new if old is None else group.merge(old, new)
+    with progress_bar(program.cut.tiles, "tile") if program.progress else nullcontext() as bar:
+        for row in rows:
+            band = [_at(x, r, ROWS, row) for x, r in zip(xs, program.roles, strict=True)]
+            for column in columns:
+                pairs = zip(band, program.roles, strict=True)
+                tile = [_at(x, r, COLUMNS, column) for x, r in pairs]
+                if watch is not None:
+                    tile = watch.before(program.call, tile, (row, column))
+                with torch.enable_grad():
+                    states = program.tile(tile)
+                if watch is not None:
+                    watch.after(tile)
+                if not groups:
+                    groups = program.groups()
+                    merged = [{} for _ in groups]
+                at = {ROWS: row, COLUMNS: column, SHARED: None}
+                for group, parts, new in zip(groups, merged, states, strict=True):
+                    old = parts.get(at[group.side])
+                    parts[at[group.side]] = new if old is None else group.merge(old, new)
+                if bar is not None:
+                    bar.update()
     return [_joined([*parts.values()]) for parts in merged]
 
 
@@ -128,7 +141,8 @@ class Watch:
         specs = tuple([(x.shape, x.dtype, x.device) for x in xs])
         training = tuple([m.training for m in modules])
         casts = casts_now(x.device.type for x in xs)
-        key = RunKey.of(call.f, call.caller, specs, call.cut, training, casts)
+        others = [*map(part_of, call.user_functions[1:])]
+        key = RunKey.of(call.f, call.caller, specs, call.cut, training, casts, *others)
         reads = key.for_aspect("arguments")
         is_verified = key.is_verified() and not call.options.verify
         watch = cls(
@@ -233,14 +247,35 @@ def _specs(all_figures: Sequence[Figures]) -> list[Any]:
     return [x[:2] for x in all_figures]
 
 
-def explicit(caller: str, fun: Any, xs: Any, sides: Any) -> tuple[Any, State]:
+def explicit(caller: str, fun: Any, own: Any, xs: Any, sides: Any) -> tuple[Any, State]:
     """fun itself: PyTorch needs no closure conversion, for graphs reference captured tensors."""
     return fun, []
 
 
-def unreached(fun: Any, xs: Any, lengths: Any) -> tuple[int, ...]:
-    """None: the backward pass finds the arrays that do not reach a tile's scores."""
-    return ()
+def unreached(
+    fun: Callable[[State], Any],
+    xs: Sequence[Tensor],
+    lengths: Sequence[int | None],
+    in_backward: bool,
+) -> tuple[int, ...]:
+    """The positions of the arrays that do not reach a tile's scores.
+
+    Args:
+        fun: The function of a tile.
+        xs: The arrays.
+        lengths: The tile's size along the side of each array that has one.
+        in_backward: Whether the backward pass finds them by itself; else one tile is evaluated.
+    """
+    if in_backward:
+        return ()
+    tile = [x if n is None else x[:n] for x, n in zip(xs, lengths, strict=True)]
+    moving, reached = [i for i, x in enumerate(tile) if is_inexact(x)], list[bool]()
+
+    def scores(*changed: Tensor) -> list[Tensor]:
+        return trees.flatten(fun(replaced_at(tile, moving, changed)))[0]
+
+    pull(scores, [tile[i] for i in moving], lambda outs: [None] * len(outs), reached)
+    return tuple([i for i, there in zip(moving, reached, strict=True) if not there])
 
 
 def sharded_like(x: Tensor, other: Tensor) -> Tensor:
@@ -290,3 +325,23 @@ def _column_of(at: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     place = at.long() - index[0]
     last = len(index) - 1
     return place.clamp(0, last)[:, None], (place >= 0) & (place <= last)
+
+
+def fold(
+    step: Callable[[State, State], State], state: State, xs: Sequence[Tensor], count: int
+) -> State:
+    """`state = step(state, block)` over `count` blocks of the tensors' first axis."""
+    for block in zip(*[x.chunk(count) for x in xs], strict=True):
+        state = step(state, list(block))
+    return state
+
+
+def tile_bytes(fun: Any, xs: Sequence[Tensor], sides: Sequence[int | None]) -> int:
+    """The peak of live bytes while `fun` runs at tensors like xs."""
+    like = [
+        torch.zeros(x.shape if n is None else (n, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        for x, n in zip(xs, sides, strict=True)
+    ]
+    with LiveBytes() as live:
+        fun(*like)
+    return int(live.peak)

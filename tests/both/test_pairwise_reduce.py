@@ -50,6 +50,13 @@ def softmax(xp, s):
     return xp.exp(s - logsumexp(xp, s, 1)[:, None])
 
 
+OWN = lambda xp: (
+    lambda s: {"z": xp.sum(xp.exp(s), axis=1)},
+    lambda a, b: {"z": a["z"] + b["z"]},
+    lambda state: xp.log(state["z"]),
+)
+
+
 def at(xp, x):
     """A column for each row, of some rows none; made of numbers that are differentiated."""
     return xp.astype(xp.floor(4 * x[:, 0] ** 2), xp.int32) % 7
@@ -62,6 +69,7 @@ DENSE = {
     "logsumexp": lambda xp, s, v: logsumexp(xp, s, 1),
     "softmax": lambda xp, s, v: softmax(xp, s) @ v,
     "take": None,  # which is no function of the scores alone
+    "own": lambda xp, s, v: logsumexp(xp, s, 1),
     "both sides": lambda xp, s, v: xp.concat([logsumexp(xp, s, 1), xp.sum(s, axis=0)]),
 }
 
@@ -83,6 +91,7 @@ def programs(gt, reduce, tile=TILE):
         return pairs.get(reduce, s)
 
     asked, over = {
+        "own": (OWN(xp), "columns"),
         "both sides": (("logsumexp", "sum"), ("columns", "rows")),
     }.get(reduce, (reduce, "columns"))
     run = gt.pairwise_reduce(f, asked, tile, columns=(1, 2), over=over)
@@ -128,11 +137,13 @@ def derivative(gt, f, mix):
 ARGS = ((7, 3), (5, 3), (5, 2), ())
 # Each mix of modes with each reduction in PyTorch. XLA compiles a mix of third order for seconds:
 # in JAX the softmax takes all of them, most in a sweep, each other reduction one.
-CELLS = [("torch", reduce, mix) for reduce in DENSE for mix in MIXES]
+CELLS = [
+    ("torch", reduce, mix) for reduce in DENSE for mix in MIXES if (reduce, len(mix)) != ("own", 3)
+]
 CELLS += [("jax", "softmax", mix) for mix in ("f", "r", "fr", "rr", "rf")]
 CELLS += [("jax", reduce, "fr") for reduce in DENSE if reduce != "softmax"]
-SLOW = [("jax", "softmax", "frf"), ("jax", "max", "rrr")]
-SWEEP = [("jax", "softmax", mix) for mix in MIXES if len(mix) == 3]
+SLOW = [("jax", "softmax", "frf"), ("torch", "own", "rrr"), ("jax", "max", "rrr")]
+SWEEP = [("jax", "softmax", mix) for mix in MIXES if len(mix) == 3] + [("jax", "own", "rrr")]
 MARKED = [
     *CELLS,
     *[pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW if cell not in CELLS],
@@ -287,17 +298,18 @@ def test_trees_of_rows_and_of_results(gt):
 @pytest.mark.sweep_at("jax")
 def test_vmap_maps_heads_and_shares_what_has_none(gt, backend_name):
     x, y, v, w = arrays(gt, (4, 7, 3), (5, 3), (4, 5, 2), ())
-    for reduce in ("softmax", "take"):
+    for reduce in ("softmax", "take", "own"):
         tiled, dense = programs(gt, reduce)
         found, wanted = (gt.vmap(f, in_axes=(0, None, 0, None)) for f in (tiled, dense))
         close(gt, found(x, y, v, w), wanted(x, y, v, w))
-        every = (0, 1, 2, 3) if reduce == "softmax" else (0, 1, 3)
-        grads = [
-            jitted(backend_name, gt.grad(loss(gt, f), argnums=every))(x, y, v, w)
-            for f in (found, wanted)
-        ]
-        for g, h in zip(*grads, strict=True):
-            close(gt, g, h)
+        if reduce != "own":
+            every = (0, 1, 2, 3) if reduce == "softmax" else (0, 1, 3)
+            grads = [
+                jitted(backend_name, gt.grad(loss(gt, f), argnums=every))(x, y, v, w)
+                for f in (found, wanted)
+            ]
+            for g, h in zip(*grads, strict=True):
+                close(gt, g, h)
 
 
 @pytest.mark.sweep_at("jax")
@@ -411,12 +423,36 @@ def test_f_closes_over_an_array_of_a_trace_that_has_ended(mix):
     close(gt, at(lambda f: gt.pairwise_reduce(f, "logsumexp", TILE)), at(dense))
 
 
+def test_a_reduction_that_closes_over_an_array_of_a_running_trace_is_refused():
+    import jax
+
+    import gradtools.jax as gt
+
+    init, combine, finish = OWN(gt.xp)
+
+    def run(x, y, w):
+        own = init, combine, lambda state: w * finish(state)
+        return gt.pairwise_reduce(lambda x, y: x @ y.T, own, TILE)(x, y)
+
+    with pytest.raises(GradtoolsError, match="a function of reduce closes over an array"):
+        jax.jit(run)(*arrays(gt, (7, 3), (5, 3), ()))
+
+
 def test_an_array_that_f_closes_over_is_not_differentiated_in_silence(gt):
     x, y, w = arrays(gt, (7, 3), (5, 3), ())
     with pytest.raises(GradtoolsError, match="'pairwise_reduce' closes over"):
         gt.grad(
             lambda w: gt.xp.sum(gt.pairwise_reduce(lambda x, y: w * (x @ y.T), "max", TILE)(x, y))
         )(w)
+
+
+@pytest.mark.slow_at("jax")
+def test_a_memory_budget_chooses_the_tile(gt):
+    x, y = arrays(gt, (7, 3), (5, 3))
+    f = lambda x, y: x @ y.T
+    close(gt, gt.pairwise_reduce(f, memory_budget=10**6)(x, y), gt.xp.sum(x @ y.T, axis=1))
+    with pytest.raises(GradtoolsError, match="the derivative of a single pair takes about"):
+        gt.pairwise_reduce(f, memory_budget=1)(x, y)
 
 
 def test_a_call_leaves_no_cycle_that_would_keep_what_f_holds():
@@ -474,6 +510,7 @@ def another(kind):
     return draw, lambda: table.add_(1)
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["sum", "own reduction"])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -484,14 +521,16 @@ def another(kind):
         "a tensor that is written later",
     ],
 )
-def test_a_tile_that_is_another_when_it_is_computed_again_is_refused(kind):
+def test_a_tile_that_is_another_when_it_is_computed_again_is_refused(kind, own):
     torch = pytest.importorskip("torch")
     import gradtools.torch as gt
 
     factor, change = another(kind)
+    reduce = (lambda s: s.sum(1), lambda a, b: a + b, lambda s: s) if own else "sum"
     x = torch.ones(4, 3, requires_grad=True)
-    run = gt.pairwise_reduce(lambda x, y: x @ y.T * factor(), "sum", 2)
-    found = run(x, torch.ones(5, 3)).sum()
+    found = gt.pairwise_reduce(lambda x, y: x @ y.T * factor(), reduce, 2)(
+        x, torch.ones(5, 3)
+    ).sum()
     change()
     said = "changed in place" if kind == "a tensor that is written later" else "gives other numbers"
     with pytest.raises(GradtoolsError, match=f"{said}.* a tile .* computed again"):
@@ -577,6 +616,9 @@ COUNTS = {
     "pairwise_reduce": lambda gt, n: (
         lambda x: gt.pairwise_reduce(lambda x, y: x[:, None] * y, tile_size=n)(x, x)
     ),
+    "memory_budget": lambda gt, n: (
+        lambda x: gt.pairwise_reduce(lambda x, y: x[:, None] * y, memory_budget=n * 1000)(x, x)
+    ),
     "split_key": lambda gt, n: lambda x: gt.split_key(gt.random_key(0), n),
     "order": lambda gt, n: lambda x: str(gt.formula(lambda x: (x**2).sum(), x, order=n)),
     "graph": lambda gt, n: lambda x: str(gt.gradient_graph(lambda x: (x**2).sum(), x, order=n)),
@@ -603,6 +645,7 @@ class Two:
     ("jax", "chunked"),
     ("jax", "microbatched_value_and_grad"),
     ("jax", "pairwise_reduce"),
+    ("jax", "memory_budget"),
     ("jax", "graph"),
 )
 @pytest.mark.sweep_at("order")

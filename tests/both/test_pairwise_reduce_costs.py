@@ -97,6 +97,14 @@ def test_bytes_do_not_grow_with_the_number_of_columns(way, gt, backend_name):
     assert many < 4 * 128 * 4096  # less than a single matrix of pairs
 
 
+@pytest.mark.sweep_at("jax")
+def test_a_budget_bounds_the_bytes(gt, backend_name):
+    x, y = features(gt, 512, 512)
+    run = gt.pairwise_reduce(lambda x, y: x @ y.T, "logsumexp", memory_budget=2**17)
+    taken = peak(gt, backend_name, gt.grad(lambda x, y: gt.xp.sum(run(x, y))), x, y)
+    assert taken < 2**18 + 3 * 512 * D * 4
+
+
 @pytest.mark.slow
 def test_the_parts_of_a_derivative_are_let_go_as_they_are_joined():
     torch = pytest.importorskip("torch")

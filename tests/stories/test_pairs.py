@@ -20,11 +20,16 @@ def _compared(gt):
     return lambda a, b: gt.xp.where(a[:, None] > 0, b, 2 * b)
 
 
-@pytest.mark.sampled(torch=(4, 4), jax=(2, 4))
+@pytest.mark.sampled(torch=(6, 6), jax=(3, 6))
 @pytest.mark.parametrize("cut", [_stopped, _compared])
-@pytest.mark.parametrize("reduce", ["sum", "logsumexp"])
+@pytest.mark.parametrize("reduce", ["sum", "logsumexp", "own"])
 def test_an_argument_that_f_stops_or_compares_is_disconnected(gt, cut, reduce):
-    run = gt.pairwise_reduce(cut(gt), reduce, 2)
+    own = (
+        lambda tile: gt.xp.sum(tile, axis=1),
+        lambda a, b: a + b,
+        lambda state: state,
+    )
+    run = gt.pairwise_reduce(cut(gt), own if reduce == "own" else reduce, 2)
     x, y = _numbers(gt, 5), _numbers(gt, 3, seed=1)
 
     def loss(x, y):

@@ -245,6 +245,7 @@ BAD: dict[str, Call] = {
     "tiled over an unknown argument": lambda gt, a: gt.pairwise_reduce(lambda x, y: x, columns="z")(
         a(V), a(V)
     ),
+    "tiled within no budget": lambda gt, a: gt.pairwise_reduce(total(gt), memory_budget=0),
     "tiled over no rows": lambda gt, a: gt.pairwise_reduce(total(gt), rows=()),
     "tiled by an unknown reduction": lambda gt, a: gt.pairwise_reduce(scores, "product")(
         a(ROWS), a(ROWS)
@@ -273,7 +274,9 @@ BAD: dict[str, Call] = {
     "tiled, a take of three": lambda gt, a: gt.pairwise_reduce(
         lambda x, y: (scores(x, y),) * 3, "take"
     )(a(ROWS), a(ROWS)),
-    "tiled by a function": lambda gt, a: gt.pairwise_reduce(scores, abs)(a(ROWS), a(ROWS)),
+    "tiled by two functions": lambda gt, a: gt.pairwise_reduce(scores, (abs, abs))(
+        a(ROWS), a(ROWS)
+    ),
     "contrastive_loss of rows that differ": lambda gt, a: gt.contrastive_loss(a(V), a(np.ones(3))),
     "contrastive_loss, smoothed labels of a sigmoid": lambda gt, a: gt.contrastive_loss(
         a(ROWS), a(ROWS), sigmoid=True, label_smoothing=0.1

@@ -198,8 +198,10 @@ def test_random_numbers_under_vmap_are_refused():
         )
 
 
-def test_the_autocast_of_the_call_holds_for_its_derivatives():
+@pytest.mark.parametrize("reduce", ["logsumexp", "own"])
+def test_the_autocast_of_the_call_holds_for_its_derivatives(reduce):
     x, y = (numbers(n, 8).float() for n in (20, 30))
+    own = (lambda s: s.exp().sum(1), torch.add, torch.log)
 
     def slope(f):
         at = x.clone().requires_grad_()
@@ -215,7 +217,7 @@ def test_the_autocast_of_the_call_holds_for_its_derivatives():
         dtypes.append(s.dtype)
         return s
 
-    found, grad = slope(gt.pairwise_reduce(f, "logsumexp", 8))
+    found, grad = slope(gt.pairwise_reduce(f, own if reduce == "own" else reduce, 8))
     assert set(dtypes) == {torch.bfloat16}
     assert found.dtype == torch.float32
     wanted, slope_of_it = slope(lambda x, y: (x @ y.T).float().logsumexp(1))

@@ -42,7 +42,7 @@ class RunKey:
     @classmethod
     def of(cls, f: Callable[..., Any], *key: Any) -> RunKey:
         """The key of f, with further parts `key`."""
-        return cls(_verified(f), (*key, _part_of(f)))
+        return cls(_verified(f), (*key, part_of(f)))
 
     def for_aspect(self, what: str) -> RunKey:
         """A key of the same configuration for another property than equal numbers."""
@@ -103,7 +103,7 @@ def _is_dead(part: Any) -> bool:
     return isinstance(part, _WeakIdentity) and part.of() is None
 
 
-def _part_of(x: Any, depth: int = 0) -> Any:
+def part_of(x: Any, depth: int = 0) -> Any:
     """The key of a function, or of an object that one closes over.
 
     A function that is created in each step (a lambda, a method) has the key of its code and of its
@@ -118,7 +118,7 @@ def _part_of(x: Any, depth: int = 0) -> Any:
     parts = _parts(x) if depth <= _DEPTH else ()
     if parts:
         space = id(x.__globals__) if kind is FunctionType else None
-        return kind, space, *[_part_of(y, depth + 1) for y in parts]
+        return kind, space, *[part_of(y, depth + 1) for y in parts]
     if kind in (int, float, complex, list, dict, tuple, set):
         return kind
     try:

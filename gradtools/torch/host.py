@@ -17,6 +17,7 @@ from gradtools.errors import is_of, refusal
 from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
+from gradtools.torch.modes import by_new_vmap
 from gradtools.torch.rules.checking import CHECKING, refuse_kernel
 from gradtools.torch.rules.installing import differentiated
 
@@ -35,7 +36,7 @@ def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
     refuse_kernel()
     if not xs:  # without a tensor argument the operator would not be traced
         return _run(call.key, xs, [])
-    return list(_bind(call.key, xs, []))
+    return by_new_vmap(lambda *xs: list(_bind(call.key, xs, [])), xs)
 
 
 class KernelCalls:
@@ -76,7 +77,9 @@ class KernelCalls:
         try:
             for x in args:
                 # A copy: the kernel may keep it, and x may change in place.
-                arrays.append(np.asarray(x.numpy().copy().data.toreadonly()))
+                array = x.numpy().copy()
+                array.setflags(write=False)
+                arrays.append(array.view())  # which cannot be made writable again
         except (RuntimeError, TypeError):  # tensors that NumPy cannot read directly
             return NotImplemented
         if CHECKING.active:
@@ -171,8 +174,8 @@ def _fake(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
 
 
 def _vmap(info: Any, in_dims: Any, key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Any:
-    batch = [info.batch_size, *batch]
-    result = torch.ops.gradtools.call_kernel(key, _front(info, in_dims[1], xs), batch)
+    run = lambda *xs: torch.ops.gradtools.call_kernel(key, list(xs), [info.batch_size, *batch])
+    result = by_new_vmap(run, _front(info, in_dims[1], xs))
     return result, [0] * len(result)
 
 
@@ -184,29 +187,9 @@ def _front(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> list[
     ]
 
 
-def _old_vmap(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
-    """The rule under the legacy vmap, which autograd's is_grads_batched still uses."""
-    level = upstream.enter_vmap() - 1
-    upstream.leave_vmap()
-    upstream.leave_vmap()  # the call runs outside of this level
-    try:
-        mapped = [upstream.is_legacy_batched(x) for x in xs]
-        front = [
-            upstream.remove_batch_axis(x, level, 1, 0) if m else x
-            for x, m in zip(xs, mapped, strict=True)
-        ]
-        size = next(x.shape[0] for x, m in zip(front, mapped, strict=True) if m)
-        full = [x if m else x.expand(size, *x.shape) for x, m in zip(front, mapped, strict=True)]
-        result = torch.ops.gradtools.call_kernel(key, full, [size, *batch])
-        return [upstream.add_batch_axis(y, 0, level) for y in result]
-    finally:
-        upstream.enter_vmap()
-
-
 _LIBRARY = torch.library.Library("gradtools", "FRAGMENT")
 _LIBRARY.define("call_kernel(str key, Tensor[] xs, SymInt[] batch) -> Tensor[]")
 _LIBRARY.impl("call_kernel", _run, "CompositeExplicitAutograd")
-_LIBRARY.impl("call_kernel", _old_vmap, "Batched")
 torch.library.register_fake("gradtools::call_kernel", _fake, lib=_LIBRARY)
 torch.library.register_vmap("gradtools::call_kernel", _vmap, lib=_LIBRARY)
 

@@ -41,7 +41,7 @@ def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
     """
     level, there = batchings(), list[bool]()
     mapped = [x is not None and upstream.is_legacy_batched(x) for x in xs]
-    if level != 1 or not any(mapped):
+    if not level or not any(mapped):
         return fun(*xs)
 
     def run(*xs: Any) -> tuple[Any, ...]:

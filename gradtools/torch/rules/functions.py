@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-from gradtools.boundary import user_facing
+from gradtools.boundary import trimmed
 from gradtools.errors import GradtoolsError
 from gradtools.rules import JvpRule, Linearized, Rule, batched
 from gradtools.torch import _upstream as upstream
@@ -81,7 +81,7 @@ class RuleApplication:
         pulling: The tensors to save for the cotangent map, as positions in `[*xs, *ys, *extras]`.
         pushing: Those for the tangent map; None in an application that all calls share.
         pull: `pull(ctx, cts)`, the backward pass at any order.
-        checked: The signature whose backward pass has passed its checks (`signatures.py`).
+        checked: Whether the backward pass has passed its checks (`signatures.py`).
         form: Of residuals that are one tensor: Tensor; of a tuple of tensors: their number.
     """
 
@@ -97,7 +97,7 @@ class RuleApplication:
     pulling: Sequence[int] = ()
     pushing: Sequence[int] | None = None
     pull: Callable[[Any, Sequence[Any]], Sequence[Any]] = pulled_back
-    checked: Any = None
+    checked: bool = False
     form: Any = None
 
     def record(self, linearized: Linearized) -> None:
@@ -142,7 +142,7 @@ def apart(xs: Sequence[Tensor]) -> list[Tensor]:
 _NO_TENSORS = (None, None)
 
 
-_graphs, _is_compiling = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
+_graphs = torch.is_grad_enabled
 
 
 class _ReverseOnly(torch.autograd.Function):
@@ -239,25 +239,17 @@ class _BothModes(_ReverseOnly):
                 ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
 
     @staticmethod
-    @user_facing
     def backward(ctx: Any, *cts: Any) -> Any:
-        point, ct = ctx.point, cts[0]
-        signature = point.checked
-        if signature is None or type(ct) is not Tensor or _graphs():
+        point = ctx.point
+        try:
             if _graphs() and batchings():
-                return *_NO_TENSORS, *by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
-            return *_NO_TENSORS, *point.pull(ctx, cts)
-        # The author's own code: the maps add checks, which it passed in an earlier call.
-        saved = ctx.saved_tensors
-        cotangents = signature.bwd(saved[0] if point.form is Tensor else saved[: point.form], ct)
-        avals = signature.avals
-        if signature.flat and type(cotangents) is tuple and len(cotangents) == len(avals):
-            for g, aval in zip(cotangents, avals, strict=True):
-                if type(g) is not Tensor or g.dtype is not aval[1] or g.shape != aval[0]:
-                    break
+                pulled = by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
             else:
-                return _NO_TENSORS + cotangents
-        return *_NO_TENSORS, *signature.cotangents(cotangents)
+                pulled = point.pull(ctx, cts)
+        except Exception as error:
+            trimmed(error)
+            raise
+        return *_NO_TENSORS, *pulled
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *dxs: Tensor | None) -> Any:
@@ -291,27 +283,7 @@ def edit_application(rule: Rule, inputs: int) -> RuleApplication:
     return RuleApplication(rule, maps, count, avals=(), pulling=maps.saves, pull=pull)
 
 
-class _Recorded(_BothModes):
-    """A forward rule's value; its tangent at dx = x is the last input.
-
-    The tangent is linear in dx, so its graph is the same at any dx, and at dx = x leads a cotangent
-    to x.
-    """
-
-    @staticmethod
-    @user_facing
-    def backward(ctx: Any, *cts: Any) -> Any:
-        (ct,), point = cts, ctx.point
-        if _graphs() and batchings():
-            return *_NO_TENSORS, *by_new_vmap(lambda *cts: point.pull(ctx, cts), cts), None
-        if _graphs():
-            return *_NO_TENSORS, *point.pull(ctx, cts), None
-        if _is_compiling():  # compiled autograd cannot add a tensor to None
-            return *_NO_TENSORS, *[torch.zeros_like(x) for x in ctx.saved_tensors], ct
-        return *(None,) * (2 + len(point.pulling)), ct
-
-
-for _function in (_ReverseOnly, _BothModes, _Recorded):
+for _function in (_ReverseOnly, _BothModes):
     # Saves the lookup of `backward` or `vjp` in each call.
     upstream.backward_class(_function).apply = _function.backward
 
@@ -323,9 +295,6 @@ attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Both
 attach_reverse_only: Callable[..., tuple[Tensor, ...]] = super(
     torch.autograd.Function, _ReverseOnly
 ).apply
-
-
-attach_recorded: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Recorded).apply
 
 
 # --- one evaluation ----------------------------------------------------------------------

@@ -123,7 +123,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         likes = [None if ct is None else like(ct) for ct in cts]
     else:
         likes = point.like_ys[: point.count]
-    if result.cotangent is not None and rule.contract is not None and point.checked is None:
+    if result.cotangent is not None and rule.contract is not None and not point.checked:
         check_zero(_linear_map(ctx, "cotangent", result.cotangent, saved, likes))
     if result.opaque_residuals and torch.is_grad_enabled():
         xs = inputs_of(point, point.pulling, tensors)

@@ -27,7 +27,7 @@ from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import functions
 from gradtools.torch.rules.captures import closed_over_error, closures_of, other_leaves
 from gradtools.torch.rules.checking import CheckedMap, check_linear
-from gradtools.torch.rules.functions import RuleApplication, attach, attach_recorded
+from gradtools.torch.rules.functions import RuleApplication, attach
 from gradtools.torch.rules.installing import apply_rule, pushed
 from gradtools.torch.rules.maps import pulled_back, unusual
 from gradtools.torch.rules.transposing import (
@@ -138,12 +138,32 @@ class Signature:
         return point
 
     def pull(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-        """The backward pass of a shared application; later ones may call bwd directly."""
-        ctx.unusual = unusual(cts)
-        result = pulled_back(ctx, cts)
-        if self.bwd is not None and None not in self.likes and cts[0] is not None:
-            ctx.point.checked = self
-        return result
+        """The backward pass of a shared application: bwd alone, once its checks have passed."""
+        point, ct = ctx.point, cts[0]
+        if not point.checked or type(ct) is not Tensor or _graphs():
+            ctx.unusual = unusual(cts)
+            result = pulled_back(ctx, cts)
+            if self.bwd is not None and None not in self.likes and ct is not None:
+                point.checked = True
+            return result
+        saved = ctx.saved_tensors
+        cotangents = self.bwd(saved[0] if point.form is Tensor else saved[: point.form], ct)
+        if self.flat and type(cotangents) is tuple and len(cotangents) == len(self.avals):
+            for g, (shape, dtype, _) in zip(cotangents, self.avals, strict=True):
+                if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
+                    break
+            else:
+                return cotangents
+        return self.cotangents(cotangents)
+
+    def pull_recorded(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+        """The backward pass of a `_recorded` application, whose last input is a tangent."""
+        if _graphs():
+            ctx.unusual = unusual(cts)
+            return *pulled_back(ctx, cts), None
+        if _is_compiling():  # compiled autograd cannot add a tensor to None
+            return *[torch.zeros_like(x) for x in ctx.saved_tensors], cts[0]
+        return *(None,) * len(self.avals), cts[0]
 
     def cotangents(self, cotangents: Any) -> Sequence[Any]:
         """The checked cotangents that bwd returned, one for each tensor."""
@@ -382,8 +402,9 @@ def _recorded(signature: Signature, xs: tuple[Tensor, ...]) -> Any:
     if point is None:
         maps = signature.rule.linearized_from([None] * len(xs), [])
         point = signature.recorded = signature._shared(maps)
+        point.pull = signature.pull_recorded
     # Detached: the graph may hold y itself, which would be a reference cycle.
-    return attach_recorded(point, (y.detach(),), *xs, dy)[0]
+    return attach(point, (y.detach(),), *xs, dy)[0]
 
 
 def _may_record(signature: Signature, xs: tuple[Tensor, ...]) -> bool:

@@ -31,9 +31,9 @@ _OPERATORS = {
     "pairwise.cross_entropy:LinearCrossEntropy": "linear_cross_entropy",
     "pairwise.tiled_attention:Attention": "attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
-    "models:Models": (
-        "make_functional xp asarray to_numpy random_key split_key vmap checkpoint compile"
-    ),
+    "models:Models": "make_functional",
+    "arrays:Arrays": "xp asarray to_numpy random_key split_key",
+    "transforms:Transforms": "vmap checkpoint compile",
     "seeing.diagnostics.zero_gradients:SeeingOperators": "dependence why_zero guard_gradients",
     "seeing.graphs.gradient_graphs:Graphing": "gradient_graph",
     "seeing.formulas.formulating:Formulating": "formula",

@@ -1,4 +1,8 @@
-"""Conversions that both backends' `arrays.py` share: to NumPy arrays, and of seeds."""
+"""Arrays and random keys: `asarray`, `to_numpy`, `xp`, `random_key`, `split_key`.
+
+Arrays come in and go out with the dtype that they have; randomness comes in as a key. The
+backends' ``arrays.py`` implement them with the conversions below.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,114 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.wording import with_article
+from gradtools.backend import Operators
 from gradtools.errors import GradtoolsError
+
+Array = Any
+
+
+class Arrays(Operators):
+    """The operators on arrays and keys."""
+
+    @property
+    def xp(self) -> Any:
+        """The backend's array-API namespace, so that a function can be written once.
+
+        It is ``array_api_compat.torch`` in PyTorch, imported at first use, and ``jax.numpy``.
+
+        Example:
+            >>> gt.to_numpy(gt.xp.sum(gt.xp.ones((2, 3), dtype=gt.xp.float32), axis=0))
+            array([2., 2., 2.], dtype=float32)
+        """
+        return self._backend.xp
+
+    def asarray(self, x: Any) -> Array:
+        """Converts to an array of the framework, with the dtype that it has in NumPy.
+
+        The result does not share memory with x; an array of the framework is returned as it is.
+        Python numbers and lists of them get the framework's default dtype.
+
+        Args:
+            x: A NumPy array or scalar of any shape (bfloat16 and float8 through ml_dtypes
+                included), a Python number, a nested list of those, or anything that
+                ``numpy.asarray`` reads.
+
+        Returns:
+            The array.
+
+        Raises:
+            GradtoolsError: The backend cannot hold the dtype: float64, int64 and complex128 in
+                JAX without x64, extended precision everywhere; or x is not one array of numbers.
+
+        Example:
+            >>> gt.to_numpy(gt.asarray(np.array([1, 2], np.int16)))
+            array([1, 2], dtype=int16)
+        """
+        return self._backend.asarray(x)
+
+    def to_numpy(self, x: Array) -> np.ndarray:
+        """One array as a NumPy array, a copy without gradient.
+
+        Args:
+            x: An array of the backend, of any shape, dtype and device.
+
+        Returns:
+            A writable ``numpy.ndarray`` of the same shape and dtype. bfloat16 and float8 are
+            those of ml_dtypes; where that is not installed (PyTorch alone), float32.
+
+        Raises:
+            GradtoolsError: x is traced or mapped (inside jit, vmap, grad of the framework's
+                functional transforms) and has no values to read.
+
+        Example:
+            >>> gt.to_numpy(gt.asarray(np.ones(2, np.float32)) * 3)
+            array([3., 3.], dtype=float32)
+        """
+        return self._backend.to_numpy(x)
+
+    def random_key(self, seed: int) -> Array:
+        """A random key, made from a seed.
+
+        Args:
+            seed: An integer of 64 bits with its sign; in JAX without x64 of 32 bits.
+
+        Returns:
+            JAX's typed key, or in PyTorch an int64 tensor of shape (2,). The two frameworks draw
+            different numbers from the same seed.
+
+        Raises:
+            GradtoolsError: The seed is no integer, or too large.
+
+        Example:
+            >>> a, b = gt.random_key(0), gt.random_key(0)
+            >>> bool((gt.to_numpy(a) == gt.to_numpy(b)).all())
+            True
+        """
+        return self._backend.random_key(seed)
+
+    def split_key(self, key: Array, n: int = 2) -> Array:
+        """Independent keys derived from one key, which must not be used again.
+
+        In PyTorch child i is a hash of the key and i (splitmix64), so it does not depend on n.
+
+        Args:
+            key: One key.
+            n: How many.
+
+        Returns:
+            An array of n keys along axis 0; it unpacks, and vmap maps over it.
+
+        Raises:
+            GradtoolsError: ``key`` is not one key, or n is not a positive integer.
+
+        Example:
+            >>> first, second, third = gt.split_key(gt.random_key(0), 3)
+            >>> bool((gt.to_numpy(first) == gt.to_numpy(second)).all())
+            False
+
+        Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014.
+        """
+        return self._backend.split_key(key, n)
 
 
 def is_plain(x: Any) -> bool:

@@ -1,9 +1,10 @@
-"""The public names as a type checker and an editor see them, for both wings: bound operators.
+"""The public names as a type checker and an editor see them, for both backends: bound operators.
 
-It is never imported: a wing looks a name up in its `Api` when the name is first read.
+It is never imported: a backend looks a name up in its `Api` when the name is first read.
 """
 
 from gradtools.accumulate import Accumulation as _Accumulation
+from gradtools.arrays import Arrays as _Arrays
 from gradtools.chunking import Chunking as _Chunking
 from gradtools.custom_rules import CustomRules as _CustomRules
 from gradtools.derivatives import Derivatives as _Derivatives
@@ -21,6 +22,7 @@ from gradtools.seeing.formulas.formulating import Formulating as _Formulating
 from gradtools.seeing.graphs.gradient_graphs import Graphing as _Graphing
 from gradtools.seeing.measures import Measures as _Measures
 from gradtools.taylor import Taylor as _Taylor
+from gradtools.transforms import Transforms as _Transforms
 
 _derivatives: _Derivatives
 _jacobians: _Jacobians
@@ -36,6 +38,8 @@ _cross_entropy: _LinearCrossEntropy
 _attention: _Attention
 _accumulation: _Accumulation
 _models: _Models
+_arrays: _Arrays
+_transforms: _Transforms
 _seeing: _SeeingOperators
 _graphing: _Graphing
 _formulating: _Formulating
@@ -44,13 +48,13 @@ _measures: _Measures
 GradientAccumulator = _accumulation.GradientAccumulator
 ArraySpec = _host_functions.ArraySpec
 accumulate_gradients = _accumulation.accumulate_gradients
-asarray = _models.asarray
+asarray = _arrays.asarray
 assign_gradients = _accumulation.assign_gradients
 attention = _attention.attention
-checkpoint = _models.checkpoint
+checkpoint = _transforms.checkpoint
 chunked = _chunking.chunked
 clip_gradient = _edits.clip_gradient
-compile = _models.compile
+compile = _transforms.compile
 contrastive_loss = _contrastive.contrastive_loss
 custom_rule = _custom_rules.custom_rule
 dependence = _seeing.dependence
@@ -69,7 +73,7 @@ jacobian = _jacobians.jacobian
 jet = _taylor.jet
 jvp = _derivatives.jvp
 laplacian = _taylor.laplacian
-random_key = _models.random_key
+random_key = _arrays.random_key
 replace_gradient = _edits.replace_gradient
 linear_cross_entropy = _cross_entropy.linear_cross_entropy
 linearize = _derivatives.linearize
@@ -80,13 +84,13 @@ mixed_partial = _jacobians.mixed_partial
 per_example_grad = _derivatives.per_example_grad
 reverse_gradient = _edits.reverse_gradient
 scale_gradient = _edits.scale_gradient
-split_key = _models.split_key
+split_key = _arrays.split_key
 stop_gradient = _edits.stop_gradient
 straight_through = _edits.straight_through
 pairwise_reduce = _tiling.pairwise_reduce
-to_numpy = _models.to_numpy
+to_numpy = _arrays.to_numpy
 transform_gradient = _edits.transform_gradient
 value_and_grad = _derivatives.value_and_grad
 vjp = _derivatives.vjp
-vmap = _models.vmap
+vmap = _transforms.vmap
 why_zero = _seeing.why_zero

@@ -13,8 +13,8 @@ try:
 
     _check_version("jax", _jax.__version__)
     from gradtools.jax.backend import JaxBackend as _Backend
-except ModuleNotFoundError as error:
-    raise _needed(__name__, error) from None
+except ModuleNotFoundError as _error:
+    raise _needed(__name__, _error) from None
 
 _api = _Api(_Backend())
 _LAYERS = (

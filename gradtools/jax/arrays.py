@@ -3,7 +3,7 @@
 An array keeps NumPy's dtype, or the conversion raises: without x64, JAX would narrow float64 to
 float32 and a seed of more than 32 bits to its low half without an error. Keys are JAX's own.
 
-``gradtools.models`` documents the public names.
+``gradtools.arrays`` documents the public names.
 """
 
 from types import ModuleType
@@ -21,7 +21,7 @@ X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
 
 
 def asarray(x: Any, device_of: Any = None) -> jax.Array:
-    """One array as a JAX array of the same dtype; JAX's pass through. See ``gradtools.models``."""
+    """One array as a JAX array of the same dtype; JAX's pass through. See ``gradtools.arrays``."""
     if isinstance(x, jax.Array):
         return x
     if type(x) in (float, complex):
@@ -37,7 +37,7 @@ def asarray(x: Any, device_of: Any = None) -> jax.Array:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """A NumPy copy of one array. See ``gradtools.models``."""
+    """A NumPy copy of one array. See ``gradtools.arrays``."""
     if isinstance(x, jax.core.Tracer):
         raise GradtoolsError(
             f"to_numpy: an array of shape {x.shape} has no values that NumPy could read inside "
@@ -51,7 +51,7 @@ def to_numpy(x: Any) -> np.ndarray:
 
 
 def random_key(seed: Any) -> jax.Array:
-    """JAX's key of an integer seed. See ``gradtools.models``."""
+    """JAX's key of an integer seed. See ``gradtools.arrays``."""
     if isinstance(seed, jax.Array):
         if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
             came = f"an array of shape {seed.shape} and dtype {seed.dtype}"
@@ -70,7 +70,7 @@ def random_key(seed: Any) -> jax.Array:
 
 
 def split_key(key: jax.Array, n: int = 2) -> jax.Array:
-    """Independent keys, an array of shape (n,). See ``gradtools.models``."""
+    """Independent keys, an array of shape (n,). See ``gradtools.arrays``."""
     check_key("split_key", key)
     n = whole_number("split_key", "n", n, 1, "keys")
     return jax.random.split(key, n)

@@ -14,8 +14,8 @@ try:
 
     _check_version("torch", _torch.__version__)
     from gradtools.torch.backend import TorchBackend as _Backend
-except ModuleNotFoundError as error:
-    raise _needed(__name__, error) from None
+except ModuleNotFoundError as _error:
+    raise _needed(__name__, _error) from None
 
 _api = _Api(_Backend())
 _LAYERS = ("nn",)  # modules with the layers of each library, imported when one is read

@@ -10,7 +10,7 @@ Each of the two maps is a bijection of 64 bits, so siblings never collide.
 The reference for m is Steele, Lea and Flood, "Fast splittable pseudorandom number
 generators" (OOPSLA 2014), in Vigna's variant.
 
-``gradtools.models`` documents the public names.
+``gradtools.arrays`` documents the public names.
 """
 
 from types import ModuleType
@@ -30,7 +30,7 @@ ODD = -0x4498517A7B3558C5  # another odd word with about as many ones as zeros
 
 
 def asarray(x: Any, device_of: Any = None) -> torch.Tensor:
-    """One array as a tensor of the same dtype; tensors pass through. See ``gradtools.models``.
+    """One array as a tensor of the same dtype; tensors pass through. See ``gradtools.arrays``.
 
     device_of: A tensor on whose device the result is created, instead of the default device.
     """
@@ -46,7 +46,7 @@ def asarray(x: Any, device_of: Any = None) -> torch.Tensor:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """A NumPy copy of one array, cut from the graph. See ``gradtools.models``."""
+    """A NumPy copy of one array, cut from the graph. See ``gradtools.arrays``."""
     if not isinstance(x, torch.Tensor):
         return np.array(as_numpy(x, "to_numpy"))
     try:
@@ -62,13 +62,13 @@ def to_numpy(x: Any) -> np.ndarray:
 
 
 def random_key(seed: Any) -> torch.Tensor:
-    """The key of an integer seed: an int64 tensor of shape (2,). See ``gradtools.models``."""
+    """The key of an integer seed: an int64 tensor of shape (2,). See ``gradtools.arrays``."""
     first = _mix(_seed(seed) + GOLDEN)
     return torch.stack([first, _mix(_mix(first) + ODD)])
 
 
 def split_key(key: torch.Tensor, n: int = 2) -> torch.Tensor:
-    """Independent keys, an int64 tensor of shape (n, 2). See ``gradtools.models``."""
+    """Independent keys, an int64 tensor of shape (n, 2). See ``gradtools.arrays``."""
     check_key("split_key", key)
     n = whole_number("split_key", "n", n, 1, "keys")
     return _children(key, torch.arange(n, dtype=torch.int64, device=key.device))

@@ -1,0 +1,113 @@
+"""The frameworks' own function transforms under one name: `vmap`, `checkpoint`, `compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from gradtools.arguments.batches import Batch
+from gradtools.arguments.checks import check_function
+from gradtools.arguments.chunks import ChunkOptions, Verify, checked_verify
+from gradtools.arguments.in_axes import arguments_of_call
+from gradtools.backend import F, Operators, P, R
+from gradtools.function_names import like_function
+
+
+class Transforms(Operators):
+    """The operators `vmap`, `checkpoint` and `compile`."""
+
+    def vmap(self, f: Callable[P, R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[P, R]:
+        """The function f, written for one example, mapped over a batch axis.
+
+        The framework's own: ``torch.func.vmap`` (whose random operations then differ from
+        example to example) or ``jax.vmap``. Keyword arguments are examples in both, as in
+        ``jax.vmap``.
+
+        Args:
+            f: A function of pytrees of arrays.
+            in_axes: The batch axis of each positional argument, None for one that is shared, or
+                a dict from f's parameters to axes. Keyword arguments, and arguments that a dict
+                does not name, are mapped over axis 0, except for scalars and non-arrays.
+            out_axes: The batch axis of each output.
+
+        Returns:
+            The mapped function.
+
+        Raises:
+            GradtoolsError: f is no function. Wrong axes and sizes raise the framework's own error.
+
+        Example:
+            >>> rows = gt.asarray(np.ones((2, 3), np.float32))
+            >>> gt.to_numpy(gt.vmap(lambda row: (row * row).sum())(rows))
+            array([3., 3.], dtype=float32)
+        """
+        check_function("vmap", f)
+        return like_function("", f, partial(self._mapped, f, in_axes, out_axes))
+
+    def _mapped(self, f: Any, in_axes: Any, out_axes: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs and type(in_axes) is not dict:
+            return self._backend.vmap(f, in_axes, out_axes)(*args)
+        backend = self._backend
+        batch = Batch(backend, "vmap", arguments_of_call("vmap", f, args, kwargs, in_axes))
+
+        def one(*example: Any) -> Any:
+            args, kwargs = batch.at(example)
+            return f(*args, **kwargs)
+
+        axes = tuple([axis for _, axis in batch.split])
+        return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
+
+    def checkpoint(self, f: F, verify: Verify = "first") -> F:
+        """The function f; its intermediate results are recomputed in the backward pass.
+
+        It trades one more forward pass of f for the memory of its graph. PyTorch: f is recomputed
+        as one chunk of `chunked`: random generators, buffers, attributes and containers are
+        restored, so batch normalization counts once. f may capture computed tensors. In compiled
+        code it is ``torch.utils.checkpoint`` (not reentrant). JAX: ``jax.checkpoint``.
+
+        Args:
+            f: A function of pytrees of arrays.
+            verify: PyTorch: whether the recomputation is compared with the first pass, as in
+                `chunked`.
+
+        Returns:
+            A function of the same value and derivatives.
+
+        Raises:
+            GradtoolsError: f is no function, or verify is unknown; (on call, on differentiating)
+                as `chunked`, if f changes state that cannot be restored, or recomputes other
+                numbers.
+
+        Example:
+            >>> square = gt.checkpoint(lambda x: (x * x).sum())
+            >>> gt.to_numpy(gt.grad(square)(gt.asarray(np.ones(2, np.float32))))
+            array([2., 2.], dtype=float32)
+        """
+        check_function("checkpoint", f)
+        options = ChunkOptions(0, verify=checked_verify("checkpoint", verify))
+        return self._backend.like_module(f, partial(self._checkpoint_of, options))
+
+    def _checkpoint_of(self, options: ChunkOptions, f: Callable[..., Any]) -> Callable[..., Any]:
+        return like_function("checkpointed_", f, self._backend.checkpoint(f, options))
+
+    def compile(self, f: Callable[P, R], **options: Any) -> Callable[P, R]:
+        """The function f, compiled at its first call: ``torch.compile`` or ``jax.jit``.
+
+        Args:
+            f: A function of pytrees of arrays.
+            options: The framework's own, for example ``fullgraph=True`` or ``static_argnums=0``.
+
+        Returns:
+            A function of the same value and derivatives.
+
+        Raises:
+            GradtoolsError: f is no function. Unknown options raise the framework's own error.
+
+        Example:
+            >>> fast = gt.compile(lambda x: x + 1)
+            >>> callable(fast)
+            True
+        """
+        check_function("compile", f)
+        return self._backend.compile(f, **options)

@@ -98,7 +98,7 @@ def test_after_backward_the_graph_tells_what_it_reached(as_closure):
     f = (lambda: loss) if as_closure else loss
     report = gt.why_zero(f, model=given.model, optimizer=given.optimizer)
     assert kinds_by_leaf(report) == {"spare.weight": "unread", "spare.bias": "unread"}
-    assert as_closure or "given a closure that computes the loss, why_zero names" in str(report)
+    assert as_closure or "with a closure that computes the loss, why_zero names" in str(report)
 
 
 def test_after_backward_gradients_that_are_zero_are_kinds_by_leaf():

@@ -66,15 +66,15 @@ KINDS: dict[str, FindingKind] = {
         "use a smooth activation: tanh, gelu, silu, softplus",
     ),
     "constant_derivative": FindingKind(
-        "it drops out of a derivative that is taken inside of f, as what is only added does",
-        "let the loss read the value as well, if it is to be trained",
+        "it drops out of a derivative that is taken inside of f, like an added constant",
+        "use the value itself in the loss as well, if it should be trained",
     ),
     "reentrant": FindingKind(
         "a reentrant checkpoint of which no input requires grad computes without a graph",
         "pass use_reentrant=False, or use gradtools' checkpoint; else let an input require grad",
     ),
     "in_place_data": FindingKind(
-        "an array is overwritten behind the back of differentiation",
+        "an array is overwritten in a way that differentiation does not see",
         "write y = ... instead of changing x.data in place",
     ),
     "rule": FindingKind(
@@ -134,8 +134,8 @@ KINDS: dict[str, FindingKind] = {
         numerical=True,
     ),
     "empty": FindingKind(
-        "nothing of it is selected: by an index, a slice, a mask or a maximum",
-        "see what is selected at these values",
+        "none of its entries is selected by an index, a slice, a mask or a maximum",
+        "check what is selected at these values",
         numerical=True,
     ),
     "nan": FindingKind(
@@ -160,19 +160,19 @@ KINDS: dict[str, FindingKind] = {
         headline=("gets a gradient that vanishes:", "get gradients that vanish:"),
     ),
     "unread": FindingKind(
-        "the loss does not read it",
-        "use it in what the loss is computed from, or leave it out of the model",
+        "the loss does not use it",
+        "use it in the computation of the loss, or remove it from the model",
         has_place=False,
     ),
     "no_graph": FindingKind(
         "the loss was computed without a graph: under no_grad or inference_mode, detached, or from "
         "frozen parameters alone",
-        "compute it with gradients on; given a closure, why_zero names the line",
+        "compute it with gradients on; call why_zero with a closure, and it names the line",
         has_place=False,
     ),
     "zero_gradient": FindingKind(
         "its .grad is zero everywhere after the backward pass",
-        "ask why_zero with a closure that computes the loss: it names the line",
+        "call why_zero with a closure that computes the loss, and it names the line",
         numerical=True,
         has_place=False,
     ),
@@ -188,29 +188,30 @@ KINDS: dict[str, FindingKind] = {
         has_place=False,
     ),
     "unregistered": FindingKind(
-        "it asks for a gradient and is no parameter, so that parameters() does not list it",
-        "make it one, as the last step: self.name = nn.Parameter(tensor), and move the module",
+        "it requires grad but is not a parameter, so parameters() does not list it",
+        "make it a parameter after all other operations, self.name = nn.Parameter(tensor), and "
+        "move the module instead of the tensor",
         headline=_NOT_TRAINED,
         has_place=False,
     ),
     "buffer": FindingKind(
-        "it asks for a gradient and is registered as a buffer, which parameters() does not list",
+        "it requires grad but is registered as a buffer, which parameters() does not list",
         "register it as an nn.Parameter",
         headline=_NOT_TRAINED,
         has_place=False,
     ),
     "not_optimized": FindingKind(
         "no step of the optimizer changes it",
-        "make the optimizer from the parameters of the whole model, after its last layer was "
-        "added, or add_param_group; see what a mask or a label leaves out",
+        "create the optimizer with all parameters of the model after its last layer was added, or "
+        "call add_param_group; check what masks and labels leave out",
         headline=_NOT_TRAINED,
         has_place=False,
     ),
     "other_model": FindingKind(
         "the optimizer holds it, and it is no parameter of the model",
-        "make the optimizer from the model that is trained, after that was copied, loaded, wrapped "
-        "or moved",
-        headline=("is stepped in vain:", "are stepped in vain:"),
+        "create the optimizer with the parameters of the trained model after that was copied, "
+        "loaded, wrapped or moved",
+        headline=("is optimized without effect:", "are optimized without effect:"),
         has_place=False,
     ),
 }

@@ -113,7 +113,7 @@ class Loop:
 
 Record = Callable[[LeafProgram], Recording]
 
-_CUT_OR_UNREAD = "or the way is cut, of which a finished graph shows nothing; given a closure that \
+_CUT_OR_UNREAD = "or its path is cut, which a finished graph does not show; with a closure that \
 computes the loss, why_zero names the line"
 
 

@@ -1,4 +1,4 @@
-"""What `why_zero` costs on a transformer of twelve layers, beside one forward pass of it.
+"""What `why_zero` costs on a transformer of twelve layers, compared with one forward pass.
 
 Each row is a fresh process: its first call of `why_zero`, then the median of later ones, and the
 same of the forward pass as it is written, which is what a user pays without `why_zero`. Of the dead
@@ -151,7 +151,7 @@ def main() -> None:
         f"Processor seconds of the first call in a fresh process, and the median of {LATER} later",
         "ones; in the last column both as multiples of a forward pass, of a first and a later one.",
         "",
-        "| framework | loss | leaves asked about | first call | later | forward passes |",
+        "| framework | loss | differentiated leaves | first call | later | forward passes |",
         "|---|---|---|---|---|---|",
         *rows("torch"),
         *rows("jax"),

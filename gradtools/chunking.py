@@ -90,12 +90,12 @@ class Chunking(Operators):
             in_axes: The batch axis, as in `vmap`: an integer or one entry for each positional
                 argument, or a dict from f's parameters to axes, however they are passed; None
                 shares one, and a tree of axes is for one that is a tree. What no entry names is
-                split on axis 0, keyword arguments too; arrays without axes and what is no array
+                split on axis 0, keyword arguments too; arrays without axes and non-arrays
                 are shared. An argument that is a list is a list of examples: f gets slices of it.
             out_axes: The axis along which outputs are joined: an integer, or a tree of them like
                 f's output. A list that f makes of a list is joined as lists are.
             key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
-            carry_argnums: Which arguments are state that is handed from chunk to chunk; f then
+            carry_argnums: Which arguments are state that is passed from chunk to chunk; f then
                 returns `(out, new_carry)`, and so does the chunked function, with a tuple of
                 carries for several. Carries are not differentiated.
             interleaved: Whether chunk i of n holds the rows i::n instead of a block of rows; the
@@ -208,7 +208,7 @@ class Chunking(Operators):
             has_aux: Whether f returns `(loss, aux)`. aux holds arrays of numbers, such as metrics,
                 which are reduced as the loss is.
             key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
-            carry_argnums: Which arguments are state that is handed from chunk to chunk, such as
+            carry_argnums: Which arguments are state that is passed from chunk to chunk, such as
                 batch statistics; f then returns `(loss, new_carry)` (or `((loss, aux),
                 new_carry)`), new_carry being a tuple for several. It is not differentiated.
             group: PyTorch: the process group or DeviceMesh to sum over. A process may have an

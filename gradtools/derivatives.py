@@ -430,7 +430,7 @@ class Derivatives(Operators):
                 are shared, unless there is no other batch, and every array of the others is split
                 on axis 0. Else an integer, one entry for each positional argument, or a dict from
                 f's parameters to axes, where None shares one. What no entry names is split on
-                axis 0, keyword arguments too; arrays without axes and what is no array are shared.
+                axis 0, keyword arguments too; arrays without axes and non-arrays are shared.
             chunk_size: How many examples at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
 

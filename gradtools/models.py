@@ -74,12 +74,12 @@ class Models(Operators):
           variables. With a key, every stream gets a key of its own and state keeps its streams as
           they were; without one, the streams of state are used and counted on.
         - ``equinox``: params is the module with its inexact arrays only, state the
-          ``eqx.nn.State`` given as ``variables`` (handed to the module after the other positional
-          arguments, and returned by it), or an empty dictionary. The key is handed over as
+          ``eqx.nn.State`` passed as ``variables`` (passed to the module after the other positional
+          arguments, and returned by it), or an empty dictionary. The key is passed as
           ``key=`` if the module's ``__call__`` takes it; splitting it over a batch, and the
           ``axis_name`` that batch normalisation needs, are up to the user.
-        - haiku: what ``hk.transform`` or ``hk.transform_with_state`` gave; ``variables`` is what
-          its ``init`` returned, params or ``(params, state)``. The key is handed over as ``rng``.
+        - haiku: the result of ``hk.transform`` or ``hk.transform_with_state``; ``variables`` is what
+          its ``init`` returned, params or ``(params, state)``. The key is passed as ``rng``.
         - Keras 3, on this framework's backend: params maps the paths of the trainable variables to
           arrays, state those of all others, including the seeds of its random streams. ``train`` is
           its ``training``.
@@ -90,7 +90,7 @@ class Models(Operators):
 
         Args:
             module: A ``torch.nn.Module``, a ``flax.linen``, ``flax.nnx`` or ``equinox`` module,
-                what haiku's transform gave, or a built Keras model.
+                the result of haiku's transform, or a built Keras model.
             variables: For flax.linen and haiku what ``init`` returned; for equinox a State, or
                 None; else None.
             train: True or False sets the mode of the copy; None keeps the module's.
@@ -98,7 +98,7 @@ class Models(Operators):
 
         Returns:
             ``(apply, params, state)``. params and state are pytrees of arrays with the module's
-            shapes and dtypes; the leaves given to apply may have other dtypes.
+            shapes and dtypes; the leaves passed to apply may have other dtypes.
 
         Raises:
             GradtoolsError: The module is of no accepted class, or of one whose parameters cannot

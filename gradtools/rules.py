@@ -327,6 +327,8 @@ def batched(
 
         def example(*x: Array) -> list[Array]:
             linearized = rule.at(*x, perturbed=perturbed)
+            if linearized.opaque_residuals:
+                linearized = evaluating_again(rule, linearized, len(x), perturbed)
             counts[:] = len(linearized.ys), len(linearized.extras)
             one[:] = [linearized.without_arrays()]
             return [*linearized.ys, *linearized.extras]
@@ -373,6 +375,28 @@ def batched(
         reaches=reaches if callable(rule.reaches) else rule.reaches,
         **more,
     )
+
+
+def evaluating_again(
+    rule: Rule, first: Linearized, count: int, perturbed: tuple[bool, ...] | None
+) -> Linearized:
+    """Maps that save the inputs and evaluate the rule again, in place of opaque residuals.
+
+    Those are constants to a derivative, and may hold arrays of a transform that has ended.
+    """
+
+    def again(which: Literal["tangent", "cotangent"]) -> Map | None:
+        if getattr(first, which) is None:
+            return None
+
+        def run(xs: Entries, vs: Entries) -> list[Any]:
+            linearized = rule.at(*xs, perturbed=perturbed)
+            return list(getattr(linearized, which)(linearized.saved(xs), vs))
+
+        return run
+
+    maps = again("tangent"), again("cotangent")
+    return Linearized(first.ys, [], tuple(range(count)), *maps, True, example=first.example)
 
 
 def saved_from(saves: tuple[int, ...] | None, x_axes: Entries, out_axes: Entries = ()) -> Any:

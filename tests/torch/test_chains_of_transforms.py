@@ -52,6 +52,12 @@ def by_rule(f: Function) -> Function:
     return rule
 
 
+def by_pullback(f: Function) -> Function:
+    rule = gt.custom_rule(f)
+    rule.defvjp(lambda x: gt.vjp(f, x), lambda pullback, c: pullback(c))
+    return rule
+
+
 def by_forward_rule(f: Function) -> Function:
     rule = gt.custom_rule(f)
     rule.defjvp(lambda xs, dxs: (f(*xs), gt.jvp(f, xs, dxs)[1]))
@@ -63,6 +69,7 @@ OPERATORS: dict[str, Callable[[Function], Function]] = {
     "chunked": lambda f: gt.chunked(f, 1),
     "frozen": gt.frozen,
     "rule": by_rule,
+    "rule that saves a pullback": by_pullback,
     "forward rule": by_forward_rule,
     "reversed twice": lambda f: lambda x: gt.reverse_gradient(gt.reverse_gradient(f(x))),
     "straight_through": lambda f: gt.straight_through(f, f),

@@ -79,3 +79,44 @@ def test_a_derivative_is_that_of_the_value(rules, program, how):
     value, derivative = HOW[how](({**FIRST, **SECOND})[program], noisy_square(*rules))
     factor = 2 if program in FIRST else 1
     torch.testing.assert_close(derivative, factor * value / X[: len(value)])
+
+
+def random_square(x):
+    return x.sin() * x**2 * torch.rand_like(x)
+
+
+def mapped(f):
+    return torch.vmap(f, randomness="different")
+
+
+SAVED_PULLBACK = {
+    "jvp": lambda f: gt.jvp(f, (X,), (X.cos(),))[1],
+    "jvp of vmap": lambda f: gt.jvp(mapped(f), (X,), (X.cos(),))[1],
+    "vmap of jvp": lambda f: mapped(lambda x: gt.jvp(f, (x,), (x.cos(),))[1])(X),
+    "torch.func.jvp of vmap": lambda f: torch.func.jvp(mapped(f), (X,), (X.cos(),))[1],
+    "vmap of grad": lambda f: mapped(gt.grad(lambda x: f(x).sum()))(X),
+    "grad of jvp": lambda f: gt.grad(lambda x: gt.jvp(f, (x,), (X.cos(),))[1].sum())(X),
+    "grad of jvp of vmap": lambda f: gt.grad(
+        lambda x: gt.jvp(mapped(f), (x,), (X.cos(),))[1].sum()
+    )(X),
+    "grad of torch.func.jvp": lambda f: gt.grad(
+        lambda x: torch.func.jvp(f, (x,), (X.cos(),))[1].sum()
+    )(X),
+    "grad of a Jacobian": lambda f: gt.grad(
+        lambda x: gt.jacobian(f, mode="forward")(x).sin().sum()
+    )(X),
+    "hvp of vmap": lambda f: gt.hvp(lambda x: mapped(f)(x).sum(), (X,), (X.cos(),))[1][0],
+}
+
+
+@pytest.mark.parametrize("way", SAVED_PULLBACK)
+def test_a_pullback_that_is_saved_is_differentiated_in_forward_mode_too(way):
+    """As residual it is a closure, which a second derivative must build again with its draws."""
+    rule = gt.custom_rule(random_square)
+    rule.defvjp(lambda x: gt.vjp(random_square, x), lambda pullback, ct: pullback(ct))
+    results = []
+    for f in (rule, rule, random_square):
+        torch.manual_seed(0)
+        results.append(SAVED_PULLBACK[way](f))
+    torch.testing.assert_close(results[0], results[2])
+    torch.testing.assert_close(results[1], results[2])

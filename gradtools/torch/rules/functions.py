@@ -35,9 +35,10 @@ from gradtools.torch.functorch_wrappers import (
 )
 from gradtools.torch.modes import batchings, by_new_vmap
 from gradtools.torch.operation_marks import RULE
-from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.randomness import Randomness
 from gradtools.torch.rules.captures import closed_over_error, is_captured, is_derived
 from gradtools.torch.rules.maps import (
+    drawing_again,
     extras_pushed,
     inputs_of,
     pulled_back,
@@ -205,9 +206,10 @@ class _ReverseOnly(torch.autograd.Function):
         if one.linearize is not None:
             assert batch.linearized is not None
             point.linearized = batch.linearized.example
-        if batch.randomness is not None and isinstance(one, JvpRule):
+        if batch.randomness is not None:
             assert point.linearized is not None
-            point.linearized = _drawing_again(point.linearized, batch.randomness)
+            if isinstance(one, JvpRule) or point.linearized.opaque_residuals:
+                point.linearized = drawing_again(point.linearized, batch.randomness)
         return tuple(out), (0,) * len(out)
 
 
@@ -331,6 +333,7 @@ def recorded_at(
     """
     rule, again = point.rule, bool(at.extras or at.opaque_residuals)
     twice = isinstance(rule, JvpRule)  # f for the value, the forward rule for a tangent
+    twice = twice or (at.example is not None and at.opaque_residuals)
     if again and before is None and Randomness.now(xs) is not None:  # None while compiling
         SAVES_NO_EXTRAS.discard(rule.origin)
         return evaluate(point, xs)
@@ -342,7 +345,7 @@ def recorded_at(
         raise closed_over_error(rule)
     if before is not None and not before.is_unchanged():
         point.randomness = before
-        at = _drawing_again(at, before) if twice else at
+        at = drawing_again(at, before) if twice else at
     point.record(at)
     # Autograd attaches the node to the very tensors, which the author may hold.
     return [y.detach() for y in (*at.ys, *at.extras)]
@@ -361,18 +364,6 @@ def undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     if any(_is_tracked(y) for y in ys) and not any(_is_tracked(x) for x in xs):
         raise closed_over_error(rule)
     return list(ys)
-
-
-def _drawing_again(linearized: Linearized, randomness: Randomness) -> Linearized:
-    """The maps with a tangent map that draws f's random numbers again."""
-    tangent = linearized.tangent
-    assert tangent is not None
-
-    def drawn(saved: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-        with restored(randomness):
-            return list(tangent(saved, dxs))
-
-    return replace(linearized, tangent=drawn)
 
 
 def _is_tracked(y: Tensor) -> bool:

@@ -237,12 +237,12 @@ def _pushed_by_transposing(rule: Rule, xs: Any, dxs: Any, _: Any) -> tuple[list[
     out = evaluate(point, xs)
     assert point.linearized is not None
     point.note(xs, out)
-    assert point.like_ys is not None
+    assert point.like_ys is not None and point.pushing is not None
     ctx = SimpleNamespace(point=point, unusual=unusual((*xs, *out)))
     everything = (*xs, *out)
     moving = [None if i in rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
     with torch.no_grad():
-        dys = tangent_at(ctx, [everything[i] for i in point.linearized.saves], moving)
+        dys = tangent_at(ctx, [everything[i] for i in point.pushing], moving)
     return out[: point.count], filled(dys, point.like_ys[: point.count])
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gradtools.errors import GradtoolsError, LostDerivativeError
-from gradtools.rules import Rule, spread, total
+from gradtools.rules import Linearized, Map, Rule, evaluating_again, spread, total
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import (
     alive,
@@ -84,18 +85,49 @@ def inputs_of(point: Any, kept: Sequence[int], tensors: Sequence[Tensor]) -> lis
 # --- the maps, and the transpose of one for the other -------------------------------------
 
 
-def _saved(ctx: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return tensors[: len(ctx.point.linearized.saves)]
-
-
 def _linear_map(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> CheckedMap:
     """A map to check; with avals, so that compiled code can evaluate the rule at made-up inputs."""
     return CheckedMap(ctx.point.rule, which, run, at, likes, ctx.point.avals)
 
 
+def _maps_at(
+    ctx: Any, kept: Sequence[int], tensors: Sequence[Tensor]
+) -> tuple[Any, Sequence[Tensor]]:
+    """The rule's maps and their residuals.
+
+    kept: The positions of `tensors` in `[*xs, *ys, *extras]`.
+    """
+    point, result = ctx.point, ctx.point.linearized
+    opaque = result.opaque_residuals and result.example is None
+    if opaque and (torch.is_grad_enabled() or not in_eager()):
+        xs = inputs_of(point, kept, tensors)
+        result = evaluating_again(point.rule, result, len(xs), point.perturbed)
+        return drawing_again(result, point.randomness), xs
+    return result, tensors[: len(result.saves)]
+
+
+def drawing_again(linearized: Linearized, randomness: Any) -> Linearized:
+    """The maps, drawing f's random numbers again where they evaluate the rule again."""
+
+    def drawing(run: Map | None) -> Map | None:
+        if run is None or randomness is None:
+            return run
+
+        def drawn(saved: Sequence[Tensor], vs: Sequence[Any]) -> list[Any]:
+            with restored(randomness):
+                return list(run(saved, vs))
+
+        return drawn
+
+    tangent, cotangent = drawing(linearized.tangent), linearized.cotangent
+    if linearized.opaque_residuals:
+        cotangent = drawing(cotangent)
+    return replace(linearized, tangent=tangent, cotangent=cotangent)
+
+
 def tangent_at(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    point = ctx.point
-    rule, result, saved = point.rule, point.linearized, _saved(ctx, tensors)
+    point, rule = ctx.point, ctx.point.rule
+    result, saved = _maps_at(ctx, point.pushing, tensors)
     if rule.fills("tangent"):
         dxs = filled(dxs, point.like_xs)
     if result.tangent is not None:
@@ -117,19 +149,14 @@ def tangent_at(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[
 
 
 def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    point = ctx.point
-    rule, result, saved = point.rule, point.linearized, _saved(ctx, tensors)
+    point, rule = ctx.point, ctx.point.rule
+    result, saved = _maps_at(ctx, point.pulling, tensors)
     if point.like_ys is None:
         likes = [None if ct is None else like(ct) for ct in cts]
     else:
         likes = point.like_ys[: point.count]
     if result.cotangent is not None and rule.contract is not None and not point.checked:
         check_zero(_linear_map(ctx, "cotangent", result.cotangent, saved, likes))
-    if result.opaque_residuals and torch.is_grad_enabled():
-        xs = inputs_of(point, point.pulling, tensors)
-        with restored(point.randomness):
-            result = rule.at(*xs, perturbed=point.perturbed)
-        saved = result.saved(xs)
     if result.cotangent is not None:
         vectors = filled(cts, likes) if rule.fills("cotangent") else cts
         pulled = list(result.cotangent(saved, vectors))

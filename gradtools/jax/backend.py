@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from gradtools.jax._upstream import backward_shapes_are_checked
 from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.linearity import can_be_tried, computed
+from gradtools.jax.rules.primitives import READS_A_VALUE
 from gradtools.jax.rules.transposing import pull, push, transpose, value_and_push
 from gradtools.jax.trees import LinearMap, all_known
 
@@ -99,7 +101,8 @@ class JaxBackend(FrameworkBackend):
     linearize = staticmethod(engines.linearize)
 
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
-        jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
+        with suppress(*READS_A_VALUE):  # only concrete arguments show what fun returns
+            jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
 
     def value_pairs(
         self, fun: Any, xs: Sequence[Array], ys: Sequence[Array], twin: Any = None
@@ -109,7 +112,12 @@ class JaxBackend(FrameworkBackend):
             return []
         outs = [list(ys)]
         for f in [fun] if known else [fun, twin]:
-            closed = jax.make_jaxpr(lambda *a, f=f: list(f(*a)))(*map(jax.typeof, xs))
+            try:
+                closed = jax.make_jaxpr(lambda *a, f=f: list(f(*a)))(*map(jax.typeof, xs))
+            except READS_A_VALUE:
+                if not known:
+                    return []
+                return [(np.asarray(a), np.asarray(y)) for a, y in zip(f(*xs), ys, strict=True)]
             if known and not can_be_tried(closed, known):
                 return None
             own = computed(closed, xs) if known or can_be_tried(closed, known) else None

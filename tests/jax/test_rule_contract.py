@@ -550,3 +550,19 @@ def test_none_is_the_cotangent_of_a_whole_subtree():
     wrong.defvjp(lambda p: (f(p), p), lambda p, c: ({"a": c, "z": None},))
     with pytest.raises(GradtoolsError, match="has the structure"):
         gt.grad(wrong)({"a": 3.0, "b": {"c": 2.0}})
+
+
+@pytest.mark.parametrize("given", ["jvp", "vjp", "vjp without f"])
+def test_a_rule_whose_functions_branch_on_values_is_checked_where_these_are_known(given):
+    f = gt.custom_rule(lambda x: jnp.sin(x) if x > 0 else jnp.cos(x))
+    if given == "jvp":
+        f.defjvp(lambda p, t: (f(p[0]), 2 * t[0] if p[0] > 0 else 3 * t[0]))
+    else:
+        value = f if given == "vjp" else (lambda x: jnp.sin(x) if x > 0 else jnp.cos(x))
+        f.defvjp(lambda x: (value(x), x), lambda x, c: (2 * c if x > 0 else 3 * c,))
+    for grad in (jax.grad, gt.grad):
+        assert (float(grad(f)(2.0)), float(grad(f)(-2.0))) == (2.0, 3.0)
+    wrong = gt.custom_rule(lambda x: jnp.sin(x) if x > 0 else jnp.cos(x))
+    wrong.defvjp(lambda x: (jnp.cos(x), x), lambda x, c: (c,))
+    with pytest.raises(GradtoolsError, match=r"fwd returned .* but the function returns"):
+        jax.grad(wrong)(2.0)

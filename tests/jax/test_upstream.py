@@ -248,14 +248,6 @@ def test_transfers_are_refused_in_the_block_and_as_before_behind_it(name):
     assert jnp.asarray(np.ones(3)).sum() == x.sum()
 
 
-def test_a_printed_jaxpr_shows_of_a_primitive_of_ours_what_it_says():
-    primitive = upstream.Primitive("shown")
-    primitive.def_abstract_eval(lambda x, inside: x)
-    upstream.prints_as(primitive, lambda eqn: {"length": len(eqn.params["inside"])})
-    closed = jax.make_jaxpr(lambda x: primitive.bind(x, inside=(1, 2, 3)))(1.0)
-    assert "shown[length=3] a" in str(closed)
-
-
 def test_a_call_by_jax_is_told_from_one_by_a_user():
     said = []
 

@@ -89,14 +89,6 @@ def file_of(jaxpr: Any) -> str:
     return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
 
 
-def is_of_random(jaxpr: Any) -> bool:
-    """Whether a jaxpr is of a function of `jax.random`: a formula writes its draw as a letter.
-
-    Gone: it writes out how the bits are made.
-    """
-    return "/jax/_src/random" in file_of(jaxpr).replace("\\", "/")
-
-
 class Tracer(jax.core.Tracer):  # type: ignore[misc]
     """The base class of gradtools' tracers. Gone: JAX's text about a tracer's origin is shown.
 

@@ -205,7 +205,13 @@ FUNCTIONS: dict[str, Written] = {
     ),
     "stacked": Written(lambda gt, x, y: gt.xp.stack([x * y, x + y]), (real(3), real(3))),
     "reversed": Written(lambda gt, x: gt.xp.flip(x) * x, (real(4),)),
-    "rolled": Written(lambda gt, x: gt.xp.roll(x, 1) * x, (real(4),)),
+    "repeated": Written(
+        lambda gt, x: gt.xp.reshape(gt.xp.broadcast_to(x, (2, 3)), (6,)), (real(3),)
+    ),
+    "repeated and joined": Written(
+        lambda gt, x, Y: gt.xp.concat([gt.xp.broadcast_to(gt.xp.exp(x), (2, 3)), Y]),
+        (real(3), real(1, 3)),
+    ),
     "determinant": Written(lambda gt, A: gt.xp.linalg.det(A), (real(3, 3),)),
     "log determinant": Written(lambda gt, A: gt.xp.linalg.slogdet(A)[1], (definite(3),)),
     "solve": Written(lambda gt, A, B: gt.xp.linalg.solve(A, B), (definite(3), real(3, 2))),
@@ -249,6 +255,7 @@ FUNCTIONS: dict[str, Written] = {
 BY_NAME = {
     "cumulative sum": ("cumsum",),
     "squares of cumulative sums": ("cumsum",),
+    "reversed": ("flip",),
     "determinant": ("det",),
     "log determinant": ("slogdet",),
     "solve": ("solve",),
@@ -359,8 +366,9 @@ TEXTBOOK = {
     "slices": ["x̄ = into[:5](-2 ȳ ⊙ z) + into[1:](2 ȳ ⊙ z)"],
     "concatenated": ["x̄ = e ⊙ f̄[:3]", "ȳ = 2 y ⊙ f̄[3:]"],
     "stacked": ["x̄ = Ȳ[1, :] + y ⊙ Ȳ[0, :]", "ȳ = Ȳ[1, :] + x ⊙ Ȳ[0, :]"],
-    "reversed": ["x̄ = ȳ ⊙ flip(x) + flip(ȳ ⊙ x)"],
-    "rolled": ["x̄ = ȳ ⊙ roll(x) + rollᵀ(ȳ ⊙ x)"],
+    "reversed": ["x̄ = ȳ ⊙ z + vjp[flip](x; ȳ ⊙ x)"],
+    "repeated": ["x̄ = Σⱼ reshape₂ₓ₃(ȳ)"],
+    "repeated and joined": ["x̄ = e ⊙ (Σⱼ F̄[:2, :])", "Ȳ = F̄[2, :]"],
     "determinant": ["Ā = vjp[det](A; L̄)"],
     "log determinant": ["Ā = vjp[slogdet](A; L̄)"],
     "solve": ["Ā = vjp₁[solve](A, B; Ȳ)", "B̄ = vjp₂[solve](A, B; Ȳ)"],
@@ -443,6 +451,14 @@ TEXTBOOK = {
 @pytest.mark.parametrize("name", TEXTBOOK)
 def test_the_rules_of_the_textbooks_stand_there_word_for_word(name, formulas):
     assert [f.lines(1) for f in both(formulas, name)] == [TEXTBOOK[name]] * 2
+
+
+def test_a_repetition_is_written_where_a_function_of_whole_arrays_sees_it(formulas):
+    for name, line in {
+        "repeated": "y = reshape₆(repeat₂ₓ₃(x))",
+        "repeated and joined": "F = [repeat₂ₓ₃(e); Y]",
+    }.items():
+        assert [found.lines(0)[-1] for found in both(formulas, name)] == [line] * 2
 
 
 def test_there_are_sixty_rules():

@@ -345,8 +345,8 @@ def test_a_module_has_its_formula(name):
 BY_NAME = set(
     """
     all any argmax argsort cbrt cho_solve cholesky cond conv convolution cummax cumprod cumsum
-    det digamma dynamic_slice eigh erfinv expm fft fmod gather ifft interp inverse irfft lgamma
-    logcumsumexp max_pool min_pool pad pinv polygamma qr quantile remainder rfft scan scatter
+    det diag digamma dynamic_slice eigh erfinv expm fft fmod gather ifft interp inverse irfft lgamma
+    flip logcumsumexp max_pool min_pool pad pinv polygamma qr quantile remainder rfft scan scatter
     scatter_add select slogdet solve sort sum_pool svd take_along_axis tile topk triangular_solve
     update where
     """.split()
@@ -430,7 +430,6 @@ def test_a_remainder_is_written_with_both_operands():
         ("sigmoid", nn.sigmoid, (real(3),)),
         ("det", linalg.det, (regular(3),)),
         ("relu", nn.relu, (real(3),)),
-        ("Φ", partial(nn.gelu, approximate=False), (real(3),)),
         ("‖", linalg.norm, (real(3),)),
         ("var", jnp.var, (real(3),)),
     ],
@@ -456,9 +455,8 @@ def test_inputs_and_captured_arrays_have_their_names():
 
 def test_a_random_draw_is_a_constant_with_its_value():
     found = recorded(lambda x: x * jax.random.normal(KEY, (3,)), jnp.ones(3))
-    ((draw, value),) = found.draws.items()
-    assert draw["name"] == "ε"
-    np.testing.assert_array_equal(value, jax.random.normal(KEY, (3,)))
+    (draw,) = [x for x in order(found.outputs) if x.op == "array"]
+    np.testing.assert_array_equal(draw["value"].array, jax.random.normal(KEY, (3,)))
 
 
 @pytest.mark.parametrize(

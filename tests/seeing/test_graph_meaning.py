@@ -161,6 +161,8 @@ def one(node, given):
         return [np.asarray(eval(told["value"]))]
     if "permutation" in told and node.operation == "reshape":
         given[0] = given[0].transpose(told.pop("permutation"))
+    if node.operation == "flip":  # no word of the formula's vocabulary
+        return [np.flip(given[0], told["axes"])]
     named = [placeholder("", x.shape, kind_of(DTYPES[x.dtype.kind])) for x in given]
     result = made(node.operation, named, told)
     assert result is not None, f"no {node.operation} of {len(given)} with {told}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
 from gradtools.seeing.formulas.operation_record import made
 from gradtools.seeing.formulas.operations.arrays import constant
@@ -19,18 +17,11 @@ class Builder:
 
     def __init__(self) -> None:
         self._inputs: list[Expr] = []
-        self._draws: dict[Expr, np.ndarray] = {}
 
     def input(self, name: str, shape: Sequence[int], dtype: str = "float64") -> Expr:
         """An argument's leaf."""
         self._inputs.append(placeholder(name, shape, kind_of(dtype)))
         return self._inputs[-1]
-
-    def draw(self, name: str, value: Any) -> Expr:
-        """A random draw."""
-        draw = placeholder(name, np.shape(value))
-        self._draws[draw] = np.asarray(value)
-        return draw
 
     def __call__(self, operation: str, *operands: Expr, **attributes: Any) -> Any:
         """The result of an operation, or a list of them."""
@@ -49,4 +40,4 @@ class Builder:
 
     def graph(self, *outputs: Expr) -> Recorded:
         """The program as it stands, with these outputs."""
-        return Recorded(tuple(self._inputs), tuple(outputs), draws=dict(self._draws))
+        return Recorded(tuple(self._inputs), tuple(outputs))

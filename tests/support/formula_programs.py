@@ -16,14 +16,10 @@ def layer():
     return b.graph(b("sum", b("tanh", y)))
 
 
-def _gelu(b, x):
-    return b("multiply", x, b("normal_cdf", x))
-
-
 def perceptron():
     b = Builder()
     x, w, c, v = b.input("X", (5, 4)), b.input("W", (4, 3)), b.input("b", (3,)), b.input("v", (3,))
-    h = _gelu(b, b("add", b("matmul", x, w), c))
+    h = b("silu", b("add", b("matmul", x, w), c))
     return b.graph(b("mean", b("square", b("matmul", h, v))))
 
 
@@ -167,7 +163,7 @@ def block(layers=1):
         o = b("reshape", b("matmul", p, v), shape=(n, h, t, d))
         o = b("reshape", b("transpose", o, permutation=(0, 2, 1, 3)), shape=(n, t, e))
         x = b("add", x, affine(o, wo, e))
-        x = b("add", x, affine(_gelu(b, affine(x, up, 3 * e)), down, e))
+        x = b("add", x, affine(b("silu", affine(x, up, 3 * e)), down, e))
     return b.graph(b("mean", b("square", x)))
 
 

@@ -6,7 +6,6 @@ product, a circled dot is the elementwise product, which binds less. Each line's
 with that of the expression it stands for. Loops are read by eye.
 """
 
-import math
 import re
 import unicodedata
 
@@ -92,8 +91,6 @@ PLACES = {
     "relu": lambda x: np.maximum(x, 0),
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "softplus": lambda x: np.log1p(np.exp(x)),
-    "Φ": lambda x: (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2,
-    "φ": lambda x: np.exp(-x * x / 2) / math.sqrt(2 * math.pi),
     "Re": np.real,
     "Im": np.imag,
     "sgn": np.sign,

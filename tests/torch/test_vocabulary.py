@@ -189,7 +189,7 @@ BY_NAME = set(
     upsample_nearest2d upsample_bilinear2d fft ifft rfft irfft cumsum cumprod logcumsumexp
     cummax cummin sort argsort argmax topk
     median kthvalue scatter scatter_add scatter_along index take_along pad erfinv lgamma digamma
-    polygamma remainder fmod renorm cdist cross trilinear polar norm
+    polygamma remainder fmod renorm cdist cross trilinear polar norm tile flip roll
     """.split()
 )
 

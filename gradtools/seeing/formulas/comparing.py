@@ -28,7 +28,6 @@ _STEPS = (0.1, 0.01, 0.001, np.inf)  # relative distances of the random points; 
 _OTHER_PROGRAM = (
     "nearby f runs another program (a branch, a mask or a number that is taken from the values)"
 )
-_OTHER_DRAWS = "nearby f draws other numbers, for what it draws from depends on the values"
 _NO_NEIGHBOURS = "nearby f is not defined (it raises, or a value is not finite)"
 _AT_AN_EDGE = (
     "but not at the given arguments, which are at a tie, at an edge or where a number is no "
@@ -192,28 +191,25 @@ class _ComparedRun:
         """The formula with the result of its comparison."""
         formula = derive(self.recorded, self.order, self._active)
         formula._agreement = self.agreement
+        here = [self._here(formula)]
         try:
             check = self._check_nearby(formula)
         except Outside:
-            return self._of_one_run(formula, _NO_NEIGHBOURS)
+            why = _NO_NEIGHBOURS
         except GradtoolsError:
-            if self._changes(formula):
-                return self._of_one_run(formula, _OTHER_PROGRAM)
-            if formula.draws:
-                return self._of_one_run(formula, _OTHER_DRAWS)
-            raise
-        formula.check = replace(check, given=True)
-        try:
-            self._check(formula, [self._here(formula)])
-        except Differs as error:
-            formula.check = replace(check, note=f"{_AT_AN_EDGE} {error.values()}")
-        return formula
-
-    def _of_one_run(self, formula: Formula, why: str) -> Formula:
+            if not self._changes(formula):
+                raise
+            why = _OTHER_PROGRAM
+        else:
+            try:
+                self._check(formula, here)
+                formula.check = replace(check, given=True)
+            except Differs as error:
+                formula.check = replace(check, note=f"{_AT_AN_EDGE} {error.values()}")
+            return formula
         self._step = 0.0
-        check = self._check(formula, [self._here(formula)], finite=True)
         note = f"{why}; compared at the given arguments alone, for which it holds"
-        formula.check = replace(check, note=note)
+        formula.check = replace(self._check(formula, here, finite=True), note=note)
         return formula
 
     def _check_nearby(self, formula: Formula) -> Check:
@@ -243,10 +239,10 @@ class _ComparedRun:
         worst, counted, tolerance = 0.0, 0, self._tolerance()
         for point in points:
             theirs = self._numbers(point, is_near)
+            if finite and not all_finite(theirs[:1]):
+                continue
             values = formula.evaluate(*point)
             ours = (values.outputs, values.gradients, values.second)
-            if finite and not all_finite([theirs[0]]):
-                continue
             result = compared(names, _joined(theirs), _joined(ours), tolerance, least_of(ours))
             if not result:
                 raise Differs(result)

@@ -89,7 +89,6 @@ class Formula:
         directions: At order 2, the names of the gradients' cotangents.
         gradients: The names of the inputs' cotangents.
         second: At order 2, the names of the results of the last section.
-        draws: The names of the random draws.
         order: 1, or 2 with the double backward.
         marked: The names of opaque operations.
         check: The comparison with automatic differentiation, or None.
@@ -103,7 +102,7 @@ class Formula:
         inputs = recorded.opened
         self.order, self._recorded = order, recorded
         self._outputs = list(recorded.outputs)
-        leaves = list(dict.fromkeys((*inputs, *recorded.held, *recorded.draws)))
+        leaves = list(dict.fromkeys((*inputs, *recorded.held)))
         self._names, self._output_names = leaf_names(leaves, self._outputs)
         active = [k for k, p in enumerate(inputs) if p.is_inexact and (wrt is None or k in wrt)]
         sources = [inputs[k] for k in active]
@@ -126,7 +125,7 @@ class Formula:
         marked = [x["name"] for x in ordered(self._outputs) if x.op == "by_name"]
         self.marked = tuple(dict.fromkeys(marked))
         texts = lambda ps: tuple(self._names[p].text for p in ps)
-        self.inputs, self.draws = texts(inputs), texts(recorded.draws)
+        self.inputs = texts(inputs)
         self.outputs = tuple(w.text for w in self._output_names)
         self.cotangents, self.directions = texts(self._cotangents), texts(self._directions)
         self.gradients = tuple(w.text for w in self._gradient_names)
@@ -245,7 +244,7 @@ class Formula:
         used = {*written.values, *recorded.opened}
         sizes: dict[str, int] = {}
         result = []
-        for p in dict.fromkeys((*recorded.opened, *recorded.held, *recorded.draws)):
+        for p in dict.fromkeys((*recorded.opened, *recorded.held)):
             if p in used:
                 letters = written.axes.letters(p)
                 sizes.update(zip(letters, p.shape, strict=True))
@@ -253,8 +252,8 @@ class Formula:
         for x, name in written.constants:
             shape = "×".join(map(str, x.shape)) or "a number"
             result.append(f"{name.text}: held by the program, {shape}")
-        said = ", ".join(f"{l} = {n}" for l, n in sizes.items())
-        return [*result, *([said] if said else [])]
+        lengths = ", ".join(f"{l} = {n}" for l, n in sizes.items())
+        return [*result, *([lengths] if lengths else [])]
 
     def _recognised(self) -> list[str]:
         """The definitions of recognized names."""
@@ -299,8 +298,7 @@ class Formula:
             if directions is None:
                 raise GradtoolsError("formula: order 2 needs directions, one for each gradient")
             known |= _matched("directions", self._directions, directions)
-        known |= {p: v for p, v in recorded.held.items() if p not in recorded.wanted}
-        return known | recorded.draws
+        return known | {p: v for p, v in recorded.held.items() if p not in recorded.wanted}
 
     def agrees_with(
         self,

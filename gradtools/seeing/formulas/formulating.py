@@ -1,6 +1,6 @@
 """The public operator that writes derivatives as mathematics: `formula`.
 
-A wing (PyTorch's or JAX's half of this package) records one run of f as expressions, and `derive`
+A backend records one run of f as expressions, and `derive`
 transforms them to the adjoint program. No framework takes part in that; only operations without an
 algebra are left to it. Before the formula is returned it is evaluated in NumPy at random points
 near the arguments and compared with the framework's own automatic differentiation of f: reverse

@@ -22,7 +22,6 @@ def display_factors(
     named: Collection[Expr],
     entries: bool,
     defined: Defined,
-    opens: bool = True,
 ) -> tuple[Any, list[Expr], list[tuple[int, ...]]]:
     """Coefficient, factors and labels of x, with products among the factors flattened.
 
@@ -33,16 +32,13 @@ def display_factors(
     fresh = x.rank + 1000
     queue = list(zip(x.args, x["labels"], strict=True))
     result: list[Entry] = []
-    sums = contracts(x)
     while queue:
         factor, names = queue.pop(0)
         single = not result and not queue
         if factor in named or factor.op != "einsum" or not factor.args:
             result.append((factor, names))
             continue
-        flat = x.rank <= 2 and all(f.rank <= 2 for f in x.args)
-        linked = opens and sums and flat and len(factor.args) > 1
-        if contracts(factor) and not (single or linked or entries):
+        if contracts(factor) and not (single or entries):
             result.append((factor, names))
             continue
         coefficient *= factor["coefficient"]
@@ -53,7 +49,6 @@ def display_factors(
                 if l not in inner:
                     inner[l], fresh = fresh, fresh + 1
             opened.append((f, tuple(inner[l] for l in ls)))
-        sums = sums or contracts(factor)
         queue = opened + queue
     result = _with_named(result, defined, x)
     return coefficient, [f for f, _ in result], [n for _, n in result]
@@ -177,13 +172,10 @@ def chain(f: Factors) -> list[Link] | None:
     if entries is None or any(len(n) > 2 for _, n in entries):
         return None
     out = [l for l in f.out if any(l in n for _, n in entries)]
-    for joins in (False, True):
-        groups = _groups(entries, joins)
-        if len(out) > 2 or (not f.summed and (len(out) < 2 or len(groups) < 2)):
-            return None
-        if _is_chain(groups, out):
-            return _walk(groups, out)
-    return None
+    groups = _groups(entries)
+    if len(out) > 2 or (not f.summed and (len(out) < 2 or len(groups) < 2)):
+        return None
+    return _walk(groups, out) if _is_chain(groups, out) else None
 
 
 def _without_batch(f: Factors) -> list[Entry] | None:
@@ -205,22 +197,12 @@ def _without_batch(f: Factors) -> list[Entry] | None:
     return stripped
 
 
-def _groups(entries: Sequence[Entry], joins: bool) -> list[tuple[list[Expr], tuple[int, ...]]]:
-    """Groups of factors with equal labels; joins adds a vector to the matrix whose axis it scales.
-
-    An axis is scaled by a vector if more than two factors have its label.
-    """
-    groups: list[tuple[list[Expr], tuple[int, ...]]] = []
+def _groups(entries: Sequence[Entry]) -> list[tuple[list[Expr], tuple[int, ...]]]:
+    """Groups of factors with equal labels."""
+    groups: dict[tuple[int, ...], list[Expr]] = {}
     for a, names in sorted(entries, key=lambda e: -len(e[1])):
-        home = next((g for g in groups if g[1] == names), None)
-        busy = len(names) == 1 and sum(names[0] in others for _, others in entries) > 2
-        if joins and home is None and busy:
-            home = next((g for g in groups if names[0] in g[1]), None)
-        if home is None:
-            groups.append(([a], names))
-        else:
-            home[0].append(a)
-    return groups
+        groups.setdefault(names, []).append(a)
+    return [(group, names) for names, group in groups.items()]
 
 
 def _is_chain(groups: Sequence, out: Sequence[int]) -> bool:

@@ -8,7 +8,6 @@ operation while a program is translated::
     x - logsumexp(x)                        log_softmax(x)
     logsumexp(x) - <one-hot, x>             -<one-hot, log_softmax(x)>
     1 / (1 + exp(-x)),  log(1 + exp(x))     sigmoid(x),  softplus(x)
-    (1 + erf(x / sqrt 2)) / 2               the normal distribution function, of gelu
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
     (x - mean x) / sqrt(variance + eps)     standardize(x)
     sqrt(sum |x|^2), and one over it        norm(x)
@@ -121,6 +120,10 @@ def _squared(x: Expr) -> Expr | None:
 
 def _centred(y: Expr, axes: tuple[int, ...]) -> Expr | None:
     """Z, if y is z - mean z."""
+    for t in y.args if y.op == "add" else ():
+        z = add(_others(y, t))
+        if z - mean(z, axes, keep=True) is y:
+            return z
     z, shift = _shifted(y, axes)
     if not shift or z.shape != y.shape:
         return None
@@ -216,21 +219,6 @@ def _softplus(x: Expr) -> Expr | None:
     return None if e is None or e.op != "exp" else apply("softplus", e.args[0])
 
 
-def _normal_cdf(x: Expr) -> Expr | None:
-    """1 + erf(z / sqrt 2), twice the distribution function; 1 - erf(-z / sqrt 2) likewise."""
-    other = _added_to_one(x)
-    if other is None:
-        return None
-    sign, factors, labels, out = parts(other)
-    if len(factors) != 1 or factors[0].op != "erf" or labels[0] != out or sign not in (1, -1):
-        return None
-    (inner,) = factors[0].args
-    root = parts(inner)[0]
-    if abs(abs(root) - math.sqrt(0.5)) > 1e-6:  # a single-precision root has 7 digits
-        return None
-    return 2.0 * apply("normal_cdf", sign * math.copysign(1.0, root) * (1 / root * inner))
-
-
 def _needless(x: Expr) -> Expr | None:
     """relu(z) and |z| of a z that is never negative."""
     (z,) = x.args
@@ -285,7 +273,7 @@ def _standardize(x: Expr) -> Expr | None:
         eps = [constant_of(t) for t in terms if constant_of(t) is not None]
         rest = [t for t in terms if constant_of(t) is None]
         v = rest[0] if len(rest) == 1 and rest[0].op == "variance" else None
-        if v is None or v["correction"] or v.args[0].is_complex:
+        if v is None or v.args[0].is_complex:
             continue
         (z,), axes = v.args, v["axes"]
         for g, own in entries:
@@ -311,6 +299,6 @@ _PATTERNS: dict[str, tuple[Callable[[Expr], Expr | None], ...]] = {
     "maximum": (_maximum_of_minus_infinity,),
     "log": (_logsumexp, _softplus),
     "einsum": (_softmax, _variance, _standardize),
-    "add": (_log_softmax, _of_one_hot, _normal_cdf, _variance_of_moments),
+    "add": (_log_softmax, _of_one_hot, _variance_of_moments),
     "power": (_sigmoid, _norm),
 }

@@ -1,6 +1,6 @@
 """What a translator makes of a run: a `Recorded`, in operations of the vocabulary where it can.
 
-`said` gives an operation of the vocabulary, if it computes what the framework's operation did.
+`in_vocabulary` gives an operation of the vocabulary that computes what the framework's did.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from gradtools.seeing.formulas.algebra import apply, broadcast, constant_of
 from gradtools.seeing.formulas.expressions import BOOLEAN, COMPLEX, INTEGER, ArrayValue, Expr, order
@@ -26,7 +24,6 @@ class Recorded:
         outputs: The expressions of its results.
         held: The array of each captured value, by its placeholder.
         wanted: The captured values that require grad; differentiated like arguments.
-        draws: The result of each random draw, by its placeholder.
         run: Maps the leaves of f's arguments, followed by one array for each of `wanted`, to the
             leaves of what f returns. None: `wanted` is empty, and f itself is run.
         narrow: The dtype below double precision in which a part of the program computes for any
@@ -37,13 +34,12 @@ class Recorded:
     outputs: tuple[Expr, ...]
     held: dict[Expr, Any] = field(default_factory=dict)
     wanted: tuple[Expr, ...] = ()
-    draws: dict[Expr, np.ndarray] = field(default_factory=dict)
     run: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     narrow: str = ""
 
     @property
     def opened(self) -> tuple[Expr, ...]:
-        """The inputs, and what is wanted besides."""
+        """The inputs, and the captured values that are wanted."""
         return (*self.inputs, *self.wanted)
 
     def fingerprint(self) -> list[Any]:
@@ -52,8 +48,8 @@ class Recorded:
         result = []
         for x in order(self.outputs):
             place[x] = len(place)
-            said = [(k, v) for k, v in x.attributes if k not in ("kernel", "number", "of")]
-            plain = [(k, v if isinstance(v, ArrayValue) else repr(v)) for k, v in said]
+            known = [(k, v) for k, v in x.attributes if k not in ("kernel", "number", "of")]
+            plain = [(k, v if isinstance(v, ArrayValue) else repr(v)) for k, v in known]
             result.append((x.op, x.shape, tuple(place[a] for a in x.args), tuple(plain)))
         return result
 
@@ -64,7 +60,7 @@ class Recorded:
 Like = tuple[Sequence[int], str]  # shape and kind
 
 
-def said(
+def in_vocabulary(
     name: str, operands: Sequence[Expr], attributes: Mapping[str, Any], likes: Sequence[Like]
 ) -> list[Expr] | None:
     """The results of an operation of this name; None if it is not of the vocabulary."""

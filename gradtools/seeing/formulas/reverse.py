@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from gradtools.seeing.formulas.algebra import add, is_zero, real, unbroadcast, zeros
+from gradtools.seeing.formulas.algebra import add, is_zero, real, zeros
 from gradtools.seeing.formulas.expressions import Expr, order, siblings
 from gradtools.seeing.formulas.operation_record import OPERATIONS
 
@@ -53,8 +53,7 @@ def adjoint(
             continue
         for arg, c in zip(y.args, _pullback(y, summed, active), strict=True):
             if c is not None and arg in active and not is_zero(c):
-                c = unbroadcast(_projected(c, arg), arg.shape)
-                gathered.setdefault(arg, []).append(c)
+                gathered.setdefault(arg, []).append(_projected(c, arg))
     return [summed[x] if x in summed else zeros(x.shape) for x in wrt], summed
 
 

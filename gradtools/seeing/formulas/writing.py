@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import constant_of, contracts
+from gradtools.seeing.formulas.algebra import constant_of, contracts, drop_axes, parts
 from gradtools.seeing.formulas.axes import Axes, primed
 from gradtools.seeing.formulas.expressions import Expr
 from gradtools.seeing.formulas.operation_record import OPERATIONS, is_elementwise
@@ -85,7 +85,16 @@ class ExpressionWriter:
         if operation and operation.form:
             self.recognised.add(x.op)
             return operation.form(self, x)
-        return ts.function(x.op, [self.whole(a) for a in x.args])
+        return ts.function(x.op, [self.operand(a) for a in x.args])
+
+    def operand(self, x: Expr) -> Written:
+        """X as an operand of a function of whole arrays, where a repetition has to be written."""
+        used = {l for names in parts(x)[2] for l in names}
+        kept = [a for a, n in enumerate(x.shape) if a in used or n == 1]
+        if len(kept) == x.rank or constant_of(x) is not None:
+            return self.whole(x)
+        self.note("repeat: repeated along the axes that the operand lacks")
+        return ts.function("repeat", [self.whole(drop_axes(x, kept))], "x".join(map(str, x.shape)))
 
     def sum_of(self, terms: list[Written]) -> Written:
         """A sum; the terms without a minus come first."""
@@ -131,16 +140,7 @@ class ExpressionWriter:
     # Products.
 
     def _product(self, x: Expr) -> Written:
-        try:
-            return self._product_of(x, True)
-        except NeedsIndices:
-            return self._product_of(x, False)
-
-    def _product_of(self, x: Expr, opens: bool) -> Written:
-        """A product; opens: whether sums inside of it may become links of one matrix chain."""
-        coefficient, factors, labels = display_factors(
-            x, self.names, False, self.defined, opens=opens
-        )
+        coefficient, factors, labels = display_factors(x, self.names, False, self.defined)
         f = Factors(coefficient, factors, labels, x)
         f.apart()
         if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
@@ -203,21 +203,10 @@ class ExpressionWriter:
             return None
         if len(f.arrays) == 1:
             return self._full_sum(f)
-        if any(a.is_complex for a, _ in f.arrays):
-            return self._complex_inner_product(f)
-        if self._is_mean(f):
+        if any(a.is_complex for a, _ in f.arrays) or self._is_mean(f):
             return None
         first, *rest = [self.whole(a) for a, _ in self._sorted(f.arrays)]
         second = rest[0] if len(rest) == 1 else self._hadamard(rest)
-        return ts.inner_product(first, second)
-
-    def _complex_inner_product(self, f: Factors) -> Written | None:
-        """<a, b>, whose first operand is conjugated; None if not exactly one of two factors is."""
-        starred = [a for a, _ in f.arrays if a.op == "conj"]
-        if len(f.arrays) != 2 or len(starred) != 1:
-            return None
-        (other,) = [a for a, _ in f.arrays if a is not starred[0]]
-        first, second = self.whole(starred[0].args[0]), self.whole(other)
         return ts.inner_product(first, second)
 
     def _full_sum(self, f: Factors) -> Written | None:
@@ -263,7 +252,7 @@ class ExpressionWriter:
         letters = f.label_letters(self.axes)
         clear = len(set(letters.values())) == len(letters)
         aligned = all(n == tuple(range(f.target.rank)) for _, n in (*f.arrays, *f.below))
-        if not (clear or _keeps_order(f, letters) or (aligned and not f.summed)):
+        if not (clear or (aligned and not f.summed)):
             return None
         if f.summed and not any(set(n) == set(f.size) for _, n in f.arrays):
             return None
@@ -385,16 +374,6 @@ class ExpressionWriter:
 
 def _side_by_side(pieces: Sequence[Written]) -> Written:
     return ts.join(pieces, " ", ts.PRODUCT) if len(pieces) > 1 else pieces[0]
-
-
-def _keeps_order(f: Factors, letters: dict[int, str]) -> bool:
-    """Whether it is a sum of one array over axes whose letters differ from those that remain."""
-    if len(f.arrays) != 1 or f.below or f.out != list(range(f.target.rank)):
-        return False
-    gone = [letters[l] for l in f.summed]
-    left = [l for l in f.arrays[0][1] if l not in f.summed]
-    clear = len(set(gone)) == len(gone) and not {letters[l] for l in f.out} & set(gone)
-    return left == f.out and clear
 
 
 def _fraction(coefficient: Any) -> tuple[Any, Written | None]:

@@ -13,7 +13,6 @@ from gradtools.seeing.formulas.algebra.functions import imag as imag
 from gradtools.seeing.formulas.algebra.functions import plus as plus
 from gradtools.seeing.formulas.algebra.functions import power as power
 from gradtools.seeing.formulas.algebra.functions import real as real
-from gradtools.seeing.formulas.algebra.functions import rebuild as rebuild
 from gradtools.seeing.formulas.algebra.functions import squeeze as squeeze
 from gradtools.seeing.formulas.algebra.functions import subtract as subtract
 from gradtools.seeing.formulas.algebra.products import Labels as Labels
@@ -39,6 +38,5 @@ from gradtools.seeing.formulas.algebra.products import swap as swap
 from gradtools.seeing.formulas.algebra.products import times as times
 from gradtools.seeing.formulas.algebra.products import total as total
 from gradtools.seeing.formulas.algebra.products import transpose as transpose
-from gradtools.seeing.formulas.algebra.products import unbroadcast as unbroadcast
 from gradtools.seeing.formulas.algebra.products import unsqueeze as unsqueeze
 from gradtools.seeing.formulas.algebra.products import zeros as zeros

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from gradtools.seeing.formulas.algebra.products import (
-    Labels,
     broadcast,
     broadcast_shape,
     constant_of,
@@ -32,7 +31,7 @@ from gradtools.seeing.formulas.algebra.products import (
     zeros,
 )
 from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, expr, widest
-from gradtools.seeing.formulas.operation_record import OPERATIONS, is_elementwise
+from gradtools.seeing.formulas.operation_record import OPERATIONS
 
 
 def add(terms: Sequence[Expr]) -> Expr:
@@ -106,25 +105,9 @@ def _common_factors(split: list) -> list:
     shared = set(terms[0]).intersection(*terms[1:])
     chosen: list = []
     for entry in sorted(shared, key=lambda f: f[0].turn):
-        inside = all(l in out for l in entry[1]) and _is_worth_it(entry, terms, len(out))
-        if inside and all(_can_leave([*chosen, entry], term) for term in terms):
+        if all(l in out for l in entry[1]):
             chosen.append(entry)
     return chosen
-
-
-def _can_leave(entries: list, term: list) -> bool:
-    """Whether the remaining product has all axes of the removed factors, or is a number."""
-    rest = [e for e in term if e not in entries]
-    axes = {l for _, names in rest for l in names}
-    return not rest or {l for _, names in entries for l in names} <= axes
-
-
-def _is_worth_it(entry: tuple[Expr, Labels], terms: list, rank: int) -> bool:
-    """Whether factoring it out helps: it has no axes, or all, or scales a factor with more."""
-    own = set(entry[1])
-    if not own or len(own) == rank:
-        return True
-    return any(own < set(names) for term in terms for _, names in term)
 
 
 def _common_coefficient(coefficients: list) -> Any:
@@ -335,27 +318,3 @@ OPERATORS = {
 }
 for _name, _operator in OPERATORS.items():
     setattr(Expr, _name, _operator)
-
-
-# --- rebuilding
-
-
-def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The same operation with other arguments, canonicalized."""
-    if node.op == "einsum":
-        coefficient = node["coefficient"]
-        return product(args, node["labels"], range(node.rank), node.shape, coefficient)
-    if node.op == "power":
-        return power(args[0], node["exponent"])
-    if node.op == "add":
-        return add(args)
-    if node.op == "reshape":
-        return reshape(args[0], node.shape)
-    if node.op in _PARTS:
-        return _PARTS[node.op](args[0])
-    if is_elementwise(node):
-        return apply(node.op, *args, **dict(node.attributes))
-    return expr(node.op, args, node.shape, node.kind, **dict(node.attributes))
-
-
-_PARTS = {"conj": conj, "real": real, "imag": imag}

@@ -88,7 +88,6 @@ def is_zero(x: Expr) -> bool:
 
 
 Labels = tuple[Any, ...]
-_MOST_FACTORS = 12  # of a flattened product; larger ones are unreadable and stay nested
 
 
 def parts(x: Expr) -> tuple[Any, list[Expr], list[Labels], Labels]:
@@ -148,10 +147,6 @@ class _Product:
 
     def labels(self) -> set:
         return {name for _, names in self.factors for name in names}
-
-    def rename(self, old: Any, new: Any) -> None:
-        swap = lambda names: tuple(new if n == old else n for n in names)
-        self.factors = [(f, swap(names)) for f, names in self.factors]
 
     def drop_sums_over_nothing(self, before: set) -> None:
         """Multiplies by the length of each summed label that no factor has any more."""
@@ -259,11 +254,9 @@ def _stays_whole(x: Expr) -> bool:
 def _opens(factor: Expr, others: int) -> bool:
     if factor.op == "number":
         return True
-    if factor.op != "einsum" or len(factor.args) + others > _MOST_FACTORS:
+    if factor.op != "einsum":
         return False
-    if not contracts(factor):
-        return True
-    return not others and len(factor.args) == 1
+    return not contracts(factor) or (not others and len(factor.args) == 1)
 
 
 def _gather_powers(p: _Product) -> None:
@@ -468,15 +461,6 @@ def matmul(a: Expr, b: Expr) -> Expr:
     out = names + (["i"] if a.rank > 1 else []) + (["j"] if b.rank > 1 else [])
     shape = batch + (a.shape[-2:-1] if a.rank > 1 else ()) + (b.shape[-1:] if b.rank > 1 else ())
     return product([a, b], [[*skip(a), *left], [*skip(b), *right]], out, shape)
-
-
-def unbroadcast(g: Expr, shape: Sequence[int]) -> Expr:
-    """The adjoint of broadcasting leading and length-1 axes, as in NumPy."""
-    if g.shape == tuple(shape):
-        return g
-    g = total(g, range(g.rank - len(shape)))
-    axes = [a for a, (n, m) in enumerate(zip(shape, g.shape, strict=True)) if n == 1 and m != 1]
-    return total(g, axes, keep=True) if axes else g
 
 
 # --- reshapes; axes of length 1 are represented by the labels of a product

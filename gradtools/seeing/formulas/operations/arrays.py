@@ -1,10 +1,9 @@
 """Constants, contractions (all of them `einsum`), reshapes and slices.
 
-A gather whose indices are known (a slice, padding with zeros, a flip, a diagonal) is one linear
-operation, ``arrange``, which keeps the name of the framework's operation; ``restore`` is its
-adjoint::
+A gather whose indices are known (a slice, a selection by a mask) is one linear operation,
+``arrange``; ``restore`` is its adjoint::
 
-    arrange   y[i] = x[places[i]], 0 where there is none        restore   its transpose
+    arrange   y[i] = x[places[i]]        restore   its transpose
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from gradtools.seeing.formulas.algebra import (
     reshape,
     transpose,
     unsqueeze,
-    zeros,
 )
 from gradtools.seeing.formulas.expressions import (
     DTYPES,
@@ -39,7 +37,6 @@ from gradtools.seeing.formulas.expressions import (
     expr,
     widest,
 )
-from gradtools.seeing.formulas.operation_record import Cotangents
 from gradtools.seeing.formulas.operations.entering import makes, operation, tie_first, word
 
 if TYPE_CHECKING:
@@ -137,10 +134,9 @@ def permuted(x: Expr, permutation: Sequence[int]) -> Expr:
 
 def _reshape_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     if x.shape == tuple(n for n in x.args[0].shape if n != 1):
-        return w.whole(x.args[0])
+        return w.operand(x.args[0])
     w.note("reshape: row-major")
-    shape = "x".join(map(str, x.shape))
-    return ts.function("reshape", [w.whole(x.args[0])], shape)
+    return ts.function("reshape", [w.operand(x.args[0])], "x".join(map(str, x.shape)))
 
 
 def _tie_reshape(axes: Axes, y: Expr) -> None:
@@ -168,101 +164,56 @@ word("broadcast", lambda x, *, shape, axes=None: broadcast(x, shape, axes))
 # Gather and scatter at known places.
 
 
-def arrange(x: Expr, places: np.ndarray, name: str) -> Expr:
-    """Gather: the entries at places of the flattened x, zero where a place is negative."""
+def arrange(x: Expr, places: np.ndarray) -> Expr:
+    """Gather: the entries at places of the flattened x."""
     places = np.asarray(places, np.int64)
     if np.array_equal(places.ravel(), np.arange(np.prod(x.shape, dtype=int))):
         return reshape(x, places.shape)
-    if x.op == "array":
-        return array(np.append(x["value"].array, 0)[places])
-    if x.op == "arrange":
-        inner = np.append(x["places"].array, -1)[places]
-        if np.array_equal(inner.ravel(), np.arange(np.prod(x["into"], dtype=int))):
-            return reshape(x.args[0], places.shape)
-    if x.op == "update":
-        inner = _back(x)[places]
-        if (inner >= 0).all():  # reads updated entries only
-            return arrange(x.args[1], inner, name)
-        if (inner < 0).all():  # reads the other entries only
-            return arrange(x.args[0], places, name)
-    kept = ArrayValue(places)
-    return expr("arrange", (x,), places.shape, x.kind, name=name, places=kept, into=x.shape)
-
-
-def written(x: Expr, u: Expr, places: np.ndarray, name: str) -> Expr:
-    """X with the entries of u at places of the flattened x, as it is written in place."""
-    if places.size == np.prod(x.shape):
-        back = np.argsort(places.ravel()).reshape(x.shape)
-        return arrange(u, back, "entries")
-    kept = ArrayValue(places)
-    again = x.op == "update" and x["places"] == kept
-    before = x.args[0] if again else x
-    kind = widest(x.kind, u.kind)
-    return expr("update", (before, u), x.shape, kind, name=name, places=kept)
-
-
-def _back(y: Expr) -> np.ndarray:
-    """For each entry of an update its index in u; -1 for an entry of x."""
-    result = np.append(np.full(int(np.prod(y.shape)), -1), -1)
-    places = y["places"].array.ravel()
-    result[places] = np.arange(places.size)
-    return result
-
-
-def _update_value(y: Expr, x: np.ndarray, u: np.ndarray) -> np.ndarray:
-    out = np.array(x, np.result_type(x, u), order="C")
-    out.reshape(-1)[y["places"].array.ravel()] = u.ravel()
-    return out
-
-
-def _update_pullback(y: Expr, g: Expr, x: Expr, u: Expr) -> Cotangents:
-    """The cotangent of x is zero at the places; that of u is gathered from them."""
-    places = y["places"].array.reshape(u.shape)
-    kept = written(g, zeros(u.shape), places, y["name"])
-    return [kept, arrange(g, places, y["name"])]
-
-
-def _update_form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    w.note("set_at[...](x, u): x with u at these places")
-    inside = ts.join([w.whole(a) for a in x.args], ", ", ts.SUM)
-    return placed("set_at", x["name"].strip("[]"), inside)
-
-
-operation("update", _update_value, _update_pullback, form=_update_form, ties=tie_first)
+    return expr("arrange", (x,), places.shape, x.kind, places=ArrayValue(places), into=x.shape)
 
 
 def restore(g: Expr, y: Expr) -> Expr:
     """Scatter-add, the transpose of `arrange`: each entry is added to the place it came from."""
-    places = y["places"].array.ravel()
-    counts = np.arange(places.size)
-    if places.size == np.prod(y["into"]) and np.array_equal(np.append(places, 0)[places], counts):
-        involution = arrange(g, y["places"].array, y["name"])  # such as flip
-        return reshape(involution, y["into"])
-    attributes = {"name": y["name"], "places": y["places"], "into": y["into"]}
-    return expr("restore", (g,), y["into"], g.kind, **attributes)
+    return expr("restore", (g,), y["into"], g.kind, places=y["places"], into=y["into"])
 
 
 def _restore_value(y: Expr, g: np.ndarray) -> np.ndarray:
-    places = y["places"].array
-    out = np.zeros(int(np.prod(y["into"])) + 1, g.dtype)
-    np.add.at(out, places.ravel(), g.ravel())
-    return out[:-1].reshape(y["into"])
+    out = np.zeros(int(np.prod(y["into"])), g.dtype)
+    np.add.at(out, y["places"].array.ravel(), g.ravel())
+    return out.reshape(y["into"])
+
+
+def slices_of(places: np.ndarray, shape: Shape) -> str:
+    """The slices that take these places of a flattened array; "c" where slices do not."""
+    if not places.size or not shape:
+        return "c"
+    taken = [np.unique(at) for at in np.unravel_index(places.ravel(), shape)]
+    box = np.arange(int(np.prod(shape))).reshape(shape)[np.ix_(*taken)]
+    regular = all(len(set(np.diff(at))) <= 1 for at in taken)
+    if not regular or not np.array_equal(box.squeeze(), places.squeeze()):
+        return "c"
+    return ", ".join(_slice_text(at, n) for at, n in zip(taken, shape, strict=True))
+
+
+def _slice_text(taken: np.ndarray, n: int) -> str:
+    """The slice of an axis of length n that takes these indices, which are evenly spaced."""
+    first, last = int(taken[0]), int(taken[-1])
+    step = int(taken[1]) - first if len(taken) > 1 else 1
+    if len(taken) == 1 and n > 1:
+        return str(first)
+    stop = "" if last + step >= n else str(last + 1)
+    return f"{first or ''}:{stop}" + f":{step}" * (step > 1)
 
 
 def _arrange_form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    """A slice in square brackets, else the name of the operation."""
-    inner, name = w.whole(x.args[0]), x["name"]
-    forward = x.op == "arrange"
-    if not name.startswith("["):
-        if not forward:
-            w.note("fᵀ: the transpose of the linear f")
-        return ts.function(name + "ᵀ" * (not forward), [inner])
-    if "c" in name:
+    """A part of the array, or zeros with that part."""
+    inner, where = w.operand(x.args[0]), slices_of(x["places"].array, x["into"])
+    if where == "c":
         w.note("[c]: at the places that f selects, by constant indices or by a mask")
-    if forward:
-        return part_of(inner, name[1:-1])
+    if x.op == "arrange":
+        return part_of(inner, where)
     w.note("into[...](x): zeros with x at these places")
-    return placed("into", name[1:-1], inner)
+    return placed("into", where, inner)
 
 
 def part_of(x: ts.Written, where: str) -> ts.Written:
@@ -277,7 +228,7 @@ def placed(name: str, where: str, inner: ts.Written) -> ts.Written:
 
 operation(
     "arrange",
-    lambda y, x: np.append(x, 0)[y["places"].array].astype(x.dtype, copy=False),
+    lambda y, x: x.ravel()[y["places"].array],
     lambda y, g, x: [restore(g, y)],
     form=_arrange_form,
     ties=tie_first,
@@ -285,7 +236,7 @@ operation(
 operation(
     "restore",
     _restore_value,
-    lambda y, g, x: [arrange(g, y["places"].array, y["name"])],
+    lambda y, g, x: [arrange(g, y["places"].array)],
     form=_arrange_form,
     ties=tie_first,
 )
@@ -295,46 +246,9 @@ operation(
 def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
     """The slice start:limit:stride of each axis, stride > 0, without the length-1 axes in drop."""
     stride = stride or (1,) * x.rank
-    if x.op == "concatenate" and (part := _within(x, start, limit)) is not None:
-        x, start, limit = part
     bounds = [slice(a, max(a, b), s) for a, b, s in zip(start, limit, stride, strict=True)]
-    counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)[tuple(bounds)]
-    part = arrange(x, counts, _slices_text(x.shape, bounds))
+    part = arrange(x, np.arange(int(np.prod(x.shape))).reshape(x.shape)[tuple(bounds)])
     return reshape(part, [n for a, n in enumerate(part.shape) if a not in drop])
-
-
-def _within(x: Expr, start: Any, limit: Any) -> tuple[Expr, list[int], list[int]] | None:
-    """The operand of a concatenation that contains the slice, with its start and limit there."""
-    axis, low = x["axis"], 0
-    for part in x.args:
-        high = low + part.shape[axis]
-        if low <= start[axis] and limit[axis] <= high:
-            begin, end = [*start], [*limit]
-            begin[axis] -= low
-            end[axis] -= low
-            return part, begin, end
-        low = high
-    return None
-
-
-def _slices_text(shape: Sequence[int], bounds: Sequence[slice]) -> str:
-    said = []
-    for n, s in zip(shape, bounds, strict=True):
-        if (s.start, s.stop, s.step) == (0, n, 1):
-            said.append(":")
-        elif s.stop == s.start + 1:
-            said.append(str(s.start))
-        else:
-            step = f":{s.step}" if s.step != 1 else ""
-            said.append(f"{s.start or ''}:{'' if s.stop == n else s.stop}{step}")
-    return "[" + ", ".join(said) + "]"
-
-
-@makes("flip")
-def _flip(x: Expr, *, axes: Sequence[int] = ()) -> Expr:
-    """Reversed along axes."""
-    counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)
-    return arrange(x, np.flip(counts, tuple(axes)), "flip")
 
 
 @makes("split")
@@ -356,7 +270,7 @@ def unbind(x: Expr, *, axis: int) -> list[Expr]:
 
 def _concatenate_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     first = x["axis"] == 0
-    pieces = [w.whole(a) for a in x.args]
+    pieces = [w.operand(a) for a in x.args]
     inside = ts.join(pieces, "; " if first else ", ", ts.SUM)
     return ts.Written(f"[{inside.text}]")
 

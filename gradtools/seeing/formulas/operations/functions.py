@@ -78,17 +78,3 @@ entrywise(
     lambda y, x: [indicator(x, ">", 0)],
     definition="relu(x) := max(x, 0)",
 )
-entrywise(
-    "normal_cdf",
-    lambda x: (1 + _erf(x / math.sqrt(2))) / 2,
-    lambda y, x: [apply("normal_density", x)],
-    entry=named("Φ"),
-    definition="Φ(x) := (1 + erf(x / √2)) / 2",
-)
-entrywise(
-    "normal_density",
-    lambda x: np.exp(-x * x / 2) / math.sqrt(2 * math.pi),
-    lambda y, x: [-(x * y)],
-    entry=named("φ"),
-    definition="φ(x) := e^(-x² / 2) / √(2π)",
-)

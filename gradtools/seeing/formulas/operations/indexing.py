@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import apply, rebuild, reshape, total
+from gradtools.seeing.formulas.algebra import apply, product, reshape, total
 from gradtools.seeing.formulas.expressions import REAL, Expr, expr
-from gradtools.seeing.formulas.operations.arrays import arrange, part_of, permuted, placed
+from gradtools.seeing.formulas.operations.arrays import part_of, permuted, placed
 from gradtools.seeing.formulas.operations.entering import operation, word
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _tie_index(axes: Axes, y: Expr) -> None:
 
 def _index_add_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     w.note("add_at[i](u): zeros with u added at the places i")
-    return placed("add_at", _index_where(w, x), w.whole(x.args[0]))
+    return placed("add_at", _index_where(w, x), w.operand(x.args[0]))
 
 
 def index_add(u: Expr, i: Expr, axis: int, shape: Sequence[int]) -> Expr:
@@ -75,7 +75,7 @@ operation(
     lambda y, x, i: np.moveaxis(x, y["axis"], 0)[i.astype(np.int64, copy=False)],
     lambda y, g, x, i: [index_add(g, i, y["axis"], x.shape), None],
     result=lambda x, i, axis: ((*i.shape, *x.shape[:axis], *x.shape[axis + 1 :]), x.kind),
-    form=lambda w, x: part_of(w.whole(x.args[0]), _index_where(w, x)),
+    form=lambda w, x: part_of(w.operand(x.args[0]), _index_where(w, x)),
     ties=_tie_index,
 )
 operation(
@@ -91,7 +91,11 @@ def meant(i: Expr, n: int) -> Expr:
     """The i of ``where(i < 0, i + n, i)``: a negative index counts from the end anyway."""
     if i.op in ("reshape", "einsum") and len(i.args) == 1 and i.args[0].op == "where":
         inner = meant(i.args[0], n)
-        return i if inner is i.args[0] else rebuild(i, (inner,))
+        if inner is i.args[0]:
+            return i
+        if i.op == "reshape":
+            return reshape(inner, i.shape)
+        return product([inner], i["labels"], range(i.rank), i.shape, i["coefficient"])
     if i.op != "where" or i.args[0].op != "compare" or i.args[0].args[0] is not i.args[2]:
         return i
     wrapped = i.args[1].args[0] if i.args[1].op == "cast" else i.args[1]
@@ -101,18 +105,9 @@ def meant(i: Expr, n: int) -> Expr:
 def taken(x: Expr, i: Expr, axis: int) -> Expr:
     """Entries along one axis; the axes of i stand in its place."""
     i = meant(i, x.shape[axis])
-    if i.op == "array":
-        counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)
-        return arrange(x, np.take(counts, i["value"].array, axis), _index_text(i, axis))
     result = apply("index", x, i, axis=axis)
     order = [*range(i.rank, i.rank + axis), *range(i.rank), *range(i.rank + axis, result.rank)]
     return permuted(result, order)
-
-
-def _index_text(i: Expr, axis: int) -> str:
-    held = i["value"].array
-    said = str(held.tolist()) if held.ndim == 1 and held.size <= 4 else "c"
-    return "[" + ":, " * axis + said + "]"
 
 
 word("embedding", lambda table, i: taken(table, i, 0))

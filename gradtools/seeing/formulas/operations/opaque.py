@@ -93,10 +93,10 @@ def by_name(
     args: Sequence[Expr],
     outputs: Sequence[tuple],
     kernel: OpaqueFunction,
-    said: str = "",
+    words: str = "",
 ) -> list[Expr]:
-    """The outputs of an opaque operation; parameters: its parameters as text, for a note."""
-    return several("by_name", args, outputs, name=name, kernel=kernel, said=said)
+    """The outputs of an opaque operation; words: its parameters as text, for a note."""
+    return several("by_name", args, outputs, name=name, kernel=kernel, words=words)
 
 
 def _pullback(
@@ -112,7 +112,7 @@ def _pullback(
         return result
     about = {
         "name": y["name"],
-        "said": y["said"],
+        "words": y["words"],
         "of": len(args),
         "level": y.get("level", 0) + 1,
         # Indices among the operands that have a derivative; () where there is only one.
@@ -131,11 +131,11 @@ _ADJOINTS = {"convolution": ("conv", ("convᵀ", "corr"))}
 
 
 def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    name, said = x["name"], x["said"]
-    pieces = [w.whole(a) for a in x.args]
+    name, words = x["name"], x["words"]
+    pieces = [w.operand(a) for a in x.args]
     short, adjoints = _ADJOINTS.get(name, (name, ()))
-    if said:
-        w.note(f"{short}: {said}")
+    if words:
+        w.note(f"{short}: {words}")
     level, place = x.get("level", 0), x["output"]
     if not level:
         which, called = f"[{place}]" if place else "", ts.function(short, pieces)

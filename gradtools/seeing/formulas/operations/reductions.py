@@ -15,6 +15,7 @@ from gradtools.seeing.formulas.algebra import (
     mean,
     plus,
     real,
+    reshape,
     spread,
     total,
     unsqueeze,
@@ -57,7 +58,7 @@ def reduction_form(name: str) -> Form:
     """A form that writes a function with the letters of the reduced axes below."""
 
     def form(w: ExpressionWriter, x: Expr) -> ts.Written:
-        return ts.function(name, [w.whole(x.args[0])], below_of(w, x))
+        return ts.function(name, [w.operand(x.args[0])], below_of(w, x))
 
     return form
 
@@ -118,7 +119,7 @@ _reduction(
 
 
 def _norm_form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    inner = w.whole(x.args[0])
+    inner = w.operand(x.args[0])
     below = below_of(w, x)
     return ts.Written(f"‖{inner.text}‖" + (ts.below(below) if below else ""))
 
@@ -149,13 +150,17 @@ def along_form(name: str) -> Form:
 
     def form(w: ExpressionWriter, x: Expr) -> ts.Written:
         below = w.axis_names(x.args[0], [x["axis"]]) if x.args[0].rank > 1 else ""
-        return ts.function(name, [w.whole(a) for a in x.args], below)
+        return ts.function(name, [w.operand(a) for a in x.args], below)
 
     return form
 
 
 def _along(name: str, evaluate: Any, pullback: Any, **known: Any) -> None:
-    make = lambda x, *, axis: apply(name, x, axis=axis if x.rank else 0)
+    def make(x: Expr, *, axis: int) -> Expr:
+        if x.rank:
+            return apply(name, x, axis=axis)  # type: ignore[no-any-return]
+        return reshape(apply(name, reshape(x, (1,)), axis=0), ())
+
     operation(name, evaluate, pullback, make=make, ties=tie_same, **known)
 
 
@@ -220,14 +225,14 @@ _reduction(
 
 def _variance_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """The mean squared modulus of the distance from the mean."""
-    return np.var(x, y["axes"], ddof=y["correction"])
+    return np.var(x, y["axes"])
 
 
 def _variance_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """2 (x - mean x) g / n."""
     axes = y["axes"]
     weight = spread(real(g), axes, x.shape)
-    return [2 / (_count(x, axes) - y["correction"]) * (_centred(x, axes) * weight)]
+    return [2 / _count(x, axes) * (_centred(x, axes) * weight)]
 
 
 def _centred(x: Expr, axes: Iterable[int]) -> Expr:
@@ -241,7 +246,9 @@ def _count(x: Expr, axes: Iterable[int]) -> int:
 def variance(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
     """sum(abs(x - mean)**2) / (n - correction)."""
     axes = all_axes(x, axes)
-    return kept(reduced("variance", x, axes, correction=float(correction)), axes, keep)
+    n = _count(x, axes)
+    result = kept(reduced("variance", x, axes), axes, keep)
+    return n / (n - correction) * result if n > correction else result * np.nan
 
 
 _reduction(
@@ -286,7 +293,7 @@ def _standardize_form(w: ExpressionWriter, x: Expr) -> ts.Written:
             "standardize(x) = (x - mean(x)) / √(var(x) + ε), "
             f"ε = {ts.number(x['eps']).text}, over the axes below"
         )
-    return ts.function("standardize", [w.whole(x.args[0])], below_of(w, x))
+    return ts.function("standardize", [w.operand(x.args[0])], below_of(w, x))
 
 
 @makes(

@@ -7,7 +7,7 @@ program's arguments (index arithmetic, masks, random keys) are constant-folded::
 
 A value is an `Expr` or `Known`. Loops, branches and functions with custom rules become opaque
 operations with their names. So does a function of JAX with an opaque part: the name `solve` is more
-readable than its LU factors. A random draw is a placeholder with its value.
+readable than its LU factors. A random draw is a constant.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import numpy as np
 
 from gradtools.backend import Backend
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import enable_x64, is_of_random
+from gradtools.jax._upstream import enable_x64
 from gradtools.jax.operation_marks import function_name, is_chunk
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operation_record import evaluate
 from gradtools.seeing.formulas.operations.arrays import arrange, constant
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.recorded import Recorded, fitted, in_words, said
+from gradtools.seeing.formulas.recorded import Recorded, fitted, in_vocabulary, in_words
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import operands, recorded_run, source_lines
-from gradtools.seeing.jax.translating.folding import bound, evaluated, folded, is_foldable
+from gradtools.seeing.jax.translating.folding import bound, folded, is_foldable
 from gradtools.seeing.jax.translating.translations import PRIMITIVES, WORDS
 
 
@@ -58,7 +58,6 @@ def formula_graph(program: LeafProgram) -> Recorded:
         tuple(translator.inputs),
         tuple(outputs),
         {p: x for p, x in translator.held.items() if p in read},
-        draws={p: x for p, x in translator.draws.items() if p in read},
         narrow=translator.narrowest,
     )
 
@@ -69,11 +68,9 @@ class Known:
 
     Attributes:
         value: A NumPy array, or a JAX array of random keys.
-        drawn: The letter of a random draw; empty for a constant.
     """
 
     value: Any
-    drawn: str = ""
 
 
 Entry = Expr | Known
@@ -86,12 +83,10 @@ class _Translator:
         self.backend = backend
         self.inputs: list[Expr] = []
         self.held: dict[Expr, Any] = {}
-        self.draws: dict[Expr, np.ndarray] = {}
         self._given: dict[Expr, Any] = {}  # the values of all leaves
         self._arrays: dict[int, Entry] = {}
         self._exprs: dict[Known, Expr] = {}
         self._narrow: set[str] = set()
-        self.name = ""  # of the JAX function that is being translated
         self._eqn: Any = None
         self._values: list[Any] = []
 
@@ -124,19 +119,14 @@ class _Translator:
         return self._arrays[id(x)]
 
     def expr(self, entry: Entry) -> Expr:
-        """The entry as an expression; a draw becomes a placeholder with its letter."""
+        """The entry as an expression."""
         if isinstance(entry, Expr):
             return entry
         if entry not in self._exprs:
             value = np.asarray(entry.value)
             if jnp.issubdtype(value.dtype, jnp.floating):
                 value = value.astype(np.float64)
-            if entry.drawn:
-                draw = placeholder(entry.drawn, value.shape, kind_of(value.dtype))
-                self.draws[draw] = self._given[draw] = value
-                self._exprs[entry] = draw
-            else:
-                self._exprs[entry] = constant(value=value)
+            self._exprs[entry] = constant(value=value)
         return self._exprs[entry]
 
     def concrete(self, x: Expr) -> np.ndarray | None:
@@ -144,21 +134,18 @@ class _Translator:
         leaves = [e for e in order([x]) if e.op == "placeholder"]
         return evaluate([x], {e: self._given[e] for e in leaves})[0]
 
-    def arranged(self, x: Expr, name: str, run: Any = None) -> Expr | None:
-        """The equation's result as an arrangement of its first operand's entries, if it is one.
-
-        run: The function of the first operand; by default the equation with its other operands.
-        """
-        run = run or (lambda counts: bound(self._eqn, [counts, *self._values[1:]])[0])
+    def arranged(self, x: Expr) -> Expr | None:
+        """The equation's result as entries of its first operand, if it consists of these alone."""
+        run = lambda counts: bound(self._eqn, [counts, *self._values[1:]])[0]
         dtype = self._eqn.invars[0].aval.dtype
         counts = np.arange(1, 1 + int(np.prod(x.shape))).reshape(x.shape)
         if not jnp.issubdtype(dtype, jnp.inexact) or counts.size > 1 << 20:
             return None
         with jax.ensure_compile_time_eval():
             result, twice = (np.asarray(run(jnp.asarray(k * counts, dtype))) for k in (1, 2))
-        if not np.array_equal(2 * result, twice):  # it fills in nonzero constants
+        if not result.all() or not np.array_equal(2 * result, twice):  # it fills in constants
             return None
-        return arrange(x, np.round(result.real).astype(int) - 1, name)
+        return arrange(x, np.round(result.real).astype(int) - 1)
 
     # --- equations
 
@@ -183,8 +170,9 @@ class _Translator:
             branches = jaxprs.programs_of(eqn)
             k = min(max(int(entries[0].value), 0), len(branches) - 1)
             return self._opened(branches[k], entries[1:])
-        if is_foldable(eqn) and all(isinstance(e, Known) for e in entries):
-            return _folded(eqn, entries)
+        known = [e.value for e in entries if isinstance(e, Known)]
+        if is_foldable(eqn) and len(known) == len(entries):
+            return [Known(value) for value in folded(eqn, known)]
         if name in _RULES:
             return self._rule(eqn, entries)
         return self._translated(eqn, entries)
@@ -225,7 +213,7 @@ class _Translator:
         if exponent is not None:
             ordered.append(constant(value=float(exponent)))
         likes = [_like(v) for v in eqn.outvars]
-        return said(operands.name_of(eqn), ordered, operands.attributes_of(eqn), likes)
+        return in_vocabulary(operands.name_of(eqn), ordered, operands.attributes_of(eqn), likes)
 
     def _named(
         self,
@@ -273,12 +261,8 @@ class _Translator:
         own = bool(source_lines.is_own(jaxpr)) and not source_lines.is_gradtools(jaxpr)
         name = _name(eqn, jaxpr)
         known = all(isinstance(e, Known) for e in entries)
-        drawing = lambda eqn: eqn.primitive.name in _RANDOM
-        if own and known and is_of_random(jaxpr) and jaxprs.uses_primitive(jaxpr, drawing):
-            return self._drawn(eqn, entries, name)
         if own and not known and not any(map(_is_key, entries)):
             word = WORDS.get(name)
-            self._eqn, self.name = eqn, name.removesuffix("_static")
             result = word and word(self, jaxpr, *map(self.expr, entries))
             if result is not None:
                 return self._fitted(eqn, [result])
@@ -298,14 +282,6 @@ class _Translator:
         parts = order([e for e in results if isinstance(e, Expr)])
         return any(x.op == "by_name" and x not in before for x in parts)
 
-    def _drawn(self, eqn: Any, entries: Sequence[Any], name: str) -> list[Entry]:
-        """A draw of jax.random with known key and parameters."""
-        letter = _DRAWS.get(name.removesuffix("_real"), "ξ")
-        values = evaluated(eqn, [e.value for e in entries])
-        if any(jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in values):
-            return [Known(v) for v in values]
-        return [self.expr(Known(np.asarray(v), letter)) for v in values]
-
     def _rule(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """A rule of gradtools, by its name."""
         return self._named(eqn, entries, eqn.params["rule"].name, with_words=False)
@@ -321,8 +297,6 @@ _RULES = tuple(
 )
 _WHOLE = ("det", "expm")  # opaque, because JAX inlines them for small matrices
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
-_DRAWS = {"normal": "ε", "uniform": "u", "bernoulli": "m", "permutation": "π", "shuffle": "π"}
-_RANDOM = ("random_bits", "threefry2x32", "random_gamma")
 _NARROW = (jnp.float32, jnp.complex64, jnp.float16, jnp.bfloat16)
 _EXACT = (
     *("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "concatenate", "stack"),
@@ -339,9 +313,9 @@ def _is_key(entry: Entry) -> bool:
 
 
 def _is_read(entry: Known, numbers: bool) -> bool:
-    """Whether a constant is shown as an operand: a draw, an inexact array or, if `numbers`, one."""
-    if entry.drawn or not np.ndim(entry.value):
-        return bool(entry.drawn) or (numbers and not _is_key(entry))
+    """Whether a constant is shown as an operand: an inexact array or, if `numbers`, a number."""
+    if not np.ndim(entry.value):
+        return numbers and not _is_key(entry)
     return bool(jnp.issubdtype(entry.value.dtype, jnp.inexact))
 
 
@@ -355,12 +329,6 @@ def _name(eqn: Any, jaxpr: Any) -> str:
     name = eqn.params.get("name") or function_name(jaxpr)
     name = str(name).lstrip("_").rpartition(".")[2] or eqn.primitive.name
     return {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
-
-
-def _folded(eqn: Any, entries: Sequence[Any]) -> list[Entry]:
-    drawn = next((e.drawn for e in entries if e.drawn), "")
-    drawn = drawn or ("ε" if eqn.primitive.name == "random_bits" else "")
-    return [Known(value, drawn) for value in folded(eqn, [e.value for e in entries])]
 
 
 __all__ = ["formula_graph", "trying"]

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from gradtools.seeing.formulas.algebra import apply, constant_of, is_zero, reshape
+from gradtools.seeing.formulas.algebra import apply, reshape
 from gradtools.seeing.formulas.expressions import Expr, kind_of
 from gradtools.seeing.formulas.operation_record import OPERATIONS
-from gradtools.seeing.formulas.operations.arrays import permuted, sliced
+from gradtools.seeing.formulas.operations.arrays import permuted
 from gradtools.seeing.formulas.operations.elementwise import cast, is_integer, where
 from gradtools.seeing.formulas.operations.indexing import meant, picked, take_along
 
@@ -42,20 +41,10 @@ def _selected(w: Any, p: Params, which: Expr, *cases: Expr) -> Expr | None:
     return where(which, yes, no)
 
 
-def _window(w: Any, p: Params, x: Expr, *starts: Expr) -> Expr | None:
-    """A slice whose place is known, where what is beyond the end is clamped."""
-    known = [constant_of(k) for k in starts]
-    if None in known:
-        return None
-    axes = [(int(k), n, int(m)) for k, n, m in zip(known, x.shape, p["slice_sizes"], strict=True)]
-    low = [min(max(k, 0), n - m) for k, n, m in axes]
-    return sliced(x, start=low, limit=[a + m for a, (_, _, m) in zip(low, axes, strict=True)])
-
-
 def _gathered(w: Any, p: Params, x: Expr, indices: Expr) -> Expr | None:
     """Rows by integers, one entry of each row, or constant places; else None."""
     if indices.turn[0]:
-        return w.arranged(x, "[c]")
+        return w.arranged(x)
     known = w.concrete(indices)
     if known is None or not indices.rank:
         return None
@@ -102,8 +91,6 @@ PRIMITIVES: dict[str, Translation] = {
     "convert_element_type": _cast,
     "div": lambda w, p, a, b: None if is_integer(a) else a / b,  # integers' division truncates
     "select_n": _selected,
-    "pad": lambda w, p, x, around: w.arranged(x, "pad") if is_zero(around) else None,
-    "dynamic_slice": _window,
     "gather": _gathered,
 }
 
@@ -117,16 +104,8 @@ def _one_hot(w: Any, jaxpr: Any, i: Expr) -> Expr | None:
     return apply("one_hot", i, size=out.shape[-1]) if fits else None
 
 
-def _arranged(w: Any, jaxpr: Any, x: Expr) -> Expr | None:
-    """Entries of x, wherever they come from: what is done to their numbers tells."""
-    if len(jaxpr.invars) != 1:
-        return None
-    return w.arranged(x, w.name, lambda counts: jax.core.eval_jaxpr(jaxpr, [], counts)[0])
-
-
 WORDS: dict[str, Translation] = {
     "one_hot": _one_hot,
     "_one_hot": _one_hot,
     "logaddexp": lambda w, jaxpr, *xs: OPERATIONS["logaddexp"].make(*xs),  # type: ignore[misc]
-    **dict.fromkeys(("roll_static", "diagonal", "diag", "tril", "triu"), _arranged),
 }

@@ -58,9 +58,7 @@ def _recorded(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
         tuple(outputs),
         {p: x.detach() for p, x in held.items()},
         wanted,
-        {p: value for p, value in recorder.draws.items() if p in read},
         partial(_run_with_captured, program, [held[p] for p in wanted]),
-        recorder.narrow,
     )
 
 

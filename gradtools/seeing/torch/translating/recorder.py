@@ -21,12 +21,12 @@ import torch
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
-from gradtools.seeing.formulas.algebra import einsum, matmul, plus, swap
+from gradtools.seeing.formulas.algebra import einsum, imag, matmul, plus, real, swap
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
-from gradtools.seeing.formulas.operations.arrays import arrange, constant, written
+from gradtools.seeing.formulas.operations.arrays import arrange, constant, slices_of
 from gradtools.seeing.formulas.operations.elementwise import stop
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.recorded import fitted, in_words, said
+from gradtools.seeing.formulas.recorded import fitted, in_vocabulary, in_words
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.operations import NO_DATA
@@ -48,9 +48,11 @@ _DRAWS = frozenset(_DRAWN.split())
 _TENSOR: Any = Tensor
 # Recorded as functions, because autograd also detaches the tensors that it saves.
 _DETACHING = (Tensor.detach, _TENSOR.data.__get__)
+_PARTS = {torch.real: real, _TENSOR.real.__get__: real}
+_PARTS |= {torch.imag: imag, _TENSOR.imag.__get__: imag}
 # Prefixes of operations whose decomposition would be less readable than the name.
 _WHOLE = ("cum", "logcum", "upsample", "grid_sampler", "_fft", "convolution", "renorm", "linalg")
-_WHOLE += ("constant_pad", "floor_")
+_WHOLE += ("constant_pad", "floor_", "hardsigmoid", "repeat", "roll")
 
 
 def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
@@ -78,10 +80,8 @@ class FormulaRecorder(Recorder[Expr]):
     ) -> None:
         super().__init__(undo)
         self.backend, self.cast_of = backend, cast_of
-        self.narrow = ""  # a dtype below double in which some kernel computes for any input
         self.tensors: dict[Expr, Tensor] = {}
         self.held: dict[Expr, Tensor] = {}
-        self.draws: dict[Expr, np.ndarray] = {}
 
     # --- calls
 
@@ -117,6 +117,8 @@ class FormulaRecorder(Recorder[Expr]):
             return fun(*args, **kwargs)
         if fun in _DETACHING:
             value = stop(self.of(args[0]))
+        elif fun in _PARTS:
+            value = _PARTS[fun](self.of(args[0]))
         elif fun in _CONTRACTIONS and not kwargs:
             value = self._contraction(*_CONTRACTIONS[fun](*args))
         if value is None:
@@ -165,11 +167,10 @@ class FormulaRecorder(Recorder[Expr]):
         """The elements of a known storage of which x is a view."""
         shown = self.table.memory(x)
         assert shown is not None
-        where = places(x, shown.root)
-        return arrange(shown.value, where, name_of(where, shown.value.shape))
+        return arrange(shown.value, places(x, shown.root))
 
     def met(self, x: Tensor) -> Expr:
-        """A tensor that nothing made before our eyes."""
+        """The value of a tensor that f did not compute."""
         result = self.cast_of(x)
         if result is not None:
             of, cast = result
@@ -211,13 +212,23 @@ class FormulaRecorder(Recorder[Expr]):
         elif shown.value.turn[0] and value.turn[0]:
             shown.value = self.constant(root)
         else:
-            where = places(x, root)
-            name = name_of(where, shown.value.shape)
-            shown.value = written(shown.value, value, where, name)
+            shown.value = self._with_part(shown.value, root, x, value)
         self.table.write(x, value)
         self.hold(x, value)
         if self.table.get(root) is not None:
             self.hold(root, shown.value)
+
+    def _with_part(self, whole: Expr, root: Tensor, part: Tensor, value: Expr) -> Expr:
+        """The value of a root after a view of it was written, as an opaque operation."""
+        if not _is_number(root):
+            return self.constant(root)
+        at = places(part, root)
+        index = torch.from_numpy(at.ravel()).to(part.device)
+        name = f"set_at[{slices_of(at, whole.shape)}]"
+        fun = lambda x, u: x.flatten().index_put((index,), u.flatten()).reshape(x.shape)
+        kernel = kernel_of(self.backend, fun, (root, part), {})
+        (result,) = by_name(name, [whole, value], [_like(root)], kernel)
+        return result
 
     # --- operations
 
@@ -244,16 +255,16 @@ class FormulaRecorder(Recorder[Expr]):
         outs = made or writes
         self._bind_results(bound, call, out, outs)
         bound.writes = writes
-        if name.startswith("hardsigmoid"):
-            self.narrow = "float32"  # PyTorch's backward kernel has 1/6 in float32
-        if name in _DRAWS:
-            values: Sequence[Expr | None] = [self.drawn(y, name) for y in outs]
-        elif name in NO_DATA or all(x.turn[0] for x in bound.given):
-            values = [self.constant(y) for y in outs]
+        if name in (*_DRAWS, *NO_DATA) or all(x.turn[0] for x in bound.given):
+            values: Sequence[Expr | None] = [self.constant(y) for y in outs]
         else:
             result = self._translated(bound, call, out, outs)
-            if result is None and not writes and (parts := self._in_parts(bound, call)) is not None:
-                return parts[0]
+            left_out = writes if made else []  # running statistics
+            if result is None and (made or not writes):
+                parts = self._in_parts(bound, call, left_out)
+                if parts is not None:
+                    self._note(writes, [self.constant(x) for x in writes], written=True)
+                    return parts[0]
             values = result or bound.by_name()
         self._note(outs, values[: len(outs)], not made)
         if made:  # side outputs, such as running statistics, become constants
@@ -261,7 +272,7 @@ class FormulaRecorder(Recorder[Expr]):
         return out
 
     def _bind_results(self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]) -> None:
-        """What a translation asks of a call: what came out, and the call as one by name."""
+        """What a translation reads of a call: its results, and the call as an opaque operation."""
 
         def places() -> np.ndarray:
             """For each element of a result the place in the first operand, -1 where it is none."""
@@ -283,7 +294,7 @@ class FormulaRecorder(Recorder[Expr]):
             return self._named(name, call.func, args, kwargs, operands, outs, words)
 
         bound.likes, bound.outs = [_like(y) for y in outs], outs
-        bound.native, bound.name = call.raw.rstrip("_"), call.said(out)[0]
+        bound.native = call.raw.rstrip("_")
         bound.recorder, bound.places, bound.by_name = self, places, named
 
     def _translated(
@@ -298,16 +309,22 @@ class FormulaRecorder(Recorder[Expr]):
         name, attributes = call.said(out)
         numbers = [x if isinstance(x, Expr) else constant(value=x) for x in bound.operands()]
         attributes = {k: v for k, v in attributes.items() if k != "dtype" or name == "cast"}
-        return said(name, numbers, attributes, bound.likes)
+        return in_vocabulary(name, numbers, attributes, bound.likes)
 
-    def _in_parts(self, bound: Any, call: AtenCall) -> tuple[Any] | None:
-        """The result of PyTorch's decomposition, if all of its parts are in the vocabulary."""
+    def _in_parts(
+        self, bound: Any, call: AtenCall, left_out: Sequence[Tensor]
+    ) -> tuple[Any] | None:
+        """The result of PyTorch's decomposition, if all of its parts are in the vocabulary.
+
+        left_out: Tensors that the operation only updates; the decomposition gets None.
+        """
         if call.raw.startswith(_WHOLE):
             return None
         decomposed = upstream.decompositions().get(call.func, call.func.decompose)
         try:
+            args = [None if any(x is y for y in left_out) else x for x in call.args]
             with Operations(self):
-                out = decomposed(*call.args, **call.kwargs)
+                out = decomposed(*args, **call.kwargs)
         except Exception:  # the decomposition may refuse what the operation accepts
             return None
         if out is NotImplemented:
@@ -335,12 +352,6 @@ class FormulaRecorder(Recorder[Expr]):
         some = [_like(y) for y in outs if _is_number(y)]
         made = iter(by_name(name, given, some, kernel, words))
         return [next(made) if _is_number(y) else self.constant(y) for y in outs]
-
-    def drawn(self, y: Tensor, name: str) -> Expr:
-        """A placeholder for a random draw, with the drawn value."""
-        draw = placeholder("m" if "bernoulli" in name else "ε", *_like(y))
-        self.draws[draw] = self._numbers(y)
-        return draw
 
     def _note(
         self, outs: Sequence[Tensor], values: Sequence[Expr | None], written: bool = False
@@ -442,22 +453,3 @@ def places(x: Tensor, root: Tensor) -> np.ndarray:
     if len(result) and not np.array_equal(known[result], wanted.ravel()):
         raise GradtoolsError("formula: f reads memory beyond what it made; copy it first.")
     return result.reshape(wanted.shape)
-
-
-def name_of(places: np.ndarray, shape: tuple[int, ...]) -> str:
-    """The text of the elements at these flat indices: a slice in brackets, or "entries"."""
-    if places.size and shape:
-        at = np.stack(np.unravel_index(places.ravel(), shape))
-        bounds = [slice(int(a), int(b) + 1) for a, b in zip(at.min(1), at.max(1), strict=True)]
-        box = np.arange(int(np.prod(shape))).reshape(shape)[tuple(bounds)]
-        if np.array_equal(box.ravel(), places.ravel()):
-            each = zip(shape, bounds, strict=True)
-            texts = [":" if s == slice(0, n) else _range(s, n) for n, s in each]
-            return "[" + ", ".join(texts) + "]"
-    return "entries"
-
-
-def _range(s: slice, n: int) -> str:
-    if s.stop == s.start + 1:
-        return str(s.start)
-    return f"{s.start or ''}:{'' if s.stop == n else s.stop}"

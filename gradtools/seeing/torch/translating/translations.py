@@ -7,7 +7,7 @@ other operations keep the graph's name and attributes, are decomposed, or become
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from gradtools.seeing.formulas.algebra import (
     constant_of,
     lifted,
     mean,
-    product,
     reshape,
     swap,
     total,
@@ -27,7 +26,7 @@ from gradtools.seeing.formulas.algebra import (
 from gradtools.seeing.formulas.expressions import BOOLEAN, Expr
 from gradtools.seeing.formulas.operations.arrays import arrange
 from gradtools.seeing.formulas.operations.indexing import meant, take_along, taken
-from gradtools.seeing.formulas.operations.reductions import reduced, standardize, variance
+from gradtools.seeing.formulas.operations.reductions import reduced, variance
 
 Translation = Callable[..., Any]
 OPERATIONS: dict[str, Translation] = {}
@@ -87,23 +86,12 @@ def _as_strided(o: Any) -> Expr:
     return o.recorder.met(o.outs[0])  # type: ignore[no-any-return]
 
 
-@operation("roll", "tril", "triu", "diagonal", "diag_embed", "diag", "constant_pad_nd")
-@operation("take", "masked_select", "repeat_interleave")
-def _arranged(o: Any) -> Expr | None:
-    """Entries of x, wherever they come from: what is done to their numbers tells."""
-    x = o.given[0]
-    fixed = all(i.turn[0] for i in o.given[1:])
-    if not fixed or getattr(o, "value", None) not in (None, 0, 0.0):
-        return None
-    return arrange(x, o.places(), o.name)
-
-
 @operation("index", "_unsafe_index")
 def _index(o: Any) -> Expr | None:
     """Integers along one axis, or constant places: those of a mask, or of constant indices."""
     there = [(axis, i) for axis, i in enumerate(o.indices) if i is not None]
     if all(i.turn[0] or i.kind == BOOLEAN for _, i in there):
-        return arrange(o.self, o.places(), "[" + ", ".join([":"] * there[0][0] + ["c"]) + "]")
+        return arrange(o.self, o.places())
     if len(there) > 1 or there[0][1].kind == BOOLEAN:
         return None
     ((axis, i),) = there
@@ -117,11 +105,7 @@ def _index_select(o: Any) -> Expr:
 
 @operation("gather")
 def _gather(o: Any) -> Expr | None:
-    if not o.self.rank:
-        return None
-    if o.index.turn[0]:
-        return arrange(o.self, o.places(), "gather")
-    return take_along(o.self, o.index, o.dim % o.self.rank)
+    return take_along(o.self, o.index, o.dim % o.self.rank) if o.self.rank else None
 
 
 @operation("remainder")
@@ -156,52 +140,13 @@ def _extreme(word: str) -> Translation:
 OPERATIONS["max"], OPERATIONS["min"] = _extreme("max"), _extreme("min")
 
 
-@operation("log_sigmoid_forward")
-def _log_sigmoid(o: Any) -> list[Expr]:
-    return [-apply("softplus", -o.self), apply("exp", -apply("abs", o.self))]
-
-
-@operation("gelu")
-def _gelu(o: Any) -> Expr | None:
-    return o.self * apply("normal_cdf", o.self) if o.approximate == "none" else None
-
-
-@operation("native_layer_norm")
-def _layer_norm(o: Any) -> Any:
-    axes = tuple(range(o.input.rank - len(o.normalized_shape), o.input.rank))
-    result = _affine(standardize(o.input, axes=axes, eps=o.eps), o.weight, o.bias, axes)
-    return [result, *_statistics(o.input, axes, o.eps, o.likes)]
-
-
-def _statistics(x: Expr, axes: Sequence[int], eps: float, likes: Any) -> list[Expr]:
-    """The mean and 1 / sqrt(variance + eps), which a derivative inside of f reads."""
-    both = mean(x, axes, True), (variance(x, axes=axes, keep=True) + eps) ** -0.5
-    return [reshape(y, shape) for y, (shape, _) in zip(both, likes[1:], strict=True)]
-
-
-def _affine(y: Expr, scale: Expr | None, shift: Expr | None, axes: Sequence[int]) -> Expr:
-    """y * scale + shift, broadcast along y's axes ``axes``."""
-    spread = lambda v: product([v], [axes], range(y.rank), y.shape)
-    y = y if scale is None else y * spread(scale)
-    return y if shift is None else y + spread(shift)
-
-
-@operation("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
-@operation("_batch_norm_with_update", "_native_batch_norm_legit_no_training")
-def _batch_norm(o: Any) -> Any:
-    training = getattr(o, "training", None)
-    training = o.native == "_batch_norm_with_update" if training is None else bool(training)
-    eps = float(getattr(o, "eps", getattr(o, "epsilon", 0.0)))
-    others = [a for a in range(o.input.rank) if a != 1]
-    if training:
-        y = standardize(o.input, axes=others, eps=eps)
-    else:
-        width = (o.running_var + eps) ** -0.5
-        y = _affine(_affine(o.input, None, -o.running_mean, (1,)), width, None, (1,))
-    rest: list[Expr | None] = [None] * (len(o.outs) - 1)
-    if training and len(o.outs) >= 3:
-        rest[:2] = _statistics(o.input, others, eps, o.likes[:3])
-    return [_affine(y, o.weight, o.bias, (1,)), *rest]
+@operation("var_mean")
+def _var_mean(o: Any) -> list[Expr]:
+    keep, correction = getattr(o, "keepdim", False), getattr(o, "correction", None)
+    axes = [a % o.self.rank for a in o.dim or range(o.self.rank)]
+    correction = int(getattr(o, "unbiased", True)) if correction is None else correction
+    squares = variance(o.self, axes=axes, correction=correction, keep=keep)
+    return [squares, mean(o.self, axes, keep)]
 
 
 @operation("nll_loss_forward", "nll_loss2d_forward")
@@ -236,7 +181,7 @@ def _rrelu(o: Any) -> Any:
     if not o.training:
         return None
     slopes = (o.writes or o.outs)[-1]
-    return [o.self * o.recorder.drawn(slopes, "slopes"), None]
+    return [o.self * o.recorder.constant(slopes), None]
 
 
 __all__ = ["OPERATIONS"]

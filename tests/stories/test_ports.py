@@ -57,7 +57,7 @@ def _port():
 
 
 @pytest.mark.slow
-def test_a_correct_port_with_attention_in_float32_is_named():
+def test_a_correct_port_with_attention_in_float32_is_told_so():
     """flax's attention accumulates in float32 even under x64."""
     original, port = _port()
     x = np.random.default_rng(0).normal(size=(2, 5, WIDTH))
@@ -65,7 +65,7 @@ def test_a_correct_port_with_attention_in_float32_is_named():
     with pytest.raises(AgreementError) as caught:
         cross_check(torch=original, jax=port, args=(x,), mapping=mapping, order=1)
     differing = [c for c in caught.value.report.comparisons if not c.agrees]
-    assert {c.cause for c in differing} == {"float32 on one side, or another constant"}
+    assert {c.cause for c in differing} == {"float32 on the way in jax"}
     assert 'dtype="float32"' in differing[0].detail
     assert cross_check(
         torch=original, jax=port, args=(x,), mapping=mapping, order=1, dtype="float32"

@@ -20,6 +20,7 @@ import gradtools.torch
 from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, cross_check, tolerance
 from gradtools.testing.diverging.layouts import match_parameters
+from gradtools.testing.relations import factor_name
 
 X = np.array([0.3, -0.7, 1.2])
 ROWS = np.random.default_rng(0).standard_normal((4, 3))
@@ -335,11 +336,18 @@ def test_dtype_casts_inputs_and_parameters():
     assert module.weight.dtype == torch.float32 and ported.kernel.dtype == jnp.float32
 
 
-def test_of_single_numbers_a_factor_is_named_only_if_it_is_whole():
+def test_of_single_numbers_a_factor_is_named_only_if_it_is_a_known_one():
     f, x = lambda x: x * x, (np.array(0.7),)
     for factor, cause in ((2.0, "constant factor"), (1.37, "no known pattern")):
         with pytest.raises(AgreementError, match=f"Likely cause: {cause}"):
             cross_check(torch=f, jax=lambda x, k=factor: f(x) * k, args=x, order=0)
+
+
+@pytest.mark.parametrize("n", [3, 7])
+def test_a_variance_of_a_sample_and_one_of_a_population_differ_by_a_known_factor(n):
+    said = factor_name(n / (n - 1), {"the batch size": n})
+    assert said == f"n / (n - 1) for n = {n}, the batch size: unbiased and biased"
+    assert factor_name(n, {"the batch size": n}) == "the batch size"
 
 
 def test_the_table_of_tolerances_ends_with_the_second_order():

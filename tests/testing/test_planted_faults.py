@@ -114,10 +114,12 @@ SQUARE = lambda x: x**2
 SUM = lambda x: (x**2).sum()
 FAULTS = {  # by the quantity in which they show, and by what is said of it
     "value": {
-        "constant factor 3": [
+        "constant factor 3, the batch size, axis 0 of argument 0": [
             Fault("sum against mean", SUM, lambda x: (x**2).mean(), says="sum on one side")
         ],
-        "constant factor 2": [Fault("half a square", SUM, lambda x: 0.5 * (x**2).sum())],
+        "constant factor 2, a half square, or counted twice": [
+            Fault("half a square", SUM, lambda x: 0.5 * (x**2).sum())
+        ],
         "constant factor 0.0174533": [
             Fault("degrees", torch.sin, lambda x: jnp.rad2deg(jnp.sin(x)))
         ],
@@ -135,7 +137,9 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
             ),
         ],
         "conjugate": [Fault("conjugated output", torch.conj, lambda z: z, Z)],
-        "constant factor -1i": [Fault("times i", SQUARE, lambda z: 1j * z**2, Z)],
+        "constant factor -1i, the imaginary unit": [
+            Fault("times i", SQUARE, lambda z: 1j * z**2, Z)
+        ],
         "transposed layout": [
             Fault("transposed output", lambda m: torch.sin(m), lambda m: jnp.sin(m).T, M),
             Fault(
@@ -144,6 +148,7 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 lambda m: jnp.sin(m).T.reshape(3, 2),
                 M[:2],
             ),
+            Fault("channels last", lambda m: m**2, lambda m: jnp.swapaxes(m**2, 0, 1), M[:2]),
         ],
         "zero in places in jax": [
             Fault(
@@ -157,10 +162,17 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
         "close, but another formula": [
             Fault("GELU by tanh", torch.nn.functional.gelu, lambda x: jax.nn.gelu(x)),
             Fault(
+                "a table in float32",
+                lambda x: x * torch.tensor([0.1, 0.2, 0.3], dtype=x.dtype),
+                lambda x: x * jnp.asarray(TABLE),
+            ),
+        ],
+        "16-bit floats, or rounding, on the way in jax": [
+            Fault(
                 "through bfloat16",
                 torch.sin,
                 lambda x: jnp.sin(x.astype(jnp.bfloat16)).astype(x.dtype),
-            ),
+            )
         ],
         "infinity in jax": [
             Fault(
@@ -190,19 +202,15 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 np.linspace(0.1, 1, 9),
             )
         ],
-        "float32 on one side, or another constant": [
-            Fault("through float32", lambda x: torch.sin(x).float().double(), jnp.sin),
-            Fault(
-                "a table in float32",
-                lambda x: x * torch.tensor([0.1, 0.2, 0.3], dtype=x.dtype),
-                lambda x: x * jnp.asarray(TABLE),
-            ),
+        "float32 on the way in torch": [
+            Fault("through float32", lambda x: torch.sin(x).float().double(), jnp.sin)
         ],
-        "another shape": [
-            Fault("keepdims", lambda m: m.sum(0, keepdim=True), lambda m: m.sum(0), M),
-            Fault("no reduction", SQUARE, SUM),
-            Fault("a column against a row", lambda x, y: x[:, None] - y, lambda x, y: x - y, X, Y),
-            Fault("channels last", lambda m: m**2, lambda m: jnp.swapaxes(m**2, 0, 1), M[:2]),
+        "an axis of length 1": [
+            Fault("keepdims", lambda m: m.sum(0, keepdim=True), lambda m: m.sum(0), M)
+        ],
+        "reduced on one side only": [Fault("no reduction", SQUARE, SUM)],
+        "unintended broadcasting": [
+            Fault("a column against a row", lambda x, y: x[:, None] - y, lambda x, y: x - y, X, Y)
         ],
     },
     "dtype": {
@@ -228,7 +236,7 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 says="argument 1 reaches",
             )
         ],
-        "constant factor 2": [
+        "constant factor 2, a half square, or counted twice": [
             Fault(
                 "a factor on a path",
                 SUM,
@@ -327,7 +335,7 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
         ],
     },
     "jvp": {
-        "constant factor 2": [
+        "constant factor 2, a half square, or counted twice": [
             Fault(
                 "wrong in forward mode",
                 torch_rule(
@@ -356,7 +364,7 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 says="jax is wrong",
             )
         ],
-        "constant factor 0.5": [
+        "constant factor 0.5, a half square, or counted twice": [
             Fault(
                 "a second derivative twice as large",
                 lambda x: x**3,
@@ -413,4 +421,4 @@ def test_a_planted_fault_is_found_and_named(fault, quantity, cause):
 
 
 def test_the_faults_have_many_causes():
-    assert len({cause for causes in FAULTS.values() for cause in causes}) >= 25
+    assert len({cause for causes in FAULTS.values() for cause in causes}) >= 30

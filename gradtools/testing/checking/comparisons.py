@@ -318,8 +318,7 @@ def wrong_derivative(analytic: np.ndarray, numeric: np.ndarray) -> str:
         return "the derivative is not finite"
     if not np.any(analytic) and np.any(numeric):
         return "the derivative is zero: a gradient is stopped"
-    how = relation(analytic, numeric, ("the derivative", "the numeric one"))
-    return how[0] if how else ""
+    return relation(analytic, numeric, ("the derivative", "the numeric one")) or ""
 
 
 def scale_of(x: np.ndarray) -> float:

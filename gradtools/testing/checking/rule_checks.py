@@ -163,8 +163,9 @@ class RuleCheck:
         for path, a, b in zip(self.values.out_paths, other.out, self.values.out, strict=True):
             record = compare_arrays(f"{part}'s value | fun's value", path, a, b, 0)
             if not record.agrees:
-                how = relation(a, b, (part, "fun"), 0)
-                record = record.because(how[0] if how else f"{part} computes another function")
+                record = record.because(
+                    relation(a, b, (part, "fun"), 0) or f"{part} computes another function"
+                )
             elif a.dtype != b.dtype:
                 words = (str(a.dtype), str(b.dtype))
                 record = mismatch(record.quantity, path, 0, words, a.shape)

@@ -1,9 +1,8 @@
 """The likely causes of disagreements, for the report of `cross_check`.
 
 First come causes that need further evaluations: randomness (a side differs from itself) and a kink
-(both agree nearby). Then relations of the two arrays (`relations.py`), then the size of the
-difference. The detail ends with the side whose derivative contradicts finite differences of its own
-values.
+(both agree nearby). Then relations of the two arrays (`relations.py`), then precision. The detail
+ends with the side whose derivative contradicts finite differences of its own values.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from gradtools.testing.checking.kinks import Convention, explaining
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.quantities import CrossCheck, Result
-from gradtools.testing.relations import Cause, equal, relation
+from gradtools.testing.relations import ArrayPair, Cause, equal, shape_cause
 from gradtools.testing.report import (
     CONVENTION,
     DIFFERS,
@@ -30,6 +29,7 @@ from gradtools.testing.report import (
 )
 
 _STEPS = {"float64": 1e-6, "float32": 1e-3}  # the relative distance of points near a kink
+_SHORT = {"float64": 1e-9, "float32": 1e-4}  # far below the spacing of the next coarser dtype
 _FLOAT32 = (1e-10, 1e-5)  # the relative differences attributed to float32 in a float64 run
 
 
@@ -84,6 +84,7 @@ class Causes:
         self.results = {result.quantity.name: result for result in check.results}
         values = self.results.get("value")
         self.values_agree = values is not None and all(c.agrees for c in values.comparisons)
+        self.float32_side: str | None = None  # a side that is known to compute in float32
         self.is_random, self.contradicts = cache(self._is_random), cache(self._contradicts)
         self.conventions = cache(self._conventions)
 
@@ -98,7 +99,7 @@ class Causes:
                 "cast to an integer, compared, or not used.",
             )
         if a.shape != b.shape:
-            return c.because("another shape")
+            return c.because(*shape_cause(a.shape, b.shape))
         random = [name for k, name in enumerate(self.names) if self.is_random(c.quantity, k)]
         if random:
             return c.because(
@@ -111,7 +112,7 @@ class Causes:
         cause, detail = (
             self._not_finite(leaf)
             or self._related(leaf)
-            or self._close(leaf)
+            or self._precision(leaf)
             or ("no known pattern", "")
         )
         wrong = self.wrong_side(c.quantity)
@@ -135,11 +136,14 @@ class Causes:
                 return True
         return False
 
+    def _nearby(self, leaf: DifferingLeaf, k: int, purpose: Any, size: float) -> np.ndarray | None:
+        result = self.check.evaluated_nearby(leaf.result.quantity, k, purpose, size)
+        return None if result is None else result[leaf.i]
+
     def _agrees_nearby(self, leaf: DifferingLeaf) -> bool:
-        size, quantity = _STEPS.get(leaf.dtype, 0.05), leaf.result.quantity
+        size = _STEPS.get(leaf.dtype, 0.05)
         for draw in range(2):
-            near = [self.check.evaluated_nearby(quantity, k, ("kink", draw), size) for k in (0, 1)]
-            a, b = (None if side is None else side[leaf.i] for side in near)
+            a, b = (self._nearby(leaf, k, ("kink", draw), size) for k in (0, 1))
             if a is None or b is None or a.shape != b.shape or not np.isfinite(widened(a)).all():
                 return False
             if not equal(a, b, 10 * leaf.record.tolerance):
@@ -180,7 +184,7 @@ class Causes:
                 names.append(None)
         return explaining(names[0] or set(), names[1], order)
 
-    # --- comparisons of the two arrays
+    # --- relations of the two arrays
 
     def _not_finite(self, leaf: DifferingLeaf) -> Cause | None:
         (a, b), (first, second) = map(widened, leaf.arrays), self.names
@@ -197,37 +201,74 @@ class Causes:
         return None
 
     def _related(self, leaf: DifferingLeaf) -> Cause | None:
-        a, b = leaf.arrays
-        near = min(1e3 * leaf.record.tolerance, 0.03)
-        return relation(a, b, self.names, leaf.record.order, near, single=False)
-
-    def _close(self, leaf: DifferingLeaf) -> Cause | None:
-        """An ill-conditioned point, coarser arithmetic on one side, or another formula."""
         a, b = map(widened, leaf.arrays)
-        if not (np.abs(a - b) > 10 * self.check.changes_by_rounding(leaf.result, leaf.i)).any():
+        near = min(1e3 * leaf.record.tolerance, 0.03)
+        if equal(a, b, near):  # every relation close to the identity would hold
+            return None
+        sizes = self.check.sizes()
+        return ArrayPair(a, b, self.names, leaf.record.order, near, sizes).cause()
+
+    # --- precision
+
+    def _precision(self, leaf: DifferingLeaf) -> Cause | None:
+        """Coarser arithmetic on one side, whose result is a staircase, or an ill-conditioned point.
+
+        Once a side is known to compute in float32, other differences of that size have the same
+        cause: results that cancel are staircases on both sides.
+        """
+        a, b = map(widened, leaf.arrays)
+        scale = max(largest(x) for side in leaf.result.sides for x in side if x is not None)
+        gap = largest(a - b) / scale if scale else 0.0
+        is_float32 = leaf.dtype == "float64" and _FLOAT32[0] < gap < _FLOAT32[1]
+        coarse = self.float32_side if is_float32 else None
+        if coarse is None and leaf.dtype in _SHORT:
+            stepped = [name for k, name in enumerate(self.names) if self._is_stepped(leaf, k)]
+            coarse = stepped[0] if len(stepped) == 1 else None
+        if coarse is not None and is_float32:
+            self.float32_side = coarse
+            flax = " flax's attention and jax.nn.dot_product_attention do so under x64, too."
+            return (
+                f"float32 on the way in {coarse}",
+                f"The largest difference is {gap:.1e} of the largest entry: float32's rounding in "
+                f"a run in float64, and no fault of the port.{flax if coarse == 'jax' else ''} "
+                'Compare in float32 with dtype="float32", or compute in float64 there.',
+            )
+        if coarse is not None:
+            return (
+                f"16-bit floats, or rounding, on the way in {coarse}",
+                f"It moves in steps while its inputs move smoothly; the difference is {gap:.1e} "
+                "of the largest entry.",
+            )
+        moved = self.check.changes_by_rounding(leaf.result, leaf.i)
+        if not (np.abs(a - b) > 10 * moved).any():
             return (
                 "an ill-conditioned point",
                 "A change of the inputs in their last digit moves the result by as much. Compare "
                 "at another point, or pass a tolerance.",
             )
-        scale = max(largest(x) for side in leaf.result.sides for x in side if x is not None)
-        gap = largest(a - b) / scale if scale else 0.0
-        if leaf.dtype == "float64" and _FLOAT32[0] < gap < _FLOAT32[1]:
-            return (
-                "float32 on one side, or another constant",
-                f"The largest difference is {gap:.1e} of the largest entry, as by float32's "
-                "rounding, which is no fault of a port. flax's attention and "
-                "jax.nn.dot_product_attention accumulate in float32 under x64, too. Compare with "
-                'dtype="float32", or compute in float64 there.',
-            )
         error = float(entry_errors(a, b, 1.0, 0.0).max(initial=0.0))
         if error < 0.02:
             return (
                 "close, but another formula",
-                f"Relative error {error:.1e}: another constant (an epsilon), an approximation of "
-                "the function, or 16-bit floats on one side.",
+                f"Relative error {error:.1e}: another constant (an epsilon, say, or one in "
+                "float32), or an approximation of the function on one side.",
             )
         return None
+
+    def _is_stepped(self, leaf: DifferingLeaf, k: int) -> bool:
+        """Whether one side's result is a staircase in its inputs: rounded to a coarser dtype."""
+        step, own, others = _SHORT[leaf.dtype], leaf.arrays[k], leaf.arrays[1 - k]
+        base = widened(own)
+        for draw in range(3):
+            once, twice = (self._nearby(leaf, k, ("steps", draw), s) for s in (step, 2 * step))
+            if once is None or twice is None:
+                return False
+            once, twice = widened(once) - base, widened(twice) - base
+            if np.abs(twice - 2 * once).max(initial=0.0) > 0.2 * np.abs(twice).max(initial=0.0):
+                return True
+        other = self._nearby(leaf, 1 - k, ("steps", 0), step)
+        moves = other is not None and np.any(widened(other) != widened(others))
+        return bool(moves and not np.any(once))
 
     # --- which side is wrong
 

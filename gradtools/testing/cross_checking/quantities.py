@@ -132,9 +132,8 @@ class CrossCheck:
         for path, a, b in zip(self.pairing.paths, mine, self.leaves[1], strict=False):
             c = self._compared("parameter", 0, path, a, b)
             if not c.agrees and a is not None:
-                how = relation(a, b, ("torch", "jax"), 0)
-                is_transposed = how is not None and how[0] == "transposed layout"
-                c = c.because("transposed layout" if is_transposed else "other parameters", _COPY)
+                transposed = relation(a, b, ("torch", "jax"), 0) == "transposed layout"
+                c = c.because("transposed layout" if transposed else "other parameters", _COPY)
             result.append(c)
         return result
 
@@ -402,6 +401,20 @@ class CrossCheck:
         if like.dtype.kind == "c":
             drawn = drawn + 1j * rng.standard_normal(like.shape)
         return np.asarray(drawn).astype(like.dtype)
+
+    def sizes(self) -> dict[str, int]:
+        """The axis lengths and sizes that occur, by name."""
+        result: dict[str, int] = {}
+        parameters = zip(self.pairing.paths, self.leaves[1], strict=False)
+        for path, x in [*self.inputs.moving.items(), *parameters]:
+            for axis, size in enumerate(x.shape):
+                batch = axis == 0 and path.startswith("argument")
+                lead = "the batch size, " if batch else ""
+                result[f"{lead}axis {axis} of {path}"] = size
+            result[f"the number of entries of {path}"] = x.size
+        for path, x in self.outputs[1].named().items():
+            result[f"the number of entries of output{path}"] = x.size
+        return result
 
 
 def _like(x: Any, like: np.ndarray) -> np.ndarray:

@@ -268,7 +268,7 @@ class _TraceComparison:
             y = self._jax_array(self.jax.parameters, entry.jax_path)
             if y is None or self._close(x, y, exact=True):
                 continue
-            how = _related(x, y, 0) or "other numbers"
+            how = relation(y, x, _NAMES[::-1], 0) or "other numbers"
             transposed = how == "transposed layout"
             return (
                 f"its parameter {entry.jax_path[-1]} "
@@ -303,7 +303,7 @@ class _TraceComparison:
             c = self._compared("gradient", pair.label(k), a, b, 1, noise)
             if not c.agrees and explain:
                 c = c.because(
-                    _related(_fitting(a, b), b, 1) or "another derivative",
+                    relation(_fitting(a, b), b, _NAMES) or "another derivative",
                     f"All values agree; the gradient at the output of {pair.torch} does not: the "
                     "difference arises after it, in what uses it.",
                 )
@@ -321,7 +321,9 @@ class _TraceComparison:
             a, limit = entry.layout.to_jax(a), self._limit(1)
             quantity = "parameter's gradient"
             c = compare_arrays(quantity, entry.torch_name, a, b, 1, tolerance=limit, noise=noise)
-            result.append(c if c.agrees else c.because(_related(a, b, 1) or "another derivative"))
+            result.append(
+                c if c.agrees else c.because(relation(a, b, _NAMES) or "another derivative")
+            )
         return result
 
 
@@ -330,13 +332,7 @@ def _value_words(a: np.ndarray, b: np.ndarray) -> str | None:
     a_like_b = _fitting(a, b)
     if a_like_b.shape != b.shape:
         return f"another shape: {a.shape} in PyTorch, {b.shape} in JAX"
-    return _related(a_like_b, b, 0)
-
-
-def _related(a: np.ndarray, b: np.ndarray, order: int) -> str | None:
-    """The relation of PyTorch's array a to JAX's b, in a few words; None if unknown."""
-    how = relation(a, b, _NAMES, order)
-    return None if how is None else how[0]
+    return relation(a_like_b, b, _NAMES, 0)
 
 
 # --- pairing layers

@@ -90,6 +90,14 @@ def test_a_cotangent_that_is_detached_beside_a_residual_with_a_graph_is_refused(
 
 
 @pytest.mark.parametrize("lossy", ["no_grad", "detached result"])
+def test_so_is_one_in_compiled_code(lossy):
+    loss = LOSSES["squared"](sine(LOSSY[lossy]))
+    compiled = torch.compile(lambda x: SECOND["grad of grad"](loss, x), backend="aot_eager")
+    with pytest.raises(Exception, match="records no graph"):
+        compiled(X)
+
+
+@pytest.mark.parametrize("lossy", ["no_grad", "detached result"])
 def test_so_is_that_of_a_host_function(lossy):
     f = gt.host_function(np.sin)
     f.defvjp(lambda x: (f(x), x), LOSSY[lossy])

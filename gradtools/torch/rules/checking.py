@@ -236,14 +236,14 @@ def lost_in_results(linear_map: CheckedMap, moving: Sequence[bool]) -> dict[int,
         leaves = [v.requires_grad_() for v in waves if v is not None]
         inputs = [x.requires_grad_() for x in at if is_inexact(x)]
         try:
-            with restored(drawn), torch.enable_grad():
+            with restored(drawn), torch.enable_grad(), _kernels_refused(made_up):
                 ys = run(at, vs)
-            with restored(drawn):
+            with restored(drawn), _kernels_refused(made_up):
                 changed = run(nearer, [v if v is None else v.detach() for v in vs])
         except Exception:  # as at values that it does not take
             return lost
         for i, (y, other) in enumerate(zip(ys, changed, strict=True)):
-            if y is None or made_up or not is_nonzero(y):
+            if y is None or not is_nonzero(y):
                 continue
             lost[i] = set() if reaches(y, leaves, [*at, *vs]) else {"cotangents"}
             if lost[i] and not reaches(y, inputs, [*at, *vs]):

@@ -209,16 +209,19 @@ def _with_gates(linear_map: CheckedMap, cts: Any, pulled: list[Any]) -> list[Any
     inputs = [x for x in at if x.requires_grad]
     expected = behind if len(behind) == len(given) else [*behind, *inputs]
     assert contract is not None
-    if not (behind or inputs) or contract.check == "never" or upstream.TracingContext.try_get():
+    if not (behind or inputs) or contract.check == "never":
         return pulled
-    hidden = any(map(is_wrapped, (*at, *given)))  # functorch's wrappers show no graph
+    traced = upstream.TracingContext.try_get() is not None  # then there are no values
+    hidden = traced or any(map(is_wrapped, (*at, *given)))  # functorch's wrappers show no graph
     suspects = [
         i
         for i, g in enumerate(pulled)
         if g is not None
         and (hidden or not reaches(g, expected, [*at, *given]))
         # A zero depends on nothing, unless all cotangents happen to be zero.
-        and (is_nonzero(unwrapped(g)) or not any(is_nonzero(unwrapped(ct)) for ct in given))
+        and (
+            traced or is_nonzero(unwrapped(g)) or not any(is_nonzero(unwrapped(ct)) for ct in given)
+        )
     ]
     moving = tuple([ct is not None and (ct.requires_grad or not behind) for ct in cts])
     lost: dict[int, set[str]] = {}

@@ -204,6 +204,33 @@ def test_a_normalization_of_a_layer_is_standardization(module):
     assert "  N = standardize" in str(gt.formula(net, torch.randn(5, 3)))
 
 
+def _unseen_by_autograd(x):
+    y, z = x * 2, x.sin()
+    with torch.no_grad():
+        y[0] = 7.0
+        y[1] *= 3
+    z.detach()[1:3] *= 3
+    return (y * x).sum() + (z * z).sum()
+
+
+def _filled(x):
+    y = x * 2
+    with torch.no_grad():
+        y.fill_(7.0)
+    return (y * x).sum()
+
+
+@pytest.mark.parametrize("f", [_unseen_by_autograd, _filled])
+def test_what_is_written_without_autograd_keeps_its_derivative(f):
+    found = gt.formula(f, VECTOR)
+    assert found.check.given and found.check.points == 3
+
+
+def test_an_entry_that_is_taken_twice_has_both_cotangents():
+    at = torch.tensor([0, 2, 0])
+    assert gt.formula(lambda x: x[at] ** 2, VECTOR).check.given
+
+
 def _mask(x):
     kept = torch.zeros(6, dtype=torch.bool)
     kept[1:] = x[1:] > 0.5

@@ -223,6 +223,10 @@ class FormulaRecorder(Recorder[Expr]):
         if not _is_number(root):
             return self.constant(root)
         at = places(part, root)
+        hidden = self._is_off(part) or not part.requires_grad
+        if root.requires_grad and hidden:  # autograd does not see the write
+            before = arrange(whole, at)
+            value = before + stop(value - before)
         index = torch.from_numpy(at.ravel()).to(part.device)
         name = f"set_at[{slices_of(at, whole.shape)}]"
         fun = lambda x, u: x.flatten().index_put((index,), u.flatten()).reshape(x.shape)
@@ -367,14 +371,16 @@ class FormulaRecorder(Recorder[Expr]):
 
     def _stopped(self, y: Tensor, value: Expr) -> Expr:
         """The value, stopped if the user switched grad mode off."""
-        off = is_inexact(y) and not self.rules and not torch.is_grad_enabled()
-        return stop(value) if off and not value.turn[0] else value
+        return stop(value) if self._is_off(y) and not value.turn[0] else value
+
+    def _is_off(self, y: Tensor) -> bool:
+        """Whether y is computed while the user's grad mode is off."""
+        return is_inexact(y) and not self.rules and not torch.is_grad_enabled()
 
     def _written_value(self, y: Tensor, value: Expr) -> Expr:
         """What is written while derivatives are off changes the value, and not the derivative."""
-        stopped = self._stopped(y, value)
-        if stopped is value or not y.requires_grad:
-            return stopped
+        if not self._is_off(y) or not y.requires_grad:
+            return self._stopped(y, value)
         before = self.of(y)
         return before + stop(value - before)
 

@@ -454,6 +454,7 @@ class CustomRule:
         return Contract(
             f"{self._kind} {self.__name__}",
             self.check,
+            functions={role: _name(f) for role, f in self._maps().items()},
             remat=self.remat and "cotangent" not in self.symbolic_zeros,
         )
 

@@ -16,7 +16,7 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class Contract:
     Attributes:
         name: The rule's name in messages, such as "custom_rule sinh".
         check: When it is checked: "first", "always" or "never".
+        functions: The names of its functions, such as {"bwd": "sin_bwd"}, for printing.
         remat: Whether f computes the value instead of fwd if the residuals are not used, because
             they are recomputed later (`optimize_remat`).
         passed: The checks that passed, with `check="first"`.
@@ -66,6 +67,7 @@ class Contract:
 
     name: str
     check: str = "first"
+    functions: Mapping[str, str] = field(default_factory=dict)
     remat: bool = False
     passed: set[Hashable] = field(default_factory=set)
     lost_tangents: dict[Hashable, int] = field(default_factory=dict)

@@ -184,6 +184,19 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
     return vars(jax.lax)["pvary"](x, tuple(axes))
 
 
+def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> None:
+    """Registers the parameters that a printed jaxpr shows for equations of a primitive.
+
+    JAX prints its own primitives with rules alike. Gone: the rule's repr is printed.
+    """
+
+    def write(eqn: Any, context: Any, settings: Any) -> Any:
+        params = shown(eqn)
+        return _core._pp_eqn(eqn.replace(params=params), context, settings, params=list(params))
+
+    _core.pp_eqn_rules[primitive] = write
+
+
 # --- what a maintainer of JAX would refuse ------------------------------------------------------
 #
 # Further hacks, each in one module: `known_errors` matches the texts of JAX's errors, which have no

@@ -20,6 +20,7 @@ from gradtools.jax.rules.closure_conversion import ValueLiftedRule
 from gradtools.jax.rules.kept_alive import memoized
 from gradtools.jax.rules.primitives import (
     LinearizedRule,
+    PartialRule,
     evaluation_p,
     flow_of,
     primal_p,
@@ -98,13 +99,13 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any, run: Any = Non
         more: dict[str, Any] = {}
         if isinstance(rule, LinearizedRule):
             more |= {"forward": run or forward, "source": None}
-            if rule.whole is not None:
-                more["whole"] = _batched(rule.whole, x_axes, None, axis)
         flow = flow_of(rule)
         if flow is not None:
             more["flow"] = lists.vmap_list(lambda *x: flow(*x), x_axes, size)
         if isinstance(rule, ValueLiftedRule):
             more["lift"] = partial(_lift_batched, rule, x_axes, axis)
+        if isinstance(rule, LinearizedRule | PartialRule) and rule.whole is not None:
+            more["whole"] = _batched(rule.whole, x_axes, None, axis)
         return batched(rule, lists, x_axes, saved_axes, size, **more)
 
     return memoized(rule, ("batched", x_axes, saved_axes, axis, run is None), make)

@@ -46,17 +46,20 @@ from gradtools.jax.rules.closure_conversion import (
     lift_captured,
     lift_value,
 )
-from gradtools.jax.rules.kept_alive import memoized, mortal
+from gradtools.jax.rules.kept_alive import memoized, mortal, owned_by
 from gradtools.jax.rules.linearizing import evaluated_now, linearized_rule, local_list, plain_maps
 from gradtools.jax.rules.primitives import (
     LinearizedRule,
     Mask,
+    PartialRule,
     TracedRule,
     as_arrays,
     cotangent_p,
     eval_cotangent,
     eval_forward,
+    eval_primal,
     eval_tangent,
+    evaluate_live,
     evaluation_p,
     flow_of,
     jaxpr_of,
@@ -150,7 +153,46 @@ def _check_runs(closed: Any) -> None:
     jaxprs.uses_primitive(closed, expand)
 
 
+def _primal_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
+    """Dead code elimination of the outputs; all inputs are kept, for the derivative may read them.
+
+    JAX 0.12 passes which inputs are live before the equation.
+    """
+    eqn = live_and_eqn[-1]
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if not all(used):
+        outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+        rule = eqn.params["rule"]
+        part = memoized(rule, ("part", *used), lambda: _restricted(rule, tuple(used)))
+        eqn = eqn.replace(outvars=outvars, params=owned_by(part, "rule"))
+    return [True] * len(eqn.invars), eqn
+
+
+def _restricted(rule: Rule, used: Mask) -> PartialRule:
+    """The rule restricted to the outputs that are used."""
+
+    def reaches(*specs: Any) -> Any:
+        assert callable(rule.reaches)
+        result = rule.reaches(*specs)
+        return result and part.pick(result)
+
+    flow = flow_of(rule)
+    part: PartialRule = PartialRule.of(
+        rule,
+        primal=lambda *xs: evaluate_live(lambda *xs: part.pick(rule.primal(*xs)), xs),
+        flow=None if flow is None else lambda *xs: part.pick(flow(*xs)),
+        reaches=reaches if callable(rule.reaches) else rule.reaches,
+        used=used,
+        whole=rule,
+    )
+    return part
+
+
 def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
+    if isinstance(rule, PartialRule):
+        ys, dys = _primal_jvp(xs, dxs, rule=rule.whole)
+        return rule.pick(ys), rule.pick(dys)
     given, xs = _perturbed(rule, dxs), as_arrays(xs)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
@@ -186,7 +228,7 @@ def _evaluation_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], A
         return [False] * len(eqn.invars), None
     if any(used[n:]):
         return [True] * len(eqn.invars), eqn
-    return [True] * len(eqn.invars), eqn.replace(primitive=primal_p, outvars=eqn.outvars[:n])
+    return _primal_dce(used[:n], eqn.replace(primitive=primal_p, outvars=eqn.outvars[:n]))
 
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: LinearizedRule, xs: int) -> Any:
@@ -358,6 +400,8 @@ def _cotangent_transpose(
 
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     """The transpose of a rule inside a linear function: its pullback, linearized at zero."""
+    if isinstance(rule, PartialRule):
+        return _primal_transpose(_cotangents_of_all(rule, cts, xs), *xs, rule=rule.whole)
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     if (rule.contract or rule) in local_list("linearizing"):
         return _code_transposed(cts, xs, rule, unknown)
@@ -381,6 +425,16 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     return spread(result, unknown)
 
 
+def _cotangents_of_all(part: PartialRule, cts: Any, xs: Any) -> list[Any]:
+    """The cotangents of all outputs of the whole rule: symbolic zeros for the unused ones."""
+    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
+    outs, left = jaxpr_of(eval_primal, tuple(avals), {"rule": part.whole}).out_avals, iter(cts)
+    return [
+        next(left) if u else ad.Zero(aval.to_tangent_aval())
+        for aval, u in zip(outs, part.used, strict=True)
+    ]
+
+
 def _code_transposed(cts: Any, xs: Any, rule: Rule, unknown: Mask) -> list[Any]:
     """The transpose of the primal's code, for a linear function that its own forward rule calls.
 
@@ -399,6 +453,7 @@ def _code_transposed(cts: Any, xs: Any, rule: Rule, unknown: Mask) -> list[Any]:
 
 ad.primitive_jvps[primal_p] = mortal(_primal_jvp)
 ad.primitive_jvps[evaluation_p] = mortal(_evaluation_jvp)
+pe.dce_rules[primal_p] = _primal_dce
 pe.dce_rules[evaluation_p] = _evaluation_dce
 ad.primitive_jvps[value_p] = mortal(_value_jvp)
 ad.primitive_jvps[tangent_p] = mortal(_tangent_jvp)

@@ -63,6 +63,11 @@ def _life_of(owner: Any) -> Any:
     return life
 
 
+def owned_by(owner: Any, name: str) -> dict[str, Any]:
+    """The parameters that replace an equation's owner; `name` is the owner's parameter."""
+    return {name: owner, LIFE: ((_life_of(owner),),)}
+
+
 def mortal(run: Callable[..., T]) -> Callable[..., T]:
     """Wraps a function of a primitive's parameters: drops `LIFE` from them."""
 
@@ -76,11 +81,17 @@ def mortal(run: Callable[..., T]) -> Callable[..., T]:
 
 def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
     """`make()`, memoized on the owner by key; the newest 64 entries are kept."""
-    memo = vars(owner).setdefault("_memo", {})
-    if (known := memo.get(key)) is not None:
-        return known
+    result = memo_of(owner, key)
+    if result is not None:
+        return result
     made = make()
-    for old in list(memo)[: len(memo) - MEMO_SIZE + 1]:
-        memo.pop(old, None)
-    memo[key] = made
+    kept = vars(owner).setdefault("_memo", {})
+    for old in list(kept)[: len(kept) - MEMO_SIZE + 1]:
+        kept.pop(old, None)
+    kept[key] = made
     return made
+
+
+def memo_of(owner: Any, key: tuple[Any, ...]) -> Any:
+    """The memoized value for this key, or None."""
+    return vars(owner).get("_memo", {}).get(key)

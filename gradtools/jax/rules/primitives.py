@@ -8,7 +8,7 @@ defines how the primitives are differentiated and batched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
@@ -21,8 +21,8 @@ from jax.interpreters import batching, mlir
 from gradtools.custom_structure import FwdMaps
 from gradtools.errors import refusal
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import Primitive
-from gradtools.jax.rules.kept_alive import LIFE, MortalPrimitive, memoized, mortal
+from gradtools.jax._upstream import Primitive, prints_as
+from gradtools.jax.rules.kept_alive import LIFE, MortalPrimitive, memo_of, memoized, mortal
 from gradtools.jax.shardings import varies, with_varying_tangent
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import Linearized, Rule, spread
@@ -120,6 +120,18 @@ class LinearizedRule(TracedRule):
         )
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PartialRule(TracedRule):
+    """A rule that returns the `used` outputs only; its derivative is that of `whole`."""
+
+    used: Mask
+    whole: Rule
+
+    def pick(self, full: Iterable[Any]) -> list[Any]:
+        """The entries of `full` (one for each output of `whole`) at the used outputs."""
+        return [y for y, u in zip(full, self.used, strict=True) if u]
+
+
 def as_arrays(xs: Sequence[Any]) -> list[Any]:
     """xs with Python numbers converted to arrays; JAX passes literals on unconverted."""
     return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
@@ -181,26 +193,13 @@ def eval_forward(maps: LinearizedRule, xs: Any) -> list[Any]:
 
 
 def _define(
-    name: str,
-    run: Callable[..., list[Any]],
-    abstract: Callable[..., Any],
-    flow: Callable[..., list[Any]] | None = None,
+    name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]
 ) -> MortalPrimitive:
-    """A primitive that evaluates `run`; `flow` is its data flow, if its rule has one."""
     primitive = MortalPrimitive(name, "rule")
     primitive.def_impl(mortal(run))
     primitive.def_abstract_eval(mortal(abstract))
     mlir.register_lowering(primitive, mlir.lower_fun(mortal(run), multiple_results=True))
-    primitive.gradtools_program = lambda eqn: _jaxpr_of_equation(run, eqn)
-    if flow is not None:
-        primitive.gradtools_flow = lambda eqn: (
-            None if flow_of(eqn.params["rule"]) is None else _jaxpr_of_equation(flow, eqn)
-        )
     return primitive
-
-
-def _jaxpr_of_equation(run: Callable[..., list[Any]], eqn: Any) -> Any:
-    return jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
 
 
 def _traced_outs(run: Callable[..., list[Any]]) -> Callable[..., Any]:
@@ -215,10 +214,20 @@ def _traced_outs(run: Callable[..., list[Any]]) -> Callable[..., Any]:
 def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
     """The jaxpr of a primitive with these parameters, memoized on its rule."""
     params = {name: value for name, value in params.items() if name != LIFE}
-    others = tuple([item for item in params.items() if item[0] != "rule"])
-    key = run, avals, others, jax.dtypes.canonicalize_dtype(float)  # the last one: whether x64
     make = lambda: jax.make_jaxpr(lambda *xs: run(*xs, **params))(*avals)
-    return memoized(params["rule"], key, make)
+    return memoized(params["rule"], _jaxpr_key(run, avals, params), make)
+
+
+def _jaxpr_key(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> tuple[Any, ...]:
+    others = tuple([item for item in params.items() if item[0] not in ("rule", LIFE)])
+    return run, avals, others, jax.dtypes.canonicalize_dtype(float)  # the last one: whether x64
+
+
+primal_p = _define("gradtools_primal", eval_primal, _traced_outs(eval_primal))
+evaluation_p = _define("gradtools_evaluation", _evaluation, _traced_outs(_evaluation))
+value_p = _define("gradtools_value", _value, _value)
+tangent_p = _define("gradtools_tangent", eval_tangent, lambda *operands, ys, **_: list(ys))
+cotangent_p = _define("gradtools_cotangent", eval_cotangent, lambda *operands, xs, **_: list(xs))
 
 
 def _run_flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
@@ -227,16 +236,32 @@ def _run_flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
     return list(flow(*operands[:xs]))
 
 
-primal_p = _define("gradtools_primal", eval_primal, _traced_outs(eval_primal), _run_flow)
-evaluation_p = _define("gradtools_evaluation", _evaluation, _traced_outs(_evaluation))
-value_p = _define("gradtools_value", _value, _value, _run_flow)
-tangent_p = _define(
-    "gradtools_tangent", eval_tangent, lambda *operands, ys, **_: list(ys), eval_tangent
-)
-cotangent_p = _define(
-    "gradtools_cotangent", eval_cotangent, lambda *operands, xs, **_: list(xs), eval_cotangent
-)
+def _flow(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
+    """For `reachability`: the jaxpr of an equation if its rule has a data flow, else None."""
 
+    def flow(eqn: Any) -> Any:
+        if flow_of(eqn.params["rule"]) is None:
+            return None
+        return jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
+
+    return flow
+
+
+primal_p.gradtools_flow = value_p.gradtools_flow = _flow(_run_flow)
+tangent_p.gradtools_flow, cotangent_p.gradtools_flow = _flow(eval_tangent), _flow(eval_cotangent)
+
+
+def _program(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
+    """For `linearity`: the jaxpr of what an equation of a primitive computes."""
+    return lambda eqn: jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
+
+
+primal_p.gradtools_program = _program(eval_primal)
+evaluation_p.gradtools_program = _program(_evaluation)
+tangent_p.gradtools_program, cotangent_p.gradtools_program = (
+    _program(eval_tangent),
+    _program(eval_cotangent),
+)
 reverse_only_p = Primitive("gradtools_reverse_only")
 reverse_only_p.multiple_results = True
 reverse_only_p.def_impl(lambda *xs, name: list(xs))
@@ -252,3 +277,37 @@ def _mark_batch(args: Any, dims: Any, name: str) -> Any:
 
 
 batching.primitive_batchers[reverse_only_p] = _mark_batch
+
+
+# --- printing ----------------------------------------------------------------------------
+
+
+def _printed_primal(eqn: Any) -> dict[str, Any]:
+    """The printed parameters, as a `custom_jvp` has them: name, program, the user's functions."""
+    rule, avals = eqn.params["rule"], tuple([v.aval for v in eqn.invars])
+    run = eval_primal if eqn.primitive is primal_p else _evaluation
+    used = {"used": list(rule.used)} if isinstance(rule, PartialRule) else {}
+    program = memo_of(rule.whole if used else rule, _jaxpr_key(run, avals, eqn.params))
+    shown = used if program is None else used | {"call_jaxpr": program}
+    if rule.contract is not None:
+        shown |= {**rule.contract.functions, "symbolic_zeros": bool(rule.symbolic_zeros)}
+    return {"name": rule.name, **dict(sorted(shown.items()))}
+
+
+def _printed_map(eqn: Any) -> dict[str, Any]:
+    """The printed parameters, as a linear call has them; `num_res` is the number of residuals."""
+    rule, given = eqn.params["rule"], eqn.params["given"]
+    shown = {
+        "in_zeros": [not g for g in given],
+        "num_res": len(eqn.invars) - sum(given),
+        "symbolic_zeros": bool(rule.symbolic_zeros),
+    }
+    of = rule.contract.functions if rule.contract is not None else {"name": rule.name}
+    return dict(sorted({**shown, **{k: x for k, x in of.items() if k != "fwd"}}.items()))
+
+
+prints_as(primal_p, _printed_primal)
+prints_as(evaluation_p, _printed_primal)
+prints_as(value_p, lambda eqn: {"name": eqn.params["rule"].name})
+prints_as(tangent_p, _printed_map)
+prints_as(cotangent_p, _printed_map)

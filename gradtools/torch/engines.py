@@ -37,6 +37,7 @@ from gradtools.torch.compiling import (
     refuse_lost,
     uncompiled,
 )
+from gradtools.torch.cut_trials import cut_in
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, recorded_dual
 from gradtools.torch.forward_mode.one_tangent import OneTangent
 from gradtools.torch.forward_mode.pushing import gated_at_custom_code
@@ -205,7 +206,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
     def cut(grads: Sequence[Tensor | None]) -> list[int]:
         if not all(g is not None for g in grads):
             refuse_read_elsewhere(fun, outs, leaves, grads)
-        return inside.cut(grads, outs)
+        return cut_in(fun, points(), inside.cut(grads, outs))
 
     def where_lost(i: int) -> list[str]:
         from gradtools.seeing.torch.recorded_run import where_lost
@@ -303,7 +304,7 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
             pulled = _gated_at_hooks(fun, leaves, aliases, tracked, dummies, pulled, True)
     found = pulled or [None] * len(leaves)
     refuse_read_elsewhere(fun, outs, leaves, found)
-    refuse_cut(fun, inside.cut(found, outs))
+    refuse_cut(fun, cut_in(fun, leaves, inside.cut(found, outs)))
 
     wrong: list[Any] | None = None
 

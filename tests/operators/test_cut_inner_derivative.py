@@ -180,6 +180,56 @@ def test_trees_and_float32(gt, backend_name):
         gt.grad(f, disconnected_inputs="strict")(p)
 
 
+INNER_OF_A_TREE = {
+    "grad": lambda gt, cube, x: gt.grad(cube)(x),
+    "vjp": lambda gt, cube, x: gt.vjp(cube, x)[1](x["a"] * 0 + 1)[0],
+    "hvp": lambda gt, cube, x: gt.hvp(cube, (x,), (x,))[0][0],
+    "linearize": lambda gt, cube, x: gt.linearize(lambda x: x, x)[1](gt.grad(cube)(x)),
+}
+
+
+@pytest.mark.parametrize("name", INNER_OF_A_TREE)
+def test_a_part_of_an_inner_derivative_that_f_leaves_unused_is_no_cut(gt, backend_name, name):
+    x = lift(backend_name, {"a": np.array(1.2), "u": np.array(1.5)})
+    v = lift(backend_name, {"a": np.array(0.5), "u": np.array(2.0)})
+    cube = lambda x: x["a"] ** 3 + x["u"] ** 3
+    part = lambda x: INNER_OF_A_TREE[name](gt, cube, x)["a"]  # 3 a^2
+    gradient, product = (t[0] for t in gt.hvp(part, (x,), (v,)))
+    for row in (gradient, gt.jacobian(part, mode="reverse")(x), gt.vjp(part, x)[1](v["u"] / 2)[0]):
+        close(_number(row["a"]), 7.2, 1e-12)
+        assert _number(row["u"]) == 0
+    close(_number(product["a"]), 3.0, 1e-12)
+    assert _number(product["u"]) == 0
+    stopped = lambda x: part(x) + gt.stop_gradient(INNER_OF_A_TREE[name](gt, cube, x)["u"])
+    with pytest.raises(DisconnectedInputError, match=r"argument 0\['u'\] reaches a derivative"):
+        gt.hvp(stopped, (x,), (v,))
+
+
+CUTS_IN_PYTORCH = {
+    "detach": lambda torch, g: g.detach(),
+    "data": lambda torch, g: g.data,
+    "NumPy": lambda torch, g: torch.from_numpy(g.detach().numpy()),
+    "float": lambda torch, g: torch.tensor(float(g[0])),
+    "tolist": lambda torch, g: torch.tensor(g.tolist()),
+    "new_tensor": lambda torch, g: g.new_tensor(g),
+    "comparison": lambda torch, g: (g > 0).double(),
+    "integers": lambda torch, g: g.long().double(),
+    "detach in vmap": lambda torch, g: torch.vmap(lambda z: z.detach())(g),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("name", CUTS_IN_PYTORCH)
+def test_each_way_to_cut_an_inner_derivative_raises(name):
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    x = torch.tensor([1.2, 0.3], dtype=torch.float64)
+    f = lambda x: CUTS_IN_PYTORCH[name](torch, gt.grad(lambda z: (z**3).sum())(x)).sum()
+    with pytest.raises(DisconnectedInputError, match="reaches a derivative"):
+        gt.hvp(f, (x,), (x,))
+
+
 def test_no_grad_around_the_inner_derivative_is_a_cut():
     torch = pytest.importorskip("torch")
     import gradtools.torch as gt

@@ -200,6 +200,7 @@ torch/double_backward.py: what autograd loses in silence in a Function; JAX rais
 torch/double_backward_trials.py: how that is found out
 torch/double_backward_verdicts.py: what was found out, by class
 torch/hook_trials.py: the same of hooks on gradients, which JAX has not
+torch/cut_trials.py: where f cuts a leaf after an inner derivative; in JAX its jaxpr shows it
 jax/compiled_once.py: eager programs that JAX would compile at each call; PyTorch compiles none
 jax/complex_sign.py: the sign of complex numbers, whose derivative PyTorch has
 jax/shardings.py: meshes of devices; PyTorch's are its processes'

@@ -535,7 +535,8 @@ _QUESTIONS = frozenset(
     "hash storage_offset has_names zeros_like ones_like empty_like full_like rand_like randn_like "
     "new_zeros new_ones new_empty new_full new_tensor eq ne lt le gt ge isnan isinf isfinite "
     "isposinf isneginf argmax argmin argsort sign floor ceil round trunc nonzero count_nonzero "
-    "requires_grad_ allclose equal is_same_size result_type can_cast broadcast_shapes".split()
+    "requires_grad_ allclose equal is_same_size result_type can_cast broadcast_shapes "
+    "unpack_dual".split()
 )
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 _SCALES = frozenset(("mul", "rmul", "multiply"))

@@ -147,3 +147,17 @@ def test_a_norm_at_zero_has_a_slope_of_zero():
     zero = torch.zeros(3, dtype=torch.float64)
     _, (first, second) = gt.jet(torch.linalg.vector_norm, (zero,), ([X, zero],))
     assert (first, second) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", ["forward_over_reverse", "reverse_over_reverse"])
+@pytest.mark.parametrize(
+    "norm", [functional.layer_norm, functional.rms_norm, lambda x, _: functional.group_norm(x, 3)]
+)
+def test_a_laplacian_of_a_norm_is_differentiated_in_every_mode(norm, mode):
+    """Its plain program takes dual numbers apart, which is no operation on values."""
+    x = torch.stack([X, X.sin()])
+    f = lambda x: norm(x.cos(), (3,)).pow(3).sum()
+    by_taylor = lambda x: gt.laplacian(f)(x) ** 2
+    by_hessian = lambda x: gt.hessian(f)(x).reshape(6, 6).trace() ** 2
+    product = gt.hvp(by_taylor, (x,), (x.exp(),), mode=mode)[1][0]
+    torch.testing.assert_close(product, gt.hvp(by_hessian, (x,), (x.exp(),))[1][0])

@@ -38,7 +38,7 @@ def cut_in(fun: Fun, leaves: Sequence[Tensor], unreached: list[int]) -> list[int
             torch.enable_grad(),
         ):
             xs = [copied(x) for x in leaves]
-            with _Cuts([xs[i] for i in unreached]) as cuts:
+            with _WatchForCuts([xs[i] for i in unreached]) as cuts:
                 fun(*xs)
     except Exception:  # the caller refuses, as if the run had shown each cut
         return unreached
@@ -47,7 +47,7 @@ def cut_in(fun: Fun, leaves: Sequence[Tensor], unreached: list[int]) -> list[int
     return [i for k, i in enumerate(unreached) if k in cuts.found]
 
 
-class _Cuts(TorchFunctionMode):
+class _WatchForCuts(TorchFunctionMode):
     """Notes which of some leaves are cut in a call.
 
     Attributes:

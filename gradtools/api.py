@@ -32,7 +32,7 @@ _OPERATORS = {
     "pairwise.tiled_attention:Attention": "attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
     "models:Models": "make_functional",
-    "arrays:Arrays": "xp asarray to_numpy random_key split_key",
+    "arrays:ArraysAndKeys": "xp asarray to_numpy random_key split_key",
     "transforms:Transforms": "vmap checkpoint compile",
     "seeing.diagnostics.zero_gradients:SeeingOperators": "dependence why_zero guard_gradients",
     "seeing.graphs.gradient_graphs:Graphing": "gradient_graph",

@@ -18,7 +18,7 @@ from gradtools.errors import GradtoolsError
 Array = Any
 
 
-class Arrays(Operators):
+class ArraysAndKeys(Operators):
     """The operators on arrays and keys."""
 
     @property

@@ -4,7 +4,7 @@ It is never imported: a backend looks a name up in its `Api` when the name is fi
 """
 
 from gradtools.accumulate import Accumulation as _Accumulation
-from gradtools.arrays import Arrays as _Arrays
+from gradtools.arrays import ArraysAndKeys as _Arrays
 from gradtools.chunking import Chunking as _Chunking
 from gradtools.custom_rules import CustomRules as _CustomRules
 from gradtools.derivatives import Derivatives as _Derivatives

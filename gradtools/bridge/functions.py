@@ -65,13 +65,13 @@ class Foreign:
         self.copies = set[int]()  # arguments of which it gets copies, as it writes or keeps them
         self.entry = guest.entry(run)
         self._derived: dict[Any, Foreign] = {}
-        self._signatures: dict[Any, Signature] = {}
+        self._signatures: dict[Any, ForeignSignature] = {}
         self._mapped: dict[Any, Run] = {}
 
     def __repr__(self) -> str:
         return f"<{self.guest.name} function {self.name}>"
 
-    def signature(self, xs: Sequence[Array]) -> Signature:
+    def signature(self, xs: Sequence[Array]) -> ForeignSignature:
         """The specialization to the shapes and dtypes of these host arrays; memoized."""
         key = tuple([(x.shape, x.dtype) for x in xs])
         result = self._signatures.get(key)
@@ -81,9 +81,11 @@ class Foreign:
             )
         return result
 
-    def signature_of(self, ins: tuple[ArraySpec, ...]) -> Signature:
+    def signature_of(self, ins: tuple[ArraySpec, ...]) -> ForeignSignature:
         """The specialization to these ArraySpecs; memoized."""
-        return self._signatures.get(ins) or _kept(self._signatures, ins, Signature(self, ins))
+        return self._signatures.get(ins) or _kept(
+            self._signatures, ins, ForeignSignature(self, ins)
+        )
 
     def at_once(self, xs: Sequence[Array]) -> list[Array] | None:
         """The outputs if xs are concrete and the program is not traced; else None."""
@@ -204,7 +206,7 @@ class DerivativeOf:
 
 
 @dataclass(eq=False)
-class Signature:
+class ForeignSignature:
     """A foreign function at inputs of these shapes and dtypes.
 
     Attributes:
@@ -227,7 +229,7 @@ class Signature:
     _pulls: dict[Mask, tuple[Mask, Foreign | None]] = field(default_factory=dict)
 
     @cached_property
-    def base(self) -> Signature:
+    def base(self) -> ForeignSignature:
         """The signature of the function of which this is a derivative, or itself."""
         base = self.of.base
         return self if base is self.of else base.signature_of(self.ins[: self.of.arity])

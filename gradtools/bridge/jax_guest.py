@@ -16,7 +16,7 @@ import torch
 
 import gradtools.jax
 from gradtools.backend import backend_of
-from gradtools.bridge.functions import Foreign, Signature
+from gradtools.bridge.functions import Foreign, ForeignSignature
 from gradtools.bridge.memory import (
     array_of,
     refuse_wide,
@@ -106,13 +106,13 @@ class JaxGuest:
 
     # --- calls
 
-    def called(self, signature: Signature, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
+    def called(self, signature: ForeignSignature, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
         """Calls the function on tensors."""
         who = _argument(signature.of.name)
         return tensors_of_own(self._evaluated(signature, run, [array_of(x, who) for x in xs]), xs)
 
     def called_on_host(
-        self, signature: Signature, run: Any, arrays: Sequence[np.ndarray], depth: int
+        self, signature: ForeignSignature, run: Any, arrays: Sequence[np.ndarray], depth: int
     ) -> list[np.ndarray]:
         """Calls the function on NumPy arrays, in a host callback."""
         self._hold_wide(signature.of.name, signature.ins)
@@ -121,7 +121,7 @@ class JaxGuest:
         ys = self._evaluated(signature, run, xs)
         return [np.array(y, np.float32 if y.dtype == jnp.bfloat16 else None) for y in ys]
 
-    def _evaluated(self, signature: Signature, run: Any, xs: Sequence[Any]) -> list[Any]:
+    def _evaluated(self, signature: ForeignSignature, run: Any, xs: Sequence[Any]) -> list[Any]:
         try:
             with explained(self.operator):  # also explains errors of compilation
                 ys = run(*xs)

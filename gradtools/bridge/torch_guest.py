@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 import gradtools.torch
 from gradtools.backend import backend_of
-from gradtools.bridge.functions import Foreign, Signature
+from gradtools.bridge.functions import Foreign, ForeignSignature
 from gradtools.bridge.memory import (
     array_of,
     comes_back,
@@ -160,7 +160,9 @@ class TorchGuest:
 
     # --- calls
 
-    def called(self, signature: Signature, run: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    def called(
+        self, signature: ForeignSignature, run: Any, xs: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """Calls the function on JAX arrays."""
         if torch.is_inference_mode_enabled():  # its tensors have no version counters
             with torch.inference_mode(False):
@@ -170,7 +172,7 @@ class TorchGuest:
         return [array_of(y, who) for y in unshared(ys)]
 
     def called_on_host(
-        self, signature: Signature, run: Any, arrays: Sequence[np.ndarray], depth: int
+        self, signature: ForeignSignature, run: Any, arrays: Sequence[np.ndarray], depth: int
     ) -> list[np.ndarray]:
         """Calls the function on NumPy arrays, in a host callback's thread."""
         if torch.is_inference_mode_enabled():
@@ -181,7 +183,7 @@ class TorchGuest:
         ys = self._evaluated(signature, run, ts)
         return [numpy_of_tensor(y) for y in unshared(ys)]
 
-    def _evaluated(self, signature: Signature, run: Any, ts: list[Tensor]) -> list[Tensor]:
+    def _evaluated(self, signature: ForeignSignature, run: Any, ts: list[Tensor]) -> list[Tensor]:
         base = signature.base
         if upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality):
             with upstream.outermost():  # JAX was called below PyTorch's autograd
@@ -222,7 +224,7 @@ class TorchGuest:
 
     # --- the first call
 
-    def _first(self, base: Signature, ts: Sequence[Tensor]) -> None:
+    def _first(self, base: ForeignSignature, ts: Sequence[Tensor]) -> None:
         """Looks at the function; what it wrote is put back where it is refused."""
         undo = Undo(Snapshot.of([base.of.fun], ts))
         try:
@@ -235,7 +237,7 @@ class TorchGuest:
         finally:
             del undo  # releases the backups
 
-    def _look(self, base: Signature, ts: Sequence[Tensor]) -> None:
+    def _look(self, base: ForeignSignature, ts: Sequence[Tensor]) -> None:
         """Evaluates the function on copies, and notes what JAX would not know of."""
         name, copies, more = base.of.name, _copies(ts), _copies(ts)
         held, draws = _captured(base.of.fun), False
@@ -277,7 +279,7 @@ class TorchGuest:
         base.seen = True
 
 
-def _refuse_written(base: Signature, versions: Sequence[int]) -> None:
+def _refuse_written(base: ForeignSignature, versions: Sequence[int]) -> None:
     """Raises if the function wrote to captured tensors."""
     for (key, t), version in zip(base.held.items(), versions, strict=True):
         if upstream.version_of(t) != version:
@@ -308,7 +310,7 @@ def _bytes(t: Tensor) -> np.ndarray:
     return numpy_of_tensor(t).reshape(-1).view(np.uint8)
 
 
-def _one_of(ts: Sequence[Tensor], base: Signature) -> list[Tensor]:
+def _one_of(ts: Sequence[Tensor], base: ForeignSignature) -> list[Tensor]:
     """The arguments of the base function, for the first example of a batch."""
     result = []
     for t, spec in zip(ts, base.ins, strict=False):

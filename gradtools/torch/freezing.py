@@ -171,7 +171,7 @@ class _Use(Forward):
             return [None] * width
         back = _FrozenBackward(self, widths, width, mask)
         if upstream.peek_interpreter_stack() is not None:
-            return outputs_of(back, rows, shared)
+            return self.guarded(outputs_of(back, rows, shared))
         known = back.evaluate(rows, shared)
         cts, zs = rows[0], list(shared)
         if not (torch.is_grad_enabled() or any(map(is_dual, (*cts, *zs)))):
@@ -189,12 +189,13 @@ class _Use(Forward):
         fast = lambda use: tangents(use, zs, dzs)
         slow = lambda use: outputs_of(Pushed(use, widths, width, mask), rows, shared)
         if upstream.forward_level() >= 0 or not self.shows_numbers():
-            return self.by_any_kernel("values", None, slow)
+            return self.guarded(self.by_any_kernel("values", None, slow))
         with torch.no_grad():
             dys = self.by_any_kernel("values", fast, slow)
         if not torch.is_grad_enabled():
             return dys
-        return node_of(_Pushforward(self, widths, width, mask), rows, shared, ([dys], []))[0][0]
+        program = _Pushforward(self, widths, width, mask)
+        return self.guarded(node_of(program, rows, shared, ([dys], []))[0][0])
 
     def may_use_graph(self) -> bool:
         """Whether the result is not differentiated, so that the kept graph serves."""
@@ -524,12 +525,12 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
     fast = lambda use: pullback_tangents(use, zs, us, full)
     slow = lambda use: outputs_of(pushed(use), [list(cts)], given)
     if upstream.forward_level() >= 0 or not use.shows_numbers():
-        return use.by_any_kernel("along", None, slow)
+        return use.guarded(use.by_any_kernel("along", None, slow))
     with torch.no_grad():
         grads = use.by_any_kernel("along", fast, slow)
     if not torch.is_grad_enabled():
         return grads
-    return node_of(pushed(use), [list(cts)], given, ([[]], grads))[1]
+    return use.guarded(node_of(pushed(use), [list(cts)], given, ([[]], grads))[1])
 
 
 # --- nodes ------------------------------------------------------------------------------------

@@ -840,6 +840,33 @@ def test_asking_for_a_parameters_derivative_raises(order):
     assert y.grad is not None and model.weight.grad is None
 
 
+DERIVATIVES = {
+    "gt.jvp": lambda G, z, t: gt.jvp(G, (z,), (t,))[1],
+    "gt.linearize": lambda G, z, t: gt.linearize(G, z)[1](t),
+    "gt.jacobian, forward": lambda G, z, t: gt.jacobian(G, mode="forward")(z),
+    "gt.jacobian, reverse": lambda G, z, t: gt.jacobian(G, mode="reverse")(z),
+    "gt.hvp": lambda G, z, t: gt.hvp(lambda z: G(z).pow(2).sum(), (z,), (t,))[1][0],
+    "torch.func.jvp": lambda G, z, t: torch.func.jvp(G, (z,), (t,))[1],
+    "torch.func.vjp": lambda G, z, t: torch.func.vjp(G, z)[1](t)[0],
+    "torch.func.jacrev": lambda G, z, t: torch.func.jacrev(G)(z),
+    "torch.func.jacfwd": lambda G, z, t: torch.func.jacfwd(G)(z),
+    "vmap of grad": lambda G, z, t: torch.vmap(torch.func.grad(lambda z: G(z).pow(2).sum()))(
+        torch.stack([z, t])
+    ),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_of_each_derivative_that_of_a_parameter_raises_and_that_of_an_argument_is_right(derivative):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).to(D)
+    z, t = torch.randn(3, dtype=D, requires_grad=True), torch.randn(3, dtype=D)
+    found = derivative(gt.frozen(model), z, t).sum()
+    expected = torch.autograd.grad(derivative(model, z, t).sum(), z)
+    same(torch.autograd.grad(found, z, retain_graph=True), expected)
+    with pytest.raises(GradtoolsError, match="a derivative is needed with respect to a parameter"):
+        torch.autograd.grad(found, model[0].weight)
+
+
 def test_a_captured_tensor_that_is_computed_from_others_is_refused():
     (z,), y = inputs(2, 4, count=1)
     scaled = 2 * y.sum()

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from gradtools.errors import GradtoolsError
 from gradtools.sparse import entry_dependence as e
 from gradtools.sparse.entry_dependence import AbstractArray, Entries
-from gradtools.torch.functorch_wrappers import is_mapped
+from gradtools.torch.functorch_wrappers import is_mapped, is_wrapped
 from gradtools.torch.known_errors import NO_FUNCTIONALIZED_RULE, says
 from gradtools.torch.rerunning import put_back
 
@@ -46,6 +46,12 @@ def detected(fun: Any, x: Tensor, only: Callable[..., Tensor]) -> tuple[Any, tup
 
     only: Returns the only one of fun's outputs, or raises.
     """
+    if is_wrapped(x) and not is_mapped(x):  # `make_fx` would take x for a constant
+        raise GradtoolsError(
+            "sparsity='detect': f's argument belongs to a transform of torch.func, inside of which "
+            "PyTorch cannot trace f. Give the pattern, or differentiate by gt.grad, gt.vjp and "
+            "their like."
+        )
     run = lambda x: only(fun(x)[0])
     try:
         with put_back(fun, [x]), torch.enable_grad():

@@ -127,6 +127,21 @@ def test_under_vmap_pytorch_has_no_sparse_result(sparsity):
             torch.func.vmap(f)(torch.ones(2, 4))
 
 
+@pytest.mark.torch
+def test_a_pattern_is_not_detected_inside_of_torch_func_and_a_given_one_is_right_there():
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    f = lambda x: torch.tanh(x) ** 2
+    total = lambda sparsity: lambda x: gt.jacobian(f, sparsity=sparsity)(x).to_dense().sum()
+    x = torch.linspace(0.1, 1.0, 4, dtype=torch.float64)
+    expected = torch.func.grad(lambda x: torch.func.jacrev(f)(x).sum())(x)
+    torch.testing.assert_close(torch.func.grad(total(np.eye(4)))(x), expected)
+    torch.testing.assert_close(gt.grad(total("detect"))(x), expected)
+    with pytest.raises(GradtoolsError, match=r"inside of which PyTorch cannot trace f\. Give the"):
+        torch.func.grad(total("detect"))(x)
+
+
 @pytest.mark.parametrize(("name", "products"), [("stencil", 3), ("arrow", 3), ("elementwise", 1)])
 def test_a_band_takes_a_product_for_each_of_its_diagonals(gt, monkeypatch, name, products):
     run = gt.jacobian(lambda x: PROGRAMS[name][0](gt, x), sparsity="detect")

@@ -52,7 +52,13 @@ class Series:
 
 
 class Jets:
-    """The algebra of derivatives along a curve, up to an order, for an operator."""
+    """The algebra of derivatives along a curve, up to an order, for an operator.
+
+    Attributes:
+        returned: Those of the terms that the operator returns.
+    """
+
+    returned = slice(None)
 
     def __init__(self, backend: Backend, order: int, caller: str = "jet") -> None:
         self.backend, self.order, self.caller = backend, order, caller
@@ -136,7 +142,7 @@ class Jets:
 class Laplacians:
     """The algebra of Jacobians and Laplacians: the terms are (J, L)."""
 
-    order = 2
+    order, returned = 2, slice(1, 2)
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend

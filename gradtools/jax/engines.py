@@ -27,7 +27,7 @@ from gradtools.jax.known_errors import REFUSALS, explain, explained
 from gradtools.jax.rules.primitives import reverse_only_p
 from gradtools.jax.trees import LinearMap, all_known, zeros_of
 
-_SCOPE = "gradtools_derivative"
+DERIVATIVE_SCOPE = "gradtools_derivative"
 _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError)
 
 
@@ -55,7 +55,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     With concrete leaves a function that was traced before is traced again only if a gradient is all
     zeros, as that of an argument that does not reach the output.
     """
-    _note_derivative()
+    note_derivative()
     if groups is None:
         return _evaluated(fun, leaves)
     known = all_known(leaves) and not reachability.within_a_trace()
@@ -69,7 +69,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         return _evaluated(fun, leaves)
     evaluation = _evaluated(traced.run, leaves, caller=_caller(fun))
     if traced.returns_inputs:  # an equation that marks the leaves as read by this derivative
-        with jax.named_scope(_SCOPE):
+        with jax.named_scope(DERIVATIVE_SCOPE):
             _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
     return traced.with_connection(evaluation)
 
@@ -117,7 +117,7 @@ def _evaluated(fun: Fun, leaves: list[Array], caller: str | None = None) -> Eval
         _refuse_signs(fun, leaves)
     caller = caller or _caller(fun)
     try:
-        with jax.named_scope(_SCOPE), _watched() as nested:
+        with jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
             outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
     except REFUSALS as error:
         explain(caller, error)
@@ -134,7 +134,7 @@ def _pulled(outs: Sequence[Array], caller: str) -> Callable[..., list[Array]]:
     def pulled(pull: Any, cts: Sequence[Array | None]) -> list[Array]:
         filled = [zeros_of(x) if ct is None else ct for ct, x in zip(cts, likes, strict=True)]
         try:
-            with jax.named_scope(_SCOPE):
+            with jax.named_scope(DERIVATIVE_SCOPE):
                 return _conjugated(pull(_conjugated(filled)))
         except REFUSALS as error:
             explain(caller, error)
@@ -150,10 +150,10 @@ def _conjugated(xs: Sequence[Array]) -> list[Array]:
 def jvp(
     fun: Fun, leaves: list[Array], tangents: list[Array]
 ) -> tuple[list[Array], list[Array], list[Array]]:
-    _note_derivative()
+    note_derivative()
     caller = getattr(fun, "caller", "jvp")
     _refuse_signs(fun, leaves)
-    with explained(caller), jax.named_scope(_SCOPE), _watched() as nested:
+    with explained(caller), jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
         outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
     if nested:
         refuse_cut(fun, _cut_of(fun, leaves))
@@ -177,9 +177,9 @@ def linearize(
     fun: Fun, leaves: list[Array]
 ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
     """`(outs, extras, pushforward)`. A reverse-only rule raises when the pushforward is called."""
-    _note_derivative()
+    note_derivative()
     _refuse_signs(fun, leaves)
-    with explained("linearize"), jax.named_scope(_SCOPE), _watched() as nested:
+    with explained("linearize"), jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
         outs, push, extras = jax.linearize(fun, *leaves, has_aux=True)
     if nested:
         refuse_cut(fun, _cut_of(fun, leaves))
@@ -256,9 +256,9 @@ class _TracedFunction:
     @cached_property
     def _inside(self) -> tuple[list[bool], list[bool]]:
         """For each leaf, whether an inner derivative is constant in it, or is cut afterwards."""
-        if not is_in_scope(self.eqns, _SCOPE):
+        if not is_in_scope(self.eqns, DERIVATIVE_SCOPE):
             return [False] * len(self.closed.in_avals), [False] * len(self.closed.in_avals)
-        inside = reachability.InnerDerivatives(lambda eqn: is_in_scope((eqn,), _SCOPE))
+        inside = reachability.InnerDerivatives(lambda eqn: is_in_scope((eqn,), DERIVATIVE_SCOPE))
         return inside.constants_and_cuts(self.closed, len(self.out_avals))
 
     def cut(self) -> list[int]:
@@ -288,7 +288,7 @@ def _refuse_signs(fun: Fun, leaves: list[Array]) -> None:
 _here = threading.local()
 
 
-def _note_derivative() -> None:
+def note_derivative() -> None:
     for nested in _here.__dict__.get("open", ()):
         nested[:] = [True]
 

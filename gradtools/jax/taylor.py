@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from gradtools.backend import Fun
 from gradtools.jax import jaxprs
+from gradtools.jax.engines import DERIVATIVE_SCOPE, note_derivative
 from gradtools.taylor import LOGISTIC, TANH, Algebra, Series, polynomials, powers
 
 _LINEAR = frozenset(
@@ -39,8 +40,10 @@ def carry_series(
         counts.append(len(outs))
         return [*outs, *extras]
 
-    closed = jax.make_jaxpr(flat)(*[x.primal for x in moved])
-    results = _run(closed, moved, algebra)
+    note_derivative()
+    with jax.named_scope(DERIVATIVE_SCOPE):
+        closed = jax.make_jaxpr(flat)(*[x.primal for x in moved])
+        results = _run(closed, moved, algebra)
     still = (None,) * algebra.order
     outs = [y if isinstance(y, Series) else Series(y, still) for y in results[: counts[-1]]]
     return outs, [y.primal if isinstance(y, Series) else y for y in results[counts[-1] :]]

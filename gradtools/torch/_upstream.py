@@ -29,6 +29,9 @@ from torch._functorch.autograd_function import custom_function_call as custom_fu
 from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack,
 )
+from torch._functorch.pyfunctorch import (
+    temporarily_pop_interpreter_stack as temporarily_pop_interpreter_stack,
+)
 from torch._guards import TracingContext as TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -53,6 +56,8 @@ _c: Any = torch._C
 #   mode can intercept it. Gone: refuse Functions inside of torch.func where a derivative is lost.
 # temporarily_clear_interpreter_stack: runs code outside of all torch.func levels: communication
 #   between processes, a trial of a rule. Gone: refuse these within levels.
+# temporarily_pop_interpreter_stack: runs code outside of the innermost level, whose batches hide
+#   the graphs beneath. Gone: what is cut after the rows of a Jacobian counts as constant.
 # TracingContext, detect_fake_mode: whether a compiler traces with fake tensors.
 #   Gone: `torch.compiler.is_compiling`, which covers dynamo only.
 # HigherOrderOperator, OpOverload, OpOverloadPacket: the classes of PyTorch's operators.

@@ -329,7 +329,10 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
             note_taken(tracked, result, leaves, aliases, create, inside)
             result = result if create else _freed(result)
         pushed = spread(result, [y.requires_grad for y in outs])
-        return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
+        return [
+            torch.zeros_like(y) if t is None or upstream.is_zero(t) else t
+            for y, t in zip(outs, pushed, strict=True)
+        ]
 
     return push
 

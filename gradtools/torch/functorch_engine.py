@@ -195,6 +195,8 @@ def functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any
         t if t.dtype == y.dtype or not is_inexact(y) else t.to(y.dtype)
         for y, t in zip(outs, pushed, strict=True)
     ]
+    if not is_compiling():
+        note_taken(outs, pushed, leaves, leaves, torch.is_grad_enabled())
     results = [list(xs) for xs in (outs, extras, pushed)]
     if not torch.is_grad_enabled():
         results = [[_untracked(x) for x in xs] for xs in results]
@@ -215,7 +217,15 @@ def functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
         return tuple(outs), tuple(extras)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
-    return list(outs), list(extras), _pulled_back(pull, outs)
+    push = _pulled_back(pull, outs)
+
+    def noted(tangents: list[Tensor]) -> list[Tensor]:
+        pushed = push(tangents)
+        if not is_compiling():
+            note_taken(outs, pushed, leaves, leaves, torch.is_grad_enabled())
+        return pushed
+
+    return list(outs), list(extras), noted
 
 
 def _pulled_back(pull: Any, outs: Sequence[Tensor]) -> Any:

@@ -134,14 +134,19 @@ class OpenDerivative(NamedTuple):
         return {i for i, x in enumerate(self.aliases) if node_of(x) in nodes}
 
     def filled(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients, with zeros for leaves in which inner derivatives are constant."""
+        """The gradients, with zeros for leaves in which inner derivatives are constant.
+
+        Forward mode in f may leave zeros without memory, which NumPy cannot read.
+        """
         if not (self.entered or self.constant):
             return list(grads)
         lost = {i for i in self.entered if grads[i] is None}
         zero = self.constant - self.entered
         zero |= lost & self._led_to(outs) if lost else lost
         return [
-            torch.zeros_like(self.aliases[i], requires_grad=False) if g is None and i in zero else g
+            torch.zeros_like(self.aliases[i], requires_grad=False)
+            if (i in zero if g is None else upstream.is_zero(g))
+            else g
             for i, g in enumerate(grads)
         ]
 
@@ -176,6 +181,11 @@ def note_taken(
     around = here.opened
     if not around:
         return
+    level = upstream.peek_interpreter_stack()
+    if level is not None and level.key() == upstream.TransformType.Vmap:  # the rows of a Jacobian
+        outs, found = ([_beneath(level, x) for x in xs if x is not None] for xs in (outs, found))
+        with upstream.temporarily_pop_interpreter_stack():
+            return note_taken(outs, found, leaves, aliases, kept, inside)
     befores = inside.before if inside is not None else []
     nodes = graph_of(outs)
     pairs = [(x, a) for x, a in zip(leaves, aliases, strict=True) if x.requires_grad]
@@ -190,6 +200,11 @@ def note_taken(
                 each.constant.add(i)
                 if before is not None and i not in before:
                     each.entered.discard(i)
+
+
+def _beneath(level: Any, x: Tensor) -> Tensor:
+    """x without its wrapper of this level of torch.func, if it has one."""
+    return upstream.get_unwrapped(x) if upstream.maybe_get_level(x) == level.level() else x
 
 
 def tracked_in(nodes: Sequence[Any], aliases: Sequence[Tensor]) -> list[Tensor]:

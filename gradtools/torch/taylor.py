@@ -28,7 +28,7 @@ from gradtools.torch import engines
 from gradtools.torch.autograd_graph import graph_of, node_of
 from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.open_derivatives import ReadsElsewhere, caller_of
+from gradtools.torch.open_derivatives import ReadsElsewhere, caller_of, note_taken
 from gradtools.torch.plain_programs import programs
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.rerunning import changes_in_place, name_of
@@ -47,34 +47,33 @@ def carry_series(
     fun: Fun, moved: Sequence[Series], algebra: Algebra
 ) -> tuple[list[Series], list[Any]]:
     """fun's outputs with their series, and its extras."""
-    still = (None,) * algebra.order
     places: list[list[bool]] = []
 
     def flat(*aliases: Tensor) -> tuple[list[Tensor], list[Any]]:
-        here = [
-            Series(x, tuple(map(_saveable, s.terms))) for x, s in zip(aliases, moved, strict=True)
-        ]
+        pairs = zip(aliases, moved, strict=True)
+        here = [Series(x, tuple(map(_saveable, s.terms))) for x, s in pairs]
         start = Randomness.everywhere({x.device.type for x in aliases})
         try:
             with as_written(), _Carrying(algebra, here) as mode, elsewhere:
                 outs, extras = fun(*aliases)
             mode.refuse_unseen(outs)
-            ys = [getattr(y, _SERIES, None) or Series(y, still) for y in outs]
+            ys = [getattr(y, _SERIES, None) or Series(y, (None,) * algebra.order) for y in outs]
         except _NotSeen:
             ys, extras = algebra.general(partial(_from, start, fun), here, in_loop=True)
         places[:] = [[t is not None for t in y.terms] for y in ys]
         return [x for y in ys for x in (y.primal, *y.terms) if x is not None], extras
 
     flat.caller = caller_of(fun)  # type: ignore[attr-defined]
-    elsewhere = ReadsElsewhere([x.primal for x in moved])
-    result = engines.vjp(flat, [x.primal for x in moved], groups=None, once=True)
+    leaves = [x.primal for x in moved]
+    elsewhere = ReadsElsewhere(leaves)
+    result = engines.vjp(flat, leaves, groups=None, once=True)
     if elsewhere.found:
-        engines.refuse_lost_along(fun, [x.primal for x in moved])
+        engines.refuse_lost_along(fun, leaves)
     left = iter(result.outs)
-    series = [
-        Series(next(left), tuple([next(left) if there else None for there in each]))
-        for each in places
-    ]
+    terms_of = lambda places: tuple([next(left) if there else None for there in places])
+    series = [Series(next(left), terms_of(each)) for each in places]
+    terms = [t for y in series for t in y.terms[algebra.returned]]
+    note_taken([y.primal for y in series], terms, leaves, leaves, torch.is_grad_enabled())
     return series, list(result.extras)
 
 

@@ -56,7 +56,29 @@ def _mixed(y: float, z: float) -> float:
     return 2 * z * np.cos(y * z**2) - 2 * y * z**3 * np.sin(y * z**2)
 
 
+DERIVATIVES = {  # of a scalar f at a scalar x
+    "jacobian": lambda gt, f, x: gt.jacobian(f)(x),
+    "jacobian, reverse": lambda gt, f, x: gt.jacobian(f, mode="reverse")(x),
+    "jacobian, forward": lambda gt, f, x: gt.jacobian(f, mode="forward")(x),
+    "hessian": lambda gt, f, x: gt.hessian(lambda z: f(z) * z)(x),
+    "laplacian": lambda gt, f, x: gt.laplacian(lambda z: f(z) * z)(x),
+    "jet": lambda gt, f, x: gt.jet(f, (x,), ((x * 0 + 1,),))[1][0],
+    "per_example_grad": lambda gt, f, x: gt.xp.sum(
+        gt.per_example_grad(lambda w, z: f(w) * z)(x, gt.xp.ones_like(gt.xp.stack([x, x])))
+    ),
+}
+
 INNER = (
+    *[
+        Inner(f"{name} of 3 z", lambda gt, x, xp, d=d: d(gt, lambda z: 3 * z, x), 0.0)
+        for name, d in DERIVATIVES.items()
+    ],
+    *[
+        Inner(
+            f"{name} of exp, cut", lambda gt, x, xp, d=d: gt.stop_gradient(d(gt, xp.exp, x)), None
+        )
+        for name, d in DERIVATIVES.items()
+    ],
     Inner("of a linear function", lambda gt, x, xp: gt.grad(lambda z: 3 * z)(x), 0.0),
     Inner("of the identity", lambda gt, x, xp: gt.grad(lambda z: z)(x), 0.0),
     Inner("of a square", lambda gt, x, xp: gt.grad(lambda z: z**2)(x), 2.0),

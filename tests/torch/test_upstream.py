@@ -165,6 +165,8 @@ def test_levels_of_torch_func_are_seen_from_inside():
         seen["level"] = upstream.peek_interpreter_stack().level() == upstream.maybe_get_level(x)
         with upstream.temporarily_clear_interpreter_stack():
             seen["cleared"] = upstream.peek_interpreter_stack()
+        with upstream.temporarily_pop_interpreter_stack():
+            seen["popped"] = upstream.peek_interpreter_stack().key()
         assert kinds.Grad in seen["kinds"]
         return (x**2).sum()
 
@@ -177,6 +179,7 @@ def test_levels_of_torch_func_are_seen_from_inside():
         "batched": (True, 0),
         "level": True,
         "cleared": None,
+        "popped": kinds.Vmap,
     }
     assert upstream.peek_interpreter_stack() is None and upstream.get_interpreter_stack() is None
 

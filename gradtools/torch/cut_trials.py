@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from gradtools.backend import Fun
 from gradtools.torch import _upstream as upstream
@@ -65,10 +64,10 @@ class _WatchForCuts(TorchFunctionMode):
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        before = self._reached(tree_leaves((args, kwargs)))
+        before = self._reached(upstream.tree_leaves((args, kwargs)))
         out = fun(*args, **kwargs)
         if before and not _reads_no_value(fun) and not _keeps_its_graph(fun, args, kwargs):
-            self.found |= before - self._reached(tree_leaves(out))
+            self.found |= before - self._reached(upstream.tree_leaves(out))
         return out
 
     def _reached(self, xs: Iterable[Any]) -> set[int]:

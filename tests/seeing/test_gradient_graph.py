@@ -223,7 +223,7 @@ def test_an_error_of_the_users_is_told(gt, x):
 
 
 def test_no_function_is_refused(gt, x):
-    with pytest.raises(GradtoolsError, match="gradient_graph: f is 3"):
+    with pytest.raises(GradtoolsError, match="gradient_graph: f must be a function, got 3"):
         gt.gradient_graph(3, x)
 
 

@@ -211,7 +211,8 @@ def _with_gates(linear_map: CheckedMap, cts: Any, pulled: list[Any]) -> list[Any
     assert contract is not None
     if not (behind or inputs) or contract.check == "never":
         return pulled
-    traced = upstream.TracingContext.try_get() is not None  # then there are no values
+    # Then there are no values.
+    traced = bool(upstream.TracingContext.try_get()) or upstream.is_traced_by_make_fx()
     hidden = traced or any(map(is_wrapped, (*at, *given)))  # functorch's wrappers show no graph
     suspects = [
         i

@@ -544,6 +544,37 @@ def test_an_nnx_module_is_compared():
     assert report and "parameter kernel" in paths(report, "gradient")
 
 
+def test_a_linear_function_pairs_layers_that_are_stacked():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
+    mapping = lambda p: {
+        "kernels": np.stack([p["0.weight"].T, p["2.weight"].T]),
+        "biases": np.stack([p["0.bias"], p["2.bias"]]),
+    }
+    own = mapping({name: p.detach().numpy() for name, p in module.named_parameters()})
+
+    def apply(params, state, x):
+        y = jnp.tanh(x @ params["kernels"][0] + params["biases"][0])
+        return y @ params["kernels"][1] + params["biases"][1], state
+
+    def check(apply=apply, mapping=mapping):
+        ported = apply, jax.tree.map(jnp.asarray, own), {}
+        rows = (ROWS.astype("float32"),)
+        return cross_check(torch=module, jax=ported, args=rows, mapping=mapping, order=1)
+
+    assert "parameter kernels" in paths(check(), "gradient")
+    stopped = lambda p, state, x: apply(
+        {**p, "biases": jax.lax.stop_gradient(p["biases"])}, state, x
+    )
+    with pytest.raises(AgreementError, match="stopped gradient in jax"):
+        check(stopped)
+    with pytest.raises(GradtoolsError, match=r"missing \['biases'\], unknown none"):
+        check(mapping=lambda p: {"kernels": own["kernels"]})
+    with pytest.raises(
+        GradtoolsError, match=r"kernels has shape \(2, 3, 3\) in JAX, but PyTorch's"
+    ):
+        check(mapping=lambda p: {**mapping(p), "kernels": p["0.weight"]})
+
+
 def test_make_functionald_triples_are_compared():
     module = torch.nn.Linear(3, 3)
     triple = gradtools.torch.make_functional(module)

@@ -66,10 +66,9 @@ def cross_check(
         order: 0 compares values, 1 first derivatives too, 2 second ones too.
         argnums: Which arguments are differentiated; None for all that can be.
         mapping: The pairs of parameters, if both are models: a `ParameterMapping`, or a dictionary
-            from PyTorch's names to JAX's, the overrides of `match_parameters`. None: the same
-            names and shapes, or what `match_parameters` pairs. For any other correspondence give
-            the triple ``(apply, params, state)`` for JAX, whose apply converts PyTorch's
-            parameters.
+            from PyTorch's names to JAX's, the overrides of `match_parameters`, or a linear function
+            from PyTorch's parameters to a tree of JAX's (stacked layers, split matrices). None: the
+            same names and shapes, or what `match_parameters` pairs.
         dtype: "float64", "float32", "float16" or "bfloat16": what all floating inputs, parameters
             and buffers are cast to. None leaves them as they are.
         seed: The seed of the random directions.

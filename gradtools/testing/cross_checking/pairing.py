@@ -1,12 +1,13 @@
 """Pairs the parameters of two models, and converts PyTorch's arrays to JAX's layout.
 
 Two models are compared in JAX's layout: all arrays that belong to PyTorch's parameters (values,
-directions, gradients) are converted by the linear maps of a `ParameterMapping`.
+directions, gradients) are converted by the linear maps of a `ParameterMapping`, or by a linear
+function of the user's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,15 +31,23 @@ class Pairing:
     Attributes:
         paths: The names of JAX's parameters, in order; empty if nothing is paired.
         sources: For each the number of PyTorch's parameter, and its layout in JAX.
+        convert: In place of these, a function of one array for each of PyTorch's parameters.
         notes: Notes for the report.
     """
 
     paths: list[str] = field(default_factory=list)
     sources: list[tuple[int, Layout]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    convert: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None
+    likes: Sequence[np.ndarray] = ()
 
     def in_jax_layout(self, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
         """One array for each of PyTorch's parameters, as those of JAX's; None stays None."""
+        if self.convert is not None:
+            given = list(zip(arrays, self.likes, strict=True))
+            found = self.convert([np.zeros_like(like) if x is None else x for x, like in given])
+            there = self.convert([np.full_like(like, x is not None) for x, like in given])
+            return [x if t.any() else None for x, t in zip(found, there, strict=True)]
         pairs = ((arrays[i], layout) for i, layout in self.sources)
         return [None if x is None else layout.to_jax(x) for x, layout in pairs]
 
@@ -63,6 +72,8 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
                     f"the parameters of the {side.name} model have no counterpart: constant"
                 )
         return Pairing(notes=notes)
+    if callable(mapping) and not isinstance(mapping, ParameterMapping):
+        return _by_function(first, second, mapping)
     mine = {joined(tokens(path)): x for path, x in first.free_params.items()}
     theirs = {joined(tokens(path)): x for path, x in second.free_params.items()}
     mapping = _mapping(mine, {tokens(path): x for path, x in second.free_params.items()}, mapping)
@@ -78,14 +89,7 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
                 f"cross_check: parameter {entry.torch_name} has shape {shape} in PyTorch, and "
                 f"{entry.torch_shape} in the mapping. Make the mapping from the same models."
             )
-    missing = [name for name in theirs if name not in entries]
-    unknown = [name for name in entries if name not in theirs]
-    if missing or unknown:
-        raise GradtoolsError(
-            "cross_check: the mapping does not give JAX's parameters: "
-            f"missing {missing or 'none'}, unknown {unknown or 'none'}. JAX's names are "
-            f"{[*theirs]}."
-        )
+    _check_names(entries, theirs)
     used = {entry.torch_name for entry in entries.values()}
     notes = list(mapping.notes)
     for path, name in zip(first.free_params, mine, strict=True):
@@ -95,13 +99,47 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
     order = [name for name in mine if name in used]
     sources = [(order.index(e.torch_name), e.layout) for e in (entries[name] for name in theirs)]
     for (i, layout), (name, y) in zip(sources, theirs.items(), strict=True):
-        shape = layout.to_jax(mine[order[i]]).shape
-        if shape != y.shape:
-            raise GradtoolsError(
-                f"cross_check: parameter {name} has shape {y.shape} in JAX, but PyTorch's has "
-                f"shape {shape} after the mapping. Correct the mapping or the model."
-            )
+        _check_shape(name, layout.to_jax(mine[order[i]]).shape, y.shape)
     return Pairing([f"parameter {name}" for name in theirs], sources, notes)
+
+
+def _by_function(first: Side, second: Side, function: Callable[[Any], Any]) -> Pairing:
+    """The pairing by a linear function from PyTorch's parameters to a tree of JAX's."""
+    theirs = {joined(tokens(path)): x for path, x in second.free_params.items()}
+
+    def convert(arrays: list[np.ndarray]) -> list[np.ndarray]:
+        tree = function(first.params_tree(arrays))
+        found: dict[str, np.ndarray] = {}
+        leaves = second.waist.flatten(tree)[0]
+        for path, x in zip(map(tokens, second.waist.leaf_paths(tree)), leaves, strict=True):
+            name = joined(path)
+            found[name if name in theirs else joined(without_collection(path))] = np.asarray(x)
+        _check_names(found, theirs)
+        return [found[name] for name in theirs]
+
+    likes = [*first.free_params.values()]
+    for (name, y), x in zip(theirs.items(), convert(likes), strict=True):
+        _check_shape(name, x.shape, y.shape)
+    return Pairing([f"parameter {name}" for name in theirs], convert=convert, likes=likes)
+
+
+def _check_names(given: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    missing = [name for name in theirs if name not in given]
+    unknown = [name for name in given if name not in theirs]
+    if missing or unknown:
+        raise GradtoolsError(
+            "cross_check: the mapping does not give JAX's parameters: "
+            f"missing {missing or 'none'}, unknown {unknown or 'none'}. JAX's names are "
+            f"{[*theirs]}."
+        )
+
+
+def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise GradtoolsError(
+            f"cross_check: parameter {name} has shape {expected} in JAX, but PyTorch's has "
+            f"shape {found} after the mapping. Correct the mapping or the model."
+        )
 
 
 def _mapping(
@@ -113,7 +151,8 @@ def _mapping(
     if not isinstance(mapping, Mapping | None):
         raise GradtoolsError(
             f"cross_check: mapping is a {type(mapping).__name__}; expected None, what "
-            "match_parameters made, or its overrides, a dictionary from PyTorch's names to JAX's."
+            "match_parameters made, its overrides (a dictionary from PyTorch's names to JAX's), or "
+            "a linear function from PyTorch's parameters to JAX's."
         )
     paths = {joined(path): path for path in theirs}
     shapes = {name: x.shape for name, x in mine.items()}

@@ -94,6 +94,11 @@ class Side(FlatFunction):
 
         self.program = program
 
+    def params_tree(self, arrays: Sequence[np.ndarray]) -> Any:
+        """The tree of the parameters with these arrays in place of the differentiated ones."""
+        full = {**self.params, **dict(zip(self.free_params, arrays, strict=True))}
+        return self.waist.unflatten(self._tree, [*full.values()])
+
     def has_64_bits(self) -> bool:
         """Whether a parameter is float64 or complex128."""
         return any(_is_wide(x) for x in self.params.values())

@@ -388,12 +388,16 @@ class Copy:
                     source = fields[name]
                     result = slots.get(id(source))
                     if result is None:
-                        result = {k: None if v is None else own[id(v)] for k, v in source.items()}
+                        result = self._own_slot(source) if source else {}
                         slots[id(source)] = result
                     fields[name] = result
             object.__setattr__(copy, "__dict__", fields)
             self._made.append((m, copy, fields if self._is_whole else fields.copy(), fixed))
         self.root = own[id(next(iter(tree.modules)))]
+
+    def _own_slot(self, slot: dict[str, Any]) -> dict[str, Any]:
+        """The copy's parameters, buffers or children in the place of the module's."""
+        return {k: None if v is None else self._own[id(v)] for k, v in slot.items()}
 
     def _relink(
         self, module: nn.Module, fields: dict[str, Any], live: Sequence[str]

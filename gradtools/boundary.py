@@ -1,4 +1,4 @@
-"""Traceback filtering at the API boundary: gradtools' own frames are removed from errors.
+"""Traceback filtering at the API boundary, and the names of the functions that operators return.
 
 Each public operator, and each function that one returns, is `user_facing`. An error that passes
 through loses gradtools' own frames, so that its traceback ends at the user's line (as JAX's
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from itertools import takewhile
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar, cast
@@ -59,6 +59,27 @@ def called(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     except Exception as error:
         trimmed(error)
         raise
+
+
+def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
+    """`call` with f's name (and a prefix) and signature; picklable if f is."""
+    name = f"{prefix}{getattr(f, '__name__', type(f).__name__)}{suffix}"
+    known = {"__name__": name, "__qualname__": name, "__wrapped__": f}
+    try:
+        call.__dict__.update(known)
+    except AttributeError:  # dynamo's representation of a partial has no attributes
+        return call
+    if type(call) is partial:
+        call = _Method(called, call.func, *call.args, **call.keywords)
+        call.__dict__.update(known)
+    return call
+
+
+class _Method(partial[Any]):
+    """A partial that binds as a method in a class, as Python 3.14's do."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else partial(self, instance)
 
 
 def trimmed(error: Exception) -> Exception:

@@ -29,9 +29,9 @@ from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify, 
 from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
 from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R
+from gradtools.boundary import like_function
 from gradtools.derivatives import Derivatives, GradientSpec
 from gradtools.errors import GradtoolsError
-from gradtools.function_names import like_function
 
 Argnums = int | Sequence[int]
 _MICROBATCHED = "microbatched_value_and_grad"

@@ -27,9 +27,9 @@ from gradtools.arguments.checks import (
 )
 from gradtools.arguments.in_axes import Argument, arguments_of_call
 from gradtools.backend import Operators, P, R, T
+from gradtools.boundary import like_function
 from gradtools.disconnected_inputs import Connection, is_missing, refuse_cut
 from gradtools.freezing import Freezing
-from gradtools.function_names import like_function
 from gradtools.gradient_types import Gradient, ValueAndGradient
 
 A = TypeVar("A")

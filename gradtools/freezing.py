@@ -22,7 +22,7 @@ from typing import Any
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify, checked_verify
 from gradtools.backend import F, Operators
-from gradtools.function_names import like_function
+from gradtools.boundary import like_function
 
 _ONE = Partition(1, 1)  # a use is one chunk
 

@@ -1,8 +1,18 @@
-"""Text for a terminal that lacks mathematical characters, as one of ASCII or cp1252 does."""
+"""Texts and tables of reports for a terminal, and their HTML for a notebook.
+
+A report has one text, optionally with ANSI colours; `coloured` converts the escape sequences to
+HTML spans, so that a notebook shows the same as a terminal. Mathematical characters that a terminal
+lacks, as one of ASCII or cp1252 does, are spelled.
+"""
+
+from __future__ import annotations
 
 import codecs
+import html
+import re
 import sys
 import unicodedata
+from collections.abc import Sequence
 
 SPELLED = "gradtools.spelled"
 """The error handler that spells what an encoding lacks, for example ``x ∈ ℝ³`` as ``x in R^3``."""
@@ -41,3 +51,39 @@ def _word(character: str) -> str:
 
 
 codecs.register_error(SPELLED, _spelled)
+
+
+# --- tables and HTML
+
+_STYLES = {
+    "1": "font-weight: bold",
+    "2": "opacity: 0.7",
+    "31": "color: #c62828",
+    "32": "color: #2e7d32",
+    "33": "color: #b26a00",
+}
+_CELL = "text-align: left; padding: 0.1em 1em 0.1em 0"
+
+
+def coloured(text: str) -> str:
+    """Text with a terminal's colours as a block of HTML."""
+    shown = html.escape(text, quote=False)
+    shown = re.sub(r"\x1b\[0m", "</span>", shown)
+    shown = re.sub(r"\x1b\[(\d+)m", lambda code: f'<span style="{_STYLES[code[1]]}">', shown)
+    return f'<pre style="overflow-x: auto">{shown}</pre>'
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of text as lines, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def table(rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
+    """Rows of text as a table of HTML, the first cell of each as its head."""
+    lines = ["<table>"]
+    for head, *cells in rows:
+        shown = "".join(f'<td style="{_CELL}">{html.escape(cell)}</td>' for cell in cells)
+        lines.append(f'<tr><th style="{_CELL}">{html.escape(head)}</th>{shown}</tr>')
+    lines.append("</table>")
+    return "\n".join([*lines, *(f"<p>note: {html.escape(note)}</p>" for note in notes)])

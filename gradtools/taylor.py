@@ -30,8 +30,8 @@ from typing import Any
 from gradtools.arguments.calls import Call
 from gradtools.arguments.checks import check_function, normalized_argnums
 from gradtools.backend import Array, Backend, Fun, Operators, P
+from gradtools.boundary import like_function
 from gradtools.errors import GradtoolsError
-from gradtools.function_names import like_function
 
 Term = Array | None  # None: zero
 Linear = Callable[..., list[Array]]

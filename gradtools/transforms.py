@@ -11,7 +11,7 @@ from gradtools.arguments.checks import check_function
 from gradtools.arguments.chunks import ChunkOptions, Verify, checked_verify
 from gradtools.arguments.in_axes import arguments_of_call
 from gradtools.backend import F, Operators, P, R
-from gradtools.function_names import like_function
+from gradtools.boundary import like_function
 
 
 class Transforms(Operators):

@@ -42,8 +42,8 @@ from gradtools.arguments.chunks import Verify, checked_verify
 from gradtools.arguments.in_axes import argument_keys
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, Operators
+from gradtools.boundary import like_function
 from gradtools.errors import GradtoolsError
-from gradtools.function_names import like_function
 from gradtools.pairwise.tile_reductions import KINDS, Reduction, wide
 from gradtools.pairwise.tile_rules import (
     COLUMNS,

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from gradtools import notebook_html
 from gradtools.arguments.checks import check_function
 from gradtools.backend import Operators, P
+from gradtools.printing import table
 from gradtools.seeing.frameworks import Framework
 
 _RUNS, _ENOUGH = (3, 25), 1.0  # at least, at most; seconds after which no further run starts
@@ -59,7 +59,7 @@ class Measurement:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return notebook_html.table(list(self._rows()), self.notes)
+        return table(list(self._rows()), self.notes)
 
     def text(self, colour: bool = False) -> str:
         """The record as text; `colour` adds a terminal's escape codes."""

@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from gradtools import notebook_html
 from gradtools.errors import GradtoolsError
+from gradtools.printing import aligned, coloured
 from gradtools.testing.cross_checking import tolerances
 
 Number = bool | int | float | complex
@@ -267,7 +267,7 @@ class Report:
         """
         chosen = self._chosen(limit)
         head = ("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")
-        first, *rows = notebook_html.aligned([head, *map(self._row, chosen)])
+        first, *rows = aligned([head, *map(self._row, chosen)])
         lines = [self.summary()]
         if self.first is not None:
             lines += [f"First disagreement: {self.first.describe(self.names)}", ""]
@@ -298,7 +298,7 @@ class Report:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return notebook_html.coloured(self.table(colour=True))
+        return coloured(self.table(colour=True))
 
     def print(self, stream: TextIO | None = None) -> None:
         """Prints the table, in colour if the stream is a terminal."""

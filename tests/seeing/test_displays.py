@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from gradtools import notebook_html
+from gradtools import printing
 from gradtools.testing import Comparison, Report
 
 X = np.float32([0.3, -0.8])
@@ -20,18 +20,18 @@ def words(shown: str) -> str:
 
 
 def test_coloured_text_keeps_its_words_and_gets_spans():
-    shown = notebook_html.coloured("\x1b[31ma < b\x1b[0m & c")
+    shown = printing.coloured("\x1b[31ma < b\x1b[0m & c")
     assert words(shown) == "a < b & c"
     assert '<span style="color: #c62828">a &lt; b</span> &amp; c' in shown
 
 
 def test_every_colour_that_texts_use_has_a_style():
     for code in ("1", "2", "31", "32", "33"):
-        assert words(notebook_html.coloured(f"\x1b[{code}mx\x1b[0m")) == "x"
+        assert words(printing.coloured(f"\x1b[{code}mx\x1b[0m")) == "x"
 
 
 def test_a_table_shows_every_cell_and_note_and_no_markup_of_theirs():
-    shown = notebook_html.table([("a<b", "1", "<i>")], ["x & y"])
+    shown = printing.table([("a<b", "1", "<i>")], ["x & y"])
     assert words(shown).split() == ["a<b1<i>", "note:", "x", "&", "y"]
     assert "<i>" not in shown
 

@@ -18,7 +18,7 @@ from gradtools.errors import warn
 from gradtools.jax.rules import linearity
 from gradtools.jax.rules.primitives import READS_A_VALUE, Mask, eval_cotangent
 from gradtools.jax.trees import all_known, filled, is_inexact, likes_of, without_none, zeros_of
-from gradtools.linearity import is_linear
+from gradtools.rule_contract import is_linear
 from gradtools.rules import JvpRule, Linearized, Rule, saved_from, spread
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradtools import notebook_html
-from gradtools.printing import printable
+from gradtools.printing import aligned, coloured, printable, table
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
 from gradtools.seeing.graphs.nodes import Dependence, shared_length
 
@@ -49,10 +48,10 @@ class DependenceTable:
         return [("", *self.outputs), *rows]
 
     def _repr_html_(self) -> str:
-        return notebook_html.table(self._rows())
+        return table(self._rows())
 
     def __str__(self) -> str:
-        return printable("\n".join(notebook_html.aligned(self._rows())))
+        return printable("\n".join(aligned(self._rows())))
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class GradientReport:
         return printable(self.text())
 
     def _repr_html_(self) -> str:
-        return notebook_html.coloured(self.text(colour=True))
+        return coloured(self.text(colour=True))
 
     def text(self, colour: bool = False) -> str:
         """The report as text; `colour` adds a terminal's escape codes."""

@@ -9,9 +9,9 @@ from typing import Any
 from gradtools.arguments.checks import check_function
 from gradtools.arguments.keyword_hints import passed_on
 from gradtools.backend import Operators, P, R
+from gradtools.boundary import like_function
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError, warn
-from gradtools.function_names import like_function
 from gradtools.seeing.diagnostics.diagnosis import (
     apart,
     briefly,

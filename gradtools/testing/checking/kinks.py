@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import gradtools
-from gradtools import notebook_html
+from gradtools.printing import aligned
 from gradtools.testing.cross_checking.sides import in_double_precision
 
 
@@ -240,7 +240,7 @@ def convention_table(rows: Sequence[Convention] | None = None, colour: bool = Fa
     star = lambda row: "*" if row.differs else ""
     cells = [(star(row), row.name, *map(_values, (*row.at(1), *row.at(2)))) for row in rows]
     head = ("", "function and point", "torch", "jax", "torch, twice", "jax, twice")
-    first, *lines = notebook_html.aligned([head, *cells])
+    first, *lines = aligned([head, *cells])
     painted = [colour and row.differs for row in rows]
     lines = [f"\x1b[33m{x}\x1b[0m" if on else x for x, on in zip(lines, painted, strict=True)]
     different = sum(row.differs for row in rows)

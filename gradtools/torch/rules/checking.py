@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError, warn
-from gradtools.linearity import is_linear
+from gradtools.rule_contract import is_linear
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling

@@ -283,9 +283,10 @@ class Jacobians(Operators):
             not isinstance(u, list) or self._backend.flatten(u)[1] == (self._backend.flatten(z)[1])
         )
         if single:
-            return self._mixed_partials(f, G, y, z, [u])[0]
+            return self._mixed_partials(f, G, y, z, [u], ["u"])[0]
         # Uncompiled: each direction runs G from the same random state, which dynamo cannot restore.
-        return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u)
+        names = [f"u[{k}]" for k in range(len(u))]
+        return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u, names)
 
     def _flat_gradient(self, call: Call, fun: Fun, mode: str) -> Fun:
         """The gradient of a call as a function of flat arrays; `fun` evaluates the call."""
@@ -320,13 +321,15 @@ class Jacobians(Operators):
             mode = "forward_over_forward"
         return mode, staged.run
 
-    def _mixed_partials(self, f: Any, G: Any, y: Any, z: Any, us: list[Any]) -> list[Any]:
+    def _mixed_partials(
+        self, f: Any, G: Any, y: Any, z: Any, us: list[Any], names: Sequence[str]
+    ) -> list[Any]:
         """The mixed partial derivatives along each direction of `us`."""
         if not us:
             return []
         backend = self._backend
-        g, ws = self._pushed_through(G, z, us)
-        call = call_of_primals(backend, "mixed_partial", f, (y, g))
+        g, ws = self._pushed_through(G, z, us, names)
+        call = call_of_primals(backend, "mixed_partial", f, (y, g), names=("y", "G(z)"))
         count = call.counts[0]
         many = [[x for x in backend.flatten(w)[0] if x is not None] for w in ws]
         mode, fun = self._second_order(call, "auto")
@@ -340,11 +343,13 @@ class Jacobians(Operators):
         call.refuse_changes()
         return [call.to_trees([*row, *call.leaves[count:]])[0] for row in rows]
 
-    def _pushed_through(self, G: Any, z: Any, us: list[Any]) -> tuple[Any, list[Any]]:
+    def _pushed_through(
+        self, G: Any, z: Any, us: list[Any], names: Sequence[str]
+    ) -> tuple[Any, list[Any]]:
         """G(z) and its tangent along each of us, in forward mode."""
         backend = self._backend
-        call = call_of_primals(backend, "mixed_partial", G, (z,))
-        many = [call.from_trees((u,), "tangent") for u in us]
+        call = call_of_primals(backend, "mixed_partial", G, (z,), names=("z",))
+        many = [call.from_trees((u,), name) for u, name in zip(us, names, strict=True)]
         outs, extras, pushed = backend.jvps(call, call.leaves, many)
         if not outs:
             came = call.output(outs, extras)[0]

@@ -33,10 +33,12 @@ class Call:
         may_transpose: Whether the pullback may be transposed, which skips f's gradient hooks.
         deferred: Whether results are attached to the leaves afterwards (see `attaching`), so that
             f is evaluated as if they required no gradient.
+        names: The operator's own names of the arguments; without them "argument 0" and so on.
     """
 
     returns_output = True
     may_transpose = deferred = False
+    names: Sequence[str] = ()
 
     def __init__(
         self,
@@ -48,8 +50,9 @@ class Call:
         argnums: tuple[int, ...],
         has_aux: bool | None = None,
         elsewhere: str = NOT_NAMED,
+        names: Sequence[str] = (),
     ) -> None:
-        self.backend, self.caller = backend, caller
+        self.backend, self.caller, self.names = backend, caller, names
         self.has_aux, self.takes_aux = bool(has_aux), has_aux is not None
         self.f: Any = f
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
@@ -87,10 +90,13 @@ class Call:
     def paths(self) -> list[str]:
         """The name of each differentiated leaf, computed when a message needs it."""
         return [
-            f"argument {i}{path}"
+            f"{self._name(i)}{path}"
             for i in self.argnums
             for path in self.backend.leaf_paths(self.args[i])
         ]
+
+    def _name(self, i: int) -> str:
+        return self.names[i] if self.names else f"argument {i}"
 
     def without_values(self, aval: Callable[[Array], Any]) -> Call:
         """A copy for pullbacks, without arrays: names, structures, shapes and dtypes."""
@@ -164,7 +170,11 @@ class Call:
         return tuple(trees)
 
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
-        """The leaves of one tree for each differentiated argument, checked against them."""
+        """The leaves of one tree for each differentiated argument, checked against them.
+
+        what: What the trees are, for messages: "tangent" for "tangent 0" and so on, or the name of
+            the only one if arguments have names.
+        """
         flat: list[Array] = []
         for i, tree, treedef in zip(self.argnums, trees, self.treedefs, strict=True):
             leaves = _leaves_like(treedef, tree)
@@ -173,8 +183,9 @@ class Call:
             if leaves is None:
                 came = in_words(self.backend.flatten(tree)[1])
                 raise GradtoolsError(
-                    f"{self.caller}: {what} {i} has the structure {came}, expected that of "
-                    f"argument {i}, {in_words(treedef)}. Give one leaf for each of its leaves."
+                    f"{self.caller}: {what if self.names else f'{what} {i}'} has the structure "
+                    f"{came}, expected that of {self._name(i)}, {in_words(treedef)}. Give one leaf "
+                    "for each of its leaves."
                 )
             flat += leaves
         return [
@@ -183,7 +194,8 @@ class Call:
         ]
 
     def _names(self, what: str, k: int) -> tuple[str, str]:
-        return self.paths[k].replace("argument", what, 1), self.paths[k]
+        like = self.names[0] if self.names else "argument"
+        return self.paths[k].replace(like, what, 1), self.paths[k]
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
         """`(out, aux)` of f from the flat lists. Also writes f's changes to the user's modules."""
@@ -261,14 +273,19 @@ class Call:
 
 
 def call_of_primals(
-    backend: Backend, caller: str, f: Any, primals: Sequence[Any], has_aux: bool | None = None
+    backend: Backend,
+    caller: str,
+    f: Any,
+    primals: Sequence[Any],
+    has_aux: bool | None = None,
+    names: Sequence[str] = (),
 ) -> Call:
     """The call `f(*primals)`, differentiated with respect to all of them."""
     check_function(caller, f, curried=False)
     if not primals:
         raise GradtoolsError(f"{caller}: no primals were given; pass f's arguments after f.")
     argnums = tuple(range(len(primals)))
-    return Call(backend, caller, f, primals, {}, argnums, has_aux, "let f close over it")
+    return Call(backend, caller, f, primals, {}, argnums, has_aux, "let f close over it", names)
 
 
 def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -36,7 +37,8 @@ def cut_in(fun: Fun, leaves: Sequence[Tensor], unreached: list[int]) -> list[int
             put_back(fun, leaves),
             torch.enable_grad(),
         ):
-            xs = [copied(x) for x in leaves]
+            with upstream.DisableTorchFunction():  # another trial around this one sees no cut here
+                xs = [copied(x) for x in leaves]
             with _WatchForCuts([xs[i] for i in unreached]) as cuts:
                 fun(*xs)
     except Exception:  # the caller refuses, as if the run had shown each cut
@@ -64,6 +66,8 @@ class _WatchForCuts(TorchFunctionMode):
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality):
+            return fun(*args, **kwargs)  # a decomposition that autograd runs
         before = self._reached(upstream.tree_leaves((args, kwargs)))
         out = fun(*args, **kwargs)
         if before and not _reads_no_value(fun) and not _keeps_its_graph(fun, args, kwargs):
@@ -71,12 +75,14 @@ class _WatchForCuts(TorchFunctionMode):
         return out
 
     def _reached(self, xs: Iterable[Any]) -> set[int]:
-        """The leaves on which some of xs depend, beneath wrappers of torch.func."""
+        """The leaves on which xs or their tangents depend, beneath wrappers of torch.func."""
         result: set[int] = set()
         with upstream.DisableTorchFunction():
-            for x in xs:
-                y = unwrapped(x) if isinstance(x, Tensor) else None
-                if y is not None and y.requires_grad:
+            tensors = [unwrapped(x) for x in xs if isinstance(x, Tensor)]
+            if upstream.forward_level() >= 0:  # a dual number may have a graph at its tangent alone
+                tensors = [y for x in tensors for y in unpack_dual(x) if y is not None]
+            for y in tensors:
+                if y.requires_grad:
                     result |= self._leaves_behind(get_gradient_edge(y).node)
         return result
 

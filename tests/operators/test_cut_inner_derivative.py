@@ -227,6 +227,31 @@ def test_a_part_of_an_inner_derivative_that_f_leaves_unused_is_no_cut(gt, backen
         gt.hvp(stopped, (x,), (v,))
 
 
+@pytest.mark.slow_at("jax")
+@pytest.mark.parametrize("mode", ["forward_over_reverse", "reverse_over_reverse"])
+def test_a_product_that_f_leaves_unused_is_no_cut_of_its_tangent(gt, backend_name, mode):
+    x = lift(backend_name, np.array(1.2))
+    one = x * 0 + 1
+
+    def inner(p: Any) -> Any:
+        return gt.hvp(lambda a: a**3, (p["a"],), (p["t"],), mode=mode)
+
+    p, ones = {"a": x, "t": x / 2}, {"a": one, "t": one}
+    part = lambda p: inner(p)[0][0]  # 3 a^2, and the tangent t is in the product alone
+    close(_number(gt.jvp(part, (p,), (ones,))[1]), 7.2, 1e-12)
+    close(_number(gt.linearize(part, p)[1](ones)), 7.2, 1e-12)
+    for second in ("forward_over_reverse", "reverse_over_reverse"):
+        (gradient,), (product,) = gt.hvp(part, (p,), (ones,), mode=second)
+        assert [_number(gradient["t"]), _number(product["t"])] == [0, 0]
+        close(_number(gradient["a"]), 7.2, 1e-12)
+        close(_number(product["a"]), 6.0, 1e-12)
+    close(_number(gt.jvp(lambda t: part({"a": x, "t": t}), (x,), (one,))[1]), 0, 0)
+    stopped = lambda p: part(p) + gt.stop_gradient(inner(p)[1][0])
+    for way in (gt.linearize, lambda f, p: gt.hvp(f, (p,), (ones,), mode="forward_over_reverse")):
+        with pytest.raises(DisconnectedInputError, match="reaches a derivative"):
+            way(stopped, p)
+
+
 CUTS_IN_PYTORCH = {
     "detach": lambda torch, g: g.detach(),
     "data": lambda torch, g: g.data,

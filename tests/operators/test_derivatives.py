@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradtools.errors import GradtoolsError
 from tests.conformance.rig.checking import judged
 from tests.conformance.rig.matrix import OPERATORS, Cell
 from tests.conformance.rig.programs import FORMS, program_of, smooth_programs
@@ -327,6 +328,23 @@ def test_mixed_partial_over_trees_equals_double_backward(gt, backend_name, rng):
     inner = lambda y: gt.grad(lambda z: f(y, G(z)))(z)
     twice = gt.grad(lambda y: sum(xp.sum(u[k] * inner(y)[k]) for k in "ab"))(y)
     close(lower(found), lower(twice), EXACT)
+
+
+def test_mixed_partial_names_its_own_arguments(gt, backend_name):
+    y, w, short = lift(backend_name, (np.array([1.0, 2.0]), np.array([3.0, 1.0]), np.array([1.0])))
+    mixed = lambda y, z, u: gt.mixed_partial(
+        lambda y, g: gt.xp.sum(y * g), lambda z: z["w"] ** 2, y, z, u
+    )
+    for u, message in (
+        (w, r"u has the structure .*, expected that of z, "),
+        ({"w": short}, r"u\['w'\] has shape \(1,\) .*, those of z\['w'\]"),
+        ([{"w": w}, {"v": w}], r"u\[1\] has the structure .*, expected that of z, "),
+        ([{"w": w}, {"w": short}], r"u\[1\]\['w'\] has shape \(1,\) .*, those of z\['w'\]"),
+    ):
+        with pytest.raises(GradtoolsError, match=r"^mixed_partial: " + message):
+            mixed(y, {"w": w}, u)
+    with pytest.raises(GradtoolsError, match=r"^mixed_partial: y is "):
+        mixed("y", {"w": w}, {"w": w})
 
 
 def test_mixed_partial_of_what_y_does_not_reach_is_zero(gt, backend_name):

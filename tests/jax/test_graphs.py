@@ -369,19 +369,74 @@ def test_what_cancels_in_the_rounds_of_a_loop_is_told_there():
     assert {(v.node.operation, v.cancelled) for v in vanished(f)} == {("subtract", True)}
 
 
-def test_what_goes_through_a_reference_is_not_blamed():
-    def kept(x):
+OUTER = jax.new_ref(jnp.zeros_like(X))
+
+
+def scanned(ref, x):
+    def body(c, i):
+        ref[i] = jax.nn.relu(x[i] - 9)
+        return c, None
+
+    lax.scan(body, 0.0, jnp.arange(3))
+
+
+REFERENCES = {
+    "read and written": (lambda ref, x: ref.__setitem__(..., jnp.sin(ref[...])), None),
+    "times zero": (lambda ref, x: ref.__setitem__(..., ref[...] * 0.0), "multiply"),
+    "an entry and the rest": (
+        lambda ref, x: (ref.__setitem__(0, ref[0] * 0.0), ref.__setitem__(slice(1, 3), 0 * x[1:])),
+        "multiply",
+    ),
+    "added to": (lambda ref, x: ref.__setitem__(..., ref[...] - x), "subtract"),
+    "an infinite slope": (lambda ref, x: ref.__setitem__(..., jnp.sqrt(0 * ref[...])), "sqrt"),
+    "a jitted function": (
+        lambda ref, x: jax.jit(lambda r: r.__setitem__(..., r[...] * 0.0))(ref),
+        "call",
+    ),
+    "a branch": (
+        lambda ref, x: lax.cond(x[0] > 0, lambda: ref.__setitem__(..., 0 * x), lambda: None),
+        "cond",
+    ),
+    "a loop": (scanned, "scan"),
+    "one that f captures": (
+        lambda ref, x: ref.__setitem__(..., ref[...] * 0 + OUTER[...]),
+        "multiply",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_a_cotangent_is_followed_through_mutable_references(case):
+    write, operation = REFERENCES[case]
+
+    def f(x):
         ref = jax.new_ref(x)
-        ref[...] = jnp.sin(ref[...])
+        write(ref, x)
         return ref[...].sum()
 
-    def zero(x):
-        ref = jax.new_ref(x)
-        ref[...] = ref[...] * 0.0
-        return ref[...].sum()
+    found = vanished(f)
+    assert operation in ({v.node.operation for v in found} if found else {None})
 
-    assert vanished(kept) is None
-    assert vanished(zero) is not None
+
+def test_a_reference_that_f_captures_is_not_written_when_its_gradient_is_followed():
+    def f(x):
+        OUTER[...] = OUTER[...] + 0.0 * x
+        return OUTER[...].sum()
+
+    before = np.asarray(OUTER[...])
+    (found,) = vanished(f)
+    assert found.node.operation == "multiply"
+    assert np.array_equal(OUTER[...], before)
+
+
+def test_a_stopped_write_to_a_reference_is_located():
+    def f(x):
+        ref = jax.new_ref(jnp.zeros_like(x))
+        ref[...] = lax.stop_gradient(x * 2)  # JAX 0.10 cannot differentiate this
+        return ref[...].sum() + x.sum()
+
+    (finding,) = gt.why_zero(f, X).findings
+    assert finding.kind == "detached"
 
 
 def test_equal_layers_are_transposed_by_one_program():

@@ -248,7 +248,7 @@ def _value(aval: Any, name: str) -> Value:
 
 def _text(value: Any) -> str:
     """The contents of a small array as text, to be used as its name."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.core.Tracer | jax.Ref):
         return ""
     dtype = getattr(value, "dtype", None)
     known = dtype is None or isinstance(dtype, np.dtype)  # a random key is no number

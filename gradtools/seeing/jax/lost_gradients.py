@@ -12,7 +12,7 @@ zeros there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,8 +34,6 @@ from gradtools.seeing.graphs.recording import Run, Vanished
 from gradtools.seeing.jax.recorded_run import Traced, graph_once, trace
 from gradtools.seeing.jax.tape import Moving, Tape, TapeStep
 
-_Places = dict[int, list[Vanished] | None]
-
 
 def vanishing(
     run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
@@ -54,10 +52,11 @@ def vanishing(
     return _known[traced].get(index)
 
 
-_known: WeakKeyDictionary[Traced, _Places] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Traced, dict[int, list[Vanished] | None]] = WeakKeyDictionary()
 
 
-def _examined(traced: Traced, leaves: Sequence[Any]) -> _Places:
+def _examined(traced: Traced, leaves: Sequence[Any]) -> dict[int, list[Vanished] | None]:
+    """`vanishing` for all leaves."""
     closed, graph = traced.closed, graph_once(traced)
     tape = Tape()
     args = [tape.moving(x, 1 << i) for i, x in enumerate(leaves)]
@@ -72,19 +71,23 @@ def _examined(traced: Traced, leaves: Sequence[Any]) -> _Places:
         ends = Tape(origins=origins).run(closed, graph, args)
         nodes = origins.of(id(y.array) for y in ends)
         places = {k: bad_gradients.at_origins(of, nodes) for k, of in places.items()}
-    if jaxprs.uses_primitive(closed, lambda e: jaxprs.targets(e) != list(e.outvars)):
-        _add_references(places, _gradients_at_once(closed, leaves))
     return places
 
 
-def _add_references(places: _Places, at_once: Mapping[int, Any]) -> None:
-    """Corrects the places by the whole gradients: mutable references are not on the tape."""
-    for k, ct in at_once.items():
-        known = places.get(k) or []
-        if _is_nan(ct):
-            places[k] = known or [Vanished(Node("add", (), ()), kind="nan")]
-        else:
-            places[k] = [place for place in known if place.kind] or None if _any(ct) else known
+def _is_nan_at_once(closed: Any, leaves: Sequence[Any]) -> bool:
+    """Whether a gradient by `jax.vjp` of the whole program is NaN; True if it raises."""
+    inexact = [i for i, x in enumerate(leaves) if is_inexact(x)]
+
+    def fun(*xs: Any) -> list[Any]:
+        full = replaced_at(leaves, inexact, xs)
+        outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *full)
+        return [y for y in outs if is_inexact(y)]
+
+    try:
+        outs, pullback = jax.vjp(fun, *[leaves[i] for i in inexact])
+        return any(map(_is_nan, pullback(_seeds(outs))))
+    except Exception:  # some step leaves JAX, which has its own finding
+        return True
 
 
 class _Backward:
@@ -155,17 +158,28 @@ class _Backward:
             add(y, seed)
         for at in reversed(range(len(self._steps))):
             step = self._steps[at]
-            taken = {k: cts.pop(y.number, None) for k, y in step.results.items()}
+            taken = [cts.pop(y.number, None) for y in step.results.values()]
             given = {
-                k: _shaken(ct, draw, at, k)
-                for k, ct in taken.items()
+                k: ct if draw is None else _shaken(ct, (draw, at, k))
+                for k, ct in zip(step.results, taken, strict=True)
                 if ct is not None and (self._zeros or _any(ct))
             }
-            if given:
-                passed = self._pulled(step, given)
-                for x, ct in zip(step.operands.values(), passed, strict=True):
-                    add(x, ct)
-                passes.append(_passed(at, step, given, passed))
+            if not given:
+                continue
+            passed = self._pulled(step, given)
+            for x, ct in zip(step.operands.values(), passed, strict=True):
+                add(x, ct)
+            passes.append(
+                PassedCotangents(
+                    key=at,
+                    results=[y.number for y in step.results.values()],
+                    operands=[x.number for x in step.operands.values()],
+                    given=[given.get(k) for k in step.results],
+                    passed=passed,
+                    explained=None if step.packs else partial(_explained, step, given),
+                    least=partial(_least, given.values()),
+                )
+            )
         self._known[draw] = cts, passes[::-1]
         return self._known[draw]
 
@@ -181,18 +195,6 @@ class _Backward:
         unknown = any_of(x.leaves for x in step.operands.values())
         self.leaves = {k: x for k, x in self.leaves.items() if not unknown >> k & 1}
         return [None] * len(step.operands)
-
-
-def _passed(
-    at: int, step: TapeStep, given: Mapping[int, Any], passed: Sequence[Any]
-) -> PassedCotangents:
-    keys = lambda of: [x.number for x in of.values()]
-    tiny = lambda: max(4 * float(jnp.finfo(ct.dtype).tiny) for ct in given.values())
-    cts = [given.get(k) for k in step.results]
-    explained = None if step.packs else partial(_explained, step, given)
-    return PassedCotangents(
-        at, keys(step.results), keys(step.operands), cts, passed, explained, tiny
-    )
 
 
 def _explained(step: TapeStep, given: Mapping[int, Any], path: Sequence[int]) -> tuple[Node, float]:
@@ -228,14 +230,16 @@ def _is_always_zero(step: TapeStep, given: Mapping[int, Any], stopped: list[int]
 # --- arrays ------------------------------------------------------------------------------
 
 
-def _shaken(ct: Any, draw: int | None, at: int, k: int) -> Any:
-    """A cotangent, with rounding errors if there is a draw."""
-    if draw is None:
-        return ct
+def _shaken(ct: Any, seed: tuple[int, int, int]) -> Any:
+    """A cotangent with rounding errors."""
     info = jnp.finfo(ct.dtype)
-    uniform = np.random.default_rng((draw, at, k)).uniform(-1.0, 1.0, ct.shape)
+    uniform = np.random.default_rng(seed).uniform(-1.0, 1.0, ct.shape)
     shaken = bad_gradients.shaken(ct, uniform.astype(info.dtype), float(info.eps))
     return shaken.astype(ct.dtype)
+
+
+def _least(cts: Iterable[Any]) -> float:
+    return max(4 * float(jnp.finfo(ct.dtype).tiny) for ct in cts)
 
 
 def _size(x: Any) -> float:
@@ -263,30 +267,6 @@ def _seeds(outs: Sequence[Any]) -> list[Any]:
     if len(outs) == 1 and outs[0].size == 1:
         return [jnp.ones_like(outs[0])]
     return [jnp.asarray(rng.uniform(0.5, 1.5, y.shape), y.dtype) for y in outs]
-
-
-# --- the whole gradient at once ----------------------------------------------------------
-
-
-def _gradients_at_once(closed: Any, leaves: Sequence[Any]) -> dict[int, Any]:
-    """The gradient of each leaf by `jax.vjp` of the whole program."""
-    inexact = [i for i, x in enumerate(leaves) if is_inexact(x)]
-
-    def fun(*xs: Any) -> list[Any]:
-        full = replaced_at(leaves, inexact, xs)
-        outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *full)
-        return [y for y in outs if is_inexact(y)]
-
-    outs, pullback = jax.vjp(fun, *[leaves[i] for i in inexact])
-    return dict(zip(inexact, pullback(_seeds(outs)), strict=True))
-
-
-def _is_nan_at_once(closed: Any, leaves: Sequence[Any]) -> bool:
-    """Whether a gradient by `jax.vjp` is NaN; True if it raises."""
-    try:
-        return any(map(_is_nan, _gradients_at_once(closed, leaves).values()))
-    except Exception:  # some step leaves JAX, which has its own finding
-        return True
 
 
 __all__ = ["vanishing"]

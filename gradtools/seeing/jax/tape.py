@@ -25,7 +25,7 @@ from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.diagnostics.bad_gradients import ValueOrigins
 from gradtools.seeing.graphs.derivative_flow import any_of, links_of
-from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 
 _UNROLLED = 2000  # the most equations of an unrolled loop
 _Apply = Callable[[Sequence[Any]], Sequence[Any]]
@@ -106,6 +106,16 @@ _compiled = partial(jax.jit, static_argnums=0)(_at_once)
 
 
 @dataclass
+class Reference:
+    """A mutable reference (`jax.new_ref`) on the tape; its content is what was last written."""
+
+    content: Moving
+
+
+_Entry = Moving | Reference
+
+
+@dataclass
 class Tape:
     """Evaluates a jaxpr along its graph; `steps` are the differentiable operations, in order.
 
@@ -118,34 +128,42 @@ class Tape:
     _held: list[Any] = field(default_factory=list)  # so that no id is used again
 
     def run(self, closed: Any, graph: PlainGraph, args: Sequence[Moving]) -> list[Moving]:
-        return self._jaxpr(closed.jaxpr, graph, [*map(Moving, closed.consts), *args])
+        consts = [
+            Reference(Moving(const[...])) if _is_reference(var) else Moving(const)
+            for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        ]
+        return [*map(_content, self._jaxpr(closed.jaxpr, graph, [*consts, *args]))]
 
     def moving(self, array: Any, leaves: int) -> Moving:
-        if not leaves or not is_inexact(array) or isinstance(array, jax.Ref):
+        if not leaves or not is_inexact(array):
             return Moving(array)
         self._count += 1
         return Moving(array, leaves, self._count)
 
-    def _jaxpr(self, jaxpr: Any, graph: PlainGraph, args: Sequence[Moving]) -> list[Moving]:
-        def step(i: int, eqn: Any, operands: list[Moving]) -> list[Moving]:
-            node, outs = graph.nodes[i], None
+    def _jaxpr(self, jaxpr: Any, graph: PlainGraph, args: Sequence[_Entry]) -> list[Any]:
+        def step(i: int, eqn: Any, entries: list[_Entry]) -> list[Any]:
+            operands, node = [*map(_content, entries)], graph.nodes[i]
             if any(x.leaves for x in operands):
-                outs = self._inlined(eqn, node, operands)
-            return outs or self._operation(eqn, node, operands, links_of(graph, node))
+                inlined = self._inlined(eqn, node, operands)
+                if inlined:
+                    return inlined
+            leaves = []
+            for row in links_of(graph, node):
+                pairs = zip(row, operands, strict=True)
+                leaves.append(
+                    any_of(x.leaves for link, x in pairs if link == Dependence.DIFFERENTIABLE)
+                )
+            apply, key = partial(_evaluated, eqn), _key(eqn)
+            outs = self._step(apply, operands, leaves, node, key=key, context=eqn.ctx)
+            written = [x for x in entries if isinstance(x, Reference)]
+            for reference, content in zip(written, outs[len(eqn.outvars) :], strict=False):
+                reference.content = content
+            return [
+                Reference(y) if _is_reference(var) else y
+                for var, y in zip(eqn.outvars, outs, strict=False)
+            ]
 
         return jaxprs.interpreted(jaxpr, args, step, _constant)
-
-    def _operation(
-        self, eqn: Any, node: Node, operands: Sequence[Moving], links: Links
-    ) -> list[Moving]:
-        apply = partial(jaxprs.bound, eqn)
-        leaves = []
-        for row in links:
-            pairs = zip(row, operands, strict=True)
-            leaves.append(
-                any_of(x.leaves for link, x in pairs if link == Dependence.DIFFERENTIABLE)
-            )
-        return self._step(apply, operands, leaves, node, key=_key(eqn), context=eqn.ctx)
 
     def _step(
         self,
@@ -171,14 +189,14 @@ class Tape:
 
     def _inlined(self, eqn: Any, node: Node, operands: Sequence[Moving]) -> list[Moving] | None:
         name, inner = eqn.primitive.name, jaxprs.bodies(eqn)
-        if any(body.jaxpr.constvars for body in inner):  # their values are not at hand here
+        if not inner or any(body.jaxpr.constvars for body in inner):  # their values are unknown
             return None
         if name == "cond":
             k = min(max(int(operands[0].array), 0), len(inner) - 1)
             return self._body(node, k, inner[k], operands)
         if name == "scan":
             return self._loop(eqn, node, inner[0], operands)
-        if name in jaxprs.CALLS and inner:
+        if name in jaxprs.CALLS:
             return self._body(node, 0, inner[0], operands)
         return None
 
@@ -207,6 +225,27 @@ class Tape:
             leaves = [any_of(x.leaves for x in column)]
             carry += self._step(_stacked, column, leaves, node, packs=True, key="stacked")
         return carry
+
+
+def _evaluated(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """An equation as a function of arrays: mutable references enter and leave by their contents."""
+    operands = [
+        jax.new_ref(x) if _is_reference(var) else x
+        for var, x in zip(eqn.invars, arrays, strict=True)
+    ]
+    results = zip(eqn.outvars, jaxprs.bound(eqn, operands), strict=True)
+    outs = [y[...] if _is_reference(var) else y for var, y in results]
+    if eqn.primitive.name in ("freeze", "free_ref"):  # the reference is not read again
+        return outs
+    return outs + [x[...] for v, x in zip(eqn.invars, operands, strict=True) if _is_reference(v)]
+
+
+def _is_reference(var: Any) -> bool:
+    return hasattr(var.aval, "inner_aval")
+
+
+def _content(entry: _Entry) -> Moving:
+    return entry.content if isinstance(entry, Reference) else entry
 
 
 def _is_bad(x: Any) -> bool:

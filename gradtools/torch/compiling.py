@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -25,10 +25,8 @@ from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
-_OPAQUE: list[Callable[..., Any]] = []
 _SKIPPED: dict[str, Callable[..., Any]] = {}
-_IN_PYTHON: list[str] = []  # modules that dynamo skips
-_INLINED: list[Callable[..., Any]] = []
+_TO_REGISTER: list[Callable[[], Any]] = []  # once dynamo is loaded
 
 
 def is_compiling() -> bool:  # an alias of PyTorch's function would sometimes be folded to False
@@ -36,11 +34,17 @@ def is_compiling() -> bool:  # an alias of PyTorch's function would sometimes be
     return torch.compiler.is_dynamo_compiling()
 
 
+def _with_dynamo(register: Callable[[], Any]) -> None:
+    """Registers something with dynamo: now, or once it is loaded."""
+    if upstream.dynamo_is_loaded():
+        register()
+    else:
+        _TO_REGISTER.append(register)
+
+
 def opaque_to_dynamo(fun: F) -> F:
     """Marks `fun` as one node of a compiled graph (`torch.compiler.allow_in_graph`)."""
-    _OPAQUE.append(fun)
-    if upstream.dynamo_is_loaded():
-        torch.compiler.allow_in_graph(fun)
+    _with_dynamo(lambda: torch.compiler.allow_in_graph(fun))
     return fun
 
 
@@ -85,7 +89,8 @@ def as_written() -> AbstractContextManager[None]:
 def skipped_by_dynamo(fun: F) -> F:
     """Marks `fun` as one that dynamo does not trace (`torch.compiler.disable`)."""
     name = f"{fun.__module__}.{fun.__qualname__}"
-    _SKIPPED[name] = torch.compiler.disable(fun) if upstream.dynamo_is_loaded() else fun
+    _SKIPPED[name] = fun
+    _with_dynamo(lambda: _SKIPPED.update({name: torch.compiler.disable(fun)}))
 
     @wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -100,9 +105,7 @@ def only_inlined(fun: F) -> F:
     Where it breaks that graph, `fun` runs again from its first line: compiled on its own, it would
     hold for its answer that dynamo is tracing.
     """
-    _INLINED.append(fun)
-    if upstream.dynamo_is_loaded():
-        upstream.skip_code(fun)
+    _with_dynamo(lambda: upstream.skip_code(fun))
     return fun
 
 
@@ -112,9 +115,7 @@ def left_to_python(module: str) -> None:
     These modules run functions again in other modes, with a nesting in which dynamo itself fails.
     They call `left_to_python(__name__)` in their first lines.
     """
-    _IN_PYTHON.append(module)
-    if upstream.dynamo_is_loaded():
-        upstream.skip_module(module)
+    _with_dynamo(lambda: upstream.skip_module(module))
 
 
 @skipped_by_dynamo
@@ -148,31 +149,18 @@ class _WhenDynamoArrives(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Registering(spec.loader)
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for register in _TO_REGISTER:
+                register()
+
+        loader.exec_module = exec_module  # the loader is this module's own
         return spec
-
-
-class _Registering(Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        for fun in _OPAQUE:
-            torch.compiler.allow_in_graph(fun)
-        for name, fun in _SKIPPED.items():
-            _SKIPPED[name] = torch.compiler.disable(fun)
-        for name in _IN_PYTHON:
-            upstream.skip_module(name)
-        for fun in _INLINED:
-            upstream.skip_code(fun)
 
 
 if not upstream.dynamo_is_loaded():

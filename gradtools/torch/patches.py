@@ -34,11 +34,17 @@ class _Patch:
 
     @contextmanager
     def by(self, around: Around) -> Iterator[None]:
+        """Context in which `around` replaces this thread's calls."""
+
+        def call(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return self._called(len(self._blocks()), owner, *args, **kwargs)
+
         blocks = self._blocks()
         with self._lock:
             self._count += 1
             if self._count == 1:
-                self._set()
+                self._before = vars(self._holder).get(self._name)
+                setattr(self._holder, self._name, self._kind(call))
         blocks.append(around)
         try:
             yield
@@ -46,45 +52,31 @@ class _Patch:
             blocks.pop()
             with self._lock:
                 self._count -= 1
-                if not self._count:
-                    self._unset()
+                if not self._count and self._before is None:
+                    delattr(self._holder, self._name)
+                elif not self._count:
+                    setattr(self._holder, self._name, self._before)
 
     def _blocks(self) -> list[Around]:
         """This thread's blocks, outermost first."""
         blocks: list[Around] = self._local.__dict__.setdefault("blocks", [])
         return blocks
 
-    def _set(self) -> None:
-        def call(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return self._called(len(self._blocks()), owner, *args, **kwargs)
-
-        self._before = vars(self._holder).get(self._name)
-        setattr(self._holder, self._name, self._kind(call))
-
-    def _unset(self) -> None:
-        if self._before is None:
-            delattr(self._holder, self._name)
-        else:
-            setattr(self._holder, self._name, self._before)
-
     def _called(self, depth: int, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         if depth:
             beneath = partial(self._called, depth - 1, owner)
             return self._blocks()[depth - 1](owner, beneath, args, kwargs)
-        return self._plain(owner)(*args, **kwargs)
-
-    def _plain(self, owner: Any) -> Any:
         before: Any = self._before
         if before is None:
-            return getattr(super(self._holder, owner), self._name)
-        return before.__get__(None, owner) if self._kind is classmethod else before.__get__(owner)
+            plain = getattr(super(self._holder, owner), self._name)
+        elif self._kind is classmethod:
+            plain = before.__get__(None, owner)
+        else:
+            plain = before.__get__(owner)
+        return plain(*args, **kwargs)
 
 
 _FUNCTIONS = [_Patch(kind, "apply", classmethod) for kind in upstream.Functions]
-_PARAMETERS = _Patch(type(torch.nn.Parameter), "__call__")
-_OPERATORS = _Patch(upstream.HigherOrderOperator, "__call__")
-_CHECKPOINTS = _Patch(torch.utils.checkpoint, upstream.checkpoint_passes.__name__)
-_HOOKS = _Patch(torch.Tensor, "register_hook")
 _FLEX: dict[Any, _Patch] = {}  # by the module, which is imported lazily
 _SCRIPTS = [_Patch(kind, "__call__") for kind in (torch.jit.ScriptFunction, torch.ScriptMethod)]
 
@@ -121,28 +113,21 @@ def are_watched() -> bool:
     return WATCHING.count > 0
 
 
-def parameters_made(around: Around) -> AbstractContextManager[None]:
-    """Patches the construction of Parameters and Buffers; the owner is that class.
+parameters_made = _Patch(type(torch.nn.Parameter), "__call__").by
+"""Patches the construction of Parameters and Buffers; the owner is that class.
 
-    The patch is in their metaclass. PyTorch's functions are not replaced, since dynamo, which may
-    be imported meanwhile, identifies them by identity.
-    """
-    return _PARAMETERS.by(around)
+The patch is in their metaclass. PyTorch's functions are not replaced, since dynamo, which may be
+imported meanwhile, identifies them by identity.
+"""
 
+control_flow_called = _Patch(upstream.HigherOrderOperator, "__call__").by
+"""Patches calls of higher-order operators such as cond; the owner is the operator."""
 
-def control_flow_called(around: Around) -> AbstractContextManager[None]:
-    """Patches calls of higher-order operators such as cond; the owner is the operator."""
-    return _OPERATORS.by(around)
+checkpoints_taken = _Patch(torch.utils.checkpoint, upstream.checkpoint_passes.__name__).by
+"""Patches passes of the non-reentrant `torch.utils.checkpoint`; the owner is the function."""
 
-
-def checkpoints_taken(around: Around) -> AbstractContextManager[None]:
-    """Patches passes of the non-reentrant `torch.utils.checkpoint`; the owner is the function."""
-    return _CHECKPOINTS.by(around)
-
-
-def hooks_set(around: Around) -> AbstractContextManager[None]:
-    """Patches `Tensor.register_hook`; the owner is the tensor."""
-    return _HOOKS.by(around)
+hooks_set = _Patch(torch.Tensor, "register_hook").by
+"""Patches `Tensor.register_hook`; the owner is the tensor."""
 
 
 def flex_validated(around: Around) -> AbstractContextManager[Any]:

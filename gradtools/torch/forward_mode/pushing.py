@@ -57,6 +57,7 @@ Kwargs = dict[str, Any]
 
 _OPERATORS = (upstream.OpOverload, upstream.OpOverloadPacket)
 _TRANSPOSABLE = (*_OPERATORS, BuiltinFunctionType, MethodDescriptorType)  # no Function of a user's
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 # --- replacements --------------------------------------------------------------------------------
@@ -71,25 +72,25 @@ def pushed_rightly(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
         kwargs: Its keyword arguments.
         again: Whether the tangents may be differentiated.
     """
-    another = _ANOTHER_WAY.get(fun, _UNKNOWN)
-    if another is _UNKNOWN:
-        another = _ANOTHER_WAY[fun] = _another_way(fun)
-    if another is None:
+    if fun not in _OTHER_WAYS:
+        row, other = row_of(fun), None
+        if isinstance(fun, upstream.HigherOrderOperator) and fun is not _FUNCTION:
+            other = _by_its_operations
+        elif row is not None or (type(fun) in _OPERATORS and _is_custom(fun)):
+            other = partial(_called_otherwise, row)
+        _OTHER_WAYS[fun] = other
+    other = _OTHER_WAYS[fun]
+    if other is None:
         return pushed_by_pytorch(fun, args, kwargs)
-    return another(fun, args, kwargs, again)
+    return other(fun, args, kwargs, again)
 
 
-_UNKNOWN: Any = object()
-_ANOTHER_WAY: dict[Any, Callable[..., Any] | None] = {}  # by function of PyTorch's
+_FUNCTION = upstream.custom_function_call
+_OTHER_WAYS: dict[Any, Callable[..., Any] | None] = {}  # by PyTorch's function; None: its own way
 
-
-def _another_way(fun: Any) -> Callable[..., Any] | None:
-    """The replacement for calls of a function whose tangents may be wrong; None for any other."""
-    row = row_of(fun)
-    if isinstance(fun, upstream.HigherOrderOperator) and fun is not upstream.custom_function_call:
-        return _by_its_operations
-    custom = type(fun) in _OPERATORS and _is_custom(fun)
-    return partial(_called_otherwise, row) if row is not None or custom else None
+# Of a 16-bit input with 32-bit weights, as under autocast, PyTorch's tangent has the weights' dtype
+# (no report was found), which the next layer refuses.
+_NORMS = ("layer_norm", "batch_norm", "instance_norm", "group_norm")
 
 
 def _called_otherwise(
@@ -98,50 +99,36 @@ def _called_otherwise(
     """Calls a function of the table, or a custom operator (row None), by its replacement."""
     if fun is _here.function:
         return pushed_by_pytorch(fun, args, kwargs)
-    is_moved = _is_moved if row is None else _when_wrong(row, fun, again)
-    if (
-        row is not None
-        and row.name in _NORMS
-        and _is_narrow(args, kwargs)
-        and _is_moved(args, kwargs)
-    ):
-        wide = [x.to(torch.float32) if k == 0 else x for k, x in enumerate(args)]
-        return _called_otherwise(row, fun, tuple(wide), kwargs, again).to(args[0].dtype)
-    if "out" in kwargs or not _is_differentiated_here() or not is_moved(args, kwargs):
+    if row is not None and row.name in _NORMS and args and args[0].dtype in _NARROW:
+        others = (*args[1:], *kwargs.values())
+        has_wide = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in others)
+        if has_wide and _is_moved(args, kwargs):
+            wide = args[0].to(torch.float32), *args[1:]
+            return _called_otherwise(row, fun, wide, kwargs, again).to(args[0].dtype)
+    if "out" in kwargs or not _is_differentiated_here():
         return pushed_by_pytorch(fun, args, kwargs)
-    if row is None:
-        return _transposed(fun, args, kwargs, opaque=True)
-    if not row.applies(args, kwargs):
+    if not _is_wrong(row, fun, args, kwargs, again):
         return pushed_by_pytorch(fun, args, kwargs)
-    if row.program is None:
-        return _transposed(fun, args, kwargs, opaque=fun is upstream.linear_cross_entropy)
+    if row is None or row.program is None:
+        opaque = row is None or fun is upstream.linear_cross_entropy
+        return _transposed(fun, args, kwargs, opaque)
     return row.program(*args, **kwargs)
 
 
-def _when_wrong(row: PlainProgram, fun: Any, again: bool) -> Callable[[Args, Kwargs], bool]:
-    """A predicate of arguments: whether PyTorch's tangents are wrong at them."""
-    if TANGENT in row.wrong:
-        return _is_moved
-    if GRADIENT_AGAIN in row.wrong or TANGENT_OF_GRADIENT in row.wrong:
-        return _is_moved_again
-    if (
+def _is_wrong(row: PlainProgram | None, fun: Any, args: Args, kwargs: Kwargs, again: bool) -> bool:
+    """Whether PyTorch's tangents are wrong at these arguments, or their derivatives are."""
+    moved = False
+    if row is None or TANGENT in row.wrong:
+        moved = _is_moved(args, kwargs)
+    elif GRADIENT_AGAIN in row.wrong or TANGENT_OF_GRADIENT in row.wrong:
+        moved = _is_moved_again(args, kwargs)
+    elif (
         MAPPED in row.wrong or UNDER_VMAP in row.wrong
     ) and upstream.peek_interpreter_stack() is not None:
-        return _is_differentiated_again
-    again = again and TANGENT_AGAIN in row.wrong and not _is_in_place(fun)
-    return _is_moved_again if again else _never
-
-
-# Of a 16-bit input with 32-bit weights, as under autocast, PyTorch's tangent has the weights' dtype
-# (no report was found), which the next layer refuses.
-_NORMS = ("layer_norm", "batch_norm", "instance_norm", "group_norm")
-
-
-def _is_narrow(args: Args, kwargs: Kwargs) -> bool:
-    if not args or args[0].dtype not in (torch.bfloat16, torch.float16):
-        return False
-    others = (*args[1:], *kwargs.values())
-    return any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in others)
+        moved = len(levels_differentiating(_inexact(args, kwargs))) > 1
+    elif again and TANGENT_AGAIN in row.wrong and not _is_in_place(fun):
+        moved = _is_moved_again(args, kwargs)
+    return moved and (row is None or row.applies(args, kwargs))
 
 
 def _by_its_operations(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
@@ -206,18 +193,13 @@ def _is_moved_again(args: Args, kwargs: Kwargs) -> bool:
     kinds = upstream.TransformType.Grad, upstream.TransformType.Jvp
     if sum(level.key() in kinds for level in levels) > 1:
         return True
-    return torch.is_grad_enabled() and any(map(_is_recorded, _inexact(args, kwargs)))
-
-
-def _is_differentiated_again(args: Args, kwargs: Kwargs) -> bool:
-    """Whether several levels of torch.func differentiate a tensor."""
-    return len(levels_differentiating(_inexact(args, kwargs))) > 1
-
-
-def _is_recorded(x: Tensor) -> bool:
-    """Whether x or its tangent requires a gradient."""
-    tangent = None if is_wrapped(x) else forward_ad.unpack_dual(x).tangent
-    return unwrapped(x).requires_grad or (tangent is not None and tangent.requires_grad)
+    if not torch.is_grad_enabled():
+        return False
+    for x in _inexact(args, kwargs):
+        tangent = None if is_wrapped(x) else forward_ad.unpack_dual(x).tangent
+        if unwrapped(x).requires_grad or (tangent is not None and tangent.requires_grad):
+            return True
+    return False
 
 
 def _is_fixed(x: Tensor) -> bool:
@@ -228,39 +210,43 @@ def _is_fixed(x: Tensor) -> bool:
     return not (is_inexact(x) and strided) or forward_ad.unpack_dual(x).tangent is None
 
 
-def _constant(x: Any) -> Any:
-    """x unwrapped of torch.func's levels, unless vmap maps it."""
-    return x if x is None or is_mapped(x) else unwrapped(x)
-
-
-def _never(args: Args, kwargs: Kwargs) -> bool:
-    return False
-
-
 def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     """`fun(*args, **kwargs)` by reverse mode only; an in-place operation works on a copy."""
-    if _named(fun) == "cross_entropy_loss":  # has no derivative with respect to the class weights
-        args = (*args[:2], *(_constant(x) for x in args[2:3]), *args[3:])
+    name = _named(fun)
+    weight = args[2] if name == "cross_entropy_loss" and len(args) > 2 else None
+    if weight is not None and not is_mapped(weight):  # it has no derivative with respect to it
+        args = (*args[:2], unwrapped(weight), *args[3:])
     leaves, treedef = upstream.tree_flatten((args, kwargs))
-    drawn = _RepeatedDraws(
-        _named(fun), leaves, opaque and upstream.peek_interpreter_stack() is not None
-    )
+    kinds = {x.device.type for x in leaves if isinstance(x, Tensor)}
+    one_by_one = opaque and upstream.peek_interpreter_stack() is not None
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _is_fixed(x)]
     in_place = _is_in_place(fun)
     if in_place:  # a rule's saved tensors must not change
         leaves[0] = leaves[0].clone()
+    start: list[Randomness] = []  # before the first evaluation
     shape: list[Any] = []
 
     def flat(*xs: Tensor) -> list[Tensor]:
         again, named = upstream.tree_unflatten(replaced_at(leaves, places, xs), treedef)
         again = (again[0].clone(), *again[1:]) if in_place else again
-        with drawn.evaluating(), _transposing(fun):
-            result = fun(*again, **named)
+        if start:  # with the same random numbers
+            with restored(start[0]), _transposing(fun):
+                result = fun(*again, **named)
+        else:
+            start.append(Randomness.everywhere(kinds))
+            with _transposing(fun):
+                result = fun(*again, **named)
+            if one_by_one and start[0].advanced():
+                raise GradtoolsError(
+                    f"jvp: {name} draws random numbers and is pushed by transposing its backward "
+                    "pass, which evaluates it again; inside of torch.func's transforms the draws "
+                    "of single examples cannot be repeated. Use reverse mode there."
+                )
         outs, outdef = upstream.tree_flatten(result)
         shape[:] = outdef, [None if isinstance(y, Tensor) else y for y in outs]
         return [y for y in outs if isinstance(y, Tensor)]
 
-    result = by_reverse_mode(_named(fun), flat, [leaves[i] for i in places], opaque)
+    result = by_reverse_mode(name, flat, [leaves[i] for i in places], opaque)
     if in_place:
         return args[0].copy_(result[0])
     left = iter(result)
@@ -284,36 +270,6 @@ def _transposing(fun: Any) -> Iterator[None]:
         _here.function = before
 
 
-class _RepeatedDraws:
-    """Evaluations of a function that may draw random numbers: later ones repeat the first's draws.
-
-    Args:
-        name: The function's name in errors.
-        leaves: Its arguments, for their devices.
-        one_by_one: Whether vmap's examples are evaluated one by one, each with its own draws.
-    """
-
-    def __init__(self, name: str, leaves: Sequence[Any], one_by_one: bool) -> None:
-        self._name, self._one_by_one = name, one_by_one
-        self._kinds = {x.device.type for x in leaves if isinstance(x, Tensor)}
-        self._start: Randomness | None = None
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        if self._start is not None:
-            with restored(self._start):
-                yield
-            return
-        self._start = Randomness.everywhere(self._kinds)
-        yield
-        if self._one_by_one and self._start.advanced():
-            raise GradtoolsError(
-                f"jvp: {self._name} draws random numbers and is pushed by transposing its backward "
-                "pass, which evaluates it again; inside of torch.func's transforms the draws of "
-                "single examples cannot be repeated. Use reverse mode there."
-            )
-
-
 def _is_in_place(fun: Any) -> bool:
     name = getattr(fun, "__name__", "").partition(".")[0]
     return name.endswith("_") and not name.endswith("__")
@@ -335,7 +291,7 @@ _OWN = ("aten", "prim", "prims", "gradtools")
 _OWN_MODULES = tuple([f"{upstream.OPERATORS}.{name}" for name in _OWN])
 
 
-# --- TorchScript, which no mode intercepts -------------------------------------------------------
+# --- custom code, which no mode intercepts -------------------------------------------------------
 
 _SAVED_INPUTS = {
     "LinalgDetBackward0": "A",
@@ -360,42 +316,34 @@ def gated_at_custom_code(
     entered: The leaves in the graph of the primals.
     """
     tracked = [y for y in primals if y.requires_grad]
-    pushed = gated_where_unseen(caller_of(fun), tracked, pushed)
-    custom = surveyed(tracked).custom if tracked else []
-    custom = [node for node in custom if not _is_bookkeeping(node)]
-    if not custom:
-        return pushed
-    from gradtools.torch.double_backward import gated_tangents
-
-    along = [*zip(leaves, entered, tangents, strict=True)]
-    return gated_tangents(caller_of(fun), fun, along, primals, custom, pushed)
-
-
-def _is_bookkeeping(node: Any) -> bool:
-    if not isinstance(node, BackwardCFunction):  # TorchScript and C++ functions
-        return False
-    return upstream.forward_class(type(node)) in upstream.bookkeeping()
-
-
-def gated_where_unseen(caller: str, outs: Sequence[Tensor], pushed: list[Tensor]) -> list[Tensor]:
-    """The tangents, with gates that refuse to differentiate those which TorchScript computed.
-
-    No mode intercepts the operations of a scripted function. Must be called inside of the dual
-    level, where the saved tensors still have their tangents.
-    """
-    for node in nodes_of(outs):
+    # No mode intercepts the operations of a scripted function, but the graph shows them. This runs
+    # inside of the dual level, where the saved tensors still have their tangents.
+    for node in nodes_of(tracked):
         name = type(node).__name__
         x = upstream.saved(node, _SAVED_INPUTS[name], None) if name in _SAVED_INPUTS else None
         by_input = upstream.saved(node, "training", True)  # not by running statistics
         if x is not None and by_input and x.requires_grad and is_dual(x):
             operation = name.removesuffix("Backward0")
             message = (
-                f"{caller}: the tangent is differentiated once more, but f calls TorchScript that "
-                f"holds {operation}, of whose forward-mode rule PyTorch leaves a term out "
-                "(torch#198017). Call the function that was scripted."
+                f"{caller_of(fun)}: the tangent is differentiated once more, but f calls "
+                f"TorchScript that holds {operation}, of whose forward-mode rule PyTorch leaves a "
+                "term out (torch#198017). Call the function that was scripted."
             )
-            return list(gated(pushed, [forward_ad.unpack_dual(x).primal], message))
-    return pushed
+            pushed = list(gated(pushed, [forward_ad.unpack_dual(x).primal], message))
+            break
+    custom = surveyed(tracked).custom if tracked else []
+    custom = [
+        node
+        for node in custom
+        if not isinstance(node, BackwardCFunction)  # of TorchScript or C++
+        or upstream.forward_class(type(node)) not in upstream.bookkeeping()
+    ]
+    if not custom:
+        return pushed
+    from gradtools.torch.double_backward import gated_tangents
+
+    along = [*zip(leaves, entered, tangents, strict=True)]
+    return gated_tangents(caller_of(fun), fun, along, primals, custom, pushed)
 
 
 # --- in compiled code ----------------------------------------------------------------------------
@@ -409,7 +357,10 @@ class RightTangents(TorchFunctionMode):
         if fun is Tensor.norm:  # dynamo fails to look it up in a dictionary, unlike torch.norm
             fun = torch.norm
         if fun in _TRACED:
-            return _traced(_TRACED[fun], fun, args, kwargs)
+            row = _TRACED[fun]
+            if row.program is None and "out" not in kwargs and row.applies(args, kwargs):
+                return _transposed_in_trace(fun, args, kwargs)
+            return traced(row, fun, args, kwargs)
         if fun is upstream.checkpoint_operator():  # which traces no tangents
             with RightTangents():
                 return args[0](*args[1:])
@@ -417,12 +368,6 @@ class RightTangents(TorchFunctionMode):
         if (other or isinstance(fun, upstream.HigherOrderOperator)) and _inexact(args, kwargs):
             upstream.break_graph(f"jvp: PyTorch traces no tangent of {fun.__name__}")
         return fun(*args, **kwargs)
-
-
-def _traced(row: PlainProgram, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    if row.program is None and "out" not in kwargs and row.applies(args, kwargs):
-        return _transposed_in_trace(fun, args, kwargs)
-    return traced(row, fun, args, kwargs)
 
 
 def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -38,10 +38,10 @@ from gradtools.torch.compiling import (
     uncompiled,
 )
 from gradtools.torch.cut_trials import cut_in
+from gradtools.torch.forward_mode.checkpoints import pushed_through
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, recorded_dual
 from gradtools.torch.forward_mode.one_tangent import OneTangent
 from gradtools.torch.forward_mode.pushing import gated_at_custom_code
-from gradtools.torch.forward_mode.training_machinery import pushed_through
 from gradtools.torch.functorch_engine import (
     functorch_jvp,
     functorch_linearize,

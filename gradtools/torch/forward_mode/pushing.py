@@ -72,20 +72,21 @@ def pushed_rightly(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
         kwargs: Its keyword arguments.
         again: Whether the tangents may be differentiated.
     """
-    if fun not in _OTHER_WAYS:
+    other = _OTHER_WAYS.get(fun, _UNKNOWN)  # dynamo traces this, and cannot trace `fun in`
+    if other is _UNKNOWN:
         row, other = row_of(fun), None
         if isinstance(fun, upstream.HigherOrderOperator) and fun is not _FUNCTION:
             other = _by_its_operations
         elif row is not None or (type(fun) in _OPERATORS and _is_custom(fun)):
             other = partial(_called_otherwise, row)
         _OTHER_WAYS[fun] = other
-    other = _OTHER_WAYS[fun]
     if other is None:
         return pushed_by_pytorch(fun, args, kwargs)
     return other(fun, args, kwargs, again)
 
 
 _FUNCTION = upstream.custom_function_call
+_UNKNOWN: Any = object()
 _OTHER_WAYS: dict[Any, Callable[..., Any] | None] = {}  # by PyTorch's function; None: its own way
 
 # Of a 16-bit input with 32-bit weights, as under autocast, PyTorch's tangent has the weights' dtype

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
 from gradtools.torch.forward_mode.one_tangent import OneTangent
-from gradtools.torch.forward_mode.symbolic_zeros import NoProductsOfZero
+from gradtools.torch.forward_mode.recomputed_tangents import NoProductsOfZero
 from gradtools.torch.freezing import _WARNED, _Use
 from gradtools.torch.modes import Modes
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,10 +56,10 @@ def by_reverse_mode(
     Raises:
         NoTranspose: (when a tangent is pushed) Its backward pass has no derivative.
     """
-    return apply_rule(rule_of_reverse_mode(name, fun, opaque), *xs)
+    return apply_rule(_rule_of_reverse_mode(name, fun, opaque), *xs)
 
 
-def rule_of_reverse_mode(name: str, fun: Flat, opaque: bool = False) -> Rule:
+def _rule_of_reverse_mode(name: str, fun: Flat, opaque: bool = False) -> Rule:
     """The rule by which `by_reverse_mode` calls a function."""
 
     def primal(*xs: Tensor) -> list[Tensor]:
@@ -71,13 +72,36 @@ def rule_of_reverse_mode(name: str, fun: Flat, opaque: bool = False) -> Rule:
         return _linear(name, partial(_pulled, name, fun, opaque), saved, cts, opaque)
 
     def batching_rule(size: int, axes: Entries, xs: Sequence[Tensor], randomness: str) -> Any:
-        each = rule_of_reverse_mode(name, partial(_looped, fun, size, tuple(axes)), opaque)
+        each = _rule_of_reverse_mode(name, partial(_looped, fun, size, tuple(axes)), opaque)
         return each, list(xs), lambda outs: (0,) * len(outs)
 
     maps = name, primal, tangent, cotangent
     if not opaque:
         return Rule(*maps)
     return BatchedRule(*maps, batching_rule=batching_rule)
+
+
+def with_derivative(
+    name: str, program: Flat, xs: Sequence[Tensor], values: Sequence[Tensor]
+) -> list[Tensor]:
+    """`values`, which equal `program(*xs)`, with the derivatives of the program.
+
+    A fused kernel computes a gradient faster than the plain program and in less memory, but its
+    derivative is wrong or missing. So the kernel's results are further arguments of a rule that
+    returns them. First derivatives are unchanged, bit for bit.
+    """
+    rule, count = _rule_of_reverse_mode(name, program), len(xs)
+    tangent, cotangent = rule.tangent, rule.cotangent
+    assert tangent is not None and cotangent is not None
+    rule = replace(
+        rule,
+        primal=lambda *xs: list(xs[count:]),
+        tangent=lambda saved, dxs: tangent(saved, dxs[:count]),
+        cotangent=lambda saved, cts: [*cotangent(saved, cts), *[None] * len(values)],
+        saves=tuple(range(count)),
+        nondifferentiable=tuple(range(count, count + len(values))),
+    )
+    return apply_rule(rule, *xs, *[value.detach() for value in values])
 
 
 def _looped(fun: Flat, size: int, axes: Entries, *xs: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ those that PyTorch calls internally, which a function mode does not intercept.
 
 Measured on five networks (MLPs, a CNN, a transformer) against PyTorch's rules: these need 0.8 of
 the products and 0.33 to 0.97 of the time in a second derivative through `frozen`, 0.67 and 0.25 to
-0.66 in `jvp` under no_grad. `symbolic_zeros` alone saves the same products, but takes 1.1 to 1.6
+0.66 in `jvp` under no_grad. `NoProductsOfZero` alone saves the same products, but takes 1.1 to 1.6
 and 1.4 to 2.4 times as long as these rules.
 """
 
@@ -33,12 +33,6 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _make: Callable[..., Tensor] = upstream.make_dual  # type: ignore[attr-defined]
 _unpack: Callable[..., Any] = upstream.unpack_dual  # type: ignore[attr-defined]
-
-
-def tangent_of(x: Tensor) -> Tensor | None:
-    """x's tangent at the innermost dual level."""
-    tangent: Tensor | None = _unpack(x, level=upstream.forward_level())[1]
-    return tangent
 
 
 def _are_plain(types: Any, args: Args) -> bool:
@@ -75,7 +69,7 @@ class OneTangent(NoGradStopsTangents):
         kwargs = kwargs or {}
         graphs(False)
         try:
-            result = rule(self, fun, args, kwargs)
+            result = rule(self, fun, *args, **kwargs)
             return super().flowing(fun, types, args, kwargs) if result is None else result
         finally:
             graphs(True)
@@ -89,7 +83,7 @@ class OneTangent(NoGradStopsTangents):
         rule = None if torch.is_grad_enabled() else _RULES.get(fun)
         moves = rule is not None and upstream.is_forward_mode_enabled()
         if rule is not None and moves and _are_plain(types, args):
-            result = rule(self, fun, args, kwargs)
+            result = rule(self, fun, *args, **kwargs)
             if result is not None:
                 return result
         return super().flowing(fun, types, args, kwargs)
@@ -117,45 +111,54 @@ class OneTangent(NoGradStopsTangents):
         return True
 
 
-# --- rules: each returns the result, or None to fall back to PyTorch's rule ----------------------
+# --- rules: by PyTorch's arguments; each returns the result, or None to leave the call to PyTorch ----
 
 
-def _as_it_is(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+def _as_it_is(mode: OneTangent, fun: Any, *args: Any, **kwargs: Any) -> Any:
     """PyTorch's own rule, for unary operations: it creates no symbolic zero and is right."""
     return pushed_by_pytorch(fun, args, kwargs)
 
 
-def _convolution(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+def _convolution(
+    mode: OneTangent,
+    fun: Any,
+    input: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    *how: Any,
+    **named: Any,
+) -> Any:
     """Convolution: input, weight, bias, then stride, padding and so on."""
-    args, kwargs = _positional(args, kwargs)
-    if len(args) < 3 or not mode.fixes(args[1:3]):
+    x, dx = mode.parts(input)
+    if dx is None or weight is None or not mode.fixes((weight, bias)):
         return None
-    x, dx = mode.parts(args[0])
-    if dx is None:
-        return None
-    _, weight, bias, *more = args
-    dy = fun(dx, weight, None, *more, **kwargs)
-    return mode.dual(fun(x, weight, bias, *more, **kwargs), dy)
+    dy = fun(dx, weight, None, *how, **named)
+    return mode.dual(fun(x, weight, bias, *how, **named), dy)
 
 
-def _linear(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Linear layer: input, weight, bias."""
-    args, kwargs = _positional(args, kwargs) if kwargs or len(args) < 3 else (args, kwargs)
-    if kwargs or len(args) != 3 or not mode.fixes(args[1:]):
+def _linear(
+    mode: OneTangent,
+    fun: Any,
+    input: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    **others: Any,
+) -> Any:
+    """Linear layer. A memory-bound one takes both products as one, which reads the weight once."""
+    x, dx = mode.parts(input)
+    if others or dx is None or weight is None or not mode.fixes((weight, bias)):
         return None
-    x, dx = mode.parts(args[0])
-    if dx is None:
-        return None
-    _, weight, bias = args
-    if _is_wide(x, dx, weight, bias):
-        return mode.dual(*_at_once(x, dx, weight, bias))
+    if _is_memory_bound(x, dx, weight, bias):
+        y, dy = torch.unsafe_chunk(fun(torch.cat((x, dx)), weight), 2)
+        y = y.clone() if bias is None else y + bias  # y and dy must not share a storage
+        return mode.dual(y, dy.clone())
     if dx.dim() > 2:  # a non-contiguous input would be multiplied row by row
         dx = dx.contiguous()
     return mode.dual(fun(x, weight, bias), fun(dx, weight))
 
 
-def _is_wide(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a linear layer is memory-bound: reading its weight dominates, for inputs are few."""
+def _is_memory_bound(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether reading the weight dominates a linear layer, for inputs are few."""
     size = weight.numel()
     if size < _MANY or size < 8 * x.numel() or x.dim() < 2 or x.shape != dx.shape:
         return False
@@ -163,130 +166,68 @@ def _is_wide(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> bool
     return plain and weight.layout is x.layout is _STRIDED and _one_dtype(x, dx, weight, bias)
 
 
-def _at_once(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both products as one, which reads the weight once; the results do not share storage."""
-    y, dy = torch.unsafe_chunk(functional.linear(torch.cat((x, dx)), weight), 2)
-    return y.clone() if bias is None else y + bias, dy.clone()
-
-
-def _positional(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Makes the bias positional if input and weight are; a missing bias becomes None."""
-    if len(args) != 2:
-        return args, kwargs
-    return (*args, kwargs.get("bias")), {k: v for k, v in kwargs.items() if k != "bias"}
-
-
-def _product(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+def _product(mode: OneTangent, fun: Any, a: Any = None, b: Any = None, **others: Any) -> Any:
     """Operations of two operands that are linear in each."""
-    if kwargs or len(args) != 2:
+    if others or b is None:
         return None
-    (a, da), (b, db) = map(mode.parts, args)
+    (a, da), (b, db) = mode.parts(a), mode.parts(b)
     if (da is None) == (db is None):
         return None
     return mode.dual(fun(a, b), fun(a if da is None else da, b if db is None else db))
 
 
-def _quotient(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+def _quotient(mode: OneTangent, fun: Any, a: Any = None, b: Any = None, **others: Any) -> Any:
     """Operations that are linear in the first operand only."""
-    return _product(mode, fun, args, kwargs) if mode.fixes(args[1:]) else None
+    return _product(mode, fun, a, b, **others) if mode.fixes((b,)) else None
 
 
 def _sum(first: int, second: int) -> Any:
     """Sums of two operands with these signs."""
 
-    def rule(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        if kwargs or len(args) != 2:
+    def rule(mode: OneTangent, fun: Any, a: Any = None, b: Any = None, **others: Any) -> Any:
+        if others or b is None:
             return None
-        (a, da), (b, db) = map(mode.parts, args)
+        (a, da), (b, db) = mode.parts(a), mode.parts(b)
         if da is not None and db is not None:
-            return mode.dual(fun(a, b), fun(da, db)) if _alike(a, b) else None
+            alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+            return mode.dual(fun(a, b), fun(da, db)) if alike else None
         dx, sign = (da, first) if db is None else (db, second)
         if dx is None:
             return None
         y = fun(a, b)
-        return mode.dual(y, _tangent_of(y, dx if sign > 0 else dx.neg()))
+        dx = dx if sign > 0 else dx.neg()
+        dx = dx if dx.shape == y.shape else dx.expand(y.shape)
+        return mode.dual(y, dx.to(y.dtype, copy=True))  # y may be changed in place later
 
     return rule
 
 
-def _tangent_of(y: Tensor, dx: Tensor) -> Tensor:
-    """A copy of dx in y's shape and dtype; a copy, for y may be changed in place later."""
-    dx = dx if dx.shape == y.shape else dx.expand(y.shape)
-    return dx.to(y.dtype, copy=True)
-
-
-def _layer_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+def _layer_norm(
+    mode: OneTangent,
+    fun: Any,
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+) -> Any:
     """Layer norm: up to the weight its Jacobian is symmetric, so its pullback pushes forward."""
-    x, shape, weight, bias, eps = _of_layer_norm(*args, **kwargs)
-    if not mode.fixes((weight, bias)) or not _one_dtype(x, weight, bias):
+    if not mode.fixes((weight, bias)) or not _one_dtype(input, weight, bias):
         return None
-    x, dx = mode.parts(x)
+    x, dx = mode.parts(input)
     if dx is None:
         return None
-    y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+    y, mean, rstd = torch.native_layer_norm(x, normalized_shape, weight, bias, eps)
     dy, _, _ = torch.ops.aten.native_layer_norm_backward.default(
-        dx.contiguous(), x.contiguous(), shape, mean, rstd, None, None, [True, False, False]
+        *(dx.contiguous(), x.contiguous(), normalized_shape, mean, rstd),
+        *(None, None, [True, False, False]),
     )
     return mode.dual(y, dy if weight is None else dy.mul_(weight))
 
 
-def _batch_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Batch norm in evaluation mode, which is affine; in training mode PyTorch's rule is used."""
-    x, training, eps, fixed = _of_batch_norm(*args, **kwargs)
-    if training or not mode.fixes(fixed):
-        return None
-    x, dx = mode.parts(x)
-    if dx is None:
-        return None
-    mean, variance, weight, bias = fixed
-    y = fun(x, mean, variance, weight, bias, eps=eps)
-    zero = torch.zeros_like(mean)
-    return mode.dual(y, fun(dx, zero, variance, weight, None, eps=eps))
-
-
-def _softmax(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Softmax: its Jacobian, diag(p) - p p^T, is symmetric, so its pullback pushes forward."""
-    x, dim, dtype = _of_softmax(*args, **kwargs)
-    if type(dim) is not int or dtype is not None or not _one_dtype(x):
-        return None
-    x, dx = mode.parts(x)
-    if dx is None:
-        return None
-    y = torch.softmax(x, dim)
-    return mode.dual(y, upstream.softmax_pullback(dx, y, dim, y.dtype))
-
-
-def _dropout(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Dropout that drops nothing: the input itself, as PyTorch returns it."""
-    x, p, training = _of_dropout(*args, **kwargs)
-    return None if training and p > 0 else x
-
-
-def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether all operands have one dtype and autocast is disabled."""
-    dtype = x.dtype
-    for other in others:
-        if other is not None and other.dtype != dtype:
-            return False
-    return not upstream.is_any_autocast_enabled()
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two tensors have one shape, dtype and device."""
-    both = isinstance(a, Tensor) and isinstance(b, Tensor)
-    return both and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-
-
-# --- arguments by PyTorch's names: a call binds them many times faster than `inspect` ------------
-
-
-def _of_layer_norm(
-    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Any:
-    return input, normalized_shape, weight, bias, eps
-
-
-def _of_batch_norm(
+def _batch_norm(
+    mode: OneTangent,
+    fun: Any,
     input: Any,
     running_mean: Any,
     running_var: Any,
@@ -296,18 +237,57 @@ def _of_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    return input, training, eps, (running_mean, running_var, weight, bias)
+    """Batch norm in evaluation mode, which is affine; in training mode PyTorch's rule is used."""
+    if training or not mode.fixes((running_mean, running_var, weight, bias)):
+        return None
+    x, dx = mode.parts(input)
+    if dx is None:
+        return None
+    y = fun(x, running_mean, running_var, weight, bias, eps=eps)
+    zero = torch.zeros_like(running_mean)
+    return mode.dual(y, fun(dx, zero, running_var, weight, None, eps=eps))
 
 
-def _of_softmax(
-    input: Any, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None, **others: Any
+def _softmax(
+    mode: OneTangent,
+    fun: Any,
+    input: Any,
+    dim: Any = None,
+    _stacklevel: Any = 3,
+    dtype: Any = None,
+    **others: Any,
 ) -> Any:
-    usual = not others and type(_stacklevel) is int  # at its place may stand a dtype
-    return input, dim if usual else None, dtype
+    """Softmax: its Jacobian, diag(p) - p p^T, is symmetric, so its pullback pushes forward."""
+    if others or type(_stacklevel) is not int:  # at its place may stand a dtype
+        return None
+    if type(dim) is not int or dtype is not None or not _one_dtype(input):
+        return None
+    x, dx = mode.parts(input)
+    if dx is None:
+        return None
+    y = torch.softmax(x, dim)
+    return mode.dual(y, upstream.softmax_pullback(dx, y, dim, y.dtype))
 
 
-def _of_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    return input, p, training
+def _dropout(
+    mode: OneTangent,
+    fun: Any,
+    input: Any,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Any:
+    """Dropout that drops nothing: the input itself, as PyTorch returns it."""
+    return None if training and p > 0 else input
+
+
+def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether all operands have one dtype and autocast is disabled."""
+    dtype = x.dtype
+    for other in others:
+        if other is not None and other.dtype != dtype:
+            return False
+    return not upstream.is_any_autocast_enabled()
 
 
 _MANY = 2**18  # below it joining the inputs costs more than it saves

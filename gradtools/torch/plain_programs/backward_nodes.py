@@ -6,7 +6,7 @@ each of them returns the corrected gradient:
 
 - if the gradient itself is wrong: the vjp of the plain program;
 - if its derivative is wrong or missing, and the pullback creates a graph: the kernel's own values
-  with the derivative of the plain program's vjp (`known_values.py`). A pullback without a graph
+  with the derivative of the plain program's vjp (`with_derivative`). A pullback without a graph
   runs the kernel only.
 """
 
@@ -81,9 +81,8 @@ class BackwardNode:
         if wrong:
             result = pulled(*_present(cts), *_present(xs), cts=cts)
         else:
-            from gradtools.torch.plain_programs.known_values import (  # rules, which import this
-                with_derivative,
-            )
+            # Rules import this module.
+            from gradtools.torch.forward_mode.by_transposing import with_derivative
 
             values = [given[i] for i in places]
             pulled = partial(pulled, cts=[None if ct is None else ... for ct in cts])

@@ -131,21 +131,18 @@ class NoGradStopsTangents(TorchFunctionMode):
         if self._may_enter(fun, types, args, kwargs):
             return self._within(fun, args, kwargs)
         if fun is upstream.custom_function_call and self._again:
-            return self._gated(fun, args, kwargs)
+            level = upstream.peek_interpreter_stack()
+            if level is not None and level.key() == upstream.TransformType.Jvp:
+                from gradtools.torch.double_backward import gated_call
+
+                call = partial(fun, args[0])
+                return gated_call(self.operator or "jvp", args[0], call, args[1:])
+            return self._within(fun, args, kwargs)  # gated at the level beneath, or in the graph
         of_functions = isinstance(fun, upstream.HigherOrderOperator) and fun is not self._inside
         if of_functions and fun is not upstream.custom_function_call:
             with self._inside_of(fun):  # for the functions among its arguments
                 return pushed_rightly(fun, args, kwargs, self._again)
         return pushed_rightly(fun, args, kwargs, self._again)
-
-    def _gated(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Calls a torch.autograd.Function inside of functorch, with gates at its tangents."""
-        from gradtools.torch.double_backward import gated_call
-
-        level, caller = upstream.peek_interpreter_stack(), self.operator or "jvp"
-        if level is not None and level.key() == upstream.TransformType.Jvp:
-            return gated_call(caller, args[0], partial(fun, args[0]), args[1:])
-        return self._within(fun, args, kwargs)  # gated at the level beneath, or in the graph
 
     def ruled(self, fun: Any) -> bool:
         """Whether this mode has a forward rule of its own for a function."""

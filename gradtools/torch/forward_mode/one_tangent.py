@@ -111,7 +111,7 @@ class OneTangent(NoGradStopsTangents):
         return True
 
 
-# --- rules: by PyTorch's arguments; each returns the result, or None to leave the call to PyTorch ----
+# --- rules: each returns the result, or None to leave the call to PyTorch ------------------------
 
 
 def _as_it_is(mode: OneTangent, fun: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,8 +7,8 @@ state before it; the surrounding function runs once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -55,15 +55,16 @@ def jvps(
         return _pushed(fun, leaves, many)
     given = [x for xs in (leaves, *many) for x in xs]
     start = started(given)
-    with Captured() as captured, torch.no_grad():
-        outs, extras, pushed = _pushed(captured.by(fun), leaves, many)
+    with _Captured() as captured, torch.no_grad():
+        outs, extras, pushed = _pushed(_Recorded(fun, captured), leaves, many)
     own = {id(x) for x in given}
     others = [x for x in captured.tensors() if id(x) not in own]
     sources = [x for x in given if x.requires_grad]
     if not (sources or others):
         return outs, extras, pushed
-    program = _Pushed(fun, leaves, many, start, others)
-    flat = program.attach([*sources, *others], program.note(outs, pushed))
+    values = [x.detach() for xs in (outs, *pushed) for x in xs]
+    program = _Pushed(fun, [leaves, *many], start, others, values)
+    flat = program.attach([*sources, *others], values)
     rows = [flat[k : k + len(outs)] for k in range(0, len(flat), len(outs))] if outs else []
     return (rows[0], extras, rows[1:]) if outs else (outs, extras, pushed)
 
@@ -71,7 +72,7 @@ def jvps(
 def _pushed(fun: Fun, leaves: list[Tensor], many: Sequence[list[Tensor]]) -> Any:
     restart = restarting(fun, leaves, len(many))
     result: list[Any] = []
-    with by_any_kernel(caller_of(fun)):
+    with nullcontext() if is_compiling() else _ByAnyKernel(caller_of(fun)):
         for tangents in many:
             restart()
             result.append(jvp(fun, leaves, tangents))
@@ -80,26 +81,28 @@ def _pushed(fun: Fun, leaves: list[Tensor], many: Sequence[list[Tensor]]) -> Any
 
 
 class _Pushed(Recomputed):
-    """Outputs of a function and their tangents, from one forward pass for each tangent."""
+    """Outputs of a function and their tangents, from one forward pass for each tangent.
+
+    Args:
+        fun: The function.
+        points: Its arguments, and tangents of theirs.
+        start: The state before the first evaluation.
+        captured: The tensors that require grad which the function reads besides.
+        values: The results, which a second evaluation must reproduce.
+    """
 
     def __init__(
         self,
         fun: Fun,
-        leaves: list[Tensor],
-        many: Sequence[list[Tensor]],
+        points: list[list[Tensor]],
         start: Start,
         captured: list[Tensor],
+        values: list[Tensor],
     ) -> None:
         super().__init__(caller_of(fun), start)
         self.captured = captured
-        self._fun, self._points = fun, [leaves, *many]
-        self._values: list[Tensor] = []
-
-    def note(self, outs: list[Tensor], pushed: list[list[Tensor]]) -> list[Tensor]:
-        """Records the results, which a second evaluation must reproduce, and returns them flat."""
-        self._values = [x.detach() for xs in (outs, *pushed) for x in xs]
-        self._versions = [*map(upstream.version_of, self._values)]
-        return self._values
+        self._fun, self._points = fun, points
+        self._values = [(x, upstream.version_of(x)) for x in values]
 
     def roots(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
         return self._fun, self._points[0]
@@ -110,37 +113,24 @@ class _Pushed(Recomputed):
         with torch.enable_grad():
             outs, _, pushed = _pushed(self._fun, points[0], points[1:])
         result = [x for xs in (outs, *pushed) for x in xs]
-        known = zip(result, self._values, self._versions, strict=True)
-        for x, value, version in known:
-            same = upstream.version_of(value) != version or agree(x.detach(), value, True)
-            if not same:
+        for x, (value, version) in zip(result, self._values, strict=True):
+            unchanged = upstream.version_of(value) == version
+            if unchanged and not agree(x.detach(), value, True):
                 raise GradtoolsError(f"{self.caller}: {ANOTHER_VALUE}")
         return result
 
 
-class Captured(TorchFunctionMode):
+class _Captured(TorchFunctionMode):
     """A function mode that records which tensors that require grad a function reads (taint)."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, Tensor] = {}
-        self._runs = False
-
-    def by(self, fun: Fun) -> Fun:
-        """The function; only reads during its own evaluations are recorded."""
-        return _NotedFunction(fun, self)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        self._runs = True
-        try:
-            yield
-        finally:
-            self._runs = False
+        self.records = False
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._runs and getattr(fun, "__name__", "") != "__get__":  # which reads a shape, say
+        if self.records and getattr(fun, "__name__", "") != "__get__":  # which reads a shape, say
             for x in upstream.tree_leaves((args, kwargs)):
                 if isinstance(x, Tensor) and x.requires_grad:
                     self._seen[id(x)] = x
@@ -151,15 +141,18 @@ class Captured(TorchFunctionMode):
         return [x for x in self._seen.values() if not is_spent(x)]
 
 
-class _NotedFunction:
-    """A function whose evaluations switch a recording mode on, which is the outermost one."""
+class _Recorded:
+    """A function during whose evaluations a mode records, which is the outermost one."""
 
-    def __init__(self, fun: Fun, mode: Captured) -> None:
+    def __init__(self, fun: Fun, mode: _Captured) -> None:
         self._fun, self._mode = fun, mode
 
     def __call__(self, *xs: Tensor) -> Any:
-        with self._mode.running():
+        self._mode.records = True
+        try:
             return self._fun(*xs)
+        finally:
+            self._mode.records = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fun, name)
@@ -173,17 +166,9 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
     return Snapshot.of([*given, getattr(fun, "f", fun)], leaves).restore
 
 
-@contextmanager
-def by_any_kernel(caller: str) -> Iterator[None]:
-    """Context in which an operation without forward mode falls back to another kernel, warning."""
-    if is_compiling():
-        yield
-        return
-    with _ByAnyKernel(caller):
-        yield
-
-
 class _ByAnyKernel(TorchFunctionMode):
+    """A mode in which an operation without forward mode falls back to another kernel, warning."""
+
     def __init__(self, caller: str) -> None:
         super().__init__()
         self.caller = caller

@@ -154,32 +154,33 @@ def _eps_of(x: Tensor, dims: Any, rstd: Tensor) -> Tensor:
     return rstd.detach().reshape(variance.shape) ** -2 - variance
 
 
+def _over_batch(eps: float) -> Callable[..., Tensor]:
+    """Batch norm in training mode, as a function of input, weight and bias."""
+    return lambda x, w=None, b=None: programs.batch_norm(x, w, b, None, None, True, 0.0, eps, True)
+
+
 def _batch_norm(node: Any) -> Call:
     x, weight, mean, var, trains, eps = _saved(
         node, "input", "weight", "running_mean", "running_var", "training", "eps"
     )
     bias = None if weight is None else torch.zeros_like(weight)
     if trains:
-        run = lambda x, w, b: programs.batch_norm(x, w, b, None, None, True, 0.0, eps, True)
-    else:
-        run = lambda x, w, b: programs.batch_norm_by_statistics(x, w, b, mean, var, eps)
-    return run, [x, weight, bias]
+        return _over_batch(eps), [x, weight, bias]
+    by_statistics = programs.batch_norm_by_statistics
+    return lambda x, w, b: by_statistics(x, w, b, mean, var, eps), [x, weight, bias]
 
 
 def _cudnn_batch_norm(node: Any) -> Call:
     x, weight, eps = _saved(node, "input", "weight", "epsilon")
-    run = lambda x, w, b: programs.batch_norm(x, w, b, None, None, True, 0.0, eps, True)
-    return run, [x, weight, torch.zeros_like(weight)]
+    return _over_batch(eps), [x, weight, torch.zeros_like(weight)]
 
 
-def _norm_pullback(program: Callable[..., Any], x: Tensor, weight: Any) -> Callable[..., Any]:
+def _norm_pullback(program: Callable[..., Any]) -> Callable[..., Any]:
     """The pullback of a normalisation, as a function of cotangent, input and weight."""
 
     def run(ct: Tensor, x: Tensor, weight: Any = None, *others: Any) -> tuple[Tensor, ...]:
-        xs = [x] if weight is None else [x, weight]
-        bias = [] if weight is None else [torch.zeros_like(weight)]
-        pull = vjp(program, *xs, *bias)[1]
-        return tuple(pull(ct))
+        affine = [] if weight is None else [weight, torch.zeros_like(weight)]
+        return tuple(vjp(program, x, *affine)[1](ct))
 
     return run
 
@@ -189,24 +190,19 @@ def _layer_norm_pullback(node: Any) -> Call:
         node, "grad_out", "input", "normalized_shape", "rstd", "weight"
     )
     eps = _eps_of(x, tuple(range(-len(shape), 0)), rstd)
-    norm = lambda x, w=None, b=None: programs.layer_norm(x, shape, w, b, eps)
-    run = _norm_pullback(norm, x, weight)
-    return lambda ct, x, mean, rstd, weight, bias=None: run(ct, x, weight), [
-        *(ct, x, None, None),
-        *(weight, None),
-    ]
+    run = _norm_pullback(lambda x, w=None, b=None: programs.layer_norm(x, shape, w, b, eps))
+    xs = [ct, x, None, None, weight, None]
+    return lambda ct, x, mean, rstd, weight, bias=None: run(ct, x, weight), xs
 
 
 def _batch_norm_pullback(node: Any) -> Call:
     ct, x, weight, eps = _saved(node, "grad_out", "input", "weight", "eps")
-    norm = lambda x, w=None, b=None: programs.batch_norm(x, w, b, None, None, True, 0.0, eps, True)
-    return _norm_pullback(norm, x, weight), [ct, x, weight]
+    return _norm_pullback(_over_batch(eps)), [ct, x, weight]
 
 
 def _cudnn_batch_norm_pullback(node: Any) -> Call:
     x, ct, weight, eps = _saved(node, "input", "grad_output", "weight", "epsilon")
-    norm = lambda x, w=None, b=None: programs.batch_norm(x, w, b, None, None, True, 0.0, eps, True)
-    run = _norm_pullback(norm, x, weight)
+    run = _norm_pullback(_over_batch(eps))
     return lambda x, ct, weight: run(ct, x, weight), [x, ct, weight]
 
 

@@ -43,7 +43,7 @@ from gradtools.torch.compiling import leaves_of
 from gradtools.torch.modes import without_casts
 from gradtools.torch.modules import SEEDING
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.replaying.checksums import differences_of, figures
+from gradtools.torch.replaying.consistency import differences_of, figures
 from gradtools.torch.rerunning import Undo
 from gradtools.torch.state import Snapshot
 

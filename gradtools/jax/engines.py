@@ -258,8 +258,9 @@ class _TracedFunction:
         """For each leaf, whether an inner derivative is constant in it, or is cut afterwards."""
         if not is_in_scope(self.eqns, DERIVATIVE_SCOPE):
             return [False] * len(self.closed.in_avals), [False] * len(self.closed.in_avals)
-        inside = reachability.InnerDerivatives(lambda eqn: is_in_scope((eqn,), DERIVATIVE_SCOPE))
-        return inside.constants_and_cuts(self.closed, len(self.out_avals))
+        is_derivative = lambda eqn: is_in_scope((eqn,), DERIVATIVE_SCOPE)
+        outs = len(self.out_avals)
+        return reachability.constants_and_cuts(self.closed, outs, is_derivative)
 
     def cut(self) -> list[int]:
         """The leaves that are cut after an inner derivative."""

@@ -13,9 +13,10 @@ flow is the same analysis without cuts and with control dependence.
 `seeing/jax/graphs.py` finds where on the way a gradient is lost.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 import jax
@@ -90,25 +91,18 @@ def raw_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
     return [[bool(m >> i & 1) for i in range(count)] for m in Flow(raw=True).of_jaxpr(jaxpr)]
 
 
-def _indices(mask: int) -> Iterator[int]:
+def _union(mask: int, bits: Sequence[int]) -> int:
+    """The union of the bits at the indices in a mask."""
+    total = 0
     while mask:
         low = mask & -mask
-        yield low.bit_length() - 1
+        total |= bits[low.bit_length() - 1]
         mask ^= low
-
-
-def _union(mask: int, bits: Sequence[int]) -> int:
-    total = 0
-    for i in _indices(mask):
-        total |= bits[i]
     return total
 
 
 def _any(bits: Sequence[int]) -> int:
-    total = 0
-    for item in bits:
-        total |= item
-    return total
+    return reduce(or_, bits, 0)
 
 
 # --- equations of gradtools' rules -------------------------------------------------------
@@ -271,49 +265,29 @@ class Flow:
         return _any([_union(mask, inputs) for mask in self.of_jaxpr(gate.jaxpr)])
 
 
-class _CutOutside(Flow):
-    """A flow that ignores the cuts inside of equations of derivatives."""
+def constants_and_cuts(
+    closed_jaxpr: Jaxpr, outs: int, is_derivative: Callable[[Eqn], bool]
+) -> tuple[list[bool], list[bool]]:
+    """For each input: whether a derivative that the program takes is constant in it, or cut later.
 
-    def __init__(self, is_derivative: Callable[[Eqn], bool]) -> None:
-        super().__init__(raw=False)
-        self.is_derivative = is_derivative
-
-    def through(self, step: Step, bits: Sequence[int]) -> list[int]:
-        if self.is_derivative(step.eqn):
-            return self.uncut.through(step, bits)
-        return super().through(step, bits)
-
-
-class InnerDerivatives:
-    """The flow through derivatives that the program itself takes.
-
-    An input *enters* a derivative if it reaches the result of one of its equations.
+    An input *enters* a derivative if it reaches the result of one of its equations. Both are False
+    for inputs that enter none, and for those that reach the first `outs` outputs. Cuts inside of a
+    derivative are its own, such as the comparison in the derivative of a maximum, and do not count.
 
     Args:
+        closed_jaxpr: The program.
+        outs: The number of its outputs that are differentiated.
         is_derivative: Whether an equation belongs to a derivative.
     """
 
-    def __init__(self, is_derivative: Callable[[Eqn], bool]) -> None:
-        self.is_derivative, self.flow = is_derivative, Flow(raw=False)
+    class CutOutside(Flow):
+        """A flow that ignores the cuts inside of equations of derivatives."""
 
-    def constants_and_cuts(self, closed_jaxpr: Jaxpr, outs: int) -> tuple[list[bool], list[bool]]:
-        """For each input: whether it enters a derivative that is constant, or that is cut later.
+        def through(self, step: Step, bits: Sequence[int]) -> list[int]:
+            flow = self.uncut if is_derivative(step.eqn) else super()
+            return flow.through(step, bits)
 
-        Both are False for inputs that reach the first `outs` outputs. Cuts inside of a derivative
-        are its own, such as the comparison in the derivative of a maximum, and do not count.
-        """
-        jaxpr = open_jaxpr(closed_jaxpr)
-        entered = self.entered(jaxpr)
-        within, raw, known = (
-            _any(flow.of_jaxpr(jaxpr)[:outs])
-            for flow in (_CutOutside(self.is_derivative), Flow(raw=True), self.flow)
-        )
-        constant = entered & ~known & (within | ~raw)
-        cut = entered & ~known & ~constant
-        count = range(len(jaxpr.invars))
-        return [bool(constant >> i & 1) for i in count], [bool(cut >> i & 1) for i in count]
-
-    def entered(self, jaxpr: Jaxpr) -> int:
+    def entered(jaxpr: Jaxpr) -> int:
         """The mask of the inputs that enter a derivative."""
         env = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
         total = 0
@@ -322,16 +296,26 @@ class InnerDerivatives:
             bits = _read(env, eqn.invars)
             if not any(bits):
                 continue
-            written = self.flow.through(step, bits)
+            written = flow.through(step, bits)
             env.update(zip(step.targets, written, strict=True))
-            if self.is_derivative(eqn):
+            if is_derivative(eqn):
                 total |= _any(written)
                 continue
             for body in bodies(eqn):
-                inner, back = self.flow.of_jaxpr(body.jaxpr), self.entered(body.jaxpr)
+                inner, back = flow.of_jaxpr(body.jaxpr), entered(body.jaxpr)
                 back = _closure(back, {i: inner[k] for k, i in body.carries})
                 total |= _union(back, [bits[i] for i in body.inputs])
         return total
+
+    jaxpr, flow = open_jaxpr(closed_jaxpr), Flow(raw=False)
+    within, raw, known = (
+        _any(way.of_jaxpr(jaxpr)[:outs]) for way in (CutOutside(raw=False), Flow(raw=True), flow)
+    )
+    lost = entered(jaxpr) & ~known
+    constant = lost & (within | ~raw)
+    cut = lost & ~constant
+    count = range(len(jaxpr.invars))
+    return [bool(constant >> i & 1) for i in count], [bool(cut >> i & 1) for i in count]
 
 
 def _read(env: dict[Any, int], atoms: Sequence[Any]) -> list[int]:

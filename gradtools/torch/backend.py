@@ -249,7 +249,7 @@ class TorchBackend(FrameworkBackend):
     # --- chunks
 
     weighs_sums = True
-    is_recomputing = LazyMember("replaying.guards", "user_is_recomputing")
+    is_recomputing = LazyMember("replaying.recomputing", "user_is_recomputing")
     frozen_uses = LazyMember("freezing", "Uses")
 
 

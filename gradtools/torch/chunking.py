@@ -21,18 +21,16 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.forward_mode.checkpoints import Pushforward, checkpoint_pushed
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
 from gradtools.torch.modes import NOTHING, without_cached_weights
-from gradtools.torch.replaying.checksums import is_readable
-from gradtools.torch.replaying.guards import (
+from gradtools.torch.replaying.consistency import RunKey, is_compiled, is_readable, run_key
+from gradtools.torch.replaying.nodes import node_of
+from gradtools.torch.replaying.recomputing import (
+    first_pass_state,
     is_plain,
     is_recomputing,
     is_recorded,
     marked,
-    thread_state,
 )
-from gradtools.torch.replaying.nodes import node_of
-from gradtools.torch.replaying.recomputing import first_pass_state
 from gradtools.torch.replaying.replay import Forward, PushedForward
-from gradtools.torch.replaying.run_keys import RunKey, is_compiled, run_key
 from gradtools.torch.replaying.slicing import Rows, flattened, pieces_of, untracked
 from gradtools.torch.replaying.summing import Sums, Weigh
 
@@ -41,22 +39,15 @@ left_to_python(__name__)
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    before, thread_state.mark = thread_state.mark, thread_state.mark or chunks.caller
-    try:
-        exporting = upstream.is_exporting()  # exported programs cannot recompute
-        return plain_loop(chunks) if exporting or is_plain() else _run(chunks)
-    finally:
-        thread_state.mark = before
-
-
-def plain_loop(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    """`run_chunks` without recomputation: a loop that keeps all graphs."""
-    rows, carry = [], [untracked(x) for x in chunks.carry]
-    for i, piece in enumerate(pieces_of(chunks)):
-        outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
-        rows.append(outs)
-    _check_rows(chunks, rows)
-    return _joined(chunks, rows), carry
+    with marked(chunks.caller):
+        if not (upstream.is_exporting() or is_plain()):  # exported programs cannot recompute
+            return _run(chunks)
+        rows, carry = [], [untracked(x) for x in chunks.carry]
+        for i, piece in enumerate(pieces_of(chunks)):
+            outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
+            rows.append(outs)
+        _check_rows(chunks, rows)
+        return _joined(chunks, rows), carry
 
 
 def _check_rows(chunks: Chunks, rows: Rows, rerun: Rerun | None = None) -> None:

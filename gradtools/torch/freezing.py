@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -33,15 +34,16 @@ from gradtools.torch.modes import Modes, NoForwardMode, batchings, by_new_vmap
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import CHUNK, detached
-from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked
 from gradtools.torch.replaying.nodes import (
     Backward,
+    Layout,
     Pushed,
     applied,
     node_of,
     outputs_of,
     pulled_back,
 )
+from gradtools.torch.replaying.recomputing import bytes_saved, is_plain, marked
 from gradtools.torch.replaying.replay import Forward
 from gradtools.torch.replaying.slicing import Entries, Rows, alias_of, flattened, primal_of
 from gradtools.torch.replaying.summing import Sums
@@ -123,7 +125,8 @@ class _Use(Forward):
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         self.uses.begin(self)
-        self.keeps = self._may_keep()  # before `bytes_saved` sets saved tensors hooks
+        packed = upstream.saved_tensors_hooks_on(False) is not None  # later also `bytes_saved`
+        self.keeps = not packed and not self.beneath and self.modes.grad
         if not (self.uses.budget and self.keeps):
             return super()._first_pass(rows, shared)
         with bytes_saved(self) as size:
@@ -135,10 +138,6 @@ class _Use(Forward):
 
     def _kept(self) -> int:
         return int(self.keeps)
-
-    def _may_keep(self) -> bool:
-        packed = upstream.saved_tensors_hooks_on(False) is not None
-        return not packed and not self.beneath and self.modes.grad
 
     def _note_leaves(self, found: list[Tensor]) -> None:
         if self.beneath:
@@ -156,27 +155,33 @@ class _Use(Forward):
         if not constants or not self.modes.grad:  # G's own outputs require grad likewise
             return list(outs)
         which = [isinstance(y, Tensor) and is_inexact(y) for y in outs]
-        if not any(which):
-            return list(outs)
-        tracked = [y for y, w in zip(outs, which, strict=True) if w]
-        left = iter(gated(tracked, constants, _constants_text(self.caller)))
+        text = (
+            f"{self.caller}: a derivative is needed with respect to a parameter that {self.fun} "
+            "reads and does not take as an argument; such parameters are constants here. Pass "
+            "them as arguments (make_functional), switch them off (module.requires_grad_(False)), "
+            "ask for chosen inputs (torch.autograd.grad, or backward(inputs=...)), or "
+            f"{_instead(self.caller)}."
+        )
+        left = iter(gated([*compress(outs, which)], constants, text) if any(which) else ())
         return [next(left) if w else y for y, w in zip(outs, which, strict=True)]
 
     # --- its derivatives
 
-    def pull(
-        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
-    ) -> list[Any]:
-        if _are_spent(shared[:width]):
-            return [None] * width
-        back = _FrozenBackward(self, widths, width, mask)
+    def pull(self, layout: Layout, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
+        if _are_spent(shared[: layout.shared]):
+            return [None] * layout.shared
+        back = _FrozenBackward(self, layout)
         if upstream.peek_interpreter_stack() is not None:
             return self.guarded(outputs_of(back, rows, shared))
         known = back.evaluate(rows, shared)
         cts, zs = rows[0], list(shared)
         if not (torch.is_grad_enabled() or any(map(is_dual, (*cts, *zs)))):
             return [*flattened(known[0]), *known[1]]
-        back.arguments, back.constant = zs, all(map(_is_constant, cts))
+        moving = [ct for ct in cts if ct is not None]
+        back.arguments = zs
+        back.constant = not any(
+            ct.requires_grad or upstream.is_wrapped(ct) or is_dual(ct) for ct in moving
+        )
         if self.verification is not None:
             first = [None if g is None else detached(g, CHUNK) for g in known[1]]  # in no graph
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
@@ -184,17 +189,18 @@ class _Use(Forward):
         _, grads = node_of(back, rows, gated_inputs, known)
         return self.guarded(grads)
 
-    def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
-        zs, dzs = list(shared[:width]), spread(shared[width:], mask[-1])
+    def push(self, layout: Layout, rows: Rows, shared: Entries) -> list[Any]:
+        width = layout.shared
+        zs, dzs = list(shared[:width]), spread(shared[width:], layout.present[-1])
         fast = lambda use: tangents(use, zs, dzs)
-        slow = lambda use: outputs_of(Pushed(use, widths, width, mask), rows, shared)
+        slow = lambda use: outputs_of(Pushed(use, layout), rows, shared)
         if upstream.forward_level() >= 0 or not self.shows_numbers():
             return self.guarded(self.by_any_kernel("values", None, slow))
         with torch.no_grad():
             dys = self.by_any_kernel("values", fast, slow)
         if not torch.is_grad_enabled():
             return dys
-        program = _Pushforward(self, widths, width, mask)
+        program = _Pushforward(self, layout)
         return self.guarded(node_of(program, rows, shared, ([dys], []))[0][0])
 
     def may_use_graph(self) -> bool:
@@ -240,7 +246,13 @@ class _Use(Forward):
                 if kernel is None:
                     raise
                 if not methods:
-                    raise refusal(error, _without(self.caller, kernel, error)) from error
+                    text = (
+                        f"{self.caller}: {kernel} in {self.fun} lacks the derivative of its "
+                        "backward pass, forward and backward, and PyTorch has no other kernel for "
+                        "what calls it by its name. Call the function that chooses a kernel, or "
+                        f"write it by plain operations. PyTorch says: {error}"
+                    )
+                    raise refusal(error, text) from error
                 _warn_of_fallback(self.caller, kernel, again=methods[0][0] is method)
             else:
                 self.uses.skipped[quantity, count] = count - 1 - len(methods)
@@ -275,14 +287,12 @@ class _Use(Forward):
 class _Pushforward(Pushed):
     """The node of a use's pushforward, whose values forward mode computed without a graph."""
 
-    def pull(
-        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
-    ) -> list[Any]:
+    def pull(self, layout: Layout, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
         use: Any = self.of
 
         def slow(use: _Use) -> list[Any]:
-            pushed = Pushed(use, self.widths, self.shared_width, self.mask)
-            return outputs_of(Backward(pushed, widths, width, mask, joint), rows, shared)
+            back = Backward(Pushed(use, self.layout), layout, joint)
+            return outputs_of(back, rows, shared)
 
         return use.by_any_kernel("pushforward", None, slow)
 
@@ -343,34 +353,45 @@ class _FrozenBackward(Backward):
         Hooks are tested in each use, a Function once, with large cotangents as well.
         """
         use: Any = self.of
-        untried = {f for f in use.functions if _is_users(f) and f not in use.uses.linear}
+        own = ("torch", "gradtools")
+        users = [f for f in use.functions if f.__module__.partition(".")[0] not in own]
+        untried = {f for f in users if f not in use.uses.linear}
         if self.is_linear or not (use.hooked or untried) or not use.shows_numbers():
             return
-        known = self._of_multiple(1.0, zs, cts)
+
+        def pulled_multiple(factor: float) -> list[Any]:  # by another recomputation
+            back = _FrozenBackward(use.with_modes(use.modes), self.layout)
+            scaled = [None if ct is None else detached(ct, CHUNK) * factor for ct in cts]
+            with torch.no_grad():
+                return back.evaluate([scaled], zs)[1]
+
+        known = pulled_multiple(1.0)
         for factor in (-0.5, 1e4) if untried else (-0.5,):
-            pairs = zip(known, self._of_multiple(factor, zs, cts), strict=True)
-            if not all(a is None or _is_times(factor, a, b) for a, b in pairs):
-                raise GradtoolsError(_nonlinear(self.caller, use.hooked, untried))
+            for x, y in zip(known, pulled_multiple(factor), strict=True):
+                if x is None:
+                    continue
+                off, size = (y - factor * x).norm(), (factor * x).norm()
+                if not bool(off > torch.finfo(x.dtype).eps ** 0.5 * size):  # nor if not finite
+                    continue
+                held = "a hook on a gradient that is not linear in it"
+                if not use.hooked:
+                    names = ", ".join(sorted(f.__qualname__ for f in untried))
+                    held = f"the autograd.Function {names}, whose backward is not linear in the "
+                    held += "gradient"
+                raise GradtoolsError(
+                    f"{self.caller}: {use.fun} holds {held}, and the derivative of its pullback "
+                    "is needed, which is taken for linear. Edit gradients outside of "
+                    f"{use.fun}, or {_instead(self.caller)}."
+                )
         self.is_linear = True
         use.uses.linear.update(untried)
 
-    def _of_multiple(self, factor: float, zs: Entries, cts: Entries) -> list[Any]:
-        """The pullback of factor times cts, by another recomputation."""
-        use: Any = self.of
-        fresh = use.with_modes(use.modes)
-        back = _FrozenBackward(fresh, self.widths, self.shared_width, self.mask)
-        scaled = [None if ct is None else detached(ct, CHUNK) * factor for ct in cts]
-        with torch.no_grad():
-            return back.evaluate([scaled], zs)[1]
-
-    def pull(
-        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
-    ) -> list[Any]:
+    def pull(self, layout: Layout, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
         if any(self.vectors_only):
-            return self._pulled_each(widths, width, mask, rows, shared)
-        count = self.shared_width
+            return self._pulled_each(layout, rows[0], shared)
+        count = self.layout.shared
         zs = list(shared[:count]) if self.arguments is None else self.arguments
-        us = spread(shared[width:], mask[-1])
+        us = spread(shared[layout.shared :], layout.present[-1])
         cts = rows[0]
         use: Any = self.of
         self.refuse_nonlinear(zs, cts)
@@ -383,25 +404,23 @@ class _FrozenBackward(Backward):
         compares = self.pulled_first and use.shows_numbers()
         along: list[Any] = [None] * len(cts)
         if compares or not self.constant:
-            given = [[], [u is not None for u in us]]
-            pushed = use.push([0], count, given, [[]], [*zs, *(u for u in us if u is not None)])
-            along = [dy for dy, t in zip(pushed, self.mask[0], strict=False) if t]
+            along_us = Layout([0], count, [[], [u is not None for u in us]])
+            pushed = use.push(along_us, [[]], [*zs, *(u for u in us if u is not None)])
+            along = [*compress(pushed, self.layout.present[0])]
         if compares:
             self._compare_transposes(us, along, cts)
         if self.arguments is not None:
             return [*along, *us]  # `_PullbackInputs` differentiates along us
         return [*along, *_along_arguments(self, zs, us, cts)]
 
-    def _pulled_each(
-        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries
-    ) -> list[Any]:
+    def _pulled_each(self, layout: Layout, cts: Entries, shared: Entries) -> list[Any]:
         """The pullback of a batch of vectors at the same arguments, whose gradients are summed."""
-        one, zs, cts = copy(self), shared[:width], rows[0]
+        one, zs = copy(self), shared[: layout.shared]
         one.vectors_only = tuple([alone for alone in self.vectors_only if not alone])
         there: list[bool] = []
 
         def pull(cts: list[Tensor], us: list[Tensor]) -> Any:
-            pulled = one.pull(widths, width, mask, [cts], [*zs, *us])
+            pulled = one.pull(layout, [cts], [*zs, *us])
             there[:] = [g is not None for g in pulled]
             parts = pulled[: len(cts)], pulled[len(cts) :]
             return tuple([tuple([g for g in part if g is not None]) for part in parts])
@@ -411,14 +430,14 @@ class _FrozenBackward(Backward):
             if self.vectors_only[k]:
                 axis = self.vectors_only[:k].count(False)  # of the levels that batch all
                 fun = _summed(torch.vmap(fun, axis, (axis, 0), randomness="same"))
-        along, sums = fun(list(cts), list(shared[width:]))
+        along, sums = fun(list(cts), list(shared[layout.shared :]))
         return spread([*along, *sums], there)
 
-    def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
+    def push(self, layout: Layout, rows: Rows, shared: Entries) -> list[Any]:
         if self.arguments is not None:
             # Bypasses `_PullbackInputs`, which would take these for the pullback's cotangents.
-            shared = [*map(primal_of, self.arguments), *shared[width:]]
-        return super().push(widths, width, mask, rows, shared)
+            shared = [*map(primal_of, self.arguments), *shared[layout.shared :]]
+        return super().push(layout, rows, shared)
 
     def _compare_transposes(self, us: Entries, along: Entries, cts: Entries) -> None:
         """Raises if pushforward and pullback are not adjoint: <u, J^H v> = <J u, v>.
@@ -437,13 +456,14 @@ class _FrozenBackward(Backward):
             pushed, other = _product(along, cts)
         use: Any = self.of
         # G's graph does not show casts inside of chunked, checkpoint or frozen.
-        casts = any(kind.startswith(_MAY_CAST) for kind in use.verification.first[0].kinds)
+        casts = any(kind.name.startswith(_MAY_CAST) for kind in use.verification.first[0].kinds)
         dtypes = {x.dtype for x in given} | ({torch.bfloat16} if casts else set())
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         noise = 64 * eps * (_product(us, us)[0] * _product(cts, cts)[0]) ** 0.5
         off = eps**0.5 * max(width, other) + noise
         if math.isfinite(off) and abs(pulled - pushed) > off:
-            use.verification.wrong()
+            if use.verification.run_key is not None:
+                use.verification.run_key.discard()
             raise GradtoolsError(
                 f"{self.caller}: the pullback of {use.fun} belongs to another function than "
                 f"{use.fun} computed again: <u, J^H v> is {pulled:.6g} and <J u, v> is "
@@ -471,10 +491,6 @@ def _are_spent(zs: Entries) -> bool:
     return len(tracked) == len(zs) > 0 and all(z.is_leaf and is_spent(z) for z in tracked)
 
 
-def _is_constant(ct: Tensor | None) -> bool:
-    return ct is None or not (ct.requires_grad or upstream.is_wrapped(ct) or is_dual(ct))
-
-
 def _product(xs: Entries, ys: Entries) -> tuple[float, float]:
     """The real inner product of two lists of tensors, and the product of their norms."""
     total, a, b = 0.0, 0.0, 0.0
@@ -485,21 +501,6 @@ def _product(xs: Entries, ys: Entries) -> tuple[float, float]:
             x, y = x.reshape(-1).detach(), y.reshape(-1).detach()
             total, a, b = total + float(x @ y), a + float(x @ x), b + float(y @ y)
     return total, (a * b) ** 0.5
-
-
-def _is_users(function: Any) -> bool:
-    return function.__module__.partition(".")[0] not in ("torch", "gradtools")
-
-
-def _nonlinear(caller: str, hooked: bool, functions: set[Any]) -> str:
-    names = ", ".join(sorted(f.__qualname__ for f in functions))
-    function = f"the autograd.Function {names}, whose backward is not linear in the gradient"
-    held = "a hook on a gradient that is not linear in it" if hooked else function
-    return (
-        f"{caller}: {name_of_function(caller)} holds {held}, and the derivative of its pullback is "
-        "needed, which is taken for linear. Edit gradients outside of "
-        f"{name_of_function(caller)}, or {_instead(caller)}."
-    )
 
 
 def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entries) -> list[Any]:
@@ -515,12 +516,13 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
         pulled = back.through_graph(grads, own, us)
         if pulled is not None:
             return pulled
-    full, mask = spread(cts, back.mask[0]), [[False] * len(cts), [u is not None for u in us]]
+    full = spread(cts, back.layout.present[0])
     given = [*zs, *(u for u in us if u is not None)]
+    present = [[False] * len(cts), [u is not None for u in us]]
 
     def pushed(use: _Use) -> Pushed:
-        pullback = _FrozenBackward(use, back.widths, back.shared_width, back.mask)
-        return Pushed(pullback, [len(cts)], len(zs), mask)
+        pullback = _FrozenBackward(use, back.layout)
+        return Pushed(pullback, Layout([len(cts)], len(zs), present))
 
     fast = lambda use: pullback_tangents(use, zs, us, full)
     slow = lambda use: outputs_of(pushed(use), [list(cts)], given)
@@ -576,36 +578,11 @@ class _PullbackInputs(torch.autograd.Function):
         return tuple([None if t is None else t.view_as(t) for t in filled(tangents, ctx.likes)])
 
 
-def _constants_text(caller: str) -> str:
-    return (
-        f"{caller}: a derivative is needed with respect to a parameter that "
-        f"{name_of_function(caller)} reads and does not take as an argument; such parameters are "
-        "constants here. Pass them as arguments (make_functional), switch them off "
-        "(module.requires_grad_(False)), ask for chosen inputs (torch.autograd.grad, or "
-        f"backward(inputs=...)), or {_instead(caller)}."
-    )
-
-
 def _instead(caller: str) -> str:
     return "use G itself" if caller == "frozen" else "leave out the mode"
 
 
-def _is_times(factor: float, x: Tensor, y: Tensor) -> bool:
-    """Whether y is factor times x up to rounding; True if either is not finite."""
-    off, size = (y - factor * x).norm(), (factor * x).norm()
-    return not bool(off > torch.finfo(x.dtype).eps ** 0.5 * size)
-
-
 _WARNED: set[tuple[str, bool]] = set()
-
-
-def _without(caller: str, kernel: str, error: Exception) -> str:
-    return (
-        f"{caller}: {kernel} in {name_of_function(caller)} lacks the derivative of its backward "
-        "pass, forward and backward, and PyTorch has no other kernel for what calls it by its "
-        "name. Call the function that chooses a kernel, or write it by plain operations. PyTorch "
-        f"says: {error}"
-    )
 
 
 def _warn_of_fallback(caller: str, kernel: str, again: bool) -> None:
@@ -613,10 +590,10 @@ def _warn_of_fallback(caller: str, kernel: str, again: bool) -> None:
     if (kernel, again) in _WARNED:
         return
     _WARNED.add((kernel, again))
-    kept = f"keeps a graph of {name_of_function(caller)} while it runs."
-    done = (
-        "that pass uses PyTorch's own alternatives to fused kernels."
-        if again
-        else f"that pass takes double backward, and {kept}"
+    done = "uses PyTorch's own alternatives to fused kernels."
+    if not again:
+        graph = f"a graph of {name_of_function(caller)} while it runs."
+        done = f"takes double backward, and keeps {graph}"
+    warn(
+        f"{caller}: {kernel} lacks the derivative that forward over reverse needs; that pass {done}"
     )
-    warn(f"{caller}: {kernel} lacks the derivative that forward over reverse needs; {done}")

@@ -32,7 +32,7 @@ from gradtools.torch.nondifferentiable import with_gate
 from gradtools.torch.open_derivatives import is_spent, tracked_in
 from gradtools.torch.operation_marks import OWN_HOOKS, only_observes
 from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.replaying.guards import mark, marked
+from gradtools.torch.replaying.recomputing import mark, marked
 from gradtools.torch.rerunning import Rerunnable, put_back
 from gradtools.torch.rules.checking import value_of
 from gradtools.torch.state import Snapshot

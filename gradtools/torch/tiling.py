@@ -25,8 +25,7 @@ from gradtools.torch.functorch_wrappers import batches_first, is_inexact, levels
 from gradtools.torch.live_bytes import LiveBytes
 from gradtools.torch.modes import as_cast_now, casts_now, unpacked, without_casts
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.replaying.checksums import Figures, differ, figures
-from gradtools.torch.replaying.run_keys import RunKey, part_of
+from gradtools.torch.replaying.consistency import Figures, RunKey, differ, figures, part_of
 from gradtools.torch.rules.transposing import pull
 
 Tensor = torch.Tensor

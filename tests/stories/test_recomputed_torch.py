@@ -151,7 +151,7 @@ def test_another_number_of_one_example_is_found(dtype, rows, change):
 
 
 def test_another_number_of_one_example_shows_in_the_figures_where_bits_are_not_compared():
-    from gradtools.torch.replaying.checksums import differ, figures
+    from gradtools.torch.replaying.consistency import differ, figures
 
     x = torch.ones(4096, 16, dtype=torch.float32)
     other = x.clone()
@@ -175,7 +175,7 @@ def test_outputs_that_add_up_beyond_the_largest_float_are_no_reason_to_refuse(op
 
 
 def test_figures_of_the_largest_floats_are_finite_and_seen_to_differ():
-    from gradtools.torch.replaying.checksums import differ, figures
+    from gradtools.torch.replaying.consistency import differ, figures
 
     x = torch.full((4, 3), 1e308, dtype=torch.float64)
     assert np.isfinite(figures(x)[2]).all()

@@ -99,7 +99,7 @@ def _rest_of_torch() -> dict[str, Any]:
     import torch
 
     from gradtools.torch import open_derivatives
-    from gradtools.torch.replaying import guards
+    from gradtools.torch.replaying import recomputing
 
     backends, cuda = torch.backends, torch.backends.cuda
     return {
@@ -132,7 +132,7 @@ def _rest_of_torch() -> dict[str, Any]:
         "views in forward mode": torch._C._is_fwd_grad_enabled(),
         "hooks on all modules": _module_hooks(torch),
         "gradtools: derivatives under way": len(open_derivatives.open_flags()),
-        "gradtools: replaying": guards.is_recomputing(),
+        "gradtools: replaying": recomputing.is_recomputing(),
     }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.torch.replaying import guards
+from gradtools.torch.replaying import recomputing
 
 ROWS, CHUNK, WAIT = 8, 4, 20.0
 pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalization")
@@ -57,7 +57,7 @@ class Beside:
             self.error = error
 
     def __call__(self, *_):
-        if guards.is_recomputing() and self.thread.ident is None:
+        if recomputing.is_recomputing() and self.thread.ident is None:
             self.thread.start()
             self.thread.join(WAIT if self.waits else 0.2)
             self.finished = not self.thread.is_alive()

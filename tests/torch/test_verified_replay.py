@@ -11,8 +11,7 @@ import torch
 
 import gradtools.torch as gt
 from gradtools.errors import GradtoolsError
-from gradtools.torch.replaying import run_keys
-from gradtools.torch.replaying.consistency import Verification
+from gradtools.torch.replaying.consistency import VERIFIED, Verification
 
 Tensor = torch.Tensor
 
@@ -319,7 +318,7 @@ def test_what_was_verified_of_objects_that_died_is_forgotten():
     for _ in range(5):
         run = made(torch.nn.Linear(3, 3).double())
         gt.checkpoint(run)(_numbers(2, 3)).sum().backward()
-    assert len(run_keys._verified(run.__code__)) == 1
+    assert len(VERIFIED[run.__code__]) == 1
 
 
 @pytest.mark.parametrize("kind", ["a shared argument", "a shared leaf", "the batch"])

@@ -55,8 +55,8 @@ from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
 from gradtools.torch.known_errors import NO_DERIVATIVE, kernel_without
 from gradtools.torch.modes import Modes
 from gradtools.torch.operation_marks import DERIVATIVE, reason_of_detach
-from gradtools.torch.replaying.guards import mark as mark_of_running
-from gradtools.torch.replaying.guards import marked
+from gradtools.torch.replaying.recomputing import mark as mark_of_running
+from gradtools.torch.replaying.recomputing import marked
 from gradtools.torch.rerunning import Undo, copied
 
 Tensor = torch.Tensor

@@ -3,20 +3,24 @@
 Before a function runs again, the state that it can reach is restored (`state`). Other state may
 differ, which this module detects. The first pass stores checksums ("figures") of each chunk's
 outputs, and the leaves that its graph reaches; the recomputation must have the same. This is done
-in the first backward pass for each `RunKey`.
+in the first backward pass for each `RunKey`: the function, the shapes and dtypes of its arguments,
+the training mode of its modules, autocast.
 """
 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from operator import itemgetter
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
@@ -30,23 +34,26 @@ from gradtools.torch.functorch_wrappers import is_wrapped, unwrapped
 from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.patches import hooks_set
-from gradtools.torch.replaying.checksums import Figures, checksum, differ, differences_of, figures
-from gradtools.torch.replaying.guards import is_recorded, was_queried
-from gradtools.torch.replaying.run_keys import RunKey, is_compiled, run_key
+from gradtools.torch.replaying.recomputing import is_recorded, was_queried
 from gradtools.torch.replaying.slicing import Entries, primal_of
+from gradtools.torch.state import contents_of
 
 if TYPE_CHECKING:
     from gradtools.torch.replaying.replay import Forward
 
 Tensor = torch.Tensor
+Figures = tuple[Any, ...]
 left_to_python(__name__)
 
+_BLOCK = 1 << 18  # entries that are summed at a time
+_MOST_KEYS = 256  # remembered for one function, if each batch has another shape
+_PARTS = 64  # the most entries of a list or tuple in a key
+_DEPTH = 3  # of nested closures in a key
 _KEEPS = (
     "f keeps something from one call to the next (a cached function of a weight, an attached "
     "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
 )
 _EDITS = {"scale_gradient": "scale_gradient or reverse_gradient"}  # which share a rule
-_HELD = " that holds "  # between a node's name and its numbers
 _PRODUCTS = ("MulBackward0", "DivBackward0")
 _RULES = ("gradtools.torch.rules.", "gradtools.torch.hooks")  # the modules of rules' Functions
 _AccumulateGrad, _first_of = upstream.AccumulateGrad, itemgetter(0)
@@ -75,6 +82,46 @@ class Coefficient(NamedTuple):
         return None not in pair and bool(pair[0] != pair[1])
 
 
+class NodeKind(NamedTuple):
+    """What is compared of a node of autograd's graph.
+
+    Attributes:
+        name: The name of its class. All Functions of gradtools' rules count as one class.
+        numbers: The numbers that a user's Function holds in its ctx, or the scalar factors of a
+            product: outputs need not depend on them.
+        inputs: How many of its inputs are connected.
+    """
+
+    name: str
+    numbers: str
+    inputs: int
+
+    @classmethod
+    def of(cls, node: Any) -> NodeKind:
+        name, numbers = type(node).__name__, ""
+        if isinstance(node, BackwardCFunction):
+            home = upstream.forward_class(type(node)).__module__
+            held = [x for x in vars(node).values() if type(x) in (int, float, complex)]
+            if home.startswith(_RULES):
+                name = "a rule"
+            elif held and not home.startswith(("torch.", "gradtools.")):
+                numbers = str(held)
+        elif name in _PRODUCTS:
+            factors = [x for x in upstream.factors_of(node) if type(x) is Tensor]
+            scalars = [x for x in factors if x.ndim == 0 and x.device.type == "cpu"]
+            with upstream.disable_current_modes():  # which would see the reading of a number
+                numbers = " and ".join([str(x.item()) for x in scalars if not is_wrapped(x)])
+        return cls(name, numbers, sum(x is not None for x, _ in node.next_functions))
+
+    def without_factors(self) -> NodeKind:
+        """The kind without the factors of a product, which saved tensors hooks may have packed."""
+        return self._replace(numbers="") if self.name in _PRODUCTS else self
+
+    def __str__(self) -> str:
+        held = f" that holds {self.numbers}" if self.numbers else ""
+        return f"{self.name}{held} on {self.inputs}"
+
+
 @dataclass(eq=False)
 class ChunkRecord:
     """What is kept of one computation of a chunk, to compare the other one with.
@@ -85,7 +132,8 @@ class ChunkRecord:
         places: The positions of the compared outputs.
         figures: The figures of these outputs.
         leaves: The leaves that the graph reaches, by their ids; None without a graph.
-        kinds: The kinds of the graph's nodes.
+        kinds: The kinds of the graph's nodes without its leaves, counted.
+        is_packed: Whether saved tensors hooks packed what the nodes saved.
     """
 
     coefficients: list[Coefficient] = field(default_factory=list)
@@ -93,7 +141,12 @@ class ChunkRecord:
     places: list[int] = field(default_factory=list)
     figures: list[Figures] = field(default_factory=list)
     leaves: dict[int, Tensor] | None = None
-    kinds: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[NodeKind] = field(default_factory=Counter)
+    is_packed: bool = False
+
+    def note_graph(self, nodes: list[Any], leaves: dict[int, Tensor], is_packed: bool) -> None:
+        counted = [NodeKind.of(node) for node in nodes if type(node) is not _AccumulateGrad]
+        self.leaves, self.kinds, self.is_packed = leaves, Counter(counted), is_packed
 
 
 class Verification:
@@ -107,9 +160,8 @@ class Verification:
         self.run_key, self.exact = key, exact
         self.is_compiled = is_compiled(forward)
         # Code that is compiled again, by torch.compile or TorchScript, may have other nodes.
-        scripted = any(
-            isinstance(m, torch.jit.ScriptModule) for m, _ in self.reached.modules.values()
-        )
+        modules = [module for module, _ in self.reached.modules.values()]
+        scripted = any(isinstance(m, torch.jit.ScriptModule) for m in modules)
         self._compares_nodes = not (self.is_compiled or scripted)
         self.first: dict[int, ChunkRecord] = {}  # of the first pass, by chunk
         self.batches: Any = ()
@@ -146,43 +198,49 @@ class Verification:
         if self.run_key is not None and self.compared:
             self.run_key.mark_verified()
 
-    def wrong(self) -> None:
-        if self.run_key is not None:
-            self.run_key.discard()
-
     @contextmanager
     def watching(self, i: int) -> Iterator[ChunkRecord]:
         """Yields a record, to which the coefficients of edits and hooks are added."""
         seen, first = ChunkRecord(), self.first.get(i)
 
-        def note_coefficient(edit: str, x: Any, variable: Any) -> None:
-            seen.coefficients.append(self._coefficient(edit, x, variable))
+        def coefficient(edit: str, x: Any, variable: Any) -> Coefficient:
+            if isinstance(x, Tensor):
+                return Coefficient(
+                    edit,
+                    self._figures(unwrapped(x)),
+                    lambda: None if variable is None else weakref.ref(x)(),
+                )
+            number = repr(x) if isinstance(x, bool | int | float | complex) else None
+            return Coefficient(edit, number, lambda: variable)
 
         def note_hook(x: Any, register: Any, args: Any, kwargs: Any) -> Any:
             if HERE.note is None:
                 return register(*args, **kwargs)
             hook = args[0] if args else kwargs["hook"]
-            held = [self._coefficient("hook", x, cell) for x, cell in closed_over(hook)]
+            held = [coefficient("hook", x, cell) for x, cell in closed_over(hook)]
             seen.hooks.append(held)
             old = first.hooks[len(seen.hooks) - 1 :] if first is not None else []
             if not old or not any(bool(a.differs(b)) for a, b in zip(old[0], held, strict=False)):
                 return register(hook)
-            return register(self._refusing(i, hook))
+
+            @wraps(hook)
+            def refusing_an_edit(ct: Tensor) -> None:
+                if hook(ct) is not None:
+                    raise self._other_coefficient(i, "a hook on a gradient")
+
+            return register(refusing_an_edit)
+
+        def note_coefficient(edit: str, x: Any, variable: Any) -> None:
+            seen.coefficients.append(coefficient(edit, x, variable))
 
         with coefficients_noted(note_coefficient), hooks_set(note_hook):
             yield seen
 
-    def _coefficient(self, edit: str, x: Any, variable: Any) -> Coefficient:
-        if isinstance(x, Tensor):
-            known = self._figures(unwrapped(x))
-            return Coefficient(edit, known, lambda: None if variable is None else weakref.ref(x)())
-        number = repr(x) if isinstance(x, bool | int | float | complex) else None
-        return Coefficient(edit, number, lambda: variable)
-
     def keep(self, i: int, outs: Sequence[Any], seen: ChunkRecord, batches: Any) -> None:
         """Stores the first pass's chunk i. batches: The vmaps under which it ran."""
         self.batches, self.first[i] = batches, seen
-        seen.places = _differentiated(outs)
+        tracked = [k for k, y in enumerate(outs) if isinstance(y, Tensor) and y.requires_grad]
+        seen.places = tracked or list(range(len(outs)))
         seen.figures = self._figures_of_outputs(outs, i)
 
     def compare(
@@ -211,9 +269,11 @@ class Verification:
         if asynchronous := [x for x in differences if isinstance(x, Tensor)]:
             self._pending.append((i, torch.stack(asynchronous).any()))
         if not was_queried():
-            self._compare_coefficients(i, seen.coefficients)
+            self._compare_coefficients(i, first.coefficients, seen.coefficients)
         if own is not None and torch.is_grad_enabled() and first.leaves is not None:
-            self._compare_graphs(i, first, ChunkGraph.of(outs, own))
+            is_packed = upstream.saved_tensors_hooks_on(False) is not None
+            seen.note_graph(*graph_of(outs, own), is_packed)
+            self._compare_graphs(i, first, seen)
 
     # --- numbers
 
@@ -237,16 +297,6 @@ class Verification:
             "gradient would be wrong. Make it a buffer of a module or an argument."
         )
 
-    def _refusing(self, i: int, hook: Any) -> Any:
-        """A hook that raises if it edits the gradient."""
-
-        @wraps(hook)
-        def refusing(ct: Tensor) -> None:
-            if hook(ct) is not None:
-                raise self._other_coefficient(i, "a hook on a gradient")
-
-        return refusing
-
     def _other_coefficient(self, i: int, edit: str) -> GradtoolsError:
         return GradtoolsError(
             f"{self.caller}: the coefficient of {edit} is another one when chunk {i} is computed "
@@ -254,8 +304,9 @@ class Verification:
             "be wrong. Make it a buffer of a module or an argument."
         )
 
-    def _compare_coefficients(self, i: int, new: list[Coefficient]) -> None:
-        first = self.first[i].coefficients
+    def _compare_coefficients(
+        self, i: int, first: list[Coefficient], new: list[Coefficient]
+    ) -> None:
         if [x.edit for x in first] == [x.edit for x in new]:
             others = [(b.edit, a.differs(b)) for a, b in zip(first, new, strict=True)]
         else:  # an edit may run once more in one of them, in a check of a rule
@@ -268,19 +319,22 @@ class Verification:
 
     # --- graphs
 
-    def _compare_graphs(self, i: int, first: ChunkRecord, new: ChunkGraph) -> None:
+    def _compare_graphs(self, i: int, first: ChunkRecord, new: ChunkRecord) -> None:
         """Raises if the graph reaches other leaves, or has other nodes."""
-        old, leaves = first.leaves or {}, new.leaves
+        old, leaves = first.leaves or {}, new.leaves or {}
         if leaves.keys() == old.keys():
             if self._compares_nodes:
-                self._compare_nodes(i, first.kinds, kinds_of(new.nodes))
+                self._compare_nodes(i, first, new)
             return
         names = {id(x): name for x, name in (*self.reached.watched, *self.later)}
         others = [x for k, x in {**old, **leaves}.items() if (k in old) != (k in leaves)]
         # Leaves that f itself creates differ in each run.
         lasting = [x for x in others if id(x) in names or isinstance(x, torch.nn.Parameter)]
-        gone, made = ([x for x in lasting if (id(x) in old) == was] for was in (True, False))
-        is_replaced = not any(id(x) in names for x in lasting) and _shapes(gone) == _shapes(made)
+        gone, made = (
+            sorted((tuple(x.shape), str(x.dtype)) for x in lasting if (id(x) in old) == was)
+            for was in (True, False)
+        )
+        is_replaced = not any(id(x) in names for x in lasting) and gone == made
         if not lasting or is_replaced:
             return
         other = lasting[0]
@@ -291,64 +345,44 @@ class Verification:
             f"computed again: its graph {lost} {name}. {_KEEPS}"
         )
 
-    def _compare_nodes(self, i: int, first: Counter[str], new: Counter[str]) -> None:
+    def _compare_nodes(self, i: int, first: ChunkRecord, new: ChunkRecord) -> None:
         """Raises if the graphs have other nodes, although leaves and numbers are the same."""
-        if any(kind.startswith("CompiledFunction") for kind in (*first, *new)):
+        old, kinds = first.kinds, new.kinds
+        if any(kind.name.startswith("CompiledFunction") for kind in (*old, *kinds)):
             return  # compiled in the first pass, but not in the recomputation, or vice versa
-        other = (first - new) + (new - first)
+        if first.is_packed != new.is_packed:
+            old, kinds = (
+                Counter([kind.without_factors() for kind in counts.elements()])
+                for counts in (old, kinds)
+            )
+        other = (old - kinds) + (kinds - old)
         if other:
             kind = min(other)
-            if _HELD in kind:
-                raise self._other_coefficient(i, f"the node {kind.split(_HELD)[0]}")
+            if kind.numbers:
+                raise self._other_coefficient(i, f"the node {kind.name}")
             raise GradtoolsError(
                 f"{self.caller}: chunk {i} is differentiated through other operations when it is "
-                f"computed again: its graph holds {kind} inputs {first[kind]} times first, "
-                f"then {new[kind]} times. {_KEEPS}"
+                f"computed again: its graph holds {kind} inputs {old[kind]} times first, "
+                f"then {kinds[kind]} times. {_KEEPS}"
             )
 
 
-class ChunkGraph(NamedTuple):
-    """The graph of a chunk's outputs, from its inputs on.
-
-    Attributes:
-        nodes: All of its nodes.
-        leaves: The leaves that it reaches besides the inputs, by their ids.
-    """
-
-    nodes: list[Any]
-    leaves: dict[int, Tensor]
-
-    @classmethod
-    def of(cls, outs: Entries, inputs: Entries) -> ChunkGraph:
-        ends, leaves, nodes = {*map(id, inputs)}, dict[int, Tensor](), list[Any]()
-        seen = {None, *[x.grad_fn for x in inputs if isinstance(x, Tensor)]}
-        tracked = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
-        todo: list[Any] = [y.grad_fn or get_gradient_edge(y).node for y in tracked]
-        for node in todo:  # appended to below
-            if node in seen:
-                continue
-            seen.add(node)
-            nodes.append(node)
-            if type(node) is not _AccumulateGrad:
-                todo += map(_first_of, node.next_functions)
-            elif id(node.variable) not in ends and not is_spent(node.variable):
-                leaves[id(node.variable)] = node.variable
-        return cls(nodes, leaves)
-
-
-def _shapes(xs: list[Tensor]) -> list[tuple[Any, ...]]:
-    return sorted((tuple(x.shape), str(x.dtype)) for x in xs)
-
-
-def _is_number(x: Any) -> bool:
-    """Whether x is a scalar on the CPU, as PyTorch makes of a Python number."""
-    return type(x) is Tensor and x.ndim == 0 and x.device.type == "cpu" and not is_wrapped(x)
-
-
-def _differentiated(outs: Sequence[Any]) -> list[int]:
-    """The positions of outputs that require grad; all if none does."""
-    tracked = [k for k, y in enumerate(outs) if isinstance(y, Tensor) and y.requires_grad]
-    return tracked or list(range(len(outs)))
+def graph_of(outs: Entries, inputs: Entries) -> tuple[list[Any], dict[int, Tensor]]:
+    """The nodes of the outputs' graph from the inputs on, and its other leaves, by their ids."""
+    ends, leaves, nodes = {*map(id, inputs)}, dict[int, Tensor](), list[Any]()
+    seen = {None, *[x.grad_fn for x in inputs if isinstance(x, Tensor)]}
+    tracked = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
+    todo: list[Any] = [y.grad_fn or get_gradient_edge(y).node for y in tracked]
+    for node in todo:  # appended to below
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes.append(node)
+        if type(node) is not _AccumulateGrad:
+            todo += map(_first_of, node.next_functions)
+        elif id(node.variable) not in ends and not is_spent(node.variable):
+            leaves[id(node.variable)] = node.variable
+    return nodes, leaves
 
 
 def register_own_hook(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
@@ -357,45 +391,204 @@ def register_own_hook(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHand
     return x.register_hook(hook)
 
 
-def refuse_other_differentiation(in_kept_graph: list[bool], *xs: Any) -> None:
-    """Hooks on xs that raise if a kept chunk graph is differentiated outside of its node.
+# --- checksums of tensors ("figures"): exact ones, and sums that tolerate rounding ---------------
 
-    in_kept_graph: A cell that holds True while the node differentiates the graph.
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the values can be read: a plain, strided tensor on a real device."""
+    plain = type(x) in (Tensor, torch.nn.Parameter)
+    known = plain and x.layout is torch.strided and x.device.type != "meta" and not x.is_quantized
+    return known and not (upstream.is_wrapped(x) or upstream.is_legacy_batched(x))
+
+
+def figures(x: Tensor, sample: int | None = None) -> Figures:
+    """Shape, dtype, and for each entry of the first axis the sums of moduli, weighted and plain.
+
+    The weights are all different. An entry of the first axis is an example, so that a difference
+    in a single example is detected.
+    """
+    aval = (x.shape, x.dtype)
+    if not is_readable(x) or not x.numel():
+        return aval
+    with torch.no_grad():
+        x = x.resolve_conj().resolve_neg()
+        x = torch.view_as_real(x) if x.is_complex() else x
+        rows = x.reshape(len(x) if x.ndim > 1 else 1, -1)
+        if sample is not None and x.numel() > sample:
+            rows = rows.reshape(1, -1)[:, :: x.numel() // sample]
+        width = min(rows.shape[1], _BLOCK)
+        weights = torch.arange(width, device=x.device, dtype=_wide(x))
+        weights = torch.cos(weights * 1.618033988749895)
+        totals = []
+        for some in rows.split(max(1, _BLOCK // width)):
+            parts = [_sums(part, weights) for part in some.split(width, 1)]
+            totals.append(sum(parts[1:], parts[0]))
+        total = torch.cat(totals, 1)
+        # On an accelerator it stays there, without synchronization, until it is compared.
+        return *aval, total.numpy().copy() if total.device.type == "cpu" else total
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.device.type != "mps" else torch.float32
+
+
+def _sums(part: Tensor, weights: Tensor) -> Tensor:
+    """For each row the sums of the moduli, of the weighted entries, and of the entries."""
+    wide = part.to(_wide(part))
+    if part.dtype == torch.float64:
+        wide = wide * 2.0**-64  # so that sums do not overflow
+    wide = wide.nan_to_num(nan=1.25, posinf=1.5, neginf=-1.75)
+    return torch.stack([wide.abs().sum(1), wide @ weights[: wide.shape[1]], wide.sum(1)])
+
+
+def differences_of(old: list[Figures], new: list[Figures]) -> list[bool | Tensor]:
+    if len(old) != len(new):
+        return [True]
+    return [differ(a, b) for a, b in zip(old, new, strict=True)]
+
+
+def differ(a: Figures, b: Figures) -> bool | Tensor:
+    """Whether two figures differ by more than rounding: on an accelerator as a tensor there."""
+    if len(a) != len(b):
+        return False  # one of them could not be read, as under vmap
+    if a[:2] != b[:2] or len(a) == 2 or isinstance(a[2], int):
+        return bool(a != b)
+    dtype = a[1]
+    inexact = dtype.is_floating_point or dtype.is_complex
+    slack = torch.finfo(dtype).eps ** (2 / 3) if inexact else 0.0
+    if isinstance(a[2], Tensor):
+        return (a[2] - b[2]).abs().le(slack * torch.maximum(a[2][0], b[2][0])).all().logical_not()
+    return not (np.abs(a[2] - b[2]) <= slack * np.maximum(a[2][0], b[2][0])).all()
+
+
+def checksum(x: Tensor) -> Figures:
+    """Shape, dtype and a checksum of all bits."""
+    if not is_readable(x) or not x.numel():
+        return x.shape, x.dtype
+    plain = x.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return x.shape, x.dtype, zlib.crc32(plain.view(torch.uint8).numpy().tobytes())
+
+
+# --- the configurations in which functions run ---------------------------------------------------
+
+
+VERIFIED: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""The verified and pending configurations of functions."""
+
+
+class RunKey:
+    """The configuration in which a function runs, and whether its recomputation was verified.
+
+    known: The verified and pending configurations of the function.
     """
 
-    def refuse(ct: Tensor) -> None:
-        if not in_kept_graph[0]:
-            raise GradtoolsError(
-                "chunked: what f kept aside (in an attribute, a list, a hook) is differentiated, "
-                "and of its gradient the part of an argument would be lost. Return it from f, "
-                "detach it, or use keep_graphs=0."
-            )
+    def __init__(self, known: dict[Any, Callable[[], Any]], key: tuple[Any, ...]) -> None:
+        self._known, self._key = known, key
 
-    for x in xs:
-        if isinstance(x, Tensor) and x.requires_grad:
-            register_own_hook(x, refuse)
+    @classmethod
+    def of(cls, f: Callable[..., Any], *key: Any) -> RunKey:
+        """The key of f, with further parts `key`."""
+        own = f
+        while isinstance(own, MethodType | partial):
+            own = own.__func__ if isinstance(own, MethodType) else own.func
+        try:  # a function's configurations are stored with its code
+            of = own.__code__ if type(own) is FunctionType else own
+            known = VERIFIED.setdefault(of, {})
+        except TypeError:  # f does not support weak references, or has no hash
+            known = {}
+        return cls(known, (*key, part_of(f)))
+
+    def for_aspect(self, what: str) -> RunKey:
+        """A key of the same configuration for another property than equal numbers."""
+        return RunKey(self._known, (what, self._key))
+
+    def is_verified(self) -> bool:
+        known = self._known.get(self._key)
+        return known is not None and known() is not None
+
+    def mark_pending(self, verifier: Any) -> None:
+        """Records that `verifier` will verify it: while that is alive, nothing else needs to."""
+        known = self._known
+        for old, value in list(known.items()):
+            if value() is None or _is_dead(old):
+                known.pop(old, None)
+        if len(known) >= _MOST_KEYS:
+            known.clear()
+        known[self._key] = weakref.ref(verifier)
+
+    def mark_verified(self) -> None:
+        self._known[self._key] = lambda: True
+
+    def discard(self) -> None:
+        self._known.pop(self._key, None)
 
 
-def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
-    """Counts nodes by class and number of connected inputs, without leaves.
+def is_compiled(forward: Forward) -> bool:
+    modules = (m for m, _ in forward.start.reached.modules.values())
+    functions = forward.start.reached.functions
+    return any(map(upstream.is_compiled, (forward.chunks.call.f, *functions, *modules)))
 
-    All Functions of gradtools' rules count as one class. A user's Function counts with the numbers
-    that its ctx holds, and a product with its scalar factors: the outputs need not depend on them.
+
+def run_key(forward: Forward) -> RunKey:
+    shapes = tuple([(x.shape, x.dtype, x.requires_grad) for x in forward.tensors])
+    modes, modules = forward.modes, forward.start.reached.modules.values()
+    training = tuple([module.training for module, _ in modules])
+    key = forward.caller, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
+    return RunKey.of(forward.chunks.call.f, *key)
+
+
+class _WeakIdentity:
+    """A weak reference that is equal only to one to the same living object."""
+
+    def __init__(self, x: Any) -> None:
+        self.of, self.number = weakref.ref(x), id(x)
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _WeakIdentity) and self.of() is other.of() is not None
+
+
+def _is_dead(part: Any) -> bool:
+    """Whether a key refers to an object that was garbage collected."""
+    if isinstance(part, tuple):
+        return any(map(_is_dead, part))
+    return isinstance(part, _WeakIdentity) and part.of() is None
+
+
+def part_of(x: Any, depth: int = 0) -> Any:
+    """The key of a function, or of an object that one closes over.
+
+    A function that is created in each step (a lambda, a method) has the key of its code and of its
+    closure: tensors by shape and dtype, numbers by type, lists and tuples by their entries, other
+    objects by identity.
     """
-    counts = Counter[str]()
-    for node in nodes:
-        kind, count = type(node).__name__, sum(x is not None for x, _ in node.next_functions)
-        if isinstance(node, BackwardCFunction):
-            home = upstream.forward_class(type(node)).__module__
-            numbers = [x for x in vars(node).values() if type(x) in (int, float, complex)]
-            if home.startswith(_RULES):
-                kind = "a rule"
-            elif numbers and not home.startswith(("torch.", "gradtools.")):
-                kind = f"{kind}{_HELD}{numbers}"
-        elif kind in _PRODUCTS:
-            factors = filter(_is_number, upstream.factors_of(node))
-            with upstream.disable_current_modes():  # which would see the reading of a number
-                kind += "".join([f"{_HELD}{x.item()}" for x in factors])
-        if kind != "AccumulateGrad":
-            counts[f"{kind} on {count}"] += 1
-    return counts
+    kind = type(x)
+    if kind in (bool, str, type(None)):
+        return x
+    if isinstance(x, Tensor):
+        return kind, x.shape, x.dtype, x.requires_grad
+    parts = _parts(x) if depth <= _DEPTH else ()
+    if parts:
+        space = id(x.__globals__) if kind is FunctionType else None
+        return kind, space, *[part_of(y, depth + 1) for y in parts]
+    if kind in (int, float, complex, list, dict, tuple, set):
+        return kind
+    try:
+        return _WeakIdentity(x)
+    except TypeError:  # x does not support weak references
+        return kind
+
+
+def _parts(x: Any) -> tuple[Any, ...]:
+    """The objects that a function, a list or a tuple is made of."""
+    if type(x) is FunctionType:
+        cells = [contents_of(cell) for cell in x.__closure__ or ()]
+        defaults = *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
+        return (x.__code__, *cells, *defaults)
+    if type(x) is MethodType:
+        return x.__func__, x.__self__
+    if isinstance(x, partial):
+        return (x.func, *x.args, *x.keywords, *x.keywords.values())
+    return tuple(x) if type(x) in (list, tuple) and len(x) <= _PARTS else ()

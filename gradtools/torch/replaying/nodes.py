@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,11 +30,12 @@ from gradtools.torch.hook_trials import gated_at_hooks
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING, batchings, by_new_vmap
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
-from gradtools.torch.replaying.guards import marked, steps
 from gradtools.torch.replaying.recomputing import (
     check_storages,
     differentiating,
     first_pass_state,
+    marked,
+    steps,
     without_hooks,
 )
 from gradtools.torch.replaying.slicing import (
@@ -74,6 +75,21 @@ def applied(kind: Any, *args: Any) -> Any:
     return super(torch.autograd.Function, kind).apply(*args)  # type: ignore[misc]
 
 
+class Layout(NamedTuple):
+    """The inputs of a derived program: those of the program that it is derived from, then vectors.
+
+    Attributes:
+        widths: The number of the other program's inputs at each chunk.
+        shared: The number of its shared inputs.
+        present: Which of the vectors are not None, chunk by chunk, then those of the shared inputs
+            (or of the sums).
+    """
+
+    widths: list[int]
+    shared: int
+    present: list[list[bool]]
+
+
 class ChunkProgram:
     """A function of each chunk's tensors and of shared ones, which is run chunk by chunk.
 
@@ -102,16 +118,19 @@ class ChunkProgram:
         raise NotImplementedError
 
     def pull(
-        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
+        self, layout: Layout, rows: Rows, shared: Entries, joint: Joint | None = None
     ) -> list[Any]:
-        """Cotangents of the inputs; rows and shared end with the cotangents, as in `_Derived`."""
-        f = self.forward.chunks.call.f
+        """Cotangents of the inputs; rows and shared end with the cotangents."""
+        back, f = Backward(self, layout, joint), self.forward.chunks.call.f
         if isinstance(f, Pushforward) and f.is_pushed_now():
-            return Backward(self, widths, width, mask).inside_of_its_pass(rows[0], shared)
-        return outputs_of(Backward(self, widths, width, mask, joint), rows, shared)
+            # At dual numbers, in the graph of their pass and by PyTorch's operations.
+            with without_hooks(self.forward.leaves), first_pass_state(self.forward):
+                grads, sums = back.one(0, rows[0], shared)
+            return [*grads, *sums]
+        return outputs_of(back, rows, shared)
 
-    def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
-        return outputs_of(Pushed(self, widths, width, mask), rows, shared)
+    def push(self, layout: Layout, rows: Rows, shared: Entries) -> list[Any]:
+        return outputs_of(Pushed(self, layout), rows, shared)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         """The program under vmap, and which of its inputs then have a leading batch axis.
@@ -135,26 +154,20 @@ def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
 
 
 class _Derived(ChunkProgram):
-    """A linear map of another program, which it evaluates with a graph, chunk by chunk.
-
-    Its inputs are the other's inputs, followed by the vectors that `mask` marks as present.
-    """
+    """A linear map of another program, which it evaluates with a graph, chunk by chunk."""
 
     transposes = False  # whether it transposes the other's pullback
 
-    def __init__(
-        self, of: ChunkProgram, widths: list[int], width: int, mask: Any, joint: Joint | None = None
-    ) -> None:
+    def __init__(self, of: ChunkProgram, layout: Layout, joint: Joint | None = None) -> None:
         self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, of.forward
-        self.caller = of.caller
-        self.widths, self.shared_width, self.mask = widths, width, mask
+        self.caller, self.layout = of.caller, layout
         # For each vmap, the outermost first: whether only the vectors are batched. The other
         # program then runs unbatched, and one graph serves all vectors.
         self.vectors_only: tuple[bool, ...] = ()
         self.adding: LeafHooks | None = None  # active during an evaluation
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
-        result, widths = copy.copy(self), [*self.widths, self.shared_width]
+        result, widths = copy.copy(self), [*self.layout.widths, self.layout.shared]
         own = [row[:k] for row, k in zip(on, widths, strict=True)]
         alone = not whole and not any(map(any, own))
         result.vectors_only = (alone, *self.vectors_only)
@@ -190,15 +203,11 @@ class _Derived(ChunkProgram):
         result, sums = fun(*(ct for ct in cts if ct is not None))
         return spread([*result, *sums], counts)
 
-    def needs(self, i: int) -> bool:
-        """Whether chunk i contributes to the result."""
-        return True
-
     def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
         """The other program's inputs at chunk i, then the vectors, None for absent ones."""
-        k, m = self.widths[i], self.shared_width
-        vectors, of_shared = spread(xs[k:], self.mask[i]), spread(shared[m:], self.mask[-1])
-        return xs[:k], shared[:m], vectors, of_shared
+        widths, m, present = self.layout
+        k = widths[i]
+        return xs[:k], shared[:m], spread(xs[k:], present[i]), spread(shared[m:], present[-1])
 
     def advance(self, i: int, xs: Entries, shared: Entries) -> None:
         self.of.advance(i, *self.split(i, xs, shared)[:2])
@@ -208,49 +217,40 @@ class _Derived(ChunkProgram):
         return set()
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
-        count, sums = len(rows), self._begun()
+        (widths, width, present), leaves = self.layout, self.leaves
+        sums = Sums()
+        # The leaves' gradients of earlier nodes in this backward pass.
+        begun = self.joint.take(leaves) if self.joint and self.joint.sums else []
+        if any(x is not None for x in begun):
+            sums.add([*[None] * width, *begun])
         if upstream.forward_level() >= 0:
             rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
-        result: Rows = [self.nothing(i) for i in range(count)]
+        result: Rows = [[] if self.transposes else [None] * widths[i] for i in range(len(rows))]
+        # A chunk without cotangents contributes nothing to a pullback.
+        needed = [self.transposes or any(row) or any(present[-1]) for row in present[:-1]]
         bare = without_hooks(self.forward.leaves) if self.forward.leaves else NOTHING
         with bare, torch.set_grad_enabled(False), self._adding(sums) as self.adding:
             done = self.from_retained(rows, shared, result, sums)
-            rest = [i for i in range(count) if self.needs(i) and i not in done]
-            if rest:
-                with first_pass_state(self.forward):
-                    self._run(rest, result, sums, rows, shared)
+            rest = {i for i, t in enumerate(needed) if t and i not in done}
+            state = first_pass_state(self.forward) if rest else NOTHING
+            with state:
+                count = max(rest) + 1 if rest else 0
+                for i in steps(count, self.forward.chunks.options.progress):
+                    if i not in rest:  # only for its effects on the state of later chunks
+                        self.advance(i, rows[i], shared)
+                        continue
+                    result[i], terms = self.one(i, rows[i], shared)
+                    if terms:
+                        sums.add(terms)
+                    del terms  # frees memory before the next chunk
         self.adding = None
         if sums.terms:
             return result, sums.total()
-        return result, [] if self.transposes else [None] * (self.shared_width + len(self.leaves))
+        return result, [] if self.transposes else [None] * (width + len(leaves))
 
     def _adding(self, sums: Sums) -> Any:
         """A context with hooks that add up the leaves' gradients over chunks."""
         return NOTHING
-
-    def _run(self, which: list[int], found: Rows, sums: Sums, rows: Rows, shared: Entries) -> None:
-        """Computes these chunks; those in between only run for their effects on the state."""
-        count, shown, these = which[-1] + 1, self.forward.chunks.options.progress, {*which}
-        for i in steps(count) if shown and count > 1 else range(count):
-            if i not in these:
-                self.advance(i, rows[i], shared)
-                continue
-            found[i], terms = self.one(i, rows[i], shared)
-            if terms:
-                sums.add(terms)
-            del terms  # frees memory before the next chunk
-
-    def _begun(self) -> Sums:
-        """New sums, which start from the leaves' gradients of earlier nodes in this pass."""
-        sums = Sums()
-        begun = self.joint.take(self.leaves) if self.joint and self.joint.sums else []
-        if any(x is not None for x in begun):
-            sums.add([*[None] * self.shared_width, *begun])
-        return sums
-
-    def nothing(self, i: int) -> list[Any]:
-        """The outputs of a chunk that does not contribute."""
-        return []
 
     def _within(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], Any, Any]:
         """The other program's inputs, outputs and sums, with a graph between them."""
@@ -278,13 +278,6 @@ class _Derived(ChunkProgram):
 class Backward(_Derived):
     """The pullback: cotangents of each chunk's inputs, and sums for shared inputs and leaves."""
 
-    def needs(self, i: int) -> bool:
-        """Whether the chunk's outputs, or the sums, have a cotangent."""
-        return any(self.mask[i]) or any(self.mask[-1])
-
-    def nothing(self, i: int) -> list[Any]:
-        return [None] * self.widths[i]
-
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Cotangents of the chunk's inputs, then of shared inputs and leaves."""
         create = torch.is_grad_enabled()
@@ -303,18 +296,12 @@ class Backward(_Derived):
             grads = self._gated_at_hooks(i, inputs[:own], xs, outs, cts, grads)
         return grads[: len(xs)], grads[len(xs) :]
 
-    def inside_of_its_pass(self, xs: Entries, shared: Entries) -> list[Any]:
-        """The cotangents as dual numbers, in the graph of this pass and by PyTorch's operations."""
-        with without_hooks(self.forward.leaves), first_pass_state(self.forward):
-            found, terms = self.one(0, xs, shared)
-        return [*found, *terms]
-
     def _adding(self, sums: Sums) -> Any:
         single = not (self.forward.batches or self.forward.beneath or any(self.vectors_only))
         if not (single and adds_leaves(self.leaves)):
             return NOTHING
-        sums.begin(self.shared_width + len(self.leaves))
-        return LeafHooks(sums, self.shared_width, self.leaves)
+        sums.begin(self.layout.shared + len(self.leaves))
+        return LeafHooks(sums, self.layout.shared, self.leaves)
 
     def _pulled_adding(
         self,
@@ -362,7 +349,7 @@ class Backward(_Derived):
             forward.in_kept_graph[0] = False
         done, left = set(retained), iter(grads)
         for i in retained:
-            found[i] = [next(left) for _ in range(self.widths[i])]
+            found[i] = [next(left) for _ in range(self.layout.widths[i])]
         if rest := list(left):
             sums.add(rest)
         if not keep:
@@ -384,15 +371,18 @@ class Pushed(_Derived):
         if edit := next(filter(None, edits), None):  # whose pullback cannot be transposed
             raise GradtoolsError(reverse_only_text("chunked", edit))
         with torch.enable_grad():
-            dummies = [_dummy(y) for y in outs]
+            tracked = [isinstance(y, Tensor) and y.requires_grad for y in outs]
+            dummies = [
+                torch.zeros_like(y, requires_grad=True) if t else None
+                for y, t in zip(outs, tracked, strict=True)
+            ]
             pulled = pulled_back(outs, inputs, dummies, True, True)
             if self.forward.hooked:
                 own = inputs[: len(xs) + len(shared)]
                 pulled = self._gated_at_hooks(i, own, xs, outs, dummies, pulled)
-        mask = [d is not None for d in dummies]
-        wanted = [d for d in dummies if d is not None]
+        wanted = [*compress(dummies, tracked)]
         pushed = self.pulled(pulled, wanted, [*dxs, *dshared], len(wanted), create, create)
-        pushed = spread(pushed, mask)
+        pushed = spread(pushed, tracked)
         return pushed[: len(ys)], pushed[len(ys) :]
 
 
@@ -416,11 +406,6 @@ def pulled_back(
     with corrected(wrong, create) if wrong else NOTHING:
         grads: Any = pulled(ys, xs, seeds, keep, create)
     return list(grads) if xs is inputs else spread(grads, needs_grad)
-
-
-def _dummy(y: Any) -> Tensor | None:
-    tracked = isinstance(y, Tensor) and y.requires_grad
-    return torch.zeros_like(y, requires_grad=True) if tracked else None
 
 
 # --- a program as one node of autograd's graph --------------------------------------------
@@ -481,25 +466,26 @@ class _Maps:
         full = spread(cts, mask)
         if not isinstance(self.program, _Derived):  # the sums of `Forward` are carries
             full = full[: sum(counts)]
-        rows, shared, those = self._vectors(saved, full, counts)
         with marked(self.program.forward.mark):
-            return self.program.pull(self.widths, self.width, those, rows, shared, joint)
+            return self.program.pull(*self._with_vectors(saved, full, counts), joint)
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
-        result = self._vectors(saved, dxs, self.widths)
         with marked(self.program.forward.mark):
-            pushed = self.program.push(self.widths, self.width, result[2], *result[:2])
+            pushed = self.program.push(*self._with_vectors(saved, dxs, self.widths))
         mask = self.shape[1]
         pushed += [None] * (len(mask) - len(pushed))  # of carries
-        return [dy for dy, t in zip(pushed, mask, strict=True) if t]
+        return [*compress(pushed, mask)]
 
-    def _vectors(self, saved: Entries, given: Entries, counts: list[int]) -> tuple[Any, Any, Any]:
-        parts, vs = cut_up(saved, self.widths), cut_up(given, counts)
-        masks = [[v is not None for v in row] for row in vs]
+    def _with_vectors(
+        self, saved: Entries, vectors: Entries, counts: list[int]
+    ) -> tuple[Layout, Rows, list[Any]]:
+        """The layout, the rows and the shared inputs of the derived program."""
+        parts, vs = cut_up(saved, self.widths), cut_up(vectors, counts)
         parts[-1] = parts[-1][: self.width]
-        triples = zip(parts, vs, masks, strict=True)
+        present = [[v is not None for v in row] for row in vs]
+        triples = zip(parts, vs, present, strict=True)
         both = [[*xs, *compress(row, mask)] for xs, row, mask in triples]
-        return both[:-1], both[-1], masks
+        return Layout(self.widths, self.width, present), both[:-1], both[-1]
 
 
 class _ProgramNode(torch.autograd.Function):
@@ -530,7 +516,16 @@ class _ProgramNode(torch.autograd.Function):
         for k, ct in enumerate(cts):
             if ct is not None and upstream.is_wrapped(ct):
                 living[k] = alive(ct)
-        saved, run = _unchanged(ctx), ctx.maps.cotangent
+        try:
+            saved, run = ctx.saved_tensors, ctx.maps.cotangent
+        except RuntimeError as error:
+            if not says(error, SAVED_CHANGED):
+                raise
+            raise GradtoolsError(
+                f"{ctx.maps.program.caller}: an argument or a parameter was changed in place after "
+                "the forward pass, and the backward pass needs it as it was. Clone it before you "
+                "change it."
+            ) from error
         with upstream.EnableTorchFunction():  # which backward() of a subclass switches off
             if torch.is_grad_enabled() and batchings():
                 grads = by_new_vmap(lambda *cts: run(saved, cts, joint), living)
@@ -540,20 +535,6 @@ class _ProgramNode(torch.autograd.Function):
             own = len(grads) - len(ctx.leaves)
             grads[own:] = joint.pass_on(ctx.leaves, grads[own:])
         return None, None, *grads
-
-
-def _unchanged(ctx: Any) -> Any:
-    """The saved tensors, with a better error than autograd's if one was changed in place."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        if not says(error, SAVED_CHANGED):
-            raise
-        caller = ctx.maps.program.caller
-        raise GradtoolsError(
-            f"{caller}: an argument or a parameter was changed in place after the forward pass, "
-            "and the backward pass needs it as it was. Clone it before you change it."
-        ) from error
 
 
 def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:

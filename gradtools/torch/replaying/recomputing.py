@@ -1,27 +1,121 @@
-"""Contexts for the recomputation: restore the first pass's state, then the current one.
+"""The state in which chunks are recomputed, and what is refused because it cannot be restored.
 
-Raises if a tensor was changed since the first pass, or if a recomputation leaves random generators
-or buffers in another state than the first pass did.
+First the flags of a thread, by which other code knows what runs; then the contexts that restore the
+first pass's state for a recomputation, and the current state after it; then the checks of modules
+and of captured tensors.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.overrides import TorchFunctionMode
 
+from gradtools.arguments.chunks import progress_bar, warn_of_batch_norm
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
+from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.replaying.guards import REPLAYS, thread_state, was_queried
+from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
+from gradtools.torch.known_errors import NO_SAVED_TENSORS_HOOKS, says
+from gradtools.torch.state import Snapshot
 
 if TYPE_CHECKING:
     from gradtools.torch.replaying.replay import Forward
 
+Tensor = torch.Tensor
 left_to_python(__name__)
+
+REPLAYS = threading.RLock()  # recomputations set process-wide state: generators, leaves' hooks
+
+
+class _ThreadState(threading.local):
+    """Thread-local flags, with class attributes as defaults, which are read fastest.
+
+    Attributes:
+        replaying: Whether the thread recomputes a chunk.
+        was_queried: Whether user code called `is_recomputing` in this recomputation.
+        mark: The operator whose own machinery is running, or "".
+        recorded: Whether a recorder writes down each operation.
+        plain: Whether chunks run as a plain loop, without recomputation.
+    """
+
+    replaying = was_queried = recorded = plain = False
+    mark = ""
+
+
+thread_state = _ThreadState()
+is_recomputing: Callable[[], bool] = partial(getattr, thread_state, "replaying")
+"""Whether this thread recomputes a chunk."""
+was_queried: Callable[[], bool] = partial(getattr, thread_state, "was_queried")
+"""Whether user code called `is_recomputing` in this recomputation."""
+mark: Callable[[], str] = partial(getattr, thread_state, "mark")
+"""The operator whose own machinery this thread runs, or ""."""
+is_recorded: Callable[[], bool] = partial(getattr, thread_state, "recorded")
+is_plain: Callable[[], bool] = partial(getattr, thread_state, "plain")
+
+
+def user_is_recomputing() -> bool:
+    """The public `is_recomputing`: user code that calls it may act otherwise in recomputations."""
+    thread_state.was_queried = True
+    return is_recomputing()
+
+
+class marked:
+    """Marks operations inside as machinery of `caller`, unless an outer operator's mark is set.
+
+    An empty `caller` marks them as the user's.
+    """
+
+    def __init__(self, caller: str) -> None:
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        self._before = thread_state.mark
+        thread_state.mark = self._caller and (self._before or self._caller)
+
+    def __exit__(self, *error: Any) -> None:
+        thread_state.mark = self._before
+
+
+@contextmanager
+def _noted(name: str) -> Iterator[None]:
+    before = getattr(thread_state, name)
+    setattr(thread_state, name, True)
+    try:
+        yield
+    finally:
+        setattr(thread_state, name, before)
+
+
+recorded = partial(_noted, "recorded")
+"""Context in which a recorder writes down each operation, so that no extra runs happen."""
+plainly = partial(_noted, "plain")
+"""Context in which graphs are kept instead of recomputed, so that f's operations are recorded."""
+
+
+def steps(count: int, progress: bool) -> Iterator[int]:
+    """The numbers of chunks; with a progress bar if `progress` and if there are several."""
+    if not progress or count <= 1:
+        yield from range(count)
+        return
+    with progress_bar(count) as bar:
+        for i in range(count):
+            yield i
+            bar.update()
+
+
+# --- the state of the first pass --------------------------------------------------------------
 
 
 def check_storages(forward: Forward) -> None:
@@ -159,3 +253,163 @@ def check_end(forward: Forward, count: int) -> None:
             "thread calls the same module meanwhile, whose changes would be lost: let one "
             "wait for the other."
         )
+
+
+@contextmanager
+def bytes_saved(forward: Forward) -> Iterator[list[int]]:
+    """Yields a cell with the bytes that the graph saves besides inputs, parameters and buffers."""
+    known = [*forward.tensors, *(x for x, _ in forward.start.reached.watched)]
+    for module, _ in forward.start.reached.modules.values():
+        known += module.buffers()
+    seen = {x.untyped_storage().data_ptr() for x in known if x.layout is torch.strided}
+    size = [0]
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            size[0] += storage.nbytes()
+        return x
+
+    try:
+        with saved_tensors_hooks(pack, lambda x: x):
+            yield size
+    except RuntimeError as error:
+        if not says(error, NO_SAVED_TENSORS_HOOKS):
+            raise
+        raise GradtoolsError(
+            f"{forward.caller}: f holds a transform of torch.func, inside of which PyTorch does "
+            "not tell what graphs keep, so memory_budget cannot be held. Leave it out, or use "
+            "gt.grad, gt.vjp and their like in f."
+        ) from error
+
+
+# --- errors ------------------------------------------------------------------------------
+
+_WRAPPERS = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"
+
+
+def own_wrapper(module: Any) -> str | None:
+    """The class name of a PyTorch wrapper that manages parameters itself (DDP, FSDP, ...)."""
+    kinds = [kind for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS]
+    return next((k.__name__ for k in kinds if k.__module__.startswith("torch.")), None)
+
+
+def wrapper_error(caller: str, name: str, kind: str) -> GradtoolsError:
+    return GradtoolsError(
+        f"{caller}: {name} is a {kind}, which gathers parameters or reduces gradients around each "
+        "call, and here a call is computed several times. Wrap the other way round: "
+        "DistributedDataParallel around a module whose forward calls "
+        f"{caller} on the plain module (such as ddp.module), or fully_shard around a "
+        f"module whose forward calls {caller} on its layers or on a method of its own, not on the "
+        "sharded module itself. In place of gt.checkpoint, "
+        "torch.utils.checkpoint.checkpoint with use_reentrant=False may be inside."
+    )
+
+
+@contextmanager
+def without_sharded_calls(caller: str) -> Iterator[None]:
+    """Context in which calls of FSDP2 modules raise.
+
+    Inside of the module's own forward its parameters are gathered, and autograd's hooks gather them
+    again before the backward pass needs them. A call would gather and free them in each
+    recomputation, where FSDP2 does not expect it, and gradients would be lost.
+    """
+    thread = threading.get_ident()
+
+    def refuse(module: Any, _: Any) -> None:
+        if own_wrapper(module) == "FSDPModule" and threading.get_ident() == thread:
+            raise wrapper_error(caller, f"{type(module).__name__}, which f calls,", "FSDPModule")
+
+    hook = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def check_modules(forward: Forward) -> bool:
+    """Raises for unsupported modules, and warns of batch norm, which sees each chunk alone.
+
+    Returns:
+        Whether f reaches modules of FSDP2, which it may not call.
+    """
+    caller, f, sharded = forward.caller, forward.chunks.call.f, False
+    for module, name in forward.start.reached.modules.values():
+        kind = own_wrapper(module)
+        if kind is not None:
+            sharded = kind == "FSDPModule" and forward.may_reach_sharded
+            # register_fsdp_forward_method stores methods in the instance, which gather parameters
+            # as the module's forward does.
+            if not sharded or any(isinstance(x, MethodType) for x in vars(module).values()):
+                raise wrapper_error(caller, name, kind)
+        normalises = isinstance(module, upstream.BatchNorm)
+        if caller == "chunked" and normalises and module.training:
+            warn_of_batch_norm(
+                ("torch", getattr(f, "__name__", type(f).__name__)), f"chunked: {name} is"
+            )
+    return sharded
+
+
+def check_cached(caller: str, start: Snapshot) -> None:
+    """Raises if `parametrize.cached` is active for a parametrization that updates buffers."""
+    for module, name in start.reached.modules.values():
+        if isinstance(module, ParametrizationList) and any(True for _ in module.buffers()):
+            raise GradtoolsError(
+                f"{caller}: {name} computes a weight by a parametrization with buffers, inside of "
+                "parametrize.cached, which computes it once; here it is computed for each chunk, "
+                "and its buffers would change each time. Leave parametrize.cached out."
+            )
+
+
+class Captures(TorchFunctionMode):
+    """Mode that raises if f uses a captured functorch wrapper, whose derivative would be lost."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.forward = forward
+        # Under vmap, or transforms within f, there are wrappers that are not captured.
+        self.known = {id(x) for x, _ in forward.start.reached.watched if is_wrapped(x)}
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = upstream.peek_interpreter_stack() is None
+        if getattr(fun, "__name__", "") == "__get__":  # attributes such as shape
+            return fun(*args, **(kwargs or {}))
+        for x in trees.flatten((args, kwargs))[0]:
+            if isinstance(x, Tensor) and is_wrapped(x) and (plain or id(x) in self.known):
+                raise captured_error(self.forward, x)
+        return fun(*args, **(kwargs or {}))
+
+
+def captured_error(forward: Forward, what: Any) -> GradtoolsError:
+    """The error of a captured tensor.
+
+    what: The tensor, or the node that made it; None for a functorch wrapper.
+    """
+    name = forward.start.name_of(
+        lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))
+    )
+    shared = ", with None in in_axes" if forward.caller == "chunked" else ""
+    return GradtoolsError(
+        f"{forward.caller}: f captured {'a tensor' if name is None else name!r} that is computed "
+        "from others, or belongs to a transform of torch.func, and is no argument; its derivative "
+        f"would be lost or counted twice. Pass it to f as an argument{shared}."
+    )
+
+
+def edge_error(forward: Forward, i: int, node: Any) -> GradtoolsError:
+    """The error of a graph edge from chunk i to a node of an earlier chunk."""
+    names = [name for x, name in forward.start.watched_now() if x.grad_fn is node]
+    name = repr(names[0]) if names else "something"
+    return GradtoolsError(
+        f"{forward.caller}: chunk {i} goes on from {name} that an earlier chunk computed and kept "
+        "attached to its graph, and one chunk's graph is all that there is at a time: a gradient "
+        "would be lost. Detach what is kept between calls; compute a function of weights in each "
+        "call, or before and pass it as an argument, with None in in_axes."
+    )
+
+
+def parameters_of(start: Snapshot) -> list[Tensor]:
+    """The leaves that require grad among the tensors that f can reach."""
+    tensors = [x for x, _ in start.reached.watched if not is_wrapped(x)]
+    return [x for x in tensors if x.requires_grad and x.is_leaf]

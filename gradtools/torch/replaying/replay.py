@@ -21,35 +21,28 @@ from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python, nodes_of
-from gradtools.torch.functorch_wrappers import is_dual, is_inexact
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.known_errors import LEAF_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
 from gradtools.torch.operation_marks import hooks_of_users
 from gradtools.torch.patches import Substituted
 from gradtools.torch.plain_programs.backward_nodes import WRONG
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.replaying.consistency import (
-    ChunkGraph,
-    Verification,
-    kinds_of,
-    refuse_other_differentiation,
-)
-from gradtools.torch.replaying.guards import (
+from gradtools.torch.replaying.consistency import Verification, graph_of, register_own_hook
+from gradtools.torch.replaying.nodes import ChunkProgram, cut_up
+from gradtools.torch.replaying.recomputing import (
     Captures,
     bytes_saved,
     captured_error,
     check_cached,
+    check_end,
     check_modules,
     edge_error,
-    is_cast_of_leaf,
     is_recorded,
-    is_wrapped,
     parameters_of,
     steps,
     without_sharded_calls,
 )
-from gradtools.torch.replaying.nodes import ChunkProgram, cut_up
-from gradtools.torch.replaying.recomputing import check_end
 from gradtools.torch.replaying.slicing import (
     Entries,
     Originals,
@@ -57,7 +50,6 @@ from gradtools.torch.replaying.slicing import (
     Tensor,
     alias_of,
     as_input,
-    cut_off,
     is_observed,
     pieces_of,
     primal_of,
@@ -183,12 +175,11 @@ class Forward(ChunkProgram):
         if self.beneath and i == 0:
             carry_at = len(self.moving_shared) + len(self.captured)
             self.carry = [untracked(x) for x in shared[carry_at:]]
-        pieces, own = self._arguments(i, xs, shared)
-        call = self._function()
+        call = partial(self._function(), i, i, *self._arguments(i, xs, shared))
         if self.is_bare and self.verification is None:
-            outs, carry = call(i, i, pieces, own, self.carry)
+            outs, carry = call(self.carry)
         else:
-            outs, carry = self._one_within(i, partial(call, i, i, pieces, own), [*xs, *shared])
+            outs, carry = self._one_within(i, call, [*xs, *shared])
         self.carry = [untracked(x) for x in carry] if carry else carry
         if self.is_recomputing_chunks:
             if i + 1 in self.ends and not self.batches:
@@ -278,8 +269,15 @@ class Forward(ChunkProgram):
 
     def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
         """f at one chunk, like `ChunkFunction`, with captured tensors after the shared leaves."""
-        call = self._substituted_call if self.captured else self.chunks.call
-        return partial(self._batched_call, call) if self.batches else call
+        call, count = self.chunks.call, len(self.chunks.shared)
+
+        def substituted(i: int, index: int, pieces: Any, own: Any, carry: Any) -> Any:
+            with Substituted(self.captured, own[count:]) as others:
+                outs, carry = call(i, index, pieces, own[:count], carry)
+                return others.within(outs), carry
+
+        fun = substituted if self.captured else call
+        return partial(self._batched_call, fun) if self.batches else fun
 
     def _batched_call(
         self, call: Any, i: int, index: int, pieces: Any, own: Any, carry: Any
@@ -306,13 +304,6 @@ class Forward(ChunkProgram):
             fun = torch.vmap(fun, in_dims, randomness=randomness)
         flat_outs = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
         return flat_outs[: counts[0]], flat_outs[counts[0] :]
-
-    def _substituted_call(self, i: int, index: int, pieces: Any, own: Any, carry: Any) -> Any:
-        """f at one chunk, with other tensors substituted for the captured ones."""
-        count = len(self.chunks.shared)
-        with Substituted(self.captured, own[count:]) as substituted:
-            outs, carry = self.chunks.call(i, index, pieces, own[:count], carry)
-            return substituted.within(outs), carry
 
     def advance(self, i: int, xs: Entries, shared: Entries) -> None:
         """Runs f for its effects on random generators, buffers and the carry."""
@@ -348,23 +339,29 @@ class Forward(ChunkProgram):
         enter = alias_of if apart else as_input
         leaves, began = dict[int, Tensor](), [upstream.nodes_made()]
         own, *inputs = [[*map(enter, xs)] if grad else list(xs) for xs in (shared, *rows)]
-        cut = cut_off if is_observed() else Tensor.detach
+        detach = untracked if is_observed() else Tensor.detach
         if self.verification is None:  # else that of the unbatched program
             self.verification = Verification.of(self, self.chunks.options.verify)
         if grad and kept and self.caller == "chunked":
-            refuse_other_differentiation(self.in_kept_graph, *own, *chain(*inputs))
+            _refuse_other_differentiation(self.in_kept_graph, *own, *chain(*inputs))
         hooks = upstream.hooks_made(), hooks_of_users()
-        shown = self.chunks.options.progress and self.count > 1
         self.compare_modes()
-        for i in steps(self.count) if shown else range(self.count):
+        for i in steps(self.count, self.chunks.options.progress):
             if i:
                 began.append(upstream.nodes_made())
             if i and i == self.count - kept:
                 self._note_end(i)
-            xs = inputs[i]
+            xs, before = inputs[i], self.originals.before(i)
             measured = i == 0 and kept > 0 and budget is not None
-            with bytes_saved(self) if measured else NOTHING as size:
-                outs = self._one_of_first_pass(i, xs, own)
+            try:
+                captures = Captures(self) if self.beneath else NOTHING
+                with bytes_saved(self) if measured else NOTHING as size, captures:
+                    outs, _ = self.one(i, xs, own)
+            except RuntimeError as error:
+                if not says(error, LEAF_CHANGED):
+                    raise
+                raise self._in_place(f" PyTorch says: {error}") from error
+            self.originals.keep(i, before, self.verification is not None)
             self._check_modes()
             if size and budget is not None:
                 kept = min(budget // max(size[0], 1), self.count)
@@ -374,31 +371,68 @@ class Forward(ChunkProgram):
                 if i >= self.count - kept:
                     self.retained[i] = (xs, own, outs)
             self.attached.append([*map(self._is_attached, outs)])
-            result.append([cut(y) if a else y for y, a in zip(outs, self.attached[i], strict=True)])
+            pairs = zip(outs, self.attached[i], strict=True)
+            result.append([detach(y) if a else y for y, a in pairs])
             del outs  # frees the graph before the next chunk
         if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
             raise self._in_place("")
         self.originals.settle()
         self.hooked |= self._sets_hooks(*hooks)
-        self._settle([*leaves.values()], own[len(self.moving_shared) :] if grad else [])
+        self._note_leaves([*leaves.values()])
+        self._settle(own[len(self.moving_shared) :] if grad else [])
         return result
 
-    def _settle(self, leaves: list[Tensor], captured: list[Tensor]) -> None:
-        """Records the state that the backward pass requires. captured: f's substituted tensors."""
-        self._note_leaves(leaves)
-        changed, unchanged = self.start.changed(parameters=True), self.start.reached.is_unchanged()
+    def _settle(self, substituted: list[Tensor]) -> None:
+        """Records the state that the backward pass requires.
+
+        substituted: The tensors that f saw instead of captured ones.
+        """
+        reached = self.start.reached
+        changed, unchanged = self.start.changed(parameters=True), reached.is_unchanged()
         self.start = self.start.without_unused_streams()
-        self._note_versions(changed)
+        is_attached = any(map(any, self.attached))
+        if changed and is_attached:
+            carry = ", or pass it in an argument that carry_argnums names"
+            raise GradtoolsError(
+                f"{self.caller}: f changes {changed[0]} in place, which it captured, and it cannot "
+                "be put back for the backward pass, being a parameter (which an embedding with "
+                "max_norm changes, too), or large and outside of modules. Change it outside of f, "
+                f"or make it a buffer of a module{carry if self.caller == 'chunked' else ''}."
+            )
+        if is_attached:
+            self._note_versions()
         if self.retained and not unchanged:
-            self._drop_shared_graphs()
-        if captured and self.captured:
-            self._drop_unused_captures(captured)
-        if self.start.streams is None and not self.start.reached.counted:
+            # f may have stored an intermediate of a kept graph, which the loss may reach too.
+            outs = [y for _, _, ys in self.retained.values() for y in tensors_of(ys)]
+            stored = [x for x, _ in self.start.watched_now() if x.grad_fn is not None]
+            if not set(nodes_of(outs)).isdisjoint(nodes_of(stored)):
+                self.retained.clear()
+        if substituted and self.captured:  # only those that f's outputs depend on
+            self.captured = [
+                x
+                for x, alias in zip(self.captured, substituted, strict=True)
+                if is_dual(x) or get_gradient_edge(alias).node in self.begun
+            ]
+            self.shared[len(self.moving_shared) :] = self.captured
+            self.begun.clear()
+        if self.start.streams is None and not reached.counted:
             self.ends.clear()  # there is nothing to compare
         else:
             self._note_end(self.count)
         if self.verification is not None and not unchanged:
             self.verification.later = self.start.watched_now()
+
+    def _note_versions(self) -> None:
+        """Records versions and storages, which must be the same in the backward pass."""
+        given = self._given()
+        for x in (*(x for x, _ in self.chunks.splits), *chain(*self.chunks.lists), *given):
+            if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
+                self.versions.append((x, upstream.version_of(x), "an argument"))
+        split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
+        own = [] if self.beneath else [*self.shared, *given, *split]  # other rows are views
+        leaves = (*self.reached_leaves, *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
+        plain = [x for x in leaves if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
+        self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
 
     def _check_modes(self) -> None:
         """Raises if f changes a global mode, in which the next chunk would run."""
@@ -424,25 +458,6 @@ class Forward(ChunkProgram):
         versions = [*map(upstream.version_of, self.start.reached.counted)]
         return versions, self.start.streams.fingerprints() if self.start.streams else {}
 
-    def _drop_shared_graphs(self) -> None:
-        """Drops kept graphs if f stored an intermediate of them, which the loss may reach too."""
-        nodes = {n for _, _, outs in self.retained.values() for n in nodes_of(tensors_of(outs))}
-        stored = [x for x, _ in self.start.watched_now() if x.grad_fn is not None]
-        if not nodes.isdisjoint(nodes_of(stored)):
-            self.retained.clear()
-
-    def _drop_unused_captures(self, substituted: list[Tensor]) -> None:
-        """Keeps only the captured tensors that f's outputs depend on.
-
-        substituted: The tensors that f saw instead.
-        """
-        pairs = zip(self.captured, substituted, strict=True)
-        self.captured = [
-            x for x, alias in pairs if is_dual(x) or get_gradient_edge(alias).node in self.begun
-        ]
-        self.shared[len(self.moving_shared) :] = self.captured
-        self.begun.clear()
-
     def _kept(self) -> int:
         """How many chunks keep their graph."""
         packed = upstream.saved_tensors_hooks_on(False) is not None
@@ -452,18 +467,6 @@ class Forward(ChunkProgram):
         if options.keep_graphs is None or options.memory_budget is not None:
             return 1
         return options.keep_graphs
-
-    def _one_of_first_pass(self, i: int, xs: Entries, own: Entries) -> list[Any]:
-        before = self.originals.before(i)
-        try:
-            with Captures(self) if self.beneath else NOTHING:
-                outs, _ = self.one(i, xs, own)
-        except RuntimeError as error:
-            if not says(error, LEAF_CHANGED):
-                raise
-            raise self._in_place(f" PyTorch says: {error}") from error
-        self.originals.keep(i, before, self.verification is not None)
-        return outs
 
     def _in_place(self, more: str) -> GradtoolsError:
         return GradtoolsError(
@@ -483,39 +486,41 @@ class Forward(ChunkProgram):
         for y in tensors_of(outs) if pushed or self.beneath else ():
             if (is_wrapped(y) and self.beneath) or (pushed and is_dual(y)):
                 raise captured_error(self, None)
-        graph, begin, number_of = ChunkGraph.of(outs, own), began[-1], upstream.sequence_of
-        for node in graph.nodes:
+        (nodes, leaves), begin, number_of = graph_of(outs, own), began[-1], upstream.sequence_of
+        for node in nodes:
             kind: Any = type(node)
             if kind is upstream.AccumulateGrad:
                 continue
-            if number_of(node) < begin and not is_cast_of_leaf(node):
-                of_pass = number_of(node) >= began[0]
-                raise edge_error(self, i, node) if of_pass else captured_error(self, node)
-            if kind not in _PLAIN:
-                self._note_kind(kind, node)
+            if number_of(node) < begin:
+                # Any call may have made autocast's cached cast of a weight.
+                parents = [type(parent).__name__ for parent, _ in node.next_functions]
+                if kind.__name__ != "ToCopyBackward0" or parents != ["AccumulateGrad"]:
+                    of_pass = number_of(node) >= began[0]
+                    raise edge_error(self, i, node) if of_pass else captured_error(self, node)
+            # What the class implies for derivatives of the pullback:
+            if kind in _PLAIN:
+                continue
+            if kind.__name__ in WRONG:
+                self.is_right = False
+            elif not issubclass(kind, BackwardCFunction):
+                _PLAIN.add(kind)
+            else:
+                if upstream.is_once_differentiable(kind):
+                    self.once = kind.__name__.removesuffix("Backward")
+                self.edit = reverse_only_at(node) or self.edit
+                self.functions.add(upstream.forward_class(kind))
         if self.captured:
-            self.begun |= {parent for node in graph.nodes for parent, _ in node.next_functions}
+            self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
             self.begun |= {y.grad_fn for y in tensors_of(outs)}
         if self.verification is not None:
-            record = self.verification.first[i]
-            record.leaves, record.kinds = graph.leaves, kinds_of(graph.nodes)
-        return graph.leaves
+            # Hooks that were set before may pack; `bytes_saved` does not, and needs kept graphs.
+            is_packed = not self._kept() and upstream.saved_tensors_hooks_on(False) is not None
+            self.verification.first[i].note_graph(nodes, leaves, is_packed)
+        return leaves
 
     def _is_attached(self, y: Any) -> bool:
         """Whether an output of the first pass has a derivative."""
         return isinstance(y, Tensor) and y.requires_grad
-
-    def _note_kind(self, kind: Any, node: Any) -> None:
-        """Records what a class of nodes implies for derivatives of the pullback."""
-        if kind.__name__ in WRONG:
-            self.is_right = False
-        elif not issubclass(kind, BackwardCFunction):
-            _PLAIN.add(kind)
-        else:
-            if upstream.is_once_differentiable(kind):
-                self.once = kind.__name__.removesuffix("Backward")
-            self.edit = reverse_only_at(node) or self.edit
-            self.functions.add(upstream.forward_class(kind))
 
     def _note_leaves(self, found: list[Tensor]) -> None:
         if not self.beneath:
@@ -526,32 +531,26 @@ class Forward(ChunkProgram):
             if id(leaf) not in known:
                 raise captured_error(self, leaf)
 
-    def _note_versions(self, moved: list[str]) -> None:
-        """Records versions and storages, which must be the same in the backward pass.
-
-        moved: The names of tensors that f changed in place and that cannot be restored.
-        """
-        if not any(map(any, self.attached)):
-            return
-        if moved:
-            carry = ", or pass it in an argument that carry_argnums names"
-            raise GradtoolsError(
-                f"{self.caller}: f changes {moved[0]} in place, which it captured, and it cannot "
-                "be put back for the backward pass, being a parameter (which an embedding with "
-                "max_norm changes, too), or large and outside of modules. Change it outside of f, "
-                f"or make it a buffer of a module{carry if self.caller == 'chunked' else ''}."
-            )
-        given = self._given()
-        for x in (*(x for x, _ in self.chunks.splits), *chain(*self.chunks.lists), *given):
-            if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
-                self.versions.append((x, upstream.version_of(x), "an argument"))
-        split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
-        own = [] if self.beneath else [*self.shared, *given, *split]  # other rows are views
-        leaves = (*self.reached_leaves, *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
-        plain = [x for x in leaves if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
-        self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
-
     reached_leaves = property(lambda self: self.leaves)  # those that f captures
+
+
+def _refuse_other_differentiation(in_kept_graph: list[bool], *xs: Any) -> None:
+    """Hooks on xs that raise if a kept chunk graph is differentiated outside of its node.
+
+    in_kept_graph: A cell that holds True while the node differentiates the graph.
+    """
+
+    def refuse(ct: Tensor) -> None:
+        if not in_kept_graph[0]:
+            raise GradtoolsError(
+                "chunked: what f kept aside (in an attribute, a list, a hook) is differentiated, "
+                "and of its gradient the part of an argument would be lost. Return it from f, "
+                "detach it, or use keep_graphs=0."
+            )
+
+    for x in xs:
+        if isinstance(x, Tensor) and x.requires_grad:
+            register_own_hook(x, refuse)
 
 
 class PushedForward(Forward):

@@ -14,9 +14,8 @@ from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.functorch_wrappers import is_dual
+from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.operation_marks import CHUNK, data_of, detached
-from gradtools.torch.replaying.guards import is_wrapped
 from gradtools.torch.tensor_contents import is_other
 
 left_to_python(__name__)
@@ -159,11 +158,6 @@ def untracked(x: Any) -> Any:
 def is_observed() -> bool:
     """Whether a mode may record a detach, which then needs a mark of its origin."""
     return bool(upstream.count_of_dispatch_modes() or upstream.count_of_function_modes())
-
-
-def cut_off(y: Any) -> Any:
-    """A chunk's output, detached."""
-    return detached(y, CHUNK) if isinstance(y, Tensor) and y.requires_grad else y
 
 
 def alias_of(x: Tensor) -> Tensor:

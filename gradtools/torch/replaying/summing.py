@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -87,7 +88,15 @@ class Sums:
         weigh: `weigh(w, x)` computes a term; on the CPU terms are added in place, without a copy.
         """
         w, *xs = terms
-        if not _is_plain(terms) or not (self.in_place or not self.terms):
+        outermost = upstream.peek_interpreter_stack() is None and upstream.forward_level() < 0
+        plain = outermost and all(
+            type(x) is Tensor
+            and x.device.type == "cpu"
+            and x.layout is torch.strided
+            and not (x.requires_grad or upstream.is_wrapped(x))
+            for x in terms
+        )
+        if not plain or not (self.in_place or not self.terms):
             self.in_place = False
             self.add([w, *[weigh(w, x) for x in xs]])
             return
@@ -118,19 +127,6 @@ class Sums:
             return []
         pairs = zip(self.terms, self._dtypes, strict=True)
         return [s if s is None or s.dtype == dtype else s.to(dtype) for s, dtype in pairs]
-
-
-def _is_plain(xs: Sequence[Any]) -> bool:
-    """Whether these are plain CPU tensors that are not differentiated, outside of transforms."""
-    if upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
-        return False
-    return all(
-        type(x) is Tensor
-        and x.device.type == "cpu"
-        and x.layout is torch.strided
-        and not (x.requires_grad or upstream.is_wrapped(x))
-        for x in xs
-    )
 
 
 class LeafHooks:
@@ -175,13 +171,9 @@ class LeafHooks:
             return outs  # without hooks: gradients are added at the end
         with torch.enable_grad():
             roots = [y.view_as(y) if t else y for y, t in zip(outs, tracked, strict=True)]
-        for y, t in zip(roots, tracked, strict=True):
-            if t:
-                register_own_hook(y, self._begin)
+        for y in compress(roots, tracked):
+            register_own_hook(y, lambda ct: self._calls.add(_task()))
         return roots
-
-    def _begin(self, ct: Tensor) -> None:
-        self._calls.add(_task())
 
     def _take(self, k: int, grad: Tensor) -> Tensor | None:
         if _task() not in self._calls or type(grad) is not Tensor or grad.is_sparse:
@@ -228,7 +220,12 @@ class Joint:
             return [None] * len(leaves)
         with _LOCK:
             entries = [self.sums.pop(id(x), None) for x in leaves]
-        return [None if entry is None else _synchronized(*entry) for entry in entries]
+        for x, stream in filter(None, entries):
+            current = _stream(x)
+            if stream is not None and current != stream:  # the stream that computes x
+                current.wait_stream(stream)
+                x.record_stream(current)
+        return [entry and entry[0] for entry in entries]
 
     def pass_on(self, leaves: Sequence[Tensor], grads: Sequence[Any]) -> list[Any]:
         """Adds a node's gradients; returns the completed sums, None for those passed on."""
@@ -280,12 +277,3 @@ def joint_of(node: Any) -> Joint | None:
 
 def _stream(x: Tensor) -> Any:
     return None if x.device.type == "cpu" else torch.accelerator.current_stream(x.device)
-
-
-def _synchronized(x: Tensor, stream: Any) -> Tensor:
-    """x for use on the current stream, which waits for the stream that computes it."""
-    current = _stream(x)
-    if stream is not None and current != stream:
-        current.wait_stream(stream)
-        x.record_stream(current)
-    return x

@@ -30,7 +30,7 @@ from gradtools.torch._upstream import pytree
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import Modes
 from gradtools.torch.patches import control_flow_called, functions_applied
-from gradtools.torch.replaying.guards import plainly
+from gradtools.torch.replaying.recomputing import plainly
 from gradtools.torch.rerunning import copied, memory_of, put_back
 
 Tensor = torch.Tensor

@@ -44,7 +44,14 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
             for entry in entries:
                 _check(caller, entry)
             merged = _merged(caller, entries, add)
-        for write, of, grad in _additions(merged) if add else _assignments(merged):
+        # The writes neither change nor keep the user's gradient tensors.
+        if add:
+            buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
+            writes = [_addition(p, g.detach(), buffers) for p, g in merged]
+        else:
+            copies = upstream.clone_each([g.detach() for _, g in merged])
+            writes = [(_set, p, copy) for (p, _), copy in zip(merged, copies, strict=True)]
+        for write, of, grad in writes:
             write(of, grad)
     return target
 
@@ -204,13 +211,7 @@ def _check_ranks(ranks: Sequence[tuple[_Layout | None, Any]]) -> None:
                     f"{_in_words(ours)}. Add gradients of one structure on all ranks; where a "
                     "parameter got none, add zeros."
                 )
-    _check_kinds(ranks, expected, len(layouts) < len(ranks))
-
-
-def _check_kinds(
-    ranks: Sequence[tuple[_Layout | None, Any]], expected: _Layout, empty: bool
-) -> None:
-    kinds = {kind for kind, _, _ in expected.leaves}
+    kinds, empty = {kind for kind, _, _ in expected.leaves}, len(layouts) < len(ranks)
     if kinds - {"strided", "DTensor"} or (empty and ("DTensor" in kinds or not expected.tree)):
         raise GradtoolsError(
             f"{_MEAN}: sums of kind {', '.join(sorted(kinds))} cannot be added over ranks"
@@ -251,18 +252,6 @@ def _parameters(caller: str, target: Any) -> Any:
     return with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
 
 
-def _assignments(merged: Sequence[tuple[Any, Any]]) -> list[Write]:
-    """The prepared writes; they neither change nor keep the user's gradient tensors."""
-    copies = upstream.clone_each([g.detach() for _, g in merged])
-    return [(_set, p, copy) for (p, _), copy in zip(merged, copies, strict=True)]
-
-
-def _additions(merged: Sequence[tuple[Any, Any]]) -> list[Write]:
-    """As `_assignments`."""
-    buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
-    return [_addition(p, _apart(g.detach(), buffers)) for p, g in merged]
-
-
 def _merged(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple[Any, Any]]:
     """`(parameter, gradient)` pairs, with one sum for a parameter that occurs several times."""
     by_id: dict[int, tuple[str, Any, Any]] = {}
@@ -281,32 +270,25 @@ def _merged(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple
     return [(target, grad) for _, target, grad in by_id.values()]
 
 
-def _addition(p: torch.Tensor, g: torch.Tensor) -> Write:
-    old = p.grad
+def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
+    """The write that adds g. buffers: The memory of all gradients that are about to be written."""
+    memory, old = _memory(g), p.grad
+    if memory is not None and memory in buffers:
+        g = g.clone()
     if old is None:
         return _set, p, g.clone()
-    if _is_writable(old) and old.layout in (torch.strided, g.layout):
+    # In place without a graph, and if no entries overlap.
+    writable = not (old.requires_grad or old.is_inference())
+    if writable and old.layout == torch.strided:
+        sizes = zip(old.shape, old.stride(), strict=True)
+        writable = all(stride != 0 or n <= 1 for n, stride in sizes)
+    if writable and old.layout in (torch.strided, g.layout):
         return torch.Tensor.add_, old, g
     return _set, p, g + old.detach() if old.layout != torch.strided else old.detach() + g
 
 
 def _set(p: torch.Tensor, new: torch.Tensor) -> None:
     p.grad = new
-
-
-def _is_writable(grad: torch.Tensor) -> bool:
-    """Whether `.grad` can be added to in place: no graph, and no entries that overlap."""
-    if grad.requires_grad or grad.is_inference():
-        return False
-    if grad.layout != torch.strided:
-        return True
-    return all(s != 0 or n <= 1 for n, s in zip(grad.shape, grad.stride(), strict=True))
-
-
-def _apart(g: torch.Tensor, buffers: set[Any]) -> torch.Tensor:
-    """g, or a copy if it shares memory with a buffer that is about to be written."""
-    memory = _memory(g)
-    return g.clone() if memory is not None and memory in buffers else g
 
 
 def _memory(x: torch.Tensor) -> Any:
@@ -344,19 +326,6 @@ def _check(caller: str, entry: TargetLeaf) -> None:
             "would outlive it. Return the gradients from the transformed function and write them "
             "outside."
         )
-    _check_parameter(caller, path, p)
-    _check_match(caller, path, p, g)
-
-
-def _fits(p: Any, g: Any) -> bool:
-    """Whether p is an ordinary leaf and g its gradient: the fast path of `_check`."""
-    if type(g) is not torch.Tensor or type(p) not in _PLAIN or not (p.is_leaf and p.requires_grad):
-        return False
-    alike = g.shape == p.shape and g.dtype == _expected_dtype(p, g) and g.device == p.device
-    return alike and not (_is_traced(p) or _is_traced(g))
-
-
-def _check_parameter(caller: str, path: str, p: torch.Tensor) -> None:
     if not p.is_leaf:
         refuse(
             caller,
@@ -379,9 +348,6 @@ def _check_parameter(caller: str, path: str, p: torch.Tensor) -> None:
             "Call requires_grad_() on the module's own parameter (make_functional returns detached "
             "aliases), or leave its name out of grads.",
         )
-
-
-def _check_match(caller: str, path: str, p: torch.Tensor, g: torch.Tensor) -> None:
     dtype = _expected_dtype(p, g)
     if g.shape == p.shape and g.dtype == dtype and g.device == p.device:
         return
@@ -394,6 +360,14 @@ def _check_match(caller: str, path: str, p: torch.Tensor, g: torch.Tensor) -> No
     refuse(
         caller, f"grads{path} is {spec_in_words(spec(g))}", f"{expected}, as the parameter", advice
     )
+
+
+def _fits(p: Any, g: Any) -> bool:
+    """Whether p is an ordinary leaf and g its gradient: the fast path of `_check`."""
+    if type(g) is not torch.Tensor or type(p) not in _PLAIN or not (p.is_leaf and p.requires_grad):
+        return False
+    alike = g.shape == p.shape and g.dtype == _expected_dtype(p, g) and g.device == p.device
+    return alike and not (_is_traced(p) or _is_traced(g))
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:

@@ -61,8 +61,8 @@ def _check_rows(chunks: Chunks, rows: Rows, rerun: Rerun | None = None) -> None:
     # few examples are cheap, but f may not accept a single one
     sizes = size // 2 or 2, size + 1
     chunks.check_rows([*zip(chunks.cut.sizes, shapes, strict=True)], rerun, sizes, by_data=True)
-    if rerun is not None:
-        rerun.was_right()
+    if rerun is not None and rerun.run_key is not None:
+        rerun.run_key.mark_verified()  # so that f is not run again for it
 
 
 def _is_doubtful(size: int, axis: int, y: Tensor, of_next: Tensor) -> bool:
@@ -106,7 +106,7 @@ class Rerun:
         self._forward = forward
         self._given = [x for x in forward.chunks.shared if isinstance(x, Tensor)]
         self._versions = [*map(upstream.version_of, self._given)]
-        self._run_key: RunKey | None = None
+        self.run_key: RunKey | None = None  # of the latest run
         self._start = 0  # the first example of the next run
 
     def __call__(self, other: Chunks) -> list[torch.Size] | None:
@@ -130,13 +130,8 @@ class Rerun:
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
         with first_pass_state(forward), cached:
             outs, _ = other.call(0, 0, pieces, other.shared, carry)
-        self._run_key, self._start = key, self._start + size
+        self.run_key, self._start = key, self._start + size
         return [y.shape for y in outs]
-
-    def was_right(self) -> None:
-        """Records that the outputs can be joined, so that f is not run again for it."""
-        if self._run_key is not None:
-            self._run_key.mark_verified()
 
 
 def _apart(x: Any) -> Any:

@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -133,7 +132,7 @@ class DeferredGraph:
             for k, x in enumerate(leaves)
             if isinstance(x, Tensor) and is_inexact(x) and id(x) not in constants
         ]
-        run = again if select is None else partial(_selected, select, again)
+        run = again if select is None else lambda: select(again())
         program = RecomputedDerivative(caller, self, places, run)
         chosen = [leaves[k] for k in places]
         outs = program.attach(self.parameters, chosen)
@@ -266,10 +265,6 @@ class RecomputedDerivative(Recomputed):
     def attached(self, caller: str, again: Any, results: Any, select: Any = None) -> Any:
         """The results, which have a graph already."""
         return results
-
-
-def _selected(select: Callable[[Any], Any], again: Callable[[], Any]) -> Any:
-    return select(again())
 
 
 @contextmanager

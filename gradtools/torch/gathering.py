@@ -104,12 +104,23 @@ def _of_all(value: Any, group: Any) -> list[Any]:
 
 
 def _all_rows_of(x: Tensor, group: Any) -> Tensor:
-    return _linear(_all_rows, _all_rows_of, _own_rows_of, x, group)
+    def value(x: Tensor, group: Any) -> Tensor:
+        x = _in_memory(x).contiguous()
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x, group)
+        return torch.cat(parts)
+
+    return _linear(value, _all_rows_of, _own_rows_of, x, group)
 
 
 def _own_rows_of(x: Tensor, group: Any) -> Tensor:
     """This process's rows of the sum over processes."""
-    return _linear(_own_rows, _own_rows_of, _all_rows_of, x, group)
+
+    def value(x: Tensor, group: Any) -> Tensor:
+        rows = _summed(x, group).chunk(dist.get_world_size(group))
+        return rows[dist.get_rank(group)].clone()
+
+    return _linear(value, _own_rows_of, _all_rows_of, x, group)
 
 
 def _sum_of(x: Tensor, group: Any) -> Tensor:
@@ -145,21 +156,10 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any, axis: int 
     return apply_rule(rule, x)[0]
 
 
-def _all_rows(x: Tensor, group: Any) -> Tensor:
-    x = _in_memory(x).contiguous()
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x, group)
-    return torch.cat(parts)
-
-
 def _summed(x: Tensor, group: Any) -> Tensor:
     total = _in_memory(x).clone(memory_format=torch.contiguous_format)
     add_over_ranks_([total], group)
     return total
-
-
-def _own_rows(x: Tensor, group: Any) -> Tensor:
-    return _summed(x, group).chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
 
 
 def _in_memory(x: Tensor) -> Tensor:

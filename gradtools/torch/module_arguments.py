@@ -66,14 +66,12 @@ def _is_module(x: Any) -> bool:
     return isinstance(x, nn.Module)
 
 
-def part_of(tree: Any) -> Any:
-    """The tree with each module replaced by the dictionary of its differentiated parameters."""
-    return _part_of(tree, Tensor.detach)
-
-
-def _part_of(
-    tree: Any, alias: Callable[[Tensor], Tensor], read: dict[nn.Module, ModuleTree] | None = None
+def part_of(
+    tree: Any,
+    alias: Callable[[Tensor], Tensor] = Tensor.detach,
+    read: dict[nn.Module, ModuleTree] | None = None,
 ) -> Any:
+    """The tree with each module replaced by the dictionary of its differentiated parameters."""
     from gradtools.torch.modules import ModuleTree
 
     def part(module: nn.Module) -> dict[str, Tensor]:
@@ -117,23 +115,19 @@ class Opened:
         result = [x for leaves, _ in self._trees.values() for x in leaves if _is_module(x)]
         self._read = _checked(caller, result)
         self._graph = deferred_graphs.current()
-        self.deferred = caller in _EVALUATE_ONCE and self._defers()
+        self.deferred = False
+        if caller in _EVALUATE_ONCE and type(self._graph) is deferred_graphs.DeferredGraph:
+            # The graph is deferred if all that is differentiated are parameters.
+            ps = [p for tree in self._read.values() for p in tree.parameters.values()]
+            ps = [p for p in ps if p.requires_grad]
+            count = sum(len(leaves) for leaves, _ in self._trees.values())
+            self.deferred = len(self._read) == count and {*map(type, ps)} <= {nn.Parameter}
+            if self.deferred:
+                self._graph.parameters = ps
         alias = (lambda p: p) if self.deferred or self._graph is None else self._graph.alias
         self.args = [
-            _part_of(x, alias, self._read) if i in self._trees else x for i, x in enumerate(args)
+            part_of(x, alias, self._read) if i in self._trees else x for i, x in enumerate(args)
         ]
-
-    def _defers(self) -> bool:
-        """Whether all that is differentiated are parameters, whose graph is deferred."""
-        if type(self._graph) is not deferred_graphs.DeferredGraph:
-            return False
-        ps = [p for tree in self._read.values() for p in tree.parameters.values()]
-        ps = [p for p in ps if p.requires_grad]
-        count = sum(len(leaves) for leaves, _ in self._trees.values())
-        if len(self._read) != count or not {*map(type, ps)} <= {nn.Parameter}:
-            return False
-        self._graph.parameters = ps
-        return True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls f with copies of the modules that have these parameters."""

@@ -155,7 +155,7 @@ def _apply(
     buffers = {name: x for name, x in state.items() if name not in frozen} if frozen else state
     given = {**params, **frozen} if frozen else params
     if key is not None:
-        out, after = _seeded_call(template, given, buffers, args, kwargs, key)
+        out, after = _seeded_call(key, template, given, buffers, args, kwargs)
     elif torch.compiler.is_compiling():
         after = {name: buffer.clone() for name, buffer in buffers.items()}
         out = torch.func.functional_call(private, (dict(given), after), args, kwargs)
@@ -178,11 +178,9 @@ def _call(
 
 
 @skipped_by_dynamo
-def _seeded_call(
-    template: _Template, params: Tensors, state: Tensors, args: tuple, kwargs: dict, key: Any
-) -> Applied:
-    with _seeded(_seed(key), _devices((params, state, args, kwargs))):
-        return _call(template, params, state, args, kwargs)
+def _seeded_call(key: Any, template: _Template, *given: Any) -> Applied:
+    with _seeded(key, given):
+        return _call(template, *given)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -238,15 +236,17 @@ def _relinked(tree: ModuleTree) -> Relinked:
 def _live(fields: dict[str, Any]) -> list[str]:
     """The attributes of a module that may reference other objects; most are plain values."""
     containers, values_of, others = _layout(tuple(fields))
-    held = [k for k in others if type(fields[k]) not in _INERT]
-    result = [k for k in held if not _holds_plain_values(fields[k])] if held else held
+    result = []
+    for k in others:
+        x, kind = fields[k], type(fields[k])
+        if kind in _INERT:
+            continue
+        # An empty container, or one of plain values (a convolution's stride), holds none.
+        if kind in _CONTAINERS and {*map(type, x)} <= _INERT and not (x and isinstance(x, dict)):
+            continue
+        result.append(k)
     result += compress(containers, values_of(fields))
     return result
-
-
-def _holds_plain_values(x: Any) -> bool:
-    """Whether x is an empty container, or one of plain values (a convolution's stride)."""
-    return type(x) in _CONTAINERS and {*map(type, x)} <= _INERT and not (x and isinstance(x, dict))
 
 
 @lru_cache(maxsize=512)
@@ -461,7 +461,12 @@ def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
         )
     tree = ModuleTree.of(module)
     for part in {type(part): part for part in reversed(tree.modules)}.values():
-        _check_kind(caller, tree.modules[part] or "the module", type(part))
+        for base in type(part).__mro__:
+            if base.__name__ in _FIXES and base.__module__.startswith("torch."):
+                raise GradtoolsError(
+                    f"{caller}: {tree.modules[part] or 'the module'} is a {base.__name__}, whose "
+                    f"tensors cannot be given from outside; {_FIXES[base.__name__]}."
+                )
     for tensors in (tree.parameters, tree.buffers):
         for name, x in tensors.items():
             if nn.parameter.is_lazy(x):
@@ -482,15 +487,6 @@ _FIXES = {
 }
 
 
-def _check_kind(caller: str, name: str, kind: type[nn.Module]) -> None:
-    for base in kind.__mro__:
-        if base.__name__ in _FIXES and base.__module__.startswith("torch."):
-            raise GradtoolsError(
-                f"{caller}: {name} is a {base.__name__}, whose tensors cannot be given from "
-                f"outside; {_FIXES[base.__name__]}."
-            )
-
-
 def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
     check_names(what, given, shapes, "name to tensor")
     for name, shape in shapes.items():
@@ -507,36 +503,29 @@ def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
 # Random streams
 
 
-def _seed(key: Any) -> int:
+@contextmanager
+def _seeded(key: Any, tensors: Any) -> Iterator[None]:
+    """Context in which the global generators of the tensors' devices and the CPU are seeded.
+
+    It restores them; ``torch.manual_seed`` would also seed devices that are not restored here.
+    """
     try:
-        return seed_of(key)
+        seed = seed_of(key)
     except RuntimeError as error:
         raise GradtoolsError(
             "apply: the key has no value here (it is mapped by vmap, or traced), and PyTorch's "
             "generators are seeded with numbers. Under vmap pass one key that is not mapped and "
             "randomness='different', or loop over the keys."
         ) from error
-
-
-def _devices(tree: Any) -> list[torch.device]:
-    leaves = upstream.tree_leaves(tree)
-    result = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-    return sorted((d for d in result if d.type not in ("cpu", "meta")), key=str)
-
-
-@contextmanager
-def _seeded(seed: int, devices: list[torch.device]) -> Iterator[None]:
-    """Context in which the global generators of the CPU and ``devices`` are seeded; restores them.
-
-    ``torch.manual_seed`` would also seed devices that are not restored here.
-    """
+    devices = {x.device for x in upstream.tree_leaves(tensors) if isinstance(x, Tensor)}
+    others = sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str)
     with SEEDING:
-        standing = Randomness.of([torch.device("cpu"), *devices])
+        before = Randomness.of([torch.device("cpu"), *others])
         try:
-            standing.seeded(seed).restore()
+            before.seeded(seed).restore()
             yield
         finally:
-            standing.restore()
+            before.restore()
 
 
 # Keras
@@ -547,9 +536,4 @@ def _keras_seeds(key: Any, count: int) -> list[Tensor]:
     return [k.abs() % (1 << 31) for k in split_key(key, count)] if count else []
 
 
-def _keras_drawing(key: Any, arrays: Any) -> Any:
-    """Seeds PyTorch's own generators, from which Keras' dropout draws."""
-    return _seeded(_seed(key), _devices(arrays))
-
-
-_KERAS = keras.KerasBackend("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)
+_KERAS = keras.KerasBackend("torch", Tensor.detach, Tensor.detach, _keras_seeds, _seeded)

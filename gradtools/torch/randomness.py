@@ -77,7 +77,12 @@ class Randomness:
 
     def restore(self) -> None:
         for stream, (state, _) in self.states.items():
-            _set_state(stream, state)
+            if isinstance(stream, str):
+                (random.setstate if stream == PYTHON else _numpy().set_state)(state)
+            elif stream.type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.get_device_module(stream).set_rng_state(state, stream)
 
     def is_unchanged(self) -> bool:
         """Whether the generators still have these states."""
@@ -133,12 +138,3 @@ def _bits_of(state: Any) -> Any:
     if isinstance(state, dict):
         return tuple([_bits_of(x) for x in state.values()])
     return state.tobytes() if isinstance(state, np.ndarray) else state
-
-
-def _set_state(stream: Stream, state: Any) -> None:
-    if isinstance(stream, str):
-        (random.setstate if stream == PYTHON else _numpy().set_state)(state)
-    elif stream.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(stream).set_rng_state(state, stream)

@@ -35,7 +35,6 @@ from gradtools.function_variables import names_in
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.tensor_contents import changed_contents, nbytes_of, put_back
 
 Tensor = torch.Tensor
 left_to_python(__name__)
@@ -50,6 +49,8 @@ _FOREIGN = ("torch", "numpy", "jax", "builtins", "weakref", "logging", "threadin
 _LARGE = 1 << 20  # bytes above which an array outside of modules counts as data: not copied
 _CONTAINERS = OrderedDict, dict, list, deque, set, tuple, frozenset
 _UNBOUND = object()  # the value of an unbound variable
+_PLAIN = (Tensor, torch.nn.Parameter)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(eq=False)
@@ -79,12 +80,11 @@ class Snapshot:
         """
         roots = [x for x in roots if type(x) not in ATOMS]
         kinds = {x.device.type for x in tensors}
-        if (
-            like is not None
-            and like.reached.starts_from(roots, kinds)
-            and like.reached.is_unchanged()
-        ):
-            return like._retaken()
+        if like is not None:
+            known = like.reached
+            alike = len(roots) == len(known.roots) and all(map(is_, roots, known.roots))
+            if alike and kinds <= known.kinds and known.is_unchanged():
+                return like._retaken()
         reached = _Search(roots, kinds).run()
         contents = [x.detach().clone() for x in reached.owned]
         states = [get() for get, _ in reached.generators]
@@ -129,19 +129,15 @@ class Snapshot:
                 put_back(tensor, contents)
         for (_, put), state in zip(reached.generators, self._states, strict=True):
             put(state)
-        self._restore_versions()
+        if reached.versions() != self.versions:
+            # The version counters of restored tensors, so that graphs that saved them work.
+            owned = {id(x) for x in reached.owned}
+            pairs = zip(reached.tensors, self.versions, strict=True)
+            counters = [(x, v) for x, v in pairs if id(x) in owned and upstream.version_of(x) != v]
+            if counters:
+                upstream.set_version_counters(*zip(*counters, strict=True))
         if self.streams is not None:
             self.streams.restore()
-
-    def _restore_versions(self) -> None:
-        """Resets the version counters of restored tensors, so that graphs that saved them work."""
-        if self.reached.versions() == self.versions:
-            return
-        pairs = zip(self.reached.watched, self.versions, strict=True)
-        changed = [(x, version) for (x, _), version in pairs if upstream.version_of(x) != version]
-        owned = {id(x) for x in self.reached.owned}
-        if restored := [pair for pair in changed if id(pair[0]) in owned]:
-            upstream.set_version_counters(*zip(*restored, strict=True))
 
     def changed(self, parameters: bool) -> list[str]:
         """The names of tensors that were changed in place since, and cannot be restored."""
@@ -200,11 +196,6 @@ class Reached:
     tensors: list[Tensor] = field(default_factory=list)
     counted: list[Tensor] = field(default_factory=list)
     is_sharded: bool | None = None
-
-    def starts_from(self, roots: list[Any], kinds: set[str]) -> bool:
-        """Whether a search would have these roots and devices."""
-        same = len(roots) == len(self.roots) and all(map(is_, roots, self.roots))
-        return same and kinds <= self.kinds
 
     def versions(self) -> list[int]:
         return [*map(upstream.version_of, self.tensors)]
@@ -282,7 +273,7 @@ def _place(x: Any) -> tuple[Get, Put]:
     """The getter and setter of a container, by its builtin base: a subclass's code never runs."""
     kind = _kind_of(x)
     if isinstance(x, dict):
-        return partial(_items, x), partial(_refill_items, x)
+        return partial(_items, x), lambda held: _refill_map(x, _paired(held))
 
     def put(held: tuple[Any, ...]) -> None:
         kind.clear(x)
@@ -305,15 +296,15 @@ def _copy(x: dict[Any, Any]) -> dict[Any, Any]:
     return dict.copy(x) if type(x) is dict else dict(_kind_of(x).items(x))
 
 
-def _refill_items(x: dict[Any, Any], held: tuple[Any, ...]) -> None:
+def _paired(held: tuple[Any, ...]) -> dict[Any, Any]:
+    """The dict of `_items`."""
     half = len(held) // 2
-    _refill_map(x, dict(zip(held[:half], held[half:], strict=True)))
+    return dict(zip(held[:half], held[half:], strict=True))
 
 
 def _refill_class(x: type, held: tuple[Any, ...]) -> None:
     """Restores a class's attributes except dunder names, which Python itself writes."""
-    half = len(held) // 2
-    kept = dict(zip(held[:half], held[half:], strict=True))
+    kept = _paired(held)
     for key in [key for key in vars(x).copy() if key not in kept and not key.startswith("__")]:
         delattr(x, key)
     for key, value in kept.items():
@@ -401,15 +392,17 @@ class _Search:
         elif isinstance(x, type):
             self._class(x, name)
         elif not isinstance(x, ModuleType):
-            self._object(x, name, owned)
+            foreign = str(type(x).__module__).partition(".")[0] in _FOREIGN
+            if not foreign and not getattr(type(x), "never_changes", False):
+                self.visit(type(x), type(x).__name__, False)
+                self._attributes(x, name, owned, unset=True)
 
     def _container(self, x: Any, name: str, owned: bool) -> None:
         if type(x) is dict and set(map(type, dict.copy(x))) <= {str}:
             items = dict.copy(x)
             self.reached.maps.append((x, items))
         elif isinstance(x, dict):
-            held = self._record(_place(x))
-            items = dict(zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True))
+            items = _paired(self._record(_place(x)))
         else:
             constant = next((kind for kind in (tuple, frozenset) if isinstance(x, kind)), None)
             items = dict(enumerate(constant.__iter__(x) if constant else self._record(_place(x))))
@@ -486,19 +479,13 @@ class _Search:
         if value is not _UNBOUND:
             self.visit(value, key, owned)
 
-    def _object(self, x: Any, name: str, owned: bool) -> None:
-        foreign = str(type(x).__module__).partition(".")[0] in _FOREIGN
-        if not foreign and not getattr(type(x), "never_changes", False):
-            self.visit(type(x), type(x).__name__, False)
-            self._attributes(x, name, owned, unset=True)
-
     def _class(self, x: type, name: str) -> None:
         """The attributes and methods of a user's class and of its bases."""
         for kind in x.__mro__:
             if whose(kind) == USER and (kind is x or id(kind) not in self._seen):
                 self._seen[id(kind)] = kind
                 held = self._record((partial(_items, kind), partial(_refill_class, kind)))
-                for key, part in zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True):
+                for key, part in _paired(held).items():
                     part = getattr(part, "fget", None) or getattr(part, "__func__", part)
                     if isinstance(part, FunctionType) or not hasattr(type(part), "__get__"):
                         self.visit(part, f"{name}.{key}", False)
@@ -526,3 +513,68 @@ def _names(code: CodeType) -> frozenset[str] | None:
 
 def _is_users_module(x: Any) -> bool:
     return isinstance(x, ModuleType) and whose(x) == USER
+
+
+# --- copies of tensors' contents: compared bit for bit, and put back in place ---------------------
+
+
+def put_back(tensor: Tensor, contents: Tensor) -> None:
+    """Restores a tensor's contents without changing its version counter.
+
+    Graphs that saved the tensor stay valid: nothing else reads it before it has its contents again.
+    """
+    counted = not tensor.is_inference()
+    uncounted = upstream.version_counter_kept(tensor) if counted else torch.inference_mode()
+    with torch.no_grad(), uncounted:
+        if tensor.shape != contents.shape:
+            tensor.resize_(contents.shape)
+        if tensor.layout is torch.strided and 0 in tensor.stride():
+            once = tuple([slice(None if stride else 1) for stride in tensor.stride()])
+            tensor, contents = tensor[once], contents[once]
+        tensor.copy_(contents)
+
+
+def changed_contents(tensors: list[Tensor], contents: list[Tensor]) -> list[bool]:
+    """Whether tensors differ bitwise from these copies, with one synchronization per device."""
+    if not tensors or upstream.peek_interpreter_stack() is not None:
+        return [True] * len(tensors)  # values cannot be read under a transform
+    differing: list[Any] = [_differs(x, c) for x, c in zip(tensors, contents, strict=True)]
+    for device in {x.device for x in differing if isinstance(x, Tensor)}:
+        which = [k for k, x in enumerate(differing) if isinstance(x, Tensor) and x.device == device]
+        for k, differs in zip(
+            which, torch.stack([differing[k] for k in which]).tolist(), strict=True
+        ):
+            differing[k] = differs
+    return differing
+
+
+def _differs(x: Tensor, copy: Tensor) -> bool | Tensor:
+    """Whether x differs from a copy; a tensor on x's device if that is an accelerator."""
+    plain = type(x) in _PLAIN and x.layout is torch.strided and not (x.is_conj() or x.is_neg())
+    alike = x.shape == copy.shape and x.dtype == copy.dtype and x.device == copy.device
+    if not (plain and alike) or x.is_quantized:
+        return True
+    a, b = _bits(x.detach()), _bits(copy)
+    if x.device.type == "cpu":
+        return not torch.equal(a, b)
+    return a.ne(b).any()
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The same memory as integers, so that NaN equals itself and -0.0 differs from 0.0."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.view(_INTEGERS[x.itemsize]) if x.is_floating_point() else x
+
+
+def is_other(x: Tensor, copy: Tensor) -> bool:
+    """Whether x differs bitwise from an earlier copy; False if that cannot be read."""
+    plain = type(x) is Tensor and x.device.type == "cpu" and not (x.is_conj() or x.is_neg())
+    hidden = upstream.peek_interpreter_stack() is not None or upstream.is_traced_by_make_fx()
+    return plain and not (hidden or x.is_quantized) and any(changed_contents([x], [copy]))
+
+
+def nbytes_of(x: Tensor) -> int:
+    """The bytes of a tensor's stored entries."""
+    if x.layout is torch.sparse_coo:
+        return upstream.values_of(x).nbytes
+    return x.nbytes if x.layout is torch.strided else x.values().nbytes

@@ -191,7 +191,6 @@ torch/randomness.py: generators with a state; JAX has keys
 torch/rerunning.py: f runs again and all that it changed is put back; JAX's functions are pure
 torch/live_bytes.py: the bytes of a tile, counted as it runs; JAX's compiler says them
 torch/state.py: modules and variables that change; JAX's functions are pure
-torch/tensor_contents.py: their buffers, put back in place; JAX's arrays do not change
 torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
 torch/functorch_engine.py: the engine inside of torch.func, beside the eager one; JAX has one
 torch/open_derivatives.py: what inner derivatives depend on; in JAX the jaxpr tells it

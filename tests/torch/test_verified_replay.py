@@ -5,6 +5,7 @@ import functools
 import itertools
 import time
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -424,3 +425,26 @@ def test_a_use_is_compared_bit_by_bit_when_forward_mode_computes_it_again(dtype)
     assert second(lambda z: z.tanh() * 1.01).isfinite().all()
     with pytest.raises(GradtoolsError, match="gives other numbers when it is computed again"):
         second(lambda z: z.tanh() * drift())
+
+
+@pytest.mark.parametrize("hooked", ["the first pass", "the backward pass"])
+def test_saved_tensors_hooks_around_one_pass_hide_the_factors_of_products(hooked):
+    divisor = torch.tensor(8.0, dtype=torch.float64)
+    f = gt.checkpoint(lambda x: (x / divisor).sum())
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    on_cpu = torch.autograd.graph.save_on_cpu
+    with on_cpu() if hooked == "the first pass" else nullcontext():
+        loss = f(x)
+    with on_cpu() if hooked == "the backward pass" else nullcontext():
+        (grad,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(grad, torch.full_like(grad, 1 / 8))
+
+
+def test_a_loss_over_all_pairs_is_recomputed_where_it_was_first_called_inside_of_save_on_cpu():
+    x, w = (torch.randn(n, 4, requires_grad=True) for n in (8, 5))
+    target = torch.arange(8) % 5
+    with torch.autograd.graph.save_on_cpu():
+        loss = gt.checkpoint(gt.linear_cross_entropy)(x, w, target)
+    expected = torch.nn.functional.cross_entropy(x @ w.T, target)
+    grads = (torch.autograd.grad(y, (x, w)) for y in (loss, expected))
+    torch.testing.assert_close(*grads)

@@ -219,10 +219,11 @@ class _Derived(ChunkProgram):
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         (widths, width, present), leaves = self.layout, self.leaves
         sums = Sums()
-        # The leaves' gradients of earlier nodes in this backward pass.
-        begun = self.joint.take(leaves) if self.joint and self.joint.sums else []
-        if any(x is not None for x in begun):
-            sums.add([*[None] * width, *begun])
+        if self.joint and self.joint.sums:
+            begun = self.joint.take(leaves)  # the gradients of earlier nodes in this pass
+            if any(x is not None for x in begun):
+                sums.add([*[None] * width, *begun])
+            del begun  # the first term that is added makes a new sum
         if upstream.forward_level() >= 0:
             rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
         result: Rows = [[] if self.transposes else [None] * widths[i] for i in range(len(rows))]

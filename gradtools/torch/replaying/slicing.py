@@ -16,7 +16,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.operation_marks import CHUNK, data_of, detached
-from gradtools.torch.tensor_contents import is_other
+from gradtools.torch.state import is_other
 
 left_to_python(__name__)
 

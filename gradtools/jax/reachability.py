@@ -284,8 +284,9 @@ def constants_and_cuts(
         """A flow that ignores the cuts inside of equations of derivatives."""
 
         def through(self, step: Step, bits: Sequence[int]) -> list[int]:
-            flow = self.uncut if is_derivative(step.eqn) else super()
-            return flow.through(step, bits)
+            if is_derivative(step.eqn):
+                return self.uncut.through(step, bits)
+            return super().through(step, bits)
 
     def entered(jaxpr: Jaxpr) -> int:
         """The mask of the inputs that enter a derivative."""

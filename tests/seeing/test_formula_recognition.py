@@ -5,7 +5,7 @@ import pytest
 
 from gradtools.seeing.formulas.algebra import apply
 from gradtools.seeing.formulas.derivation import derive
-from gradtools.seeing.formulas.operations.indexing import taken
+from gradtools.seeing.formulas.operations.arrays import taken
 from tests.support.formula_builder import Builder
 
 RNG = np.random.default_rng(5)

@@ -1,13 +1,14 @@
 """Letters for axes, by union-find: axes that correspond get the same letter.
 
-Every operation ties axes of its arguments to axes of its result: those of a sum one by one, those
-of a product by their labels. A class of tied axes is one dimension of the problem, such as the
-batch or the classes, and gets one letter.
+Every operation labels the axes of its arguments: those of a sum one by one, those of a product by
+their labels (`Operation.labels`). A class of axes that correspond is one dimension of
+the problem, such as the batch or the classes, and gets one letter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from gradtools.seeing.formulas.expressions import Expr
 from gradtools.seeing.formulas.operation_record import OPERATIONS
@@ -33,26 +34,17 @@ class Axes:
             self._parent[below] = axis
         return axis
 
-    def tie(self, a: Axis, b: Axis) -> None:
-        """Unites two axes if they have the same length."""
-        (x, i), (y, j) = a, b
-        if i < x.rank and j < y.rank and x.shape[i] == y.shape[j] != 1:
-            first, second = self._root(a), self._root(b)
-            if first != second:
-                self._parent[second] = first
-
-    def tie_all(self, a: Expr, b: Expr) -> None:
-        """Unites the axes of two arrays of equal rank, one by one."""
-        if a.rank == b.rank:
-            for k in range(a.rank):
-                self.tie((a, k), (b, k))
-
     def learn(self, values: Iterable[Expr]) -> None:
-        """Applies the ties of these values' operations."""
+        """Unites axes of equal length to which the values' operations give one label."""
         for y in values:
-            operation = OPERATIONS.get(y.op)
-            if operation and operation.ties:
-                operation.ties(self, y)
+            first: dict[Any, Axis] = {l: (y, l) for l in range(y.rank)}
+            for x, labels in zip(y.args, OPERATIONS[y.op].labels(y) if y.args else (), strict=True):
+                for k, label in enumerate(labels):
+                    z, i = (x, k) if label is None else first.setdefault(label, (x, k))
+                    if z.shape[i] == x.shape[k] != 1:
+                        one, other = self._root((z, i)), self._root((x, k))
+                        if one != other:
+                            self._parent[other] = one
 
     def forbid(self, letters: Iterable[str]) -> None:
         """Reserves letters that have another meaning."""
@@ -68,7 +60,7 @@ class Axes:
         return self._letters[root]
 
     def letters(self, x: Expr) -> tuple[str, ...]:
-        """The letters of all axes; tied axes of one array share a letter."""
+        """The letters of all axes; axes of one array that correspond share a letter."""
         return tuple(self.letter(x, a) for a in range(x.rank))
 
     def unique(self, x: Expr) -> tuple[str, ...]:

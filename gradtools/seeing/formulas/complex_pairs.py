@@ -16,16 +16,15 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas.algebra import add, conj, product, zeros
+from gradtools.seeing.formulas.algebra import add, conj, product
 from gradtools.seeing.formulas.expressions import COMPLEX, Expr, order, placeholder
 from gradtools.seeing.formulas.operation_record import evaluate
 
 _MOST_TERMS = 64
-_REAL_ENDS = ("re", "real", "r")
-_IMAGINARY_ENDS = ("im", "imag", "i")
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,10 @@ def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
     by_name = {p["name"]: p for p in leaves if p.kind == "real"}
     result = []
     for name, p in by_name.items():
-        split = re.fullmatch(r"(.*?[^_.])[_.]?(re|real|r)", name)
-        if split is None:
-            continue
-        other = name[: split.start(2)] + _IMAGINARY_ENDS[_REAL_ENDS.index(split[2])]
-        q = by_name.get(other)
-        separate = name[split.start(2) - 1] in "_."
-        if q is not None and q.shape == p.shape and separate:
-            result.append(pair(split[1], p, q))
+        split = re.fullmatch(r"((.*?[^_.])[_.])(re|real|r)", name)
+        q = split and by_name.get(split[1] + {"re": "im", "real": "imag", "r": "i"}[split[3]])
+        if split and q and q.shape == p.shape:
+            result.append(pair(split[2], p, q))
     return result
 
 
@@ -72,55 +67,43 @@ def together(real: Expr, imaginary: Expr, pairs: Sequence[ComplexPair]) -> Expr 
     for p in pairs:
         known[p.real] = [0.5 * p.whole, 0.5 * conj(p.whole)]
         known[p.imaginary] = [-0.5j * p.whole, 0.5j * conj(p.whole)]
-    whole = real + 1j * imaginary
-    terms = _expanded(whole, known)
+    apart = real + 1j * imaginary
+    terms = _expanded(apart, known)
     if terms is None:
         return None
-    result = _gathered(terms, whole.shape)
-    return result if _agrees(whole, result, pairs) else None
+    whole = add(terms)
+    rng = np.random.default_rng(0)
+    leaves = [p for p in order([apart, whole]) if p.op == "placeholder"]
+    values: dict[Expr, Any] = {p: rng.normal(size=p.shape) for p in leaves if p.kind == "real"}
+    for p in pairs:
+        a, b = (values.setdefault(x, rng.normal(size=x.shape)) for x in (p.real, p.imaginary))
+        values[p.whole] = a + 1j * b
+    if any(p not in values for p in leaves):
+        return None
+    first, second = evaluate([apart, whole], values)
+    return whole if np.allclose(first, second, rtol=1e-12, atol=1e-12) else None
 
 
 def _expanded(x: Expr, known: dict[Expr, list[Expr]]) -> list[Expr] | None:
     """The terms of a polynomial in the parts; None if it is no polynomial, or too long."""
-    new = dict(known)
+    terms = dict(known)
     for y in order([x]):
-        if y in new:
+        if y in terms:
             continue
         if y.op == "add":
-            new[y] = [t for a in y.args for t in new[a]]
+            terms[y] = [t for a in y.args for t in terms[a]]
         elif y.op == "einsum":
-            chosen = itertools.islice(itertools.product(*(new[a] for a in y.args)), _MOST_TERMS + 1)
-            c, labels = y["coefficient"], y["labels"]
-            new[y] = [product(args, labels, range(y.rank), y.shape, c) for args in chosen]
+            combined = itertools.product(*(terms[a] for a in y.args))
+            terms[y] = [
+                product(
+                    zip(chosen, y["labels"], strict=True), range(y.rank), y.shape, y["coefficient"]
+                )
+                for chosen in itertools.islice(combined, _MOST_TERMS + 1)
+            ]
         elif not set(order([y])) & set(known):
-            new[y] = [y]
+            terms[y] = [y]
         else:
             return None
-        if len(new[y]) > _MOST_TERMS:
+        if len(terms[y]) > _MOST_TERMS:
             return None
-    return new[x]
-
-
-def _gathered(terms: Sequence[Expr], shape: Sequence[int]) -> Expr:
-    """The sum with like terms collected."""
-    result: dict[Expr, complex] = {}
-    for t in terms:
-        c = t["coefficient"] if t.op == "einsum" else 1.0
-        core = product(t.args, t["labels"], range(t.rank), t.shape) if c != 1 else t
-        result[core] = result.get(core, 0) + c
-    left = [c * core for core, c in result.items() if abs(c) > 1e-14]
-    return add(left) if left else zeros(shape)
-
-
-def _agrees(apart: Expr, whole: Expr, pairs: Sequence[ComplexPair]) -> bool:
-    """Whether both have equal values at a random point."""
-    rng = np.random.default_rng(0)
-    leaves = [p for p in order([apart, whole]) if p.op == "placeholder"]
-    known = {p: rng.normal(size=p.shape) for p in leaves if p.kind == "real"}
-    for p in pairs:
-        a, b = (known.setdefault(x, rng.normal(size=x.shape)) for x in (p.real, p.imaginary))
-        known[p.whole] = a + 1j * b
-    if any(p not in known for p in leaves):
-        return False
-    first, second = evaluate([apart, whole], known)
-    return bool(np.allclose(first, second, rtol=1e-12, atol=1e-12))
+    return terms[x]

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,14 +26,18 @@ from gradtools.seeing.formulas.expressions import DTYPES, Expr, order
 from gradtools.seeing.formulas.typesetting import Written
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formulas.axes import Axes
     from gradtools.seeing.formulas.writing import ExpressionWriter
-
 
 Form = Callable[["ExpressionWriter", Expr], Written]
 EntryForm = Callable[[Expr, list[Written], bool], Written]
 Make = Callable[..., Any]
+Made = TypeVar("Made", bound=Make)
 Cotangents = list[Expr | None]  # of the arguments; None where one has no derivative
+
+
+def aligned_axes(y: Expr) -> list[Sequence[int | None]]:
+    """The labels of arguments whose axes are those of the result, one by one."""
+    return [range(y.rank) if a.rank == y.rank else () for a in y.args]
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class Operation:
         entry: Writes an elementwise operation, from the expression, its written arguments, and
             whether these are whole matrices (where a power is marked as elementwise, because it
             would read as a matrix power).
-        ties: Declares which axes of the arguments are axes of the result; None where none is.
+        labels: For each argument the label of each axis. Axes with one label correspond and get
+            one letter; the labels of the result's axes are 0, 1, ...; None corresponds to none.
         definition: The line that defines the name, for a composition that is recognised and
             written by it.
     """
@@ -71,11 +76,29 @@ class Operation:
     elementwise: bool = False
     form: Form | None = None
     entry: EntryForm | None = None
-    ties: Callable[[Axes, Expr], None] | None = None
+    labels: Callable[[Expr], Sequence[Sequence[int | None]]] = aligned_axes
     definition: str = ""
 
 
 OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(
+    name: str, evaluate: Make | None = None, pullback: Make | None = None, **known: Any
+) -> Callable[[Made], Made]:
+    """Register an operation. What it returns is a decorator of its `Operation.make`, if any."""
+    OPERATIONS[name] = Operation(name, evaluate=evaluate, pullback=pullback, **known)
+
+    def decorate(make: Made) -> Made:
+        OPERATIONS[name] = replace(OPERATIONS[name], make=make)
+        return make
+
+    return decorate
+
+
+def word(name: str, make: Make) -> None:
+    """Register what a program says, and what it means in other operations."""
+    operation(name, make=make)
 
 
 def made(name: str, operands: Sequence[Expr], attributes: dict[str, Any]) -> Any:
@@ -108,32 +131,29 @@ def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarra
     Raises:
         GradtoolsError: A placeholder has no value, or an operation cannot be computed.
     """
-    values = {x: _as(x, v) for x, v in known.items()}
-    shared: dict[tuple, Any] = {}
+    values: dict[Expr, np.ndarray] = {}
+    for x, value in known.items():
+        array = np.asarray(value)
+        if array.shape != x.shape:
+            raise GradtoolsError(
+                f"formula: {x.get('name') or x.op} has shape {x.shape}; "
+                f"it was given a value of shape {array.shape}"
+            )
+        values[x] = array.astype(DTYPES[x.kind], copy=False)
+    shared: dict[tuple, Any] = {}  # all outputs of an operation with several
     with np.errstate(all="ignore"):
         for y in order(roots):
-            if y not in values:
-                values[y] = _value(y, [values[a] for a in y.args], shared)
+            if y in values:
+                continue
+            if y.op == "placeholder":
+                raise GradtoolsError(f"formula: no value is given for {y['name'] or 'an input'}")
+            compute: Any = OPERATIONS[y.op].evaluate
+            args = [values[a] for a in y.args]
+            which = y.get("output")
+            if which is None:
+                values[y] = compute(y, *args)
+                continue
+            if y.family not in shared:
+                shared[y.family] = compute(y, *args)
+            values[y] = shared[y.family][which]
     return [values[root] for root in roots]
-
-
-def _as(x: Expr, value: Any) -> np.ndarray:
-    value = np.asarray(value)
-    if value.shape != x.shape:
-        raise GradtoolsError(
-            f"formula: {x.get('name') or x.op} has shape {x.shape}; "
-            f"it was given a value of shape {value.shape}"
-        )
-    return value.astype(DTYPES[x.kind], copy=False)
-
-
-def _value(y: Expr, args: list[np.ndarray], shared: dict) -> np.ndarray:
-    if y.op == "placeholder":
-        raise GradtoolsError(f"formula: no value is given for {y['name'] or 'an input'}")
-    compute: Any = OPERATIONS[y.op].evaluate
-    which = y.get("output")
-    if which is None:
-        return compute(y, *args)
-    if y.family not in shared:
-        shared[y.family] = compute(y, *args)
-    return shared[y.family][which]

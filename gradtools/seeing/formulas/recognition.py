@@ -20,9 +20,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from gradtools.seeing.formulas.algebra import (
-    Labels,
+    Entry,
     add,
     apply,
+    broadcast,
     constant_of,
     contracts,
     drop_axes,
@@ -30,21 +31,21 @@ from gradtools.seeing.formulas.algebra import (
     parts,
     plus,
     product,
+    summands,
     total,
+    varying,
 )
 from gradtools.seeing.formulas.expressions import Expr
 from gradtools.seeing.formulas.operations.reductions import reduced, standardize, variance
 
-Entry = tuple[Expr, Labels]
-
 
 def named(x: Expr) -> Expr:
     """The result of an operation, by its name where it is one of the compositions above."""
-    used = sorted({l for names in parts(x)[2] for l in names})
-    if len(used) < x.rank and constant_of(x) is None:  # broadcast along the other axes
-        inner = drop_axes(x, used)
+    kept = sorted(varying(x))
+    if len(kept) < x.rank and constant_of(x) is None:  # broadcast along the other axes
+        inner = drop_axes(x, kept)
         other = named(inner)
-        return x if other is inner else product([other], [used], range(x.rank), x.shape)
+        return x if other is inner else broadcast(other, x.shape, kept)
     for pattern in _PATTERNS.get(x.op, ()):
         result = pattern(x)
         if result is not None and result.shape == x.shape:
@@ -57,12 +58,8 @@ def named(x: Expr) -> Expr:
 
 def _terms(x: Expr) -> list[Expr]:
     """The terms of a sum, with nested sums flattened."""
-    if x.op == "add":
-        return [t for a in x.args for t in _terms(a)]
-    c, factors, labels, out = parts(x)
-    if len(factors) == 1 and factors[0].op == "add" and set(labels[0]) <= set(out):
-        return [product([t], labels, out, x.shape, c) for t in _terms(factors[0])]
-    return [x]
+    terms = summands(x)
+    return terms if terms == [x] else [t for term in terms for t in _terms(term)]
 
 
 def _others(x: Expr, *terms: Expr) -> list[Expr]:
@@ -80,10 +77,7 @@ def _shifted(x: Expr, axes: Iterable[int]) -> tuple[Expr, list[Expr]]:
 
 def _broadcast_axes(x: Expr) -> set[int]:
     """The axes along which x is broadcast, hence constant."""
-    if x.op == "stop":
-        return _broadcast_axes(x.args[0])
-    _, _, labels, out = parts(x)
-    return set(out) - {l for names in labels for l in names}
+    return set(range(x.rank)) - varying(x.args[0] if x.op == "stop" else x)
 
 
 def _sum_over(x: Expr) -> tuple[Expr, tuple[int, ...]] | None:
@@ -98,10 +92,14 @@ def _sum_over(x: Expr) -> tuple[Expr, tuple[int, ...]] | None:
 
 def _mean_over(x: Expr) -> tuple[Expr, tuple[int, ...]] | None:
     """(z, axes), if x is the mean of z over axes."""
-    c, factors, labels, out = parts(x)
-    inner = factors[0] if len(factors) == 1 and labels[0] == out else None
-    inner = product(x.args, x["labels"], out, x.shape) if contracts(x) else inner
-    summed = None if inner is None or isinstance(c, complex) else _sum_over(inner)
+    c, entries, out = parts(x)
+    if contracts(x):
+        inner = product(zip(x.args, x["labels"], strict=True), out, x.shape)
+    elif len(entries) == 1 and entries[0][1] == out:
+        inner = entries[0][0]
+    else:
+        return None
+    summed = None if isinstance(c, complex) else _sum_over(inner)
     if summed is None:
         return None
     z, axes = summed
@@ -131,16 +129,10 @@ def _centred(y: Expr, axes: tuple[int, ...]) -> Expr | None:
     return z if same is y or constant_of(add([same, -y])) == 0 else None
 
 
-def _entries(x: Expr) -> list[Entry]:
-    _, factors, labels, _ = parts(x)
-    return list(zip(factors, labels, strict=True))
-
-
 def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
     """The product x with a new factor in place of others."""
-    left = [new, *(e for e in _entries(x) if e not in gone)]
-    c, _, _, out = parts(x)
-    return product([f for f, _ in left], [names for _, names in left], out, x.shape, c)
+    c, entries, out = parts(x)
+    return product([new, *(e for e in entries if e not in gone)], out, x.shape, c)
 
 
 # --- the softmax family
@@ -159,7 +151,7 @@ def _logsumexp(x: Expr) -> Expr | None:
 
 def _softmax(x: Expr) -> Expr | None:
     """An exponential over its own sum along one axis."""
-    entries = _entries(x)
+    _, entries, _ = parts(x)
     for e, names in entries:
         for axis in range(e.rank) if e.op == "exp" else ():
             below = total(e, [axis]) ** -1, (*names[:axis], *names[axis + 1 :])
@@ -172,13 +164,14 @@ def _softmax(x: Expr) -> Expr | None:
 def _log_softmax(x: Expr) -> Expr | None:
     """z - logsumexp(z)."""
     for t in x.args:
-        c, factors, labels, out = parts(t)
-        if c != -1 or len(factors) != 1 or factors[0].op != "logsumexp":
+        c, entries, out = parts(t)
+        if c != -1 or len(entries) != 1 or entries[0][0].op != "logsumexp":
             continue
-        (z,), axes = factors[0].args, factors[0]["axes"]
+        ((log, names),) = entries
+        (z,), axes = log.args, log["axes"]
         kept = tuple(a for a in out if a not in axes)
-        if len(axes) == 1 and labels[0] == kept and add(_others(x, t)) is z:
-            return apply("log_softmax", z, axis=axes[0])  # type: ignore[no-any-return]
+        if len(axes) == 1 and names == kept and add(_others(x, t)) is z:
+            return apply("log_softmax", z, axis=axes[0])
     return None
 
 
@@ -187,7 +180,7 @@ def _of_one_hot(x: Expr) -> Expr | None:
     for t in (t for t in x.args if t.op == "logsumexp"):
         (z,), axes = t.args, t["axes"]
         for s in x.args:
-            factors = [g for f in parts(s)[1] for g in (f, *f.args)]
+            factors = [g for f, _ in parts(s)[1] for g in (f, *f.args)]
             for h in (f for f in factors if f.op == "one_hot" and f.shape == z.shape):
                 if axes == (z.rank - 1,) and s is -total(z * h, axes):
                     log = apply("log_softmax", z, axis=axes[0])
@@ -198,25 +191,23 @@ def _of_one_hot(x: Expr) -> Expr | None:
 # --- elementwise functions
 
 
-def _added_to_one(x: Expr) -> Expr | None:
-    """The other term, if x is a sum of one and another."""
-    terms = x.args if x.op == "add" else ()
-    others = [t for t in terms if constant_of(t) is None]
-    return (
-        others[0] if len(terms) == 2 and len(others) == 1 and 1 in map(constant_of, terms) else None
-    )
+def _exponent(x: Expr) -> Expr | None:
+    """Z, if x is 1 + exp(z)."""
+    others = [t for t in x.args if constant_of(t) != 1]
+    exponential = x.op == "add" and len(x.args) == 2 and [t.op for t in others] == ["exp"]
+    return others[0].args[0] if exponential else None
 
 
 def _sigmoid(x: Expr) -> Expr | None:
     """1 / (1 + exp(-z))."""
-    e = _added_to_one(x.args[0]) if x["exponent"] == -1 else None
-    return None if e is None or e.op != "exp" else apply("sigmoid", -e.args[0])
+    z = _exponent(x.args[0]) if x["exponent"] == -1 else None
+    return None if z is None else apply("sigmoid", -z)
 
 
 def _softplus(x: Expr) -> Expr | None:
     """log(1 + exp(z))."""
-    e = None if x.is_complex else _added_to_one(x.args[0])
-    return None if e is None or e.op != "exp" else apply("softplus", e.args[0])
+    z = None if x.is_complex else _exponent(x.args[0])
+    return None if z is None else apply("softplus", z)
 
 
 def _needless(x: Expr) -> Expr | None:
@@ -247,8 +238,10 @@ def _variance(x: Expr) -> Expr | None:
     """The mean of |z - mean z|**2."""
     averaged = _mean_over(x)
     y = _squared(averaged[0]) if averaged else None
-    z = _centred(y, averaged[1]) if averaged and y is not None else None
-    return variance(z, axes=averaged[1]) if averaged and z is not None else None
+    if averaged is None or y is None:
+        return None
+    z = _centred(y, averaged[1])
+    return None if z is None else variance(z, axes=averaged[1])
 
 
 def _variance_of_moments(x: Expr) -> Expr | None:
@@ -265,7 +258,7 @@ def _variance_of_moments(x: Expr) -> Expr | None:
 
 def _standardize(x: Expr) -> Expr | None:
     """(z - mean z) times (variance z + eps)**-1/2."""
-    entries = _entries(x)
+    _, entries, _ = parts(x)
     for f, names in entries:
         if f.op != "power" or f["exponent"] != -0.5:
             continue
@@ -288,9 +281,9 @@ def _norm(x: Expr) -> Expr | None:
     """sqrt(sum |z|**2), or its reciprocal."""
     summed = _sum_over(x.args[0]) if x["exponent"] in (0.5, -0.5) else None
     z = _squared(summed[0]) if summed else None
-    return (
-        reduced("norm", z, summed[1]) ** (2 * x["exponent"]) if summed and z is not None else None
-    )
+    if summed is None or z is None:
+        return None
+    return reduced("norm", z, summed[1]) ** (2 * x["exponent"])
 
 
 _PATTERNS: dict[str, tuple[Callable[[Expr], Expr | None], ...]] = {

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import constant_of, contracts
+from gradtools.seeing.formulas.algebra import constant_of, contracts, is_wrapper
 from gradtools.seeing.formulas.axes import Axes
 from gradtools.seeing.formulas.expressions import Expr, order
 from gradtools.seeing.formulas.operation_record import is_elementwise
@@ -109,7 +109,7 @@ class Statements:
         """A base name: for values of the program by the operation, for others T."""
         if x.op in ("add", "einsum"):
             forward = x in self._forward
-            forward = forward or any(a in self._forward for a in x.args if _is_wrapper(x))
+            forward = forward or any(a in self._forward for a in x.args if is_wrapper(x))
             return ("Z" if x.rank > 1 else "z") if forward and x.rank else "T"
         base = _BASES.get(x.op, "T")
         return base.upper() if x.rank > 1 and len(base) == 1 else base
@@ -129,7 +129,7 @@ class Statements:
         """The size of x as written, where named values count 0; its arguments are weighed first."""
         named = lambda a: a in self.writer.names or a in self._chosen
         inner = sum(0 if named(a) else self._weights.get(a, 0) for a in x.args)
-        if x.op in _LIGHT or _is_wrapper(x):
+        if x.op in _LIGHT or is_wrapper(x):
             result = inner + (0.5 if x.op in _LIGHT else 0)
         else:
             result = inner + (1 if x.op == "add" else 2) if x.args else 0
@@ -165,7 +165,7 @@ class Statements:
                     continue
                 entry = self.writer.entry(x, self.axes.unique(x))
                 too_long = len(entry.text) > _LONG
-            if too_long and not _is_wrapper(x):
+            if too_long and not is_wrapper(x):
                 names[x] = self._new(self._base(x))
 
     # Lines.
@@ -208,8 +208,10 @@ class Statements:
 
     def _define(self, x: Expr) -> None:
         self._done.add(x)
-        if x in self.writer.names:
-            self.writer.defined.add(x)  # from here on it may be written for several factors
+        plain = x.op == "einsum" and x["coefficient"] == 1 and not contracts(x)
+        if x in self.writer.names and plain and len(x.args) > 1:
+            # From here on its name may be written in place of several factors.
+            self.writer.defined.setdefault(x.args[0], []).append(x)
 
     def _line(self, x: Expr, written: Written) -> Statement:
         own = self.writer.names.pop(x, None) if x.op != "placeholder" else None
@@ -229,22 +231,18 @@ _LIGHT = {
 }
 
 
-def _is_wrapper(x: Expr) -> bool:
-    return x.op == "einsum" and len(x.args) == 1 and not contracts(x)
-
-
 def _is_plain(x: Expr) -> bool:
     """Whether it needs no name: a leaf or a number, or a transpose or conjugate of one."""
     if x.op in ("placeholder", "number") or constant_of(x) is not None:
         return True
-    return (_is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
+    return (is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
 
 
 def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:
     """The number of uses of each value, itself or transposed."""
     count: Counter[Expr] = Counter(roots)
     for x in values:
-        if _is_wrapper(x):
+        if is_wrapper(x):
             continue
         for a in x.args:
             count[_unwrapped(a)] += 1
@@ -262,7 +260,7 @@ def _divides(x: Expr) -> bool:
 
 
 def _unwrapped(x: Expr) -> Expr:
-    while _is_wrapper(x):
+    while is_wrapper(x):
         x = x.args[0]
     return x
 
@@ -272,9 +270,7 @@ def _primals(cotangents: Mapping[Expr, Expr]) -> dict[Expr, Expr]:
     result: dict[Expr, Expr] = {}
     for v, c in cotangents.items():
         plain = _is_plain(v) or v.shape != c.shape
-        if not plain and not (
-            _is_wrapper(v) and v["coefficient"] == 1 and not contracts(v.args[0])
-        ):
+        if not plain and not (is_wrapper(v) and v["coefficient"] == 1 and not contracts(v.args[0])):
             result.setdefault(c, v)
     return result
 

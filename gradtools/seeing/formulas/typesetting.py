@@ -108,6 +108,11 @@ def function(name: str, args: Iterable[Written], axes: str = "") -> Written:
     return Written(f"{name}{below(axes) if axes else ''}({join(args, ', ', SUM).text})")
 
 
+def part(x: Written, where: str) -> Written:
+    """x[where]."""
+    return Written(f"{x.at(ATOM).text}[{where}]")
+
+
 def inner_product(a: Written, b: Written) -> Written:
     """The inner product <a, b>."""
     return Written(f"⟨{a.text}, {b.text}⟩")
@@ -173,7 +178,8 @@ def negative(x: Written) -> Written:
 
 
 def summed(terms: Sequence[Written]) -> Written:
-    """A sum; terms that begin with a minus are subtracted."""
+    """A sum; terms that begin with a minus come last and are subtracted."""
+    terms = sorted(terms, key=lambda t: t.text.startswith("-"))
     signed = [f" - {t.text[1:]}" if t.text.startswith("-") else f" + {t.text}" for t in terms[1:]]
     return Written("".join([terms[0].text, *signed]), SUM if signed else terms[0].level)
 

@@ -5,27 +5,34 @@ elementwise product as a circled dot, sums over axes by their letters. Axes alig
 so a broadcast is not written. Where whole arrays would be ambiguous (three or more axes, the same
 axis twice), `ExpressionWriter.whole` raises `NeedsIndices`, and the equation is written for one
 entry by `ExpressionWriter.entry`.
+
+A contraction is a chain of matrices if every summed label belongs to two factors, and following
+the labels leads from one axis of the result to the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import constant_of, contracts, drop_axes, parts
+from gradtools.seeing.formulas.algebra import (
+    Entry,
+    Labels,
+    constant_of,
+    contracts,
+    drop_axes,
+    is_wrapper,
+    opened,
+    power,
+    varying,
+)
 from gradtools.seeing.formulas.axes import Axes, primed
 from gradtools.seeing.formulas.expressions import Expr
 from gradtools.seeing.formulas.operation_record import OPERATIONS, is_elementwise
-from gradtools.seeing.formulas.product_layout import (
-    Defined,
-    Factors,
-    chain,
-    display_factors,
-    summed_length,
-)
 from gradtools.seeing.formulas.typesetting import Written
 
 
@@ -39,7 +46,7 @@ class ExpressionWriter:
     Attributes:
         axes: The letters of axes.
         names: The named values.
-        defined: The named products that earlier lines define.
+        defined: The elementwise products with a name that earlier lines define, by first factor.
         notes: Explanations of the notation that was used.
         recognised: The operations that were written by their name.
     """
@@ -47,7 +54,7 @@ class ExpressionWriter:
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
-        self.defined = Defined()
+        self.defined: dict[Expr, list[Expr]] = {}
         self.notes: dict[str, None] = {}
         self.recognised: set[str] = set()
         self._as_mean: set[Expr] = set()
@@ -77,7 +84,7 @@ class ExpressionWriter:
             return self._product(x)
         if x.op == "add":
             self._must_align(x)
-            return self.sum_of([self.whole(t) for t in self._in_order(x.args)])
+            return ts.summed([self.whole(t) for t in self._in_order(x.args)])
         if is_elementwise(x):
             self._must_align(x)
             return self._function(x, [self.whole(a) for a in x.args], x.rank > 1)
@@ -89,17 +96,12 @@ class ExpressionWriter:
 
     def operand(self, x: Expr) -> Written:
         """X as an operand of a function of whole arrays, where a repetition has to be written."""
-        used = {l for names in parts(x)[2] for l in names}
+        used = varying(x)
         kept = [a for a, n in enumerate(x.shape) if a in used or n == 1]
         if len(kept) == x.rank or constant_of(x) is not None:
             return self.whole(x)
         self.note("repeat: repeated along the axes that the operand lacks")
         return ts.function("repeat", [self.whole(drop_axes(x, kept))], "x".join(map(str, x.shape)))
-
-    def sum_of(self, terms: list[Written]) -> Written:
-        """A sum; the terms without a minus come first."""
-        terms = sorted(terms, key=lambda t: t.text.startswith("-"))
-        return ts.summed(terms)
 
     def _in_order(self, terms: Sequence[Expr]) -> list[Expr]:
         """Compositions first, then named values, then numbers."""
@@ -107,8 +109,7 @@ class ExpressionWriter:
         def key(x: Expr) -> int:
             if constant_of(x) is not None:
                 return 2
-            plain = x.op == "einsum" and len(x.args) == 1 and not contracts(x)
-            return int((x.args[0] if plain else x) in self.names)
+            return int((x.args[0] if is_wrapper(x) else x) in self.names)
 
         return sorted(terms, key=key)
 
@@ -121,16 +122,12 @@ class ExpressionWriter:
         letters = self.axes.letters(x)
         if len(set(letters)) == len(letters):
             return
-        for a in x.args:
-            if a.op == "einsum" and constant_of(a) is None and a not in self.names:
-                self._must_cover(a, x.rank)
-
-    def _must_cover(self, x: Expr, rank: int) -> None:
-        _, _, labels = display_factors(x, self.names, False, self.defined)
-        if not {l for names in labels for l in names} >= set(range(rank)):
-            raise NeedsIndices
-
-    # Elementwise functions.
+        products = [a for a in x.args if a.op == "einsum" and constant_of(a) is None]
+        for a in products:
+            if a in self.names:
+                continue
+            if not Factors(a, self.names, self.defined).size.keys() >= set(range(x.rank)):
+                raise NeedsIndices
 
     def _function(self, x: Expr, args: list[Written], matrix: bool) -> Written:
         self.recognised.add(x.op)
@@ -140,42 +137,26 @@ class ExpressionWriter:
     # Products.
 
     def _product(self, x: Expr) -> Written:
-        coefficient, factors, labels = display_factors(x, self.names, False, self.defined)
-        f = Factors(coefficient, factors, labels, x)
-        f.apart()
+        f = Factors(x, self.names, self.defined)
         if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
             return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
-        with self._mean_inside(f):
+        # A factor that is a sum, times one over its length, is written as a mean.
+        sums = (a for a, _ in f.arrays if a not in self.names)
+        mean = next((a for a in sums if _is_inverse(f.coefficient, summed_length(a))), None)
+        if mean is None:
             return self._with_scalars(f, self._core(f))
-
-    @contextmanager
-    def _mean_inside(self, f: Factors) -> Iterator[None]:
-        """Writes a factor that is a sum, times one over its length, as a mean."""
-        added = None
-        for a, _ in f.arrays:
-            count = summed_length(a)
-            if a in self.names or count < 2 or added or isinstance(f.coefficient, complex):
-                continue
-            if abs(abs(f.coefficient) * count - 1) < 1e-12:
-                added = a
-        if added is None:
-            yield
-            return
         f.coefficient = 1.0 if f.coefficient > 0 else -1.0
-        self._as_mean.add(added)
+        self._as_mean.add(mean)
         try:
-            yield
+            return self._with_scalars(f, self._core(f))
         finally:
-            self._as_mean.discard(added)
+            self._as_mean.discard(mean)
 
     def _core(self, f: Factors) -> Written | None:
         """The factors with axes; None if there are none."""
         if not f.arrays and not f.below:
             return None
-        turned = self._as_transpose(f)
-        if turned is not None:
-            return turned
-        for attempt in (self._inner_product, self._as_chain, self._aligned):
+        for attempt in (self._as_transpose, self._inner_product, self._as_chain, self._aligned):
             result = attempt(f)
             if result is not None:
                 return result
@@ -195,38 +176,24 @@ class ExpressionWriter:
 
     def _inner_product(self, f: Factors) -> Written | None:
         """A sum over all axes of two factors, or of one squared; None for other products."""
-        if f.out or f.below or not f.summed:
+        labels = {names for _, names in f.arrays}
+        if f.out or f.below or len(labels) != 1 or set(*labels) != f.summed or self._is_mean(f):
             return None
-        if any(set(n) != f.summed for _, n in f.arrays):
-            return None
-        if any(n != f.arrays[0][1] for _, n in f.arrays):
+        if any(a.is_complex for a, _ in f.arrays):
             return None
         if len(f.arrays) == 1:
-            return self._full_sum(f)
-        if any(a.is_complex for a, _ in f.arrays) or self._is_mean(f):
-            return None
+            x = f.arrays[0][0]
+            if x in self.names or x.op != "power" or x["exponent"] != 2:
+                return None
+            base = x.args[0].args[0] if x.args[0].op == "abs" else x.args[0]
+            return Written(f"‖{self.whole(base).text}‖²", ts.POWER)
         first, *rest = [self.whole(a) for a, _ in self._sorted(f.arrays)]
-        second = rest[0] if len(rest) == 1 else self._hadamard(rest)
-        return ts.inner_product(first, second)
-
-    def _full_sum(self, f: Factors) -> Written | None:
-        ((x, _),) = f.arrays
-        if self._is_mean(f) or x in self.names:
-            return None
-        squared = x.op == "power" and x["exponent"] == 2
-        if not squared or x.is_complex:
-            return None
-        base = self.whole(x.args[0].args[0] if x.args[0].op == "abs" else x.args[0])
-        return Written(f"‖{base.text}‖²", ts.POWER)
+        return ts.inner_product(first, _hadamard(rest))
 
     def _is_mean(self, f: Factors) -> bool:
         """Whether a sum of one array is written as its mean."""
-        if f.target in self._as_mean:
-            return True
-        if not f.is_plain_sum or isinstance(f.coefficient, complex):
-            return False
-        count = prod(f.size[l] for l in f.summed)
-        return count > 1 and abs(abs(f.coefficient) * count - 1) < 1e-12
+        length = prod(f.size[l] for l in f.summed) if f.is_plain_sum else 0
+        return f.target in self._as_mean or _is_inverse(f.coefficient, length)
 
     def _as_chain(self, f: Factors) -> Written | None:
         """A product of matrices and vectors; None for other products."""
@@ -238,7 +205,7 @@ class ExpressionWriter:
     def _link(self, group: list[Expr], flipped: bool) -> Written:
         if len(group) == 1:
             return self.transposed(group[0]) if flipped else self.whole(group[0]).at(ts.PRODUCT)
-        written = ts.bracket(self._hadamard([self.whole(g) for g in group]))
+        written = ts.bracket(_hadamard([self.whole(g) for g in group]))
         return ts.superscript(written, "ᵀ") if flipped else written
 
     def transposed(self, x: Expr) -> Written:
@@ -258,24 +225,22 @@ class ExpressionWriter:
             return None
         up = [self._oriented(a, n, f) for a, n in self._sorted(f.arrays)]
         down = [self._oriented(a, n, f) for a, n in f.below]
-        top = self._hadamard(up) if up else ts.number(1.0)
+        top = _hadamard(up) if up else ts.number(1.0)
         if down:
-            top = ts.over(top.at(ts.PRODUCT), self._hadamard(down))
+            top = ts.over(top.at(ts.PRODUCT), _hadamard(down))
         if not f.summed:
             return top
-        name = "".join(letters[l] for l in sorted(f.summed, key=lambda l: letters[l]))
-        if self._is_mean(f):
-            if f.target not in self._as_mean:
-                f.coefficient = 1.0 if f.coefficient > 0 else -1.0
-            whole = not f.out
-            return ts.function("mean", [top], "" if whole else name)
-        inner = top.at(ts.POWER)
-        return ts.total(name, inner)
+        name = "".join(sorted(letters[l] for l in f.summed))
+        if not self._is_mean(f):
+            return ts.total(name, top.at(ts.POWER))
+        if f.target not in self._as_mean:
+            f.coefficient = 1.0 if f.coefficient > 0 else -1.0
+        return ts.function("mean", [top], name if f.out else "")
 
     def _oriented(self, a: Expr, names: Sequence[int], f: Factors) -> Written:
-        reference = f.reference()
+        """A factor, transposed if its axes are not in the order of the others'."""
         alone = len(f.arrays) == 1 and not f.below
-        places = [reference.index(l) for l in names if l in f.out or not alone]
+        places = [f.reference.index(l) for l in names if l in f.out or not alone]
         if places == sorted(places):
             return self.whole(a)
         if a.rank == 2:
@@ -291,11 +256,6 @@ class ExpressionWriter:
 
         return sorted(arrays, key=key)
 
-    def _hadamard(self, pieces: list[Written]) -> Written:
-        if len(pieces) == 1:
-            return pieces[0]
-        return ts.join([p.at(ts.PRODUCT) for p in pieces], " ⊙ ", ts.PRODUCT)
-
     def _with_scalars(
         self, f: Factors, core: Written | None, below: Sequence[Written] = ()
     ) -> Written:
@@ -304,7 +264,7 @@ class ExpressionWriter:
         coefficient, number_below = _fraction(f.coefficient)
         if number_below is not None:
             down = [number_below, *down]
-        down += [self._hadamard([*below])] if below else []
+        down += [_hadamard(below)] if below else []
         minus = not isinstance(coefficient, complex) and coefficient < 0
         coefficient = -coefficient if minus else coefficient
         alone = len(up) == 1 and core is None and coefficient == 1 and not down
@@ -314,66 +274,70 @@ class ExpressionWriter:
             pieces.append(core.at(ts.PRODUCT) if pieces or down else core)
         top = _side_by_side(pieces or [ts.number(1)])
         if down:
-            top = ts.over(
-                top, _side_by_side(down if len(down) == 1 else [d.at(ts.POWER) for d in down])
-            )
+            bottom = down if len(down) == 1 else [d.at(ts.POWER) for d in down]
+            top = ts.over(top, _side_by_side(bottom))
         return ts.negative(top) if minus else top
 
     # Entries.
 
     def entry(self, x: Expr, letters: Sequence[str]) -> Written:
         """The entry of x at these indices."""
-        if x in self.names:
-            return self._indexed(self.names[x], letters)
-        constant = constant_of(x)
-        if constant is not None:
-            return ts.number(constant)
-        if x.op == "einsum":
-            return self._entry_of_product(x, letters)
-        if x.op == "add":
-            return self.sum_of([self.entry(t, letters) for t in self._in_order(x.args)])
-        if is_elementwise(x):
-            return self._function(x, [self.entry(a, letters) for a in x.args], False)
-        return self._indexed(self.whole(x), letters)
-
-    def _indexed(self, x: Written, letters: Sequence[str]) -> Written:
-        if not letters:
-            return x
-        return ts.subscript(x, "".join(letters))
+        if x not in self.names:
+            constant = constant_of(x)
+            if constant is not None:
+                return ts.number(constant)
+            if x.op == "einsum":
+                return self._entry_of_product(x, letters)
+            if x.op == "add":
+                return ts.summed([self.entry(t, letters) for t in self._in_order(x.args)])
+            if is_elementwise(x):
+                return self._function(x, [self.entry(a, letters) for a in x.args], False)
+        whole = self.whole(x)
+        return ts.subscript(whole, "".join(letters)) if letters else whole
 
     def _entry_of_product(self, x: Expr, letters: Sequence[str]) -> Written:
-        coefficient, factors, labels = display_factors(x, self.names, True, self.defined)
-        f = Factors(coefficient, factors, labels, x)
-        f.apart()
-        names = dict(enumerate(letters))
-        extra = sorted(f.summed)
-        own = f.label_letters(self.axes)
-        fresh = primed([own[l] for l in extra], letters)
-        names.update(zip(extra, fresh, strict=True))
+        f = Factors(x, self.names, self.defined, entries=True)
+        if not f.arrays and not f.below:
+            return self._with_scalars(f, None)
+        own, summed = f.label_letters(self.axes), sorted(f.summed)
+        fresh = primed([own[l] for l in summed], letters)
+        names = dict(enumerate(letters)) | dict(zip(summed, fresh, strict=True))
         at = lambda a, ls: self.entry(a, [names[l] for l in ls])
         up = [at(a, ls).at(ts.PRODUCT) for a, ls in self._sorted(f.arrays)]
         down = [at(a, ls).at(ts.POWER) for a, ls in f.below]
         top = _side_by_side(up or [ts.number(1.0)])
         top = ts.over(top, _side_by_side(down)) if down else top
-        if not f.arrays and not f.below:
-            return self._with_scalars(f, None)
-        if extra:
+        if summed:
             top = ts.total("".join(fresh), top.at(ts.PRODUCT))
         return self._with_scalars(f, top)
 
     def axis_names(self, x: Expr, axes: Iterable[int]) -> str:
         """The letters of some axes of x."""
         letters = self.axes.unique(x)
-        chosen = tuple(axes)
-        return "".join(letters[a] for a in chosen)
+        return "".join(letters[a] for a in axes)
 
     def note(self, text: str) -> None:
         """Add an explanation of the notation."""
         self.notes[text] = None
 
 
+def _hadamard(pieces: Sequence[Written]) -> Written:
+    if len(pieces) == 1:
+        return pieces[0]
+    return ts.join([p.at(ts.PRODUCT) for p in pieces], " ⊙ ", ts.PRODUCT)
+
+
 def _side_by_side(pieces: Sequence[Written]) -> Written:
     return ts.join(pieces, " ", ts.PRODUCT) if len(pieces) > 1 else pieces[0]
+
+
+def _is_inverse(coefficient: Any, count: int) -> bool:
+    """Whether a coefficient is one over a count, up to its sign."""
+    return (
+        count > 1
+        and not isinstance(coefficient, complex)
+        and abs(abs(coefficient) * count - 1) < 1e-12
+    )
 
 
 def _fraction(coefficient: Any) -> tuple[Any, Written | None]:
@@ -390,3 +354,172 @@ def _fraction(coefficient: Any) -> tuple[Any, Written | None]:
         if abs(inverse * up - round(inverse * up)) < 1e-12 * inverse:
             return sign * up, ts.number(float(round(inverse * up)))
     return coefficient, None
+
+
+# --- the factors of a product as they are written
+
+
+def summed_length(x: Expr) -> int:
+    """The number of terms of each sum, if x sums one array over axes; else 0."""
+    if not contracts(x) or len(x.args) != 1:
+        return 0
+    return prod(n for l, n in zip(x["labels"][0], x.args[0].shape, strict=True) if l >= x.rank)
+
+
+class Factors:
+    """A product's factors, sorted to those in the numerator and those in the denominator.
+
+    Products among the factors are flattened, but not named ones, nor sums inside of elementwise
+    products unless single entries are written (`entries`). Factors that are together a product
+    which an earlier line defines are replaced by that.
+
+    Attributes:
+        target: The product.
+        coefficient: The numeric factor.
+        scalars: The factors without axes in the numerator.
+        scalars_below: Those in the denominator.
+        arrays: The factors with axes in the numerator, and their labels.
+        below: Those in the denominator.
+        out: The labels of the result that a factor has.
+        summed: The labels that are summed over.
+        size: The length of each label's axis.
+        is_plain_sum: Whether it is a sum of one array over axes.
+        reference: The order of labels in which factors are written, else they are transposed.
+    """
+
+    def __init__(
+        self,
+        x: Expr,
+        named: Collection[Expr],
+        defined: Mapping[Expr, Sequence[Expr]],
+        entries: bool = False,
+    ) -> None:
+        self.target, self.coefficient = x, x["coefficient"]
+        fresh = itertools.count(x.rank + 1000)
+        queue: list[Entry] = list(zip(x.args, x["labels"], strict=True))
+        self._entries: list[Entry] = []
+        while queue:
+            factor, names = queue.pop(0)
+            alone = not self._entries and not queue
+            closed = contracts(factor) and not (alone or entries)
+            if factor in named or factor.op != "einsum" or not factor.args or closed:
+                self._entries.append((factor, names))
+            else:
+                self.coefficient *= factor["coefficient"]
+                queue = opened(factor, names, lambda n: next(fresh)) + queue
+        factors = {f for f, _ in self._entries} if len(self._entries) > 1 else set()
+        for p in sorted({p for f in factors for p in defined.get(f, ())}, key=lambda p: p.serial):
+            if p is not x and factors >= set(p.args):
+                self._entries = _with_product(self._entries, p) or self._entries
+
+        self.scalars: list[Expr] = []
+        self.scalars_below: list[Expr] = []
+        self.arrays: list[Entry] = []
+        self.below: list[Entry] = []
+        self.size: dict[int, int] = {}
+        for f, names in self._entries:
+            self.size.update(zip(names, f.shape, strict=True))
+            exponent = f["exponent"] if f.op == "power" else 1
+            negative = not isinstance(exponent, complex) and exponent < 0
+            shown = power(f.args[0], -exponent) if negative else f
+            if f.rank:
+                (self.below if negative else self.arrays).append((shown, names))
+            else:
+                (self.scalars_below if negative else self.scalars).append(shown)
+        self.out = [l for l in range(x.rank) if l in self.size]
+        self.summed = self.size.keys() - set(self.out)
+        core = x.args[0] if len(x.args) == 1 and contracts(x.args[0]) else x
+        self.is_plain_sum = summed_length(core) > 0
+        by_rank = sorted((*self.arrays, *self.below), key=lambda e: -len(e[1]))
+        axes = [self.out if len(self.out) > 1 else (), *(names for _, names in by_rank)]
+        self.reference = list(dict.fromkeys(l for names in axes for l in names))
+
+    def label_letters(self, axes: Axes) -> dict[int, str]:
+        """The letter of each label."""
+        result: dict[int, str] = {}
+        for f, names in self._entries:
+            for k, l in enumerate(names):
+                result.setdefault(l, axes.letter(f, k))
+        return result
+
+
+def _with_product(entries: list[Entry], p: Expr) -> list[Entry] | None:
+    """The factors with a product in place of its own factors; None if these do not fit."""
+    place: dict[int, int] = {}
+    left = list(entries)
+    for f, names in zip(p.args, p["labels"], strict=True):
+        fits = lambda there, own=names: all(
+            place.get(l, t) == t for l, t in zip(own, there, strict=True)
+        )
+        match = next((e for e in left if e[0] is f and fits(e[1])), None)
+        if match is None:
+            return None
+        place.update(zip(names, match[1], strict=True))
+        left.remove(match)
+    if len(place) < p.rank or len(set(place.values())) < len(place):
+        return None
+    return [(p, tuple(place[l] for l in range(p.rank))), *left]
+
+
+# --- matrix chains
+
+
+Link = tuple[list[Expr], bool]  # factors that are multiplied, and whether they are transposed
+
+
+def chain(f: Factors) -> list[Link] | None:
+    """The factors as a matrix chain, in which factors with equal labels are one link."""
+    entries = _without_batch(f)
+    if entries is None or any(len(names) > 2 for _, names in entries):
+        return None
+    left: dict[Labels, list[Expr]] = {}
+    for a, names in sorted(entries, key=lambda e: -len(e[1])):
+        left.setdefault(names, []).append(a)
+    count = Counter(l for names in left for l in names)
+    out = [l for l in f.out if l in count]
+    if len(out) > 2 or (not f.summed and (len(out) < 2 or len(left) < 2)):
+        return None
+    if any(n != (1 if l in out else 2) for l, n in count.items()):
+        return None
+    if out:
+        links = _follow(left, out[0])
+        if len(out) == 2 and left:
+            links += [(g, not t) for g, t in reversed(_follow(left, out[1]))]
+    else:
+        start = next((names for names in left if len(names) == 1), None)
+        if start is None:
+            return None
+        links = [(left.pop(start), True), *_follow(left, start[0])]
+    return links if not left else None
+
+
+def _without_batch(f: Factors) -> list[Entry] | None:
+    """The factors without the leading batch axes; None if these differ."""
+    out, entries = list(f.out), list(f.arrays)
+    if max((len(n) for _, n in entries), default=0) <= 2 and len(out) <= 2:
+        return entries
+    if len(out) != f.target.rank or len(out) < 3:
+        return None
+    batch = out[:-2]
+    stripped = []
+    for a, names in entries:
+        lead = tuple(l for l in names if l in batch)
+        if names[: len(lead)] != lead or list(lead) != batch[len(batch) - len(lead) :]:
+            return None
+        if len(names) - len(lead) != 2:
+            return None
+        stripped.append((a, names[len(lead) :]))
+    return stripped
+
+
+def _follow(left: dict[Labels, list[Expr]], label: int) -> list[Link]:
+    """The links that lead on from a label, taken off those that are left."""
+    links: list[Link] = []
+    while True:
+        names = next((n for n in left if label in n), None)
+        if names is None:
+            return links
+        links.append((left.pop(names), len(names) == 2 and names[0] != label))
+        if len(names) == 1:
+            return links
+        label = names[1] if names[0] == label else names[0]

@@ -5,7 +5,5 @@ Every pullback is an expression in these same operations, so that it can be diff
 
 from gradtools.seeing.formulas.operations import arrays as arrays
 from gradtools.seeing.formulas.operations import elementwise as elementwise
-from gradtools.seeing.formulas.operations import functions as functions
-from gradtools.seeing.formulas.operations import indexing as indexing
 from gradtools.seeing.formulas.operations import opaque as opaque
 from gradtools.seeing.formulas.operations import reductions as reductions

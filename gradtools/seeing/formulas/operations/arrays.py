@@ -1,9 +1,11 @@
-"""Constants, contractions (all of them `einsum`), reshapes and slices.
+"""Constants, contractions (all of them `einsum`), reshapes, slices, and indexing by integers.
 
 A gather whose indices are known (a slice, a selection by a mask) is one linear operation,
-``arrange``; ``restore`` is its adjoint::
+``arrange``; ``restore`` is its adjoint. Integers of the program index one axis, or choose one entry
+of each row by a one-hot factor::
 
-    arrange   y[i] = x[places[i]]        restore   its transpose
+    arrange   y[i] = x[places[i]]        restore     its transpose
+    index     y[i, ...] = x[j[i], ...]   index_add   its transpose
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import (
+    apply,
     array,
     broadcast,
     conj,
@@ -26,34 +29,33 @@ from gradtools.seeing.formulas.algebra import (
     product,
     real,
     reshape,
+    total,
     transpose,
     unsqueeze,
 )
 from gradtools.seeing.formulas.expressions import (
     DTYPES,
+    REAL,
     ArrayValue,
     Expr,
     Shape,
     expr,
     widest,
 )
-from gradtools.seeing.formulas.operations.entering import makes, operation, tie_first, word
+from gradtools.seeing.formulas.operation_record import operation, word
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formulas.axes import Axes, Axis
     from gradtools.seeing.formulas.writing import ExpressionWriter
 
 
 # Constants.
 
 
-@makes("constant")
+@operation("constant")
 def constant(*, value: Any) -> Expr:
     """A captured number or array."""
     value = np.asarray(value)
-    if value.ndim or value.dtype.kind == "b":
-        return array(value)
-    return number(value[()])
+    return array(value) if value.ndim or value.dtype.kind == "b" else number(value[()])
 
 
 operation("number", lambda y: np.asarray(y["value"]))
@@ -65,58 +67,43 @@ operation("array", lambda y: y["value"].array, form=lambda w, x: ts.Written("c")
 def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
     """Coefficient times the einsum of the factors, broadcast to the shape."""
     coefficient, labels = y["coefficient"], y["labels"]
+    einsum: Any = np.einsum  # NumPy's types lack the form with lists of labels
     if not arrays:
         return np.full(y.shape, coefficient)
-    kept = tuple(l for l in range(len(y.shape)) if any(l in names for names in labels))
-    operands: list[Any] = []
-    for a, names in zip(arrays, labels, strict=True):
-        operands += [a + 0.0 if a.dtype.kind in "bui" else a, list(names)]
-    if len(arrays) > 1 and not any(l >= len(y.shape) for names in labels for l in names):
-        value = _aligned_product(arrays, labels, kept)
+    kept = tuple(l for l in range(y.rank) if any(l in names for names in labels))
+    pairs = list(
+        zip((a + 0.0 if a.dtype.kind in "bui" else a for a in arrays), labels, strict=True)
+    )
+    if len(arrays) > 1 and not any(l >= y.rank for names in labels for l in names):
+        # Without sums NumPy's multiplication is faster, and exact for infinities.
+        value: Any = 1.0
+        for a, names in pairs:
+            place = tuple(slice(None) if l in names else None for l in kept)
+            value = value * einsum(a, names, [l for l in kept if l in names])[place]
     else:
-        value = np.einsum(*operands, list(kept), optimize=len(arrays) > 2)
-    place = tuple(slice(None) if l in kept else None for l in range(len(y.shape)))
+        operands = [part for pair in pairs for part in pair]
+        value = einsum(*operands, kept, optimize=len(arrays) > 2)
+    place = tuple(slice(None) if l in kept else None for l in range(y.rank))
     result = np.broadcast_to(np.asarray(coefficient * value)[place], y.shape)
     return result if y.is_inexact else result.astype(DTYPES[y.kind])
 
 
-def _aligned_product(
-    arrays: Sequence[np.ndarray], labels: Sequence[Shape], kept: Shape
-) -> np.ndarray:
-    """A product without sums, by NumPy's multiplication: it is faster and exact for infinities."""
-    result: Any = 1.0
-    for a, names in zip(arrays, labels, strict=True):
-        place = tuple(slice(None) if l in names else None for l in kept)
-        operands: list[Any] = [a + 0.0, list(names), [l for l in kept if l in names]]
-        result = result * np.einsum(*operands)[place]
+def _einsum_pullback(y: Expr, g: Expr, *factors: Expr) -> list[Expr]:
+    """For each factor g times the conjugates of all others."""
+    result = []
+    entries = [(conj(f), names) for f, names in zip(factors, y["labels"], strict=True)]
+    for k, factor in enumerate(factors):
+        others = [(g, range(y.rank)), *entries[:k], *entries[k + 1 :]]
+        result.append(product(others, y["labels"][k], factor.shape, np.conj(y["coefficient"])))
     return result
-
-
-def _einsum_cotangent(y: Expr, g: Expr, k: int) -> Expr:
-    """The cotangent of factor k."""
-    others = [j for j in range(len(y.args)) if j != k]
-    return product(
-        [g, *(conj(y.args[j]) for j in others)],
-        [tuple(range(y.rank)), *(y["labels"][j] for j in others)],
-        y["labels"][k],
-        y.args[k].shape,
-        np.conj(y["coefficient"]),
-    )
-
-
-def _tie_einsum(axes: Axes, y: Expr) -> None:
-    first: dict[int, Axis] = {l: (y, l) for l in range(y.rank)}
-    for a, names in zip(y.args, y["labels"], strict=True):
-        for k, l in enumerate(names):
-            axes.tie(first.setdefault(l, (a, k)), (a, k))
 
 
 # As numpy.einsum, with "->" and no "..."; no label twice in the result.
 operation(
     "einsum",
     _einsum,
-    lambda y, g, *args: [_einsum_cotangent(y, g, k) for k in range(len(args))],
-    ties=_tie_einsum,
+    _einsum_pullback,
+    labels=lambda y: y["labels"],
     make=lambda *xs, subscripts: einsum(subscripts, *xs),
 )
 word("matmul", lambda a, b: matmul(a, b))
@@ -139,13 +126,11 @@ def _reshape_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     return ts.function("reshape", [w.operand(x.args[0])], "x".join(map(str, x.shape)))
 
 
-def _tie_reshape(axes: Axes, y: Expr) -> None:
+def _reshape_labels(y: Expr) -> list[list[int | None]]:
+    """Axes before which equally many entries lie correspond, if they are of equal length."""
     (x,) = y.args
-    place = {prod(x.shape[:k]): k for k, n in enumerate(x.shape) if n != 1}
-    for k, n in enumerate(y.shape):
-        same = place.get(prod(y.shape[:k]))
-        if same is not None and x.shape[same] == n:
-            axes.tie((x, same), (y, k))
+    place = {prod(y.shape[:k]): k for k, n in enumerate(y.shape) if n != 1}
+    return [[place.get(prod(x.shape[:k])) for k in range(x.rank)]]
 
 
 word("transpose", lambda x, *, permutation: permuted(x, permutation))
@@ -154,7 +139,7 @@ operation(  # row-major; also flatten, squeeze, unsqueeze
     lambda y, x: np.reshape(x, y.shape),
     lambda y, g, x: [reshape(g, x.shape)],
     form=_reshape_form,
-    ties=_tie_reshape,
+    labels=_reshape_labels,
     make=lambda x, *, shape: reshape(x, shape),
 )
 # Axis i of x becomes axes[i]; default the last ones.
@@ -172,11 +157,6 @@ def arrange(x: Expr, places: np.ndarray) -> Expr:
     return expr("arrange", (x,), places.shape, x.kind, places=ArrayValue(places), into=x.shape)
 
 
-def restore(g: Expr, y: Expr) -> Expr:
-    """Scatter-add, the transpose of `arrange`: each entry is added to the place it came from."""
-    return expr("restore", (g,), y["into"], g.kind, places=y["places"], into=y["into"])
-
-
 def _restore_value(y: Expr, g: np.ndarray) -> np.ndarray:
     out = np.zeros(int(np.prod(y["into"])), g.dtype)
     np.add.at(out, y["places"].array.ravel(), g.ravel())
@@ -192,17 +172,16 @@ def slices_of(places: np.ndarray, shape: Shape) -> str:
     regular = all(len(set(np.diff(at))) <= 1 for at in taken)
     if not regular or not np.array_equal(box.squeeze(), places.squeeze()):
         return "c"
-    return ", ".join(_slice_text(at, n) for at, n in zip(taken, shape, strict=True))
-
-
-def _slice_text(taken: np.ndarray, n: int) -> str:
-    """The slice of an axis of length n that takes these indices, which are evenly spaced."""
-    first, last = int(taken[0]), int(taken[-1])
-    step = int(taken[1]) - first if len(taken) > 1 else 1
-    if len(taken) == 1 and n > 1:
-        return str(first)
-    stop = "" if last + step >= n else str(last + 1)
-    return f"{first or ''}:{stop}" + f":{step}" * (step > 1)
+    result = []
+    for at, n in zip(taken, shape, strict=True):
+        first, last = int(at[0]), int(at[-1])
+        if first == last and n > 1:
+            result.append(str(first))
+            continue
+        step = int(at[1]) - first if len(at) > 1 else 1
+        stop = "" if last + step >= n else str(last + 1)
+        result.append(f"{first or ''}:{stop}" + f":{step}" * (step > 1))
+    return ", ".join(result)
 
 
 def _arrange_form(w: ExpressionWriter, x: Expr) -> ts.Written:
@@ -211,38 +190,26 @@ def _arrange_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     if where == "c":
         w.note("[c]: at the places that f selects, by constant indices or by a mask")
     if x.op == "arrange":
-        return part_of(inner, where)
+        return ts.part(inner, where)
     w.note("into[...](x): zeros with x at these places")
-    return placed("into", where, inner)
-
-
-def part_of(x: ts.Written, where: str) -> ts.Written:
-    """x[where]."""
-    return ts.Written(f"{x.at(ts.ATOM).text}[{where}]")
-
-
-def placed(name: str, where: str, inner: ts.Written) -> ts.Written:
-    """name[where](inner)."""
-    return ts.Written(f"{name}[{where}]({inner.text})")
+    return ts.Written(f"into[{where}]({inner.text})")
 
 
 operation(
     "arrange",
     lambda y, x: x.ravel()[y["places"].array],
-    lambda y, g, x: [restore(g, y)],
+    lambda y, g, x: [expr("restore", (g,), y["into"], g.kind, places=y["places"], into=y["into"])],
     form=_arrange_form,
-    ties=tie_first,
 )
-operation(
+operation(  # each entry is added to the place it came from
     "restore",
     _restore_value,
     lambda y, g, x: [arrange(g, y["places"].array)],
     form=_arrange_form,
-    ties=tie_first,
 )
 
 
-@makes("slice")
+@operation("slice")
 def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
     """The slice start:limit:stride of each axis, stride > 0, without the length-1 axes in drop."""
     stride = stride or (1,) * x.rank
@@ -251,17 +218,19 @@ def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = (
     return reshape(part, [n for a, n in enumerate(part.shape) if a not in drop])
 
 
-@makes("split")
+@operation("split")
 def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
     """Consecutive slices of these sizes."""
-    ends = [int(n) for n in np.cumsum(sizes)]
-    low, high = [0] * x.rank, list(x.shape)
-    at = lambda of, n: [*of[:axis], n, *of[axis + 1 :]]
-    pairs = zip(sizes, ends, strict=True)
-    return [sliced(x, start=at(low, end - n), limit=at(high, end)) for n, end in pairs]
+    result, start = [], 0
+    for n in sizes:
+        low, high = [0] * x.rank, list(x.shape)
+        low[axis], high[axis] = start, start + n
+        result.append(sliced(x, start=low, limit=high))
+        start += n
+    return result
 
 
-@makes("unbind")
+@operation("unbind")
 def unbind(x: Expr, *, axis: int) -> list[Expr]:
     """The slices along an axis, each without it."""
     shape = [n for a, n in enumerate(x.shape) if a != axis]
@@ -269,19 +238,15 @@ def unbind(x: Expr, *, axis: int) -> list[Expr]:
 
 
 def _concatenate_form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    first = x["axis"] == 0
     pieces = [w.operand(a) for a in x.args]
-    inside = ts.join(pieces, "; " if first else ", ", ts.SUM)
-    return ts.Written(f"[{inside.text}]")
+    return ts.Written(f"[{ts.join(pieces, '; ' if x['axis'] == 0 else ', ', ts.SUM).text}]")
 
 
-@makes(
+@operation(
     "concatenate",
-    operation,
     lambda y, *xs: np.concatenate(xs, y["axis"]),
     lambda y, g, *xs: split(g, sizes=[x.shape[y["axis"]] for x in xs], axis=y["axis"]),
     form=_concatenate_form,
-    ties=tie_first,
 )
 def concatenate(*xs: Expr, axis: int) -> Expr:
     """numpy.concatenate."""
@@ -294,15 +259,110 @@ def concatenate(*xs: Expr, axis: int) -> Expr:
 
 
 word("stack", lambda *xs, axis: concatenate(*(unsqueeze(x, [axis]) for x in xs), axis=axis))
-
 word(
     "view_as_real",
     lambda x: concatenate(*(unsqueeze(y, [x.rank]) for y in (real(x), imag(x))), axis=x.rank),
 )
 
 
-@makes("view_as_complex")
+@operation("view_as_complex")
 def _view_as_complex(x: Expr) -> Expr:
     """torch.view_as_complex: the last axis holds the real and the imaginary part."""
     re, im = unbind(x, axis=x.rank - 1)
     return re + 1j * im
+
+
+# Indexing by integers of the program.
+
+operation(
+    "one_hot",  # a last axis with 1 at i; a negative index counts from the end
+    lambda y, i: (np.asarray(i)[..., None] % y["size"] == np.arange(y["size"])) * 1.0,
+    make=lambda i, *, size: apply("one_hot", i, size=size),
+    result=lambda i, size: ((*i.shape, size), REAL),
+    form=lambda w, x: ts.function("onehot", [w.whole(x.args[0])]),
+    labels=lambda y: [range(y.rank - 1)],
+)
+
+
+def picked(x: Expr, i: Expr) -> Expr:
+    """The entry of each row of x that i names: the last axis is summed with a one-hot factor."""
+    i = meant(i, x.shape[-1])
+    return total(x * apply("one_hot", i, size=x.shape[-1]), [x.rank - 1])
+
+
+def _index_add_value(y: Expr, u: np.ndarray, i: np.ndarray) -> np.ndarray:
+    out = np.zeros(y.shape, u.dtype)
+    np.add.at(np.moveaxis(out, y["axis"], 0), i.astype(np.int64, copy=False), u)
+    return out
+
+
+def _index_where(w: ExpressionWriter, x: Expr) -> str:
+    return ":, " * x["axis"] + w.whole(x.args[1]).text
+
+
+def _index_add_form(w: ExpressionWriter, x: Expr) -> ts.Written:
+    w.note("add_at[i](u): zeros with u added at the places i")
+    return ts.Written(f"add_at[{_index_where(w, x)}]({w.operand(x.args[0]).text})")
+
+
+def _index_labels(y: Expr) -> list[Sequence[int | None]]:
+    """The axes of the indices lead in the part, those of the whole that are left follow."""
+    rank = y.args[1].rank
+    if y.op == "index":
+        others = list(range(rank, y.rank))
+        return [[*others[: y["axis"]], None, *others[y["axis"] :]], range(rank)]
+    lead = range(y.rank, y.rank + rank)
+    return [[*lead, *(a for a in range(y.rank) if a != y["axis"])], lead]
+
+
+# Entries of one axis by integers, whose axes lead in the result.
+operation(
+    "index",
+    lambda y, x, i: np.moveaxis(x, y["axis"], 0)[i.astype(np.int64, copy=False)],
+    lambda y, g, x, i: [expr("index_add", (g, i), x.shape, g.kind, axis=y["axis"]), None],
+    result=lambda x, i, axis: ((*i.shape, *x.shape[:axis], *x.shape[axis + 1 :]), x.kind),
+    form=lambda w, x: ts.part(w.operand(x.args[0]), _index_where(w, x)),
+    labels=_index_labels,
+)
+operation(
+    "index_add",
+    _index_add_value,
+    lambda y, g, u, i: [apply("index", g, i, axis=y["axis"]), None],
+    form=_index_add_form,
+    labels=_index_labels,
+)
+
+
+def meant(i: Expr, n: int) -> Expr:
+    """The i of ``where(i < 0, i + n, i)``: a negative index counts from the end anyway."""
+    if i.op in ("reshape", "einsum") and len(i.args) == 1 and i.args[0].op == "where":
+        inner = meant(i.args[0], n)
+        if inner is i.args[0]:
+            return i
+        if i.op == "reshape":
+            return reshape(inner, i.shape)
+        return product([(inner, *i["labels"])], range(i.rank), i.shape, i["coefficient"])
+    if i.op != "where" or i.args[0].op != "compare" or i.args[0].args[0] is not i.args[2]:
+        return i
+    wrapped = i.args[1].args[0] if i.args[1].op == "cast" else i.args[1]
+    return i.args[2] if wrapped is i.args[2] + n else i
+
+
+def taken(x: Expr, i: Expr, axis: int) -> Expr:
+    """Entries along one axis; the axes of i stand in its place."""
+    i = meant(i, x.shape[axis])
+    result = apply("index", x, i, axis=axis)
+    order = [*range(i.rank, i.rank + axis), *range(i.rank), *range(i.rank + axis, result.rank)]
+    return permuted(result, order)
+
+
+word("embedding", lambda table, i: taken(table, i, 0))
+
+
+def take_along(x: Expr, i: Expr, axis: int) -> Expr | None:
+    """numpy.take_along_axis with one entry of each row; None for other shapes."""
+    rest = lambda of: (*of.shape[:axis], *of.shape[axis + 1 :])
+    if i.shape[axis] != 1 or rest(x) != rest(i):
+        return None
+    last = permuted(x, [*(a for a in range(x.rank) if a != axis), axis])
+    return reshape(picked(last, reshape(i, rest(i))), i.shape)

@@ -8,6 +8,7 @@ argument is real. A function that is not holomorphic (modulus, sign, angle) defi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,14 +36,60 @@ from gradtools.seeing.formulas.expressions import (
     kind_of,
     widest,
 )
-from gradtools.seeing.formulas.operation_record import Cotangents, EntryForm
-from gradtools.seeing.formulas.operations.entering import (
-    entrywise,
-    makes,
+from gradtools.seeing.formulas.operation_record import (
+    Cotangents,
+    EntryForm,
+    Made,
+    Make,
     operation,
-    tie_same,
     word,
 )
+
+
+def entrywise(
+    name: str,
+    evaluate: Make,
+    derivatives: Callable[..., Sequence[Expr]] | None = None,
+    *,
+    pullback: Make | None = None,
+    kind: str | Callable[..., str] = "",
+    make: Make | None = None,
+    **known: Any,
+) -> Callable[[Made], Made]:
+    """Register an elementwise operation.
+
+    Args:
+        name: Its name.
+        evaluate: Computes it in NumPy from the arguments and the attributes.
+        derivatives: The partial derivatives f' of a holomorphic function, from its value and its
+            arguments; the cotangent of an argument is conj(f') g.
+        pullback: As in `Operation`, instead of derivatives.
+        kind: The kind of the result; by default the widest of the arguments', at least real.
+        make: As in `Operation`; by default the operation itself, without attributes.
+        known: Further fields of `Operation`.
+
+    Returns:
+        A decorator of `make`, which may be given so instead.
+    """
+
+    def result(*args: Expr, **attributes: Any) -> tuple[tuple[int, ...], str]:
+        of = kind(*args, **attributes) if callable(kind) else kind
+        shape = broadcast_shape(*(a.shape for a in args))
+        return shape, of or widest(REAL, *(a.kind for a in args))
+
+    def chain_rule(y: Expr, g: Expr, *args: Expr) -> Cotangents:
+        assert derivatives is not None
+        return [times(conj(d), g) for d in derivatives(y, *args)]
+
+    return operation(
+        name,
+        lambda y, *args: evaluate(*args, **dict(y.attributes)),
+        chain_rule if derivatives else pullback,
+        make=make or (lambda *xs: apply(name, *xs)),
+        result=result,
+        elementwise=True,
+        **known,
+    )
 
 
 def indicator(a: Any, relation: str, b: Any) -> Expr:
@@ -59,14 +106,19 @@ def negation(c: Expr) -> Expr:
     return apply("logical_not", c)
 
 
-def scaled(factor: Any, x: Expr) -> Expr:
-    """A number times x; x itself for the number one."""
-    return x if factor == 1 else factor * x
-
-
 def is_integer(x: Expr) -> bool:
     """Whether its dtype is integer or boolean."""
     return x.kind in (INTEGER, BOOLEAN)
+
+
+def _called(text: str) -> EntryForm:
+    """An entry form that writes another name than the operation's own."""
+    return lambda x, args, matrix: ts.function(text, args)
+
+
+def _between(left: str, right: str) -> EntryForm:
+    """An entry form that encloses the argument in two delimiters."""
+    return lambda x, args, matrix: ts.Written(f"{left}{args[0].text}{right}")
 
 
 # Identities of the value. The name "identity" includes copies and aliases.
@@ -74,7 +126,7 @@ def is_integer(x: Expr) -> bool:
 word("identity", lambda x: x)
 
 
-@makes("stop", entrywise, lambda x: x, kind=lambda x: x.kind)
+@entrywise("stop", lambda x: x, kind=lambda x: x.kind)
 def stop(x: Expr) -> Expr:
     """stop_gradient: x with no derivative."""
     if x.op in ("number", "stop") or constant_of(x) is not None:
@@ -90,18 +142,15 @@ def _cast_value(x: np.ndarray, to: str) -> np.ndarray:
     return np.asarray(x, complex if to == COMPLEX else float)
 
 
-def _cast_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
-    """Writes a cast to complex as x + 0i, because √x and √(x + 0i) differ below zero."""
-    return ts.summed([args[0], ts.Written("0i")]) if x.is_complex else args[0]
-
-
-@makes(
+@entrywise(
     "cast",
-    entrywise,
     _cast_value,
     pullback=lambda y, g, x: [g if y.is_complex else None],
     kind=lambda x, to: to,
-    entry=_cast_form,
+    # √x and √(x + 0i) differ below zero, so that a cast to complex is written.
+    entry=lambda x, args, matrix: (
+        ts.Written(f"{args[0].text} + 0i", ts.SUM) if x.is_complex else args[0]
+    ),
 )
 def cast(x: Expr, *, dtype: Any = None) -> Expr:
     """X in another dtype; a cast to integers truncates."""
@@ -115,88 +164,74 @@ def cast(x: Expr, *, dtype: Any = None) -> Expr:
 
 # Arithmetic.
 
+
+def _scaled(factor: Any, x: Expr) -> Expr:
+    return x if factor == 1 else factor * x
+
+
 operation(
     "add",
     lambda y, *xs: sum(xs[1:], xs[0] + 0.0),
     lambda y, g, *xs: [g] * len(xs),
-    ties=tie_same,
-    make=lambda a, b, *, alpha=1: a + scaled(alpha, b),
+    make=lambda a, b, *, alpha=1: a + _scaled(alpha, b),
 )
-word("subtract", lambda a, b, *, alpha=1: a - scaled(alpha, b))
+word("subtract", lambda a, b, *, alpha=1: a - _scaled(alpha, b))
 word("negate", lambda x: negate(x))
 word("multiply", lambda a, b: times(a, b))
 word("divide", lambda a, b: a / b)
 
 
 def _power_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
-    (base,) = args
-    exponent = x["exponent"]
-    if isinstance(exponent, complex) or exponent >= 0:
-        return _raised(base, exponent, matrix)
-    return ts.over(ts.number(1.0), _raised(base, -exponent, matrix))
+    (base,), exponent = args, x["exponent"]
+    negative = not isinstance(exponent, complex) and exponent < 0
+    size = -exponent if negative else exponent
+    raised = base if size == 1 else ts.power(base, size, "∘" if matrix and size != 0.5 else "")
+    return ts.over(ts.number(1.0), raised) if negative else raised
 
 
-def _raised(base: ts.Written, exponent: Any, matrix: bool) -> ts.Written:
-    if exponent == 1:
-        return base
-    if matrix and exponent != 0.5:
-        return ts.power(base, exponent, "∘")
-    return ts.power(base, exponent)
-
-
-@makes(
+@entrywise(
     "power",
-    entrywise,
     lambda x, exponent: np.power(x + 0.0, exponent),
     lambda y, x: [y["exponent"] * x ** (y["exponent"] - 1)],
     kind=lambda x, exponent: widest(x.kind, COMPLEX if isinstance(exponent, complex) else REAL),
     entry=_power_form,
 )
-def _power(a: Expr, b: Expr) -> Expr:
-    exponent = constant_of(b)
+def _power(a: Expr, b: Expr) -> Any:
+    exponent, base = constant_of(b), constant_of(a)
     shape = broadcast_shape(a.shape, b.shape)
     if exponent is not None:
         return broadcast(a, shape) ** exponent
-    base = constant_of(a)
     if base is not None and not isinstance(base, complex) and base > 0:
         return apply("exp", math.log(base) * broadcast(b, shape))
     return apply("pow", a, b)
-
-
-def _pow_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
-    return ts.Written(f"{args[0].at(ts.ATOM).text}^({args[1].text})", ts.POWER)
 
 
 entrywise(
     "pow",
     lambda a, b: np.power(a + 0.0, b),
     lambda y, a, b: [b * apply("pow", a, b - 1), y * apply("log", a)],
-    entry=_pow_form,
+    entry=lambda x, args, matrix: ts.Written(
+        f"{args[0].at(ts.ATOM).text}^({args[1].text})", ts.POWER
+    ),
 )
 word("square", lambda x: x**2)
 word("sqrt", lambda x: x**0.5)
 word("rsqrt", lambda x: x**-0.5)
 word("reciprocal", lambda x: x**-1)
-word("addcmul", lambda x, a, b, *, value=1: x + scaled(value, a * b))
-word("addcdiv", lambda x, a, b, *, value=1: x + scaled(value, a / b))
+word("addcmul", lambda x, a, b, *, value=1: x + _scaled(value, a * b))
+word("addcdiv", lambda x, a, b, *, value=1: x + _scaled(value, a / b))
 word("lerp", lambda a, b, t: a + t * (b - a))
 word("hypot", lambda a, b: (a**2 + b**2) ** 0.5)
 
 # Modulus, sign, and the parts of complex numbers.
 
 
-def named(text: str) -> EntryForm:
-    """A name other than its own."""
-    return lambda x, args, matrix: ts.function(text, args)
-
-
-@makes(
+@entrywise(
     "abs",
-    entrywise,
     np.abs,
     pullback=lambda y, g, x: [real(g) * apply("sign", x)],
     kind=REAL,
-    entry=lambda x, args, matrix: ts.Written(f"|{args[0].text}|"),
+    entry=_between("|", "|"),
 )
 def modulus(x: Expr) -> Expr:
     """The modulus |x|."""
@@ -204,10 +239,10 @@ def modulus(x: Expr) -> Expr:
 
 
 def _sign(x: np.ndarray) -> np.ndarray:
+    if not np.iscomplexobj(x):
+        return np.sign(x)
     size = np.abs(x)
-    return (
-        np.where(size > 0, x / np.where(size > 0, size, 1), 0) if np.iscomplexobj(x) else np.sign(x)
-    )
+    return np.where(size > 0, x / np.where(size > 0, size, 1), 0)
 
 
 def _sign_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
@@ -217,20 +252,20 @@ def _sign_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     return [(g - along) * apply("abs", x) ** -1]
 
 
-entrywise("sign", _sign, pullback=_sign_pullback, entry=named("sgn"))
+entrywise("sign", _sign, pullback=_sign_pullback, entry=_called("sgn"))
 entrywise(
     "angle",
     np.angle,
     pullback=lambda y, g, x: [1j * (real(g) * conj(x) ** -1) if x.is_complex else None],
     kind=REAL,
-    entry=named("arg"),
+    entry=_called("arg"),
 )
 entrywise(
     "real",
     np.real,
     pullback=lambda y, g, x: [real(g)],
     kind=REAL,
-    entry=named("Re"),
+    entry=_called("Re"),
     make=lambda x: real(x),
 )
 entrywise(
@@ -238,7 +273,7 @@ entrywise(
     np.imag,
     pullback=lambda y, g, x: [1j * real(g)],
     kind=REAL,
-    entry=named("Im"),
+    entry=_called("Im"),
     make=lambda x: imag(x),
 )
 entrywise(
@@ -253,12 +288,7 @@ word("complex", lambda re, im: re + 1j * im)
 # Rounding, comparison and truth.
 
 
-def _between(left: str, right: str) -> EntryForm:
-    """An entry form that encloses the argument in two delimiters."""
-    return lambda x, args, matrix: ts.Written(f"{left}{args[0].text}{right}")
-
-
-def _rounding(name: str, evaluate: Any, entry: EntryForm | None = None) -> None:
+def _rounding(name: str, evaluate: Make, entry: EntryForm | None = None) -> None:
     """Register a rounding function; integers are returned as they are."""
     make = lambda x: x if is_integer(x) else apply(name, x)
     entrywise(name, evaluate, make=make, entry=entry)
@@ -268,7 +298,6 @@ _rounding("floor", np.floor, _between("⌊", "⌋"))
 _rounding("ceil", np.ceil, _between("⌈", "⌉"))
 _rounding("trunc", np.trunc)
 _rounding("round", np.round)
-
 
 # NumPy's function, the negated relation, and the sign.
 _RELATIONS = {
@@ -286,17 +315,13 @@ def _compare_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     return ts.Written(f"1[{a} {_RELATIONS[x['relation']][2]} {b}]")
 
 
-@makes(
+entrywise(
     "compare",
-    entrywise,
     lambda a, b, relation: _RELATIONS[relation][0](a, b),
     kind=BOOLEAN,
     entry=_compare_form,
+    make=lambda a, b, *, relation: indicator(a, relation, b),
 )
-def _compare(a: Expr, b: Expr, *, relation: str) -> Expr:
-    return indicator(a, relation, b)
-
-
 entrywise("is_finite", np.isfinite, kind=BOOLEAN)
 entrywise("is_nan", np.isnan, kind=BOOLEAN)
 
@@ -306,6 +331,16 @@ def _truth(x: Expr) -> Expr:
     return x if x.kind == BOOLEAN else indicator(x, "!=", 0)
 
 
+def _logical(name: str, evaluate: Make, sign: str) -> None:
+    make = lambda a, b: apply(name, _truth(a), _truth(b))
+    operands = lambda args: [a.at(ts.POWER) for a in args]
+    entry = lambda x, args, matrix: ts.join(operands(args), f" {sign} ", ts.PRODUCT)
+    entrywise(name, evaluate, kind=BOOLEAN, entry=entry, make=make)
+
+
+_logical("logical_and", np.logical_and, "∧")
+_logical("logical_or", np.logical_or, "∨")
+_logical("logical_xor", np.logical_xor, "⊕")
 entrywise(
     "logical_not",
     np.logical_not,
@@ -314,23 +349,6 @@ entrywise(
     make=lambda x: negation(_truth(x)),
 )
 
-
-def _logical(name: str, evaluate: Any, sign: str) -> None:
-    entrywise(
-        name,
-        evaluate,
-        kind=BOOLEAN,
-        entry=lambda x, args, matrix: ts.join(
-            [a.at(ts.POWER) for a in args], f" {sign} ", ts.PRODUCT
-        ),
-        make=lambda a, b: apply(name, _truth(a), _truth(b)),
-    )
-
-
-_logical("logical_and", np.logical_and, "∧")
-_logical("logical_or", np.logical_or, "∨")
-_logical("logical_xor", np.logical_xor, "⊕")
-
 # Choice.
 
 
@@ -338,14 +356,13 @@ def _number_last(a: Expr, b: Expr) -> tuple[Expr, Expr]:
     return (a, b) if constant_of(a) is None else (b, a)
 
 
-@makes(
+@entrywise(
     "maximum",
-    entrywise,
     np.maximum,
     lambda y, a, b: [indicator(a, ">", b), indicator(a, "<=", b)],
-    entry=named("max"),
+    entry=_called("max"),
 )
-def maximum(a: Expr, b: Expr) -> Expr:
+def maximum(a: Expr, b: Expr) -> Any:
     """The elementwise maximum; relu where one of them is zero."""
     a, b = _number_last(a, b)
     if not is_zero(b):
@@ -357,13 +374,13 @@ entrywise(
     "minimum",
     np.minimum,
     lambda y, a, b: [indicator(a, "<", b), indicator(a, ">=", b)],
-    entry=named("min"),
+    entry=_called("min"),
     make=lambda a, b: apply("minimum", *_number_last(a, b)),
 )
 
 
-@makes("clip")
-def clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Expr:
+@operation("clip")
+def clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Any:
     """min(max(x, low), high), with both bounds as numbers or both as operands."""
     low, high = bounds or (low, high)
     result = x if low is None else maximum(x, lifted(low))
@@ -377,9 +394,8 @@ def _where_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     return ts.Written(f"{{{a.text} if {condition}; {b.text} otherwise}}")
 
 
-@makes(
+@entrywise(
     "where",
-    entrywise,
     np.where,
     pullback=lambda y, g, c, a, b: [None, c * g, negation(c) * g],
     kind=lambda c, a, b: widest(a.kind, b.kind),
@@ -391,3 +407,72 @@ def where(c: Expr, a: Any, b: Any) -> Expr:
     if a is not b:
         return apply("where", c, a, b)
     return broadcast(a, broadcast_shape(c.shape, a.shape))
+
+
+# Exponentials, logarithms, trigonometric functions.
+
+entrywise("exp", np.exp, lambda y, x: [y])
+word("exp2", lambda x: apply("exp", math.log(2) * x))
+word("expm1", lambda x: apply("exp", x) - 1)
+entrywise("log", np.log, lambda y, x: [x**-1])
+word("log2", lambda x: 1 / math.log(2) * apply("log", x))
+word("log10", lambda x: 1 / math.log(10) * apply("log", x))
+word("log1p", lambda x: apply("log", 1 + x))
+word(
+    "logaddexp",
+    lambda a, b: apply("softplus", b) if is_zero(a) else b + apply("softplus", a - b),
+)
+word("xlogy", lambda a, b: where(indicator(a, "==", 0), 0, a * apply("log", b)))
+entrywise("sin", np.sin, lambda y, x: [apply("cos", x)])
+entrywise("cos", np.cos, lambda y, x: [-apply("sin", x)])
+entrywise("tan", np.tan, lambda y, x: [1 + y**2])
+entrywise("sinh", np.sinh, lambda y, x: [apply("cosh", x)])
+entrywise("cosh", np.cosh, lambda y, x: [apply("sinh", x)])
+entrywise("tanh", np.tanh, lambda y, x: [1 - y**2])
+entrywise("arcsin", np.arcsin, lambda y, x: [(1 - x**2) ** -0.5])
+entrywise("arccos", np.arccos, lambda y, x: [-((1 - x**2) ** -0.5)])
+entrywise("arctan", np.arctan, lambda y, x: [(1 + x**2) ** -1])
+entrywise("arcsinh", np.arcsinh, lambda y, x: [(1 + x**2) ** -0.5])
+entrywise("arccosh", np.arccosh, lambda y, x: [(x - 1) ** -0.5 * (x + 1) ** -0.5])
+entrywise("arctanh", np.arctanh, lambda y, x: [(1 - x**2) ** -1])
+entrywise(
+    "arctan2",
+    np.arctan2,
+    lambda y, a, b: [b * (a**2 + b**2) ** -1, -(a * (a**2 + b**2) ** -1)],
+    entry=_called("atan2"),
+)
+_erf = np.vectorize(math.erf, otypes=[float])
+entrywise("erf", _erf, lambda y, x: [2 / math.sqrt(math.pi) * apply("exp", -(x**2))])
+word("erfc", lambda x: 1 - apply("erf", x))
+
+# Activations, and the functions that they are composed of.
+
+entrywise(
+    "softplus",
+    lambda x: np.logaddexp(x, 0),
+    lambda y, x: [apply("sigmoid", x)],
+    definition="softplus(x) := log(1 + e^x)",
+)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    if np.iscomplexobj(x):
+        return 1 / (1 + np.exp(-x))
+    e = np.exp(-np.abs(x))  # no overflow, and full relative precision in both tails
+    return np.where(x >= 0, 1.0, e) / (1 + e)
+
+
+entrywise(
+    "sigmoid",
+    _sigmoid,
+    lambda y, x: [y * (1 - y)],
+    definition="sigmoid(x) := 1 / (1 + e^(-x))",
+)
+word("log_sigmoid", lambda x: -apply("softplus", -x))
+word("silu", lambda x: x * apply("sigmoid", x))
+entrywise(
+    "relu",
+    lambda x: np.maximum(x, 0),
+    lambda y, x: [indicator(x, ">", 0)],
+    definition="relu(x) := max(x, 0)",
+)

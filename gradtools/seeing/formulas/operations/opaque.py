@@ -18,8 +18,7 @@ import numpy as np
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import is_zero
 from gradtools.seeing.formulas.expressions import Expr, several, signature
-from gradtools.seeing.formulas.operation_record import Cotangents
-from gradtools.seeing.formulas.operations.entering import operation
+from gradtools.seeing.formulas.operation_record import Cotangents, operation
 
 if TYPE_CHECKING:
     from gradtools.backend import Backend
@@ -156,5 +155,10 @@ def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
 
 
 operation(
-    "by_name", lambda y, *args: y["kernel"].value(*args), _pullback, form=_form, selective=True
+    "by_name",
+    lambda y, *args: y["kernel"].value(*args),
+    _pullback,
+    form=_form,
+    selective=True,
+    labels=lambda y: [()] * len(y.args),
 )

@@ -15,9 +15,8 @@ import numpy as np
 from gradtools.seeing.formulas.algebra import apply, reshape
 from gradtools.seeing.formulas.expressions import Expr, kind_of
 from gradtools.seeing.formulas.operation_record import OPERATIONS
-from gradtools.seeing.formulas.operations.arrays import permuted
+from gradtools.seeing.formulas.operations.arrays import meant, permuted, picked, take_along
 from gradtools.seeing.formulas.operations.elementwise import cast, is_integer, where
-from gradtools.seeing.formulas.operations.indexing import meant, picked, take_along
 
 Params = Mapping[str, Any]
 Translation = Callable[..., Any]

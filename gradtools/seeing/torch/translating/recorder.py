@@ -284,7 +284,7 @@ class FormulaRecorder(Recorder[Expr]):
                 shape = bound.given[0].shape
                 count = torch.arange(1, int(np.prod(shape)) + 1, dtype=torch.float64)
                 result = call.func(count.reshape(shape), *call.args[1:], **call.kwargs)
-                return result.round().long().numpy() - 1  # type: ignore[no-any-return]
+                return result.round().long().numpy() - 1
 
         def named(**changed: Any) -> list[Expr | None]:
             args = [changed.get(a.name, v) for a, v in call.bound if not a.kwarg_only]

@@ -24,8 +24,7 @@ from gradtools.seeing.formulas.algebra import (
     total,
 )
 from gradtools.seeing.formulas.expressions import BOOLEAN, Expr
-from gradtools.seeing.formulas.operations.arrays import arrange
-from gradtools.seeing.formulas.operations.indexing import meant, take_along, taken
+from gradtools.seeing.formulas.operations.arrays import arrange, meant, take_along, taken
 from gradtools.seeing.formulas.operations.reductions import reduced, variance
 
 Translation = Callable[..., Any]
@@ -83,7 +82,7 @@ def _copied(o: Any) -> Expr:
 
 @operation("as_strided")
 def _as_strided(o: Any) -> Expr:
-    return o.recorder.met(o.outs[0])  # type: ignore[no-any-return]
+    return o.recorder.met(o.outs[0])
 
 
 @operation("index", "_unsafe_index")

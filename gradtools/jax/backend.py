@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array, FrameworkBackend, LazyMember
-from gradtools.jax import arrays, engines, module_arguments, shardings, transformed_modules, trees
+from gradtools.jax import arrays, engines, module_arguments, shardings, trees
 from gradtools.jax._upstream import backward_shapes_are_checked
 from gradtools.jax.known_errors import flax_explained
+from gradtools.jax.rules.checking import can_be_tried, computed
 from gradtools.jax.rules.installing import apply_rule, attempt
-from gradtools.jax.rules.linearity import can_be_tried, computed
 from gradtools.jax.rules.primitives import READS_A_VALUE
 from gradtools.jax.rules.transposing import pull, push, transpose, value_and_push
 from gradtools.jax.trees import LinearMap, all_known
@@ -172,7 +172,7 @@ class JaxBackend(FrameworkBackend):
 
     # --- the framework's own transforms
 
-    like_module = staticmethod(transformed_modules.like_module)
+    like_module = staticmethod(module_arguments.like_module)
     opened = staticmethod(module_arguments.opened)
     part_of = staticmethod(module_arguments.part_of)
 
@@ -182,7 +182,7 @@ class JaxBackend(FrameworkBackend):
     def map_batches(
         self, f: Any, batch: list[Array], chunk_size: int | None, one_draw: bool = False
     ) -> list[Array]:
-        from gradtools.jax.loops import map_batch
+        from gradtools.jax.slicing import map_batch
 
         with flax_explained("per_example_grad"):
             if chunk_size is None:

@@ -33,8 +33,8 @@ from gradtools.jax import jaxprs, reachability, shardings
 from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
 from gradtools.jax.compiled_once import run_compiled
+from gradtools.jax.jaxprs import marked_as_chunk
 from gradtools.jax.known_errors import flax_explained
-from gradtools.jax.operation_marks import chunk
 from gradtools.jax.recomputing import (
     explained_recomputation,
     owning,
@@ -121,7 +121,7 @@ def _add_run(
     return jax.lax.scan(partial(_add_step, step), (sums, state), stacked)[0]
 
 
-@chunk
+@marked_as_chunk
 def _add_step(step: _ChunkProgram, carry: Any, inputs: Any) -> tuple[Any, None]:
     sums, state = carry
     outs, state = step(*inputs, state)
@@ -201,7 +201,7 @@ def _run(
     # XLA does not merge the bodies of two loops, so CSE needs no barrier
     many = step if run.kept else rematerialized(step, prevent_cse=False)
 
-    @chunk
+    @marked_as_chunk
     def body(carry: list[Array], inputs: Any) -> tuple[list[Array], list[Array]]:
         outs, carry = many(bar.advance(inputs[0]), *inputs[1:], carry)
         return carry, outs
@@ -481,14 +481,16 @@ class _Bar:
         if not self.shown:
             return index
 
-        @chunk
+        @marked_as_chunk
         def moved(i: Any) -> Any:
             jax.debug.callback(self._move, i)
             return i
 
         name = jax.default_backend()
         here = dict.fromkeys(_PLATFORMS.get(name, (name,)), moved)
-        choose = chunk(lambda i: jax.lax.platform_dependent(i, **here, default=chunk(lambda i: i)))
+        choose = marked_as_chunk(
+            lambda i: jax.lax.platform_dependent(i, **here, default=marked_as_chunk(lambda i: i))
+        )
         # JAX 0.10 drops a branch's effects in partial evaluation of a scan, but not a checkpoint's
         return jax.checkpoint(choose)(jnp.asarray(index))
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ import jax.numpy as jnp
 from gradtools.arguments.calls import Call
 from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.disconnected_inputs import refuse_cut
-from gradtools.jax import complex_sign, jaxprs, reachability
+from gradtools.errors import GradtoolsError
+from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import is_in_scope
 from gradtools.jax.known_errors import REFUSALS, explain, explained
 from gradtools.jax.rules.primitives import reverse_only_p
@@ -59,19 +61,24 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     if groups is None:
         return _evaluated(fun, leaves)
     known = all_known(leaves) and not reachability.within_a_trace()
-    if known and complex_sign.was_seen(fun, leaves):
+    if known and _takes_no_sign(fun, leaves):
         return _traced_if_zero(fun, leaves, groups)
-    traced = _traced(fun, leaves)
-    if traced is not None:
-        traced.refuse_signs(fun)
-    complex_sign.remember(fun, leaves)
+    traced = _refusing_signs(fun, leaves)
     if traced is None:
         return _evaluated(fun, leaves)
     evaluation = _evaluated(traced.run, leaves, caller=_caller(fun))
-    if traced.returns_inputs:  # an equation that marks the leaves as read by this derivative
+    native = evaluation.pullback
+    if any(x is y for x in traced.jaxpr.invars for y in traced.jaxpr.outvars):
+        # No equation reads a leaf that is an output itself: mark it as read by this derivative.
         with jax.named_scope(DERIVATIVE_SCOPE):
             _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
-    return traced.with_connection(evaluation)
+    return Evaluation(
+        evaluation.outs,
+        evaluation.extras,
+        lambda cts: traced.of_connected(native(cts)),
+        lambda _: traced.cut(),
+        where_lost=traced.where_lost,
+    )
 
 
 def _traced_if_zero(fun: Fun, leaves: list[Array], groups: Sequence[int]) -> Evaluation:
@@ -80,24 +87,21 @@ def _traced_if_zero(fun: Fun, leaves: list[Array], groups: Sequence[int]) -> Eva
     native = evaluation.pullback
 
     def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
-        pulled = native(cts)
-        if not _has_zero_group(pulled, groups):
+        pulled, starts = native(cts), accumulate(groups, initial=0)
+        parts = [
+            pulled[start : start + count] for start, count in zip(starts, groups, strict=False)
+        ]
+        if all(not part or any(map(_is_nonzero, part)) for part in parts):
             return pulled
         traced = _traced(fun, leaves)
         if traced is None:
             evaluation.checked = False
             return pulled
         evaluation.where_lost = traced.where_lost
-        return [g if c else None for g, c in zip(pulled, traced.connected, strict=True)]
+        return traced.of_connected(pulled)
 
     evaluation.pullback, evaluation.checked = pullback, True
     return evaluation
-
-
-def _has_zero_group(xs: Sequence[Any], groups: Sequence[int]) -> bool:
-    starts = accumulate(groups, initial=0)
-    parts = [xs[start : start + count] for start, count in zip(starts, groups, strict=False)]
-    return any(part and not any(map(_is_nonzero, part)) for part in parts)
 
 
 def _is_nonzero(x: Any) -> bool:
@@ -115,7 +119,7 @@ def _evaluated(fun: Fun, leaves: list[Array], caller: str | None = None) -> Eval
     """JAX's own evaluation and pullback."""
     if caller is None:
         _refuse_signs(fun, leaves)
-    caller = caller or _caller(fun)
+        caller = _caller(fun)
     try:
         with jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
             outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
@@ -210,15 +214,9 @@ class _TracedFunction:
         full = [y if isinstance(y, jax.Array) else jnp.asarray(y) for y in flat]
         return jax.tree.unflatten(self.treedef, full)
 
-    def with_connection(self, evaluation: Evaluation) -> Evaluation:
-        """The evaluation with a pullback that returns None for leaves that reach no output."""
-
-        def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
-            pulled = evaluation.pullback(cts)
-            return [g if c else None for g, c in zip(pulled, self.connected, strict=True)]
-
-        outs, extras, cut = evaluation.outs, evaluation.extras, lambda _: self.cut()
-        return Evaluation(outs, extras, pullback, cut, where_lost=self.where_lost)
+    def of_connected(self, pulled: Sequence[Array | None]) -> list[Array | None]:
+        """The gradients of the leaves that reach an output; None for the others."""
+        return [g if c else None for g, c in zip(pulled, self.connected, strict=True)]
 
     @cached_property
     def connected(self) -> list[bool]:
@@ -238,16 +236,25 @@ class _TracedFunction:
         return where_lost(self.closed, len(self.out_avals), index)
 
     def refuse_signs(self, fun: Fun) -> None:
-        """Raises if a derivative passes through the sign of complex numbers."""
-        if all(eqn.primitive.name != "sign" for eqn in self.eqns):
+        """Raises if a complex sign lies on a path from a leaf to a differentiated output."""
+        if not any(map(reachability.is_complex_sign, self.eqns)):
             return
-        complex_sign.refuse(getattr(fun, "caller", "gradtools"), self.closed, len(self.out_avals))
+        from gradtools.seeing.graphs.losing_operations import between
+        from gradtools.seeing.jax.graphs import graph_of
 
-    @cached_property
-    def returns_inputs(self) -> bool:
-        """Whether a leaf is an output itself, so that no equation reads it."""
-        jaxpr = self.jaxpr
-        return any(x is y for x in jaxpr.invars for y in jaxpr.outvars)
+        graph = graph_of(self.closed)
+        shown = replace(graph, outputs=graph.outputs[: len(self.out_avals)])
+        # the loss at the sign of a real number is of another kind than "rule"
+        is_complex_sign = lambda node: node.native == "sign" and node.loss == "rule"
+        for value in graph.inputs:
+            for node in between(shown, value, is_complex_sign):
+                place = f" at {node.source}" if node.source else ""
+                raise GradtoolsError(
+                    f"{getattr(fun, 'caller', 'gradtools')}: f takes the sign of complex "
+                    f"numbers{place}, whose derivative this version of JAX takes for zero (z / |z| "
+                    "turns with z). Write z / jnp.abs(z); or gt.stop_gradient of the sign if it is "
+                    "meant to be a constant."
+                )
 
     @cached_property
     def reverse_only(self) -> bool:
@@ -271,19 +278,6 @@ def _cut_of(fun: Fun, leaves: list[Array]) -> list[int]:
     """Traces a user's function for the leaves that are cut after an inner derivative."""
     traced = _traced(fun, leaves) if isinstance(fun, Call) else None
     return [] if traced is None else traced.cut()
-
-
-def _refuse_signs(fun: Fun, leaves: list[Array]) -> None:
-    """Raises if a derivative passes through the sign of complex numbers.
-
-    For this a user's function is traced only at complex inputs, and once.
-    """
-    if not isinstance(fun, Call) or not complex_sign.may_meet(fun, leaves):
-        return
-    traced = _traced(fun, leaves)
-    if traced is not None:
-        traced.refuse_signs(fun)
-    complex_sign.remember(fun, leaves)
 
 
 _here = threading.local()
@@ -318,3 +312,47 @@ def _traced(fun: Fun, leaves: list[Array]) -> _TracedFunction | None:
     jaxpr, eqns = jaxprs.open_jaxpr(closed), jaxprs.equations(closed)
     outs = closed.out_avals[: len(shapes[0])]
     return _TracedFunction(closed, jaxpr, eqns, jax.tree.structure(shapes), outs)
+
+
+# --- the sign of complex numbers ----------------------------------------------------------
+#
+# The differential of s = z / |z| is ds = i s Im(conj(s) dz) / |z|. JAX up to version 0.10 has the
+# rule of a real sign, so every path through a complex sign is missing in the gradient, without an
+# error. Such a function is refused.
+
+_signless: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()
+"""The shapes and dtypes at which a user's function takes no complex sign, or cannot be traced."""
+
+
+def _refuse_signs(fun: Fun, leaves: list[Array]) -> None:
+    """Raises if a derivative passes through the sign of complex numbers.
+
+    For this a user's function is traced only at complex inputs, and once.
+    """
+    is_complex = isinstance(fun, Call) and any(map(jnp.iscomplexobj, leaves))
+    if is_complex and not _takes_no_sign(fun, leaves):
+        _refusing_signs(fun, leaves)
+
+
+def _refusing_signs(fun: Fun, leaves: list[Array]) -> _TracedFunction | None:
+    """`_traced`; raises if the function takes a complex sign, else records that it does not."""
+    traced = _traced(fun, leaves)
+    if traced is not None:
+        traced.refuse_signs(fun)
+    with suppress(AttributeError, TypeError):  # f has no weak reference, or no hash
+        _signless.setdefault(fun.f, set()).add(_signature(leaves))  # type: ignore[attr-defined]
+    return traced
+
+
+def _takes_no_sign(fun: Any, leaves: list[Array]) -> bool:
+    """Whether f is known to take no complex sign at these shapes, or JAX has the rule."""
+    if not reachability.complex_sign_is_a_step():
+        return True
+    try:
+        return _signature(leaves) in _signless.get(fun.f, ())
+    except (AttributeError, TypeError):
+        return False
+
+
+def _signature(leaves: list[Array]) -> tuple[Any, ...]:
+    return tuple((x.shape, str(x.dtype)) for x in leaves)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from gradtools.jax._upstream import Literal, bind_again
+from gradtools.jax._upstream import Literal, bind_again, name_of
 from gradtools.jax.rules.kept_alive import LIFE
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr
 Eqn = Any
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def without_consts(closed: Jaxpr) -> Any:
@@ -163,6 +164,29 @@ def draws(closed: Jaxpr, flow: Callable[[Jaxpr, list[int]], dict[Any, int]]) -> 
     jaxpr = open_jaxpr(closed)
     visit(jaxpr, [1] * len(jaxpr.invars))
     return found
+
+
+# --- marks of gradtools' own operations, for the recorders ------------------------------
+#
+# The function's name is the only settable field that a jaxpr keeps.
+
+_CHUNK = "gradtools_chunk_"
+
+
+def marked_as_chunk(f: F) -> F:
+    """Marks a function as `chunked`'s own wrapper around the user's function."""
+    f.__name__ = f"{_CHUNK}{f.__name__}"
+    return f
+
+
+def is_chunk(jaxpr: Any) -> bool:
+    """Whether a jaxpr is that of a function marked by `marked_as_chunk`."""
+    return name_of(jaxpr).startswith(_CHUNK)
+
+
+def function_name(jaxpr: Any) -> str:
+    """The name of a jaxpr's function in the source, without the mark."""
+    return name_of(jaxpr).removeprefix(_CHUNK)
 
 
 # --- inner jaxprs ------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import jax
 
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
+from gradtools.integrations import integration
 from gradtools.integrations.containers import Containers
 from gradtools.jax import trees
 from gradtools.jax.known_errors import flax_explained
@@ -105,6 +106,19 @@ def _mapped(kinds: tuple[type, ...], f: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with f applied to each leaf, where a module is a leaf."""
     leaves, treedef = _flattened(kinds, tree)
     return trees.unflatten(treedef, list(map(f, leaves)))
+
+
+def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
+    """`make(f)`, such as `chunked(f)`; a module again if f is one of equinox or flax.nnx.
+
+    So its arrays are still leaves of the pytree or graph. The library's integration is imported
+    when the first such module is transformed.
+    """
+    for library in ("equinox", "flax.nnx"):
+        loaded = sys.modules.get(library)
+        if loaded is not None and isinstance(f, loaded.Module):
+            return integration(library).Transformed(f, make)
+    return make(f)
 
 
 class Opened:

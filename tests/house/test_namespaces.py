@@ -170,7 +170,6 @@ jax/rules/batching.py: a rule under vmap; in PyTorch it is a method of the Funct
 jax/rules/primitives.py: what a rule is in a jaxpr; in PyTorch it is one Function
 jax/rules/linearizing.py: a rule's maps as a program; PyTorch runs them as they are
 jax/rules/closure_conversion.py: arrays of a trace that a rule would outlive; PyTorch refuses them
-jax/rules/linearity.py: what a jaxpr proves of a rule; PyTorch computes it
 jax/jaxprs.py: what a jaxpr's equations run; PyTorch's run is recorded
 torch/patches.py: classes of PyTorch whose calls are seen; JAX's are in the jaxpr
 torch/rules/functions.py: what a rule is in a graph; in JAX it is three primitives
@@ -185,6 +184,8 @@ torch/nn.py: the reversal layer of torch.nn
 jax/linen.py: where users find the reversal layer of flax.linen
 torch/modes.py: flags that choose kernels; JAX has none
 torch/coefficients.py: coefficients of edits, for recomputations; functions of JAX are pure
+torch/operation_marks.py: operations of gradtools' own; in JAX a jaxpr's name tells them
+torch/transformed_modules.py: modules that operators made; in JAX a part of `module_arguments`
 torch/hooks.py: hooks on gradients; JAX has none
 torch/nondifferentiable.py: results that refuse a derivative along some tensors
 torch/randomness.py: generators with a state; JAX has keys
@@ -201,7 +202,6 @@ torch/double_backward_verdicts.py: what was found out, by class
 torch/hook_trials.py: the same of hooks on gradients, which JAX has not
 torch/cut_trials.py: where f cuts a leaf after an inner derivative; in JAX its jaxpr shows it
 jax/compiled_once.py: eager programs that JAX would compile at each call; PyTorch compiles none
-jax/complex_sign.py: the sign of complex numbers, whose derivative PyTorch has
 jax/shardings.py: meshes of devices; PyTorch's are its processes'
 jax/recomputing.py: programs that are computed again; PyTorch runs f again, in `replaying`
 jax/nnx.py: where users find the reversal layer of flax.nnx
@@ -210,7 +210,6 @@ seeing/jax/graphs.py: a jaxpr as a graph; PyTorch's is recorded as it runs
 seeing/jax/source_lines.py: the user's line behind an equation; in PyTorch a part of recording
 jax/rules/kept_alive.py: what JAX's caches would keep; PyTorch has no such caches
 jax/slicing.py: parts of arrays that may be sharded; PyTorch's are in `replaying`
-jax/loops.py: loops compiled once; in PyTorch a loop is Python's
 seeing/jax/concrete_tracing.py: traces of programs that decide on values; PyTorch runs them
 seeing/jax/tape.py: a run, equation by equation, to walk back over; autograd keeps its own
 jax/reachability.py: connectedness is read from the jaxpr; PyTorch's autograd tells it

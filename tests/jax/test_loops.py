@@ -11,7 +11,7 @@ import gradtools.jax as gt
 from gradtools import GradtoolsError
 from gradtools.jax import compiled_once
 from gradtools.jax.engines import stage
-from gradtools.jax.loops import map_batch
+from gradtools.jax.slicing import map_batch
 
 X = np.array([0.3, -1.2, 0.7])
 

@@ -15,7 +15,7 @@ import pytest
 
 import gradtools.jax as gt
 from gradtools.jax import _upstream as upstream
-from gradtools.jax import operation_marks
+from gradtools.jax import jaxprs
 from gradtools.jax.jaxprs import equations
 
 
@@ -147,10 +147,10 @@ def test_what_chunked_makes_of_its_own_is_marked_by_a_name():
     loss = lambda w: (gt.chunked(lambda x: jnp.tanh(x @ w), 3)(x) ** 2).sum()
     found = equations(jax.make_jaxpr(loss)(w))
     scan = next(e for e in found if e.primitive.name == "scan")
-    assert operation_marks.is_chunk(scan.params["jaxpr"].jaxpr)
-    assert operation_marks.function_name(scan.params["jaxpr"].jaxpr) == "body"
+    assert jaxprs.is_chunk(scan.params["jaxpr"].jaxpr)
+    assert jaxprs.function_name(scan.params["jaxpr"].jaxpr) == "body"
     own = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, y: (c, y), 0, x))(x).jaxpr.eqns[0]
-    assert not operation_marks.is_chunk(own.params["jaxpr"].jaxpr)
+    assert not jaxprs.is_chunk(own.params["jaxpr"].jaxpr)
 
 
 @pytest.mark.parametrize("name", ["frames", "scopes", "user_frames", "traceback"])

@@ -54,7 +54,9 @@ class _Vmaps:
         trace = jax.make_jaxpr(lambda *a: list(fun(*a)), axis_env=[(self.axis.name, size)])
 
         def run(*xs: Any) -> tuple[list[Any], list[Any]]:
-            closed = trace(*_examples(xs, axes))
+            pairs = zip(map(jax.typeof, xs), axes, strict=True)
+            one = [x if axis is None else shardings.without_axis(x, 0) for x, axis in pairs]
+            closed = trace(*one)
             out_axes = _out_axes(closed, axes, extras())
             if not out_axes:
                 return [], []
@@ -68,13 +70,6 @@ class _Vmaps:
     @staticmethod
     def sum_leading(x: Any) -> Any:
         return jnp.sum(x, axis=0)
-
-
-def _examples(xs: Sequence[Any], axes: Sequence[Any]) -> list[Any]:
-    """The avals of one example's inputs."""
-    avals = [jax.typeof(x) for x in xs]
-    pairs = zip(avals, axes, strict=True)
-    return [a if axis is None else shardings.without_axis(a, 0) for a, axis in pairs]
 
 
 def _out_axes(closed: Any, axes: Sequence[Any], extras: int) -> list[Any]:
@@ -95,6 +90,14 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any, run: Any = Non
         assert isinstance(rule, LinearizedRule)
         return lists.vmap_extras(rule.forward, x_axes, size, lambda: rule.extras)(*xs)[0]
 
+    def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
+        """Lifts the maps at one example, then batches them."""
+        assert isinstance(rule, ValueLiftedRule)
+        pairs = zip(xs, x_axes, strict=True)
+        lifted, inputs = rule.lift([x if a is None else x[0] for x, a in pairs])
+        of_inputs = tuple([x_axes[x] if isinstance(x, int) else None for x in inputs])
+        return _batched(lifted, of_inputs, None, axis), inputs
+
     def make() -> Rule:
         more: dict[str, Any] = {}
         if isinstance(rule, LinearizedRule):
@@ -103,27 +106,12 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any, run: Any = Non
         if flow is not None:
             more["flow"] = lists.vmap_list(lambda *x: flow(*x), x_axes, size)
         if isinstance(rule, ValueLiftedRule):
-            more["lift"] = partial(_lift_batched, rule, x_axes, axis)
+            more["lift"] = lift
         if isinstance(rule, LinearizedRule | PartialRule) and rule.whole is not None:
             more["whole"] = _batched(rule.whole, x_axes, None, axis)
         return batched(rule, lists, x_axes, saved_axes, size, **more)
 
     return memoized(rule, ("batched", x_axes, saved_axes, axis, run is None), make)
-
-
-def _lift_batched(
-    rule: ValueLiftedRule, axes: Sequence[Any], axis: Any, xs: Sequence[Any]
-) -> tuple[Rule, list[Any]]:
-    """The `lift` of a batched rule: lifts the maps at one example, then batches them."""
-    lifted, inputs = rule.lift([x if a is None else x[0] for x, a in zip(xs, axes, strict=True)])
-    of_inputs = tuple([axes[x] if isinstance(x, int) else None for x in inputs])
-    return _batched(lifted, of_inputs, None, axis), inputs
-
-
-def _batched_evaluation(rule: LinearizedRule, axes: tuple[Any, ...], axis: Any) -> Rule:
-    """The rule of a batch whose extras all have the batch dimension."""
-    run = _Vmaps(axis).vmap_list(rule.forward, axes, axis.size)
-    return _batched(rule, axes, saved_from(rule.saves, axes), axis, run)
 
 
 def batching_rule(primitive: Primitive) -> Any:
@@ -134,10 +122,10 @@ def batching_rule(primitive: Primitive) -> Any:
             out = primitive.bind(*args, rule=rule, **params)
             return out, [None] * len(out)
         size = axis.size
-        args = [_to_front(x, d) for x, d in zip(args, dims, strict=True)]
+        pairs = zip(args, dims, strict=True)
+        args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
         axes = [None if d is None else 0 for d in dims]
         n = len(args) - sum(params["given"]) if "given" in params else 0
-
         like = next(x for x, a in zip(args, axes, strict=True) if a == 0)
 
         def with_batch(avals: Any) -> Any:
@@ -146,11 +134,12 @@ def batching_rule(primitive: Primitive) -> Any:
         if primitive is primal_p:
             rule = _batched(rule, tuple(axes), None, axis)
         elif primitive is evaluation_p:
-            rule = _batched_evaluation(rule, tuple(axes), axis)
+            # All extras have the batch axis, for they are results of this equation.
+            run = _Vmaps(axis).vmap_list(rule.forward, tuple(axes), size)
+            rule = _batched(rule, tuple(axes), saved_from(rule.saves, axes), axis, run)
         elif primitive is value_p:
             first, last = params["xs"], len(args) - rule.extras
-            everything = [*axes[:first], *axes[first:last], *axes[last:]]
-            saved_axes = saved_from(rule.saves, everything[:first], everything[first:])
+            saved_axes = saved_from(rule.saves, axes[:first], axes[first:])
             args[first:last] = [
                 x if a == 0 else shardings.spread(x, size, like)
                 for x, a in zip(args[first:last], axes[first:last], strict=True)
@@ -169,7 +158,3 @@ def batching_rule(primitive: Primitive) -> Any:
         return out, [0] * len(out)
 
     return run
-
-
-def _to_front(x: Any, dim: int | None) -> Any:
-    return x if dim is None else jnp.moveaxis(x, dim, 0)

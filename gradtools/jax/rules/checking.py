@@ -1,6 +1,9 @@
 """Checks from jaxprs that a user's maps satisfy `gradtools.rule_contract`.
 
-What a jaxpr does not decide is evaluated: at the current values, or in a trace at made-up ones.
+A map must be zero at zero. This is proved by abstract interpretation of its jaxpr, in the domain
+{zero, anything}: a transfer rule for each primitive propagates zeros, and loops run to a fixpoint.
+Outputs that are not proved zero are evaluated, at the current arrays or in a trace at made-up ones;
+only a nonzero number refutes a map. An output that can be neither proved nor evaluated is trusted.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.errors import warn
-from gradtools.jax.rules import linearity
+from gradtools.jax import jaxprs, reachability
+from gradtools.jax._upstream import Literal
 from gradtools.jax.rules.primitives import READS_A_VALUE, Mask, eval_cotangent
 from gradtools.jax.trees import all_known, filled, is_inexact, likes_of, without_none, zeros_of
 from gradtools.rule_contract import is_linear
-from gradtools.rules import JvpRule, Linearized, Rule, saved_from, spread
+from gradtools.rules import JvpRule, Linearized, Rule, replaced_where, saved_from, spread
 
 if TYPE_CHECKING:
     from gradtools.rule_contract import Contract
@@ -86,7 +90,7 @@ def check_evaluated(rule: Rule, xs: Sequence[Any], maps: Linearized, out: Sequen
         pulled = outside_of_trace(lambda *saved: cotangent(saved, zeros), saved)
         if not all_known(pulled):  # traced, though the arguments are not
             return False
-        wrong = linearity.nonzero_at([np.zeros(()) if x is None else x for x in pulled])
+        wrong = nonzero_at([np.zeros(()) if x is None else x for x in pulled])
         contract.check_zero("cotangent", wrong)
         return True
 
@@ -111,13 +115,13 @@ def _check_tangent_map(
         closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], likes)
     except READS_A_VALUE:
         known = all_known(xs)
-        wrong = linearity.nonzero_at(push(xs, [*map(zeros_of, likes)])) if known else None
+        wrong = nonzero_at(push(xs, [*map(zeros_of, likes)])) if known else None
         contract.check_zero("tangent", wrong, places)
         return True
     mask = [False] * len(xs) + [True] * len(likes)
-    wrong, decided = linearity.first_nonzero(closed, mask, [*xs, *likes])
+    wrong, decided = first_nonzero(closed, mask, [*xs, *likes])
     contract.check_zero("tangent", wrong, places)
-    lost = linearity.lost_input(closed, mask)
+    lost = lost_input(closed, mask)
     if lost is not None:
         contract.lost_tangents[avals_of(xs)] = [i for i, m in enumerate(moving) if m][lost]
     return decided
@@ -138,9 +142,9 @@ def _check_cotangent_map(contract: Contract, rule: Rule, xs: Sequence[Any]) -> b
 
     try:
         closed = jax.make_jaxpr(pull)(*[jax.typeof(x) for x in xs])
-        wrong, decided = linearity.first_nonzero(closed, [False] * len(xs), xs, kernels=False)
+        wrong, decided = first_nonzero(closed, [False] * len(xs), xs, kernels=False)
     except READS_A_VALUE:
-        wrong, decided = linearity.nonzero_at(pull(*xs)) if all_known(xs) else None, True
+        wrong, decided = nonzero_at(pull(*xs)) if all_known(xs) else None, True
     contract.check_zero("cotangent", wrong, places)
     return decided
 
@@ -153,7 +157,7 @@ def check_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) ->
 
     def transposed() -> None:
         closed = jax.make_jaxpr(pull)(*map(zeros_of, likes))
-        lost = linearity.lost_input(closed, [True] * len(likes))
+        lost = lost_input(closed, [True] * len(likes))
         if lost is not None:
             raise contract.not_transposable("cotangent", lost)
 
@@ -166,7 +170,7 @@ def check_symbolic(contract: Contract, at: Sequence[Any], n: int, params: Any) -
     def check() -> bool:
         closed = jax.make_jaxpr(partial(eval_cotangent, **params))(*map(jax.typeof, at))
         zero = [i >= n for i in range(len(at))]
-        wrong, decided = linearity.first_nonzero(closed, zero, at)
+        wrong, decided = first_nonzero(closed, zero, at)
         places = [i for i, w in enumerate(params["wanted"]) if w]
         contract.check_zero("cotangent", wrong, places)
         return decided
@@ -189,14 +193,14 @@ def loses_tangents(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any
     except READS_A_VALUE:
         return True
     zero = [True] * len(likes)
-    lost = linearity.lost_input(closed, zero)
-    return lost is not None or not all(linearity.proved_zero(closed, zero))
+    lost = lost_input(closed, zero)
+    return lost is not None or not all(proved_zero(closed, zero))
 
 
 _LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
+def check_linear(rule: Rule, xs: Sequence[Any], moving: Sequence[bool]) -> None:
     """Raises if the rule's value is not linear in some inputs; once for each rule.
 
     A rule's value may be a kernel without a jaxpr, so linearity is tested numerically: at the
@@ -204,10 +208,25 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
     """
     if rule.origin in _LINEAR:
         return
-    made_up = any(isinstance(x, jax.core.Tracer) for x in xs)
+    made_up = not all_known(xs)
+
+    def run(vs: Sequence[Any]) -> list[Any]:
+        ys = rule.primal(*replaced_where(plain, moving, vs))
+        return [y for y in ys if is_inexact(y)]
+
+    def gap(a: Any, b: Any) -> float:
+        alike = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
+        return float(jnp.max(jnp.where(alike, 0.0, jnp.abs(a - b)), initial=0.0))
+
+    def slack(x: Any) -> float:
+        return float(jnp.finfo(x.dtype).eps) ** 0.5
+
     try:
         with jax.ensure_compile_time_eval():
-            same = _is_linear_at(rule, xs, moving, made_up)
+            plain = [wave(x, 0.5, 1.0) if made_up else x for x in xs]
+            linear_in = [x for x, m in zip(xs, moving, strict=True) if m]
+            v, w = ([wave(x, shift, 0.0) for x in linear_in] for shift in (1.0, 2.0))
+            same = is_linear(run, v, w, gap, slack)
     except Exception as error:
         if not made_up:
             raise
@@ -221,23 +240,205 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
     _LINEAR.add(rule.origin)
 
 
-def _is_linear_at(rule: Rule, xs: Sequence[Any], moving: Mask, made_up: bool) -> bool:
-    plain = [linearity.wave(x, 0.5, 1.0) if made_up else x for x in xs]
-    linear_in = [x for x, m in zip(xs, moving, strict=True) if m]
-    v, w = ([linearity.wave(x, shift, 0.0) for x in linear_in] for shift in (1.0, 2.0))
+# --- what a jaxpr proves ------------------------------------------------------------------
 
-    def run(vs: Sequence[Any]) -> list[Any]:
-        new = iter(vs)
-        changed = [next(new) if m else p for p, m in zip(plain, moving, strict=True)]
-        return [y for y in rule.primal(*changed) if is_inexact(y)]
+_ZERO_IF_ALL = (
+    *("neg", "sign", "floor", "ceil", "round", "sqrt", "cbrt", "abs", "sin", "tan", "asin"),
+    *("atan", "sinh", "tanh", "asinh", "atanh", "erf", "expm1", "log1p", "square", "real"),
+    *("imag", "conj", "complex", "convert_element_type", "reduce_precision", "copy", "copy_p"),
+    *("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "rev", "slice"),
+    *("split", "concatenate", "pad", "tile", "reduce_sum", "reduce_max", "reduce_min"),
+    *("cumsum", "cummax", "cummin", "add", "sub", "add_any", "max", "min", "psum", "psum2"),
+    *("psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_to_all"),
+    *("reduce_scatter", "pvary", "pbroadcast", "stop_gradient", "device_put"),
+    *("sharding_constraint", "mesh_cast", "reshard", "optimization_barrier", "fft", "sort"),
+    *("top_k", "reduce_window_sum", "select_and_scatter_add", "integer_pow", "or"),
+    *("bitcast_convert_type"),
+)
+_ZERO_IF_ANY = frozenset(["mul", "dot_general", "conv_general_dilated", "and", "ragged_dot"])
+_ZERO_IF_THESE: dict[str, Callable[[int], Sequence[int]]] = {
+    "div": lambda n: [0],
+    "rem": lambda n: [0],
+    "atan2": lambda n: [0],
+    "gather": lambda n: [0],
+    "dynamic_slice": lambda n: [0],
+    "dynamic_update_slice": lambda n: [0, 1],
+    "select_n": lambda n: range(1, n),
+    "triangular_solve": lambda n: [1],
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), lambda n: [0, 2]),
+}
+"""The operands of a primitive that must be zero for its result to be zero."""
 
-    return is_linear(run, v, w, _gap, _slack)
+
+def proved_zero(closed: Any, zero: Sequence[bool]) -> list[bool]:
+    """Which outputs of a jaxpr are zero if the inputs marked `zero` are, for any other inputs."""
+    jaxpr = jaxprs.open_jaxpr(closed)
+    return _outputs(jaxpr, zero, [_is_zero(c) for c in getattr(closed, "consts", ())])
 
 
-def _gap(a: Any, b: Any) -> float:
-    alike = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
-    return float(jnp.max(jnp.where(alike, 0.0, jnp.abs(a - b)), initial=0.0))
+def _outputs(jaxpr: Any, zero: Sequence[bool], consts: Sequence[bool] = ()) -> list[bool]:
+    env = dict(zip(jaxpr.invars, zero, strict=True))
+    env.update(zip(jaxpr.constvars, consts, strict=False))
+
+    def read(atom: Any) -> bool:
+        return _is_zero(atom.val) if isinstance(atom, Literal) else env.get(atom, False)
+
+    for eqn in jaxpr.eqns:
+        if len(jaxprs.targets(eqn)) == len(eqn.outvars):  # it mutates no references
+            env.update(zip(eqn.outvars, _step(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
-def _slack(x: Any) -> float:
-    return float(jnp.finfo(x.dtype).eps) ** 0.5
+def _is_zero(value: Any) -> bool:
+    """Whether a constant is zero; False for a tracer."""
+    if isinstance(value, jax.core.Tracer) or not hasattr(value, "dtype"):
+        return False
+    return jnp.issubdtype(value.dtype, np.number) and not np.any(np.asarray(value))
+
+
+def _step(eqn: Any, zero: list[bool]) -> list[bool]:
+    """Which results of an equation are zero if these operands are."""
+    name, outs = eqn.primitive.name, len(eqn.outvars)
+    if name in ("gradtools_tangent", "gradtools_cotangent"):
+        moved = zero[len(zero) - sum(eqn.params["given"]) :]
+        return [all(moved)] * outs
+    if name == "gradtools_value":
+        return zero[eqn.params["xs"] :][:outs]
+    program = _program(eqn)
+    if program is not None:
+        return proved_zero(program, zero)
+    inner = jaxprs.bodies(eqn)
+    if inner:
+        return _through(inner, zero, outs)
+    if name == "custom_linear_solve":
+        return [all(zero[len(zero) - outs :])] * outs
+    if name in _ZERO_IF_ANY:
+        return [any(zero)] * outs
+    if name in _ZERO_IF_ALL:
+        return [all(zero)] * outs
+    read = _ZERO_IF_THESE.get(name)
+    return [read is not None and all(zero[i] for i in read(len(zero)))] * outs
+
+
+def _through(inner: Sequence[Any], zero: list[bool], outs: int) -> list[bool]:
+    result = [True] * outs
+    for body in inner:
+        if body.gate:
+            continue
+        entering = [zero[i] for i in body.inputs]
+        while True:  # to a fixpoint: a carry is zero if it starts and ends each step as zero
+            leaving = _outputs(body.jaxpr, entering)
+            wrong = [i for k, i in body.carries if entering[i] and not leaving[k]]
+            if not wrong:
+                break
+            for i in wrong:
+                entering[i] = False
+        carried = {k: entering[i] for k, i in body.carries}
+        both = enumerate(zip(result, leaving, strict=True))
+        result = [f and y and carried.get(k, True) for k, (f, y) in both]
+    return result
+
+
+# --- numerically -------------------------------------------------------------------------
+
+
+def first_nonzero(
+    closed: Any, zero: Sequence[bool], values: Sequence[Any], kernels: bool = True
+) -> tuple[int | None, bool]:
+    """The first output that is not zero if these inputs are (or None), and whether it is decided.
+
+    Args:
+        closed: The jaxpr.
+        zero: The inputs that are set to zero.
+        values: The inputs; tracers among them are replaced by made-up numbers.
+        kernels: Whether host functions may run. They run at concrete arrays only.
+    """
+    proved = proved_zero(closed, zero)
+    if all(proved):
+        return None, True
+    if not kernels and _contains(closed, "gradtools_kernel"):
+        return None, False
+    each = zip(zero, values, closed.in_avals, strict=True)
+    outs = computed(closed, [np.zeros(a.shape, a.dtype) if z else x for z, x, a in each])
+    if outs is None:
+        return None, not _contains(closed, "gradtools_kernel")
+    pairs = zip(outs, proved, strict=True)
+    return nonzero_at([np.zeros(()) if p else y for y, p in pairs]), True
+
+
+def nonzero_at(ys: Sequence[Any]) -> int | None:
+    """The index of the first array with a nonzero number; NaN and tracers do not count."""
+    for i, y in enumerate(ys):
+        if not isinstance(y, jax.core.Tracer):
+            y = np.asarray(y)
+            if np.any((y != 0) & (y == y)):
+                return i
+    return None
+
+
+def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
+    """The outputs of a jaxpr, with made-up numbers for tracers; None if it cannot run."""
+    made_up = not all_known((*closed.consts, *values))
+    # A host function must not run at made-up numbers.
+    if _contains(closed, "callback", *(("gradtools_kernel",) if made_up else ())):
+        return None
+    plain = lambda x: wave(x, 0.5, 1.0) if isinstance(x, jax.core.Tracer) else x
+    try:
+        with jax.ensure_compile_time_eval():
+            consts, xs = map(plain, closed.consts), map(plain, values)
+            return [np.asarray(y) for y in jax.core.eval_jaxpr(closed.jaxpr, [*consts], *xs)]
+    except jax.errors.JaxRuntimeError:  # for example out of memory
+        raise
+    except Exception:  # unbound axis names, values outside of a domain: undecided
+        return None
+
+
+def _contains(closed: Any, *parts: str) -> bool:
+    """Whether a primitive's name has one of these parts, at any depth and in gradtools' rules."""
+
+    def matches(eqn: Any) -> bool:
+        program = _program(eqn)
+        return any(part in eqn.primitive.name for part in parts) or (
+            program is not None and jaxprs.uses_primitive(program, matches)
+        )
+
+    return jaxprs.uses_primitive(closed, matches)
+
+
+def can_be_tried(closed: Any, known: bool) -> bool:
+    """Whether a jaxpr may be run for a check: it has no effects, no host functions, and ends.
+
+    Args:
+        closed: The jaxpr.
+        known: Whether it runs at the user's own arrays; at made-up ones a `while` may not end.
+    """
+    names = ("gradtools_kernel",) if known else ("gradtools_kernel", "while")
+    return not closed.effects and not _contains(closed, *names)
+
+
+def _program(eqn: Any) -> Any:
+    return getattr(eqn.primitive, "gradtools_program", lambda _: None)(eqn)
+
+
+def wave(x: Any, shift: float, around: float) -> Any:
+    """Made-up numbers shaped like x: multiples of 1/16, so that small sums of them are exact."""
+    if not is_inexact(x):
+        return jnp.zeros(x.shape, x.dtype)
+    steps = np.round(8 * np.sin(np.arange(1, x.size + 1) * shift)) / 16
+    return jnp.asarray((around + steps).reshape(x.shape), x.dtype)
+
+
+# --- transposing twice -------------------------------------------------------------------
+
+
+def lost_input(closed: Any, moved: Sequence[bool]) -> int | None:
+    """The first of these inputs from which the transpose would lose a path, or None.
+
+    JAX either transposes exactly or raises, except for a path through an integer, which it
+    silently treats as zero.
+    """
+    pairs = zip(reachability.raw_matrix(closed), reachability.reached_matrix(closed), strict=True)
+    rows = [[r and not k for r, k in zip(*pair, strict=True)] for pair in pairs]
+    lost = [any(column) for column in zip(*rows, strict=True)]
+    at = [i for i, m in enumerate(moved) if m]
+    return next((k for k, i in enumerate(at) if lost and lost[i]), None)

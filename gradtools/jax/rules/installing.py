@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import jax
@@ -36,10 +37,8 @@ from jax.interpreters import partial_eval as pe
 
 from gradtools.errors import NotImplementedRefusal
 from gradtools.jax import jaxprs, shardings
-from gradtools.jax._upstream import Primitive
-from gradtools.jax.rules import linearity
 from gradtools.jax.rules.batching import batching_rule
-from gradtools.jax.rules.checking import check_linear, check_symbolic
+from gradtools.jax.rules.checking import check_linear, check_symbolic, proved_zero
 from gradtools.jax.rules.closure_conversion import (
     ValueLiftedRule,
     captured_tracers,
@@ -47,7 +46,7 @@ from gradtools.jax.rules.closure_conversion import (
     lift_value,
 )
 from gradtools.jax.rules.kept_alive import memoized, mortal, owned_by
-from gradtools.jax.rules.linearizing import evaluated_now, linearized_rule, local_list, plain_maps
+from gradtools.jax.rules.linearizing import forward_pass, local_list
 from gradtools.jax.rules.primitives import (
     LinearizedRule,
     Mask,
@@ -71,7 +70,6 @@ from gradtools.jax.rules.primitives import (
 )
 from gradtools.jax.shardings import varies, varying, varying_alike
 from gradtools.jax.trees import (
-    all_known,
     conj,
     is_inexact,
     likes_of,
@@ -79,12 +77,15 @@ from gradtools.jax.trees import (
     without_none,
     zeros_of,
 )
-from gradtools.rules import JvpRule, Rule, closed_over_error, spread
+from gradtools.rules import Rule, closed_over_error, replaced_where, spread
 
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
-    arrays = [_as_array(x) for x in xs]
+    arrays = [  # arrays and tracers without a weak type are passed unconverted
+        x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
+        for x in xs
+    ]
     xs = varying_alike(arrays)
     shared = tuple([varies(x) - varies(a) for x, a in zip(xs, arrays, strict=True)])
     if any(shared) and rule.contract is not None:
@@ -130,11 +131,6 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
         cotangent=summed_once(rule.cotangent),
         linearize=None if rule.linearize is None else linearize,
     )
-
-
-def _as_array(x: Any) -> Any:
-    """x as an array; arrays and tracers without a weak type are returned unconverted."""
-    return x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
 
 
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
@@ -201,7 +197,7 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]
         rule, inputs = rule.lift(xs)
         dxs = [dxs[x] if isinstance(x, int) else _zero(x) for x in inputs]
         xs, given = [xs[x] if isinstance(x, int) else x for x in inputs], _perturbed(rule, dxs)
-    ys, maps, saved = _forward_pass(rule, xs, given)
+    ys, maps, saved = forward_pass(rule, xs, given)
     return ys, _bind_tangent(maps, ys, saved, dxs, given)
 
 
@@ -238,7 +234,7 @@ def _value_jvp(operands: Any, tangents: Any, *, rule: LinearizedRule, xs: int) -
         assert rule.whole is not None
         wanted = tuple([g or p for g, p in zip(given, rule.perturbed, strict=True)])
         if wanted != rule.perturbed:  # its maps are not valid for some of these inputs
-            ys, maps, saved = _forward_pass(rule.whole, operands[:xs], wanted)
+            ys, maps, saved = forward_pass(rule.whole, operands[:xs], wanted)
             return ys, _bind_tangent(maps, ys, saved, tangents[:xs], given)
     ys = value_p.bind(*operands, rule=rule, xs=xs)
     if not any(given):
@@ -258,46 +254,13 @@ def _bind_tangent(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> lis
     axes = frozenset().union(*map(varies, ys))
     moving = [varying(dx, axes) for dx, g in zip(dxs, given, strict=True) if g]
     params = {"rule": maps, "given": given, "ys": tuple(without_none(likes_of(ys)))}
-    zero = _symbolically_zero([*saved, *moving], params)
+    zero = [False] * len(params["ys"])
+    if "tangent" in maps.symbolic_zeros:
+        closed = jaxpr_of(eval_tangent, tuple(map(jax.typeof, [*saved, *moving])), params)
+        zero = proved_zero(closed, [False] * (len(saved) + len(moving)))
     result = iter(tangent_p.bind(*saved, *moving, **params))
     dys = iter([_zero(dy) if z else dy for dy, z in zip(result, zero, strict=True)])
     return [next(dys) if is_inexact(y) else _zero(y) for y in ys]
-
-
-def _symbolically_zero(operands: Sequence[Any], params: dict[str, Any]) -> list[bool]:
-    """Which output tangents are proved zero, for a rule whose tangent map has symbolic zeros."""
-    if "tangent" not in params["rule"].symbolic_zeros:
-        return [False] * len(params["ys"])
-    closed = jaxpr_of(eval_tangent, tuple(map(jax.typeof, operands)), params)
-    return linearity.proved_zero(closed, [False] * len(operands))
-
-
-def _forward_pass(
-    rule: Rule, xs: Any, given: Mask | None = None
-) -> tuple[list[Any], Rule, list[Any]]:
-    """Returns the outputs, the linearized rule, and the residuals of its maps.
-
-    The operations of the forward pass are inlined into the surrounding program: a loop stores its
-    loop-invariant residuals once, and extras are differentiated like any other value. The outputs
-    pass through the value primitive, whose derivative is the rule.
-    """
-    if rule.linearize is None and not isinstance(rule, JvpRule | LinearizedRule):
-        ys = primal_p.bind(*xs, rule=rule)
-        maps = plain_maps(rule, xs, ys)
-        return ys, maps, maps.saved(xs, ys)
-    if not isinstance(rule, LinearizedRule) and all_known(xs):
-        out, maps = evaluated_now(rule, xs, given)
-    else:
-        maps = linearized_rule(rule, xs, given)
-        if maps.contract is not None and maps.contract.remat:
-            out = evaluation_p.bind(*xs, rule=maps)
-            ys, extras = out[: len(out) - maps.extras], out[len(out) - maps.extras :]
-            return ys, maps, maps.saved(xs, ys, extras)
-        out = eval_forward(maps, xs)
-    first = len(out) - maps.extras
-    raw, extras = [jax.lax.stop_gradient(y) for y in out[:first]], out[first:]
-    ys = value_p.bind(*xs, *raw, *extras, rule=maps, xs=len(xs))
-    return ys, maps, maps.saved(xs, ys, extras)
 
 
 def _zero(y: Any) -> Any:
@@ -322,7 +285,7 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
         parts.append(_python_jvp(eval_tangent, operands, tangents[:n], params)[1])
     if not parts:
         return out, [_zero(o) for o in out]
-    return out, [_add(*terms) for terms in zip(*parts, strict=True)]
+    return out, [reduce(ad.add_tangents, terms) for terms in zip(*parts, strict=True)]
 
 
 def _cotangent_jvp(operands: Any, tangents: Any, **params: Any) -> Any:
@@ -361,12 +324,6 @@ def _jvp_where_perturbed(
     return jax.jvp(at, [operands[i] for i in moving], steps)
 
 
-def _add(first: Any, *more: Any) -> Any:
-    for term in more:
-        first = ad.add_tangents(first, term)
-    return first
-
-
 def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
     n = len(operands) - sum(given)
     present = tuple([type(ct) is not ad.Zero for ct in cts])
@@ -388,8 +345,7 @@ def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: An
 def _cotangent_transpose(
     dxs: Any, *operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, ys: Any
 ) -> list[Any]:
-    n = len(operands) - sum(given)
-    full = spread(dxs, wanted)
+    n, full = len(operands) - sum(given), spread(dxs, wanted)
     moving = tuple([dx is not None and type(dx) is not ad.Zero for dx in full])
     if not any(moving):
         return [None] * len(operands)
@@ -400,17 +356,26 @@ def _cotangent_transpose(
 
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     """The transpose of a rule inside a linear function: its pullback, linearized at zero."""
-    if isinstance(rule, PartialRule):
-        return _primal_transpose(_cotangents_of_all(rule, cts, xs), *xs, rule=rule.whole)
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
+    if isinstance(rule, PartialRule):  # the unused outputs of the whole rule have zero cotangents
+        avals = tuple([x.aval if u else jax.typeof(x) for x, u in zip(xs, unknown, strict=True)])
+        outs = jaxpr_of(eval_primal, avals, {"rule": rule.whole}).out_avals
+        left = iter(cts)
+        zeros = [ad.Zero(aval.to_tangent_aval()) for aval in outs]
+        full = [next(left) if u else zero for zero, u in zip(zeros, rule.used, strict=True)]
+        return _primal_transpose(full, *xs, rule=rule.whole)
     if (rule.contract or rule) in local_list("linearizing"):
-        return _code_transposed(cts, xs, rule, unknown)
+        # A linear function that its own forward rule calls: transposing by the rule would recurse
+        # without end, so the primal's code is transposed.
+        likes = [struct_of(x.aval) for x, u in zip(xs, unknown, strict=True) if u]
+        run = lambda *moved: list(rule.primal(*replaced_where(xs, unknown, moved)))
+        transposed = jax.linear_transpose(run, *likes)
+        return spread(transposed([ad.instantiate_zeros(ct) for ct in cts]), unknown)
     at = [zeros_of(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
     check_linear(rule, at, unknown)
-    ys, maps, saved = _forward_pass(rule, at)
-    inexact = [is_inexact(y) for y in ys]
+    ys, maps, saved = forward_pass(rule, at)
     present = [type(ct) is not ad.Zero for ct in cts]
-    given = tuple([p for p, i in zip(present, inexact, strict=True) if i])
+    given = tuple([p for p, y in zip(present, ys, strict=True) if is_inexact(y)])
     if not any(given):
         return [None] * len(xs)
     result = cotangent_p.bind(
@@ -425,32 +390,6 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     return spread(result, unknown)
 
 
-def _cotangents_of_all(part: PartialRule, cts: Any, xs: Any) -> list[Any]:
-    """The cotangents of all outputs of the whole rule: symbolic zeros for the unused ones."""
-    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
-    outs, left = jaxpr_of(eval_primal, tuple(avals), {"rule": part.whole}).out_avals, iter(cts)
-    return [
-        next(left) if u else ad.Zero(aval.to_tangent_aval())
-        for aval, u in zip(outs, part.used, strict=True)
-    ]
-
-
-def _code_transposed(cts: Any, xs: Any, rule: Rule, unknown: Mask) -> list[Any]:
-    """The transpose of the primal's code, for a linear function that its own forward rule calls.
-
-    Transposing by the rule would recurse without end.
-    """
-
-    def run(*moved: Any) -> list[Any]:
-        new = iter(moved)
-        full = [next(new) if u else x for x, u in zip(xs, unknown, strict=True)]
-        return list(rule.primal(*full))
-
-    likes = [struct_of(x.aval) for x, u in zip(xs, unknown, strict=True) if u]
-    full = [ad.instantiate_zeros(ct) for ct in cts]
-    return spread(jax.linear_transpose(run, *likes)(full), unknown)
-
-
 ad.primitive_jvps[primal_p] = mortal(_primal_jvp)
 ad.primitive_jvps[evaluation_p] = mortal(_evaluation_jvp)
 pe.dce_rules[primal_p] = _primal_dce
@@ -463,25 +402,16 @@ ad.primitive_transposes[tangent_p] = mortal(_tangent_transpose)
 ad.primitive_transposes[cotangent_p] = mortal(_cotangent_transpose)
 
 
-# --- vmap and jet -------------------------------------------------------------------------
+def _no_series(*_: Any, **params: Any) -> Any:
+    raise NotImplementedRefusal(
+        f"jet: f holds the rule {params['rule'].name}, which gives first derivatives and not "
+        "series. Nest jvp or grad instead."
+    )
+
 
 for _p in (primal_p, evaluation_p, value_p, tangent_p, cotangent_p):
     batching.fancy_primitive_batchers[_p] = mortal(batching_rule(_p))
-
-
-def _no_series(primitive: Primitive) -> Callable[..., Any]:
-    def refuse(*_: Any, **params: Any) -> Any:
-        rule = params.get("rule")
-        raise NotImplementedRefusal(
-            f"jet: f holds the rule {rule.name if rule else primitive.name!r}, which gives first "
-            "derivatives and not series. Nest jvp or grad instead."
-        )
-
-    return refuse
-
-
-for _p in (primal_p, evaluation_p, value_p, tangent_p, cotangent_p):
-    jet_rules[_p] = _no_series(_p)
+    jet_rules[_p] = _no_series
 
 
 def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:

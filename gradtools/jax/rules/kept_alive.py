@@ -33,7 +33,7 @@ class MortalPrimitive(Primitive):
 
     Attributes:
         gradtools_flow: From an equation to the jaxpr of its data flow, or None; for `reachability`.
-        gradtools_program: From an equation to the jaxpr that it evaluates; for `linearity`.
+        gradtools_program: From an equation to the jaxpr that it evaluates; for `checking`.
     """
 
     multiple_results = True

@@ -33,11 +33,23 @@ from gradtools.jax.rules.primitives import (
     LinearizedRule,
     Mask,
     captures_nothing,
+    eval_forward,
+    evaluation_p,
     naming_rule,
+    primal_p,
+    value_p,
 )
 from gradtools.jax.rules.transposing import NOT_LINEAR, transpose_map
 from gradtools.jax.shardings import varies
-from gradtools.jax.trees import conj, filled, likes_of, struct_of, without_none, zeros_of
+from gradtools.jax.trees import (
+    all_known,
+    conj,
+    filled,
+    likes_of,
+    struct_of,
+    without_none,
+    zeros_of,
+)
 from gradtools.rules import Entries, JvpRule, Linearized, Rule, spread
 
 _local = threading.local()
@@ -55,6 +67,43 @@ def pushed_on(stack: list[Any], entry: Any) -> Iterator[None]:
         yield
     finally:
         stack.pop()
+
+
+def forward_pass(
+    rule: Rule, xs: Sequence[Any], given: Mask | None = None
+) -> tuple[list[Any], Rule, list[Any]]:
+    """Returns the outputs, the linearized rule, and the residuals of its maps.
+
+    The operations of the forward pass are inlined into the surrounding program: a loop stores its
+    loop-invariant residuals once, and extras are differentiated like any other value. The outputs
+    pass through the value primitive, whose derivative is the rule.
+    """
+    if rule.linearize is None and not isinstance(rule, JvpRule | LinearizedRule):
+        ys = primal_p.bind(*xs, rule=rule)
+        avals = tuple(jax.typeof(x) for x in (*xs, *ys))
+
+        def make() -> LinearizedRule:
+            made = _native(rule, rule.linearized_from(xs, list(ys)), xs)
+            result = LinearizedRule.made_of(rule, made.without_arrays(), rule.primal)
+            return replace(result, source=(rule, avals)) if captures_nothing(rule) else result
+
+        # JAX compiles and caches a primitive for each rule that it is bound with, so a new object
+        # in each call would compile anew.
+        maps = memoized(rule, ("maps", avals), make)
+        return ys, maps, maps.saved(xs, ys)
+    if not isinstance(rule, LinearizedRule) and all_known(xs):
+        out, maps = _evaluated_now(rule, xs, given)
+    else:
+        maps = linearized_rule(rule, xs, given)
+        if maps.contract is not None and maps.contract.remat:
+            out = evaluation_p.bind(*xs, rule=maps)
+            ys, extras = out[: len(out) - maps.extras], out[len(out) - maps.extras :]
+            return ys, maps, maps.saved(xs, ys, extras)
+        out = eval_forward(maps, xs)
+    first = len(out) - maps.extras
+    raw, extras = [jax.lax.stop_gradient(y) for y in out[:first]], out[first:]
+    ys = value_p.bind(*xs, *raw, *extras, rule=maps, xs=len(xs))
+    return ys, maps, maps.saved(xs, ys, extras)
 
 
 def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> LinearizedRule:
@@ -78,21 +127,7 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
     return LinearizedRule.made_of(rule, made[0], run, perturbed)
 
 
-def _forward_of(
-    rule: Rule, perturbed: Mask | None
-) -> tuple[Callable[..., list[Any]], list[Linearized]]:
-    """The forward pass, which returns outputs and extras, and a list that receives its maps."""
-    made: list[Linearized] = []
-
-    def forward(*xs: Any) -> list[Any]:
-        linearized = _maps_at(rule, xs, perturbed)
-        made[:] = [linearized.without_arrays()]  # tracers would leak
-        return [*linearized.ys, *linearized.extras]
-
-    return forward, made
-
-
-def evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any:
+def _evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any:
     """The outputs and extras at concrete inputs, and the maps, without tracing."""
     perturbed = perturbed if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, perturbed)
@@ -105,14 +140,22 @@ def evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any:
     return out, LinearizedRule.made_of(rule, made[0], repeat, perturbed)
 
 
-def _maps_at(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Linearized:
-    if (
-        isinstance(rule, JvpRule)
-        and rule.linearize is None
-        and (made := _split(rule, xs, perturbed))
-    ):
-        return made
-    return _native(rule, rule.at(*xs, perturbed=perturbed), xs, perturbed)
+def _forward_of(
+    rule: Rule, perturbed: Mask | None
+) -> tuple[Callable[..., list[Any]], list[Linearized]]:
+    """The forward pass, which returns outputs and extras, and a list that receives its maps."""
+    made: list[Linearized] = []
+
+    def forward(*xs: Any) -> list[Any]:
+        linearized = None
+        if isinstance(rule, JvpRule) and rule.linearize is None:
+            linearized = _split(rule, xs, perturbed)
+        if linearized is None:
+            linearized = _native(rule, rule.at(*xs, perturbed=perturbed), xs, perturbed)
+        made[:] = [linearized.without_arrays()]  # tracers would leak
+        return [*linearized.ys, *linearized.extras]
+
+    return forward, made
 
 
 def _native(
@@ -125,26 +168,12 @@ def _native(
     moving = differentiated_inputs(rule, like_xs, perturbed)
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-        if given_tangent is None:
-            return transposed_cotangent(saved, dxs)
-        if rule.fills("tangent"):
-            dxs = filled(dxs, like_xs)
-        pairs = zip(given_tangent(saved, dxs), like_ys, strict=True)
-        return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
+        if given_tangent is not None:
+            if rule.fills("tangent"):
+                dxs = filled(dxs, like_xs)
+            pairs = zip(given_tangent(saved, dxs), like_ys, strict=True)
+            return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
 
-    def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-        if given_cotangent is None:
-            return transposed_tangent(saved, cts)
-        if rule.fills("cotangent"):
-            cts = filled(cts, without_none(like_ys))
-        conjugated = spread([None if ct is None else conj(ct) for ct in cts], inexact)
-        pairs = zip(given_cotangent(saved, conjugated), like_xs, strict=True)
-        return [
-            None if like is None else conj(_checked(rule, "cotangent", ct, like))
-            for ct, like in pairs
-        ]
-
-    def transposed_cotangent(saved: Entries, dxs: Entries) -> list[Any]:
         def pull(*cts: Any) -> list[Any]:
             pairs = zip(cotangent(saved, cts), dxs, strict=True)
             return [ct for ct, dx in pairs if dx is not None]
@@ -152,7 +181,16 @@ def _native(
         check_transposed(rule, avals, pull, without_none(like_ys))
         return transpose_map(rule, "cotangent", pull, without_none(like_ys), without_none(dxs))
 
-    def transposed_tangent(saved: Entries, cts: Entries) -> list[Any]:
+    def cotangent(saved: Entries, cts: Entries) -> list[Any]:
+        if given_cotangent is not None:
+            if rule.fills("cotangent"):
+                cts = filled(cts, without_none(like_ys))
+            conjugated = spread([None if ct is None else conj(ct) for ct in cts], inexact)
+            pairs = zip(given_cotangent(saved, conjugated), like_xs, strict=True)
+            return [
+                None if like is None else conj(_checked(rule, "cotangent", ct, like))
+                for ct, like in pairs
+            ]
         if rule.contract is not None and avals in rule.contract.lost_tangents:
             raise rule.contract.not_transposable("tangent", rule.contract.lost_tangents[avals])
 
@@ -164,22 +202,6 @@ def _native(
         return spread(transpose_map(rule, "tangent", push, examples, full), moving)
 
     return replace(linearized, tangent=tangent, cotangent=cotangent)
-
-
-def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> LinearizedRule:
-    """The maps of a rule without `linearize`, memoized by the avals of inputs and outputs.
-
-    JAX compiles and caches a primitive for each rule that it is bound with, so a new object in each
-    call would compile anew.
-    """
-    avals = tuple(jax.typeof(x) for x in (*xs, *ys))
-
-    def make() -> LinearizedRule:
-        made = _native(rule, rule.linearized_from(xs, list(ys)), xs)
-        result = LinearizedRule.made_of(rule, made.without_arrays(), rule.primal)
-        return replace(result, source=(rule, avals)) if captures_nothing(rule) else result
-
-    return memoized(rule, ("maps", avals), make)
 
 
 def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> Linearized | None:

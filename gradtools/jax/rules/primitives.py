@@ -192,25 +192,6 @@ def eval_forward(maps: LinearizedRule, xs: Any) -> list[Any]:
     )
 
 
-def _define(
-    name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]
-) -> MortalPrimitive:
-    primitive = MortalPrimitive(name, "rule")
-    primitive.def_impl(mortal(run))
-    primitive.def_abstract_eval(mortal(abstract))
-    mlir.register_lowering(primitive, mlir.lower_fun(mortal(run), multiple_results=True))
-    return primitive
-
-
-def _traced_outs(run: Callable[..., list[Any]]) -> Callable[..., Any]:
-    def abstract(*avals: Any, **params: Any) -> list[Any]:
-        # `make_jaxpr`, not `eval_shape`: its avals keep weak types and, under shard_map, the
-        # axes over which a value varies.
-        return list(jaxpr_of(run, tuple(avals), params).out_avals)
-
-    return abstract
-
-
 def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
     """The jaxpr of a primitive with these parameters, memoized on its rule."""
     params = {name: value for name, value in params.items() if name != LIFE}
@@ -223,60 +204,68 @@ def _jaxpr_key(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> tupl
     return run, avals, others, jax.dtypes.canonicalize_dtype(float)  # the last one: whether x64
 
 
-primal_p = _define("gradtools_primal", eval_primal, _traced_outs(eval_primal))
-evaluation_p = _define("gradtools_evaluation", _evaluation, _traced_outs(_evaluation))
-value_p = _define("gradtools_value", _value, _value)
-tangent_p = _define("gradtools_tangent", eval_tangent, lambda *operands, ys, **_: list(ys))
-cotangent_p = _define("gradtools_cotangent", eval_cotangent, lambda *operands, xs, **_: list(xs))
+def _define(
+    name: str,
+    run: Callable[..., list[Any]],
+    outs: Callable[..., list[Any]] | None = None,
+    flow: Callable[..., list[Any]] | None = None,
+) -> MortalPrimitive:
+    """A primitive that evaluates `run`.
+
+    Args:
+        name: Its name.
+        run: What it computes, from its operands and parameters.
+        outs: The avals of its results; None: they are traced.
+        flow: Like `run`, with the data flow of a rule that has one; None: all flows to all.
+    """
+
+    def program(eqn: Any, run: Any = run) -> Any:
+        return jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
+
+    def traced_outs(*avals: Any, **params: Any) -> list[Any]:
+        # `make_jaxpr`, not `eval_shape`: its avals keep weak types and, under shard_map, the
+        # axes over which a value varies.
+        return list(jaxpr_of(run, tuple(avals), params).out_avals)
+
+    primitive = MortalPrimitive(name, "rule")
+    primitive.def_impl(mortal(run))
+    primitive.def_abstract_eval(mortal(outs or traced_outs))
+    mlir.register_lowering(primitive, mlir.lower_fun(mortal(run), multiple_results=True))
+    primitive.gradtools_program = program
+    if flow is not None:
+        has_flow = lambda eqn: flow_of(eqn.params["rule"]) is not None
+        primitive.gradtools_flow = lambda eqn: program(eqn, flow) if has_flow(eqn) else None
+    return primitive
 
 
-def _run_flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
+def _flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
+    """The rule's data flow, from its inputs to its outputs."""
     flow = flow_of(rule)
     assert flow is not None
     return list(flow(*operands[:xs]))
 
 
-def _flow(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
-    """For `reachability`: the jaxpr of an equation if its rule has a data flow, else None."""
-
-    def flow(eqn: Any) -> Any:
-        if flow_of(eqn.params["rule"]) is None:
-            return None
-        return jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
-
-    return flow
-
-
-primal_p.gradtools_flow = value_p.gradtools_flow = _flow(_run_flow)
-tangent_p.gradtools_flow, cotangent_p.gradtools_flow = _flow(eval_tangent), _flow(eval_cotangent)
-
-
-def _program(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
-    """For `linearity`: the jaxpr of what an equation of a primitive computes."""
-    return lambda eqn: jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
-
-
-primal_p.gradtools_program = _program(eval_primal)
-evaluation_p.gradtools_program = _program(_evaluation)
-tangent_p.gradtools_program, cotangent_p.gradtools_program = (
-    _program(eval_tangent),
-    _program(eval_cotangent),
+primal_p = _define("gradtools_primal", eval_primal, flow=_flow)
+evaluation_p = _define("gradtools_evaluation", _evaluation)
+value_p = _define("gradtools_value", _value, outs=_value, flow=_flow)
+tangent_p = _define(
+    "gradtools_tangent", eval_tangent, outs=lambda *_, ys, **__: list(ys), flow=eval_tangent
 )
+cotangent_p = _define(
+    "gradtools_cotangent", eval_cotangent, outs=lambda *_, xs, **__: list(xs), flow=eval_cotangent
+)
+
 reverse_only_p = Primitive("gradtools_reverse_only")
 reverse_only_p.multiple_results = True
-reverse_only_p.def_impl(lambda *xs, name: list(xs))
-reverse_only_p.def_abstract_eval(lambda *avals, name: list(avals))
-mlir.register_lowering(
-    reverse_only_p, mlir.lower_fun(lambda *xs, name: list(xs), multiple_results=True)
-)
 reverse_only_p.__doc__ = "Marks, in a jaxpr, a function that forward mode cannot enter."
-
-
-def _mark_batch(args: Any, dims: Any, name: str) -> Any:
-    return reverse_only_p.bind(*args, name=name), dims
-
-
-batching.primitive_batchers[reverse_only_p] = _mark_batch
+_same = lambda *xs, name: list(xs)
+reverse_only_p.def_impl(_same)
+reverse_only_p.def_abstract_eval(_same)
+mlir.register_lowering(reverse_only_p, mlir.lower_fun(_same, multiple_results=True))
+batching.primitive_batchers[reverse_only_p] = lambda args, dims, name: (
+    reverse_only_p.bind(*args, name=name),
+    dims,
+)
 
 
 # --- printing ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from gradtools.jax import jaxprs, reachability
 from gradtools.jax.rules.checking import check_linear
 from gradtools.jax.rules.primitives import READS_A_VALUE, primal_p
 from gradtools.jax.shardings import varies, varying
-from gradtools.jax.trees import conj, struct_of, without_none, zeros_of
+from gradtools.jax.trees import conj, is_inexact, struct_of, without_none, zeros_of
 from gradtools.rules import Rule
 
 NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError, RuntimeError)
@@ -38,7 +38,8 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
     except NOT_LINEAR as error:
         if not is_of("jax", error):
             raise
-        if _solves(linear, examples):
+        closed = jax.make_jaxpr(linear)(*map(struct_of, examples))
+        if jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name == "custom_linear_solve"):
             raise GradtoolsError(
                 f"rule {rule.name!r}: the other mode was to follow by transposing its {which} "
                 "map, but JAX cannot transpose a linear solver whose tolerance depends on the "
@@ -52,11 +53,6 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
             f"but JAX cannot transpose it: a {which} map must be linear in its {which}s. "
             f"Give the missing map as well, or make this one linear. JAX says: {error}"
         ) from error
-
-
-def _solves(linear: Any, examples: Any) -> bool:
-    closed = jax.make_jaxpr(linear)(*map(struct_of, examples))
-    return jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name == "custom_linear_solve")
 
 
 def _transposed(linear: Any, examples: Any, values: Any) -> list[Any]:
@@ -93,26 +89,19 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     def pulled(at: Any, cts: Any) -> Any:
         return jax.vjp(lambda *v: linear(*v), *at)[1](cts)
 
-    if not _is_one_kernel(linear, zeros):
+    closed = jax.make_jaxpr(lambda *v: linear(*v))(*zeros)
+    eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
+    if [e.primitive for e in eqns] == [primal_p] and not eqns[0].params["rule"].contract:
+        # One equation of gradtools' own, such as a host function's backward: its linearity is
+        # checked numerically, for the kernel's residuals say nothing about it.
+        moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
+        likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
+        check_linear(eqns[0].params["rule"], likes, moving)
+    else:
         flow = reachability.raw_matrix(jax.make_jaxpr(pulled)(zeros, list(values)))
         if any(any(row[: len(zeros)]) for row in flow):
             raise ValueError("its derivative depends on where it is taken")
     return list(pulled(zeros, list(values)))
-
-
-def _is_one_kernel(linear: Any, zeros: Sequence[Any]) -> bool:
-    """Whether the map is one equation of gradtools' own rules, such as a host function's backward.
-
-    Its linearity is checked numerically: the kernel's residuals say nothing about it.
-    """
-    closed = jax.make_jaxpr(lambda *v: linear(*v))(*zeros)
-    eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
-    if [e.primitive for e in eqns] != [primal_p] or eqns[0].params["rule"].contract:
-        return False
-    moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
-    likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
-    check_linear(eqns[0].params["rule"], likes, moving)
-    return True
 
 
 def transpose(
@@ -143,14 +132,9 @@ def pull(
     axes = frozenset().union(*map(varies, [*xs, *known]))
     outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[varying(x, axes) for x in xs])
     pairs = zip(outs, cts(outs) if callable(cts) else cts, strict=True)
-    full = [_zero_cotangent(y) if ct is None else conj(varying(ct, axes)) for y, ct in pairs]
+    zero = lambda y: jnp.zeros_like(y) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
+    full = [zero(y) if ct is None else conj(varying(ct, axes)) for y, ct in pairs]
     return [conj(x) for x in pullback(full)]
-
-
-def _zero_cotangent(y: Any) -> Any:
-    if jnp.issubdtype(y.dtype, jnp.inexact):
-        return jnp.zeros_like(y)
-    return np.zeros(y.shape, jax.dtypes.float0)
 
 
 def push(fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]) -> list[Any]:

@@ -25,8 +25,7 @@ from gradtools.code_origin import Source
 from gradtools.function_variables import names_in
 from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import Literal, scopes_of
-from gradtools.jax.jaxprs import Eqn, Jaxpr
-from gradtools.jax.operation_marks import function_name, is_chunk
+from gradtools.jax.jaxprs import Eqn, Jaxpr, function_name, is_chunk
 from gradtools.seeing.diagnostics.diagnosis import source_of
 from gradtools.seeing.diagnostics.rule_cuts import STOPPED
 from gradtools.seeing.graphs.attributes import numbers_text

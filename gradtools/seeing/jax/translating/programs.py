@@ -25,7 +25,7 @@ import numpy as np
 from gradtools.backend import Backend
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import enable_x64
-from gradtools.jax.operation_marks import function_name, is_chunk
+from gradtools.jax.jaxprs import function_name, is_chunk
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operation_record import evaluate
 from gradtools.seeing.formulas.operations.arrays import arrange, constant

@@ -50,15 +50,29 @@ from gradtools.rules import replaced_at
 
 @explained_recomputation("chunked")
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
+    """The joined output leaves (or those of all chunks), and the carry after all chunks."""
+    return _compiled_steps(chunks, _run_steps)
+
+
+def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Array]]:
+    """The sums over chunks of the output leaves, without rematerialization, and the carry."""
+    with flax_explained(chunks.caller):
+        return _compiled_steps(chunks, _sum_steps)
+
+
+def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[Array], list[Array]]:
+    """`program(steps, carry)`, compiled once; writes the state of f's modules."""
     steps = _Steps(chunks)
     carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
-    run = partial(_run_steps, steps)
-    outs, carry = run_compiled(chunks.call.f, run, [*carry, *steps.state])
-    return outs, steps.written(carry)
+    leaves = [] if steps.modules is None else steps.modules.leaves
+    state = [jax.lax.stop_gradient(_strong(jnp.asarray(x))) for x in leaves]
+    outs, carry = run_compiled(chunks.call.f, partial(program, steps), [*carry, *state])
+    if steps.modules is not None:
+        steps.modules.write(carry[len(chunks.carry) :])
+    return outs, carry[: len(chunks.carry)]
 
 
 def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Array]]:
-    """The joined output leaves (or those of all chunks), and the carry after all chunks."""
     chunks = steps.chunks
     _refuse_shared_draws(steps, carry)
     bar, parts = _Bar(chunks), []
@@ -70,30 +84,20 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
     axes = chunks.outputs.axes
     if axes is None:
         return [x[i] for run, outs in parts for i in range(run.count) for x in outs], carry
+
+    def shapes_again(other: Chunks) -> list[tuple[int, ...]]:
+        """The shapes of f's outputs at the first chunk of the recut call `other`."""
+        again = _Steps(other)
+        outs, _ = jax.eval_shape(lambda: again.of(0)(*again.inputs(0), carry))
+        return [y.shape for y in outs]
+
     shapes = [(chunks.cut.sizes[run.first], [x.shape[1:] for x in outs]) for run, outs in parts]
     size = chunks.cut.sizes[0]
-    chunks.check_rows(shapes, partial(_shapes_again, carry), (2 * size, size // 2 or 2, size + 1))
+    chunks.check_rows(shapes, shapes_again, (2 * size, size // 2 or 2, size + 1))
     columns = [[outs[k] for _, outs in parts] for k in range(len(axes))]
     entry = next((s.entry for s in steps.splits if s.entry is not None), None)
     pairs = zip(axes, columns, strict=True)
     return [joined(chunks.cut, axis, column, entry) for axis, column in pairs], carry
-
-
-def _shapes_again(carry: list[Array], other: Chunks) -> list[tuple[int, ...]]:
-    """The shapes of f's outputs at the first chunk of the recut call `other`."""
-    steps = _Steps(other)
-    outs, _ = jax.eval_shape(lambda: steps.of(0)(*steps.inputs(0), carry))
-    return [y.shape for y in outs]
-
-
-def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Array]]:
-    """The sums over chunks of the output leaves, without rematerialization, and the carry."""
-    with flax_explained(chunks.caller):
-        steps = _Steps(chunks)
-        carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
-        run = partial(_sum_steps, steps)
-        sums, carry = run_compiled(chunks.call.f, run, [*carry, *steps.state])
-        return sums, steps.written(carry)
 
 
 def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Array]]:
@@ -106,26 +110,19 @@ def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Arr
             sums = outs if sums is None else [_sum(*xs) for xs in zip(sums, outs, strict=True)]
             continue
         step = steps.traced(run.kind, state)
-        sums, state = _add_run(step, sums, step.widened(state), steps.stacked(run))
+        if sums is None:
+            sums = [jnp.zeros(aval.shape, aval.dtype) for aval in step.out_avals]
+        before = [promoted(x, aval) for x, aval in zip(sums, step.out_avals, strict=True)]
+
+        @marked_as_chunk
+        def _add_step(carry: Any, inputs: Any, step: _ChunkProgram = step) -> tuple[Any, None]:
+            sums, state = carry
+            outs, state = step(*inputs, state)
+            return ([_sum(*xs) for xs in zip(sums, outs, strict=True)], state), None
+
+        start = before, step.widened(state)
+        (sums, state), _ = jax.lax.scan(_add_step, start, steps.stacked(run))
     return sums or [], state
-
-
-def _add_run(
-    step: _ChunkProgram, sums: list[Array] | None, state: list[Array], stacked: Any
-) -> Any:
-    """The sums with those of a run of chunks, and the modules' state after it."""
-    avals = step.out_avals
-    if sums is None:
-        sums = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
-    sums = [promoted(x, aval) for x, aval in zip(sums, avals, strict=True)]
-    return jax.lax.scan(partial(_add_step, step), (sums, state), stacked)[0]
-
-
-@marked_as_chunk
-def _add_step(step: _ChunkProgram, carry: Any, inputs: Any) -> tuple[Any, None]:
-    sums, state = carry
-    outs, state = step(*inputs, state)
-    return ([_sum(*xs) for xs in zip(sums, outs, strict=True)], state), None
 
 
 def _refuse_shared_draws(steps: _Steps, carry: list[Array]) -> None:
@@ -191,7 +188,12 @@ def _run(
     """The output leaves of a run, stacked, and the carry after it."""
     if run.count == 1:
         inputs = steps.inputs(run.first)
-        once = steps.at(run.kind, carry) if run.kept else steps.rematerialized(run.kind, carry)
+        if run.kept:
+            once = steps.at(run.kind, carry)
+        else:
+            step = steps.traced(run.kind, carry)
+            refuse_to_repeat("chunked", step.closed)
+            once = rematerialized(step)
         pair = once(bar.advance(inputs[0]), *inputs[1:], carry)
         outs, carry = jax.tree.map(jnp.asarray, pair)  # eval_jaxpr returns constants as numbers
         return [x[None] for x in outs], carry
@@ -237,7 +239,12 @@ class _ChunkProgram:
 
     def summing_widely(self) -> _ChunkProgram:
         """The program with 16-bit constants in float32, whose cotangents a scan then sums so."""
-        return replace(self, wide=[*map(_in_32_bits, self.closed.consts)])
+
+        def in_32_bits(x: Any) -> Any:  # concrete constants are not differentiated
+            narrow = isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
+            return x.astype(jnp.float32) if narrow else x
+
+        return replace(self, wide=[*map(in_32_bits, self.closed.consts)])
 
     def widened(self, carry: list[Array]) -> list[Array]:
         """A carry promoted to its type after a step, since a scan's carry keeps its type."""
@@ -330,12 +337,6 @@ class _Steps:
             return set()  # f reads values, which is allowed for a single chunk
         return jaxprs.draws(closed, reachability.Flow(raw=True).propagate)
 
-    def rematerialized(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
-        """The function of a kind of chunk, recomputed in the backward pass."""
-        step = self.traced(kind, carry)
-        refuse_to_repeat("chunked", step.closed)
-        return rematerialized(step)
-
     def inputs(self, number: int) -> tuple[Any, ...]:
         size = len(self.chunks.cut.rows[number])
         slots = [s.at(number, size) for s in self.splits if s.inexact]
@@ -370,24 +371,6 @@ class _Steps:
 
         return step
 
-    @property
-    def state(self) -> list[Array]:
-        """The state of f's modules, which is carried after the user's carries."""
-        leaves = [] if self.modules is None else self.modules.leaves
-        return [jax.lax.stop_gradient(_strong(jnp.asarray(x))) for x in leaves]
-
-    def written(self, carry: list[Array]) -> list[Array]:
-        """Writes the state of f's modules; returns the user's carries."""
-        if self.modules is not None:
-            self.modules.write(carry[len(self.chunks.carry) :])
-        return carry[: len(self.chunks.carry)]
-
-
-def _in_32_bits(x: Any) -> Any:
-    """A 16-bit tracer in float32; concrete constants are not differentiated, and unchanged."""
-    narrow = isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
-    return x.astype(jnp.float32) if narrow else x
-
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array)
@@ -414,18 +397,14 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
     if jax.typeof(new).weak_type and jnp.result_type(new, old) == old.dtype:
         new = jax.lax.convert_element_type(new, old.dtype)
     if new.shape != old.shape or new.dtype != old.dtype:
+        users = k < len(chunks.carry)
+        name = f"carry for {chunks.carry_names[k]}" if users else "state of a flax.nnx module"
         raise GradtoolsError(
-            f"{chunks.caller}: f's new {_carry_name(chunks, k)} is {new.dtype} of shape "
+            f"{chunks.caller}: f's new {name} is {new.dtype} of shape "
             f"{new.shape}; expected {old.dtype} of shape {old.shape}, as it was given. A carry "
             "keeps its shape and dtype from chunk to chunk."
         )
     return jax.lax.stop_gradient(shardings.like(_strong(new), old))
-
-
-def _carry_name(chunks: Chunks, k: int) -> str:
-    if k < len(chunks.carry):
-        return f"carry for {chunks.carry_names[k]}"
-    return "state of a flax.nnx module"
 
 
 def _strong(x: Array) -> Array:
@@ -481,9 +460,17 @@ class _Bar:
         if not self.shown:
             return index
 
+        def move(index: Any) -> None:
+            if self.bar is None:
+                self.bar = progress_bar(self.count)
+            self.bar.update()
+            if self.bar.n >= self.count:
+                self.bar.close()
+                self.bar = None
+
         @marked_as_chunk
         def moved(i: Any) -> Any:
-            jax.debug.callback(self._move, i)
+            jax.debug.callback(move, i)
             return i
 
         name = jax.default_backend()
@@ -493,14 +480,6 @@ class _Bar:
         )
         # JAX 0.10 drops a branch's effects in partial evaluation of a scan, but not a checkpoint's
         return jax.checkpoint(choose)(jnp.asarray(index))
-
-    def _move(self, index: Any) -> None:
-        if self.bar is None:
-            self.bar = progress_bar(self.count)
-        self.bar.update()
-        if self.bar.n >= self.count:
-            self.bar.close()
-            self.bar = None
 
 
 _PLATFORMS = {"gpu": ("cuda", "rocm")}

@@ -36,6 +36,7 @@ Program = Callable[[Sequence[Any], Sequence[Any]], list[Any]]  # (consts, xs) ->
 _KEPT = 256  # programs
 _SMALL = 64  # entries of an array that may be part of a key
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 _DATA = (type, CodeType, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, and yet data
 
 
@@ -152,11 +153,15 @@ def _value(x: Any, is_callback: bool = False) -> Hashable:
     if (callable(x) or hasattr(x, "call_wrapped")) and not isinstance(x, _DATA):
         reads = tuple(_read([x]))
         return (x, reads) if is_callback else reads  # a callback is called, and not traced
+    _check_hash(x)
+    return type(x), x
+
+
+def _check_hash(x: Any) -> None:
     try:
         hash(x)
     except TypeError as error:
         raise _NotComparable from error
-    return type(x), x
 
 
 def _bits(x: Any) -> Hashable:
@@ -183,28 +188,17 @@ def _read(functions: Sequence[Any]) -> Iterator[Hashable]:
                 yield x.__code__
             elif isinstance(x, _CONTAINERS):
                 yield type(x), len(x)
+            elif isinstance(x, LinearizedRule) and x.source is not None:
+                yield x.source
             elif isinstance(x, Rule) or not (parts or hasattr(x, "__dict__")):
-                yield _identity(x)
+                users = isinstance(x, Rule) and type(x) in (Rule, JvpRule) and x.contract
+                if isinstance(x, Rule) and not (users or captures_nothing(x)):
+                    raise _NotComparable  # made by this call only
+                _check_hash(x)
+                yield x
             else:
                 yield (type(x),)
             todo += parts
-
-
-def _identity(x: Any) -> Hashable:
-    """The hashable form of a rule, or of an object without attributes."""
-    if isinstance(x, LinearizedRule) and x.source is not None:
-        return x.source
-    if isinstance(x, Rule) and not (captures_nothing(x) or (type(x) in _OF_USERS and x.contract)):
-        raise _NotComparable  # made by this call only
-    try:
-        hash(x)
-    except TypeError as error:
-        raise _NotComparable from error
-    return x
-
-
-_OF_USERS = (Rule, JvpRule)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 def _parts(x: Any) -> list[Any]:
@@ -216,7 +210,10 @@ def _parts(x: Any) -> list[Any]:
         bound = [*cells_of(x).values(), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         if not _is_a_library(getattr(x, "__module__", None) or ""):
             return bound + _globals(x)
-        return [x for x in bound if _matters(x)]
+        # A library's closure may change results by these; by its traces and caches it does not.
+        values = (Rule, jax.Array, np.ndarray, *_NUMBERS)
+        calls = lambda y: callable(y) or hasattr(y, "call_wrapped")
+        return [y for y in bound if isinstance(y, values) or calls(y)]
     if isinstance(x, (ModuleType, *_DATA)):
         return []
     if isinstance(x, MethodType):
@@ -234,13 +231,6 @@ def _parts(x: Any) -> list[Any]:
         return [x.f, *x.params]
     wrapped = [x.__wrapped__] if hasattr(x, "__wrapped__") else []
     return wrapped + list(getattr(x, "__dict__", {}).values())
-
-
-def _matters(x: Any) -> bool:
-    """Whether an object in a library's closure may change results; traces and caches do not."""
-    if isinstance(x, (Rule, jax.Array, np.ndarray, *_NUMBERS)):
-        return True
-    return callable(x) or hasattr(x, "call_wrapped")
 
 
 def _globals(f: FunctionType) -> list[Any]:

@@ -51,32 +51,30 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
     call = replace(whole.call, f=modules or whole.call.f)
     # A compiled program keeps the rule, which must not hold tracers.
     rest = [None if isinstance(x, jax.Array) else x for x in whole.shared]
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
     def fun(*xs: Array) -> list[Array]:
         shared = replaced_at(rest, arrays, xs)
         if modules is not None:
             modules.now = state
         outs, _ = call(0, 0, [], shared, [])
-        after = [] if modules is None else [jax.lax.stop_gradient(_data(x)) for x in modules.after]
-        return [y if isinstance(y, jax.Array) else asarray(y) for y in (*outs, *after)]
+        after = [] if modules is None else modules.after
+        plain = [jax.random.key_data(x) if is_key(x) else x for x in after]  # rules return numbers
+        both = *outs, *map(jax.lax.stop_gradient, plain)
+        return [y if isinstance(y, jax.Array) else asarray(y) for y in both]
 
     use = _Use(whole.caller, fun, xs, budget)
     ys = apply_rule(use.rule, *xs, *use.captured)
     if modules is None:
         return ys
     outs, after = ys[: len(ys) - len(state)], ys[len(ys) - len(state) :]
-    modules.write([_as_key(x, like) for x, like in zip(after, state, strict=True)])
+    modules.write(
+        [
+            jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if is_key(like) else x
+            for x, like in zip(after, state, strict=True)
+        ]
+    )
     return outs
-
-
-def _data(x: Any) -> Any:
-    """A random key's data: a rule's outputs are plain arrays."""
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
-def _as_key(x: Array, like: Any) -> Any:
-    keys = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if keys else x
 
 
 class _TracedOnce:
@@ -235,7 +233,10 @@ class _Use:
         return self.through(pull, xs, _full(ys, self.inexact, mask, cts))
 
     def through(self, pull: Any, xs: Entries, cts: list[Any]) -> list[Any]:
-        """The pullback of cotangents; if G has no reverse mode, by the columns of J."""
+        """The pullback of cotangents; if G has no reverse mode, by the columns of J.
+
+        That is J^H c entry by entry: the real part of <J e, c>, and with i e in place of e.
+        """
         try:
             return _through(pull, cts)
         except ValueError as error:
@@ -247,17 +248,13 @@ class _Use:
             "mode, by one pass for each entry of its arguments. A lax.scan, or a fori_loop between "
             "Python integers, takes one pass."
         )
-        return self.by_columns(xs, cts)
-
-    def by_columns(self, xs: Entries, cts: list[Any]) -> list[Any]:
-        """J^H c, entry by entry: the real part of <J e, c>, and with i e in place of e."""
         run, moved = lambda *new: self.of_moving(xs)(*new)[0], self.chosen(xs)
 
         def entry(k: int, unit: Array) -> Array:
             dxs = [unit if i == k else jnp.zeros_like(x) for i, x in enumerate(moved)]
-            dys = jax.jvp(run, moved, dxs)[1]
-            pairs = zip(dys, cts, strict=True)
-            return sum([jnp.vdot(c, dy).real.astype(_real(moved[k])) for dy, c in pairs])
+            pairs = zip(jax.jvp(run, moved, dxs)[1], cts, strict=True)
+            real = jnp.finfo(moved[k].dtype).dtype
+            return sum([jnp.vdot(c, dy).real.astype(real) for dy, c in pairs])
 
         def column(k: int, x: Array) -> Array:
             units = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
@@ -334,30 +331,29 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
         return _along(recomputed(xs), [*use.chosen(xs), *cts], along)
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
-        xs, cts = saved[:count], list(saved[len(saved) - sum(mask) :])
-        second, to_cts = by_either_mode(saved, xs, cts, us)
-        return [*spread(second, use.moving), *([None] * extras), *to_cts]
-
-    def by_either_mode(saved: Entries, xs: Entries, cts: list[Any], us: Entries) -> Any:
         """The pullback of us, with respect to the arguments and to the cotangents."""
+        xs, cts = saved[:count], list(saved[len(saved) - sum(mask) :])
         lacking = use.reverse_only(xs)
         if lacking is not None:
             check_linear(xs, cts, us)
         else:
             try:
-                return in_forward_mode(saved, xs, cts, us)
+                second, to_cts = in_forward_mode(saved, xs, cts, us)
             except TypeError as error:
                 # JAX fails at a symbolic zero tangent of a linear solve.
                 if not (is_of("jax", error) and use.may_hold(xs, "custom_linear_solve")):
                     raise
                 lacking = f"lax.custom_linear_solve in {use.name}"
-        _warn_of_reverse_mode(use, lacking)
-        return in_reverse_mode(xs, cts, us)
-
-    def in_reverse_mode(xs: Entries, cts: list[Any], us: Entries) -> Any:
-        ys, pull = jax.vjp(recomputed(xs), *use.chosen(xs), *cts)
-        both = _through(pull, filled(us, ys))
-        return both[: sum(use.moving)], both[sum(use.moving) :]
+        if lacking is not None:
+            warn(
+                f"{use.caller}: {lacking} lacks the derivative that forward over reverse needs; "
+                "that pass takes reverse mode twice, and keeps a graph of "
+                f"{use.name} while it runs."
+            )
+            ys, pull = jax.vjp(recomputed(xs), *use.chosen(xs), *cts)
+            both = _through(pull, filled(us, ys))
+            second, to_cts = both[: sum(use.moving)], both[sum(use.moving) :]
+        return [*spread(second, use.moving), *([None] * extras), *to_cts]
 
     def check_linear(xs: Entries, cts: list[Any], us: Entries) -> None:
         """Raises if a bwd is not linear, so that its transpose is not the pushforward."""
@@ -439,13 +435,6 @@ def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[A
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])
 
 
-def _warn_of_reverse_mode(use: _Use, lacking: str) -> None:
-    warn(
-        f"{use.caller}: {lacking} lacks the derivative that forward over reverse needs; that pass "
-        f"takes reverse mode twice, and keeps a graph of {use.name} while it runs."
-    )
-
-
 def _holds(jaxpr: Any, *names: str) -> bool:
     """Whether a jaxpr contains one of these primitives, at any depth."""
     return uses_primitive(jaxpr, lambda eqn: eqn.primitive.name in names)
@@ -456,10 +445,6 @@ _TO_TRANSPOSE = ("custom_lin", "unreachable")  # a custom_vjp's tangents, which 
 
 def _through(pull: Any, cts: list[Array]) -> list[Array]:
     return [conj(g) for g in pull([conj(ct) for ct in cts])]
-
-
-def _real(x: Array) -> Any:
-    return jnp.finfo(x.dtype).dtype
 
 
 def _full(likes: Any, inexact: Sequence[bool], mask: Sequence[bool], cts: Entries) -> list[Any]:

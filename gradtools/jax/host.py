@@ -87,26 +87,23 @@ def _run(
     *xs: Any, call: KernelCall, expected: Results, batch: Shape, may_call_jax: bool = False
 ) -> list[Any]:
     arrays = [np.asarray(x) for x in xs]
-    run = call.run if may_call_jax else partial(_without_jax, call)
-    result = run(arrays, expected, batch)
+    if may_call_jax:
+        result = call.run(arrays, expected, batch)
+    else:
+        try:
+            with jax.no_execution(True), transfers_refused():
+                result = call.run(arrays, expected, batch)
+        except RuntimeError as error:
+            if not says(error, *CALLS_JAX):
+                raise
+            raise call.error(
+                "it calls JAX, which a host kernel must not: in a compiled program the call would "
+                "wait for ever. Compute it with NumPy, or outside the kernel."
+            ) from error
     if not expected.widened:
         return result
     pairs = zip(result, expected.specs, strict=True)
     return [y.astype(jnp.dtype(s.dtype), copy=False) for y, s in pairs]
-
-
-def _without_jax(call: KernelCall, *args: Any) -> list[Any]:
-    """`call.run(*args)` with JAX's execution and transfers disallowed."""
-    try:
-        with jax.no_execution(True), transfers_refused():
-            return call.run(*args)
-    except RuntimeError as error:
-        if not says(error, *CALLS_JAX):
-            raise
-        raise call.error(
-            "it calls JAX, which a host kernel must not: in a compiled program the call would "
-            "wait for ever. Compute it with NumPy, or outside the kernel."
-        ) from error
 
 
 def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:

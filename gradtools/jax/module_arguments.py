@@ -14,7 +14,7 @@ an extra output of g, and is written to the user's module after the call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import is_not
 from typing import Any
@@ -148,17 +148,24 @@ class Opened:
         moving = [args[i] for i in argnums]
         others = [x for i, x in enumerate(args) if i not in argnums]
         self._graphs = _Graphs.of(caller, moving, [*others, *kwargs.values()])
-        self._rests = {i: self._rest_of(args[i]) for i in argnums}
+        self._rests: dict[int, tuple[Any, list[Any]]] = {}
+        for i in argnums:  # the structure around the modules, and of each leaf what is kept apart
+            leaves, treedef = _flattened(self._kinds, args[i])
+            self._rests[i] = treedef, [self._rest(x) for x in leaves]
         self.args = [self._parted(x) if i in argnums else x for i, x in enumerate(args)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphs = self._graphs
-        rests, args = self._rests, tuple(args)
+        rests = self._rests
         if graphs is None:
-            return self._f(
-                *[self._whole(rests.get(i), x, {}) for i, x in enumerate(args)], **kwargs
-            )
-        states = {k: s for i, rest in rests.items() for k, s in self._states(rest, args[i])}
+            whole = [self._whole(rests.get(i), x, {}) for i, x in enumerate(args)]
+            return self._f(*whole, **kwargs)
+        states = {
+            own: x
+            for i, (treedef, kept) in rests.items()
+            for own, x in zip(kept, treedef.flatten_up_to(args[i]), strict=True)
+            if isinstance(own, int)
+        }
         copies = graphs.merged(states)
         whole = [self._whole(rests.get(i), x, copies) for i, x in enumerate(args)]
         named = {key: self._whole(None, x, copies) for key, x in kwargs.items()}
@@ -207,11 +214,6 @@ class Opened:
 
         return _mapped(self._kinds, part, tree)
 
-    def _rest_of(self, tree: Any) -> tuple[Any, list[Any]]:
-        """The structure around the modules of a tree, and of each leaf what is kept apart."""
-        leaves, treedef = _flattened(self._kinds, tree)
-        return treedef, [self._rest(x) for x in leaves]
-
     def _rest(self, x: Any) -> Any:
         """An nnx module's number, an equinox module without its part; None for what is neither."""
         if not isinstance(x, self._kinds):
@@ -221,15 +223,14 @@ class Opened:
         equinox = sys.modules["equinox"]
         return equinox.filter(x, equinox.is_inexact_array, inverse=True)
 
-    def _states(self, rest: tuple[Any, list[Any]], tree: Any) -> Iterator[tuple[int, Any]]:
-        treedef, rests = rest
-        for own, x in zip(rests, treedef.flatten_up_to(tree), strict=True):
-            if isinstance(own, int):
-                yield own, x
-
     def _whole(self, rest: tuple[Any, list[Any]] | None, tree: Any, copies: dict[int, Any]) -> Any:
+        """A differentiated tree with its modules made whole; any other with copies of modules."""
+        graphs = self._graphs
         if rest is None:
-            return self._with_copies(tree, copies)
+            if graphs is None or not _modules(self._kinds, tree):
+                return tree
+            copy = lambda x: copies[graphs.number(x)] if graphs.has(x) else x
+            return _mapped(self._kinds, copy, tree)
         treedef, rests = rest
         result = []
         for own, x in zip(rests, treedef.flatten_up_to(tree), strict=True):
@@ -238,14 +239,6 @@ class Opened:
             else:
                 result.append(x if own is None else sys.modules["equinox"].combine(x, own))
         return trees.unflatten(treedef, result)
-
-    def _with_copies(self, tree: Any, copies: dict[int, Any]) -> Any:
-        graphs = self._graphs
-        if graphs is None or not _modules(self._kinds, tree):
-            return tree
-        return _mapped(
-            self._kinds, lambda x: copies[graphs.number(x)] if graphs.has(x) else x, tree
-        )
 
 
 class _Graphs:
@@ -267,7 +260,15 @@ class _Graphs:
 
     def __init__(self, caller: str, nnx: Any, active: list[list[Any]], others: list[Any]) -> None:
         self.nnx = nnx
-        self._refuse_shared(caller, active)
+        owners: dict[int, int] = {}
+        for i, modules in enumerate(active):
+            for path, x in nnx.iter_graph(modules):
+                if isinstance(x, nnx.Param) and owners.setdefault(id(x), i) != i:
+                    raise GradtoolsError(
+                        f"{caller}: the parameter {'.'.join(map(str, path[1:]))} is in two of "
+                        "the differentiated arguments, so that its gradient belongs to both. Pass "
+                        "the modules in one argument, as a tuple or a dict."
+                    )
         first = list({id(m): m for ms in active for m in ms}.values())
         self._nodes = tuple({id(m): m for m in [*first, *others]}.values())
         self._numbers = {id(m): k for k, m in enumerate(self._nodes)}
@@ -321,14 +322,3 @@ class _Graphs:
             for path, form in zip(paths, forms, strict=True)
         ]
         self.nnx.update(self._nodes, self.nnx.from_flat_state(new))
-
-    def _refuse_shared(self, caller: str, active: list[list[Any]]) -> None:
-        owners: dict[int, int] = {}
-        for i, modules in enumerate(active):
-            for path, x in self.nnx.iter_graph(modules):
-                if isinstance(x, self.nnx.Param) and owners.setdefault(id(x), i) != i:
-                    raise GradtoolsError(
-                        f"{caller}: the parameter {'.'.join(map(str, path[1:]))} is in two of "
-                        "the differentiated arguments, so that its gradient belongs to both. Pass "
-                        "the modules in one argument, as a tuple or a dict."
-                    )

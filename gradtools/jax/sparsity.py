@@ -79,7 +79,8 @@ def _step(_: int, eqn: Eqn, ins: list[AbstractArray]) -> Sequence[AbstractArray]
     name = eqn.primitive.name
     found = None
     if name == "cond":
-        found = _branches(eqn, ins)
+        runs = [_called([branch], ins[1:]) for branch in programs_of(eqn)]
+        found = [_joined(column) for column in zip(*[run or [] for run in runs], strict=True)]
     elif name in CALLS or name in RULED:
         found = _called(programs_of(eqn), ins)
     if found is not None:
@@ -106,11 +107,6 @@ def _called(programs: Sequence[HeldJaxpr], ins: list[AbstractArray]) -> list[Abs
         return None
     consts = [AbstractArray(np.shape(c), None, _concrete(c)) for c in programs[0].consts]
     return _run(programs[0].jaxpr, [*consts, *ins])
-
-
-def _branches(eqn: Eqn, ins: list[AbstractArray]) -> list[AbstractArray]:
-    runs = [_called([branch], ins[1:]) for branch in programs_of(eqn)]
-    return [_joined(column) for column in zip(*[run or [] for run in runs], strict=True)]
 
 
 def _joined(values: Sequence[AbstractArray]) -> AbstractArray:

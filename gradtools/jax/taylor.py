@@ -157,29 +157,18 @@ def _slopes(
     return slopes
 
 
-def _exp(x: Any, order: int) -> list[Any]:
-    return [jnp.exp(x)] * order
-
-
-def _log(x: Any, order: int) -> list[Any]:
-    return [1 / x, *powers(x, -1, order - 1)]
-
-
-def _sin(x: Any, order: int) -> list[Any]:
+def _turning(x: Any, order: int, first: int) -> list[Any]:
+    """The derivatives of the sine, from the one of order `first` on."""
     s, c = jnp.sin(x), jnp.cos(x)
-    return [(c, -s, -c, s)[k % 4] for k in range(order)]
-
-
-def _cos(x: Any, order: int) -> list[Any]:
-    s, c = jnp.sin(x), jnp.cos(x)
-    return [(-s, -c, s, c)[k % 4] for k in range(order)]
+    cycle = s, c, -s, -c
+    return [cycle[(first + k) % 4] for k in range(order)]
 
 
 _DERIVED: dict[str, Callable[[Any, int], list[Any]]] = {
-    "exp": _exp,
-    "log": _log,
-    "sin": _sin,
-    "cos": _cos,
+    "exp": lambda x, order: [jnp.exp(x)] * order,
+    "log": lambda x, order: [1 / x, *powers(x, -1, order - 1)],
+    "sin": partial(_turning, first=1),
+    "cos": partial(_turning, first=2),
     "tanh": lambda x, order: polynomials(jnp.tanh(x), TANH, order),
     "logistic": lambda x, order: polynomials(jax.nn.sigmoid(x), LOGISTIC, order),
     "sqrt": lambda x, order: powers(x, 0.5, order),

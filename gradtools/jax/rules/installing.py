@@ -253,12 +253,13 @@ def _perturbed(rule: Rule, dxs: Any) -> Mask:
 def _bind_tangent(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]:
     axes = frozenset().union(*map(varies, ys))
     moving = [varying(dx, axes) for dx, g in zip(dxs, given, strict=True) if g]
-    params = {"rule": maps, "given": given, "ys": tuple(without_none(likes_of(ys)))}
-    zero = [False] * len(params["ys"])
+    operands, likes = [*saved, *moving], tuple(without_none(likes_of(ys)))
+    params: dict[str, Any] = {"rule": maps, "given": given, "ys": likes}
+    zero = [False] * len(likes)
     if "tangent" in maps.symbolic_zeros:
-        closed = jaxpr_of(eval_tangent, tuple(map(jax.typeof, [*saved, *moving])), params)
-        zero = proved_zero(closed, [False] * (len(saved) + len(moving)))
-    result = iter(tangent_p.bind(*saved, *moving, **params))
+        closed = jaxpr_of(eval_tangent, tuple(map(jax.typeof, operands)), params)
+        zero = proved_zero(closed, [False] * len(operands))
+    result = iter(tangent_p.bind(*operands, **params))
     dys = iter([_zero(dy) if z else dy for dy, z in zip(result, zero, strict=True)])
     return [next(dys) if is_inexact(y) else _zero(y) for y in ys]
 

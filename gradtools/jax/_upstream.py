@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from inspect import signature
 from itertools import pairwise
@@ -136,16 +136,11 @@ def is_for_one_cpu(ctx: Any) -> bool:
 
 def emit_callback(ctx: Any, run: Callable[..., Any], xs: Sequence[Any]) -> Any:
     """Lowers a callback into Python, if `is_for_one_cpu`."""
-    avals = ctx.avals_in, ctx.avals_out
     emit: Any = mlir.emit_python_callback
-    return emit(ctx, run, None, xs, *avals, has_side_effect=False, **_no_token())[0]
-
-
-@cache
-def _no_token() -> dict[str, bool]:
-    """The argument `returns_token=False`, from JAX 0.8 on."""
-    parameters = signature(mlir.emit_python_callback).parameters
-    return {"returns_token": False} if "returns_token" in parameters else {}
+    options = {"has_side_effect": False}
+    if "returns_token" in signature(emit).parameters:  # from JAX 0.8 on
+        options["returns_token"] = False
+    return emit(ctx, run, None, xs, ctx.avals_in, ctx.avals_out, **options)[0]
 
 
 def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
@@ -223,13 +218,13 @@ def is_activation_rule(eqn: Any) -> bool:
     derivative is zero". Cost: under jit, where JAX records no stack, it reports a cut.
     """
     frames = stack_of(eqn)
-    inside = (f.function_name for f in frames if _is_activation_file(f.file_name))
+    of_activations = os.path.join("nn", "functions.py")  # where jax.nn defines them
+    inside = (
+        f.function_name
+        for f in frames
+        if f.file_name.endswith(of_activations) and is_in(("jax",), f.file_name)
+    )
     return next(inside, "_one_hot") not in ("one_hot", "_one_hot")
-
-
-def _is_activation_file(file: str) -> bool:
-    """Whether a file is the one in which jax.nn defines its activations."""
-    return file.endswith(os.path.join("nn", "functions.py")) and is_in(("jax",), file)
 
 
 def is_batch_statistic(eqn: Any) -> bool:
@@ -293,16 +288,12 @@ def _transfers_refused_slowly() -> Iterator[None]:
         yield
 
 
-def _has_guards() -> bool:
-    """Whether this JAX has the internals that `_TransfersRefused` uses."""
-    try:
-        with _TransfersRefused():
-            return True
-    except (AttributeError, KeyError, TypeError):
-        return False
-
-
-transfers_refused = _TransfersRefused if _has_guards() else _transfers_refused_slowly
+transfers_refused: Callable[[], AbstractContextManager[None]] = _TransfersRefused
+try:
+    with _TransfersRefused():
+        pass
+except (AttributeError, KeyError, TypeError):  # this JAX lacks these internals
+    transfers_refused = _transfers_refused_slowly
 
 
 @cache

@@ -29,12 +29,18 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     target, grads = part_of(target), part_of(grads)
     if target is None:
         leaves, treedef = trees.flatten(grads)
-        target = trees.unflatten(treedef, list(map(_zeros, leaves)))
-    entries = paired(trees, caller, target, grads)
-    for entry in entries:
-        if entry.grad is not None:
-            _check(caller, entry)
-    return trees.unflatten(trees.flatten(target)[1], [_written(e, add) for e in entries])
+        arrays = [_array(g) for g in leaves]  # None for what is no array, which the check refuses
+        pairs = zip(leaves, arrays, strict=True)
+        zeros = [g if array is None else jnp.zeros_like(array) for g, array in pairs]
+        target = trees.unflatten(treedef, zeros)
+    new: list[Any] = []
+    for entry in paired(trees, caller, target, grads):
+        if entry.grad is None:
+            new.append(entry.target)
+        else:
+            p, g = _checked(caller, entry)
+            new.append(p + g if add else copied(g))
+    return trees.unflatten(trees.flatten(target)[1], new)
 
 
 # --- what the accumulator needs ----------------------------------------------------------
@@ -101,20 +107,8 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> tuple[Any,
 # --- leaves ------------------------------------------------------------------------------
 
 
-def _zeros(g: Any) -> Any:
-    """Zeros like a gradient; a leaf that is no array is returned, for the check to refuse it."""
-    array = _array(g)
-    return g if array is None else jnp.zeros_like(array)
-
-
-def _written(entry: TargetLeaf, add: bool) -> Any:
-    if entry.grad is None:
-        return entry.target
-    g: Any = _array(entry.grad)
-    return _array(entry.target) + g if add else copied(g)
-
-
-def _check(caller: str, entry: TargetLeaf) -> None:
+def _checked(caller: str, entry: TargetLeaf) -> tuple[jax.Array, jax.Array]:
+    """The target and the gradient as arrays of one shape and dtype."""
     p: Any = _array(entry.target)
     g: Any = _array(entry.grad)
     for side, array, given in (("target", p, entry.target), ("grads", g, entry.grad)):
@@ -135,6 +129,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
             if p.shape == g.shape
             else "Reduce it over the batch first, or give it under another name.",
         )
+    return p, g
 
 
 def _array(x: Any) -> jax.Array | None:

@@ -27,11 +27,18 @@ def asarray(x: Any, device_of: Any = None) -> jax.Array:
     if type(x) in (float, complex):
         return jnp.asarray(x)  # weakly typed: it takes the dtype of what it meets
     array = as_numpy(x)
-    dtype = _default_dtype(array.dtype) if is_plain(x) else array.dtype.newbyteorder("=")
+    dtype = array.dtype.newbyteorder("=")
+    if is_plain(x):  # JAX's dtype for a Python number of this kind
+        wide = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64, "c": np.complex128}
+        dtype = jax.dtypes.canonicalize_dtype(wide[dtype.kind])
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise _too_wide(dtype, array.shape)
     try:
-        return jnp.array(_checked(array, dtype), copy=True)
+        cast = array.astype(dtype)
+        if array.dtype.kind in "iu" and not np.array_equal(cast, array):
+            name = np.dtype(dtype).name
+            raise GradtoolsError(f"asarray: an integer here does not fit into {name}.")
+        return jnp.array(cast, copy=True)
     except TypeError as error:
         raise _too_wide(dtype, array.shape) from error
 
@@ -61,7 +68,8 @@ def random_key(seed: Any) -> jax.Array:
             )
         return jax.random.key(seed)
     seed = as_seed(seed)
-    if not _x64() and not -(2**31) <= seed < 2**31:
+    x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+    if not x64 and not -(2**31) <= seed < 2**31:
         raise GradtoolsError(
             f"random_key: without x64 JAX keeps only the low 32 bits of a seed, here of {seed}. "
             f"Take a smaller seed, or switch x64 on: {X64}."
@@ -97,24 +105,6 @@ def check_key(caller: str, key: Any) -> None:
 
 def xp() -> ModuleType:
     return jnp
-
-
-def _x64() -> bool:
-    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
-
-
-def _default_dtype(dtype: np.dtype) -> np.dtype:
-    """JAX's dtype for a Python number of this kind."""
-    wide = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64, "c": np.complex128}
-    return jax.dtypes.canonicalize_dtype(wide[dtype.kind])
-
-
-def _checked(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """``array`` in its dtype, native byte order; refuses integers that would wrap around."""
-    cast = array.astype(dtype)
-    if array.dtype.kind in "iu" and not np.array_equal(cast, array):
-        raise GradtoolsError(f"asarray: an integer here does not fit into {np.dtype(dtype).name}.")
-    return cast
 
 
 def _too_wide(dtype: np.dtype, shape: tuple[int, ...]) -> GradtoolsError:

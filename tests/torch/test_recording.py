@@ -24,7 +24,7 @@ from gradtools.seeing.graphs.derivative_flow import dependence_matrix
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch.recorded_run import record
-from gradtools.seeing.torch.recording import refusals
+from gradtools.seeing.torch.recording.calls import REFUSALS
 from gradtools.seeing.torch.translating import programs
 from gradtools.torch.backend import TorchBackend
 from tests.support.lost_gradients import losses
@@ -343,8 +343,8 @@ def test_every_refusal_of_pytorch_is_in_the_corpus():
     for cause in CASES.causes.values():
         program = LeafProgram(BACKEND, "test", cause.program, cause.known["args"], {}, (0,))
         found = record(program.run, program.leaves, program.names).refusal
-        texts |= {part for part in refusals.KINDS if found and part in found.message}
-    assert texts == set(refusals.KINDS)
+        texts |= {part for part in REFUSALS if found and part in found.message}
+    assert texts == set(REFUSALS)
 
 
 def test_a_number_as_the_result_is_a_finding():

@@ -23,8 +23,9 @@ from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.recording import Run, Vanished
 from gradtools.seeing.torch.live_graph import in_order
 from gradtools.seeing.torch.recording import operations
-from gradtools.seeing.torch.recording.calls import CallRecorder, RecordedCall
+from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.seeing.torch.recording.observation import observed, recording_run, run_under
+from gradtools.seeing.torch.recording.recorded_calls import RecordedCall
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import nodes_of
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
@@ -197,19 +198,18 @@ class _ValueRecorder(CallRecorder):
     def entering(self, fun: Any, args: Any, kwargs: Any) -> RecordedCall:
         call = super().entering(fun, args, kwargs)
         with self.silent():
-            pairs = zip(call.numbers, call.tensors, strict=True)
-            numbers = [
-                x for x in upstream.pytree.tree_leaves((args, kwargs)) if isinstance(x, float)
-            ]
-            bad = [number for number, x in pairs if not math.isfinite(_size(x))]
-            self._entered = call, bad + [x for x in numbers if not math.isfinite(x)]
+            bad: list[Any] = [x.number for x in call.operands if not math.isfinite(_size(x.tensor))]
+            for x in upstream.pytree.tree_leaves((args, kwargs)):
+                if isinstance(x, float) and not math.isfinite(x):
+                    bad.append(x)
+            self._entered = call, bad
         return call
 
     def write(self, call: RecordedCall, out: Any) -> None:
         count = len(self.nodes)
         super().write(call, out)
         if len(self.nodes) > count and self._entered is not None and self._entered[0] is call:
-            results = tensors_in((out, call.tensors))
+            results = tensors_in((out, [x.tensor for x in call.operands]))
             outs = [y for y in results if not math.isfinite(_size(unwrapped(y)))]
             made = [n for n in map(self.of, outs) if n in self.nodes[count].outputs]
             self.origins.add(self.nodes[count], self._entered[1], made)

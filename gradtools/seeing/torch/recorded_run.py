@@ -1,26 +1,38 @@
 """`record` in PyTorch: one run of a function as a graph, and where it loses a gradient.
 
 The user's function runs once under the recorders of `recording/`, and its effects are undone.
+
+Data that leaves PyTorch for NumPy or Python has no graph. Where it returns is found by
+perturbation: the run is repeated with other numbers at the line where the data left. Numbers and
+arrays that then reach PyTorch with other contents come from that line; so do outputs that change.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from gradtools.backend import Fun
+from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.lost_terms import losses
+from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.recording import Recording, Run
 from gradtools.seeing.torch.recording.autograd_functions import looked_up
-from gradtools.seeing.torch.recording.numpy_round_trips import copies, follow
-from gradtools.seeing.torch.recording.observation import observed, watchable
+from gradtools.seeing.torch.recording.calls import CallRecorder, Leaving
+from gradtools.seeing.torch.recording.observation import ObservedRun, observed, watchable
 from gradtools.torch.rerunning import Rerunnable, rerun
 
 Tensor = torch.Tensor
+_NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
 _NUMBERS = (np.ndarray, np.generic, bool, int, float, complex)
+_MOST = 8  # lines that are tried, with up to three runs each
 __all__ = ["is_model", "record", "repeatable", "rerun", "watchable", "where_lost"]
 
 
@@ -31,8 +43,8 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
             return Recording(seen.graph([]), seen.refusal)
         outputs = [seen.output(y) for y in seen.outs]
         hosts = tuple([k for k, y in enumerate(seen.outs) if isinstance(y, _NUMBERS)])
-        before = copies(seen.outs)
-    follow(run, seen, outputs, before)
+        before = _copies(seen.outs)
+    _follow(run, seen, outputs, before)
     return Recording(
         seen.graph(outputs),
         host_outputs=hosts,
@@ -74,3 +86,159 @@ def repeatable(caller: str, f: Any) -> Any:
 def is_model(x: Any) -> bool:
     """Whether x is a module."""
     return isinstance(x, torch.nn.Module)
+
+
+# --- data that leaves PyTorch, and returns -----------------------------------------------
+
+
+def _follow(run: Run, seen: ObservedRun, outputs: list[int], before: list[Any]) -> None:
+    """Adds links from data that left to where it returned."""
+    recorder = seen.recorder
+    trainable = [number for number, x in recorder.captured.items() if x.requires_grad]
+    lost = _untraced(seen.graph(outputs), recorder.leavings, trainable)
+    if not lost:
+        return
+    moved_by = partial(_perturbed, run, seen, before)
+    control = moved_by(frozenset())
+    if control is None or control.any():  # f is not deterministic: assume that data returns
+        return _note_unknown(recorder, lost, outputs)
+    lines: dict[Any, list[int]] = {}
+    for k in lost:
+        lines.setdefault(recorder.leavings[k].source or k, []).append(k)
+    if len(lines) > 1:
+        together = moved_by(frozenset(lost))
+        if together is not None and not together.any():
+            return
+    for which in [*lines.values()][:_MOST]:
+        moved = moved_by(frozenset(which))
+        if moved is None:  # f refuses other numbers, so it does look at these
+            _note_unknown(recorder, which, outputs)
+        else:
+            back = moved.nodes or moved.captured
+            ends = [k for k in moved.outputs if not (back and isinstance(seen.outs[k], Tensor))]
+            for leaving in (recorder.leavings[k] for k in which):
+                for node in moved.nodes:
+                    recorder.enters(leaving, node)
+                returned = *moved.captured, *(outputs[k] for k in ends)
+                recorder.outside += [(leaving.value, number) for number in returned]
+
+
+def _note_unknown(recorder: CallRecorder, which: Sequence[int], outputs: Sequence[int]) -> None:
+    """Assumes that all outputs may depend on the data, so that no argument counts as unused."""
+    values = [recorder.leavings[k].value for k in which]
+    recorder.outside += [(value, out) for value in values for out in outputs]
+
+
+def _untraced(graph: PlainGraph, leavings: Sequence[Leaving], held: Sequence[int]) -> list[int]:
+    """The leavings whose data could explain a lost gradient, and was not seen to come back.
+
+    held: What f holds that requires grad.
+    """
+    if not leavings:
+        return []
+    back = {source for source, _ in graph.outside}
+    matters = backward(graph, dict.fromkeys(graph.outputs, _FULL))
+    result: set[int] = set()
+    for value in (*graph.inputs, *(n for n in held if matters.get(n, _NONE) < _FULL)):
+        if not graph.values[value].is_inexact:
+            continue
+        reached = forward(graph, {value: _FULL})
+        ends = any(reached.get(out, _NONE) for out in graph.outputs)
+        for k, leaving in enumerate(leavings):
+            strength = reached.get(leaving.read, _NONE)
+            explains = strength > _NONE and not (leaving.branch and ends)
+            if leaving.value not in back and explains:
+                result.add(k)
+    return sorted(result)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What is another in a run with other numbers in some place.
+
+    Attributes:
+        outputs: Which outputs.
+        nodes: The nodes that were given other numbers or arrays from outside.
+        captured: The tensors, by number, that were made of them where nobody looked.
+    """
+
+    outputs: list[int]
+    nodes: list[int]
+    captured: list[int]
+
+    def any(self) -> bool:
+        """Whether anything is."""
+        return bool(self.outputs or self.nodes or self.captured)
+
+
+def _perturbed(
+    run: Run, first: ObservedRun, before: Sequence[Any], which: frozenset[int]
+) -> Moved | None:
+    """What moves in a run with other numbers at these leavings.
+
+    None if f does not run with any such numbers. `before`: The outputs of the first run.
+    """
+    moved = None
+    # f may refuse large steps, and take smaller ones; what it clips may move one way only
+    for size in (1.0, -1.0, 1e-3):
+        if moved is not None and (moved.any() or not which or abs(size) < 1):
+            break
+        again = observed(run, first.leaves, first.names, (which, partial(_other, size=size)))
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed already
+            try:
+                seen = inside.enter_context(again)
+            except Exception:  # the user's code, at numbers that the user did not pass
+                continue
+            if seen.refusal is None:
+                moved = _moved(first, seen, before)
+    return moved
+
+
+def _moved(first: ObservedRun, later: ObservedRun, before: Sequence[Any]) -> Moved:
+    after = _copies(later.outs)
+    alike = len(after) == len(before)
+    outputs = [k for k, a in enumerate(before) if not (alike and _same(a, after[k]))]
+    own, other = first.recorder, later.recorder
+    nodes = []
+    for k, (a, b) in enumerate(zip(own.nodes, other.nodes, strict=False)):
+        if a.native != b.native:
+            break  # from here on the program took another branch
+        if own.entries.get(k) != other.entries.get(k):
+            nodes.append(k)
+    captured = []
+    if len(own.captured) == len(other.captured):
+        pairs = zip(own.captured.items(), other.captured.values(), strict=True)
+        unknown = [(n, x, y) for (n, x), y in pairs if id(x) not in own.reachable]
+        captured = [n for n, x, y in unknown if not _same(x, y)]
+    return Moved(outputs, nodes, captured)
+
+
+def _other(x: Any, size: float, rng: np.random.Generator | None = None) -> Any:
+    """A perturbed number, array or list of the same type."""
+    rng = rng or np.random.default_rng(0)
+    if isinstance(x, list):
+        return [_other(item, size, rng) for item in x]
+    if isinstance(x, bool | np.bool_):
+        return not x
+    if isinstance(x, np.ndarray) and x.dtype.kind == "b":
+        return ~x
+    array = np.asarray(x)
+    if array.dtype.kind not in "fc":
+        return x + 1
+    step = size * (1 + np.abs(array)) * (1 + rng.random(array.shape)) * rng.choice([-1.0, 1.0])
+    other = (array + step).astype(array.dtype)
+    return other if isinstance(x, np.ndarray) else type(x)(other.item())
+
+
+def _copies(outs: Sequence[Any]) -> list[Any]:
+    """Copies of the outputs, for a later comparison."""
+    return [x.detach().clone() if isinstance(x, Tensor) else np.array(x) for x in outs]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) != isinstance(b, Tensor) or a.shape != b.shape:
+        return False
+    if isinstance(a, Tensor):
+        return bool(((a == b) | (a != a) & (b != b)).all())
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

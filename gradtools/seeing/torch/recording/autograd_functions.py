@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from operator import is_
 from types import BuiltinMethodType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
 from gradtools.rules import Rule, captured_objects
+from gradtools.seeing.torch.recording.recorded_calls import RecordedCall
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
 from gradtools.torch.operation_marks import RULE, function_of_ours
 from gradtools.torch.state import Reached
-
-if TYPE_CHECKING:
-    from gradtools.seeing.torch.recording.calls import RecordedCall
 
 Tensor = torch.Tensor
 
@@ -63,11 +60,6 @@ class ParametersRead(TorchFunctionMode):
         return fun(*args, **(kwargs or {}))
 
 
-def is_reentrant_checkpoint(kind: Any) -> bool:
-    """Whether it is the Function of `torch.utils.checkpoint` with use_reentrant=True."""
-    return kind is torch.utils.checkpoint.CheckpointFunction
-
-
 def captured_by(args: Any) -> list[Tensor]:
     """The tensors with requires_grad that an edit's function captures.
 
@@ -111,18 +103,18 @@ def unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
     if any(level.key() != upstream.TransformType.Vmap for level in stack):
         return set()  # a differentiating level has its own graph
     outs = [y for y in map(unwrapped, tensors_in(out)) if y.requires_grad and y.grad_fn is not None]
-    tracked = [k for k, t in enumerate(call.tracked) if t]
+    tracked = [x for x in call.operands if x.tracked]
     if not outs or not tracked or not is_foreign(kind, call):
         return set()
     try:
         with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
             result = torch.autograd.grad(
                 outs,
-                [unwrapped(call.tensors[k]) for k in tracked],
+                [unwrapped(x.tensor) for x in tracked],
                 [torch.ones_like(y) for y in outs],
                 retain_graph=True,
                 allow_unused=True,
             )
     except Exception:  # no backward pass here; an error follows when the gradient is taken
         return set()
-    return {call.numbers[k] for k, g in zip(tracked, result, strict=True) if g is None}
+    return {x.number for x, g in zip(tracked, result, strict=True) if g is None}

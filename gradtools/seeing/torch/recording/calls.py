@@ -4,43 +4,70 @@ Each call of a PyTorch function becomes a node. A tensor that is changed in plac
 number. Whether a call is differentiable is read from autograd's graph: a walk from the output back
 to known tensors. So a custom Function, a checkpoint or a transform is one node like any other.
 
-Data that leaves for NumPy or Python has no graph; `numpy_round_trips.py` finds where it returns.
+A tensor is identified by its id. A tensor whose creation was not recorded is connected by its
+autograd graph, walked back to known tensors, else by storage that it shares with a known tensor.
+Otherwise it existed before the run and is captured.
+
+Data that leaves for NumPy or Python has no graph; `recorded_run.py` finds where it returns.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
+from torch.autograd.graph import get_gradient_edge
 
 from gradtools.code_origin import Source, innermost, lines_of
 from gradtools.seeing.diagnostics.rule_cuts import LOSS
-from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
 from gradtools.seeing.graphs.recording import Refusal
 from gradtools.seeing.torch.recording import autograd_functions, operations
-from gradtools.seeing.torch.recording.autograd_functions import (
-    ParametersRead,
-    is_reentrant_checkpoint,
+from gradtools.seeing.torch.recording.recorded_calls import (
+    CallLinks,
+    Operand,
+    RecordedCall,
+    version_of,
 )
-from gradtools.seeing.torch.recording.dependences import links_of
-from gradtools.seeing.torch.recording.refusals import refusal_of
-from gradtools.seeing.torch.recording.value_numbers import Numbering, version_of
+from gradtools.seeing.torch.recording.recorder import Recorder
+from gradtools.seeing.torch.recording.values import KnownTensor, Write
 from gradtools.torch import _upstream as upstream
+from gradtools.torch import known_errors
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.double_backward import Called
-from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
+from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
 from gradtools.torch.operation_marks import CHUNK, function_of_ours, reason_of_detach
 from gradtools.torch.rerunning import Undo, name_of
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
 Numbers = list[int]
+Edge = tuple[Any, int]  # (grad_fn, output_nr)
 Replace = tuple[frozenset[int], Callable[[Any], Any]]
+
+# PyTorch's own errors about lost gradients, by a part of their text, with the kind of loss of each.
+# `tests/support/torch_lost_gradients.py` raises each, so that tests notice a new wording.
+REFUSALS = {
+    "Can't call numpy() on Tensor that requires grad": "left_framework",
+    "Can't export tensors that require gradient": "left_framework",
+    "only integer tensors of a single element can be converted to an index": "integer_cast",
+    "a leaf Variable that requires grad is being used in an in-place operation": "in_place_data",
+    "a view of a leaf Variable that requires grad is being used in an in-place": "in_place_data",
+    "modified by an inplace operation": "in_place_data",
+    "only Tensors of floating point": "integer_cast",
+    "Only Tensors created explicitly by the user": "detached",
+    "Inference tensors cannot be saved for backward": "no_grad",
+    "Inplace update to inference tensor outside InferenceMode": "no_grad",
+    "Setting requires_grad=True on inference tensor": "no_grad",
+    "appears to not have been used in the graph": "unused",
+    "does not require grad and does not have a grad_fn": "detached",
+}
 
 
 @dataclass(frozen=True)
@@ -60,67 +87,20 @@ class Leaving:
     branch: bool
 
 
-@dataclass
-class RecordedCall:
-    """A call of a PyTorch function, with the state of its arguments before the call.
-
-    Attributes:
-        raw: The function's name as PyTorch spells it.
-        name: The name without underscores of in-place and reflected variants.
-        tensors: The tensors among its arguments, unwrapped from transforms.
-        numbers: Their value numbers.
-        tracked: Which of them require grad.
-        versions: Their version counters.
-        grad: Whether grad mode was on.
-        mark: As in `Node`.
-        unruled: The numbers of inputs for which its own backward returns None.
-        reason: The kind of its losses, if known.
-    """
-
-    raw: str
-    name: str
-    args: Any
-    kwargs: Any
-    tensors: list[Tensor]
-    numbers: Numbers
-    tracked: list[bool]
-    versions: list[int | None]
-    grad: bool
-    mark: str = ""
-    unruled: set[int] = field(default_factory=set)
-    reason: str = ""
-
-    def rewritten(self) -> list[Tensor]:
-        """The tensors whose contents the call changed."""
-        if self.name == "set_data":
-            return self.tensors[:1]
-        pairs = zip(self.tensors, self.versions, strict=True)
-        return _distinct([x for x, version in pairs if version != version_of(x)])
-
-    def changed(self, numbering: Numbering) -> list[Tensor]:
-        """The rewritten tensors, and those whose autograd graph changed."""
-        pairs = zip(self.tensors, self.tracked, strict=True)
-        others = [
-            x for x, tracked in pairs if tracked > x.requires_grad or numbering.was_reconnected(x)
-        ]
-        return _distinct([*self.rewritten(), *others])
-
-    def overwritten(self) -> bool:
-        """Whether it overwrites a tensor without reading it."""
-        if self.raw in operations.OVERWRITES:
-            return True
-        key = self.args[1] if self.raw == "__setitem__" else None
-        return key is Ellipsis or (isinstance(key, slice) and key == slice(None))
-
-
-class CallRecorder(Numbering):
+class CallRecorder(Recorder[int]):
     """Records the PyTorch functions that run under it.
+
+    Tensors are unwrapped from transforms to reach autograd's graph.
 
     Args:
         undo: As in `Recorder`.
         replace: The indices of leavings whose data is replaced, and the function that replaces it.
 
     Attributes:
+        nodes: The nodes so far.
+        outside: As in `Graph`.
+        made: For each node of autograd the position of the recorded node that made it.
+        reachable: The tensors that the program can reach before it runs, by id.
         leavings: All data that left so far.
         entries: For nodes after a leaving, fingerprints of the numbers and arrays among their
             arguments, to compare two runs.
@@ -131,12 +111,18 @@ class CallRecorder(Numbering):
 
     def __init__(self, undo: Undo, replace: Replace | None = None) -> None:
         super().__init__(undo)
+        self.nodes: list[Node] = []
+        self.outside: list[tuple[int, int]] = []
+        self.made: dict[Any, int] = {}
+        self.reachable = {id(x): x for x, _ in undo.start.reached.watched}
         self.leavings: list[Leaving] = []
         self.entries: dict[int, list[Any]] = {}
         self.refusal: tuple[BaseException, Refusal] | None = None
         self._replace = replace
         self._gradients: Numbers = []  # `.grad` after each backward pass
         self._with_rules: list[tuple[int, Numbers, Called]] = []  # the node, the inputs, the call
+        self._edges: dict[Edge, int] = {}
+        self._edge_at_hold: dict[int, Edge] = {}  # when a known tensor got its number, by its id
 
     # --- what runs
 
@@ -149,43 +135,52 @@ class CallRecorder(Numbering):
             return self.ruled(kind, partial(fun, kind), args, kwargs)
         call = self.entering(fun, args, kwargs)
         with self.silent():
-            return self._done(call, self._result(call, fun, args, kwargs))
-
-    def _result(self, call: RecordedCall, fun: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            return fun(*args, **kwargs)
-        except Exception as error:
-            self.note_refusal(call, error)
-            raise
+            out = self._result(call, fun, args, kwargs)
+            branches = call.raw in operations.BRANCHES
+            if branches or call.raw in operations.LEAVES:
+                return self._leaves(call, out, branches)
+            if call.raw == "__array_wrap__":  # what a NumPy ufunc returns for a tensor operand
+                of, number = call.numbers[0], self.new(out)
+                left = [leaving.value for leaving in self.leavings if leaving.read == of]
+                self.outside += [(value, number) for value in left[-1:]]
+                if isinstance(out, Tensor):
+                    self.hold(out, number)
+            elif call.raw in ("grad", "backward") and call.kwargs.get("create_graph"):
+                self._differentiates(call, out)
+            elif call.raw == "backward":  # .grad depends on the loss, without a graph
+                value, links = self.new(0.0), ((_CUT,) * len(call.numbers),)
+                self.add("stop", call.name, call.numbers, [value], links, "inner_gradient")
+                self._gradients.append(value)
+            else:
+                self.write(call, out)
+            return out
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """Records a call of a torch.autograd.Function as one node."""
+        ours = function_of_ours(kind)
         call = self.entering(kind, (*args, *autograd_functions.captured_by(args)), kwargs)
         call.raw, (call.name, call.mark) = "apply", autograd_functions.name_and_mark(kind, args)
         with self.silent():
-            with ParametersRead() as read:
+            with autograd_functions.ParametersRead() as read:
                 out = self._result(call, apply, args, kwargs)
-            if not function_of_ours(kind):
-                self._add_read(call, read.tensors, is_reentrant_checkpoint(kind), out)
+            if not ours:
+                # It also reads captured tensors, for which it returns no derivative, unless it is a
+                # reentrant checkpoint that computes its function again in backward.
+                again = kind is torch.utils.checkpoint.CheckpointFunction
+                flows = again and any(y.requires_grad for y in tensors_in(out))
+                given = {id(x.tensor) for x in call.operands}
+                more = [x for x in _distinct(read.tensors) if id(x) not in given]
+                call.operands += [Operand(x, self.of(x), not flows, version_of(x)) for x in more]
+                call.reason = "reentrant" if again and more else ""
             call.unruled = autograd_functions.unruled(kind, call, out)
             self.write(call, out)
-            if autograd_functions.is_foreign(kind, call) and not (kwargs or function_of_ours(kind)):
-                self._note_rule(call, kind, apply, args, out)
+            made = [y.grad_fn for y in tensors_in(out) if y.grad_fn is not None]
+            foreign = autograd_functions.is_foreign(kind, call) and not (kwargs or ours)
+            if foreign and made and upstream.peek_interpreter_stack() is None:
+                # kept, to check its double backward when f takes a derivative
+                called = Called(made[0], kind, args)
+                self._with_rules.append((len(self.nodes) - 1, call.numbers, called))
             return out
-
-    def _add_read(self, call: RecordedCall, read: list[Tensor], again: bool, out: Any) -> None:
-        """Adds captured tensors that a Function reads, for which it returns no derivative.
-
-        again: Whether it recomputes its function in backward, and so does return one.
-        """
-        given = {id(x) for x in call.tensors}
-        more = [x for x in _distinct(read) if id(x) not in given]
-        flows = again and any(y.requires_grad for y in tensors_in(out))
-        call.tensors += more
-        call.numbers += map(self.of, more)
-        call.tracked += [not flows] * len(more)
-        call.versions += map(version_of, more)
-        call.reason = "reentrant" if again and more else ""
 
     def wrapped(self, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
         """Records the construction of a Parameter or a Buffer from a tensor."""
@@ -199,65 +194,78 @@ class CallRecorder(Numbering):
     def entering(self, fun: Any, args: Any, kwargs: Any) -> RecordedCall:
         """What a call is given."""
         with self.silent():
-            raw, given = getattr(fun, "__name__", ""), list(tensors_in((args, kwargs)))
-            numbers, tensors = [self.of(x) for x in given], [unwrapped(x) for x in given]
-            for x in filter(self.was_reconnected, tensors):  # views of what was written to
-                self.hold(x, self.of(x))
+            numbered = [(unwrapped(x), self.of(x)) for x in tensors_in((args, kwargs))]
+            for x, _ in numbered:
+                if self.was_reconnected(x):  # a view of what was written to
+                    self.hold(x, self.of(x))
             return RecordedCall(
-                raw,
+                getattr(fun, "__name__", ""),
                 name_of(fun),
                 args,
                 kwargs,
-                tensors,
-                numbers,
-                [x.requires_grad for x in tensors],
-                [version_of(x) for x in tensors],
+                [Operand(x, number, x.requires_grad, version_of(x)) for x, number in numbered],
                 torch.is_grad_enabled(),
             )
 
-    def note_refusal(self, call: RecordedCall, error: Exception) -> None:
-        """Keeps PyTorch's error if it concerns a gradient."""
-        kind = refusal_of(error)
-        if kind is None:
-            return
-        source = self.origin().source or innermost(lines_of(error))
-        message = str(error).strip().partition("\n")[0]
-        result = Refusal(kind, call.name, message, source, self.scopes.path)
-        self.refusal = (error, result)
-
-    def _done(self, call: RecordedCall, out: Any) -> Any:
-        branches = call.raw in operations.BRANCHES
-        if branches or call.raw in operations.LEAVES:
-            return self._leaves(call, out, branches)
-        if call.raw == "__array_wrap__":
-            self._wraps(call, out)
-        elif call.raw in ("grad", "backward") and call.kwargs.get("create_graph"):
-            self._differentiates(call, out)
-        elif call.raw == "backward":  # what is left in .grad depends on the loss, without a graph
-            value, links = self.new(0.0), ((_CUT,) * len(call.numbers),)
-            self.add("stop", call.name, call.numbers, [value], links, "inner_gradient")
-            self._gradients.append(value)
-        else:
-            self.write(call, out)
-        return out
+    def _result(self, call: RecordedCall, fun: Any, args: Any, kwargs: Any) -> Any:
+        """Makes a call; keeps PyTorch's error if it concerns a gradient."""
+        try:
+            return fun(*args, **kwargs)
+        except Exception as error:
+            own = isinstance(error, RuntimeError | TypeError | ValueError | BufferError)
+            kind = known_errors.known(error, REFUSALS) if own else None
+            if kind is not None:
+                source = self.origin().source or innermost(lines_of(error))
+                message = str(error).strip().partition("\n")[0]
+                self.refusal = error, Refusal(kind, call.name, message, source, self.scope)
+            raise
 
     # --- nodes
 
+    def add(
+        self,
+        operation: str,
+        native: str,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        links: Links | None,
+        loss: str | None = None,
+        mark: str = "",
+        made: Iterable[Any] = (),
+        **more: Any,
+    ) -> int:
+        """Adds a node with the running line as its source; made: The nodes of autograd it made."""
+        here = self.origin()
+        at = replace(here, mark=mark or here.mark)
+        more |= {"links": links, "loss": loss}
+        self.nodes.append(self.node(operation, native, inputs, outputs, at, **more))
+        for fn in made:
+            self.made.setdefault(fn, len(self.nodes) - 1)
+        return len(self.nodes) - 1
+
     def write(self, call: RecordedCall, out: Any) -> None:
         """Adds the node of a call that makes or changes tensors."""
-        changed = call.changed(self)
+        rewritten = {id(x): x for x in call.rewritten()}
+        changed = [  # in its contents, or in its place in autograd's graph
+            x
+            for x, _, tracked, _ in call.operands
+            if id(x) not in rewritten and (tracked > x.requires_grad or self.was_reconnected(x))
+        ]
+        changed = _distinct([*rewritten.values(), *changed])
         fresh = [x for x in tensors_in(out) if self.known(x) is None]
         if not (changed or fresh):
             return
         outs = [*changed, *_distinct(fresh)]
         walks = [self.walk(unwrapped(y)) for y in outs]
-        dropped = {id(x) for x in changed} if call.overwritten() else set()
-        hosts = self._gradients if call.raw == "__get__" and call.name == "grad" else []
-        reached = [values for values, _ in walks]
-        managed = call.name in operations.APART and reason_of_detach() == CHUNK
-        result = links_of(call, outs, reached, hosts, dropped, managed)
+        dropped = {id(x) for x in changed} if call.overwrites() else set[int]()
+        if call.name in operations.APART and reason_of_detach() == CHUNK:
+            # gradtools' own detach, which runs a chunk separately and connects it by a Function
+            links = ((_FULL,) * len(call.operands),) * len(outs)
+            result = CallLinks("identity", call.numbers, links, None)
+        else:
+            hosts = self._gradients if call.raw == "__get__" and call.name == "grad" else []
+            result = call.links(outs, [values for values, _ in walks], hosts, dropped)
         numbers = [self.new(y) for y in outs]
-        operands = zip(call.tensors, call.numbers, strict=True)
         node = self.add(
             result.operation,
             call.name,
@@ -266,14 +274,12 @@ class CallRecorder(Numbering):
             result.links,
             result.loss,
             call.mark,
-            overwrites=tuple([n for x, n in operands if id(x) in dropped]),
+            [fn for _, nodes in walks for fn in nodes],
+            overwrites=tuple([x.number for x in call.operands if id(x.tensor) in dropped]),
         )
         if self.leavings:
             self.entries[node] = [*_fingerprints((call.args, call.kwargs))]
-        for _, nodes in walks:
-            self.note_made(nodes, node)
         pairs = [*zip(outs, numbers, strict=True)]
-        rewritten = {id(x): x for x in call.rewritten()}
         for y, number in pairs:
             if id(y) in rewritten:
                 self.table.write(y, number, call)
@@ -283,17 +289,11 @@ class CallRecorder(Numbering):
             for other in [*self.table.sharing(x)]:
                 self.of(other)
 
-    # --- derivatives that have a graph
-
-    def _note_rule(self, call: RecordedCall, kind: Any, apply: Any, args: Any, out: Any) -> None:
-        """Keeps the latest call of a user's Function, to check its double backward later."""
-        nodes = [y.grad_fn for y in tensors_in(out) if y.grad_fn is not None]
-        if nodes and upstream.peek_interpreter_stack() is None:
-            called = Called(nodes[0], kind, args)
-            self._with_rules.append((len(self.nodes) - 1, call.numbers, called))
-
     def _differentiates(self, call: RecordedCall, out: Any) -> None:
-        """Records a differentiable derivative inside f, and terms that user's Functions lose."""
+        """Records a differentiable derivative inside f, and terms that user's Functions lose.
+
+        A lost term is a `missing` node with cut links, which is added to the gradient.
+        """
         outs = list(tensors_in(call.args[:1]))
         if call.raw == "grad":
             pairs = list(zip(call.args[1], out, strict=True))
@@ -301,52 +301,35 @@ class CallRecorder(Numbering):
             leaves = call.kwargs.get("inputs") or leaves_of(outs)
             pairs = [(x, x.grad) for x in leaves]
         self.write(call, [g for _, g in pairs])
-        for x, g in pairs:
-            if g is not None:
-                self._add_missing(g, [rule for rule in self._with_rules if rule[2].loses(outs, x)])
-
-    def _add_missing(self, gradient: Tensor, rules: Sequence[tuple[int, Numbers, Called]]) -> None:
-        """Adds to a gradient the terms that rules lose, as `missing` nodes with cut links."""
-        terms = []
-        for at, inputs, _ in rules:
-            terms.append(self.new(gradient))
-            links = ((_CUT,) * len(inputs),)
-            self.nodes.append(
-                replace(
-                    self.nodes[at],
-                    operation="missing",
-                    inputs=tuple(inputs),
-                    outputs=(terms[-1],),
-                    links=links,
-                    loss=LOSS,
-                )
-            )
-        if terms:
-            whole = [self.of(gradient), *terms]
-            number = self.new(gradient)
-            self.add("add", "grad", whole, [number], ((_FULL,) * len(whole),))
-            self.hold(gradient, number)
+        for x, gradient in pairs:
+            if gradient is None:
+                continue
+            terms = []
+            for at, inputs, rule in self._with_rules:
+                if not rule.loses(outs, x):
+                    continue
+                terms.append(self.new(gradient))
+                lost = replace(self.nodes[at], operation="missing", inputs=tuple(inputs))
+                links = ((_CUT,) * len(inputs),)
+                self.nodes.append(replace(lost, outputs=(terms[-1],), links=links, loss=LOSS))
+            if terms:
+                whole = [self.of(gradient), *terms]
+                number = self.new(gradient)
+                self.add("add", "grad", whole, [number], ((_FULL,) * len(whole),))
+                self.hold(gradient, number)
 
     # --- data that leaves PyTorch, and returns
 
     def _leaves(self, call: RecordedCall, out: Any, branch: bool) -> Any:
         """Records data that leaves for NumPy or Python, or as a boolean on which f may branch."""
         numbers = call.numbers if branch else call.numbers[:1]
-        value = self.new(call.tensors[0] if isinstance(out, list) else out)
+        value = self.new(call.operands[0].tensor if isinstance(out, list) else out)
         operation, loss = ("branch", "discrete") if branch else ("leave", "left_framework")
         node = self.add(operation, call.name, numbers, [value], ((_CUT,) * len(numbers),), loss)
         self.leavings.append(Leaving(value, numbers[0], self.nodes[node].source, branch))
         if self._replace is not None and len(self.leavings) - 1 in self._replace[0]:
             return self._replace[1](out)
         return out
-
-    def _wraps(self, call: RecordedCall, out: Any) -> None:
-        """Records the tensor that a NumPy ufunc returns for a tensor operand."""
-        left = [leaving.value for leaving in self.leavings if leaving.read == call.numbers[0]]
-        number = self.new(out)
-        self.outside += [(value, number) for value in left[-1:]]
-        if isinstance(out, Tensor):
-            self.hold(out, number)
 
     def enters(self, leaving: Leaving, node: int) -> None:
         """Connects data that left to the node at which it returned."""
@@ -356,6 +339,93 @@ class CallRecorder(Numbering):
         assert old.links is not None
         links = tuple([(*row, _FULL) for row in old.links])
         self.nodes[node] = replace(old, inputs=(*old.inputs, number), links=links)
+
+    # --- values
+
+    def new(self, x: Any, name: str = "") -> int:
+        """A new number for a tensor, a NumPy array or a Python number."""
+        number = super().new(x, name)
+        if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
+            array = np.asarray(x)
+            self.values[number] = Value(array.shape, array.dtype.name, name)
+        return number
+
+    def known(self, x: Tensor) -> KnownTensor[int] | None:
+        """The entry of this tensor object; aliases differ in autograd's graph."""
+        return self.table.get(unwrapped(x))
+
+    def hold(self, x: Tensor, value: int) -> None:
+        """Gives a tensor, unwrapped from transforms, this number."""
+        base = unwrapped(x)
+        self.table.hold(base, value, alone=True)
+        self._edge_at_hold[id(base)] = edge_of(base)
+        if base.grad_fn is not None:
+            self._edges[edge_of(base)] = value
+
+    def was_reconnected(self, x: Tensor) -> bool:
+        """Whether a known tensor's grad_fn changed since it got its number."""
+        return x.requires_grad and edge_of(x) != self._edge_at_hold[id(x)]
+
+    def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
+        """Adds an update node for each write, differentiable if autograd changed x's grad_fn."""
+        for write in writes:
+            behind = write.tensor.requires_grad and not self.was_reconnected(x)
+            loss = ("in_place_data" if write.by.grad else "no_grad") if behind else None
+            number = self.new(x)
+            made = self.walk(x)[1]
+            links = ((_FULL, _CUT if behind else _FULL),)
+            given = [before, write.value]
+            self.add("update", write.by.name, given, [number], links, loss, made=made)
+            self.hold(x, number)
+            before = number
+        return before
+
+    def met(self, x: Tensor) -> int:
+        """The number of an unrecorded tensor; another object for a known tensor has that one's."""
+        base = unwrapped(x)
+        known = self._edges.get(edge_of(base)) if base.grad_fn is not None else None
+        if known is not None:
+            return known
+        number = self.new(x)
+        if id(base) not in self.reachable and base.grad_fn is not None:
+            behind, made = self.walk(base)
+            if behind:
+                operation = operations.neutral_of_node(base.grad_fn)
+                name, links = operations.word_of(base.grad_fn), ((_FULL,) * len(behind),)
+                self.add(operation, name, behind, [number], links, made=made)
+                return number
+        elif id(base) not in self.reachable:
+            source = next(self.table.sharing(base), None)
+            if source is not None:  # a Parameter or an unrecorded view
+                stopped = is_inexact(base) and source.requires_grad
+                links = ((_FULL if is_inexact(base) and not stopped else _CUT,),)
+                name = type(base).__name__ if isinstance(base, torch.nn.Parameter) else "alias"
+                operation, loss = ("stop", "detached") if stopped else ("identity", None)
+                self.add(operation, name, [self.of(source)], [number], links, loss)
+                return number
+        self.capture(base, number)
+        return number
+
+    def walk(self, out: Tensor) -> tuple[list[int], list[Any]]:
+        """The known values behind a tensor in autograd's graph, and the nodes in between."""
+        if out.grad_fn is None:  # a leaf depends on its own previous value
+            known = self.known(out) if out.requires_grad else None
+            return ([] if known is None else [known.value]), []
+        result: dict[int, None] = {}
+        edge = get_gradient_edge(out)
+        todo: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
+        seen: dict[Any, None] = {}
+        while todo:
+            node, k = todo.pop()
+            number = self._edges.get((node, k))
+            if number is None and type(node).__name__ == "AccumulateGrad":
+                number = self.of(node.variable)
+            if number is not None:
+                result[number] = None
+            elif node not in seen:
+                seen[node] = None
+                todo += [pair for pair in node.next_functions if pair[0] is not None]
+        return list(result), list(seen)
 
     # --- the graph
 
@@ -404,6 +474,11 @@ def _fingerprints(x: Any, depth: int = 4) -> Iterator[Any]:
 
 
 _MOST = 1000  # entries of a list that are compared
+
+
+def edge_of(x: Tensor) -> Edge:
+    """A tensor's place in autograd's graph."""
+    return x.grad_fn, x.output_nr
 
 
 def _distinct(xs: Sequence[Tensor]) -> list[Tensor]:

@@ -70,14 +70,24 @@ class ObservedRun:
 
     def stand_ins(self) -> tuple[str, ...]:
         """For each leaf the name of what was read from outside in its place."""
-        captured = self.recorder.captured.values()
-        return tuple([self._stand_in(leaf, captured) for leaf in self.leaves])
 
-    def _stand_in(self, leaf: Any, captured: Any) -> str:
-        if not isinstance(leaf, Tensor):
-            return ""
-        result = next((x for x in captured if x is leaf or _same_memory(x, leaf)), None)
-        return "" if result is None else self.recorder.names.get(id(result), "a captured tensor")
+        def is_same(a: Tensor, b: Tensor) -> bool:
+            if a is b:
+                return True
+            if a.layout is not torch.strided or b.layout is not torch.strided or a.numel() == 0:
+                return False
+            return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.device == b.device
+
+        result = []
+        for leaf in self.leaves:
+            read = self.recorder.captured.values() if isinstance(leaf, Tensor) else ()
+            names = [
+                self.recorder.names.get(id(x), "a captured tensor")
+                for x in read
+                if is_same(x, leaf)
+            ]
+            result.append(names[0] if names else "")
+        return tuple(result)
 
     def parameters(self) -> tuple[tuple[str, int | None], ...]:
         """What f holds that requires grad, and its number if f read it."""
@@ -159,9 +169,3 @@ def _comes_from(error: BaseException | None, origin: BaseException) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    if a.layout is not torch.strided or b.layout is not torch.strided or a.numel() == 0:
-        return False
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.device == b.device

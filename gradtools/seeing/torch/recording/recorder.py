@@ -17,6 +17,7 @@ numbers, in-place writes, the running line and modules, and undoing effects; the
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,13 +27,13 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from gradtools.code_origin import Source
+from gradtools.code_origin import PACKAGE, Source, innermost, lines_above
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import Node, Value
 from gradtools.seeing.torch.operands import AtenCall
-from gradtools.seeing.torch.recording.source_lines import Scopes, place
 from gradtools.seeing.torch.recording.values import KnownTensor, TensorTable, Write, like
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.operation_marks import is_users_function
@@ -66,7 +67,7 @@ class Recorder(Generic[V]):
         values: Every value, by number.
         captured: The tensors that existed before the run, by number.
         names: The names of the tensors that the program can reach, by id.
-        scopes: The modules that are running.
+        scope: The modules that are running, outermost first, each by its name in the one around it.
         rules: Name and mark of the Functions that are running, outermost first.
         table: The value of each tensor.
         quiet: Whether recording is paused.
@@ -80,7 +81,7 @@ class Recorder(Generic[V]):
         self.values: dict[int, Value] = {}
         self.captured: dict[int, Any] = {}
         self.undo, self.names = undo, undo.names()
-        self.scopes = Scopes()
+        self.scope: tuple[str, ...] = ()
         self.rules: list[tuple[str, str]] = []
         self.table = TensorTable[V]()
         self.quiet = False
@@ -90,15 +91,57 @@ class Recorder(Generic[V]):
     def run(self, fun: Callable[..., Any], *args: Any) -> Any:
         """Runs and records `fun(*args)`; the search for the user's line ends at this frame."""
         with ExitStack() as inside:
-            inside.enter_context(self.scopes.watching())
+            inside.enter_context(self._modules_followed())
             for level in self.levels:
                 inside.enter_context(_LEVELS[level](self))
             return fun(*args)
 
+    @contextmanager
+    def _modules_followed(self) -> Iterator[None]:
+        """A context in which `scope` follows the modules that this thread calls."""
+        thread = threading.get_ident()
+        running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # with the scope around each
+        names: dict[int, dict[int, str]] = {}  # of the parts of a module, by id
+
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            if threading.get_ident() != thread:
+                return
+            name = None
+            if running:
+                around = running[-1][0]
+                if id(around) not in names:
+                    names[id(around)] = {id(part): name for name, part in around.named_modules()}
+                name = names[id(around)].get(id(module))
+            running.append((module, self.scope))
+            self.scope = (*self.scope, name or type(module).__name__)
+
+        def leave(module: torch.nn.Module, args: Any, out: Any) -> None:
+            if threading.get_ident() != thread or all(of is not module for of, _ in running):
+                return
+            left = None
+            while left is not module:  # modules above it raised, and their exit is not reported
+                left, self.scope = running.pop()
+
+        before = self.scope
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            self.scope = before
+            for handle in handles:
+                handle.remove()
+
     def origin(self) -> Origin:
-        """The running line and modules, with the mark "checkpoint" inside of one."""
-        source, mark = place(Recorder.run)
-        return Origin(source, self.scopes.path, mark)
+        """The running line and modules, with the mark "checkpoint" inside of one.
+
+        The line is the innermost one of the user's code, else of an installed package.
+        """
+        lines = list(lines_above(1, Recorder.run))
+        again = any(upstream.is_of_checkpoint(frame) for frame, _ in lines)
+        return Origin(innermost(lines, PACKAGE), self.scope, "checkpoint" if again else "")
 
     def node(
         self,

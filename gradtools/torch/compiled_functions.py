@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.compiling import NO_DOUBLE_BACKWARD, is_compiling, leaves_of
+from gradtools.torch.compiling import NO_DOUBLE_BACKWARD, is_compiling, leaves_of, runs_as_written
 from gradtools.torch.known_errors import explain
 from gradtools.torch.randomness import Randomness
 
@@ -43,7 +43,7 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return run(*args, **kwargs)
-        if upstream.forward_level() >= 0:
+        if upstream.forward_level() >= 0 or runs_as_written():
             return f(*args, **kwargs)
         transformed = upstream.peek_interpreter_stack() is not None
         if options.get("fullgraph") or not torch.is_grad_enabled() or transformed:

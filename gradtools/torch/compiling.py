@@ -57,19 +57,19 @@ class _AsWritten(AbstractContextManager[None]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
+        self.inside = 0
         self._stance: AbstractContextManager[Any] = nullcontext()
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._inside:
+            if not self.inside:
                 self._stance = torch.compiler.set_stance("force_eager")
-            self._inside += 1
+            self.inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if not self._inside:
+            self.inside -= 1
+            if not self.inside:
                 self._stance.__exit__(None, None, None)
 
 
@@ -84,6 +84,11 @@ def as_written() -> AbstractContextManager[None]:
     if not upstream.dynamo_is_loaded() or is_compiling():
         return nullcontext()
     return _AS_WRITTEN
+
+
+def runs_as_written() -> bool:
+    """Whether `as_written` is in force."""
+    return _AS_WRITTEN.inside > 0
 
 
 def skipped_by_dynamo(fun: F) -> F:

@@ -271,6 +271,14 @@ def test_a_parameter_that_f_never_reads_is_told():
     assert found["unused.weight"] is None and found["used.weight"] is not None
 
 
+@pytest.mark.parametrize("compiler", [torch.compile, gt.compile])
+def test_a_dead_relu_in_compiled_code_is_called_dead_at_its_line(compiler):
+    f = compiler(lambda x: torch.relu(x - 5).sum(), backend="eager")
+    (found,) = gt.why_zero(f, torch.tensor([1.0, 2.0])).findings
+    assert (found.kind, found.operation) == ("dead", "relu")
+    assert found.source.text.startswith("f = compiler")
+
+
 def test_compiled_functions_are_run_as_they_are():
     @torch.compile(backend="eager")
     def f(x):

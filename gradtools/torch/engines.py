@@ -53,7 +53,7 @@ from gradtools.torch.functorch_engine import (
 )
 from gradtools.torch.functorch_wrappers import is_inexact, unshared
 from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
-from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, unpacked
+from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, has_checkpoint, unpacked
 from gradtools.torch.open_derivatives import (
     EAGER,
     SOURCE,
@@ -78,7 +78,6 @@ from gradtools.torch.rerunning import rerun
 from gradtools.torch.rules.installing import evaluated_to_push
 
 Tensor = torch.Tensor
-CHECKPOINTS = "torch.utils.checkpoint"  # the module of a checkpoint's hooks on saved tensors
 is_wrapped = upstream.is_wrapped
 _is_tracked = attrgetter("requires_grad")
 
@@ -130,7 +129,7 @@ def _jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
                 return _dual_jvp(fun, leaves, tangents)
         elif not torch.is_grad_enabled():
             with suppress(NoForwardMode), unpacked() as hooks:
-                if CHECKPOINTS not in [getattr(pack, "__module__", "") for pack, _ in hooks]:
+                if not has_checkpoint(hooks):
                     return _dual_jvp(fun, leaves, tangents)
         outs, extras, push = _eager_linearize(fun, leaves)
         return outs, extras, push(tangents)

@@ -22,7 +22,7 @@ from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 from gradtools.torch.forward_mode.pushing import RightTangents
 from gradtools.torch.functorch_wrappers import is_inexact, is_pushed, unshared
 from gradtools.torch.known_errors import explained
-from gradtools.torch.modes import forward_mode
+from gradtools.torch.modes import forward_mode, has_checkpoint, unpacked
 from gradtools.torch.open_derivatives import (
     OpenDerivative,
     ReadsElsewhere,
@@ -46,6 +46,19 @@ is_wrapped = upstream.is_wrapped
 
 def in_functorch() -> bool:
     return is_compiling() or upstream.peek_interpreter_stack() is not None
+
+
+def _vjp(fun: Any, primals: Sequence[Any], has_aux: bool = False) -> Any:
+    """`torch.func.vjp`, outside of hooks on saved tensors, inside of which it refuses to run.
+
+    It still does inside of a checkpoint, which computes again what an operator computed without
+    torch.func, and would not find the same saved tensors.
+    """
+    if not is_compiling():
+        with unpacked() as hooks:
+            if not has_checkpoint(hooks):
+                return torch.func.vjp(fun, *primals, has_aux=has_aux)
+    return torch.func.vjp(fun, *primals, has_aux=has_aux)
 
 
 def functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
@@ -87,7 +100,7 @@ def functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) 
         empty[:] = [not outs]
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
 
-    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
+    outs, pull, extras = _vjp(paired, leaves, has_aux=True)
     outs = () if empty[0] else outs
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -151,7 +164,7 @@ def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list
 
     if not mine:
         return level()
-    outs, _, extras = torch.func.vjp(level, *mine, has_aux=True)  # type: ignore[misc]
+    outs, _, extras = _vjp(level, mine, has_aux=True)
     return list(outs), list(extras)
 
 
@@ -216,7 +229,7 @@ def functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             refuse_torchscript(caller_of(fun), outs)
         return tuple(outs), tuple(extras)
 
-    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
+    outs, pull, extras = _vjp(paired, leaves, has_aux=True)
     push = _pulled_back(pull, outs)
 
     def noted(tangents: list[Tensor]) -> list[Tensor]:
@@ -231,7 +244,7 @@ def functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 def _pulled_back(pull: Any, outs: Sequence[Tensor]) -> Any:
     """The pushforward, as the pullback of the pullback."""
     ones = tuple(torch.ones_like(y) for y in outs)
-    _, push = torch.func.vjp(pull, ones)  # type: ignore[misc]
+    _, push = _vjp(pull, [ones])
     return lambda tangents: list(push(tuple(tangents))[0])
 
 

@@ -135,6 +135,11 @@ def unpacked() -> Iterator[list[Any]]:
             upstream.push_saved_tensors_hooks(*pair)
 
 
+def has_checkpoint(hooks: Sequence[Any]) -> bool:
+    """Whether some of the hooks are those of `torch.utils.checkpoint`."""
+    return "torch.utils.checkpoint" in [getattr(pack, "__module__", "") for pack, _ in hooks]
+
+
 NOTHING = nullcontext()
 
 

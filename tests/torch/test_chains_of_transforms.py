@@ -162,3 +162,20 @@ def test_derivatives_inside_of_hooks_on_saved_tensors(chain, hooks):
             return f(x)
 
     torch.testing.assert_close(outcome(hooked), outcome(f))
+
+
+@pytest.mark.parametrize("order", ["per_example_grad", "vmap of hvp"])
+def test_batches_of_derivatives_inside_of_hooks_on_saved_tensors(order):
+    w = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3).requires_grad_()
+    rows = torch.linspace(0, 1, 12, dtype=torch.float64).reshape(4, 3)
+    loss = lambda w, x: torch.tanh(w @ x).square().sum()
+    product = lambda w, x: gt.hvp(lambda w: loss(w, x), (w,), (torch.ones_like(w),))[1][0]
+    program = {
+        "per_example_grad": lambda: gt.per_example_grad(loss)(w, rows),
+        "vmap of hvp": lambda: gt.vmap(lambda x: product(w, x))(rows),
+    }[order]
+    plain = program()
+    with torch.autograd.graph.save_on_cpu():
+        hooked = program()
+    results = [(y, *torch.autograd.grad(y.square().sum(), w)) for y in (hooked, plain)]
+    torch.testing.assert_close(*results)

@@ -109,15 +109,13 @@ class _Use(Forward):
 
     fun = property(lambda self: name_of_function(self.caller))
     mark = "frozen"
-    saves_parameters = False  # they are constants
+    differentiates_leaves = saves_parameters = False  # they are constants
     compares_leaves = compares_bits = False  # a recomputation may use other kernels
     may_reach_sharded = False
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
         super().__init__(whole, beneath, None if beneath else uses.state)
-        self.constants: list[Tensor] = self.leaves
-        self.leaves = []
         if not beneath:
             uses.state = self.start if self.start.reached.lasts else None
 
@@ -139,19 +137,9 @@ class _Use(Forward):
     def _kept(self) -> int:
         return int(self.keeps)
 
-    def _note_leaves(self, found: list[Tensor]) -> None:
-        if self.beneath:
-            self.leaves = self.constants
-            super()._note_leaves(found)
-            self.leaves = []
-        else:
-            self.constants = found
-
-    reached_leaves = property(lambda self: self.constants)
-
     def guarded(self, outs: Sequence[Any]) -> list[Any]:
         """The outputs, with a gate that raises if a parameter of G is differentiated."""
-        constants = [x for x in self.constants if x.requires_grad]
+        constants = [x for x in self.reached_leaves if x.requires_grad]
         if not constants or not self.modes.grad:  # G's own outputs require grad likewise
             return list(outs)
         which = [isinstance(y, Tensor) and is_inexact(y) for y in outs]
@@ -320,7 +308,7 @@ class _FrozenBackward(Backward):
         result.graph, result.constant = None, False
         return result, wanted
 
-    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
+    def from_retained(self, rows: Rows, shared: Entries, results: Rows, sums: Sums) -> set[int]:
         use: Any = self.of
         if not isinstance(use, _Use) or 0 not in use.retained:
             return set()
@@ -388,7 +376,11 @@ class _FrozenBackward(Backward):
 
     def pull(self, layout: Layout, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
         if any(self.vectors_only):
-            return self._pulled_each(layout, rows[0], shared)
+            # A batch of vectors at the same arguments, whose gradients are summed.
+            one, zs, n = copy(self), shared[: layout.shared], len(rows[0])
+            one.vectors_only = tuple([alone for alone in self.vectors_only if not alone])
+            pull = lambda *vs: one.pull(layout, [list(vs[:n])], [*zs, *vs[n:]])
+            return self.by_vmap(pull, n, [*rows[0], *shared[layout.shared :]], summed=True)
         count = self.layout.shared
         zs = list(shared[:count]) if self.arguments is None else self.arguments
         us = spread(shared[layout.shared :], layout.present[-1])
@@ -412,26 +404,6 @@ class _FrozenBackward(Backward):
         if self.arguments is not None:
             return [*along, *us]  # `_PullbackInputs` differentiates along us
         return [*along, *_along_arguments(self, zs, us, cts)]
-
-    def _pulled_each(self, layout: Layout, cts: Entries, shared: Entries) -> list[Any]:
-        """The pullback of a batch of vectors at the same arguments, whose gradients are summed."""
-        one, zs = copy(self), shared[: layout.shared]
-        one.vectors_only = tuple([alone for alone in self.vectors_only if not alone])
-        there: list[bool] = []
-
-        def pull(cts: list[Tensor], us: list[Tensor]) -> Any:
-            pulled = one.pull(layout, [cts], [*zs, *us])
-            there[:] = [g is not None for g in pulled]
-            parts = pulled[: len(cts)], pulled[len(cts) :]
-            return tuple([tuple([g for g in part if g is not None]) for part in parts])
-
-        fun: Callable[..., Any] = pull
-        for k in reversed(range(len(self.vectors_only))):
-            if self.vectors_only[k]:
-                axis = self.vectors_only[:k].count(False)  # of the levels that batch all
-                fun = _summed(torch.vmap(fun, axis, (axis, 0), randomness="same"))
-        along, sums = fun(list(cts), list(shared[layout.shared :]))
-        return spread([*along, *sums], there)
 
     def push(self, layout: Layout, rows: Rows, shared: Entries) -> list[Any]:
         if self.arguments is not None:
@@ -472,14 +444,6 @@ class _FrozenBackward(Backward):
                 "derivative in it is wrong: a rule of your own, or "
                 "PyTorch's (that of batch norm on the CPU where weights are not contiguous)."
             )
-
-
-def _summed(fun: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*vectors: list[Tensor]) -> Any:
-        along, each = fun(*vectors)
-        return along, tuple([x.sum(0) for x in each])
-
-    return run
 
 
 def _are_spent(zs: Entries) -> bool:

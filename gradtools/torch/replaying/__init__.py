@@ -1,1 +1,1 @@
-"""Programs that run again chunk by chunk: what `chunked` and `frozen` stand on."""
+"""Programs that run again chunk by chunk: what `chunked`, `checkpoint` and `frozen` are made of."""

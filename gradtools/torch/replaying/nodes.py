@@ -187,21 +187,33 @@ class _Derived(ChunkProgram):
         """
         if not any(self.vectors_only):
             return pulled_back(outs, inputs, cts, *how)
-        given, counts = [ct is not None for ct in cts], list[bool]()
+        given = [ct is not None for ct in cts]
+        pull = lambda *cts: pulled_back(outs, inputs, spread(cts, given), *how)
+        return self.by_vmap(pull, own, [ct for ct in cts if ct is not None])
 
-        def pull(*cts: Tensor) -> Any:
-            grads = pulled_back(outs, inputs, spread(cts, given), *how)
-            counts[:] = [g is not None for g in grads]
-            parts = grads[:own], grads[own:]
-            return tuple([tuple([g for g in part if g is not None]) for part in parts])
+    def by_vmap(
+        self, pull: Callable[..., list[Any]], own: int, vectors: Entries, summed: bool = False
+    ) -> list[Any]:
+        """`pull(*vectors)` under vmap over the batches of the vectors alone.
 
-        fun: Callable[..., Any] = pull
+        own: The number of results before those that have no axis of other batches, being sums.
+        summed: Whether the latter are summed over these batches as well.
+        """
+        there: list[bool] = []
+
+        def parts(*vectors: Tensor) -> Any:
+            grads = pull(*vectors)
+            there[:] = [g is not None for g in grads]
+            each = grads[:own], grads[own:]
+            return tuple([tuple([g for g in part if g is not None]) for part in each])
+
+        fun: Callable[..., Any] = parts
         for k in reversed(range(len(self.vectors_only))):
             if self.vectors_only[k]:
-                axis = self.vectors_only[:k].count(False)  # a sum over a batch has lost its axis
+                axis = self.vectors_only[:k].count(False)  # of the levels that batch all
                 fun = torch.vmap(fun, axis, (axis, 0), randomness="same")
-        result, sums = fun(*(ct for ct in cts if ct is not None))
-        return spread([*result, *sums], counts)
+                fun = _summed(fun) if summed else fun
+        return spread(flattened(fun(*vectors)), there)
 
     def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
         """The other program's inputs at chunk i, then the vectors, None for absent ones."""
@@ -212,12 +224,12 @@ class _Derived(ChunkProgram):
     def advance(self, i: int, xs: Entries, shared: Entries) -> None:
         self.of.advance(i, *self.split(i, xs, shared)[:2])
 
-    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
-        """Computes chunks with kept graphs into `found` and `sums`; returns their indices."""
+    def from_retained(self, rows: Rows, shared: Entries, results: Rows, sums: Sums) -> set[int]:
+        """Fills `results` and `sums` for chunks with kept graphs; returns their indices."""
         return set()
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
-        (widths, width, present), leaves = self.layout, self.leaves
+        (widths, width, present), leaves, forward = self.layout, self.leaves, self.forward
         sums = Sums()
         if self.joint and self.joint.sums:
             begun = self.joint.take(leaves)  # the gradients of earlier nodes in this pass
@@ -229,14 +241,17 @@ class _Derived(ChunkProgram):
         result: Rows = [[] if self.transposes else [None] * widths[i] for i in range(len(rows))]
         # A chunk without cotangents contributes nothing to a pullback.
         needed = [self.transposes or any(row) or any(present[-1]) for row in present[:-1]]
-        bare = without_hooks(self.forward.leaves) if self.forward.leaves else NOTHING
-        with bare, torch.set_grad_enabled(False), self._adding(sums) as self.adding:
+        bare, adding = without_hooks(forward.leaves) if forward.leaves else NOTHING, NOTHING
+        single = not (forward.batches or forward.beneath or any(self.vectors_only))
+        if single and not self.transposes and adds_leaves(leaves):
+            sums.begin(width + len(leaves))
+            adding = LeafHooks(sums, width, leaves)
+        with bare, torch.set_grad_enabled(False), adding as self.adding:
             done = self.from_retained(rows, shared, result, sums)
             rest = {i for i, t in enumerate(needed) if t and i not in done}
-            state = first_pass_state(self.forward) if rest else NOTHING
-            with state:
+            with first_pass_state(forward) if rest else NOTHING:
                 count = max(rest) + 1 if rest else 0
-                for i in steps(count, self.forward.chunks.options.progress):
+                for i in steps(count, forward.chunks.options.progress):
                     if i not in rest:  # only for its effects on the state of later chunks
                         self.advance(i, rows[i], shared)
                         continue
@@ -248,10 +263,6 @@ class _Derived(ChunkProgram):
         if sums.terms:
             return result, sums.total()
         return result, [] if self.transposes else [None] * (width + len(leaves))
-
-    def _adding(self, sums: Sums) -> Any:
-        """A context with hooks that add up the leaves' gradients over chunks."""
-        return NOTHING
 
     def _within(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], Any, Any]:
         """The other program's inputs, outputs and sums, with a graph between them."""
@@ -276,6 +287,14 @@ class _Derived(ChunkProgram):
         return gated_at_hooks(self.caller, run, leaves, inputs, outs, cts, grads, linear=True)
 
 
+def _summed(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*vectors: Tensor) -> Any:
+        result, each = fun(*vectors)
+        return result, tuple([x.sum(0) for x in each])
+
+    return run
+
+
 class Backward(_Derived):
     """The pullback: cotangents of each chunk's inputs, and sums for shared inputs and leaves."""
 
@@ -286,35 +305,23 @@ class Backward(_Derived):
         inputs, ys, terms = self._within(i, xs, shared)
         own, outs = len(xs) + len(shared), [*ys, *terms] if terms else ys
         cts = [*cts, *shared_cts] if terms else cts
-        adding, forward = None if create else self.adding, self.forward
+        forward = self.forward
         # A recomputed graph has the same nodes as in the first pass, where they were examined.
         same = self.of is self.forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
         watched = forward.hooked or forward.counts
         with differentiating(forward, create) if watched else NOTHING:
-            grads = self._pulled_adding(adding, outs, inputs, cts, own, *how)
+            grads = self._pulled_adding(outs, inputs, cts, own, *how)
         if create and forward.hooked:
             grads = self._gated_at_hooks(i, inputs[:own], xs, outs, cts, grads)
         return grads[: len(xs)], grads[len(xs) :]
 
-    def _adding(self, sums: Sums) -> Any:
-        single = not (self.forward.batches or self.forward.beneath or any(self.vectors_only))
-        if not (single and adds_leaves(self.leaves)):
-            return NOTHING
-        sums.begin(self.layout.shared + len(self.leaves))
-        return LeafHooks(sums, self.layout.shared, self.leaves)
-
     def _pulled_adding(
-        self,
-        adding: LeafHooks | None,
-        outs: Entries,
-        inputs: Entries,
-        cts: Entries,
-        own: int,
-        *how: bool,
+        self, outs: Entries, inputs: Entries, cts: Entries, own: int, *how: bool
     ) -> list[Any]:
         """As `pulled`, with None for gradients that hooks on leaves add to the sums."""
-        roots, forward = outs if adding is None else adding.roots(outs), self.forward
+        adding, forward = None if torch.is_grad_enabled() else self.adding, self.forward
+        roots = outs if adding is None else adding.roots(outs)
         for k, x in enumerate(self.leaves if forward.hooked else ()):
             hooks = upstream.tensor_hooks(x)  # which the recomputation of f set a second time
             if hooks and not (adding is not None and adding.takes(k)):
@@ -329,7 +336,7 @@ class Backward(_Derived):
             grads[own + k] = None
         return grads
 
-    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
+    def from_retained(self, rows: Rows, shared: Entries, results: Rows, sums: Sums) -> set[int]:
         forward = self.forward
         retained = forward.retained if self.of is self.forward else {}
         if not retained:
@@ -345,12 +352,12 @@ class Backward(_Derived):
         try:
             with differentiating(forward) if forward.counts and not forward.hooked else NOTHING:
                 how = keep, False, forward.is_right
-                grads = self._pulled_adding(self.adding, outs, inputs, cts, width, *how)
+                grads = self._pulled_adding(outs, inputs, cts, width, *how)
         finally:
             forward.in_kept_graph[0] = False
         done, left = set(retained), iter(grads)
         for i in retained:
-            found[i] = [next(left) for _ in range(self.layout.widths[i])]
+            results[i] = [next(left) for _ in range(self.layout.widths[i])]
         if rest := list(left):
             sums.add(rest)
         if not keep:
@@ -443,13 +450,13 @@ def node_of(
     return parts[:-1], parts[-1]
 
 
-def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
+def _chosen(program: ChunkProgram, results: Any, shape: list[Any], known: bool) -> list[Tensor]:
     """The outputs and sums that are the node's outputs; stores their layout in `shape`."""
-    flat = [*chain(*found[0]), *found[1]]
+    flat = [*chain(*results[0]), *results[1]]
     mask = [isinstance(y, Tensor) for y in flat]
     if known and program.attached is not None:
         mask = [t and a for t, a in zip(mask, chain(*program.attached), strict=True)]
-    shape[:] = [list(map(len, found[0])), mask]
+    shape[:] = [list(map(len, results[0])), mask]
     return [*compress(flat, mask)]
 
 

@@ -73,6 +73,7 @@ class Forward(ChunkProgram):
     pass runs. The carry then is among the shared inputs, and is returned in the place of sums.
     """
 
+    differentiates_leaves = True  # those that f reaches besides its arguments
     saves_parameters = True  # so that autograd detects in-place changes of them
     compares_leaves = compares_bits = True  # in the verification
     may_reach_sharded = True  # whether f may reach modules of FSDP2, without calling them
@@ -107,14 +108,14 @@ class Forward(ChunkProgram):
         self.xs = [[p[k] for k in m] for p, m in zip(self.pieces, self.moving, strict=True)]
         self.shared = [chunks.shared[k] for k in self.moving_shared]
         self.first_carry = self.carry = [untracked(x) for x in chunks.carry]
-        self.leaves: list[Tensor] = []
+        self.reached_leaves: list[Tensor] = parameters_of(self.start) if beneath else []
+        self.leaves = self.reached_leaves if self.differentiates_leaves else []
         self.attached: list[list[bool]] = []
         self.captured = self._captured() if chunks.caller == "checkpoint" else []
         self.begun: set[Any] = set()  # the nodes of the inputs that the first pass's graph reaches
         self.shared += self.captured
         if beneath:
             self.shared += self.carry
-            self.leaves = parameters_of(self.start)
         self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
         self.in_kept_graph = [False]  # whether a kept graph is being differentiated, a shared cell
         self.originals = Originals(chunks, self.pieces, self.moving, self.modes.grad)
@@ -378,15 +379,23 @@ class Forward(ChunkProgram):
             raise self._in_place("")
         self.originals.settle()
         self.hooked |= self._sets_hooks(*hooks)
-        self._note_leaves([*leaves.values()])
-        self._settle(own[len(self.moving_shared) :] if grad else [])
+        self._settle([*leaves.values()], own[len(self.moving_shared) :] if grad else [])
         return result
 
-    def _settle(self, substituted: list[Tensor]) -> None:
+    def _settle(self, leaves: list[Tensor], substituted: list[Tensor]) -> None:
         """Records the state that the backward pass requires.
 
+        leaves: The leaves that the graph reaches.
         substituted: The tensors that f saw instead of captured ones.
         """
+        if not self.beneath:
+            self.reached_leaves = leaves
+            self.leaves = leaves if self.differentiates_leaves else []
+        elif leaves:  # they are those of the node, which is made before f is evaluated
+            known = {*map(id, self.reached_leaves)}
+            for leaf in leaves:
+                if id(leaf) not in known:
+                    raise captured_error(self, leaf)
         reached = self.start.reached
         changed, unchanged = self.start.changed(parameters=True), reached.is_unchanged()
         self.start = self.start.without_unused_streams()
@@ -521,17 +530,6 @@ class Forward(ChunkProgram):
     def _is_attached(self, y: Any) -> bool:
         """Whether an output of the first pass has a derivative."""
         return isinstance(y, Tensor) and y.requires_grad
-
-    def _note_leaves(self, found: list[Tensor]) -> None:
-        if not self.beneath:
-            self.leaves = found
-            return
-        known = {id(x) for x in self.leaves}
-        for leaf in found:
-            if id(leaf) not in known:
-                raise captured_error(self, leaf)
-
-    reached_leaves = property(lambda self: self.leaves)  # those that f captures
 
 
 def _refuse_other_differentiation(in_kept_graph: list[bool], *xs: Any) -> None:

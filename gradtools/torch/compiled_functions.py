@@ -104,7 +104,13 @@ class _Twice(torch.autograd.Function):
         inputs, point, create = ctx.saved_tensors, ctx.point, torch.is_grad_enabled()
         keep = upstream.keeps_graph()
         if create:
-            _warn_of_eager_run(point.name)
+            warn_once(
+                ("compile", point.name),
+                f"compile: {point.name} is run again outside of the compiled graph, because its "
+                "derivative is taken with a graph of its own and PyTorch has no compiled double "
+                "backward (pytorch#91469). The numbers are right; compiling the derivative instead "
+                "is faster.",
+            )
         outs: Sequence[Any] = point.run_eagerly() if create else point.ends
         if not keep:
             point.ends = []
@@ -119,12 +125,3 @@ class _Twice(torch.autograd.Function):
             allow_unused=True,
         )
         return None, None, *grads
-
-
-def _warn_of_eager_run(name: str) -> None:
-    warn_once(
-        ("compile", name),
-        f"compile: {name} is run again outside of the compiled graph, because its derivative is "
-        "taken with a graph of its own and PyTorch has no compiled double backward "
-        "(pytorch#91469). The numbers are right; compiling the derivative instead is faster.",
-    )

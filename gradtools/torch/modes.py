@@ -187,7 +187,7 @@ class Modes:
 
     def are_current(self) -> bool:
         """Whether they are the current ones, apart from grad mode."""
-        return _current_flags() == self.flags and batchings() == 0 and self._others() is NOTHING
+        return _current_flags() == self.flags and batchings() == 0 and not self._differing()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -196,7 +196,10 @@ class Modes:
         for _ in range(depth):
             upstream.leave_vmap()
         try:
-            with self._others(), torch.set_grad_enabled(self.grad):
+            with ExitStack() as inside:
+                for context in self._differing():
+                    inside.enter_context(context)
+                inside.enter_context(torch.set_grad_enabled(self.grad))
                 _set(flags, self.flags)
                 yield
         finally:
@@ -204,27 +207,20 @@ class Modes:
             for _ in range(depth):
                 upstream.enter_vmap()
 
-    def _others(self) -> AbstractContextManager[Any]:
-        """A context that sets autocast, default device and inference mode if they differ."""
-        casts = _casts([kind for kind, _, _ in self.autocast])
-        cast_as_here = casts == self.autocast
-        device_as_here = default_device() == self.device
-        if cast_as_here and device_as_here and not torch.is_inference_mode_enabled():
-            return NOTHING
-        return self._entered(not device_as_here, not cast_as_here)
-
-    @contextmanager
-    def _entered(self, device: bool, casts: bool) -> Iterator[None]:
-        with ExitStack() as inside:
-            if torch.is_inference_mode_enabled():  # backward() may be called in inference mode
-                inside.enter_context(torch.inference_mode(False))
-            if device:
-                inside.enter_context(self.device)
-            for kind, on, dtype in self.autocast if casts else ():
-                inside.enter_context(
-                    torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
-                )
-            yield
+    def _differing(self) -> list[AbstractContextManager[Any]]:
+        """Contexts that set inference mode, default device and autocast where they differ."""
+        result: list[AbstractContextManager[Any]] = []
+        if torch.is_inference_mode_enabled():  # backward() may be called in inference mode
+            result.append(torch.inference_mode(False))
+        if default_device() != self.device:
+            result.append(self.device)
+        casts_differ = _casts([kind for kind, _, _ in self.autocast]) != self.autocast
+        if casts_differ:
+            result += [
+                torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
+                for kind, on, dtype in self.autocast
+            ]
+        return result
 
 
 def casts_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:
@@ -242,19 +238,18 @@ def as_cast_now(fun: Callable[..., Any], kinds: Iterable[str]) -> Callable[..., 
     """
     casts = casts_now(kinds)
 
+    def widened(x: Any) -> Any:
+        is_narrow = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+        return x.float() if is_narrow else x
+
     def run(*args: Any) -> Any:
         with ExitStack() as inside:
             for kind, dtype in casts:
                 inside.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             result = fun(*args)
-        return upstream.tree_map(_widened, result)
+        return upstream.tree_map(widened, result)
 
     return run if casts else fun
-
-
-def _widened(x: Any) -> Any:
-    is_narrow = isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16)
-    return x.float() if is_narrow else x
 
 
 @contextmanager

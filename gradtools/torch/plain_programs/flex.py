@@ -47,10 +47,26 @@ def flex_attention(
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     q, k, v = (x.to(wide) for x in (query, key, value))
     where = [torch.arange(n, device=q.device) for n in (*q.shape[:3], k.shape[2])]
-    scores = _Scores(score_mod, block_mask[-1], scale, is_long(q, k, v))
-    lifted = score_mod_other_buffers, mask_mod_other_buffers
+    lifted = score_mod_other_buffers, mask_mod_other_buffers  # dynamo made them arguments
+    of_one_head = is_long(q, k, v)
+
+    def over_entries(fun: Callable[..., Any], arrays: int, shared: int) -> Callable[..., Any]:
+        """Vectorizes a function of an entry and its four indices over all entries."""
+        for axis in reversed(range(2 if of_one_head else 0, 4)):
+            indices = [0 if k == axis else None for k in range(4)]
+            fun = torch.vmap(fun, (*[0] * arrays, *indices, *[None] * shared))
+        return fun
+
+    def scores(q: Tensor, k: Tensor, where: Sequence[Tensor], lifted: Any) -> Tensor:
+        """score_mod(scale q k^T), -inf where masked, at the indices `where` along b, h, n, m."""
+        modified = over_entries(score_mod, 1, len(lifted[0]))
+        is_allowed = over_entries(block_mask[-1], 0, len(lifted[1]))
+        with _ByIndices():
+            scores = modified(q @ k.mT * scale, *where, *lifted[0]).to(q.dtype)
+            return scores.masked_fill(~is_allowed(*where, *lifted[1]), -math.inf)
+
     with torch.autocast(q.device.type, enabled=False):
-        if scores.of_one_head:
+        if of_one_head:
             out, total, most = _in_tiles(scores, q, k, v, where, lifted, kernel_options)
             out = out.to(query.dtype)
         else:
@@ -59,38 +75,8 @@ def flex_attention(
     return out, total / math.log(2), most / math.log(2)
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """score_mod(scale q k^T), -inf where masked. of_one_head: Whether without the axes b and h."""
-
-    score_mod: Callable[..., Tensor]
-    mask_mod: Callable[..., Tensor]
-    scale: float
-    of_one_head: bool
-
-    def __call__(self, q: Tensor, k: Tensor, where: Sequence[Tensor], lifted: Any) -> Tensor:
-        """The scores at the indices `where` along b, h, n and m.
-
-        lifted: The tensors in the two functions that dynamo made arguments.
-        """
-        modified = self._over_entries(self.score_mod, 1, len(lifted[0]))
-        is_allowed = self._over_entries(self.mask_mod, 0, len(lifted[1]))
-        with _ByIndices():
-            scores = modified(q @ k.mT * self.scale, *where, *lifted[0]).to(q.dtype)
-            return scores.masked_fill(~is_allowed(*where, *lifted[1]), -math.inf)
-
-    def _over_entries(
-        self, fun: Callable[..., Any], arrays: int, shared: int
-    ) -> Callable[..., Any]:
-        """Vectorizes a function of an entry and its four indices over all entries."""
-        for axis in reversed(range(2 if self.of_one_head else 0, 4)):
-            indices = [0 if k == axis else None for k in range(4)]
-            fun = torch.vmap(fun, (*[0] * arrays, *indices, *[None] * shared))
-        return fun
-
-
 def _in_tiles(
-    scores: _Scores,
+    scores: Callable[..., Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -106,9 +92,16 @@ def _in_tiles(
         del kinds["log"]
     if not kernel_options.get("OUTPUT_MAX", True):
         del kinds["most"]
-    captured = _captured(scores, q, k, where, lifted)
+    # The differentiated tensors that the functions capture, read at one entry: dynamo makes them
+    # arguments, but does not run inside of torch.utils.checkpoint.
+    one = value_of(q)[0, 0, :1], value_of(k)[0, 0, :1]
+    at = [x[0] for x in where[:2]] + [x[:1] for x in where[2:]]
+    with torch.no_grad(), _Replaced([], []) as reads:
+        scores(*one, at, lifted)
+    given = upstream.tree_leaves(lifted)
+    captured = [x for x in reads.differentiated if all(x is not y for y in given)]
     attend = import_module("gradtools.torch").pairwise_reduce(
-        _Tile(scores, captured, "log" in kinds, "most" in kinds),
+        _Tile(scores, captured, kinds),
         kinds,
         rows=(0, 5),
         columns=(1, 2, 6),
@@ -124,12 +117,11 @@ def _in_tiles(
 
 @dataclass(frozen=True)
 class _Tile:
-    """The scores and values of a tile of one head."""
+    """The scores and values of a tile of one head. Searches for captured tensors skip fields."""
 
-    scores: _Scores
+    scores: Callable[..., Tensor]
     captured: list[Tensor]
-    has_log: bool
-    has_most: bool
+    kinds: dict[str, str]
 
     def __call__(
         self,
@@ -146,23 +138,11 @@ class _Tile:
         with _Replaced(self.captured, others):
             s = self.scores(q, k, (b, h, i, j), lifted)
         result: dict[str, Any] = {"out": (s, v[None])}
-        result |= {"log": s} if self.has_log else {}
-        return result | ({"most": value_of(s)} if self.has_most else {})
-
-
-def _captured(
-    scores: _Scores, q: Tensor, k: Tensor, where: Sequence[Tensor], lifted: Any
-) -> list[Tensor]:
-    """The differentiated tensors that the functions capture, read at one entry.
-
-    Dynamo makes them arguments, but does not run inside of torch.utils.checkpoint.
-    """
-    one = value_of(q)[0, 0, :1], value_of(k)[0, 0, :1]
-    at = [x[0] for x in where[:2]] + [x[:1] for x in where[2:]]
-    given = upstream.tree_leaves(lifted)
-    with torch.no_grad(), _Replaced([], []) as reads:
-        scores(*one, at, lifted)
-    return [x for x in reads.differentiated if all(x is not y for y in given)]
+        if "log" in self.kinds:
+            result["log"] = s
+        if "most" in self.kinds:
+            result["most"] = value_of(s)
+        return result
 
 
 class _ByIndices(TorchFunctionMode):

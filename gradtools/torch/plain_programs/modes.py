@@ -54,10 +54,14 @@ class PlainPrograms(TorchFunctionMode):
         kwargs = kwargs or {}
         row: Any = _ROWS.get(fun, _UNKNOWN)
         if row is _UNKNOWN:
-            row = _ROWS[fun] = _row_in_reverse(fun)
+            row = row_of(fun)
+            if row is None or row.program is None or not any(k in row.wrong for k in _REVERSE):
+                row = None
+            _ROWS[fun] = row
         if row is not None and "out" not in kwargs and row.applies(args, kwargs):
             leaves = upstream.tree_leaves((args, kwargs))
-            mapped = UNDER_VMAP in row.wrong and any(map(_is_mapped, leaves))
+            mapped = UNDER_VMAP in row.wrong
+            mapped = mapped and any(isinstance(x, Tensor) and is_mapped(x) for x in leaves)
             times = 1 if GRADIENT in row.wrong else self._times
             if mapped or len(levels_differentiating(leaves)) >= times:
                 return row.program(*args, **kwargs)
@@ -77,16 +81,6 @@ class PlainPrograms(TorchFunctionMode):
                 return upstream.redispatch_function(fun, types, args, kwargs)
         finally:
             self._inside = before
-
-
-def _is_mapped(x: Any) -> bool:
-    return isinstance(x, Tensor) and is_mapped(x)
-
-
-def _row_in_reverse(fun: Any) -> PlainProgram | None:
-    row = row_of(fun)
-    usable = row is not None and row.program is not None and any(k in row.wrong for k in _REVERSE)
-    return row if usable else None
 
 
 def plain_kernel(fun: upstream.HigherOrderOperator) -> Any:

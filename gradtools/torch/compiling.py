@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from importlib.abc import MetaPathFinder
@@ -238,10 +238,10 @@ def not_exported(caller: str) -> GradtoolsError:
     )
 
 
-def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> list[Any]:
-    """The nodes of the autograd graph of outs, including leaves, up to the nodes of `stop`."""
+def nodes_of(outs: Sequence[Tensor]) -> list[Any]:
+    """The nodes of the autograd graph of outs, including leaves."""
     found: list[Any] = []
-    seen: set[Any] = set(stop)
+    seen: set[Any] = set()
     todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
     while todo:
         node = todo.pop()

@@ -171,7 +171,15 @@ def _evaluated(
     custom: Whether fun is custom code, whose pullback must be checked to be differentiable.
     """
     if upstream.peek_interpreter_stack() is not None:
-        return _evaluated_in_functorch(fun, xs, mask)
+        run = lambda *moving: fun(*replaced_where(xs, mask, moving))
+        moving = [x for x, m in zip(xs, mask, strict=True) if m]
+        ys, carried, pullback = vjp_of_inexact(run, *moving)
+
+        def pull_in_functorch(cts: Entries, create: bool) -> list[Any]:
+            filled = [ct for ct, c in zip(_filled(ys, cts), carried, strict=True) if c]
+            return [v.view_as(v) for v in pullback(tuple(filled))]
+
+        return ys, pull_in_functorch
     with torch.enable_grad():
         aliases = [_alias(x) if m else x for x, m in zip(xs, mask, strict=True)]
         ys = fun(*aliases)
@@ -198,20 +206,6 @@ def _evaluated(
                     allow_unused=True,
                 )
             )
-
-    return ys, pull
-
-
-def _evaluated_in_functorch(fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool]) -> Any:
-    def run(*moving: Tensor) -> Any:
-        return fun(*replaced_where(xs, mask, moving))
-
-    moving = [x for x, m in zip(xs, mask, strict=True) if m]
-    ys, carried, pullback = vjp_of_inexact(run, *moving)
-
-    def pull(cts: Entries, create: bool) -> list[Any]:
-        filled = [ct for ct, c in zip(_filled(ys, cts), carried, strict=True) if c]
-        return [v.view_as(v) for v in pullback(tuple(filled))]
 
     return ys, pull
 

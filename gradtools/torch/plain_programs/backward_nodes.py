@@ -133,13 +133,18 @@ def _saved(node: Any, *names: str) -> list[Any]:
     return [upstream.saved(node, name) for name in names]
 
 
-def _signed(number: int) -> int:
-    """A signed integer, which the node exposes as an unsigned one."""
-    return number - (number >= 2**63) * 2**64
+def _by(
+    program: Callable[..., Any], *tensors: str, others: tuple[str, ...] = ()
+) -> Callable[[Any], Call]:
+    """A program at saved tensors of a node, followed by other arguments that it saved."""
 
+    def call(node: Any) -> Call:
+        saved = _saved(node, *others)
+        # The node exposes a signed integer as an unsigned one.
+        more = [x - (x >= 2**63) * 2**64 if type(x) is int else x for x in saved]
+        return lambda *xs: program(*xs, *more), _saved(node, *tensors)
 
-def _unary(name: str, program: Callable[[Tensor], Tensor]) -> Callable[[Any], Call]:
-    return lambda node: (program, _saved(node, name))
+    return call
 
 
 def _layer_norm(node: Any) -> Call:
@@ -204,26 +209,6 @@ def _cudnn_batch_norm_pullback(node: Any) -> Call:
     x, ct, weight, eps = _saved(node, "input", "grad_output", "weight", "epsilon")
     run = _norm_pullback(_over_batch(eps))
     return lambda x, ct, weight: run(ct, x, weight), [x, ct, weight]
-
-
-def _weight_norm(node: Any) -> Call:
-    v, g, dim = _saved(node, "v", "g", "dim")
-    return lambda v, g: programs.weight_norm(v, g, dim), [v, g]
-
-
-def _logcumsumexp(node: Any) -> Call:
-    x, dim = _saved(node, "self", "dim")
-    return lambda x: programs.logcumsumexp(x, _signed(dim)), [x]
-
-
-def _cdist(node: Any) -> Call:
-    p = upstream.saved(node, "p")
-    return lambda a, b: programs.cdist(a, b, p), _saved(node, "x1", "x2")
-
-
-def _pdist(node: Any) -> Call:
-    p = upstream.saved(node, "p")
-    return lambda x: programs.pdist(x, p), _saved(node, "self")
 
 
 def _attention(node: Any) -> Call:
@@ -316,11 +301,11 @@ NODES = {
     "LdexpBackward0": BackwardNode(result=_ldexp, wrong=_ALWAYS, when=_by_integers),
     "AsStridedScatterBackward0": BackwardNode(result=_as_strided_scatter, wrong=_ALWAYS),
     "SiluBackward0": BackwardNode(
-        _unary("self", programs.silu),
+        _by(programs.silu, "self"),
         wrong=_ALWAYS,
         when=lambda node: upstream.described(node)[0].dtype.is_complex,
     ),
-    "LogcumsumexpBackward0": BackwardNode(_logcumsumexp),
+    "LogcumsumexpBackward0": BackwardNode(_by(programs.logcumsumexp, "self", others=("dim",))),
     "SparseCooTensorWithDimsAndTensorsBackward0": BackwardNode(result=_sparse),
     "NativeLayerNormBackward0": BackwardNode(_layer_norm, when=_has_bias_alone, mapped=True),
     "NativeLayerNormBackwardBackward0": BackwardNode(_layer_norm_pullback),
@@ -332,12 +317,14 @@ NODES = {
         _cudnn_batch_norm, when=lambda node: False, mapped=True
     ),
     "CudnnBatchNormBackwardBackward0": BackwardNode(_cudnn_batch_norm_pullback, when=_trains),
-    "WeightNormInterfaceBackward0": BackwardNode(_weight_norm),
-    "CdistBackward0": BackwardNode(_cdist, mapped=True),
-    "PdistBackward0": BackwardNode(_pdist),
-    "HardsigmoidBackward0": BackwardNode(_unary("self", programs.hardsigmoid)),
-    "SincBackward0": BackwardNode(_unary("self", programs.sinc)),
-    "LinalgDetBackward0": BackwardNode(_unary("A", programs.det), wrong=_is_singular),
+    "WeightNormInterfaceBackward0": BackwardNode(
+        _by(programs.weight_norm, "v", "g", others=("dim",))
+    ),
+    "CdistBackward0": BackwardNode(_by(programs.cdist, "x1", "x2", others=("p",)), mapped=True),
+    "PdistBackward0": BackwardNode(_by(programs.pdist, "self", others=("p",))),
+    "HardsigmoidBackward0": BackwardNode(_by(programs.hardsigmoid, "self")),
+    "SincBackward0": BackwardNode(_by(programs.sinc, "self")),
+    "LinalgDetBackward0": BackwardNode(_by(programs.det, "A"), wrong=_is_singular),
     **{
         f"ScaledDotProduct{kernel}Backward0": BackwardNode(
             _attention,

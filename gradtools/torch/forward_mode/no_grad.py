@@ -19,13 +19,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import as_written
 from gradtools.torch.forward_mode.pushing import pushed_rightly
 from gradtools.torch.hooks import HookGuard
 from gradtools.torch.open_derivatives import SPENT
+from gradtools.torch.plain_programs.modes import StaysInside
 from gradtools.torch.plain_programs.rows import is_wrong_at
 
 Tensor = torch.Tensor
@@ -42,7 +42,7 @@ _AS_IT_IS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-class NoGradStopsTangents(TorchFunctionMode):
+class NoGradStopsTangents(StaysInside):
     """A function mode in which results computed under `torch.no_grad` have no tangent.
 
     It is entered for one call of one function in a dual level, with gradients enabled.
@@ -59,7 +59,6 @@ class NoGradStopsTangents(TorchFunctionMode):
         self.operator = caller
         self._hooks: HookGuard | None = None
         self._again = again
-        self._inside: Any = None  # the Python function being run: its C kernel may share its name
         self._level = upstream.forward_level()
         self._hidden = hidden
         self._stopped: int | None = None  # the depth of transforms at which f disabled gradients
@@ -117,7 +116,7 @@ class NoGradStopsTangents(TorchFunctionMode):
         if fun == _REQUIRES and not upstream.is_frameworks_own_question(1):
             return fun(*args) or self._requires(args[0])
         if not self.ruled(fun) and self._may_enter(fun, types, args, kwargs):
-            return self._within(fun, args, kwargs)  # with gradients enabled, as f has them
+            return self.within(fun, (), args, kwargs)  # with gradients enabled, as f has them
         if not (self._hidden and torch.is_grad_enabled()):
             return self.flowing(fun, types, args, kwargs)
         graphs(False)
@@ -129,7 +128,7 @@ class NoGradStopsTangents(TorchFunctionMode):
     def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """Calls a function; this mode stays active inside of a Python function of PyTorch."""
         if self._may_enter(fun, types, args, kwargs):
-            return self._within(fun, args, kwargs)
+            return self.within(fun, (), args, kwargs)
         if fun is upstream.custom_function_call and self._again:
             level = upstream.peek_interpreter_stack()
             if level is not None and level.key() == upstream.TransformType.Jvp:
@@ -137,10 +136,10 @@ class NoGradStopsTangents(TorchFunctionMode):
 
                 call = partial(fun, args[0])
                 return gated_call(self.operator or "jvp", args[0], call, args[1:])
-            return self._within(fun, args, kwargs)  # gated at the level beneath, or in the graph
-        of_functions = isinstance(fun, upstream.HigherOrderOperator) and fun is not self._inside
+            return self.within(fun, (), args, kwargs)  # gated at the level beneath, or in the graph
+        of_functions = isinstance(fun, upstream.HigherOrderOperator) and fun is not self.inside
         if of_functions and fun is not upstream.custom_function_call:
-            with self._inside_of(fun):  # for the functions among its arguments
+            with self.inside_of(fun):  # for the functions among its arguments
                 return pushed_rightly(fun, args, kwargs, self._again)
         return pushed_rightly(fun, args, kwargs, self._again)
 
@@ -149,23 +148,8 @@ class NoGradStopsTangents(TorchFunctionMode):
         return False
 
     def _may_enter(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> bool:
-        in_python = type(fun) is FunctionType and fun is not self._inside
+        in_python = type(fun) is FunctionType and fun is not self.inside
         return in_python and all(map(is_plain, types)) and not is_wrong_at(fun, args, kwargs)
-
-    def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Calls a Python function of PyTorch with this mode active inside."""
-        with self._inside_of(fun):
-            return upstream.redispatch_function(fun, (), args, kwargs)
-
-    @contextmanager
-    def _inside_of(self, fun: Any) -> Iterator[None]:
-        before, self._inside = self._inside, fun
-        TorchFunctionMode.__enter__(self)
-        try:
-            yield
-        finally:
-            TorchFunctionMode.__exit__(self, None, None, None)
-            self._inside = before
 
     def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """Runs torch.autograd.grad inside of f; without create_graph its results have no tangent.
@@ -175,7 +159,7 @@ class NoGradStopsTangents(TorchFunctionMode):
         on = upstream.is_forward_mode_enabled()
         _tangents(on and bool(kwargs.get("create_graph", args[4:5] == (True,))))
         try:
-            return self._within(fun, args, kwargs)
+            return self.within(fun, (), args, kwargs)
         finally:
             _tangents(on)
 

@@ -7,6 +7,8 @@ several levels differentiate it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType
 from typing import Any
 
@@ -35,7 +37,28 @@ Kwargs = dict[str, Any]
 _REVERSE = (GRADIENT, GRADIENT_AGAIN, THIRD, MAPPED, UNDER_VMAP, TANGENT_OF_GRADIENT)
 
 
-class PlainPrograms(TorchFunctionMode):
+class StaysInside(TorchFunctionMode):
+    """A function mode that stays active inside of PyTorch's Python functions which it calls."""
+
+    inside: Any = None  # the Python function being run: its builtin may share its name
+
+    def within(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Calls a Python function of PyTorch with this mode active inside."""
+        with self.inside_of(fun):
+            return upstream.redispatch_function(fun, types, args, kwargs)
+
+    @contextmanager
+    def inside_of(self, fun: Any) -> Iterator[None]:
+        before, self.inside = self.inside, fun
+        TorchFunctionMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
+            self.inside = before
+
+
+class PlainPrograms(StaysInside):
     """The mode around a function that torch.func pulls back, in a level of its own.
 
     Args:
@@ -48,7 +71,6 @@ class PlainPrograms(TorchFunctionMode):
         super().__init__()
         self._times = times
         self._control_flow = control_flow
-        self._inside: Any = None  # the Python function being run: its builtin may share its name
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,22 +87,13 @@ class PlainPrograms(TorchFunctionMode):
             times = 1 if GRADIENT in row.wrong else self._times
             if mapped or len(levels_differentiating(leaves)) >= times:
                 return row.program(*args, **kwargs)
-        if type(fun) is FunctionType and fun is not self._inside and row is None:
-            return self._within(fun, types, args, kwargs)
+        if type(fun) is FunctionType and fun is not self.inside and row is None:
+            return self.within(fun, types, args, kwargs)
         compiling = torch.compiler.is_dynamo_compiling()
         if self._control_flow and not compiling and not isinstance(fun, _ORDINARY):
             is_operator = isinstance(fun, upstream.HigherOrderOperator)
             fun = (is_operator and plain_kernel(fun)) or fun
         return fun(*args, **kwargs) if kwargs else fun(*args)
-
-    def _within(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Calls a Python function of PyTorch with this mode active inside."""
-        before, self._inside = self._inside, fun
-        try:
-            with self:
-                return upstream.redispatch_function(fun, types, args, kwargs)
-        finally:
-            self._inside = before
 
 
 def plain_kernel(fun: upstream.HigherOrderOperator) -> Any:

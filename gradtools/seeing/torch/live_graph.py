@@ -28,7 +28,7 @@ _SAVED = "_saved_"
 _WRAPPED = 2**63  # greater values are negative axes, stored as unsigned integers
 
 
-def graph_behind(outputs: Any) -> PlainGraph:
+def graph_of_outputs(outputs: Any) -> PlainGraph:
     """The autograd graph behind a pytree of tensors."""
     pairs = zip(leaf_paths(outputs), flatten(outputs)[0], strict=True)
     named = [(f"output{path}", y) for path, y in pairs if isinstance(y, Tensor)]
@@ -88,22 +88,18 @@ class _AutogradReader:
         """The operands of a node in order; one that is not saved is a placeholder."""
         names, known, result = _operands_of(fn), dict(kept), []
         for place, (given, k) in enumerate(fn.next_functions):
-            if given is not None:
-                result.append(self.of(given, k))
-            else:
-                held = known.get(names[place]) if names else None
-                result.append(self.unknown() if held is None else held)
+            variable = getattr(given, "variable", None)
+            held = known.get(names[place]) if names else None
+            if variable is not None:
+                result.append(self.tensor(variable))
+            elif given is not None:
+                result.append(self.numbers[id(given), k])
+            elif held is not None:
+                result.append(held)
+            else:  # autograd does not hold it: it gets no derivative
+                self.captured.append(self.new(Value((), "unknown", "?")))
+                result.append(self.captured[-1])
         return result
-
-    def unknown(self) -> int:
-        """A placeholder for an operand that autograd does not hold: it gets no derivative."""
-        self.captured.append(self.new(Value((), "unknown", "?")))
-        return self.captured[-1]
-
-    def of(self, fn: GradFn, k: int) -> int:
-        """The value number of a node's output k, or of its leaf."""
-        variable = getattr(fn, "variable", None)
-        return self.tensor(variable) if variable is not None else self.numbers[id(fn), k]
 
     def tensor(self, x: Tensor) -> int:
         """The value number of a tensor: a node's output, a leaf, or a saved constant."""
@@ -133,13 +129,13 @@ class _AutogradReader:
                 result = getattr(fn, key)
             except RuntimeError:  # freed by a backward pass
                 continue
+            name = key.removeprefix(_SAVED)
             several = result if isinstance(result, tuple | list) else (result,)
+            is_layout = "_sym_" in key or (name in ("alpha", "beta") and result == 1)
             if any(isinstance(x, Tensor) for x in several):
-                name = key.removeprefix(_SAVED)
                 tensors += [(name, self.tensor(x)) for x in several if isinstance(x, Tensor)]
-            elif key != "_saved_tensors" and _is_plain(result) and not _is_layout(key, result):
-                name = "base" if fn.name() == "PowBackward2" else key.removeprefix(_SAVED)
-                attributes[name] = _signed(result)
+            elif name != "tensors" and _is_plain(result) and not is_layout:
+                attributes["base" if fn.name() == "PowBackward2" else name] = _signed(result)
         if isinstance(fn, torch.autograd.function.BackwardCFunction):
             with suppress(RuntimeError):
                 own = [x for x in fn.saved_tensors if isinstance(x, Tensor)]
@@ -188,15 +184,10 @@ def _is_plain(x: Any) -> bool:
     return many or (isinstance(x, int | float | str) and not isinstance(x, bool))
 
 
-def _is_layout(key: str, x: Any) -> bool:
-    """Whether a saved attribute is redundant: memory layout, or a factor alpha or beta of 1."""
-    return "_sym_" in key or (key in (f"{_SAVED}alpha", f"{_SAVED}beta") and x == 1)
-
-
 def _signed(x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(map(_signed, x))
     return x - 2 * _WRAPPED if isinstance(x, int) and x >= _WRAPPED else x
 
 
-__all__ = ["graph_behind", "in_order"]
+__all__ = ["graph_of_outputs", "in_order"]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +82,11 @@ class _Backward:
         self, recorder: CallRecorder, outs: Sequence[Tensor], leaves: Mapping[int, Tensor]
     ) -> None:
         self._recorder, self.outs, self.leaves = recorder, outs, leaves
-        self._nodes = _in_program_order(recorder, in_order([y.grad_fn for y in outs]))
+        positions: dict[Any, int] = {}  # of autograd's nodes, by the recorded calls that made them
+        for node in in_order([y.grad_fn for y in outs]):
+            before = (positions.get(of, 0) for of, _ in node.next_functions)
+            positions[node] = max(recorder.made.get(node, 0), *before, 0)
+        self._nodes = sorted(positions, key=positions.__getitem__)  # in program order
         ends = [node for node in nodes_of(outs) if type(node).__name__ == "AccumulateGrad"]
         self._ends = {id(node.variable): node for node in ends}
 
@@ -117,19 +120,20 @@ class _Backward:
         return [self._passed(node, *seen[node]) for node in self._nodes if node in seen]
 
     def _passed(self, node: Any, given: Cotangents, passed: Cotangents) -> PassedCotangents:
+        def explained(path: Sequence[int]) -> tuple[Node, float]:
+            named = _named(self._recorder, node)
+            if not path:
+                return named, 0.0
+            sums = _sums_of_softmax(node, given)
+            return named, math.inf if sums else _product(node, given, path)
+
+        def least() -> float:
+            infos = [torch.finfo(ct.dtype) for ct in given if ct is not None]
+            return max((4 * info.smallest_normal for info in infos), default=0.0)
+
         results = [(node, k) for k in range(len(given))]
         operands = node.next_functions[: len(passed)]
-        explained = partial(self._explained, node, given)
-        return PassedCotangents(
-            node, results, operands, given, passed, explained, partial(_least, given)
-        )
-
-    def _explained(self, node: Any, given: Cotangents, path: Sequence[int]) -> tuple[Node, float]:
-        named = _named(self._recorder, node)
-        if not path:
-            return named, 0.0
-        sums = _sums_of_softmax(node, given)
-        return named, math.inf if sums else _product(node, given, path)
+        return PassedCotangents(node, results, operands, given, passed, explained, least)
 
     def key_of(self, leaf: int) -> Any:
         """As in `Differentiated`."""
@@ -148,15 +152,6 @@ class _Backward:
         if not (_is_plain(ct) and _is_plain(other)) or ct.is_meta:
             return False
         return bad_gradients.is_noise(_size(ct), _size(other - ct), self.eps(ct))
-
-
-def _in_program_order(recorder: CallRecorder, nodes: Iterable[Any]) -> list[Any]:
-    """Autograd's nodes, in topological order, by the recorded calls that made them."""
-    positions: dict[Any, int] = {}
-    for node in nodes:
-        before = (positions.get(of, 0) for of, _ in node.next_functions)
-        positions[node] = max(recorder.made.get(node, 0), *before, 0)
-    return sorted(positions, key=positions.__getitem__)
 
 
 def _is_plain(ct: Any) -> bool:
@@ -316,12 +311,6 @@ def _product(node: Any, given: Cotangents, path: Sequence[int]) -> float:
 
 
 _TOO_SMALL = 5e-324  # for any dtype
-
-
-def _least(given: Cotangents) -> float:
-    """The least normal number of the dtype, with room for rounding."""
-    infos = [torch.finfo(ct.dtype) for ct in given if ct is not None]
-    return max((4 * info.smallest_normal for info in infos), default=0.0)
 
 
 def _large(ct: Tensor) -> Tensor:

@@ -34,51 +34,42 @@ Tensor = torch.Tensor
 
 def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
     given = [x for x in upstream.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    _check(given)
-    optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
-    states = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
-    before = _Before(Snapshot.of([f, args, kwargs, *states], given))
-    with before.after_all():
-        flops, peak, counted = _counted(before, lambda: f(*args, **kwargs))
-        saved, notes = _saved(before, f, args, kwargs)
-        run = lambda: _finished(f(*args, **kwargs))
-        device_peak = _device_peak(run)
-        before.restore()
-        times = costs.timed(run, before.restore)
-    compiled = ["operations and bytes are those of eager execution underneath torch.compile"]
-    return costs.measurement(
-        times,
-        flops=flops,
-        peak_bytes=peak,
-        saved_bytes=saved,
-        backend="torch",
-        device_peak_bytes=device_peak,
-        notes=(*counted, *notes, *(compiled if _is_compiled(f) else ())),
-    )
-
-
-def _check(given: Sequence[Tensor]) -> None:
-    wrapped = upstream.is_wrapped
-    if is_compiling() or any(map(wrapped, given)):
+    if is_compiling() or any(map(upstream.is_wrapped, given)):
         raise GradtoolsError(
             "measure: called inside of a transform, where arrays have no values. Call it "
             "outside, on the transformed function."
         )
 
+    def run() -> Any:
+        out = f(*args, **kwargs)
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized()):
+            torch.accelerator.synchronize()
+        return out
 
-def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[str]]:
-    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before, as_written():
-        result = run()
-    del result
-    before.restore()
-    return flops.total, live.peak, costs.not_counted(flops.unknown)
-
-
-def _finished(out: Any) -> Any:
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized()):
-        torch.accelerator.synchronize()
-    return out
+    optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+    states = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
+    before = _Before(Snapshot.of([f, args, kwargs, *states], given))
+    with before.after_all():
+        with LiveBytes() as live, PutBack(live, before), Flops() as flops, before, as_written():
+            result = f(*args, **kwargs)
+        del result
+        before.restore()
+        saved, notes = _saved(before, f, args, kwargs)
+        device_peak = _device_peak(run)
+        before.restore()
+        times = costs.timed(run, before.restore)
+    if _is_compiled(f):
+        notes.append("operations and bytes are those of eager execution underneath torch.compile")
+    return costs.measurement(
+        times,
+        flops=flops.total,
+        peak_bytes=live.peak,
+        saved_bytes=saved,
+        backend="torch",
+        device_peak_bytes=device_peak,
+        notes=(*costs.not_counted(flops.unknown), *notes),
+    )
 
 
 def _device_peak(run: Callable[[], Any]) -> int | None:

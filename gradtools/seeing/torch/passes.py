@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -42,7 +43,7 @@ from gradtools.seeing.graphs.passes import (
     with_named_outputs,
 )
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.torch.live_graph import graph_behind
+from gradtools.seeing.torch.live_graph import graph_of_outputs
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
@@ -61,11 +62,6 @@ from gradtools.torch.rerunning import Undo, copied
 
 Tensor = torch.Tensor
 _CUT, _ZERO = Dependence.CUT, Dependence.ZERO_DERIVATIVE
-
-
-def graph_of_outputs(outputs: Any) -> PlainGraph:
-    """The autograd graph of existing tensors."""
-    return graph_behind(outputs)
 
 
 def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
@@ -90,39 +86,56 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
 
 def _hooked_or_not(program: LeafProgram, order: int) -> PlainGraph:
     try:
-        return _observed(program, order, hooked=True)
+        return _recorded(program, order, hooked=True)
     except RuntimeError as error:
         if not is_of("torch", error):
             raise
     # torch.func's transforms refuse saved-tensor hooks; any other error is raised again.
-    return _observed(program, order, hooked=False)
+    return _recorded(program, order, hooked=False)
 
 
-def _observed(program: LeafProgram, order: int, hooked: bool) -> PlainGraph:
+def _recorded(program: LeafProgram, order: int, hooked: bool) -> PlainGraph:
     """The graph of a recorded run, whose effects are undone.
 
     hooked: Whether saved-tensor hooks record what is saved. Without them, only what later passes
         read is known.
     """
     with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
-        return _recorded(program, order, _PassRecorder(undo, hooked))
-
-
-def _recorded(program: LeafProgram, order: int, recorder: _PassRecorder) -> PlainGraph:
-    active = set(program.wrt)
-    xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
-    inputs = [recorder.introduced(x, name) for x, name in zip(xs, program.names, strict=True)]
-    ys = recorder.run_pass(FORWARD, lambda: [*program.run(xs)])
-    names = program.out_names
-    ends = _Ends(inputs, [recorder.number_of(y) for y in ys], [*names])
-    outs = {name: y for name, y in zip(names, ys, strict=True) if _is_tracked(y)}
-    leaves = {program.names[k]: xs[k] for k in sorted(active)}
-    leaves |= recorder.parameters(outs.values(), leaves.values())
-    for phase in range(1, order + 1):
-        result, cts = _differentiated(recorder, ends, phase, outs, leaves, phase < order)
-        outs = {name: y for name, y in result.items() if _is_tracked(y)}
-        leaves = {**leaves, **cts}
-    return recorder.graph(ends, order)
+        recorder, active = _PassRecorder(undo, hooked), set(program.wrt)
+        xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
+        inputs = [recorder.introduced(x, name) for x, name in zip(xs, program.names, strict=True)]
+        ys = recorder.run_pass(FORWARD, lambda: [*program.run(xs)])
+        ends = _Ends(inputs, [recorder.number_of(y) for y in ys], [*program.out_names])
+        outs = dict(zip(program.out_names, ys, strict=True))
+        leaves = {program.names[k]: xs[k] for k in sorted(active)}
+        tracked = [y for y in ys if _is_tracked(y)]
+        leaves |= recorder.parameters(tracked, leaves.values())
+        for phase in range(1, order + 1):
+            outs = {name: y for name, y in outs.items() if _is_tracked(y)}
+            if not outs:
+                break
+            again = phase < order
+            cts = {
+                cotangent_of(name): torch.ones_like(y, requires_grad=again)
+                for name, y in outs.items()
+            }
+            ends.inputs += [recorder.introduced(ct, name) for name, ct in cts.items()]
+            differentiated = partial(
+                torch.autograd.grad,
+                [*outs.values()],
+                [*leaves.values()],
+                [*cts.values()],
+                create_graph=again,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            grads = zip(leaves, recorder.run_pass(phase, differentiated), strict=True)
+            named = gradient_of if phase < SECOND else second_gradient_of
+            outs = {named(x): g for x, g in grads if g is not None}
+            ends.outputs += [recorder.number_of(g) for g in outs.values()]
+            ends.names += outs
+            leaves = {**leaves, **cts}
+        return recorder.graph(ends, order)
 
 
 @dataclass
@@ -132,37 +145,6 @@ class _Ends:
     inputs: list[int]
     outputs: list[int]
     names: list[str]
-
-
-def _differentiated(
-    recorder: _PassRecorder,
-    ends: _Ends,
-    phase: int,
-    outs: Mapping[str, Tensor],
-    leaves: Mapping[str, Tensor],
-    again: bool,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """One backward pass: the gradients and the cotangents, each by its name."""
-    if not outs:
-        return {}, {}
-    cts = {cotangent_of(name): torch.ones_like(y, requires_grad=again) for name, y in outs.items()}
-    ends.inputs += [recorder.introduced(ct, name) for name, ct in cts.items()]
-    grads = recorder.run_pass(
-        phase,
-        lambda: torch.autograd.grad(
-            list(outs.values()),
-            list(leaves.values()),
-            list(cts.values()),
-            create_graph=again,
-            retain_graph=True,
-            allow_unused=True,
-        ),
-    )
-    named = gradient_of if phase < SECOND else second_gradient_of
-    result = {named(x): g for x, g in zip(leaves, grads, strict=True) if g is not None}
-    ends.outputs += [recorder.number_of(g) for g in result.values()]
-    ends.names += result
-    return result, cts
 
 
 def _is_tracked(y: Any) -> bool:
@@ -252,15 +234,20 @@ class _PassRecorder(Recorder[int]):
             numbers = ()
         sequence, origin = upstream.nodes_made() - 1, self.origin()  # type: ignore[attr-defined]
         self._origins.setdefault(sequence, origin)
-        made = [self.new(y) for y in outs]
-        origin = self._origin_of_sum(name, numbers, origin)
-        self._makers.update((number, (upstream.current_node(), origin.scope)) for number in made)
+        made, running = [self.new(y) for y in outs], upstream.current_node()
+        if self._phase and running is not None and name == "add" and len(numbers) == 2:
+            # Autograd sums what comes over two paths as the last that it does for the second of
+            # them. The sum belongs to the modules around both.
+            nodes, scopes = zip(*[self._makers.get(n, (None, ())) for n in numbers], strict=True)
+            if None not in nodes and nodes.count(running) == 1 and not self.rules:
+                origin = replace(origin, scope=scopes[0][: shared_length(scopes)])
+        self._makers.update((number, (running, origin.scope)) for number in made)
         operation, attributes = call.said(outs)
         if origin.rule and origin.mark == CUSTOM:
             attributes = MappingProxyType({**attributes, "rule": origin.rule})
         native, more = f"aten.{call.raw}", {"attributes": attributes, "phase": self._phase}
         node = self.node(operation, native, numbers, made, origin, **more)
-        inner = not self._phase and upstream.current_node() is not None
+        inner = not self._phase and running is not None
         self.made.append(_RecordedNode(node, sequence, torch.is_grad_enabled(), inner))
         for y, number in zip(outs, made, strict=True):
             if isinstance(y, Tensor):
@@ -286,21 +273,6 @@ class _PassRecorder(Recorder[int]):
         if managed and of.mark:  # a frozen function is a chunk to gradtools
             mark = of.mark
         return Origin(source, here.scope or of.scope, mark or inherited, rule)
-
-    def _origin_of_sum(self, name: str, numbers: Sequence[int], origin: Origin) -> Origin:
-        """Autograd sums what comes over two paths as the last that it does for the second of them.
-
-        The sum belongs to the modules around both.
-        """
-        makers = [self._makers.get(number, (None, ())) for number in numbers]
-        running = upstream.current_node()
-        if not self._phase or name != "add" or len(makers) != 2 or running is None:
-            return origin
-        nodes = [node for node, _ in makers]
-        if None in nodes or nodes.count(running) != 1 or self.rules:
-            return origin
-        scopes = [scope for _, scope in makers]
-        return replace(origin, scope=scopes[0][: shared_length(scopes)])
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """Runs a torch.autograd.Function and marks its operations."""
@@ -458,26 +430,27 @@ class _PassRecorder(Recorder[int]):
         return result
 
     def _linked(self, made: _RecordedNode) -> Node:
-        """A node with its links; those of derivatives that f itself takes are marked `INNER`."""
-        node = made.node
+        """A node with its links; those of derivatives that f itself takes are marked `INNER`.
+
+        The links of a node of f are cut or zero if it passes no derivative on.
+        """
+        node, values = made.node, self.values
         entering = any(self._tracked.get(v, False) for v in node.inputs)
         if entering and not (node.phase or node.mark):
-            node = self._weakened(node, made.grad_enabled)
+            name = node.native.removeprefix("aten.").strip("_")
+            inexact = [v for v in node.outputs if values[v].is_inexact]
+            known = [self._tracked[v] for v in inexact if v in self._tracked]
+            link, loss = _CUT, ""
+            if name in operations.ZERO_DERIVATIVE:
+                link, loss = _ZERO, "zero_derivative"
+            elif name == "local_scalar_dense":
+                loss = "left_framework"
+            elif name == "detach" or not inexact or (known and not any(known)):
+                whole = len(inexact) == len(node.outputs)
+                loss = operations.loss_of(name, made.grad_enabled, whole)
+            if loss:
+                node = replace(node, links=even_links(node, values, link), loss=loss)
         return replace(node, mark=node.mark or INNER) if made.inner else node
-
-    def _weakened(self, node: Node, grad_enabled: bool) -> Node:
-        """A node that reads what has a derivative, with cut or zero links if it passes none on."""
-        name = node.native.removeprefix("aten.").strip("_")
-        if name in operations.ZERO_DERIVATIVE:
-            return replace(node, links=even_links(node, self.values, _ZERO), loss="zero_derivative")
-        if name == "local_scalar_dense":
-            return replace(node, links=even_links(node, self.values, _CUT), loss="left_framework")
-        inexact = [v for v in node.outputs if self.values[v].is_inexact]
-        known = [self._tracked[v] for v in inexact if v in self._tracked]
-        if inexact and (any(known) or not known) and name != "detach":
-            return node
-        loss = operations.loss_of(name, grad_enabled, len(inexact) == len(node.outputs))
-        return replace(node, links=even_links(node, self.values, _CUT), loss=loss)
 
 
 __all__ = ["gradient_graph", "graph_of_outputs"]

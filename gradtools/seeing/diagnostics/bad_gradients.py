@@ -22,7 +22,7 @@ operation was given and what it passed on (`PassedCotangents`). The analysis is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -156,7 +156,13 @@ class _Back:
     def zeros(self, leaf: Hashable) -> list[Vanished]:
         """The operations at which the cotangent of a leaf becomes zero, in program order."""
         paths, values = self._towards(leaf)
-        result = [*self._cancelled(values)]
+        result = []
+        for key, givers in self.givers.items():  # cancelled, where the paths of several meet
+            if len(givers) > 1 and key in values and not self.made.get(key):
+                meeting = joined([(step.operands, step.results) for step in self.steps], givers)
+                explained = None if meeting is None else self.steps[meeting].explained
+                if meeting is not None and explained is not None:
+                    result.append((meeting, Vanished(explained(())[0], cancelled=True)))
         for at, path in paths.items():
             step, moves = self.steps[at], self.moves[at]
             given = any(self.made[key] for key in step.results)
@@ -169,15 +175,6 @@ class _Back:
                 place = Vanished(node, underflow, tuple(path), cancelled, empty=empty)
                 result.append((at, place))
         return [place for _, place in sorted(result, key=lambda pair: pair[0])]
-
-    def _cancelled(self, values: set[Hashable]) -> Iterator[tuple[int, Vanished]]:
-        """The operations, by position, at which the paths of cancelling cotangents meet."""
-        for key, givers in self.givers.items():
-            if len(givers) > 1 and key in values and not self.made.get(key):
-                at = joined([(step.operands, step.results) for step in self.steps], givers)
-                explained = None if at is None else self.steps[at].explained
-                if at is not None and explained is not None:
-                    yield at, Vanished(explained(())[0], cancelled=True)
 
     def extremes(self, leaf: Hashable, kind: str) -> list[Vanished] | None:
         """Where a gradient became NaN or vanishing, in program order; None if it is no finding."""

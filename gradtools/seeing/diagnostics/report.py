@@ -103,18 +103,12 @@ class GradientReport:
         for name, findings in result.items():
             places = tuple(dict.fromkeys((f.kind, f.source, f.whole, f.detail) for f in findings))
             alike.setdefault(places, []).append(name)
-        blocks = [
-            self._block(names, _merged([result[name] for name in names]), paint)
-            for names in alike.values()
-        ]
+        blocks = []
+        for names in alike.values():
+            merged = _merged([result[name] for name in names])
+            title = f"{gathered(names, self.arguments)} {_headline(merged, len(names) > 1)}"
+            blocks.append("\n\n".join([paint(_BOLD, title), *(_lines(f, paint) for f in merged)]))
         return "\n\n".join([*blocks, *self._noted(paint)])
-
-    def _block(self, names: Sequence[str], findings: Sequence[Finding], paint: Any) -> str:
-        title = gathered(names, self.arguments)
-        lines = [paint(_BOLD, f"{title} {_headline(findings, len(names) > 1)}")]
-        for finding in findings:
-            lines += ["", *_lines(finding, paint)]
-        return "\n".join(lines)
 
     def _noted(self, paint: Any) -> list[str]:
         return [
@@ -235,24 +229,20 @@ def _gathered(names: set[str], known: Sequence[tuple[str, list[str]]], depth: in
             yield from _gathered(names, deeper, depth + 1)
 
 
-def _lines(finding: Finding, paint: Any) -> list[str]:
-    where = f"{paint(_RED, _where(finding))}: " if KINDS[finding.kind].has_place else ""
-    lines = [f"  {where}{finding.kind} ({finding.operation})"]
-    if finding.source and finding.source.text:
-        lines.append(f"      {finding.source.text}")
+def _lines(finding: Finding, paint: Any) -> str:
+    """A finding's place, line, reason and fix."""
+    source = finding.source
+    where = "somewhere in f" if source is None else str(source)
+    where += f" in {source.function}" if source is not None and source.function else ""
+    where += f", module {'.'.join(finding.scope)}" if finding.scope else ""
+    place = f"{paint(_RED, where)}: " if KINDS[finding.kind].has_place else ""
+    lines = [f"  {place}{finding.kind} ({finding.operation})"]
+    if source is not None and source.text:
+        lines.append(f"      {source.text}")
     detail = f": {finding.detail.rstrip('.')}" if finding.detail else ""
     lines.append(f"    {finding.reason[0].upper()}{finding.reason[1:]}{detail}.")
     lines.append(f"    {paint(_DIM, 'Fix:')} {finding.fix}.")
-    return lines
-
-
-def _where(finding: Finding) -> str:
-    if finding.source is None:
-        where = "somewhere in f"
-    else:
-        where = str(finding.source)
-        where += f" in {finding.source.function}" if finding.source.function else ""
-    return where + (f", module {'.'.join(finding.scope)}" if finding.scope else "")
+    return "\n".join(lines)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -176,7 +176,6 @@ class _LossRun:
         self.program, self.recording = program, recording
         self.held: list[HeldArray] = []
         self._is_lifted = False
-        self._spent = False
 
     @classmethod
     def of(
@@ -209,14 +208,33 @@ class _LossRun:
 
     def look(self, diagnosis: TrainingDiagnosis, values: bool) -> None:
         """Adds what the run says of each array."""
+        graph = self.recording.graph
         if self.recording.refusal is not None:
             lost = refused(self.program, self.recording.refusal)
             diagnosis.findings += [
                 replace(lost, argument=n) for n in diagnosis.names or ["the loss"]
             ]
             return
+        moving = [h.array for h in self.held if h.role == PARAMETER]
+        spent = list[str]()
+
+        def vanished(k: int) -> Sequence[Vanished] | None:
+            """The operations at which the gradient of array k becomes zero; None if nonzero."""
+            if spent:
+                return None
+            run, leaves = self.program.run, self.program.leaves
+            vanishing = self.program.framework.lost_gradients.vanishing
+            try:
+                if self._is_lifted:
+                    return vanishing(run, leaves, k)
+                before = sum(h.role == PARAMETER for h in self.held[:k])
+                return vanishing(run, leaves, len(leaves) + before, moving)
+            except RuntimeError:  # the graph was freed, or holds a reentrant checkpoint
+                spent.append(_SPENT)
+                return None
+
         examined = [
-            Examined(h.name, self._numbers(k), partial(self._vanished, k), "unread")
+            Examined(h.name, self._numbers(k), partial(vanished, k), "unread")
             for k, h in enumerate(self.held)
             if h.role == PARAMETER
         ]
@@ -224,23 +242,13 @@ class _LossRun:
             Finding(h.name, h.role, "module") for h in self.held if h.role in _NOT_LISTED
         ]
         diagnosis.findings += diagnosed(self.program, self.recording, examined, values)
-        self._note_untrained(diagnosis)
-        if self._spent:
-            diagnosis.notes.append((_SPENT, []))
-
-    def _vanished(self, k: int) -> Sequence[Vanished] | None:
-        """The operations at which the gradient of array k becomes zero; None if it is nonzero."""
-        run, leaves = self.program.run, self.program.leaves
-        vanishing = self.program.framework.lost_gradients.vanishing
-        try:
-            if self._is_lifted or self._spent:
-                return None if self._spent else vanishing(run, leaves, k)
-            before = sum(h.role == PARAMETER for h in self.held[:k])
-            moving = [h.array for h in self.held if h.role == PARAMETER]
-            return vanishing(run, leaves, len(leaves) + before, moving)
-        except RuntimeError:  # the graph was freed, or holds a reentrant checkpoint
-            self._spent = True
-            return None
+        matters = behind(graph, tuple(graph.outputs))
+        reaches = lambda k: any(matters.get(n) == _FULL for n in self._numbers(k))
+        for role, text in _NOTES:  # arrays that would get a gradient, and ask for none
+            names = [h.name for k, h in enumerate(self.held) if h.role == role and reaches(k)]
+            if names:
+                diagnosis.notes.append((text, names))
+        diagnosis.notes += [(text, []) for text in spent]
 
     def twins(self, stopped: set[str]) -> set[str]:
         """The stopped parameters of networks that have a trained twin, such as target networks.
@@ -249,6 +257,7 @@ class _LossRun:
         network's outputs, as the next layer of the same network would. Each term that depends on
         the stopped network must train the twin, as a distance between their outputs does.
         """
+        graph = self.recording.graph
         numbers = {h.name: self._numbers(k) for k, h in enumerate(self.held)}
         modules: dict[str, dict[str, Any]] = {}  # by prefix: the shapes by the rest of the name
         for one in self.held:
@@ -264,28 +273,15 @@ class _LossRun:
                 if own.items() <= theirs.items() and stopped.isdisjoint(weights):
                     trained = [n for name in weights for n in numbers[name]]
                     lost = [n for name in names for n in numbers[name]]
-                    others = trains_others(self.recording.graph, lost, trained)
-                    result |= names if others and not self._reads(trained, lost) else set()
+                    reached = forward(graph, dict.fromkeys(lost, _FULL))
+                    reads = any(  # a weight beside the stopped network's outputs
+                        not set(trained).isdisjoint(node.inputs)
+                        and any(map(reached.get, node.inputs))
+                        for node in graph.nodes
+                    )
+                    if trains_others(graph, lost, trained) and not reads:
+                        result |= names
         return result
-
-    def _reads(self, weights: Sequence[int], values: Sequence[int]) -> bool:
-        """Whether one operation reads both a weight and a value computed from `values`."""
-        graph = self.recording.graph
-        reached = forward(graph, dict.fromkeys(values, _FULL))
-        return any(
-            not set(weights).isdisjoint(node.inputs) and any(map(reached.get, node.inputs))
-            for node in graph.nodes
-        )
-
-    def _note_untrained(self, diagnosis: TrainingDiagnosis) -> None:
-        """Notes arrays that the loss would give a gradient, and that ask for none."""
-        graph = self.recording.graph
-        matters = behind(graph, tuple(graph.outputs))
-        reaches = lambda k: any(matters.get(n) == _FULL for n in self._numbers(k))
-        for role, text in _NOTES:
-            names = [h.name for k, h in enumerate(self.held) if h.role == role and reaches(k)]
-            if names:
-                diagnosis.notes.append((text, names))
 
 
 _SPENT = (

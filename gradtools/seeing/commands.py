@@ -9,7 +9,8 @@ from pathlib import Path
 
 from gradtools.command_inputs import Given
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formulas import Formula, files
+from gradtools.seeing.formulas import Formula
+from gradtools.seeing.formulas.derivation import FORMS as FORMULA_FORMS
 from gradtools.seeing.graphs.gradient_graphs import FORMS, Graph
 from gradtools.seeing.measures import Measurement
 
@@ -47,7 +48,7 @@ def _put(drawn: Graph | Formula, out: str | None) -> None:
 
 def print_formula(options: argparse.Namespace) -> int:
     """Prints or writes a function's formula."""
-    _known(options.out or "formula.txt", tuple(files.FORMS))
+    _known(options.out or "formula.txt", tuple(FORMULA_FORMS))
     given, argnums = Given.by(options), tuple(options.argnums)
     result = given.gt.formula(given.f, *given.args, order=options.order, argnums=argnums)
     _put(result, options.out)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from gradtools.seeing.formulas.comparing import compared
 from gradtools.seeing.formulas.derivation import derive
+from gradtools.seeing.formulas.formulating import compared
 from gradtools.seeing.formulas.operation_record import OPERATIONS
 from gradtools.seeing.formulas.typesetting import latex as latex_of
 from gradtools.seeing.formulas.typesetting import number

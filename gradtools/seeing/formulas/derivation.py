@@ -1,8 +1,14 @@
 """`Formula`: a program and its adjoint as mathematics, made by `derive`.
 
-`derive` transforms a recorded program to its adjoint program and, at order 2, to the adjoint of
-that. A `Formula` prints as text, as LaTeX and in notebooks. It is evaluated in NumPy, to be
-compared with a framework.
+`derive` transforms a recorded program to its adjoint program by reverse mode on expressions. That
+is an expression again: it can be simplified, written, evaluated, and differentiated once more,
+which is double backward::
+
+    first order    x_bar = J^H g
+    second order   the adjoint of <u, x_bar>, as a function of x and g
+
+A `Formula` prints as text, as LaTeX and in notebooks. It is evaluated in NumPy, to be compared
+with a framework.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,20 +24,20 @@ import numpy as np
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
-from gradtools.seeing.formulas import files
 from gradtools.seeing.formulas import typesetting as ts
+from gradtools.seeing.formulas.algebra import add, is_zero, real, zeros
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, pair, together
-from gradtools.seeing.formulas.expressions import Expr, placeholder
+from gradtools.seeing.formulas.expressions import Expr, placeholder, siblings
 from gradtools.seeing.formulas.expressions import order as ordered
 from gradtools.seeing.formulas.operation_record import OPERATIONS, evaluate
 from gradtools.seeing.formulas.recorded import Recorded
-from gradtools.seeing.formulas.reverse import adjoint
-from gradtools.seeing.formulas.statements import Section, Statements, leaf_names
+from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.pictures import saving
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formulas.comparing import Agreement
+    from gradtools.seeing.formulas.formulating import Agreement
+    from gradtools.seeing.pictures.saving import Forms
 
 Arrays = Sequence[Any]
 
@@ -101,49 +108,50 @@ class Formula:
     def __init__(self, recorded: Recorded, order: int, wrt: Sequence[int] | None) -> None:
         inputs = recorded.opened
         self.order, self._recorded = order, recorded
-        self._outputs = list(recorded.outputs)
         leaves = list(dict.fromkeys((*inputs, *recorded.held)))
-        self._names, self._output_names = leaf_names(leaves, self._outputs)
+        chosen = short_names([p["name"] for p in leaves])
+        self._names = {p: ts.symbol(n) for p, n in zip(leaves, chosen, strict=True)}
+        names = output_names(recorded.outputs, set(chosen))
+        self._outputs = list(zip(recorded.outputs, names, strict=True))
         active = [k for k, p in enumerate(inputs) if p.is_inexact and (wrt is None or k in wrt)]
         sources = [inputs[k] for k in active]
-        inexact = [(y, w) for y, w in self._named_outputs if y.is_inexact]
-        self._cotangents = [self._cotangent(y, w) for y, w in inexact]
+
+        def of_inputs(grads: Sequence[Expr]) -> list[Expr | None]:
+            place = dict(zip(active, grads, strict=False))
+            return [place.get(k) for k in range(len(inputs))]
+
+        inexact = [(y, name) for y, name in self._outputs if y.is_inexact]
+        self._cotangents = []
+        for y, name in inexact:
+            g = placeholder(f"cotangent of {name.text}", y.shape, y.kind)
+            self._names[g] = ts.bar(name)
+            self._cotangents.append(g)
         grads, self._table = adjoint([y for y, _ in inexact], self._cotangents, sources)
-        spread = lambda xs: [dict(zip(active, xs, strict=False)).get(k) for k in range(len(inputs))]
-        self._gradients = spread(grads)
-        self._gradient_names = [ts.bar(self._names[p]) for p in inputs]
+        barred = [ts.bar(self._names[p]) for p in inputs]
+        self._gradients = list(zip(of_inputs(grads), barred, strict=True))
         self._directions: list[Expr] = []
-        self._second: list[Expr | None] = []
-        self._second_names: list[Written] = []
+        self._second: list[tuple[Expr | None, Written]] = []
         if order == 2:
-            self._directions = [self._direction(p, len(sources)) for p in sources]
+            for p in sources:
+                u = placeholder(f"u {p['name']}", p.shape, p.kind)
+                self._names[u] = Written("u" if len(sources) == 1 else f"u_{self._names[p].text}")
+                self._directions.append(u)
             both, _ = adjoint(grads, self._directions, [*sources, *self._cotangents])
-            self._second = [*spread(both), *both[len(sources) :]]
-            xs = [self._names[p] for p in (*inputs, *self._cotangents)]
-            self._second_names = [Written(f"∂s/∂{x.text}") for x in xs]
+            xs = [self._names[p].text for p in (*inputs, *self._cotangents)]
+            results = [*of_inputs(both), *both[len(sources) :]]
+            written = [Written(f"∂s/∂{x}") for x in xs]
+            self._second = list(zip(results, written, strict=True))
         self._pairs, self._whole = self._in_complex_numbers()
-        marked = [x["name"] for x in ordered(self._outputs) if x.op == "by_name"]
+        marked = [x["name"] for x in ordered(recorded.outputs) if x.op == "by_name"]
         self.marked = tuple(dict.fromkeys(marked))
-        texts = lambda ps: tuple(self._names[p].text for p in ps)
-        self.inputs = texts(inputs)
-        self.outputs = tuple(w.text for w in self._output_names)
-        self.cotangents, self.directions = texts(self._cotangents), texts(self._directions)
-        self.gradients = tuple(w.text for w in self._gradient_names)
-        self.second = tuple(w.text for w in self._second_names)
-
-    @property
-    def _named_outputs(self) -> list[tuple[Expr, Written]]:
-        return list(zip(self._outputs, self._output_names, strict=True))
-
-    def _cotangent(self, y: Expr, name: Written) -> Expr:
-        g = placeholder(f"cotangent of {name.text}", y.shape, y.kind)
-        self._names[g] = ts.bar(name)
-        return g
-
-    def _direction(self, p: Expr, count: int) -> Expr:
-        u, x = placeholder(f"u {p['name']}", p.shape, p.kind), self._names[p]
-        self._names[u] = Written("u" if count == 1 else f"u_{x.text}")
-        return u
+        self.inputs, self.cotangents, self.directions = (
+            tuple(self._names[p].text for p in group)
+            for group in (inputs, self._cotangents, self._directions)
+        )
+        self.outputs, self.gradients, self.second = (
+            tuple(name.text for _, name in group)
+            for group in (self._outputs, self._gradients, self._second)
+        )
 
     def _in_complex_numbers(self) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
         """The adjoint of separate real and imaginary parts in complex form, if it has one."""
@@ -152,10 +160,10 @@ class Formula:
             return [], []
         base = "O" if "O" not in {p.name for p in pairs} else "out"
         pairs.append(pair(base, *cotangents))
-        place = dict(zip(self._recorded.opened, self._gradients, strict=True))
+        gradients = dict(zip(self._recorded.opened, (g for g, _ in self._gradients), strict=True))
         result = []
         for p in pairs[:-1]:
-            a, b = place[p.real], place[p.imaginary]
+            a, b = gradients[p.real], gradients[p.imaginary]
             joined = None if a is None or b is None else together(a, b, pairs)
             if joined is None:
                 return [], []
@@ -169,7 +177,8 @@ class Formula:
     def __str__(self) -> str:
         lines = []
         for section in self._written().sections:
-            lines += [f"{section.title} {section.of}".strip(), *_aligned_text(section), ""]
+            lines.append(f"{section.title} {section.of}".strip())
+            lines += [*(f"  {a.text} = {b.text}" for a, b in section.lines), ""]
         lines += ["where", *(f"  {text}" for text in self._legend())]
         lines += [f"  {definition}" for definition in self._recognised()]
         lines += [f"  {note}" for note in self._written().writer.notes]
@@ -187,7 +196,7 @@ class Formula:
                 f"formula.lines: part is {section!r}; expected one of 0 to {len(parts) - 1}. "
                 "formula(f, *args, order=2) has one part more than order 1."
             )
-        return [line.strip() for line in _aligned_text(parts[section])]
+        return [f"{a.text} = {b.text}" for a, b in parts[section].lines]
 
     def latex(self) -> str:
         """The formula in LaTeX: one ``aligned`` for each part, and one for definitions of names."""
@@ -201,7 +210,7 @@ class Formula:
         return "\n\\\\[1em]\n".join(blocks)
 
     def _repr_latex_(self) -> str:
-        return f"$${files.gathered(self)}$$"
+        return f"$${_gathered(self)}$$"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file in the format of its suffix: .txt, .tex (LaTeX to include) or .md.
@@ -209,7 +218,7 @@ class Formula:
         Raises:
             GradtoolsError: The suffix is unknown.
         """
-        saving.save(self, files.FORMS, path)
+        saving.save(self, FORMS, path)
 
     def _written(self) -> Statements:
         if self._statements is None:
@@ -217,29 +226,27 @@ class Formula:
         return self._statements
 
     def _sections(self) -> list[Section]:
-        there = lambda xs, ws: [(x, w) for x, w in zip(xs, ws, strict=True) if x is not None]
-        given = ", ".join(self._names[p].text for p in self._cotangents)
-        gradients = there(self._gradients, self._gradient_names)
+        given = ", ".join(self.cotangents)
+        gradients = [(x, name) for x, name in self._gradients if x is not None]
         sections = [
-            Section("the program", "", self._named_outputs),
+            Section("the program", "", self._outputs),
             Section("its adjoint, from", given, gradients),
         ]
         if self._whole:
-            sections.append(Section("that is, with", self._sums(), self._whole))
+            names = [
+                [self._names[x].text for x in (p.whole, p.real, p.imaginary)] for p in self._pairs
+            ]
+            sums = ", ".join(f"{z} = {a} + i {b}" for z, a, b in names)
+            sections.append(Section("that is, with", sums, self._whole))
         if self.order == 2:
-            pairs = zip(self._directions, [w for _, w in gradients], strict=True)
-            terms = [ts.inner_product(self._names[u], n) for u, n in pairs]
-            second = there(self._second, self._second_names)
-            sections.append(Section("the adjoint of that, of s =", ts.summed(terms).text, second))
+            pairs = zip(self._directions, gradients, strict=True)
+            s = ts.summed([ts.inner_product(self._names[u], name) for u, (_, name) in pairs])
+            second = [(x, name) for x, name in self._second if x is not None]
+            sections.append(Section("the adjoint of that, of s =", s.text, second))
         return sections
 
-    def _sums(self) -> str:
-        """The complex arrays as the sums of their parts."""
-        names = [[self._names[x].text for x in (p.whole, p.real, p.imaginary)] for p in self._pairs]
-        return ", ".join(f"{z} = {a} + i {b}" for z, a, b in names)
-
     def _legend(self) -> list[str]:
-        """The spaces of the leaves, the constants, and the lengths of the axes."""
+        """The spaces of the leaves, as x ∈ ℝ^(i×j), the constants, and the lengths of the axes."""
         written, recorded = self._written(), self._recorded
         used = {*written.values, *recorded.opened}
         sizes: dict[str, int] = {}
@@ -248,7 +255,9 @@ class Formula:
             if p in used:
                 letters = written.axes.letters(p)
                 sizes.update(zip(letters, p.shape, strict=True))
-                result.append(_space(self._names[p], p, letters))
+                over = "×".join(letters)
+                high = f"^({over})" if len(letters) > 1 else f"^{over}" if over else ""
+                result.append(f"{self._names[p].text} ∈ {_FIELDS[p.kind]}{high}")
         for x, name in written.constants:
             shape = "×".join(map(str, x.shape)) or "a number"
             result.append(f"{name.text}: held by the program, {shape}")
@@ -279,9 +288,9 @@ class Formula:
             GradtoolsError: The numbers or shapes do not fit.
         """
         known = self._known(inputs, cotangents, directions)
-        groups = (self._outputs, self._gradients, self._second)
-        real = [x for group in groups for x in group if x is not None]
-        values = dict(zip(real, evaluate(real, known), strict=True))
+        groups = [[x for x, _ in named] for named in (self._outputs, self._gradients, self._second)]
+        found = [x for group in groups for x in group if x is not None]
+        values = dict(zip(found, evaluate(found, known), strict=True))
         shaped = lambda x: None if x is None else np.asarray(values[x]).reshape(x.shape)
         return Values(*(tuple(map(shaped, group)) for group in groups))
 
@@ -338,8 +347,15 @@ class Formula:
 
     def point(self, rng: np.random.Generator) -> tuple[list, list, list]:
         """Random inputs, cotangents and directions, standard normal; integers are 0 or 1."""
+
+        def draw(p: Expr) -> np.ndarray:
+            if not p.is_inexact:
+                return rng.integers(0, 2, p.shape).astype(bool if p.kind == "boolean" else np.int64)
+            x = rng.normal(size=p.shape)
+            return x + 1j * rng.normal(size=p.shape) if p.is_complex else x
+
         groups = (self._recorded.opened, self._cotangents, self._directions)
-        inputs, cotangents, directions = ([_draw(rng, p) for p in group] for group in groups)
+        inputs, cotangents, directions = ([draw(p) for p in group] for group in groups)
         return inputs, cotangents, directions
 
 
@@ -360,12 +376,59 @@ def derive(
     return Formula(recorded, order, wrt)
 
 
-def _draw(rng: np.random.Generator, p: Expr) -> np.ndarray:
-    """A random value for a placeholder: standard normal, or zeros and ones."""
-    if not p.is_inexact:
-        return rng.integers(0, 2, p.shape).astype(bool if p.kind == "boolean" else np.int64)
-    x = rng.normal(size=p.shape)
-    return x + 1j * rng.normal(size=p.shape) if p.is_complex else x
+def adjoint(
+    outputs: Sequence[Expr], cotangents: Sequence[Expr], wrt: Sequence[Expr]
+) -> tuple[list[Expr], dict[Expr, Expr]]:
+    """The adjoint program, by reverse mode: values are visited in reverse topological order.
+
+    Args:
+        outputs: The expressions to differentiate.
+        cotangents: The cotangent of each output, of its shape.
+        wrt: The values with respect to which it differentiates.
+
+    Returns:
+        The cotangents of ``wrt``, and the cotangent of every value between.
+    """
+    values, leaves, active = ordered(outputs), set(wrt), set(wrt)
+    waiting: dict[tuple, set[Expr]] = {}  # the outputs of an operation all need their cotangents
+    for y in values:
+        if y.is_inexact and any(a in active for a in y.args):
+            active.add(y)
+        if y.get("output") is not None and y.is_inexact:
+            waiting.setdefault(y.family, set()).add(y)
+    gathered: dict[Expr, list[Expr]] = {}
+
+    def contribute(x: Expr, g: Expr) -> None:
+        """Adds a cotangent of x, real where x is."""
+        g = real(g) if g.is_complex and not x.is_complex else g
+        gathered.setdefault(x, []).append(g)
+
+    for out, g in zip(outputs, cotangents, strict=True):
+        contribute(out, g)
+    summed: dict[Expr, Expr] = {}
+    for y in reversed(values):
+        if y not in active:
+            continue
+        if y in gathered:
+            summed[y] = add(gathered.pop(y))
+        family = waiting.get(y.family, set())
+        family.discard(y)
+        if family or y in leaves:
+            continue
+        several = y.get("output") is not None
+        ys = siblings(y) if several else [y]
+        operation = OPERATIONS[y.op]
+        pullback = operation.pullback
+        if pullback is None or not any(o in summed for o in ys):
+            continue
+        if operation.selective:
+            pullback = partial(pullback, tuple(a in active for a in y.args))
+        gs = [summed[o] if o in summed else zeros(o.shape) for o in ys]
+        args = (ys, gs) if several else (y, *gs)
+        for arg, c in zip(y.args, pullback(*args, *y.args), strict=True):
+            if c is not None and arg in active and not is_zero(c):
+                contribute(arg, c)
+    return [summed[x] if x in summed else zeros(x.shape) for x in wrt], summed
 
 
 def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
@@ -381,16 +444,21 @@ def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
 _FIELDS = {"real": "ℝ", "complex": "ℂ", "integer": "ℤ", "boolean": "{0,1}"}
 
 
-def _space(name: Written, p: Expr, letters: Sequence[str]) -> str:
-    """The declaration of a leaf: x ∈ ℝ^(i×j)."""
-    over = "×".join(letters)
-    high = f"^({over})" if len(letters) > 1 else f"^{over}" if over else ""
-    return f"{name.text} ∈ {_FIELDS[p.kind]}{high}"
-
-
-def _aligned_text(section: Section) -> list[str]:
-    return [f"  {a.text} = {b.text}" for a, b in section.lines]
-
-
 def _aligned_latex(rows: Sequence[str]) -> str:
     return "\\begin{aligned}\n" + " \\\\\n".join(f"&{row}" for row in rows) + "\n\\end{aligned}"
+
+
+def _gathered(formula: Formula) -> str:
+    """The formula's parts below each other, as one LaTeX ``gathered`` environment."""
+    return "\\begin{gathered}\n" + formula.latex() + "\n\\end{gathered}"
+
+
+# By the suffix of a file: text, LaTeX to include, and Markdown.
+FORMS: Forms = {
+    ".txt": lambda formula: f"{formula}\n",
+    ".tex": lambda formula: (
+        f"% needs the packages amsmath and amssymb\n% {formula.check}\n"
+        f"\\[\n{_gathered(formula)}\n\\]\n"
+    ),
+    ".md": lambda formula: f"$$\n{_gathered(formula)}\n$$\n",
+}

@@ -1,26 +1,60 @@
-"""The public operator that writes derivatives as mathematics: `formula`.
+"""The public operator that writes derivatives as mathematics, `formula`, and its comparison.
 
-A backend records one run of f as expressions, and `derive`
-transforms them to the adjoint program. No framework takes part in that; only operations without an
-algebra are left to it. Before the formula is returned it is evaluated in NumPy at random points
-near the arguments and compared with the framework's own automatic differentiation of f: reverse
-mode, and at order 2 reverse mode of reverse mode. All of this runs in float64 and complex128 where
-f supports them, else in f's own precision.
+A backend records one run of f as expressions, and `derive` transforms them to the adjoint program.
+No framework takes part in that; only operations without an algebra are left to it.
+
+Before the formula is returned it is evaluated in NumPy and compared with the framework's own
+automatic differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. That is
+done at the given arguments and at random points near them, if the program is the same there, in
+float64 and complex128 where f supports them, else in f's own precision. Derivations by hand are
+compared with the framework in the same way.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from gradtools.arguments.checks import order_among
-from gradtools.backend import Operators, P
+from gradtools.backend import Backend, Operators, P
+from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formulas.comparing import formulated
-from gradtools.seeing.formulas.derivation import Formula
+from gradtools.seeing.formulas.derivation import Check, Formula, derive
+from gradtools.seeing.formulas.operations.opaque import OpaqueFunction
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.program import LeafProgram, spoken
+
+_POINTS = 3
+_EXACT = 1e-8
+_IN_SINGLE = 2e-4  # for float32: some thousand times its epsilon
+_STEPS = (0.1, 0.01, 0.001, np.inf)  # relative distances of the random points; inf: anywhere
+_OTHER_PROGRAM = (
+    "nearby f runs another program (a branch, a mask or a number that is taken from the values)"
+)
+_NO_NEIGHBOURS = "nearby f is not defined (it raises, or a value is not finite)"
+_AT_AN_EDGE = (
+    "but not at the given arguments, which are at a tie, at an edge or where a number is no "
+    "longer finite:"
+)
+_NO_DERIVATIVE = (
+    "formula: f runs, and automatic differentiation of it does not ({}), so there is nothing to "
+    "hold a formula against."
+)
+_NOWHERE = (
+    "formula: at none of {} points are all values finite, so nothing was compared; give "
+    "arguments at which the function and its derivatives are defined"
+)
+
+
+Point = tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]
+Group = Sequence[Any]  # one array for each name; None is not compared
 
 
 class Formulating(Operators):
@@ -89,11 +123,451 @@ class Formulating(Operators):
                 "arrays have no values. Call it outside, on the function itself."
             )
         program = LeafProgram(self._backend, "formula", f, args, kwargs, argnums).with_values()
-        program.names = _leaf_names(f, program.names)
+        # f's own names of its parameters; x for an argument without one
+        alone = not any("argument 1" in name for name in program.names)
+        x = "x" if alone else r"x\1"
+        program.names = [re.sub(r"^argument (\d+)", x, n) for n in spoken(f, program.names)]
         return formulated(program, order)
 
 
-def _leaf_names(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """The paths of the leaves, with f's own names of its parameters; x where it has none."""
-    alone = not any("argument 1" in name for name in names)
-    return [re.sub(r"^argument (\d+)", "x" if alone else r"x\1", n) for n in spoken(f, names)]
+class Differs(GradtoolsError):
+    """A formula and automatic differentiation differ.
+
+    Attributes:
+        agreement: The first entry that differs, with both values.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+        super().__init__(
+            f"formula: {self.values()}; the formula is not shown. Please report the function"
+        )
+
+    def values(self) -> str:
+        """A clause with the entry and both values."""
+        return (
+            f"{self.agreement.where} is {self.agreement.derivation} by the formula and "
+            f"{self.agreement.framework} by automatic differentiation"
+        )
+
+
+class Outside(GradtoolsError):
+    """Nothing could be compared, because the function is not defined at the points."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether numbers agree with automatic differentiation; truthy if they do.
+
+    Attributes:
+        agrees: Whether they agree.
+        error: The greatest relative error.
+        where: The first differing entry, such as "x̄[0, 2]"; empty if none differs.
+        framework: The framework's value there.
+        derivation: The derivation's value there.
+        message: The result as text.
+    """
+
+    agrees: bool
+    error: float
+    where: str = ""
+    framework: Any = None
+    derivation: Any = None
+    message: str = ""
+
+    def __bool__(self) -> bool:
+        return self.agrees
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def formulated(program: LeafProgram, order: int) -> Formula:
+    """The compared formula, in double precision if f runs in it, else in f's own precision.
+
+    Raises:
+        GradtoolsError: f raises, is not differentiated by the framework, or differs from it.
+    """
+    leaves = list(program.leaves)
+    try:
+        return _ComparedRun(program, order, wide=True).formula()
+    except (Differs, Outside):
+        raise
+    except Exception:  # f does not run in double precision; its own errors are raised below
+        program.leaves = leaves
+    try:
+        return _ComparedRun(program, order, wide=False).formula()
+    except GradtoolsError:
+        raise
+    except Exception as error:
+        what = _described(error)
+        try:
+            program.framework.recorded_run.rerun(program.run, program.leaves)
+        except Exception:  # f's own error, reported with its line
+            raise GradtoolsError(
+                f"formula: f raised {what}. It must run and be differentiable at the given "
+                "arguments."
+            ) from error
+        raise GradtoolsError(
+            f"formula: f runs, but its formula could not be made ({what}). If the framework "
+            "differentiates f at these arguments, please report the function."
+        ) from error
+
+
+def _described(error: BaseException) -> str:
+    """An error's type, message, and line in the user's code."""
+    return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
+
+
+def _values(backend: Backend, x: Any) -> np.ndarray:
+    """An array in float64 or complex128; integers are unchanged."""
+    result = np.asarray(backend.to_numpy(x))
+    if result.dtype.kind in "biuc":
+        return result.astype(np.complex128) if result.dtype.kind == "c" else result
+    return result.astype(np.float64)
+
+
+class _ComparedRun:
+    """One recorded run of f, and the comparison of its formula with automatic differentiation.
+
+    Args:
+        program: The user's call.
+        order: The order of the formula.
+        wide: Whether it is computed in double precision.
+    """
+
+    def __init__(self, program: LeafProgram, order: int, wide: bool) -> None:
+        self.program, self.order, self.wide = program, order, wide
+        self._step = 0.0  # the relative distance of the compared points; 0: of the arguments alone
+        self.backend = backend = program.backend
+        programs = program.framework.programs
+        # A context in which f may run; its effects are undone. If wide, 64-bit arrays are enabled,
+        # and f's captured arrays are read in 64 bits.
+        self._trying: Callable[[], AbstractContextManager[Any]]
+        self._trying = partial(programs.trying, program, wide)
+        self.given = [_values(backend, x) for x in program.leaves]
+        with self._trying():
+            if wide:
+                double = lambda x: "complex128" if backend.is_complex(x) else "float64"
+                widened = lambda x: backend.cast(x, double(x)) if backend.is_inexact(x) else x
+                program.leaves = [*map(widened, program.leaves)]
+            self.recorded = recorded = programs.formula_graph(program)
+            own = [*program.leaves, *(recorded.held[p] for p in recorded.wanted)]
+            self._dtypes = [backend.dtype_name(x) for x in own]
+            recorded.held.update({p: _values(backend, x) for p, x in recorded.held.items()})
+        self.given += [recorded.held[p] for p in recorded.wanted]
+        captured = range(len(recorded.inputs), len(recorded.opened))
+        active = (*program.wrt, *captured)
+        self._active = [k for k in active if recorded.opened[k].is_inexact]
+
+    # --- the formula
+
+    def formula(self) -> Formula:
+        """The formula with the result of its comparison.
+
+        It is compared at random points near the given arguments, nearer if f's domain requires it,
+        and at these themselves.
+        """
+        formula = derive(self.recorded, self.order, self._active)
+        formula._agreement = self.agreement
+        here = self._points(formula, step=0.0, count=1)
+        why = _NO_NEIGHBOURS
+        for self._step in _STEPS:
+            near = self._points(formula, self._step)
+            try:
+                check = self._check(formula, near, finite=True, is_near=True)
+            except Outside:
+                continue
+            except GradtoolsError:
+                if not self._changes(formula):
+                    raise
+                why = _OTHER_PROGRAM
+                break
+            try:
+                self._check(formula, here)
+                formula.check = replace(check, given=True)
+            except Differs as error:
+                formula.check = replace(check, note=f"{_AT_AN_EDGE} {error.values()}")
+            return formula
+        self._step = 0.0
+        note = f"{why}; compared at the given arguments alone, for which it holds"
+        formula.check = replace(self._check(formula, here, finite=True), note=note)
+        return formula
+
+    def _check(
+        self, formula: Formula, points: Sequence[Point], finite: bool = False, is_near: bool = False
+    ) -> Check:
+        """Compares the formula's numbers with the framework's.
+
+        Raises:
+            Differs: They differ.
+            Outside: The values are finite at none of the points, although required.
+        """
+        names = [*formula.outputs, *formula.gradients, *formula.second]
+        worst, counted, tolerance = 0.0, 0, self._tolerance()
+        for point in points:
+            theirs = self._numbers(point, is_near)
+            if finite and not all_finite(theirs[:1]):
+                continue
+            values = formula.evaluate(*point)
+            ours = (values.outputs, values.gradients, values.second)
+            result = compared(names, [*chain(*theirs)], [*chain(*ours)], tolerance, least_of(ours))
+            if not result:
+                raise Differs(result)
+            counted += all_finite(ours)
+            worst = max(worst, result.error)
+        if finite and not counted:
+            raise Outside(_NOWHERE.format(len(points)))
+        return Check(len(points), worst, tolerance)
+
+    def _changes(self, formula: Formula) -> bool:
+        """Whether f runs another program at a nearby point, or raises there."""
+        before, mark = self.program.leaves, self.recorded.fingerprint()
+        try:
+            for point in self._points(formula, _STEPS[0]):
+                with self._trying():
+                    self.program.leaves = self._leaves(point[0][: len(before)])
+                    other = self.program.framework.programs.formula_graph(self.program)
+                if other.fingerprint() != mark:
+                    return True
+        except Exception:  # f is not defined there
+            return True
+        finally:
+            self.program.leaves = before
+        return False
+
+    # --- a derivation by hand
+
+    def agreement(
+        self,
+        formula: Formula,
+        derivation: Callable[..., Any],
+        points: int,
+        tolerance: float | None,
+        seed: int,
+        convert: Callable[[np.ndarray], Any] | None,
+    ) -> Agreement:
+        """Compares a derivation by hand with the framework's vjps; see `Formula.agrees_with`."""
+        names = formula.gradients if self.order == 1 else formula.second
+        tolerance = self._tolerance() if tolerance is None else tolerance
+        counts = {
+            "input": len(formula.inputs),
+            "cotangent": len(formula.cotangents),
+            "direction": len(formula.directions),
+        }
+        call = ", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items() if n)
+        here = self._points(formula, 0.0, seed, 1)
+        near = self._points(formula, self._step, seed, points) if self._step else []
+        worst, counted, passed = 0.0, 0, 0
+        for k, point in enumerate([*here, *near]):
+            try:
+                theirs = self._numbers(point, is_near=k > 0)
+            except Outside:  # f is not defined there
+                continue
+            passed += 1
+            counted += all_finite(theirs)
+            came = returned(self._derived(derivation, point, convert), names, theirs[-1], call)
+            result = compared(names, theirs[-1], came, tolerance, least_of(theirs))
+            if not result:
+                return result
+            worst = max(worst, result.error)
+        if not counted:
+            raise GradtoolsError(_NOWHERE.format(len(near) + 1))
+        random = f" and {passed - 1} random point{'s' * (passed > 2)}" if passed > 1 else ""
+        message = (
+            f"yes: agrees at the arguments{random} (greatest relative error {worst:.1e}), "
+            f"called with {call}"
+        )
+        return Agreement(True, worst, message=message)
+
+    def _derived(self, derivation: Callable[..., Any], point: Point, convert: Any) -> Any:
+        """The results of a derivation at a point, as NumPy arrays."""
+        with self._trying():
+            result = derivation(*map(convert or self._array, chain(*point)))
+            numpy = lambda x: None if x is None else self.backend.to_numpy(self._array(x))
+            return tuple(map(numpy, result)) if isinstance(result, tuple | list) else numpy(result)
+
+    # --- points and precision
+
+    def _points(
+        self, formula: Formula, step: float, seed: int = 0, count: int = _POINTS
+    ) -> list[Point]:
+        """Random points at this relative distance of the given arguments; these themselves at 0."""
+        rng, result = np.random.default_rng(seed), []
+        for _ in range(count):
+            _, cotangents, directions = formula.point(rng)
+            inputs = [moved(rng, x, step) for x in self.given]
+            result.append(self._rounded((inputs, cotangents, directions)))
+        return result
+
+    def _tolerance(self) -> float:
+        if self.wide and not self.recorded.narrow:
+            return _EXACT
+        kinds = {self.recorded.narrow, *(() if self.wide else self._dtypes)}
+        if kinds & {"float16", "bfloat16", "complex32"}:
+            raise GradtoolsError(
+                "formula: f does not run in float64, and what it gives in 16 bits is too coarse "
+                "for a comparison. Pass float32 arguments."
+            )
+        single = kinds & {"float32", "complex64"}
+        return _IN_SINGLE * 10 ** (self.order - 1) if single else _EXACT
+
+    def _rounded(self, point: Point) -> Point:
+        """The point in the precision in which f runs."""
+        if self.wide:
+            return point
+        inputs, *others = point
+        pairs = zip(inputs, self._dtypes, strict=True)
+        arrays = [x.astype(dtype) if x.dtype.kind in "fc" else x for x, dtype in pairs]
+        if not any(a.dtype in (np.float32, np.complex64) for a in arrays):
+            return arrays, others[0], others[1]
+        single = lambda x: x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
+        return arrays, [*map(single, others[0])], [*map(single, others[1])]
+
+    def _leaves(self, values: Sequence[Any]) -> list[Any]:
+        """The framework's arrays of all inputs; integers and random keys are the given ones."""
+        own = self.program.leaves
+        kept = [k < len(own) and not self.backend.is_inexact(own[k]) for k in range(len(values))]
+        return [own[k] if kept[k] else self._array(x) for k, x in enumerate(values)]
+
+    def _array(self, x: Any) -> Any:
+        """The framework's array of a NumPy array or number; other arrays as they are."""
+        if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic):
+            return x
+        return self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None))
+
+    # --- the framework's own numbers
+
+    def _numbers(self, point: Point, is_near: bool = False) -> tuple[list[Any], ...]:
+        """The framework's outputs, gradients and, at order 2, their derivatives.
+
+        A gradient is None where the input is not differentiated.
+
+        is_near: Whether the point differs from the given arguments, so that f may raise.
+        """
+        inputs, cotangents, directions = point
+        opened, outputs, active = self.recorded.opened, self.recorded.outputs, self._active
+        inexact = [k for k, y in enumerate(outputs) if y.is_inexact]
+        run = self.recorded.run or self.program.run
+
+        def called(*leaves: Any) -> list[Any]:
+            return [self.backend.asarray(y, next(iter(leaves), None)) for y in run(list(leaves))]
+
+        def of_inputs(grads: Sequence[Any]) -> list[Any]:
+            place = dict(zip(active, grads, strict=True))
+            return [place.get(k) for k in range(len(opened))]
+
+        moving = tuple(p.is_inexact for p in opened)
+        f = OpaqueFunction(self.backend, called, self._leaves, moving, self._trying)
+        try:
+            found = f.vjp(inexact, active, with_outputs=True).value(*inputs, *cotangents)
+            groups = found[: len(outputs)], of_inputs(found[len(outputs) :])
+            if self.order == 1:
+                return groups
+            given, count = len(inputs), len(active)
+            both = [*active, *range(given, given + len(cotangents))]
+            second = f.vjp(inexact, active).vjp(range(count), both)
+            found = second.value(*inputs, *cotangents, *directions)
+            return *groups, [*of_inputs(found[:count]), *found[count:]]
+        except GradtoolsError:
+            raise
+        except Exception as error:  # at the given arguments f itself runs
+            message = _NO_DERIVATIVE.format(_described(error))
+            raise (Outside if is_near else GradtoolsError)(message) from error
+
+
+# --- numbers
+
+
+def compared(
+    names: Sequence[str], theirs: Group, mine: Group, tolerance: float, least: float
+) -> Agreement:
+    """Each of mine with the framework's own, where there is one.
+
+    An array's error is relative to its greatest modulus, or to `least`, the size below which a
+    whole array may be what is left of larger numbers that cancel.
+    """
+    worst = 0.0
+    for name, expected, came in zip(names, theirs, mine, strict=True):
+        if expected is None:
+            continue
+        a = np.asarray(expected) + 0.0
+        b = np.zeros_like(a) if came is None else np.asarray(came) + 0.0
+        if a.shape != b.shape:
+            message = f"no: {name} has shape {a.shape}, the derivation gives {b.shape}"
+            return Agreement(False, float("inf"), name, a.shape, b.shape, message)
+        size = max(_greatest(a), _greatest(b), least)
+        with np.errstate(all="ignore"):
+            same = (a == b) | (np.isnan(a) & np.isnan(b))
+            errors = np.where(same, 0.0, np.abs(a - b) / size)
+        errors = np.where(np.isnan(errors), np.inf, errors)
+        error = float(errors.max(initial=0.0))
+        if error > tolerance:
+            at = tuple(map(int, np.argwhere(errors > tolerance)[0]))
+            where = name + (str(list(at)) if at else "")
+            message = (
+                f"no: {where} is {a[at]:.10g} by automatic differentiation, {b[at]:.10g} by the "
+                f"derivation (relative error {error:.1e} over {name})"
+            )
+            return Agreement(False, error, where, a[at].item(), b[at].item(), message)
+        worst = max(worst, error)
+    return Agreement(True, worst)
+
+
+def _greatest(x: np.ndarray) -> float:
+    """The greatest finite modulus."""
+    return float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
+
+
+_CANCELLED = 1e-4  # relative to the greatest number, the scale for smaller arrays
+
+
+def least_of(groups: Sequence[Group]) -> float:
+    """The scale below which an array may be rounding error of larger numbers that cancel.
+
+    The gradient of a bias before batch normalisation is 0, but is computed as 1e-17.
+    """
+    arrays = [np.asarray(x) for group in groups for x in group if x is not None]
+    sizes = [_greatest(x) for x in arrays if x.dtype.kind in "fc"]
+    return _CANCELLED * max(sizes, default=0.0)
+
+
+def all_finite(groups: Sequence[Group]) -> bool:
+    """Whether all arrays are finite."""
+    return all(np.isfinite(x).all() for group in groups for x in group if x is not None)
+
+
+def moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
+    """An array near x: entries times e**(step n), zeros plus step n; Hermitian where x is."""
+    if x.dtype.kind not in "fc" or not step:
+        return x
+    n = rng.normal(size=x.shape)
+    if np.isinf(step):
+        return n.astype(x.dtype)
+    square = x.ndim >= 2 and x.shape[-1] == x.shape[-2] > 1
+    if square and np.array_equal(x, x.swapaxes(-1, -2).conj()):
+        n = (n + n.swapaxes(-1, -2)) / 2  # a Cholesky factor or eigenvalues may be taken of it
+    return np.where(x == 0, step * n, x * np.exp(step * n))
+
+
+def returned(given: Any, names: Sequence[str], expected: Group, call: str) -> list[Any]:
+    """Normalizes a derivation's results to one entry for each input."""
+    result = list(given) if isinstance(given, tuple | list) else [given]
+    can = [k for k, a in enumerate(expected) if a is not None]
+    if len(result) == len(can) < len(expected):
+        place = dict(zip(can, result, strict=True))
+        return [place.get(k) for k in range(len(expected))]
+    if len(result) != len(expected):
+        raise GradtoolsError(
+            f"formula.agrees_with: the derivation, called with {call}, returned {len(result)} "
+            f"values; one is expected for each of {', '.join(names)}, in this order (None where "
+            "it is zero)"
+        )
+    more = [names[k] for k, x in enumerate(result) if x is not None and k not in can]
+    if more:
+        raise GradtoolsError(
+            f"formula.agrees_with: the derivation returned {', '.join(more)}, which is not "
+            "differentiated, so that it cannot be compared. Return None there, or make the "
+            "formula with argnums= naming that argument"
+        )
+    return result

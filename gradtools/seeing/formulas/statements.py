@@ -66,14 +66,19 @@ class Statements:
         self._counts: Counter[str] = Counter()
         self._chosen: set[Expr] = set()
         self._weights: dict[Expr, float] = {}
-        self._name(_primals(cotangents))
+        self._name(cotangents)
         for section in sections:
-            self._section(section)
+            self._write(section)
 
     # Names.
 
-    def _name(self, origin: Mapping[Expr, Expr]) -> None:
-        """Chooses what gets a name; origin: what each cotangent belongs to."""
+    def _name(self, cotangents: Mapping[Expr, Expr]) -> None:
+        """Chooses what gets a name; cotangents: of the values of the program."""
+        primals: dict[Expr, Expr] = {}  # of each cotangent, the most telling value first
+        for v, c in cotangents.items():
+            copies = is_wrapper(v) and v["coefficient"] == 1 and not contracts(v.args[0])
+            if not (_is_plain(v) or v.shape != c.shape or copies):
+                primals.setdefault(c, v)
         roots = [(x, w) for s in self.sections for x, w in s.roots]
         self._taken |= {w.text for _, w in roots}
         if len(self.sections) > 2:  # of order 2: the derivatives are those of s
@@ -83,20 +88,26 @@ class Statements:
             if x not in names and not _is_plain(x):
                 names[x] = written
         self._forward = set(order([x for x, _ in self.sections[0].roots]))
-        self._name_constants()
+        held = [x for x in self.values if x.op == "array"]
+        for k, x in enumerate(held):
+            name = ts.symbol(f"c{k + 1}" if len(held) > 1 else "c")
+            names[x] = self._new("c") if name.text in self._taken else name
+            self._taken.add(names[x].text)
+            self._done.add(x)
+            self.constants.append((x, names[x]))
         for x in self.values:
             weight = self._weight(x)
             repeated = self._uses[x] > 1 and weight >= 2 and not _divides(x)
             if repeated and x not in names and not _is_plain(x):
                 self._chosen.add(x)
         wanted = [x for x in self.values if x in self._chosen]
-        values = [origin[x] for x in wanted if x in origin]  # get a name as well
+        values = [primals[x] for x in wanted if x in primals]  # get a name as well
         more = {v for v in values if v not in names and v not in wanted}
         self._chosen |= more
         wanted = [*(x for x in self.values if x in more), *wanted]
-        self._bases.update(self._base(x) for x in wanted if x not in origin)
+        self._bases.update(self._base(x) for x in wanted if x not in primals)
         for x in wanted:
-            v = origin.get(x)
+            v = primals.get(x)
             barred = ts.bar(names[v]) if v is not None and v in names else None
             if barred is None or barred.text in self._taken:
                 names[x] = self._new("T" if barred else self._base(x))
@@ -113,17 +124,6 @@ class Statements:
             return ("Z" if x.rank > 1 else "z") if forward and x.rank else "T"
         base = _BASES.get(x.op, "T")
         return base.upper() if x.rank > 1 and len(base) == 1 else base
-
-    def _name_constants(self) -> None:
-        """Name the captured arrays."""
-        held = [x for x in self.values if x.op == "array"]
-        for k, x in enumerate(held):
-            name = ts.symbol(f"c{k + 1}" if len(held) > 1 else "c")
-            name = self._new("c") if name.text in self._taken else name
-            self._taken.add(name.text)
-            self.writer.names[x] = name
-            self._done.add(x)
-            self.constants.append((x, name))
 
     def _weight(self, x: Expr) -> float:
         """The size of x as written, where named values count 0; its arguments are weighed first."""
@@ -170,41 +170,29 @@ class Statements:
 
     # Lines.
 
-    def _section(self, section: Section) -> None:
-        roots = {x for x, _ in section.roots}
+    def _write(self, section: Section) -> None:
+        """Write the named values, then the results, each after the results in its own equation."""
+        names, roots = self.writer.names, {x for x, _ in section.roots}
+        needed: dict[Expr, frozenset[Expr]] = {}  # the named results that each value depends on
         for x in order([x for x, _ in section.roots]):
-            named = x in self.writer.names and x.op != "placeholder"
+            named = x in names and x.op != "placeholder"
+            below = frozenset().union(*(needed[a] for a in x.args))
+            needed[x] = below | {x} if named and x in roots else below
             if named and x not in self._done and x not in roots:
-                section.lines.append(self._line(x, self.writer.names[x]))
+                section.lines.append(self._line(x, names[x]))
                 self._define(x)
-        self._roots(section)
-
-    def _roots(self, section: Section) -> None:
-        """Write the results in order, each after the results in its own equation."""
-        left, needs = list(section.roots), self._needs(section)
+        left = list(section.roots)
         while left:
             waiting = {x for x, _ in left}
-            free = (e for e in left if not needs[e[0]] & (waiting - {e[0]}))
+            free = (e for e in left if not needed[e[0]] & (waiting - {e[0]}))
             x, written = entry = next(free, left[0])
             left.remove(entry)
-            own = self.writer.names.get(x)
-            if own is not None and own.text != written.text:
-                line = written, own
-            else:
-                line = self._line(x, written)
+            own = names.get(x)
+            renamed = own is not None and own.text != written.text
+            line = (written, own) if own and renamed else self._line(x, written)
             if line[0].text != line[1].text:
                 section.lines.append(line)
             self._define(x)
-
-    def _needs(self, section: Section) -> dict[Expr, frozenset[Expr]]:
-        """The named results that each result depends on."""
-        roots = {x for x, _ in section.roots}
-        reach: dict[Expr, frozenset[Expr]] = {}
-        for x in order(roots):
-            below = frozenset().union(*(reach[a] for a in x.args))
-            named = x in roots and x in self.writer.names and x.op != "placeholder"
-            reach[x] = below | {x} if named else below
-        return reach
 
     def _define(self, x: Expr) -> None:
         self._done.add(x)
@@ -265,16 +253,6 @@ def _unwrapped(x: Expr) -> Expr:
     return x
 
 
-def _primals(cotangents: Mapping[Expr, Expr]) -> dict[Expr, Expr]:
-    """What each cotangent belongs to, the most telling value first."""
-    result: dict[Expr, Expr] = {}
-    for v, c in cotangents.items():
-        plain = _is_plain(v) or v.shape != c.shape
-        if not plain and not (is_wrapper(v) and v["coefficient"] == 1 and not contracts(v.args[0])):
-            result.setdefault(c, v)
-    return result
-
-
 _BASES = {
     "exp": "e",
     "sigmoid": "s",
@@ -292,15 +270,6 @@ _BASES = {
 # --- names of leaves and results
 
 
-def leaf_names(
-    leaves: Sequence[Expr], outputs: Sequence[Expr]
-) -> tuple[dict[Expr, Written], list[Written]]:
-    """The names of all leaves and of the outputs."""
-    chosen = short_names([p["name"] for p in leaves])
-    names = {p: ts.symbol(n) for p, n in zip(leaves, chosen, strict=True)}
-    return names, _output_names(outputs, set(chosen))
-
-
 def short_names(paths: Sequence[str]) -> list[str]:
     """The shortest unique names for the paths."""
     found = [re.findall(r"[^\W_][\w]*|_\w+", p.replace("argument ", "arg")) for p in paths]
@@ -311,7 +280,12 @@ def short_names(paths: Sequence[str]) -> list[str]:
         chosen = [_joined(p[-n:]) for p, n in zip(parts, length, strict=True)]
         same = {c for c in chosen if chosen.count(c) > 1}
         length = [n + (c in same) for n, c in zip(length, chosen, strict=True)]
-    return _numbered([_joined(p[-n:]) for p, n in zip(parts, length, strict=True)])
+    seen: Counter[str] = Counter()
+    result = []
+    for name in (_joined(p[-n:]) for p, n in zip(parts, length, strict=True)):
+        seen[name] += 1
+        result.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return result
 
 
 def _joined(parts: Sequence[str]) -> str:
@@ -321,16 +295,8 @@ def _joined(parts: Sequence[str]) -> str:
     return "_".join(name if numbers < len(parts) else ["x", *name])
 
 
-def _numbered(names: list[str]) -> list[str]:
-    seen: dict[str, int] = {}
-    result = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        result.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-    return result
-
-
-def _output_names(outputs: Sequence[Expr], taken: set[str]) -> list[Written]:
+def output_names(outputs: Sequence[Expr], taken: set[str]) -> list[Written]:
+    """The names of the outputs, different from those taken."""
     if len(outputs) == 1:
         (y,) = outputs
         wanted = ["L"] if not y.rank and not y.is_complex else []

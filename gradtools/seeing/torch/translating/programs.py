@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,46 +37,36 @@ Tensor = torch.Tensor
 
 def formula_graph(program: LeafProgram) -> Recorded:
     """Records one forward run of a program and undoes its effects."""
+    count, active = len(program.leaves), set(program.wrt)
     with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
-        return _recorded(program, FormulaRecorder(undo, program.backend, origin_of))
-
-
-def _recorded(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
-    active = set(program.wrt)
-    xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
-    pairs = zip(xs, program.names, strict=True)
-    inputs = [recorder.introduced(x, name) for x, name in pairs]
-    with followed(), plainly():  # control flow runs in Python, without recomputation
-        value = lambda y: recorder.of(y) if isinstance(y, Tensor) else constant(value=y)
-        outputs = recorder.run(lambda: [value(y) for y in program.run(xs)])
+        recorder = FormulaRecorder(undo, program.backend, origin_of)
+        xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
+        pairs = zip(xs, program.names, strict=True)
+        inputs = [recorder.introduced(x, name) for x, name in pairs]
+        with followed(), plainly():  # control flow runs in Python, without recomputation
+            value = lambda y: recorder.of(y) if isinstance(y, Tensor) else constant(value=y)
+            outputs = recorder.run(lambda: [value(y) for y in program.run(xs)])
     read = set(order(outputs))
     held = {p: x for p, x in recorder.held.items() if p in read}
     wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
-    return Recorded(
-        tuple(inputs),
-        tuple(outputs),
-        {p: x.detach() for p, x in held.items()},
-        wanted,
-        partial(_run_with_captured, program, [held[p] for p in wanted]),
-    )
+    captured = [held[p] for p in wanted]
 
+    def run(values: Sequence[Any]) -> Sequence[Any]:
+        place = {id(x): v for x, v in zip(captured, values[count:], strict=True)}
+        kinds = {v.device.type for v in values if isinstance(v, Tensor)}
+        others = Modes.now(kinds).by_other_kernels()  # fused ones are differentiated once
+        with reading(place, wide=False), others.restored():
+            return program.run(values[:count])
 
-def _run_with_captured(
-    program: LeafProgram, held: Sequence[Tensor], values: Sequence[Any]
-) -> Sequence[Any]:
-    count = len(program.leaves)
-    place = {id(x): v for x, v in zip(held, values[count:], strict=True)}
-    kinds = {v.device.type for v in values if isinstance(v, Tensor)}
-    others = Modes.now(kinds).by_other_kernels()  # fused ones are differentiated once
-    with reading(place, wide=False), others.restored():
-        return program.run(values[:count])
+    detached = {p: x.detach() for p, x in held.items()}
+    return Recorded(tuple(inputs), tuple(outputs), detached, wanted, run)
 
 
 @contextmanager
 def trying(program: LeafProgram, wide: bool) -> Iterator[None]:
     """A context in which f may run; its effects are undone. wide: captures are read in float64."""
-    here = followed(), reading({}, wide), torch.enable_grad()
-    with put_back(program.run, program.leaves) as undo, here[0], here[1], here[2]:
+    undoing = put_back(program.run, program.leaves)
+    with undoing as undo, followed(), reading({}, wide), torch.enable_grad():
         look_up_applies(undo.start.reached)
         yield
 
@@ -111,14 +100,16 @@ _REFUSED = ("associative_scan", "map_impl", "flex_attention", "switch")
 
 def followed() -> AbstractContextManager[None]:
     """A context in which this thread's control-flow operators run in Python."""
-    return control_flow_called(_follow)
 
+    def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        name = operator.name()
+        if name in _REFUSED:
+            raise GradtoolsError(
+                f"formula: PyTorch's {name} has no translation; write it as a loop."
+            )
+        return _FOLLOWED.get(name, call)(*args, **kwargs)
 
-def _follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    name = operator.name()
-    if name in _REFUSED:
-        raise GradtoolsError(f"formula: PyTorch's {name} has no translation; write it as a loop.")
-    return _FOLLOWED.get(name, call)(*args, **kwargs)
+    return control_flow_called(follow)
 
 
 # --- parameters and other captured tensors in float64
@@ -158,12 +149,9 @@ class _Reading(TorchFunctionMode):
             return _DOUBLE.get(x, x) if self.wide else x
         if not isinstance(x, Tensor):
             return x
-        result = self.place.get(id(x), x)
-        if self.wide and result.dtype in _DOUBLE:
-            return self._widened(result)
-        return result
-
-    def _widened(self, x: Tensor) -> Tensor:
+        x = self.place.get(id(x), x)
+        if not self.wide or x.dtype not in _DOUBLE:
+            return x
         known = self.cast.get(id(x))
         if known is not None:
             return known[1]

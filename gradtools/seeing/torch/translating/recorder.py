@@ -12,7 +12,7 @@ a new root, from which later reads are taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,17 @@ from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.formulas.algebra import einsum, imag, matmul, plus, real, swap
-from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
+from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
 from gradtools.seeing.formulas.operations.arrays import arrange, constant, slices_of
 from gradtools.seeing.formulas.operations.elementwise import stop
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.recorded import fitted, in_vocabulary, in_words
+from gradtools.seeing.formulas.recorded import (
+    Like,
+    fitted,
+    has_opaque_part,
+    in_vocabulary,
+    in_words,
+)
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.operations import NO_DATA
@@ -101,7 +107,7 @@ class FormulaRecorder(Recorder[Expr]):
         if any(x.requires_grad for x in xs) and not any(y.requires_grad for y in outs):
             values = [stop(self.of(y)) if is_inexact(y) else None for y in outs]
         else:
-            values = self._named(name, kind.apply, args, kwargs, given, outs)
+            values = self.named(name, kind.apply, args, kwargs, given, outs)
         for y, value in zip(outs, values, strict=True):
             if value is not None:
                 self.hold(y, fitted(value, _like(y)), alone=True)
@@ -120,28 +126,16 @@ class FormulaRecorder(Recorder[Expr]):
         elif fun in _PARTS:
             value = _PARTS[fun](self.of(args[0]))
         elif fun in _CONTRACTIONS and not kwargs:
-            value = self._contraction(*_CONTRACTIONS[fun](*args))
+            meant, *tensors = _CONTRACTIONS[fun](*args)
+            if all(isinstance(x, Tensor) and is_inexact(x) for x in tensors):
+                xs = [self.of(x) for x in tensors]
+                value = None if all(x.turn[0] for x in xs) else meant(*xs)
         if value is None:
             return fun(*args, **kwargs)
         with self.silent():
             out = fun(*args, **kwargs)
         self._note([out], [value])
         return out
-
-    def _contraction(self, meant: str, *tensors: Any) -> Expr | None:
-        """A product whose aten operations merge and split axes; None where these read as well."""
-        if not all(isinstance(x, Tensor) and is_inexact(x) for x in tensors):
-            return None
-        xs = [self.of(x) for x in tensors]
-        if all(x.turn[0] for x in xs):
-            return None
-        if meant == "linear":
-            x, weight, *bias = xs
-            return plus(matmul(x, swap(weight) if weight.rank > 1 else weight), *bias)
-        if meant != "matmul":
-            once = all(len(set(part)) == len(part) for part in meant.split("->")[0].split(","))
-            return einsum(meant, *xs) if once and "->" in meant and "." not in meant else None
-        return matmul(*xs)
 
     # --- values of tensors
 
@@ -161,10 +155,6 @@ class FormulaRecorder(Recorder[Expr]):
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
         """The current value of a view of a storage that was written to."""
-        return self._read(x)
-
-    def _read(self, x: Tensor) -> Expr:
-        """The elements of a known storage of which x is a view."""
         shown = self.table.memory(x)
         assert shown is not None
         return arrange(shown.value, places(x, shown.root))
@@ -177,8 +167,9 @@ class FormulaRecorder(Recorder[Expr]):
             self.hold(cast, self.of(of))
             if (known := self.table.get(x)) is not None:
                 return known.value
-        if self.table.memory(x) is not None:  # a view of something known
-            return self._read(x)
+        shown = self.table.memory(x)
+        if shown is not None:  # a view of something known
+            return arrange(shown.value, places(x, shown.root))
         if id(x) in self.names or x.requires_grad:
             value = self.new(x, self.names.get(id(x), ""))
             self.held[value] = x
@@ -202,37 +193,52 @@ class FormulaRecorder(Recorder[Expr]):
         """The value of a tensor."""
         return self._numbers(self.tensors[value])
 
-    def _written(self, x: Tensor, value: Expr) -> None:
+    def _note(
+        self, outs: Sequence[Tensor], values: Sequence[Expr | None], written: bool = False
+    ) -> None:
+        """Gives tensors new values; while the user's grad mode is off these have no derivative."""
+        for y, value in zip(outs, values, strict=False):
+            if value is None:
+                continue
+            value = fitted(value, _like(y))
+            if written and self._is_off(y) and y.requires_grad:  # the old derivative stays
+                before = self.of(y)
+                value = before + stop(value - before)
+            elif self._is_off(y) and not value.turn[0]:
+                value = stop(value)
+            if written:
+                self._write(y, value)
+            else:
+                self.hold(y, value)
+
+    def _is_off(self, y: Tensor) -> bool:
+        """Whether y is computed while the user's grad mode is off."""
+        return is_inexact(y) and not self.rules and not torch.is_grad_enabled()
+
+    def _write(self, x: Tensor, value: Expr) -> None:
         """Gives x a new value after an in-place write, and updates its root."""
         shown = self.table.memory(x)
         assert shown is not None
         root = shown.root
         if view_of(x) == view_of(root):
             shown.value = value
-        elif shown.value.turn[0] and value.turn[0]:
+        elif (shown.value.turn[0] and value.turn[0]) or not _is_number(root):
             shown.value = self.constant(root)
-        else:
-            shown.value = self._with_part(shown.value, root, x, value)
+        else:  # a part of the root was written, by an opaque operation
+            at, part = places(x, root), value
+            hidden = self._is_off(x) or not x.requires_grad
+            if root.requires_grad and hidden:  # autograd does not see the write
+                before = arrange(shown.value, at)
+                part = before + stop(value - before)
+            index = torch.from_numpy(at.ravel()).to(x.device)
+            name = f"set_at[{slices_of(at, shown.value.shape)}]"
+            fun = lambda y, u: y.flatten().index_put((index,), u.flatten()).reshape(y.shape)
+            kernel = kernel_of(self.backend, fun, (root, x), {})
+            (shown.value,) = by_name(name, [shown.value, part], [_like(root)], kernel)
         self.table.write(x, value)
         self.hold(x, value)
         if self.table.get(root) is not None:
             self.hold(root, shown.value)
-
-    def _with_part(self, whole: Expr, root: Tensor, part: Tensor, value: Expr) -> Expr:
-        """The value of a root after a view of it was written, as an opaque operation."""
-        if not _is_number(root):
-            return self.constant(root)
-        at = places(part, root)
-        hidden = self._is_off(part) or not part.requires_grad
-        if root.requires_grad and hidden:  # autograd does not see the write
-            before = arrange(whole, at)
-            value = before + stop(value - before)
-        index = torch.from_numpy(at.ravel()).to(part.device)
-        name = f"set_at[{slices_of(at, whole.shape)}]"
-        fun = lambda x, u: x.flatten().index_put((index,), u.flatten()).reshape(x.shape)
-        kernel = kernel_of(self.backend, fun, (root, part), {})
-        (result,) = by_name(name, [whole, value], [_like(root)], kernel)
-        return result
 
     # --- operations
 
@@ -245,9 +251,9 @@ class FormulaRecorder(Recorder[Expr]):
             return out
         if name == "copy_" and view_of(args[0]) == view_of(args[1]):  # the end of y[0] += 1
             return call.run()
-        bound = self._bound(call)
-        writes = self.keep_written(call)
-        out = call.run()
+        bound = BoundCall(self, call)
+        bound.writes = writes = self.keep_written(call)
+        bound.out = out = call.run()
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
         for y in made:
             if y.layout is not torch.strided:
@@ -256,16 +262,14 @@ class FormulaRecorder(Recorder[Expr]):
                     f"formula: f makes a {layout} tensor ({name}); a formula is of dense ones. "
                     "Give f dense arguments, or leave to_sparse out."
                 )
-        outs = made or writes
-        self._bind_results(bound, call, out, outs)
-        bound.writes = writes
+        bound.outs = outs = made or writes
+        bound.likes = [_like(y) for y in outs]
         if name in (*_DRAWS, *NO_DATA) or all(x.turn[0] for x in bound.given):
             values: Sequence[Expr | None] = [self.constant(y) for y in outs]
         else:
-            result = self._translated(bound, call, out, outs)
-            left_out = writes if made else []  # running statistics
+            result = bound.translated()
             if result is None and (made or not writes):
-                parts = self._in_parts(bound, call, left_out)
+                parts = self._in_parts(bound, writes if made else [])
                 if parts is not None:
                     self._note(writes, [self.constant(x) for x in writes], written=True)
                     return parts[0]
@@ -275,53 +279,12 @@ class FormulaRecorder(Recorder[Expr]):
             self._note(writes, [self.constant(x) for x in writes], written=True)
         return out
 
-    def _bind_results(self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]) -> None:
-        """What a translation reads of a call: its results, and the call as an opaque operation."""
-
-        def places() -> np.ndarray:
-            """For each element of a result the place in the first operand, -1 where it is none."""
-            with self.silent(), upstream.disable_current_modes():
-                shape = bound.given[0].shape
-                count = torch.arange(1, int(np.prod(shape)) + 1, dtype=torch.float64)
-                result = call.func(count.reshape(shape), *call.args[1:], **call.kwargs)
-                return result.round().long().numpy() - 1
-
-        def named(**changed: Any) -> list[Expr | None]:
-            args = [changed.get(a.name, v) for a, v in call.bound if not a.kwarg_only]
-            kwargs = {a.name: changed.get(a.name, v) for a, v in call.bound if a.kwarg_only}
-            operands = [self.of(x) for x in tensors_in([args, kwargs])]
-            name, attributes = call.said(out)
-            words = in_words(attributes, operands[0].rank)
-            if call.func.namespace == "gradtools" and self.rules:
-                name, words = self.rules[-1][0], ""
-            name = name.removeprefix("linalg_")
-            return self._named(name, call.func, args, kwargs, operands, outs, words)
-
-        bound.likes, bound.outs = [_like(y) for y in outs], outs
-        bound.native = call.raw.rstrip("_")
-        bound.recorder, bound.places, bound.by_name = self, places, named
-
-    def _translated(
-        self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]
-    ) -> Sequence[Expr | None] | None:
-        """The results by a translation, or by the neutral name and attributes; else None."""
-        translation = OPERATIONS.get(bound.native if not call.raw.endswith("__") else call.raw)
-        if translation is not None:
-            result = translation(bound)
-            if result is not None:
-                return list(result) if isinstance(result, list | tuple) else [result]
-        name, attributes = call.said(out)
-        numbers = [x if isinstance(x, Expr) else constant(value=x) for x in bound.operands()]
-        attributes = {k: v for k, v in attributes.items() if k != "dtype" or name == "cast"}
-        return in_vocabulary(name, numbers, attributes, bound.likes)
-
-    def _in_parts(
-        self, bound: Any, call: AtenCall, left_out: Sequence[Tensor]
-    ) -> tuple[Any] | None:
+    def _in_parts(self, bound: BoundCall, left_out: Sequence[Tensor]) -> tuple[Any] | None:
         """The result of PyTorch's decomposition, if all of its parts are in the vocabulary.
 
         left_out: Tensors that the operation only updates; the decomposition gets None.
         """
+        call = bound.call
         if call.raw.startswith(_WHOLE):
             return None
         decomposed = upstream.decompositions().get(call.func, call.func.decompose)
@@ -333,13 +296,10 @@ class FormulaRecorder(Recorder[Expr]):
             return None
         if out is NotImplemented:
             return None
-        known = set(order(bound.given))
-        parts = order([self.of(y) for y in tensors_in(out) if is_inexact(y)])
-        if any(x.op == "by_name" and x not in known for x in parts):
-            return None
-        return (out,)
+        results = [self.of(y) for y in tensors_in(out) if is_inexact(y)]
+        return None if has_opaque_part(results, bound.given) else (out,)
 
-    def _named(
+    def named(
         self,
         name: str,
         fun: Any,
@@ -357,60 +317,92 @@ class FormulaRecorder(Recorder[Expr]):
         made = iter(by_name(name, given, some, kernel, words))
         return [next(made) if _is_number(y) else self.constant(y) for y in outs]
 
-    def _note(
-        self, outs: Sequence[Tensor], values: Sequence[Expr | None], written: bool = False
-    ) -> None:
-        for y, value in zip(outs, values, strict=False):
-            if value is None:
-                continue
-            value = fitted(value, _like(y))
-            if written:
-                self._written(y, self._written_value(y, value))
-            else:
-                self.hold(y, self._stopped(y, value))
-
-    def _stopped(self, y: Tensor, value: Expr) -> Expr:
-        """The value, stopped if the user switched grad mode off."""
-        return stop(value) if self._is_off(y) and not value.turn[0] else value
-
-    def _is_off(self, y: Tensor) -> bool:
-        """Whether y is computed while the user's grad mode is off."""
-        return is_inexact(y) and not self.rules and not torch.is_grad_enabled()
-
-    def _written_value(self, y: Tensor, value: Expr) -> Expr:
-        """What is written while derivatives are off changes the value, and not the derivative."""
-        if not self._is_off(y) or not y.requires_grad:
-            return self._stopped(y, value)
-        before = self.of(y)
-        return before + stop(value - before)
-
-    def _bound(self, call: AtenCall) -> SimpleNamespace:
-        """The arguments by name, with expressions in place of tensors."""
-        result = SimpleNamespace(**{name: self._valued(v) for name, v in call.arguments()})
-        result.given = [self.of(x) for x in tensors_in([v for _, v in call.arguments()])]
-        result.operands = lambda: self._valued(call.operands())
-        return result
-
-    def _valued(self, x: Any) -> Any:
+    def valued(self, x: Any) -> Any:
+        """An argument, with expressions in place of tensors."""
         if isinstance(x, Tensor):
             return self.of(x)
-        if isinstance(x, list | tuple):
-            return [self._valued(v) for v in x]
-        return x
+        return [self.valued(v) for v in x] if isinstance(x, list | tuple) else x
+
+
+class BoundCall:
+    """An aten call with expressions in place of tensors, each an attribute by aten's name.
+
+    Attributes:
+        recorder: The recorder.
+        call: The call.
+        given: The expressions of its tensors.
+        out: What it returned.
+        outs: Its results, or what it wrote to in place.
+        likes: Their shapes and kinds.
+        writes: The tensors that it wrote to.
+    """
+
+    out: Any
+    outs: Sequence[Tensor]
+    likes: Sequence[Like]
+    writes: Sequence[Tensor]
+
+    def __init__(self, recorder: FormulaRecorder, call: AtenCall) -> None:
+        vars(self).update({name: recorder.valued(v) for name, v in call.arguments()})
+        self.recorder, self.call = recorder, call
+        self.given = [recorder.of(x) for x in tensors_in([v for _, v in call.arguments()])]
+        self._operands = recorder.valued(call.operands())
+
+    def translated(self) -> list[Expr | None] | None:
+        """The results by a translation, or by the neutral name and attributes; else None."""
+        call = self.call
+        native = call.raw if call.raw.endswith("__") else call.raw.rstrip("_")
+        result = OPERATIONS[native](self) if native in OPERATIONS else None
+        if result is not None:
+            return list(result) if isinstance(result, list | tuple) else [result]
+        name, attributes = call.said(self.out)
+        operands = [x if isinstance(x, Expr) else constant(value=x) for x in self._operands]
+        attributes = {k: v for k, v in attributes.items() if k != "dtype" or name == "cast"}
+        return in_vocabulary(name, operands, attributes, self.likes)  # type: ignore[return-value]
+
+    def by_name(self, **changed: Any) -> list[Expr | None]:
+        """The results as an opaque operation, some arguments being changed."""
+        call, recorder = self.call, self.recorder
+        args = [changed.get(a.name, v) for a, v in call.bound if not a.kwarg_only]
+        kwargs = {a.name: changed.get(a.name, v) for a, v in call.bound if a.kwarg_only}
+        operands = [recorder.of(x) for x in tensors_in([args, kwargs])]
+        name, attributes = call.said(self.out)
+        words = in_words(attributes, operands[0].rank)
+        if call.func.namespace == "gradtools" and recorder.rules:
+            name, words = recorder.rules[-1][0], ""
+        name = name.removeprefix("linalg_")
+        return recorder.named(name, call.func, args, kwargs, operands, self.outs, words)
+
+    def places(self) -> np.ndarray:
+        """For each element of the result its place in the first operand, -1 where it has none."""
+        with self.recorder.silent(), upstream.disable_current_modes():
+            shape = self.given[0].shape
+            count = torch.arange(1, int(np.prod(shape)) + 1, dtype=torch.float64)
+            result = self.call.func(count.reshape(shape), *self.call.args[1:], **self.call.kwargs)
+            return result.round().long().numpy() - 1  # type: ignore[no-any-return]
+
+
+def _linear(x: Expr, weight: Expr, *bias: Expr) -> Expr:
+    return plus(matmul(x, swap(weight) if weight.rank > 1 else weight), *bias)
 
 
 def _of_einsum(equation: Any, *xs: Any) -> tuple:
+    """An explicit contraction; no diagonal, no ellipsis, no form with lists of axes."""
     xs = tuple(xs[0]) if len(xs) == 1 and isinstance(xs[0], list | tuple) else xs
-    return (equation.replace(" ", ""), *xs) if isinstance(equation, str) else ("", None)
+    text = equation.replace(" ", "") if isinstance(equation, str) else ""
+    once = all(len(set(part)) == len(part) for part in text.split("->")[0].split(","))
+    return (
+        (partial(einsum, text), *xs) if once and "->" in text and "." not in text else (None, None)
+    )
 
 
-# Functions whose aten operations merge axes, and what they mean.
+# Functions whose aten operations merge and split axes: what they mean, and of which tensors.
 _CONTRACTIONS: dict[Any, Callable[..., tuple]] = {
-    **dict.fromkeys(
-        (torch.matmul, Tensor.matmul, Tensor.__matmul__), lambda a, b: ("matmul", a, b)
-    ),
-    Tensor.__rmatmul__: lambda a, b: ("matmul", b, a),
-    torch.nn.functional.linear: lambda *xs: ("linear", *(x for x in xs if x is not None)),
+    torch.matmul: lambda a, b: (matmul, a, b),
+    Tensor.matmul: lambda a, b: (matmul, a, b),
+    Tensor.__matmul__: lambda a, b: (matmul, a, b),
+    Tensor.__rmatmul__: lambda a, b: (matmul, b, a),
+    torch.nn.functional.linear: lambda *xs: (_linear, *(x for x in xs if x is not None)),
     torch.einsum: _of_einsum,
 }
 

@@ -1,5 +1,6 @@
 """gt.checkpoint inside of torch.func's transforms and around them, held to the plain function."""
 
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -92,3 +93,18 @@ class _OfChunks(ChunkProgram):
 def test_the_pullback_of_a_batch_runs_the_f_of_that_batch():
     pullback = Backward(_OfChunks("of one"), Layout([1], 0, [[True], []]))
     assert pullback.batched(2, [[True, True], []], "same", False)[0].forward.name == "of a batch"
+
+
+@pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 2, in_axes=(0, None))])
+def test_second_derivatives_in_a_batch_with_parameters_that_require_grad(wrap):
+    layer, w = torch.nn.Linear(3, 2).to(D), torch.tensor([0.5, -1.0], dtype=D)
+    plain = lambda x, w: torch.sin(layer(x) * w)
+    batch = torch.stack([X, 2 * X])
+    programs = [
+        lambda f, x: gt.hvp(lambda w: f(x, w).sum(), (w,), (w,), mode="forward_over_reverse")[1][0],
+        lambda f, x: torch.func.hessian(lambda w: f(x, w).sum())(w),
+        lambda f, x: torch.func.hessian(lambda w: f(x, w).sum(0))(w),
+    ]
+    for program in programs:
+        result, expected = (gt.vmap(partial(program, f))(batch) for f in (wrap(plain), plain))
+        torch.testing.assert_close(result, expected)

@@ -98,12 +98,15 @@ class ChunkProgram:
         forward: The `Forward` from which it is derived, possibly itself.
         leaves: The captured leaves that it reaches.
         attached: Which outputs of each chunk have a derivative.
+        of_leaves: How many of the last outputs are gradients of the leaves, or tangents of these,
+            which are summed over a batch as well.
     """
 
     caller: str
     forward: Any
     leaves: list[Tensor]
     attached: list[list[bool]] | None = None
+    of_leaves = 0
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Chunk i's outputs, and terms that are summed over chunks; entries may be None."""
@@ -298,6 +301,8 @@ def _summed(fun: Callable[..., Any]) -> Callable[..., Any]:
 class Backward(_Derived):
     """The pullback: cotangents of each chunk's inputs, and sums for shared inputs and leaves."""
 
+    of_leaves = property(lambda self: len(self.leaves))  # type: ignore[assignment]
+
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Cotangents of the chunk's inputs, then of shared inputs and leaves."""
         create = torch.is_grad_enabled()
@@ -369,6 +374,7 @@ class Pushed(_Derived):
     """The pushforward, as the transpose of the pullback: dual levels do not nest."""
 
     transposes = True
+    of_leaves = property(lambda self: self.of.of_leaves)  # type: ignore[assignment]
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         create = torch.is_grad_enabled()
@@ -386,10 +392,11 @@ class Pushed(_Derived):
             ]
             pulled = pulled_back(outs, inputs, dummies, True, True)
             if self.forward.hooked:
-                own = inputs[: len(xs) + len(shared)]
-                pulled = self._gated_at_hooks(i, own, xs, outs, dummies, pulled)
+                given = inputs[: len(xs) + len(shared)]
+                pulled = self._gated_at_hooks(i, given, xs, outs, dummies, pulled)
         wanted = [*compress(dummies, tracked)]
-        pushed = self.pulled(pulled, wanted, [*dxs, *dshared], len(wanted), create, create)
+        own = sum(tracked[: len(tracked) - self.of_leaves])
+        pushed = self.pulled(pulled, wanted, [*dxs, *dshared], own, create, create)
         pushed = spread(pushed, tracked)
         return pushed[: len(ys)], pushed[len(ys) :]
 
@@ -567,10 +574,9 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
         ]
 
         def axes_of(out: Entries) -> tuple[int | None, ...]:
-            batched = [True] * len(shape[1])
-            if isinstance(result, Backward) and not result.vectors_only[0]:
-                # the leaves' gradients are summed over the batch as well
-                batched[len(batched) - len(result.leaves) :] = [False] * len(result.leaves)
+            batched, count = [True] * len(shape[1]), result.of_leaves
+            if isinstance(result, _Derived) and not result.vectors_only[0]:
+                batched[len(batched) - count :] = [False] * count
             pairs = zip(batched, shape[1], strict=True)
             return tuple([0 if b else None for b, m in pairs if m])
 

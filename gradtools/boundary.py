@@ -9,7 +9,7 @@ traceback filtering). Calls that do not fail cost one more Python call.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from itertools import takewhile
 from types import FrameType, FunctionType, TracebackType
@@ -70,7 +70,11 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
     except AttributeError:  # dynamo's representation of a partial has no attributes
         return call
     if type(call) is partial:
-        call = _Method(called, call.func, *call.args, **call.keywords)
+        # JAX's errors name the place of the function inside of partials, and of what that wraps:
+        # a copy of `called` that wraps f.
+        own = FunctionType(called.__code__, called.__globals__, name)
+        own.__dict__["__wrapped__"] = f
+        call = _Method(own, call.func, *call.args, **call.keywords)
         call.__dict__.update(known)
     return call
 
@@ -80,6 +84,15 @@ class _Method(partial[Any]):
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else partial(self, instance)
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (self.args, self.keywords, vars(self))
+
+
+def _unpickled(args: Sequence[Any], keywords: dict[str, Any], known: dict[str, Any]) -> Any:
+    method = like_function("", known["__wrapped__"], partial(args[0], *args[1:], **keywords))
+    method.__dict__.update(known)
+    return method
 
 
 def trimmed(error: Exception) -> Exception:

@@ -369,7 +369,7 @@ class _Steps:
             pairs = zip(after, carry, strict=True)
             return outs, [_next_carry(chunks, k, *pair) for k, pair in enumerate(pairs)]
 
-        return step
+        return jaxprs.named_after(chunks.call.f, step)
 
 
 def _is_array(x: Any) -> bool:

@@ -25,7 +25,7 @@ from gradtools.errors import GradtoolsError, is_of, warn
 from gradtools.freezing import name_of_function
 from gradtools.jax._upstream import ClosedJaxpr, constants_of
 from gradtools.jax.arrays import asarray
-from gradtools.jax.jaxprs import uses_primitive
+from gradtools.jax.jaxprs import named_after, uses_primitive
 from gradtools.jax.known_errors import explained
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.rules.installing import apply_rule
@@ -63,7 +63,7 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
         both = *outs, *map(jax.lax.stop_gradient, plain)
         return [y if isinstance(y, jax.Array) else asarray(y) for y in both]
 
-    use = _Use(whole.caller, fun, xs, budget)
+    use = _Use(whole.caller, named_after(whole.call.f, fun), xs, budget)
     ys = apply_rule(use.rule, *xs, *use.captured)
     if modules is None:
         return ys

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -164,6 +165,16 @@ def draws(closed: Jaxpr, flow: Callable[[Jaxpr, list[int]], dict[Any, int]]) -> 
     jaxpr = open_jaxpr(closed)
     visit(jaxpr, [1] * len(jaxpr.invars))
     return found
+
+
+def named_after(f: Any, program: F) -> F:
+    """The program, whose traces name f's place in JAX's errors about the values of tracers."""
+    program.__signature__ = _ARGS  # type: ignore[attr-defined]
+    program.__wrapped__ = f  # type: ignore[attr-defined]
+    return program
+
+
+_ARGS = Signature([Parameter("args", Parameter.VAR_POSITIONAL)])  # not that of f
 
 
 # --- marks of gradtools' own operations, for the recorders ------------------------------

@@ -74,7 +74,8 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return outs
 
         out_def: list[Any] = []
-        closed, shapes = jax.make_jaxpr(fresh, return_shape=True)(*xs.values())
+        program = jaxprs.named_after(f, fresh)
+        closed, shapes = jax.make_jaxpr(program, return_shape=True)(*xs.values())
         closed = owning(closed)
         refuse_to_repeat("checkpoint", closed)
         result = compiled(f, closed, rematerialized)(closed.consts, list(xs.values()))

@@ -103,3 +103,34 @@ def test_a_linen_module_is_no_argument_to_differentiate():
             take(layer, variables, x)
     grads = gt.grad(loss, argnums=1)(layer, variables, x)
     assert jax.tree.structure(grads) == jax.tree.structure(variables)
+
+
+def _branching(x):
+    return x * 2.0 if x > 0 else x
+
+
+def _ruled(f):
+    rule = gt.custom_rule(f)
+    rule.defjvp(lambda primals, tangents: (rule(*primals), tangents[0]))
+    return rule
+
+
+OPERATORS = {
+    "grad": gt.grad,
+    "value_and_grad": gt.value_and_grad,
+    "jacobian": gt.jacobian,
+    "checkpoint": gt.checkpoint,
+    "frozen": gt.frozen,
+    "grad of grad": lambda f: gt.grad(gt.grad(f)),
+    "chunked": lambda f: gt.chunked(f, 1),
+    "custom_rule": _ruled,
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_an_error_of_a_trace_names_the_line_of_the_users_function(operator):
+    """Not the place in gradtools that calls it."""
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        jax.jit(OPERATORS[operator](_branching))(X[:1] if operator == "chunked" else 1.0)
+    line = _branching.__code__.co_firstlineno
+    assert f"function _branching at {__file__}:{line} for jit" in str(caught.value)

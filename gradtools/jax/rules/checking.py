@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,8 @@ from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import Literal
 from gradtools.jax.rules.primitives import READS_A_VALUE, Mask, eval_cotangent
 from gradtools.jax.trees import all_known, filled, is_inexact, likes_of, without_none, zeros_of
-from gradtools.rule_contract import is_linear
+from gradtools.rule_contract import Contract, is_linear
 from gradtools.rules import JvpRule, Linearized, Rule, replaced_where, saved_from, spread
-
-if TYPE_CHECKING:
-    from gradtools.rule_contract import Contract
 
 
 def avals_of(xs: Sequence[Any]) -> Any:

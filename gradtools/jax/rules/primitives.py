@@ -195,8 +195,15 @@ def eval_forward(maps: LinearizedRule, xs: Any) -> list[Any]:
 def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
     """The jaxpr of a primitive with these parameters, memoized on its rule."""
     params = {name: value for name, value in params.items() if name != LIFE}
-    make = lambda: jax.make_jaxpr(lambda *xs: run(*xs, **params))(*avals)
-    return memoized(params["rule"], _jaxpr_key(run, avals, params), make)
+    rule = params["rule"]
+
+    def make() -> Any:
+        program = lambda *xs: run(*xs, **params)
+        if run is eval_primal and rule.contract is not None and rule.user_functions:
+            program = jaxprs.named_after(rule.user_functions[0], program)
+        return jax.make_jaxpr(program)(*avals)
+
+    return memoized(rule, _jaxpr_key(run, avals, params), make)
 
 
 def _jaxpr_key(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> tuple[Any, ...]:

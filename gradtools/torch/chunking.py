@@ -80,16 +80,16 @@ def _is_doubtful(size: int, axis: int, y: Tensor, of_next: Tensor) -> bool:
 
 
 def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    beneath = upstream.peek_interpreter_stack() is not None
+    in_functorch = upstream.peek_interpreter_stack() is not None
     kind = PushedForward if isinstance(chunks.call.f, Pushforward) else Forward
-    forward = kind(chunks, beneath, chunks.options.latest.get("start"))
-    if not beneath:
+    forward = kind(chunks, in_functorch, chunks.options.latest.get("start"))
+    if not in_functorch:
         chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
-    rerun = None if beneath or chunks.cut.count == 1 else Rerun(forward)
-    known = None if beneath else forward.evaluate(forward.xs, forward.shared)
+    rerun = None if in_functorch or chunks.cut.count == 1 else Rerun(forward)
+    known = None if in_functorch else forward.evaluate(forward.xs, forward.shared)
     rows, carry = node_of(forward, forward.xs, forward.shared, known)
     _check_rows(chunks, rows, rerun)
-    return _joined(chunks, rows), [*map(untracked, carry)] if beneath else forward.carry
+    return _joined(chunks, rows), [*map(untracked, carry)] if in_functorch else forward.carry
 
 
 # --- f at another number of examples, to see which outputs are rows of examples ------------------
@@ -124,9 +124,9 @@ class Rerun:
         pieces = []
         for x, axis in other.splits:
             start = min(self._start, x.shape[axis] - size)
-            pieces.append(_apart(x.narrow(axis, start, size)))
-        pieces += [_apart(x) for x in other.lists[0]]
-        carry = [_apart(x) for x in forward.first_carry]
+            pieces.append(_copied(x.narrow(axis, start, size)))
+        pieces += [_copied(x) for x in other.lists[0]]
+        carry = [_copied(x) for x in forward.first_carry]
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
         with first_pass_state(forward), cached:
             outs, _ = other.call(0, 0, pieces, other.shared, carry)
@@ -134,7 +134,7 @@ class Rerun:
         return [y.shape for y in outs]
 
 
-def _apart(x: Any) -> Any:
+def _copied(x: Any) -> Any:
     """A copy, which f may change in place."""
     if not isinstance(x, Tensor):
         return x
@@ -173,7 +173,7 @@ def _is_differentiated(leaves: list[Tensor]) -> bool:
 def sum_chunks(chunks: Chunks, weigh: Weigh | None = None) -> tuple[list[Tensor], list[Tensor]]:
     sums, carry = Sums(), chunks.carry
     with marked("chunked"):
-        for i, piece in enumerate(pieces_of(chunks, apart=False)):
+        for i, piece in enumerate(pieces_of(chunks, own_versions=False)):
             outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
             carry = [x.detach() if isinstance(x, Tensor) else x for x in carry]
             if weigh is None:

@@ -90,12 +90,12 @@ class Uses:
 
 def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
     """The outputs of one use."""
-    beneath = upstream.peek_interpreter_stack() is not None
+    in_functorch = upstream.peek_interpreter_stack() is not None
     with marked("frozen"):
         if is_plain():
             return whole.call(0, 0, [], whole.shared, [])[0]
-        use = _Use(whole, beneath, uses)
-        known = None if beneath else use.evaluate(use.xs, use.shared)
+        use = _Use(whole, in_functorch, uses)
+        known = None if in_functorch else use.evaluate(use.xs, use.shared)
         rows, _ = node_of(use, use.xs, use.shared, known)
         return use.guarded(rows[0])
 
@@ -113,10 +113,10 @@ class _Use(Forward):
     compares_leaves = compares_bits = False  # a recomputation may use other kernels
     may_reach_sharded = False
 
-    def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
+    def __init__(self, whole: Chunks, in_functorch: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
-        super().__init__(whole, beneath, None if beneath else uses.state)
-        if not beneath:
+        super().__init__(whole, in_functorch, None if in_functorch else uses.state)
+        if not in_functorch:
             uses.state = self.start if self.start.reached.lasts else None
 
     # --- the first pass
@@ -124,7 +124,7 @@ class _Use(Forward):
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         self.uses.begin(self)
         packed = upstream.saved_tensors_hooks_on(False) is not None  # later also `bytes_saved`
-        self.keeps = not packed and not self.beneath and self.modes.grad
+        self.keeps = not packed and not self.in_functorch and self.modes.grad
         if not (self.uses.budget and self.keeps):
             return super()._first_pass(rows, shared)
         with bytes_saved(self) as size:
@@ -198,8 +198,8 @@ class _Use(Forward):
     def shows_numbers(self) -> bool:
         """Whether concrete values are available: no transform and no tracing."""
         batched = batchings() > 0  # of is_grads_batched
-        beneath = upstream.peek_interpreter_stack() is not None
-        return not (beneath or batched or self.batches or upstream.is_traced_by_make_fx())
+        in_functorch = upstream.peek_interpreter_stack() is not None
+        return not (in_functorch or batched or self.batches or upstream.is_traced_by_make_fx())
 
     def by_any_kernel(
         self, quantity: str, fast: Any, slow: Callable[[_Use], list[Any]]

@@ -531,10 +531,9 @@ def is_compiled(forward: Forward) -> bool:
 
 def run_key(forward: Forward) -> RunKey:
     shapes = tuple([(x.shape, x.dtype, x.requires_grad) for x in forward.tensors])
-    modes, modules = forward.modes, forward.start.reached.modules.values()
-    training = tuple([module.training for module, _ in modules])
-    key = forward.caller, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
-    return RunKey.of(forward.chunks.call.f, *key)
+    training = tuple([m.training for m, _ in forward.start.reached.modules.values()])
+    key = forward.caller, shapes, training, tuple(forward.modes.autocast)
+    return RunKey.of(forward.chunks.call.f, *key, forward.in_functorch, forward.count)
 
 
 class _WeakIdentity:

@@ -245,7 +245,7 @@ class _Derived(ChunkProgram):
         # A chunk without cotangents contributes nothing to a pullback.
         needed = [self.transposes or any(row) or any(present[-1]) for row in present[:-1]]
         bare, adding = without_hooks(forward.leaves) if forward.leaves else NOTHING, NOTHING
-        single = not (forward.batches or forward.beneath or any(self.vectors_only))
+        single = not (forward.batches or forward.in_functorch or any(self.vectors_only))
         if single and not self.transposes and adds_leaves(leaves):
             sums.begin(width + len(leaves))
             adding = LeafHooks(sums, width, leaves)

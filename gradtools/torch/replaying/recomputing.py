@@ -157,11 +157,8 @@ def first_pass_state(forward: Forward) -> Iterator[None]:
                 x.grad = None
             if forward.outer_state is not forward.start:
                 forward.start.restore()
-            forward.carry, forward.drawn, forward.is_recomputing_chunks = (
-                forward.first_carry,
-                None,
-                True,
-            )
+            forward.carry, forward.drawn = forward.first_carry, None
+            forward.is_recomputing_chunks = True
             forward.compare_modes()
             thread_state.replaying, thread_state.was_queried = True, False
             yield

@@ -81,8 +81,8 @@ class Forward(ChunkProgram):
     forward = property(lambda self: self)
     within: Callable[[], Any] | None = None  # a context manager in which f runs
 
-    def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
-        self.chunks, self.beneath = chunks, beneath
+    def __init__(self, chunks: Chunks, in_functorch: bool, like: Snapshot | None = None) -> None:
+        self.chunks, self.in_functorch = chunks, in_functorch
         self.caller, self.count = chunks.caller, chunks.cut.count
         self.roots = [chunks.call.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
         self.pieces = pieces_of(chunks)
@@ -108,13 +108,13 @@ class Forward(ChunkProgram):
         self.xs = [[p[k] for k in m] for p, m in zip(self.pieces, self.moving, strict=True)]
         self.shared = [chunks.shared[k] for k in self.moving_shared]
         self.first_carry = self.carry = [untracked(x) for x in chunks.carry]
-        self.reached_leaves: list[Tensor] = parameters_of(self.start) if beneath else []
+        self.reached_leaves: list[Tensor] = parameters_of(self.start) if in_functorch else []
         self.leaves = self.reached_leaves if self.differentiates_leaves else []
         self.attached: list[list[bool]] = []
         self.captured = self._captured() if chunks.caller == "checkpoint" else []
         self.begun: set[Any] = set()  # the nodes of the inputs that the first pass's graph reaches
         self.shared += self.captured
-        if beneath:
+        if in_functorch:
             self.shared += self.carry
         self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
         self.in_kept_graph = [False]  # whether a kept graph is being differentiated, a shared cell
@@ -150,7 +150,7 @@ class Forward(ChunkProgram):
     def _captured(self) -> list[Tensor]:
         """The computed tensors, or functorch wrappers, that f closes over: implicit arguments."""
         tensors = [x for x, _ in self.start.reached.watched]
-        if self.beneath:
+        if self.in_functorch:
             return [x for x in tensors if is_wrapped(x)]
         with upstream.DisableTorchFunction():  # an outer `Substituted` would replace them
             return [x for x in tensors if is_dual(x) or (self.modes.grad and not x.is_leaf)]
@@ -162,18 +162,19 @@ class Forward(ChunkProgram):
 
     def _moving(self, xs: Entries) -> list[int]:
         """The indices of those of xs that are inputs of the node."""
-        pushed, beneath = upstream.forward_level() >= 0, self.beneath
+        pushed, in_functorch = upstream.forward_level() >= 0, self.in_functorch
         return [
             k
-            for k, x in enumerate(xs if beneath or self.modes.grad else ())
-            if isinstance(x, Tensor) and (beneath or x.requires_grad or (pushed and is_dual(x)))
+            for k, x in enumerate(xs if in_functorch or self.modes.grad else ())
+            if isinstance(x, Tensor)
+            and (in_functorch or x.requires_grad or (pushed and is_dual(x)))
         ]
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """f at one chunk; its carry is stored for the next one."""
         if self.drawn is not None:
             self.drawn.restore()  # the generators' states after the chunk before
-        if self.beneath and i == 0:
+        if self.in_functorch and i == 0:
             carry_at = len(self.moving_shared) + len(self.captured)
             self.carry = [untracked(x) for x in shared[carry_at:]]
         call = partial(self._function(), i, i, *self._arguments(i, xs, shared))
@@ -235,7 +236,7 @@ class Forward(ChunkProgram):
         for k, original in self.originals.of(i).items() if self.originals else ():
             pieces[k] = original
         for k, x in zip(self.moving[i], xs, strict=True):
-            pieces[k] = x if not self.beneath or is_inexact(x) else x.clone()
+            pieces[k] = x if not self.in_functorch or is_inexact(x) else x.clone()
         for k, x in zip(self.moving_shared, shared, strict=False):
             own[k] = x
         own += shared[len(self.moving_shared) :][: len(self.captured)]
@@ -286,10 +287,10 @@ class Forward(ChunkProgram):
         """f at one chunk, under one vmap for each of `batches`."""
         flat = [*pieces, *own, *carry]
         there = [isinstance(x, Tensor) for x in flat]
-        axes = [0 if self.beneath or k in self.moving[i] else None for k in range(len(pieces))]
+        axes = [0 if self.in_functorch or k in self.moving[i] else None for k in range(len(pieces))]
         moving = {*self.moving_shared, *range(len(own) - len(self.captured), len(own))}
-        axes += [0 if self.beneath or k in moving else None for k in range(len(own))]
-        axes += [0 if self.beneath or i > 0 else None for _ in carry]
+        axes += [0 if self.in_functorch or k in moving else None for k in range(len(own))]
+        axes += [0 if self.in_functorch or i > 0 else None for _ in carry]
         counts: list[int] = []
 
         def one(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -323,7 +324,7 @@ class Forward(ChunkProgram):
             self.start.restore()
             raise
         self.accumulates = self._grads() != before
-        return result, self.carry if self.beneath else []
+        return result, self.carry if self.in_functorch else []
 
     def _grads(self) -> list[tuple[int, int]]:
         """The ids and versions of the leaves' `.grad`."""
@@ -336,7 +337,7 @@ class Forward(ChunkProgram):
         given = [x for x in (*chain(*rows), *shared, *self._given()) if not x.is_inference()]
         versions = [upstream.version_of(x) for x in given]
         # An intermediate that f stores elsewhere may reach the loss: then it needs its own graph.
-        apart = kept or self.beneath or is_recorded()
+        apart = kept or self.in_functorch or is_recorded()
         enter = alias_of if apart else as_input
         leaves, began = dict[int, Tensor](), [upstream.nodes_made()]
         own, *inputs = [[*map(enter, xs)] if grad else list(xs) for xs in (shared, *rows)]
@@ -352,17 +353,17 @@ class Forward(ChunkProgram):
                 began.append(upstream.nodes_made())
             if i and i == self.count - kept:
                 self._note_end(i)
-            xs, before = inputs[i], self.originals.before(i)
+            xs = inputs[i]
             measured = i == 0 and kept > 0 and budget is not None
+            originals = self.originals.noted(i, self.verification is not None)
+            captures = Captures(self) if self.in_functorch else NOTHING
             try:
-                captures = Captures(self) if self.beneath else NOTHING
-                with bytes_saved(self) if measured else NOTHING as size, captures:
+                with originals, bytes_saved(self) if measured else NOTHING as size, captures:
                     outs, _ = self.one(i, xs, own)
             except RuntimeError as error:
                 if not says(error, LEAF_CHANGED):
                     raise
                 raise self._in_place(f" PyTorch says: {error}") from error
-            self.originals.keep(i, before, self.verification is not None)
             self._check_modes()
             if size and budget is not None:
                 kept = min(budget // max(size[0], 1), self.count)
@@ -388,7 +389,7 @@ class Forward(ChunkProgram):
         leaves: The leaves that the graph reaches.
         substituted: The tensors that f saw instead of captured ones.
         """
-        if not self.beneath:
+        if not self.in_functorch:
             self.reached_leaves = leaves
             self.leaves = leaves if self.differentiates_leaves else []
         elif leaves:  # they are those of the node, which is made before f is evaluated
@@ -438,7 +439,7 @@ class Forward(ChunkProgram):
             if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
                 self.versions.append((x, upstream.version_of(x), "an argument"))
         split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
-        own = [] if self.beneath else [*self.shared, *given, *split]  # other rows are views
+        own = [] if self.in_functorch else [*self.shared, *given, *split]  # other rows are views
         leaves = (*self.reached_leaves, *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
         plain = [x for x in leaves if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
         self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
@@ -459,7 +460,7 @@ class Forward(ChunkProgram):
 
     def _note_end(self, count: int) -> None:
         """Records buffer versions and generator states after `count` chunks of the first pass."""
-        if self.verifies and not self.beneath:
+        if self.verifies and not self.in_functorch:
             self.ends[count] = self.end()
 
     def end(self) -> tuple[list[int], dict[str, int]]:
@@ -470,7 +471,7 @@ class Forward(ChunkProgram):
     def _kept(self) -> int:
         """How many chunks keep their graph."""
         packed = upstream.saved_tensors_hooks_on(False) is not None
-        if packed or self.beneath or not self.modes.grad:
+        if packed or self.in_functorch or not self.modes.grad:
             return 0  # saved tensors hooks (checkpoint, offloading) may unpack only once
         options = self.chunks.options
         if options.keep_graphs is None or options.memory_budget is not None:
@@ -492,8 +493,8 @@ class Forward(ChunkProgram):
         own: The chunk's inputs, where the graph begins.
         """
         pushed = upstream.forward_level() >= 0
-        for y in tensors_of(outs) if pushed or self.beneath else ():
-            if (is_wrapped(y) and self.beneath) or (pushed and is_dual(y)):
+        for y in tensors_of(outs) if pushed or self.in_functorch else ():
+            if (is_wrapped(y) and self.in_functorch) or (pushed and is_dual(y)):
                 raise captured_error(self, None)
         (nodes, leaves), begin, number_of = graph_of(outs, own), began[-1], upstream.sequence_of
         for node in nodes:

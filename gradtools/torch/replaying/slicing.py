@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -29,12 +30,13 @@ def flattened(rows: Sequence[Sequence[Any]]) -> list[Any]:
     return [*chain.from_iterable(rows)]
 
 
-def pieces_of(chunks: Chunks, apart: bool = True) -> list[list[Any]]:
+def pieces_of(chunks: Chunks, own_versions: bool = True) -> list[list[Any]]:
     """Each chunk's part of every array that is split, then its part of lists.
 
-    apart: Whether the pieces have version counters of their own, if several graphs live at a time.
+    own_versions: Whether the pieces have version counters of their own, so that in-place changes
+        of one do not invalidate the graphs of others, if several live at a time.
     """
-    one: Callable[[Any], Any] = _apart if apart else lambda x: x
+    one: Callable[[Any], Any] = _with_own_version if own_versions else lambda x: x
     columns = [_parts(chunks, x, axis, one) for x, axis in chunks.splits]
     return [
         [*(column[i] for column in columns), *map(one, chunks.lists[i])]
@@ -58,8 +60,7 @@ def _parts(chunks: Chunks, x: Tensor, axis: int, one: Callable[[Any], Any]) -> S
     return [one(x[*before, rows.start : rows.stop : rows.step]) for rows in cut.rows]
 
 
-def _apart(x: Any) -> Any:
-    """x with its own version counter, so that in-place changes do not invalidate other graphs."""
+def _with_own_version(x: Any) -> Any:
     if upstream.is_exporting():  # which does not trace `.data`
         return x
     plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or is_wrapped(x))
@@ -97,20 +98,19 @@ class Originals:
         """Fresh copies for chunk i, by the pieces' positions."""
         return {k: x.clone() for k, x in self._copies.get(i, {}).items()}
 
-    def before(self, i: int) -> list[tuple[int, Tensor, Tensor, int]]:
-        """The positions of chunk i's pieces, the pieces, copies and versions, before f runs."""
+    @contextmanager
+    def noted(self, i: int, checks: bool) -> Iterator[None]:
+        """Context in which f runs at chunk i: stores the pieces that it changes in place.
+
+        checks: Whether to raise if f changed one by another name, which changes no version.
+        """
         pieces, moving = self._pieces[i] if self._pieces else (), self._moving[i]
-        return [
+        before = [
             (k, x, x.clone(), upstream.version_of(x))
             for k, x in enumerate(pieces)
             if k not in moving and _may_change(x)
         ]
-
-    def keep(self, i: int, before: list[tuple[int, Tensor, Tensor, int]], checks: bool) -> None:
-        """Stores the pieces of chunk i that f has changed in place.
-
-        checks: Whether to raise if f changed one by another name, which changes no version.
-        """
+        yield
         for k, x, original, version in before:
             if upstream.version_of(x) != version:
                 self._copies.setdefault(i, {})[k] = original

@@ -20,7 +20,7 @@ from gradtools.arguments.checks import check_function
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe
 from gradtools.backend import Backend, F, Operators
-from gradtools.boundary import user_facing, user_facing_methods
+from gradtools.boundary import trimmed, user_facing_methods
 from gradtools.custom_structure import ARRAY, Specialization, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import type_key
@@ -317,20 +317,27 @@ class CustomRule:
 
         self.defjvp(summed)
 
-    @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
         statics: tuple[Any, ...] = ()
         rest: tuple[Any, ...] = args
-        if kwargs or self._needs_binding:
-            statics, rest = self._bound(args, kwargs)
-        if self._direct is not None:
-            result = self._direct(rest, statics)
-            if result is not NotImplemented:
-                return result
+        try:  # as `user_facing` does, without a call of its own
+            if kwargs or self._needs_binding:
+                statics, rest = self._bound(args, kwargs)
+            if self._direct is not None:
+                result = self._direct(rest, statics)
+                if result is not NotImplemented:
+                    return result
+            if not kwargs and not self._needs_binding:  # defaults
+                statics, rest = self._bound(args, kwargs)
+            return self._applied(statics, rest)
+        except Exception as error:
+            trimmed(error)
+            raise
+
+    def _applied(self, statics: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
+        """The value, by the rule of these arguments' structure."""
         backend = self._backend
-        if not kwargs and not self._needs_binding:  # defaults
-            statics, rest = self._bound(args, kwargs)
         leaves, structure = backend.flatten_static(rest)
         leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]
         arrays = tuple([backend.is_array(x) for x in leaves])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from types import CellType, FunctionType
+from types import CellType
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.open_derivatives import is_spent
+from gradtools.torch.state import contents_of
 
 Tensor = torch.Tensor
 
@@ -41,16 +42,14 @@ def closes_over_tracked(rule: Rule) -> bool:
     if closures_of(rule).captures(attrgetter("requires_grad")):
         return True
     if upstream.peek_interpreter_stack() is not None:
-        return closures_of(rule, attributes=True).captures(is_wrapped)
-    return upstream.forward_level() >= 0 and closures_of(rule, attributes=True).captures(is_dual)
+        return _captures(rule.user_functions, is_wrapped, attributes=True)
+    return upstream.forward_level() >= 0 and _captures(rule.user_functions, is_dual, True)
 
 
-def closures_of(rule: Rule, attributes: bool = False) -> Closures:
-    """What a rule's functions close over, and if `attributes`, what attributes hold."""
-    known: dict[bool, Closures] = rule.__dict__.setdefault("_closures", {})
-    if attributes not in known:
-        known[attributes] = Closures(rule.user_functions, attributes)
-    return known[attributes]
+def _captures(functions: Sequence[Any], wanted: Callable[[Tensor], bool], attributes: bool) -> bool:
+    """Whether functions, or with `attributes` what their attributes hold, capture one."""
+    is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
+    return any(True for _ in captured_objects(functions, is_wanted, Tensor, attributes))
 
 
 def is_derived(rule: Rule) -> bool:
@@ -60,12 +59,6 @@ def is_derived(rule: Rule) -> bool:
 
 def is_captured(y: Tensor) -> bool:
     return y.requires_grad or is_wrapped(y)
-
-
-def refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
-    """Raises if the results depend on a leaf that none of the map's arguments depends on."""
-    if any(True for _ in other_leaves(results, known)):
-        raise closed_over_error(rule)
 
 
 def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
@@ -83,8 +76,7 @@ def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
 def reaches(y: Tensor, sources: Sequence[Tensor], known: Sequence[Any]) -> bool:
     """Whether y's graph leads to one of `sources`; it is not followed past `known` tensors."""
     wanted = _nodes_of(sources)
-    past = _nodes_of(known) - wanted
-    return any(node in wanted for node in _nodes_behind([y], past))
+    return any(node in wanted for node in _nodes_behind([y], _nodes_of(known) - wanted))
 
 
 def _nodes_of(xs: Sequence[Any]) -> set[Any]:
@@ -103,75 +95,44 @@ def _nodes_behind(ys: Sequence[Any], ends: set[Any]) -> Iterator[Any]:
             todo += [parent for parent, _ in node.next_functions if parent is not None]
 
 
-class Closures:
-    """What functions close over, searched once.
+def closures_of(rule: Rule) -> Closures:
+    """What a rule's functions close over."""
+    known: Closures | None = rule.__dict__.get("_closures")
+    if known is None:
+        known = rule.__dict__["_closures"] = Closures(rule.user_functions)
+    return known
 
-    A later search is needed if a cell is bound to another object, or if a container is not empty or
-    an object has slots, since their contents may change unnoticed.
+
+class Closures:
+    """The tensors that functions close over, searched once, and again if a cell is rebound.
 
     Attributes:
         cells: The closure cells and their contents.
-        tensors: The captured tensors.
         unsure: Whether equal cells do not show that no tensor is captured, but by other rules.
     """
 
-    def __init__(self, functions: Sequence[Any], attributes: bool = False) -> None:
-        self.functions, self.attributes = functions, attributes
-        self.search()
+    def __init__(self, functions: Sequence[Any]) -> None:
+        self._functions = functions
+        self._search()
 
     def __reduce__(self) -> Any:
-        return Closures, (self.functions, self.attributes)
+        return Closures, (self._functions,)
 
     def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
         """Whether a tensor with `wanted(x)` is captured."""
-        if self.is_rebound() or self._unbound or any(self._empty):
-            self.search()
-        if not (self._filled or self._rules):
-            return any(map(wanted, self.tensors))
-        is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
-        found = captured_objects(self.functions, is_wanted, Tensor, self.attributes)
-        return any(True for _ in found)
+        if any(contents_of(cell) is not content for cell, content in self.cells):
+            self._search()
+        if self._may_change:
+            return _captures(self._functions, wanted, attributes=False)
+        return any(map(wanted, self._tensors))
 
-    def is_rebound(self) -> bool:
-        """Whether a cell was bound to another object, or emptied."""
-        try:
-            for cell, content in self.cells:
-                if cell.cell_contents is not content:
-                    return True
-        except ValueError:
-            return True
-        return False
-
-    def search(self) -> None:
+    def _search(self) -> None:
+        kinds = CellType | Tensor | dict | list | set | CustomRule
         leaves = Tensor, CustomRule  # another rule's functions may be replaced
-        may_change = _may_change_with_attributes if self.attributes else _may_change
-        objects = [*captured_objects(self.functions, may_change, leaves, self.attributes)]
-        self.tensors = [x for x in objects if isinstance(x, Tensor)]
-        self.cells: list[tuple[Any, Any]] = []
-        self._unbound = False  # whether a name is not bound yet
-        for cell in objects:
-            if isinstance(cell, CellType):
-                try:
-                    self.cells.append((cell, cell.cell_contents))
-                except ValueError:
-                    self._unbound = True
-        containers = [x for x in objects if isinstance(x, dict | list | set)]
-        if self.attributes:  # which an author may set later
-            containers += [vars(f) for f in self.functions if isinstance(f, FunctionType)]
-        self._empty = [x for x in containers if not x]
-        slots = self.attributes and any(map(_has_slots, objects))
-        self._filled = self._unbound or slots or len(self._empty) < len(containers)
-        self._rules = any(isinstance(x, CustomRule) for x in objects)
-        self.unsure = bool(self.tensors or containers or self._unbound)
-
-
-def _may_change(x: Any) -> bool:
-    return isinstance(x, CellType | Tensor | dict | list | set | CustomRule)
-
-
-def _may_change_with_attributes(x: Any) -> bool:
-    return _may_change(x) or _has_slots(x)
-
-
-def _has_slots(x: Any) -> bool:
-    return any(vars(kind).get("__slots__") for kind in type(x).__mro__)
+        is_kept = lambda x: isinstance(x, kinds)
+        objects = [*captured_objects(self._functions, is_kept, leaves, attributes=False)]
+        self._tensors = [x for x in objects if isinstance(x, Tensor)]
+        self.cells = [(x, contents_of(x)) for x in objects if isinstance(x, CellType)]
+        self.unsure = any(isinstance(x, Tensor | dict | list | set) for x in objects)
+        # The contents of a container, or of another rule, may change without a new object.
+        self._may_change = any(isinstance(x, dict | list | set | CustomRule) for x in objects)

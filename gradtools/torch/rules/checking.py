@@ -11,9 +11,8 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from gradtools.rule_contract import is_linear
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import filled, is_inexact, unwrapped
+from gradtools.torch.functorch_wrappers import filled, is_inexact, unwrapped, zeros
 from gradtools.torch.modes import unpacked
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules.captures import reaches
@@ -55,24 +54,39 @@ class CheckedMap:
     likes: Sequence[Any]
     avals: Sequence[Any] = ()
 
-    def at_numbers(self) -> tuple[Map, list[Tensor], bool]:
-        """The map, concrete residuals, and whether these are made up."""
-        at = [value_of(x) for x in self.at]
-        if not any(x is None for x in at):
-            return self.run, [x.clone() for x in at], False
-        if not self.avals or not any(None in _sizes(shape) for shape, _, _ in self.avals):
-            return self.run, [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in self.at], True
-        xs = [_wave(aval, 0.5, 1.0) for aval in self.avals]
-        linearized = self.rule.at(*xs)
-        run = linearized.tangent if self.which == "tangent" else linearized.cotangent
-        assert run is not None
-        return run, [x.detach() for x in linearized.saved(xs)], True
-
     @property
     def signature(self) -> Any:
         """The shapes and dtypes of residuals and vectors."""
         likes = [like and (_sizes(like[0]), like[1]) for like in self.likes]
         return tuple([(_sizes(x.shape), x.dtype) for x in self.at]), tuple(likes)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A block in which no mode, transform, graph or hook sees the evaluations of a check."""
+    outside = upstream.temporarily_clear_interpreter_stack()
+    with upstream.disable_current_modes(), outside, torch.no_grad(), unpacked():
+        yield
+
+
+@contextmanager
+def _at_numbers(linear_map: CheckedMap) -> Iterator[tuple[Map, list[Tensor], bool]]:
+    """The map, concrete residuals, and whether these are made up, for an undisturbed block."""
+    rule, run, avals = linear_map.rule, linear_map.run, linear_map.avals
+    with _undisturbed(), restored(Randomness.now(linear_map.at)):
+        at = [value_of(x) for x in linear_map.at]
+        made_up = any(x is None for x in at)
+        if not made_up:
+            at = [x.clone() for x in at]
+        elif avals and any(None in _sizes(shape) for shape, _, _ in avals):
+            xs = [_wave(aval, 0.5, 1.0) for aval in avals]
+            linearized = rule.at(*xs)
+            chosen = linearized.tangent if linear_map.which == "tangent" else linearized.cotangent
+            assert chosen is not None
+            run, at = chosen, [x.detach() for x in linearized.saved(xs)]
+        else:
+            at = [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in linear_map.at]
+        yield run, at, made_up
 
 
 # --- is it zero at zero? -----------------------------------------------------------------
@@ -91,10 +105,22 @@ def _is_zero(linear_map: CheckedMap) -> bool:
 
     What the map raises in plain eager code is the user's own error, and propagates.
     """
-    contract = linear_map.rule.contract
+    contract, wrong = linear_map.rule.contract, None
     assert contract is not None
     try:
-        wrong = _first_not_zero(linear_map)
+        with _at_numbers(linear_map) as (run, at, made_up):
+            with _kernels_refused(made_up):
+                ys = run(at, [like and zeros(*_concrete(like)) for like in linear_map.likes])
+            for i, y in enumerate(ys):
+                if not isinstance(y, Tensor) or not bool(((y != 0) & ~y.isnan()).any()):
+                    continue
+                if is_inexact(y):  # the rounding error of terms that cancel is no constant
+                    sizes = [float(x.abs().max()) for x in at if is_inexact(x) and x.numel()]
+                    most = 8 * torch.finfo(y.dtype).eps * (1 + max(sizes, default=0.0))
+                    if bool((y.abs() <= most).all()):
+                        continue
+                wrong = i
+                break
     except KernelReached:
         return False
     except Exception as error:
@@ -109,37 +135,6 @@ def _is_zero(linear_map: CheckedMap) -> bool:
         raise
     contract.check_zero(linear_map.which, wrong)
     return True
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A block in which no mode, transform, graph or hook sees the evaluations of a check."""
-    outside = upstream.temporarily_clear_interpreter_stack()
-    with upstream.disable_current_modes(), outside, torch.no_grad(), unpacked():
-        yield
-
-
-def _first_not_zero(linear_map: CheckedMap) -> int | None:
-    """The index of the first result that is not zero for zero vectors."""
-    likes, drawn = linear_map.likes, Randomness.now(linear_map.at)
-    with _undisturbed(), restored(drawn):
-        run, at, made_up = linear_map.at_numbers()
-        with _kernels_refused(made_up):
-            ys = run(at, filled([None] * len(likes), [_concrete(x) for x in likes]))
-        for i, y in enumerate(ys):
-            nonzero = isinstance(y, Tensor) and bool(((y != 0) & ~y.isnan()).any())
-            if nonzero and not _is_rounding(y, at):
-                return i
-    return None
-
-
-def _is_rounding(y: Tensor, at: Sequence[Tensor]) -> bool:
-    """Whether y is no larger than the rounding error of terms that cancel."""
-    if not is_inexact(y):
-        return False
-    sizes = [float(x.abs().max()) for x in at if is_inexact(x) and x.numel()]
-    most = 8 * torch.finfo(y.dtype).eps * (1 + max(sizes, default=0.0))
-    return bool((y.abs() <= most).all())
 
 
 class KernelReached(Exception):
@@ -182,18 +177,12 @@ def check_linear(linear_map: CheckedMap) -> None:
     check_zero(linear_map)
     if rule.origin in _LINEAR or (rule.contract is not None and rule.contract.check == "never"):
         return
-    mask = [like is not None for like in linear_map.likes]
-
-    def run(linear: Map, at: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
-        return linear(at, spread(vs, mask))
-
-    drawn = Randomness.now(linear_map.at)
-    with _undisturbed(), restored(drawn):
-        linear, at, made_up = linear_map.at_numbers()
-        likes = [like for like in linear_map.likes if like]
+    mask, same = [like is not None for like in linear_map.likes], True
+    likes = [like for like in linear_map.likes if like]
+    with _at_numbers(linear_map) as (linear, at, made_up):
         v, w = ([_wave(like, shift, 0.0) for like in likes] for shift in (1.0, 2.0))
         try:
-            same = is_linear(partial(run, linear, at), v, w, _gap, _slack)
+            same = is_linear(lambda vs: linear(at, spread(vs, mask)), v, w, _gap, _slack)
         except Exception as error:
             if not made_up:
                 raise
@@ -202,7 +191,6 @@ def check_linear(linear_map: CheckedMap) -> None:
                 "whether that map is linear could not be checked, for at made-up values it "
                 f"raises {type(error).__name__}: {error}"
             )
-            same = True
     if not same:
         raise GradtoolsError(
             f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
@@ -223,17 +211,17 @@ def lost_in_results(linear_map: CheckedMap, moving: Sequence[bool]) -> dict[int,
     well if it has none to them and changes with them. Results that are zero are left out, and so
     are all if the trial fails.
     """
-    likes, drawn, lost = linear_map.likes, Randomness.now(linear_map.at), dict[int, set[str]]()
-    with _undisturbed():
-        run, at, made_up = linear_map.at_numbers()
-        waves = [
-            _wave(x, 1.0, 1.0) if x and m else None for x, m in zip(likes, moving, strict=True)
+    lost: dict[int, set[str]] = {}
+    drawn = Randomness.now(linear_map.at)
+    with _at_numbers(linear_map) as (run, at, made_up):
+        vs = [
+            _wave(like, 1.0, 1.0) if like and moves else None
+            for like, moves in zip(linear_map.likes, moving, strict=True)
         ]
-        vs = waves
+        leaves = [v.requires_grad_() for v in vs if v is not None]
         if linear_map.rule.fills("cotangent"):
-            vs = filled(waves, [_concrete(x) for x in likes])
+            vs = filled(vs, list(map(_concrete, linear_map.likes)))
         nearer = [x * (1 - 2.0**-6) if is_inexact(x) else x for x in at]
-        leaves = [v.requires_grad_() for v in waves if v is not None]
         inputs = [x.requires_grad_() for x in at if is_inexact(x)]
         try:
             with restored(drawn), torch.enable_grad(), _kernels_refused(made_up):
@@ -261,17 +249,26 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
     A FakeTensorMode of our own would import PyTorch's compiler, and leave fake tensors in fun's
     caches.
     """
-    with _undisturbed():
+    with _undisturbed(), suppress(Exception):  # f's own error will surface in the real call
         mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
         values = [value_of(x) for x in xs]
-        try:
-            if mode is not None:
-                with mode:
-                    fun(*[torch.empty_like(x) if not is_plain(x) else _empty(x) for x in xs])
-            elif not any(x is None for x in values):
-                _run_on_copies(fun, values)
-        except Exception:  # f's own error will surface in the real call
-            return
+        if mode is not None:
+            with mode:
+                fun(
+                    *[
+                        torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                        if _is_plain(x)
+                        else torch.empty_like(x)
+                        for x in xs
+                    ]
+                )
+        elif not any(x is None for x in values):
+            try:
+                drawn = Randomness.everywhere({x.device.type for x in values})
+                with restored(drawn), _kernels_refused():
+                    fun(*[x.clone() for x in values])
+            except KernelReached:  # on the meta device a kernel returns its `out` specs
+                fun(*[torch.empty_like(x, device="meta") for x in values])
 
 
 def value_pairs(
@@ -281,34 +278,22 @@ def value_pairs(
     known = [value_of(x) for x in (*xs, *ys)]
     if any(x is None for x in known):
         return []
+
+    def number(x: Tensor) -> Any:
+        wide = torch.complex128 if x.is_complex() else torch.float64
+        return x.to("cpu", wide).resolve_conj().resolve_neg().numpy()
+
     drawn = Randomness.everywhere({x.device.type for x in known})
     with _undisturbed(), restored(drawn), _kernels_refused():
         try:
             own = [value_of(y) for y in fun(*[x.clone() for x in known[: len(xs)]])]
             if not drawn.is_unchanged() or len(own) != len(ys):
                 return []
-            return [(_numbers(a), _numbers(y)) for a, y in zip(own, known[len(xs) :], strict=True)]
+            return [(number(a), number(y)) for a, y in zip(own, known[len(xs) :], strict=True)]
         except KernelReached:
             return None
         except Exception:  # f's own error will surface in the real call
             return []
-
-
-def _numbers(x: Tensor) -> Any:
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    return x.to("cpu", wide).resolve_conj().resolve_neg().numpy()
-
-
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _run_on_copies(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor]) -> None:
-    try:
-        with restored(Randomness.everywhere({x.device.type for x in xs})), _kernels_refused():
-            fun(*[x.clone() for x in xs])
-    except KernelReached:  # on the meta device a kernel returns its `out` specs
-        fun(*[torch.empty_like(x, device="meta") for x in xs])
 
 
 # --- numbers -----------------------------------------------------------------------------
@@ -321,14 +306,13 @@ def _sizes(shape: Sequence[Any]) -> tuple[Any, ...]:
 
 def _concrete(like: Any) -> Any:
     """`like` with size hints for SymInts, which adds no guard."""
-    return like and ([_length(n) for n in like[0]], like[1], like[2])
+    if not like:
+        return like
+    lengths = [n if isinstance(n, int) else upstream.size_hint(n, fallback=2) for n in like[0]]
+    return lengths, like[1], like[2]
 
 
-def _length(n: Any) -> int:
-    return n if isinstance(n, int) else upstream.size_hint(n, fallback=2)
-
-
-def is_plain(x: Tensor) -> bool:
+def _is_plain(x: Tensor) -> bool:
     """Whether x is a Tensor or Parameter and of no other subclass."""
     return type(x) in (Tensor, torch.nn.Parameter)
 
@@ -346,7 +330,7 @@ def value_of(x: Any) -> Any:
         x = upstream.get_unwrapped(x)
     for axis in reversed(axes):
         x = x if axis < 0 else x.select(axis, 0)
-    return x.detach() if is_plain(x) else None
+    return x.detach() if _is_plain(x) else None
 
 
 def _wave(aval: Any, shift: float, around: float) -> Any:

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from gradtools.torch.rules.maps import (
     pulled_back,
     real_tensors_too,
     tangent_at,
-    unusual_of,
+    unusual,
 )
 
 Tensor = torch.Tensor
@@ -123,13 +123,11 @@ class RuleApplication:
 
 def apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The outputs and extras of an application, with their node."""
-    function = _ReverseOnly if point.rule.reverse_only else _BothModes
     if upstream.peek_interpreter_stack() is not None:
         point.own = True
-    elif not any(map(is_wrapped, xs)):
-        # `Function.apply` without building its signature in each call, which is half the time.
-        return super(torch.autograd.Function, function).apply(point, None, *apart(xs))
-    return function.apply(point, None, *apart(xs))
+    elif not any(map(is_wrapped, xs)):  # as `attach`; looked up here, since recordings patch it
+        return super(torch.autograd.Function, RuleFunction).apply(point, None, *apart(xs))
+    return RuleFunction.apply(point, None, *apart(xs))
 
 
 def apart(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -146,8 +144,8 @@ _NO_TENSORS = (None, None)
 _graphs = torch.is_grad_enabled
 
 
-class _ReverseOnly(torch.autograd.Function):
-    """A rule whose cotangent map is not linear: it has no forward mode."""
+class RuleFunction(torch.autograd.Function):
+    """One application of a rule, in every mode."""
 
     recorded_as = RULE
 
@@ -166,8 +164,12 @@ class _ReverseOnly(torch.autograd.Function):
         out = evaluate(point, xs)
         assert point.linearized is not None
         if point.own or upstream.forward_level() >= 0:
-            # PyTorch requires that the tangent of a view is a view as well.
-            out = [_cloned(y) if upstream.is_view(y) else y for y in without_aliases(out, xs)]
+            out = without_aliases(out, xs)
+            for i, y in enumerate(out):
+                if upstream.is_view(y):  # PyTorch requires that its tangent is a view as well
+                    y = y.clone()
+                    # Cloning a tensor subclass gives a view.
+                    out[i] = upstream.make_subclass(type(y), y) if upstream.is_view(y) else y
         else:
             out[: point.count] = as_views(out[: point.count], xs)
         # torch.func may unwrap two inputs to one tensor; see `apart`.
@@ -177,14 +179,47 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.point = point = inputs[0]
-        ctx.save_for_backward(*[inputs[2 + i] for i in point.linearized.saves])
+        ctx.set_materialize_grads(point.rule.reverse_only)
+        xs = inputs[2:]
+        if point.avals is None:
+            point.note(xs, outputs)
+        everything = xs + outputs
+        if point.pulling:
+            ctx.save_for_backward(*map(everything.__getitem__, point.pulling))
+        if point.pushing is not None:
+            ctx.save_for_forward(*map(everything.__getitem__, point.pushing))
+            ctx.unusual = unusual((*compress(xs, ctx.needs_input_grad[2:]), *outputs))
+            if None in point.like_ys:
+                ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
 
     @staticmethod
-    def backward(ctx: Any, *cts: Tensor) -> Any:
-        run = ctx.point.linearized.cotangent
-        if batchings():
-            return *_NO_TENSORS, *by_new_vmap(lambda *cts: run(ctx.saved_tensors, cts), cts)
-        return *_NO_TENSORS, *run(ctx.saved_tensors, cts)
+    def backward(ctx: Any, *cts: Any) -> Any:
+        point = ctx.point
+        try:
+            if (_graphs() or point.rule.reverse_only) and batchings():
+                pulled = by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
+            else:
+                pulled = point.pull(ctx, cts)
+        except Exception as error:
+            trimmed(error)
+            raise
+        return *_NO_TENSORS, *pulled
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *dxs: Tensor | None) -> Any:
+        point = ctx.point
+        if point.rule.reverse_only:  # PyTorch's own error
+            return torch.autograd.Function.jvp(ctx, *dxs)
+        with upstream.forward_mode_enabled(True), real_tensors_too(ctx.saved_tensors):
+            kept = [alive(x) for x in ctx.saved_tensors]
+            tensors = [
+                forward_ad.unpack_dual(x, level=0).primal if may_be_dual(x) else x for x in kept
+            ]
+            moving = [None if i in point.rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
+            dys = tangent_at(ctx, tensors, moving)
+            if len(point.like_ys) > point.count:
+                dys += extras_pushed(ctx, inputs_of(point, point.pushing, tensors), moving)
+            return tuple(filled(without_aliases(dys, dxs, tensors), point.like_ys))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, point: RuleApplication, _: None, *xs: Tensor) -> Any:
@@ -214,58 +249,17 @@ class _ReverseOnly(torch.autograd.Function):
 
 
 # PyTorch reads this signature in every call; building it takes as long as the call.
-_ReverseOnly.forward.__signature__ = inspect.signature(_ReverseOnly.forward)  # type: ignore[attr-defined]
+RuleFunction.forward.__signature__ = inspect.signature(RuleFunction.forward)  # type: ignore[attr-defined]
+# Saves the lookup of `backward` or `vjp` in each call.
+upstream.backward_class(RuleFunction).apply = RuleFunction.backward
+# `Function.apply` without its check for torch.func transforms, for plain eager mode.
+attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, RuleFunction).apply
 
 
 def reverse_only_at(node: Any) -> str | None:
     """The name of the reverse-only rule that recorded this node, if one did."""
-    is_one = type(node) is upstream.backward_class(_ReverseOnly)
-    return node.point.rule.name if is_one else None
-
-
-class _BothModes(_ReverseOnly):
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
-        ctx.point = point = inputs[0]
-        ctx.set_materialize_grads(False)
-        xs = inputs[2:]
-        if point.avals is None:
-            point.note(xs, outputs)
-        everything = xs + outputs
-        if point.pulling:
-            ctx.save_for_backward(*map(everything.__getitem__, point.pulling))
-        if point.pushing is not None:
-            ctx.save_for_forward(*map(everything.__getitem__, point.pushing))
-            ctx.unusual = unusual_of(ctx, xs, outputs)
-            if None in point.like_ys:
-                ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
-
-    @staticmethod
-    def backward(ctx: Any, *cts: Any) -> Any:
-        point = ctx.point
-        try:
-            if _graphs() and batchings():
-                pulled = by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
-            else:
-                pulled = point.pull(ctx, cts)
-        except Exception as error:
-            trimmed(error)
-            raise
-        return *_NO_TENSORS, *pulled
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *dxs: Tensor | None) -> Any:
-        point = ctx.point
-        with upstream.forward_mode_enabled(True), real_tensors_too(ctx.saved_tensors):
-            kept = [alive(x) for x in ctx.saved_tensors]
-            tensors = [
-                forward_ad.unpack_dual(x, level=0).primal if may_be_dual(x) else x for x in kept
-            ]
-            moving = [None if i in point.rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
-            dys = tangent_at(ctx, tensors, moving)
-            if len(point.like_ys) > point.count:
-                dys += extras_pushed(ctx, inputs_of(point, point.pushing, tensors), moving)
-            return tuple(filled(without_aliases(dys, dxs, tensors), point.like_ys))
+    is_one = type(node) is upstream.backward_class(RuleFunction)
+    return node.point.rule.name if is_one and node.point.rule.reverse_only else None
 
 
 def edit_application(rule: Rule, inputs: int) -> RuleApplication:
@@ -279,24 +273,11 @@ def edit_application(rule: Rule, inputs: int) -> RuleApplication:
         return cotangent(ctx.saved_tensors, [alive(cts[0])])
 
     maps = rule.linearized_from([None] * inputs, []).without_arrays()
-    count = inputs - len(rule.nondifferentiable) if rule.reverse_only else 1
-    # An edit that saves nothing does not read its first argument.
-    pull = pulled if maps.saves else cotangent
+    if rule.reverse_only:
+        pull, count = pulled_back, inputs - len(rule.nondifferentiable)
+    else:  # an edit that saves nothing does not read its first argument
+        pull, count = pulled if maps.saves else cotangent, 1
     return RuleApplication(rule, maps, count, avals=(), pulling=maps.saves, pull=pull)
-
-
-for _function in (_ReverseOnly, _BothModes):
-    # Saves the lookup of `backward` or `vjp` in each call.
-    upstream.backward_class(_function).apply = _function.backward
-
-
-# `Function.apply` without its check for torch.func transforms, for plain eager mode.
-attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _BothModes).apply
-
-
-attach_reverse_only: Callable[..., tuple[Tensor, ...]] = super(
-    torch.autograd.Function, _ReverseOnly
-).apply
 
 
 # --- one evaluation ----------------------------------------------------------------------
@@ -312,15 +293,15 @@ def evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
         return [*at.ys, *at.extras]
     unsure = isinstance(rule, JvpRule) or (rule.linearize and rule.origin not in SAVES_NO_EXTRAS)
     before = Randomness.now(xs) if unsure else None
-    versions = versions_of(xs)
+    watched = [x for x in xs if x.requires_grad and not is_wrapped(x)]
+    versions = [*map(upstream.version_of, watched)]
     try:
         with torch.enable_grad():
             at = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
-    except GradtoolsError:  # an in-place write may be the cause, and is reported below
-        if versions == versions_of(xs):
-            raise
-    if versions != versions_of(xs):
-        raise written_error(rule)
+    except GradtoolsError:  # which an in-place write may cause
+        refuse_written(rule, watched, versions)
+        raise
+    refuse_written(rule, watched, versions)
     return recorded_at(point, xs, at, before)
 
 
@@ -370,18 +351,15 @@ def _is_tracked(y: Tensor) -> bool:
     return y.requires_grad or upstream.is_gradtrackingtensor(y) or is_dual(y)
 
 
-def versions_of(xs: Sequence[Tensor]) -> list[int]:
-    """The version counters of the tensors that require grad."""
-    return [upstream.version_of(x) for x in xs if x.requires_grad and not is_wrapped(x)]
-
-
-def written_error(rule: Rule) -> GradtoolsError:
-    """The error of a rule whose forward pass writes in its arguments."""
-    return GradtoolsError(
-        f"rule {rule.name!r} writes in place in an argument that is differentiated, of which "
-        "autograd would not know: a rule has no mark_dirty. Return a new tensor, and write it "
-        "into the old one where the rule is called."
-    )
+def refuse_written(rule: Rule, xs: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raises if the rule wrote in an x that is differentiated, which has another version now."""
+    for x, version in zip(xs, versions, strict=True):
+        if x.requires_grad and upstream.version_of(x) != version:
+            raise GradtoolsError(
+                f"rule {rule.name!r} writes in place in an argument that is differentiated, of "
+                "which autograd would not know: a rule has no mark_dirty. Return a new tensor, "
+                "and write it into the old one where the rule is called."
+            )
 
 
 # --- outputs that share memory -----------------------------------------------------------
@@ -393,10 +371,6 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
     Autograd cannot track in-place writes to such outputs; it refuses them if they are marked as
     views of a custom Function.
     """
-    if len(ys) == 1:
-        y = ys[0]
-        x = next((x for x in xs if _shares(x, y)), y)
-        return ys if x is y or upstream.is_view(y) else [_view_like(x, y)]
     known = {id(x): upstream.storage_key(x) for x in xs}
     first = {known[id(x)]: x for x in reversed(xs)}
     keys = [known.get(id(y)) or upstream.storage_key(y) for y in ys]
@@ -405,24 +379,14 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
     for i, (y, key) in enumerate(zip(ys, keys, strict=True)):
         x = first.get(key)
         if x is not None and y is not x and not upstream.is_view(y):
-            result[i] = _view_like(x, y)
+            same = x.dtype == y.dtype  # a view of another dtype is copied
+            result[i] = x.as_strided(y.shape, y.stride(), y.storage_offset()) if same else y.clone()
         elif times[key] > 1:
             result[i] = y.view_as(y)
     return result
 
 
 is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
-
-
-def _shares(x: Tensor, y: Tensor) -> bool:
-    return x is y or (is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
-
-
-def _view_like(x: Tensor, y: Tensor) -> Tensor:
-    """y as a view of x, or a copy of y if the dtypes differ."""
-    if x.dtype != y.dtype:
-        return y.clone()
-    return x.as_strided(y.shape, y.stride(), y.storage_offset())
 
 
 def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
@@ -458,12 +422,6 @@ _FEW = 8
 def is_strided(x: Tensor) -> bool:
     """Whether x has strides, and so one storage that views can share."""
     return x.layout is torch.strided
-
-
-def _cloned(y: Tensor) -> Tensor:
-    """A copy that is not a view. Cloning a tensor subclass gives a view."""
-    copied = y.clone()
-    return upstream.make_subclass(type(y), copied) if upstream.is_view(copied) else copied
 
 
 # --- vmap --------------------------------------------------------------------------------

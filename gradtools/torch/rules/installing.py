@@ -44,7 +44,6 @@ from gradtools.torch.rules.functions import (
     apart,
     apply_at,
     attach,
-    attach_reverse_only,
     edit_application,
     evaluate,
     is_strided,
@@ -61,10 +60,8 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
     if is_compiling():
         return apply_rule_by_key(rule.key, *xs)
-    if rule.reverse_only:
-        pushing = _eager.__dict__.get("pushing")
-        if pushing and any(x.requires_grad for x in xs):
-            raise GradtoolsError(reverse_only_text(pushing[-1], rule.name))
+    if rule.reverse_only and _pushing() and any(x.requires_grad for x in xs):
+        raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
     return list(_apply(rule, xs))
 
 
@@ -82,6 +79,13 @@ def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
 def _reverse_only(key: str) -> str:
     """The name of the rule, if it has no forward mode."""
     return by_key(key).name if by_key(key).reverse_only else ""
+
+
+@opaque_to_dynamo
+def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
+    """`apply_rule` as one opaque node of dynamo's graph, which cannot hold Python objects."""
+    with real_tensors_too(xs):
+        return tuple(_apply(by_key(key), xs))
 
 
 _eager = threading.local()
@@ -109,11 +113,11 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if rule.reaches == "identity" and HERE.note is not None:
         note_edit(HERE.note, rule, xs)
     if rule.reaches == "identity" and not rule.user_functions and _is_plain_eager(xs):
-        xs, run = apart(xs), attach_reverse_only if rule.reverse_only else attach
+        xs = apart(xs)
         application = rule.__dict__.get(_APPLICATION)
         if application is None:
             application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
-        return run(application, tuple(rule.primal(*xs)), *xs)
+        return attach(application, tuple(rule.primal(*xs)), *xs)
     for x in xs:
         if x.is_nested and is_strided(x):
             raise GradtoolsError(
@@ -131,8 +135,9 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
             return rule.primal(*xs)
         if closes_over_tracked(rule):
             raise closed_over_error(rule)
-    if not rule.reverse_only and _forward_mode_alone(xs) and not are_watched():
-        duals = pushed(rule, xs)
+    dual = upstream.forward_level() >= 0 and in_eager() and not rule.reverse_only
+    if dual and not (torch.is_grad_enabled() and any(x.requires_grad for x in xs)):
+        duals = None if are_watched() else pushed(rule, xs)
         if duals is not None:
             return duals
     point = _point(rule, xs)
@@ -182,13 +187,6 @@ def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     return [y.detach() if y.requires_grad else y for y in ys]
 
 
-def _forward_mode_alone(xs: Sequence[Tensor]) -> bool:
-    """Whether dual numbers are active, and no graph is recorded."""
-    if upstream.forward_level() < 0 or not in_eager():
-        return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
-
-
 def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tensor] | None:
     """Outputs with their tangents, without a graph and so without a Function.
 
@@ -198,18 +196,17 @@ def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tens
     """
     level = upstream.forward_level()
     likes = list(map(like, xs)) if signature is None else signature.likes
-    duals = [
+    unpacked = [
         upstream.unpack_dual(x, level) if one and x.layout is torch.strided else (x, None)
         for x, one in zip(xs, likes, strict=True)
     ]
-    dxs: list[Any] = [t for _, t in duals]
+    dxs: list[Any] = [t for _, t in unpacked]
     present = [dx is not None for dx in dxs]  # `None in dxs` would compare tensors
-    forward = isinstance(rule, JvpRule)
     if True not in present:
         return None
-    if not forward and any(dx is not None and dx.requires_grad for dx in dxs):
+    if not isinstance(rule, JvpRule) and any(dx is not None and dx.requires_grad for dx in dxs):
         return None
-    xs = tuple([x for x, _ in duals])
+    xs = tuple([x for x, _ in unpacked])
     if False in present and (rule.fills("tangent") or signature is not None):
         dxs = filled(dxs, likes)
     enabled = torch.is_grad_enabled()
@@ -217,44 +214,38 @@ def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tens
         known = signature is not None and signature.pushed
         both = signature.pushforward(xs, tuple(dxs)) if known else None
         if both is None:
-            make = _pushed_forward if forward else _pushed_by_transposing
-            both = make(rule, xs, dxs, likes)
+            if isinstance(rule, JvpRule):
+                tangents = lambda xs, dxs: rule.jvp(xs, dxs)[1]
+                check_zero(CheckedMap(rule, "tangent", tangents, xs, likes))
+                both = rule.jvp(xs, dxs)
+            else:
+                both = _pushed_by_transposing(rule, xs, dxs)
             if signature is not None:
                 signature.note_pushed(both[0])
     finally:
         if torch.is_grad_enabled() is not enabled:  # the rule left it so
             upstream.set_grad_enabled(enabled)
-    return as_duals(rule, xs, dxs, *both)
-
-
-def _pushed_forward(rule: Any, xs: Any, dxs: Any, likes: Any) -> tuple[list[Tensor], list[Any]]:
-    check_zero(CheckedMap(rule, "tangent", lambda xs, dxs: rule.jvp(xs, dxs)[1], xs, likes))
-    return rule.jvp(xs, dxs)
-
-
-def _pushed_by_transposing(rule: Rule, xs: Any, dxs: Any, _: Any) -> tuple[list[Tensor], list[Any]]:
-    point = _point(rule, xs)
-    out = evaluate(point, xs)
-    assert point.linearized is not None
-    point.note(xs, out)
-    assert point.like_ys is not None and point.pushing is not None
-    ctx = SimpleNamespace(point=point, unusual=unusual((*xs, *out)))
-    everything = (*xs, *out)
-    moving = [None if i in rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
-    with torch.no_grad():
-        dys = tangent_at(ctx, [everything[i] for i in point.pushing], moving)
-    return out[: point.count], filled(dys, point.like_ys[: point.count])
-
-
-def as_duals(rule: Rule, xs: Any, dxs: Any, ys: Any, dys: Any) -> list[Tensor]:
-    """The outputs ys with the tangents dys as dual numbers."""
-    level = upstream.forward_level()
+    ys, dys = both
     for y, dy in zip(ys, dys, strict=True):
         moves = dy is not None and upstream.unpack_dual(y, level)[1] is not None
         if moves or is_captured(y):
             raise closed_over_error(rule)
     pairs = zip(without_aliases(ys, xs), without_aliases(dys, dxs, xs, ys), strict=True)
     return [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in pairs]
+
+
+def _pushed_by_transposing(rule: Rule, xs: Any, dxs: Any) -> tuple[list[Tensor], list[Any]]:
+    """Outputs and tangents, of one evaluation and of the transpose of the cotangent map."""
+    point = _point(rule, xs)
+    out = evaluate(point, xs)
+    point.note(xs, out)
+    assert point.like_ys is not None and point.pushing is not None
+    everything = (*xs, *out)
+    ctx = SimpleNamespace(point=point, unusual=unusual(everything))
+    moving = [None if i in rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
+    with torch.no_grad():
+        dys = tangent_at(ctx, [everything[i] for i in point.pushing], moving)
+    return out[: point.count], filled(dys, point.like_ys[: point.count])
 
 
 def differentiated(xs: Sequence[Tensor]) -> bool:
@@ -269,10 +260,3 @@ def differentiated(xs: Sequence[Tensor]) -> bool:
 
 
 _DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)
-
-
-@opaque_to_dynamo
-def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
-    """`apply_rule` as one opaque node of dynamo's graph, which cannot hold Python objects."""
-    with real_tensors_too(xs):
-        return tuple(_apply(by_key(key), xs))

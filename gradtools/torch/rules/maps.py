@@ -8,7 +8,7 @@ that computed them, by a second evaluation of the rule.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,20 +26,15 @@ from gradtools.torch.functorch_wrappers import (
     unwrapped,
     zeros,
 )
+from gradtools.torch.modes import NOTHING
 from gradtools.torch.nondifferentiable import with_gate
 from gradtools.torch.plain_programs.backward_nodes import corrected_vjp, vjp
 from gradtools.torch.randomness import restored
-from gradtools.torch.rules.captures import reaches, refuse_captured
+from gradtools.torch.rules.captures import closed_over_error, other_leaves, reaches
 from gradtools.torch.rules.checking import CheckedMap, check_linear, check_zero, lost_in_results
 from gradtools.torch.rules.transposing import in_eager, is_nonzero, transposed
 
 Tensor = torch.Tensor
-
-
-def unusual_of(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layout | None:
-    """The first layout without a transpose among differentiated inputs and outputs."""
-    needed = [x for x, need in zip(xs, ctx.needs_input_grad[2:], strict=True) if need]
-    return unusual((*needed, *ys))
 
 
 def unusual(xs: Sequence[Any]) -> torch.layout | None:
@@ -50,20 +45,11 @@ def unusual(xs: Sequence[Any]) -> torch.layout | None:
     return None
 
 
-def _refuse_layout(ctx: Any, which: str) -> None:
-    """Raises if a map must be transposed at a tensor of an unsupported layout."""
-    if ctx.unusual is not None:
-        name = str(ctx.unusual).removeprefix("torch.").lstrip("_")
-        raise GradtoolsError(
-            f"rule {ctx.point.rule.name!r}: the other mode follows by transposing its {which} "
-            f"map, which takes strided tensors, and one is {name}. Give the missing map as well, "
-            "or pass the tensor's values as an argument."
-        )
-
-
 def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
     """The backward pass, at any order."""
     point, tensors = ctx.point, [alive(x) for x in ctx.saved_tensors]
+    if point.rule.reverse_only:
+        return point.linearized.cotangent(tensors, cts)
     cts = tuple([None if ct is None else alive(ct) for ct in cts])
     inner, hidden = cts[: point.count], cts[point.count :]
     parts = []
@@ -71,7 +57,9 @@ def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
         if any(ct is not None for ct in inner):
             parts.append(_cotangent(ctx, tensors, inner))
         if any(ct is not None for ct in hidden):
-            parts.append(_extras_pullback(point, inputs_of(point, point.pulling, tensors), hidden))
+            xs = inputs_of(point, point.pulling, tensors)
+            pullback, mask = _extras_vjp(point, xs, [ct is not None for ct in hidden])
+            parts.append(spread(pullback(tuple([ct for ct in hidden if ct is not None])), mask))
     if not parts:
         return (None,) * len(point.like_xs)
     return parts[0] if len(parts) == 1 else [*map(total, zip(*parts, strict=True))]
@@ -85,9 +73,65 @@ def inputs_of(point: Any, kept: Sequence[int], tensors: Sequence[Tensor]) -> lis
 # --- the maps, and the transpose of one for the other -------------------------------------
 
 
-def _linear_map(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> CheckedMap:
-    """A map to check; with avals, so that compiled code can evaluate the rule at made-up inputs."""
-    return CheckedMap(ctx.point.rule, which, run, at, likes, ctx.point.avals)
+def tangent_at(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    """The tangents of the outputs, at the residuals in `tensors`."""
+    point, rule = ctx.point, ctx.point.rule
+    result, saved = _maps_at(ctx, point.pushing, tensors)
+    if rule.fills("tangent"):
+        dxs = filled(dxs, point.like_xs)
+    if result.tangent is not None:
+        if rule.contract is not None:
+            likes = point.like_xs
+            check_zero(CheckedMap(rule, "tangent", result.tangent, saved, likes, point.avals))
+        return list(result.tangent(saved, dxs))
+    likes = point.like_ys[: point.count]
+    mask = [like is not None for like in likes]
+    present = [i for i, dx in enumerate(dxs) if dx is not None]
+
+    def run(at: Any, cts: Any) -> list[Any]:
+        pulled = result.cotangent(at, spread(cts, mask))
+        return [pulled[i] for i in present]
+
+    _refuse_layout(ctx, "cotangent")
+    check_linear(CheckedMap(rule, "cotangent", result.cotangent, saved, likes, point.avals))
+    examples = [ones(*like) for like in likes if like]
+    return spread(transposed(rule, run, saved, examples, [dxs[i] for i in present]), mask)
+
+
+def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    """The cotangents of the inputs, at the residuals in `tensors`."""
+    point, rule, graphs = ctx.point, ctx.point.rule, torch.is_grad_enabled()
+    result, saved = _maps_at(ctx, point.pulling, tensors)
+    if point.like_ys is None:
+        likes = [None if ct is None else like(ct) for ct in cts]
+    else:
+        likes = point.like_ys[: point.count]
+    vectors = filled(cts, likes) if rule.fills("cotangent") else list(cts)
+    if result.cotangent is not None:
+        linear_map = CheckedMap(rule, "cotangent", result.cotangent, saved, likes, point.avals)
+        if rule.contract is not None and not point.checked:
+            check_zero(linear_map)
+        pulled = list(result.cotangent(saved, vectors))
+        if rule.user_functions and graphs and in_eager():
+            for _ in other_leaves(pulled, (*tensors, *saved, *cts)):
+                raise closed_over_error(rule)
+        if rule.contract is None:
+            return pulled
+        return filled(_with_gates(linear_map, cts, pulled) if graphs else pulled, point.like_xs)
+    mask = [
+        one is not None and i not in rule.nondifferentiable for i, one in enumerate(point.like_xs)
+    ]
+
+    def run(at: Any, moving: Any) -> list[Any]:
+        dxs = spread(moving, mask)
+        dxs = dxs if rule.contract is None else filled(dxs, point.like_xs)
+        return list(result.tangent(at, dxs))
+
+    kept = [one if m else None for one, m in zip(point.like_xs, mask, strict=True)]
+    _refuse_layout(ctx, "tangent")
+    check_linear(CheckedMap(rule, "tangent", result.tangent, saved, kept, point.avals))
+    examples = [ones(*one) for one in kept if one]
+    return spread(transposed(rule, run, saved, examples, vectors), mask)
 
 
 def _maps_at(
@@ -110,78 +154,32 @@ def drawing_again(linearized: Linearized, randomness: Any) -> Linearized:
     """The maps, drawing f's random numbers again where they evaluate the rule again."""
 
     def drawing(run: Map | None) -> Map | None:
-        if run is None or randomness is None:
-            return run
-
         def drawn(saved: Sequence[Tensor], vs: Sequence[Any]) -> list[Any]:
+            assert run is not None
             with restored(randomness):
                 return list(run(saved, vs))
 
-        return drawn
+        return None if run is None else drawn
 
-    tangent, cotangent = drawing(linearized.tangent), linearized.cotangent
-    if linearized.opaque_residuals:
-        cotangent = drawing(cotangent)
-    return replace(linearized, tangent=tangent, cotangent=cotangent)
-
-
-def tangent_at(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    point, rule = ctx.point, ctx.point.rule
-    result, saved = _maps_at(ctx, point.pushing, tensors)
-    if rule.fills("tangent"):
-        dxs = filled(dxs, point.like_xs)
-    if result.tangent is not None:
-        if rule.contract is not None:
-            check_zero(_linear_map(ctx, "tangent", result.tangent, saved, point.like_xs))
-        return list(result.tangent(saved, dxs))
-    likes = point.like_ys[: point.count]
-    mask = [like is not None for like in likes]
-    present = [i for i, dx in enumerate(dxs) if dx is not None]
-
-    def run(at: Any, cts: Any) -> list[Any]:
-        pulled = result.cotangent(at, spread(cts, mask))
-        return [pulled[i] for i in present]
-
-    _refuse_layout(ctx, "cotangent")
-    check_linear(_linear_map(ctx, "cotangent", result.cotangent, saved, likes))
-    examples = [ones(*like) for like in likes if like]
-    return spread(transposed(rule, run, saved, examples, [dxs[i] for i in present]), mask)
+    if randomness is None:
+        return linearized
+    cotangent = linearized.cotangent
+    cotangent = drawing(cotangent) if linearized.opaque_residuals else cotangent
+    return replace(linearized, tangent=drawing(linearized.tangent), cotangent=cotangent)
 
 
-def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    point, rule = ctx.point, ctx.point.rule
-    result, saved = _maps_at(ctx, point.pulling, tensors)
-    if point.like_ys is None:
-        likes = [None if ct is None else like(ct) for ct in cts]
-    else:
-        likes = point.like_ys[: point.count]
-    if result.cotangent is not None and rule.contract is not None and not point.checked:
-        check_zero(_linear_map(ctx, "cotangent", result.cotangent, saved, likes))
-    if result.cotangent is not None:
-        vectors = filled(cts, likes) if rule.fills("cotangent") else cts
-        pulled = list(result.cotangent(saved, vectors))
-        if rule.user_functions and torch.is_grad_enabled() and in_eager():
-            refuse_captured(rule, pulled, (*tensors, *saved, *cts))
-        if rule.contract is not None and torch.is_grad_enabled():
-            linear_map = _linear_map(ctx, "cotangent", result.cotangent, saved, likes)
-            pulled = _with_gates(linear_map, cts, pulled)
-        return pulled if rule.contract is None else filled(pulled, point.like_xs)
-    if rule.fills("cotangent"):
-        cts = filled(cts, likes)
-    mask = [
-        one is not None and i not in rule.nondifferentiable for i, one in enumerate(point.like_xs)
-    ]
+def _refuse_layout(ctx: Any, which: str) -> None:
+    """Raises if a map must be transposed at a tensor of an unsupported layout."""
+    if ctx.unusual is not None:
+        name = str(ctx.unusual).removeprefix("torch.").lstrip("_")
+        raise GradtoolsError(
+            f"rule {ctx.point.rule.name!r}: the other mode follows by transposing its {which} "
+            f"map, which takes strided tensors, and one is {name}. Give the missing map as well, "
+            "or pass the tensor's values as an argument."
+        )
 
-    def run(at: Any, moving: Any) -> list[Any]:
-        dxs = spread(moving, mask)
-        dxs = dxs if rule.contract is None else filled(dxs, point.like_xs)
-        return list(result.tangent(at, dxs))
 
-    kept = [one if m else None for one, m in zip(point.like_xs, mask, strict=True)]
-    _refuse_layout(ctx, "tangent")
-    check_linear(_linear_map(ctx, "tangent", result.tangent, saved, kept))
-    examples = [ones(*one) for one in kept if one]
-    return spread(transposed(rule, run, saved, examples, list(cts)), mask)
+# --- what a second derivative would lose --------------------------------------------------
 
 
 def refusing_lost(rule: Rule, cotangent: Any) -> Any:
@@ -207,33 +205,26 @@ def _with_gates(linear_map: CheckedMap, cts: Any, pulled: list[Any]) -> list[Any
     given = [ct for ct in cts if ct is not None]
     behind = [ct for ct in given if ct.requires_grad]
     inputs = [x for x in at if x.requires_grad]
-    expected = behind if len(behind) == len(given) else [*behind, *inputs]
     assert contract is not None
     if not (behind or inputs) or contract.check == "never":
         return pulled
-    # Then there are no values.
+    expected = behind if len(behind) == len(given) else [*behind, *inputs]
+    # Where there are no values, and where functorch's wrappers show no graph, all are suspects.
     traced = bool(upstream.TracingContext.try_get()) or upstream.is_traced_by_make_fx()
-    hidden = traced or any(map(is_wrapped, (*at, *given)))  # functorch's wrappers show no graph
-    suspects = [
-        i
-        for i, g in enumerate(pulled)
-        if g is not None
-        and (hidden or not reaches(g, expected, [*at, *given]))
+    hidden = traced or any(map(is_wrapped, (*at, *given)))
+    suspects = []
+    for i, g in enumerate(pulled):
+        if g is None or not (hidden or not reaches(g, expected, [*at, *given])):
+            continue
         # A zero depends on nothing, unless all cotangents happen to be zero.
-        and (
-            traced or is_nonzero(unwrapped(g)) or not any(is_nonzero(unwrapped(ct)) for ct in given)
-        )
-    ]
+        if traced or is_nonzero(unwrapped(g)) or not any(is_nonzero(unwrapped(x)) for x in given):
+            suspects.append(i)
     moving = tuple([ct is not None and (ct.requires_grad or not behind) for ct in cts])
     lost: dict[int, set[str]] = {}
 
     def records_graphs() -> bool:
         lost.update(lost_in_results(linear_map, moving))
         return all(lost.get(i) == set() for i in suspects)
-
-    key = "graph", moving, linear_map.signature
-    if not suspects or contract.check_once(*key, check=records_graphs):
-        return pulled
 
     def refuse() -> None:
         raise LostDerivativeError(
@@ -243,11 +234,14 @@ def _with_gates(linear_map: CheckedMap, cts: Any, pulled: list[Any]) -> list[Any
             "cotangent as they are."
         )
 
-    for i in suspects:
-        of = lost.get(i, set())
-        sources = [*(behind if "cotangents" in of else ()), *(inputs if "residuals" in of else ())]
-        if sources:
-            (pulled[i],) = with_gate([pulled[i]], sources, refuse)
+    key = "graph", moving, linear_map.signature
+    if suspects and not contract.check_once(*key, check=records_graphs):
+        for i in suspects:
+            along = lost.get(i, ())
+            sources = behind if "cotangents" in along else []
+            sources = [*sources, *inputs] if "residuals" in along else sources
+            if sources:
+                (pulled[i],) = with_gate([pulled[i]], sources, refuse)
     return pulled
 
 
@@ -281,11 +275,6 @@ def _extras_vjp(point: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any
     return pullback, mask
 
 
-def _extras_pullback(point: Any, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    pullback, mask = _extras_vjp(point, xs, [ct is not None for ct in cts])
-    return spread(pullback(tuple([ct for ct in cts if ct is not None])), mask)
-
-
 def extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
     """Tangents of the extras, by the transposed pullback, since dual levels do not nest."""
     likes = ctx.point.like_ys[ctx.point.count :]
@@ -302,22 +291,18 @@ def extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
     return spread(push(tuple(dense)), wanted)
 
 
-def real_tensors_too(xs: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Lets a compiled graph embed the tensors that a rule closes over as constants."""
-    return _NOTHING if upstream.TracingContext.try_get() is None else _real_tensors(xs)
-
-
-_NOTHING = nullcontext()
-
-
 @contextmanager
-def _real_tensors(xs: Sequence[Tensor]) -> Iterator[None]:
-    mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
-    if mode is None:
-        yield
-        return
+def _real_tensors(mode: Any) -> Iterator[None]:
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         yield
     finally:
         mode.allow_non_fake_inputs = before
+
+
+def real_tensors_too(xs: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Lets a compiled graph embed the tensors that a rule closes over as constants."""
+    if upstream.TracingContext.try_get() is None:
+        return NOTHING
+    mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
+    return NOTHING if mode is None else _real_tensors(mode)

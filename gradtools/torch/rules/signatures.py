@@ -93,21 +93,14 @@ class Signature:
         self.shared: dict[Any, RuleApplication] = {}
         self.latest: RuleApplication | None = None
 
-    def is_ready(self) -> bool:
-        """Whether the forward pass has passed the contract's checks."""
-        self.ready = self.ready or ("fwd", self.key) in self.specialized.contract.passed
-        return self.ready
-
     def out_def(self) -> Any:
         """The structure of f's output."""
         return self.specialized.outs.get(self.key, self.specialized.newest)
 
     def outputs(self, ys: Sequence[Tensor]) -> Any:
         """The output that f returns, of its tensors."""
-        out_def = self.specialized.outs.get(self.key, self.specialized.newest)
-        if out_def is _LEAF:
-            return ys[0]
-        return self.specialized.backend.unflatten(out_def, list(ys))
+        out_def = self.out_def()
+        return ys[0] if out_def is _LEAF else self.specialized.backend.unflatten(out_def, list(ys))
 
     def application(self, res: Any, known: Sequence[Tensor]) -> RuleApplication | None:
         """The application that all calls share whose fwd saved these tensors of `known`.
@@ -148,12 +141,6 @@ class Signature:
             return result
         saved = ctx.saved_tensors
         cotangents = self.bwd(saved[0] if point.form is Tensor else saved[: point.form], ct)
-        if self.flat and type(cotangents) is tuple and len(cotangents) == len(self.avals):
-            for g, (shape, dtype, _) in zip(cotangents, self.avals, strict=True):
-                if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
-                    break
-            else:
-                return cotangents
         return self.cotangents(cotangents)
 
     def pull_recorded(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
@@ -168,8 +155,10 @@ class Signature:
     def cotangents(self, cotangents: Any) -> Sequence[Any]:
         """The checked cotangents that bwd returned, one for each tensor."""
         if self.flat and type(cotangents) is tuple and len(cotangents) == len(self.avals):
-            pairs = zip(cotangents, self.avals, strict=True)
-            if all(type(g) is Tensor and (g.shape, g.dtype) == aval[:2] for g, aval in pairs):
+            for g, (shape, dtype, _) in zip(cotangents, self.avals, strict=True):
+                if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
+                    break
+            else:
                 return cotangents
         return filled(self.specialized.cotangents(cotangents, self.expected), self.likes)
 
@@ -261,7 +250,9 @@ class Calls:
             out = _recorded(signature, args)
             if out is not None:
                 return out
-        if unknown or signature.bwd is None or not (signature.ready or signature.is_ready()):
+        if not signature.ready:
+            signature.ready = ("fwd", signature.key) in signature.specialized.contract.passed
+        if unknown or signature.bwd is None or not signature.ready:
             return signature.outputs(apply_rule(signature.rule, *args))
         before = Randomness.now(args) if signature.repeats else None
         plain_args = tuple(map(_detach, args))
@@ -272,7 +263,7 @@ class Calls:
             if not _graphs():  # fwd left it off
                 upstream.set_grad_enabled(True)
         if versions != [*map(_version, plain_args)]:
-            _refuse_written(signature, args, versions)
+            functions.refuse_written(signature.rule, args, versions)
         if type(result) is tuple and len(result) == 2:
             out, res = result
             if type(out) is Tensor and out.dtype.is_floating_point and not out.requires_grad:
@@ -284,8 +275,13 @@ class Calls:
                 ):
                     point = signature.application(res, known)
                 if point is not None:
-                    return attach(point, (_detach(out),), *args)[0]
-        return _attached(signature, args, plain_args, result, before)
+                    return attach(point, (out.detach(),), *args)[0]
+        # Any trees of outputs and residuals, with extras.
+        point = RuleApplication(signature.rule)
+        at = signature.specialized.linearized(plain_args, result)
+        out = functions.recorded_at(point, plain_args, at, before)
+        signature.repeats = signature.rule.origin not in functions.SAVES_NO_EXTRAS
+        return signature.outputs(attach(point, tuple(out), *args)[: point.count])
 
     def _structure(self, args: Any, statics: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """The tensors of a call, and a key of its structure and constants; empty if unhashable."""
@@ -347,22 +343,6 @@ def _fits(point: RuleApplication, res: Any, known: Sequence[Tensor]) -> bool:
     return False not in [x is known[i] for x, i in zip(res, point.pulling, strict=False)]
 
 
-def _attached(signature: Signature, xs: Any, plain: Any, result: Any, before: Any) -> Any:
-    """The output with its node, for any trees of outputs and residuals, and for extras."""
-    point = RuleApplication(signature.rule)
-    at = signature.specialized.linearized(plain, result)
-    out = functions.recorded_at(point, plain, at, before)
-    signature.repeats = signature.rule.origin not in functions.SAVES_NO_EXTRAS
-    return signature.outputs(attach(point, tuple(out), *xs)[: point.count])
-
-
-def _refuse_written(signature: Signature, xs: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Raises if one of xs that is differentiated has another version now."""
-    pairs = zip(versions, xs, strict=True)
-    if any(x.requires_grad and _version(x) != version for version, x in pairs):
-        raise functions.written_error(signature.rule)
-
-
 # --- a forward rule alone ----------------------------------------------------------------
 #
 # Autograd transposes its tangent map T(x) in the graph of the call. T(x) is linear in dx, so its
@@ -388,7 +368,7 @@ def _recorded(signature: Signature, xs: tuple[Tensor, ...]) -> Any:
         if not _graphs():  # the rule left it off
             upstream.set_grad_enabled(True)
     if versions != [*map(_version, plain)]:
-        _refuse_written(signature, xs, versions)
+        functions.refuse_written(signature.rule, xs, versions)
     if type(result) is not tuple or len(result) != 2:
         return None
     y, dy = result
@@ -410,37 +390,29 @@ def _recorded(signature: Signature, xs: tuple[Tensor, ...]) -> Any:
 def _may_record(signature: Signature, xs: tuple[Tensor, ...]) -> bool:
     """Whether f returns one tensor, and its tangent map passes the checks for transposition.
 
-    Runs under identity saved-tensors hooks, so that no checkpoint counts its tensors.
+    Runs under identity saved-tensors hooks, so that no checkpoint counts its tensors. Raises if two
+    evaluations of the tangent end in the same leaf, a captured tensor.
     """
-    specialized, avals = signature.specialized, signature.key
+    rule, tangent = signature.rule, signature.specialized.tangent
     types = signature.likes, signature.avals
-    with unpacked():
-        try:
-            check_linear(CheckedMap(specialized.rule, "tangent", specialized.tangent, xs, *types))
-            if avals not in specialized.outs:
-                with torch.no_grad(), restored(Randomness.now(xs)):
-                    specialized.tangent(xs, [torch.zeros_like(x) for x in xs])
-        except GradtoolsError:  # raised again when a derivative is taken
-            return False
-        single = signature.out_def() is _LEAF
-        return single and not _has_leaves(signature, xs)
-
-
-def _has_leaves(signature: Signature, xs: tuple[Tensor, ...]) -> bool:
-    """Whether the tangent's graph ends in leaves that the rule itself created.
-
-    Raises if two evaluations end in the same leaf, which is a captured tensor whose derivative
-    would be lost.
-    """
-    rule = signature.rule
 
     def leaves() -> list[Any]:
         dxs = [torch.ones_like(x, requires_grad=True) for x in xs]
         with restored(Randomness.now(xs)), Transposing(rule, EAGER):
-            dys = signature.specialized.tangent(xs, dxs)
+            dys = tangent(xs, dxs)
         return [node.variable for node in other_leaves(dys, dxs)]
 
-    first = leaves()
-    if first and {*map(id, first)} & {*map(id, leaves())}:
-        raise closed_over_error(rule)
-    return bool(first)
+    with unpacked():
+        try:
+            check_linear(CheckedMap(rule, "tangent", tangent, xs, *types))
+            if signature.key not in signature.specialized.outs:
+                with torch.no_grad(), restored(Randomness.now(xs)):
+                    tangent(xs, [torch.zeros_like(x) for x in xs])
+        except GradtoolsError:  # raised again when a derivative is taken
+            return False
+        if signature.out_def() is not _LEAF:
+            return False
+        first = leaves()
+        if first and {*map(id, first)} & {*map(id, leaves())}:
+            raise closed_over_error(rule)
+        return not first  # else the graph ends in leaves that the rule itself made

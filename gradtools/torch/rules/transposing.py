@@ -13,8 +13,7 @@ as plain code when it is transposed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +50,31 @@ def transposed(
         return []
     if in_eager() and not torch.is_grad_enabled():
         return transposed_by_backward(rule, linear, at, examples, values)
-    return _by_vjp(rule, linear, at, examples, values)
+    for x in at:  # torch.func works under any transform
+        if x.layout not in (torch.strided, torch.sparse_coo):
+            name = str(x.layout).removeprefix("torch.").lstrip("_")
+            raise GradtoolsError(
+                f"rule {rule.name!r}: one of its maps is transposed at a {name} tensor, which "
+                "torch.func does not take. Give the missing map as well, or use sparse_coo."
+            )
+    present: list[int] = []
+
+    def dense(*vs: Tensor) -> tuple[Tensor, ...]:
+        own.level = upstream.peek_interpreter_stack().level()
+        try:
+            out = linear(at, vs)
+        finally:
+            own.level = None
+        _refuse_cut(rule, out, values)
+        present[:] = [i for i, o in enumerate(out) if o is not None]
+        return tuple(out[i] for i in present) or (torch.zeros(()),)  # vjp needs an output
+
+    with Transposing(rule) as own:
+        outs, pullback = corrected_vjp(dense, *examples)
+        cts = [values[i] for i in present] or [None]
+        filled = [torch.zeros_like(o) if v is None else v for o, v in zip(outs, cts, strict=True)]
+        # A view, since a tensor that the map returns unchanged may be a wrapper of a dead level.
+        return [v.view_as(v) for v in pullback(tuple(filled))]
 
 
 def transposed_by_backward(
@@ -71,32 +94,6 @@ def transposed_by_backward(
         ends, given = zip(*kept, strict=True)
         with corrected(wrong_nodes(ends), again=False):
             return list(torch.autograd.grad(ends, vs, given, allow_unused=True))
-
-
-def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> list[Any]:
-    """By `torch.func.vjp`, under any transform."""
-    for x in at:
-        if x.layout not in (torch.strided, torch.sparse_coo):
-            name = str(x.layout).removeprefix("torch.").lstrip("_")
-            raise GradtoolsError(
-                f"rule {rule.name!r}: one of its maps is transposed at a {name} tensor, which "
-                "torch.func does not take. Give the missing map as well, or use sparse_coo."
-            )
-    present: list[int] = []
-
-    def dense(*vs: Tensor) -> tuple[Tensor, ...]:
-        with own.traced(upstream.peek_interpreter_stack().level()):
-            out = linear(at, vs)
-        _refuse_cut(rule, out, values)
-        present[:] = [i for i, o in enumerate(out) if o is not None]
-        return tuple(out[i] for i in present) or (torch.zeros(()),)  # vjp needs an output
-
-    with Transposing(rule) as own:
-        outs, pullback = corrected_vjp(dense, *examples)
-        cts = [values[i] for i in present] or [None]
-        filled = [torch.zeros_like(o) if v is None else v for o, v in zip(outs, cts, strict=True)]
-        # A view, since a tensor that the map returns unchanged may be a wrapper of a dead level.
-        return [v.view_as(v) for v in pullback(tuple(filled))]
 
 
 def _refuse_cut(rule: Rule, outs: Sequence[Any], values: Sequence[Any]) -> None:
@@ -232,15 +229,6 @@ class Transposing:
                 "reverse rule as well, with defvjp(fwd, bwd)."
             ) from error
 
-    @contextmanager
-    def traced(self, level: int) -> Iterator[None]:
-        """Around the tracing of the map at this torch.func level."""
-        before, self.level = self.level, level
-        try:
-            yield
-        finally:
-            self.level = before
-
 
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
     """Whether xs are vectors of a running transposition of the rule's own tangent map.
@@ -251,20 +239,18 @@ def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
     stack = ONGOING.running
     if not stack or rule.cotangent is not None or rule.linearize is not None:
         return False
-    origins = [t.rule.origin for t in stack]
-    if rule.origin not in origins:
+    first = next((i for i, t in enumerate(stack) if t.rule.origin is rule.origin), None)
+    if first is None:
         return False
-    first = origins.index(rule.origin)
     levels = {t.level for t in stack[first:]}
-    if not any(_is_tracked_at(levels, x) for x in xs):
-        return False
-    stack[first].by_code = True
-    return True
-
-
-def _is_tracked_at(levels: set[int | None], x: Tensor) -> bool:
-    while upstream.is_wrapped(x):
-        if upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in levels:
+    for x in xs:
+        tracked = False
+        while upstream.is_wrapped(x):  # a BatchedTensor does not show a tracked inner tensor
+            tracked = tracked or (
+                upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in levels
+            )
+            x = upstream.get_unwrapped(x)
+        if tracked or (EAGER in levels and x.requires_grad):
+            stack[first].by_code = True
             return True
-        x = upstream.get_unwrapped(x)  # a BatchedTensor does not show a tracked inner tensor
-    return EAGER in levels and x.requires_grad
+    return False

@@ -13,8 +13,7 @@ from gradtools.freezing import Freezing as _Freezing
 from gradtools.host_functions import HostFunctions as _HostFunctions
 from gradtools.jacobians import Jacobians as _Jacobians
 from gradtools.models import Models as _Models
-from gradtools.pairwise.contrastive_losses import ContrastiveLoss as _ContrastiveLoss
-from gradtools.pairwise.cross_entropy import LinearCrossEntropy as _LinearCrossEntropy
+from gradtools.pairwise.pair_losses import PairLosses as _PairLosses
 from gradtools.pairwise.pairwise_reduction import Tiling as _Tiling
 from gradtools.pairwise.tiled_attention import Attention as _Attention
 from gradtools.seeing.diagnostics.zero_gradients import SeeingOperators as _SeeingOperators
@@ -33,8 +32,7 @@ _freezing: _Freezing
 _chunking: _Chunking
 _tiling: _Tiling
 _taylor: _Taylor
-_contrastive: _ContrastiveLoss
-_cross_entropy: _LinearCrossEntropy
+_pair_losses: _PairLosses
 _attention: _Attention
 _accumulation: _Accumulation
 _models: _Models
@@ -55,7 +53,7 @@ checkpoint = _transforms.checkpoint
 chunked = _chunking.chunked
 clip_gradient = _edits.clip_gradient
 compile = _transforms.compile
-contrastive_loss = _contrastive.contrastive_loss
+contrastive_loss = _pair_losses.contrastive_loss
 custom_rule = _custom_rules.custom_rule
 dependence = _seeing.dependence
 formula = _formulating.formula
@@ -75,7 +73,7 @@ jvp = _derivatives.jvp
 laplacian = _taylor.laplacian
 random_key = _arrays.random_key
 replace_gradient = _edits.replace_gradient
-linear_cross_entropy = _cross_entropy.linear_cross_entropy
+linear_cross_entropy = _pair_losses.linear_cross_entropy
 linearize = _derivatives.linearize
 measure = _measures.measure
 microbatched_value_and_grad = _chunking.microbatched_value_and_grad

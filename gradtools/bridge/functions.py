@@ -76,24 +76,20 @@ class Foreign:
         key = tuple([(x.shape, x.dtype) for x in xs])
         result = self._signatures.get(key)
         if result is None:
-            result = _kept(
-                self._signatures, key, self.signature_of(self.guest.specs_of(self.name, xs))
-            )
+            made = self.signature_of(self.guest.specs_of(self.name, xs))
+            result = _kept(self._signatures, key, made)
         return result
 
     def signature_of(self, ins: tuple[ArraySpec, ...]) -> ForeignSignature:
         """The specialization to these ArraySpecs; memoized."""
-        return self._signatures.get(ins) or _kept(
-            self._signatures, ins, ForeignSignature(self, ins)
-        )
+        found = self._signatures.get(ins)
+        return found or _kept(self._signatures, ins, ForeignSignature(self, ins))
 
     def at_once(self, xs: Sequence[Array]) -> list[Array] | None:
         """The outputs if xs are concrete and the program is not traced; else None."""
-        return (
-            self.guest.called(self.signature(xs), self.entry, xs)
-            if self.guest.are_plain(xs)
-            else None
-        )
+        if not self.guest.are_plain(xs):
+            return None
+        return self.guest.called(self.signature(xs), self.entry, xs)
 
     def applied(self, *xs: Array) -> list[Array]:
         """The outputs, differentiated by the rule."""
@@ -139,8 +135,9 @@ class Foreign:
                 ys = run(*replaced_where(xs, moving, at))
                 return list(filter(guest.backend.is_inexact, ys)), []
 
+            inexact.caller = guest.operator  # type: ignore[attr-defined]
             at = [x for x, m in zip(xs, moving, strict=True) if m]
-            return list(guest.backend.jvp(DerivativeOf(inexact, guest.operator), at, list(dxs))[2])
+            return list(guest.backend.jvp(inexact, at, list(dxs))[2])
 
         def outs(specs: Sequence[ArraySpec]) -> list[ArraySpec]:
             return list(filter(_is_inexact, self.outs(specs[:n])))
@@ -148,7 +145,7 @@ class Foreign:
         return self._of("jvp", (moving,), pushed, outs)
 
     def vjp(self, moving: Mask, given: Mask) -> Foreign:
-        """The function (inputs, given cotangents) -> cotangents of the moving inputs."""
+        """The function (inputs, cotangents of outputs) -> cotangents of moving inputs."""
         n, run, guest = len(moving), self.run, self.guest
 
         def pulled(*operands: Array) -> list[Array]:
@@ -158,15 +155,14 @@ class Foreign:
                 ys = run(*replaced_where(xs, moving, at))
                 return [y for y, g in zip(ys, given, strict=True) if g], []
 
+            chosen.caller = guest.operator  # type: ignore[attr-defined]
             at = [x for x, m in zip(xs, moving, strict=True) if m]
-            chosen_outputs = DerivativeOf(chosen, guest.operator)
-            evaluation = guest.backend.vjp(chosen_outputs, at, groups=None, once=True)
+            evaluation = guest.backend.vjp(chosen, at, groups=None, once=True)
             pulled = evaluation.pullback(list(cts))
             if self.base is self:
                 # Derivatives cut nothing themselves; where they are constant, the next one is 0.
-                refuse_cut(chosen_outputs, evaluation.cut(pulled))
-            pairs = zip(at, pulled, strict=True)
-            return [guest.backend.zeros_like(x) if p is None else p for x, p in pairs]
+                refuse_cut(chosen, evaluation.cut(pulled))
+            return list(guest.backend.filled(pulled, at))
 
         def outs(specs: Sequence[ArraySpec]) -> list[ArraySpec]:
             return [s for s, m in zip(specs[:n], moving, strict=True) if m]
@@ -191,18 +187,6 @@ class Foreign:
             made = Foreign(self.guest, name, run, outs, self.base, arity)
             result = _kept(self._derived, (which, masks), made)
         return result
-
-
-@dataclass(frozen=True, eq=False)
-class DerivativeOf:
-    """A function to be differentiated, with the operator's name for messages."""
-
-    f: Callable[..., tuple[list[Array], list[Array]]]
-    caller: str
-
-    def __call__(self, *xs: Array) -> tuple[list[Array], list[Array]]:
-        """The differentiable outputs, and an empty list of others."""
-        return self.f(*xs)
 
 
 @dataclass(eq=False)
@@ -361,7 +345,14 @@ class Bridged(CustomRule):
                 if flat is not None and all(map(host.is_array, leaves)):
                     return self._at(flat, leaves)
             leaves, treedef = host.flatten((args, kwargs))
-            self._refuse_guests(leaves)
+            for x in leaves:
+                if self.guest.backend.is_array(x):
+                    raise GradtoolsError(
+                        f"{self.guest.operator}: {self.__name__} was given a "
+                        f"{type(x).__module__}.{type(x).__qualname__}; the bridged function takes "
+                        f"{self.guest.host_title} arrays, as it is part of a "
+                        f"{self.guest.host_title} program. Convert it before the call."
+                    )
             arrays = tuple(map(host.is_array, leaves))
             xs = [x for x, a in zip(leaves, arrays, strict=True) if a]
             others = tuple([x for x, a in zip(leaves, arrays, strict=True) if not a])
@@ -375,16 +366,6 @@ class Bridged(CustomRule):
     def _at(self, flat: FlatBridged, xs: Sequence[Any]) -> Any:
         ys = flat.foreign.applied(*xs)
         return self._backend.unflatten(flat.structure(xs), ys)
-
-    def _refuse_guests(self, leaves: Sequence[Any]) -> None:
-        for x in leaves:
-            if self.guest.backend.is_array(x):
-                raise GradtoolsError(
-                    f"{self.guest.operator}: {self.__name__} was given a "
-                    f"{type(x).__module__}.{type(x).__qualname__}; the bridged function takes "
-                    f"{self.guest.host_title} arrays, as it is part of a {self.guest.host_title} "
-                    "program. Convert it before the call."
-                )
 
     def _init_caches(self) -> None:
         self._flat: dict[Specialization, FlatBridged] = {}

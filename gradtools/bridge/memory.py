@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -50,11 +51,17 @@ def array_of(t: Tensor, who: str) -> jax.Array:
     """A JAX array that shares the memory of a tensor, which must not be written meanwhile."""
     if t.dtype in _WIDE_DTYPES:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
-    if not t.is_cpu and not _seen_by_jax(t.device.type):
-        raise GradtoolsError(
-            f"{who} is on {t.device}, which JAX does not see here. Move it by .cpu(), or "
-            "install JAX for that device."
-        )
+    if not t.is_cpu:
+        kind = t.device.type
+        try:
+            seen = bool(jax.devices({"cuda": "gpu"}.get(kind, kind)))
+        except RuntimeError:
+            seen = False
+        if not seen:
+            raise GradtoolsError(
+                f"{who} is on {t.device}, which JAX does not see here. Move it by .cpu(), or "
+                "install JAX for that device."
+            )
     if t.layout is not torch.strided:
         raise GradtoolsError(f"{who} is a tensor of layout {t.layout}; use to_dense().")
     if t.requires_grad:
@@ -101,14 +108,6 @@ def comes_back(x: jax.Array) -> bool:
         return bool(x.committed) and device == jax.local_devices(backend="cpu")[0]
     seen = torch.cuda.device_count() if device.platform in ("gpu", "cuda", "rocm") else 0
     return bool(device.local_hardware_id < seen)
-
-
-def _seen_by_jax(kind: str) -> bool:
-    """Whether JAX has a device of PyTorch's kind."""
-    try:
-        return bool(jax.devices({"cuda": "gpu"}.get(kind, kind)))
-    except RuntimeError:
-        return False
 
 
 def unshared(ys: list[Tensor]) -> list[Tensor]:
@@ -167,20 +166,13 @@ _HELD_ONCE = _held_once()
 
 def tensor_of_numpy(x: np.ndarray, spec: ArraySpec) -> Tensor:
     """A tensor that shares the memory of an array, maybe read-only; it must not be written."""
-    if not x.flags.writeable and _of_writable_alone():
-        x = np.asarray(_Writable(x))
+    if not x.flags.writeable and _of_writable_alone():  # the same memory, as a writable array
+        interface = x.__array_interface__
+        interface = {**interface, "data": (interface["data"][0], False)}
+        x = np.asarray(SimpleNamespace(of=x, __array_interface__=interface))
     if spec.dtype == _BFLOAT16:  # raw bytes to NumPy
         return from_dlpack(x.view(np.int16)).view(torch.bfloat16)
     return from_dlpack(x)
-
-
-class _Writable:
-    """Exposes the memory of a read-only array as writable."""
-
-    def __init__(self, x: np.ndarray) -> None:
-        self.of = x
-        interface = x.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
 @cache

@@ -192,7 +192,12 @@ class TorchGuest:
             with torch.enable_grad(), without_casts(t.device.type for t in ts):
                 return self._evaluated(signature, run, ts)  # as in a host callback's thread
         if not base.seen:
-            self._first(base, _one_of(ts, base))
+            example = []  # the arguments of the base function, without batch axes
+            for t, spec in zip(ts, base.ins, strict=False):
+                while t.dim() > len(spec.shape):
+                    t = t[0]
+                example.append(t)
+            self._first(base, example)
         if base.captured and base is not signature:
             raise GradtoolsError(base.captured)
         held = base.held
@@ -239,7 +244,8 @@ class TorchGuest:
 
     def _look(self, base: ForeignSignature, ts: Sequence[Tensor]) -> None:
         """Evaluates the function on copies, and notes what JAX would not know of."""
-        name, copies, more = base.of.name, _copies(ts), _copies(ts)
+        name = base.of.name
+        copies, more = ([t.clone() for t in ts] for _ in range(2))
         held, draws = _captured(base.of.fun), False
         versions = [upstream.version_of(t) for t in held.values()]
         stream = torch.get_rng_state()
@@ -290,34 +296,17 @@ def _refuse_written(base: ForeignSignature, versions: Sequence[int]) -> None:
             )
 
 
-def _copies(ts: Sequence[Tensor]) -> list[Tensor]:
-    return [t.clone() for t in ts]
-
-
 def _is_touched(t: Tensor, copies: Sequence[Tensor], i: int) -> bool:
     """Whether a function wrote in the copy of t that it was given, or holds it still."""
     if is_kept(copies, i) or upstream.version_of(copies[i]) > 0:
         return True
-    return not np.array_equal(_bytes(t), _bytes(copies[i]))
+    # As bytes, of which those of NaN equal NaN's.
+    before, after = (numpy_of_tensor(x).reshape(-1).view(np.uint8) for x in (t, copies[i]))
+    return not np.array_equal(before, after)
 
 
 def _spec(y: Tensor) -> ArraySpec:
     return ArraySpec(tuple(y.shape), str(y.dtype).removeprefix("torch."))
-
-
-def _bytes(t: Tensor) -> np.ndarray:
-    """The bytes of a tensor, of which those of NaN equal NaN's."""
-    return numpy_of_tensor(t).reshape(-1).view(np.uint8)
-
-
-def _one_of(ts: Sequence[Tensor], base: ForeignSignature) -> list[Tensor]:
-    """The arguments of the base function, for the first example of a batch."""
-    result = []
-    for t, spec in zip(ts, base.ins, strict=False):
-        while t.dim() > len(spec.shape):
-            t = t[0]
-        result.append(t)
-    return result
 
 
 def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Tensor]:

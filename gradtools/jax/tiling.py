@@ -52,10 +52,15 @@ def _run(program: Sweep, xs: Sequence[Any]) -> States:
 
     def run(*xs: Any) -> States:
         states = _SweepRun(part, xs).run()
-        return [
-            state if group.side == side else _over_devices(group, state, entry)
-            for group, state in zip(groups, states, strict=True)
-        ]
+        for k, group in enumerate(groups):  # merges the states of all devices
+            if group.side == side:
+                continue
+            if group.merge is added:
+                states[k] = [jax.lax.psum(x, entry) for x in states[k]]
+                continue
+            parts = [jax.lax.all_gather(x, entry) for x in states[k]]
+            states[k] = reduce(group.merge, [[x[i] for x in parts] for i in range(len(parts[0]))])
+        return states
 
     split = lambda other: (entry,) * (other == side)
     states = jax.shard_map(
@@ -67,14 +72,6 @@ def _run(program: Sweep, xs: Sequence[Any]) -> States:
         check_vma=False,
     )(*[shardings.on_mesh(x, mesh, split(r)) for x, r in zip(xs, program.roles, strict=True)])
     return [whole.placed(state, group) for state, group in zip(states, groups, strict=True)]
-
-
-def _over_devices(group: MergeGroup, state: Arrays, entry: Any) -> Arrays:
-    """A group's states of all devices, merged."""
-    if group.merge is added:
-        return [jax.lax.psum(x, entry) for x in state]
-    parts = [jax.lax.all_gather(x, entry) for x in state]
-    return reduce(group.merge, [[x[i] for x in parts] for i in range(len(parts[0]))])
 
 
 class _SweepRun:
@@ -376,18 +373,14 @@ class _ClosureConverted:
         avals = [jax.typeof(x) for x in xs[:n]]
         jaxpr, constants, treedef = self._programs.get(_avals(avals)) or self.trace(avals)
         consts = [x if k is None else xs[n + k] for k, x in constants]
-        return jax.tree.unflatten(treedef, _evaluated(jaxpr, consts, xs[:n]))
 
+        def step(_: int, eqn: Any, xs: Arrays) -> Arrays:
+            # Under shard_map more values may vary than when it was traced.
+            if eqn.primitive.name == "pvary":
+                return [varying(xs[0], frozenset(eqn.params["axes"]))]
+            return bound(eqn, varying_alike(xs))
 
-def _evaluated(jaxpr: Any, consts: Arrays, xs: Arrays) -> Arrays:
-    """Evaluates a jaxpr under shard_map, where more values may vary than when it was traced."""
-
-    def step(_: int, eqn: Any, xs: Arrays) -> Arrays:
-        if eqn.primitive.name == "pvary":
-            return [varying(xs[0], frozenset(eqn.params["axes"]))]
-        return bound(eqn, varying_alike(xs))
-
-    return interpreted(jaxpr, [*consts, *xs], step)
+        return jax.tree.unflatten(treedef, interpreted(jaxpr, [*consts, *xs[:n]], step))
 
 
 def _avals(avals: Sequence[Any]) -> Any:

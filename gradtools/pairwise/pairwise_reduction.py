@@ -51,7 +51,6 @@ from gradtools.pairwise.tile_rules import (
     SHARED,
     Arrays,
     Reduced,
-    Sweep,
     TileGrid,
     apply_over_tiles,
     fold_columns,
@@ -61,6 +60,7 @@ from gradtools.pairwise.tile_rules import (
 )
 from gradtools.rules import replaced_at
 
+TileSize = int | tuple[int, int] | None
 Names = int | str | Sequence[int | str]
 _TILE = (512, 512)  # default rows and columns of a tile
 
@@ -72,7 +72,7 @@ class Tiling(Operators):
         self,
         f: Callable[..., Any],
         reduce: Any = "sum",
-        tile_size: int | tuple[int, int] | None = None,
+        tile_size: TileSize = None,
         rows: Names = 0,
         columns: Names = 1,
         over: Any = "columns",
@@ -205,11 +205,11 @@ def _sizes(caller: str, tile_size: Any) -> tuple[int, int] | None:
     return rows, columns
 
 
-def _names(what: str, given: Any) -> tuple[int | str, ...]:
-    result = (given,) if isinstance(given, int | str) else tuple(given)
+def _names(what: str, names: Any) -> tuple[int | str, ...]:
+    result = (names,) if isinstance(names, int | str) else tuple(names)
     if not result or not all(isinstance(x, int | str) for x in result):
         raise GradtoolsError(
-            f"pairwise_reduce: {what} is {given!r}; expected the position or name of an argument, "
+            f"pairwise_reduce: {what} is {names!r}; expected the position or name of an argument, "
             "or several."
         )
     return result
@@ -227,15 +227,11 @@ class TiledCall:
     def __init__(self, backend: Backend, options: TileOptions, f: Any) -> None:
         self.backend, self.options, self.caller, self.f = backend, options, options.caller, f
         self.roles: list[str] = []
-        self._statics: list[Any] = []
-        self._paths: list[str] = []
         self.kinds: list[Reduction] = []
         self.places: list[tuple[int, ...]] = []  # each reduction's arrays in f's flat output
         self.sides: list[str] = []  # the side of each reduction's results
         self.dtypes: list[list[str]] = []  # the dtype of each returned result
         self._template: Any = None
-        self._treedef: Any = None
-        self._keywords: tuple[str, ...] = ()
         self.cut = TileGrid(1, 1, 1, 1)
         self.call: Callable[[Arrays], Any] = f  # f at one tile, once its arguments are known
         self.captured: tuple[int, ...] = ()  # arrays that f closes over
@@ -249,24 +245,40 @@ class TiledCall:
     def of(
         cls, backend: Backend, options: TileOptions, f: Any, sides: Any, args: Any, kwargs: Any
     ) -> tuple[TiledCall, Arrays]:
-        call, xs = cls(backend, options, f), list[Any]()
+        call, xs, caller = cls(backend, options, f), list[Any](), options.caller
         values = [*args, *kwargs.values()]  # a list, because JAX sorts dicts
-        leaves, call._treedef = backend.flatten(values)
-        call._keywords, paths = tuple(kwargs), []
-        for key, value in zip([*range(len(args)), *kwargs], values, strict=True):
-            paths += [f"{key!r}{path}" for path in backend.leaf_paths(value)]
-        for leaf, role, path in zip(leaves, call._roles(sides, args, kwargs), paths, strict=True):
-            call._add(xs, leaf, role, path)
-        flat = _FlatTile(backend, f, call._statics, call._treedef, call._keywords)
+        statics: list[Any] = []
+        lengths: dict[str, dict[int, str]] = {ROWS: {}, COLUMNS: {}}
+        keys, roles = [*range(len(args)), *kwargs], _roles(caller, f, sides, args, kwargs)
+        for key, value, role in zip(keys, values, roles, strict=True):
+            leaves = zip(backend.flatten(value)[0], backend.leaf_paths(value), strict=True)
+            for leaf, path in leaves:
+                number = isinstance(leaf, bool | int | float | complex)
+                if role == SHARED and (number or not is_numeric(backend, leaf)):
+                    statics.append(leaf)
+                    continue
+                path = f"argument {key!r}{path}"
+                x = as_array(backend, caller, leaf, path)
+                if role != SHARED and len(x.shape) == 0:
+                    raise GradtoolsError(
+                        f"{caller}: {path} has no axes, but it is named among the {role}; leave "
+                        "it out of them to share it."
+                    )
+                if role != SHARED:
+                    lengths[role].setdefault(x.shape[0], path)
+                statics.append(_ARRAY)
+                xs.append(x)
+                call.roles.append(role)
+        rows, columns = (_length(caller, side, of_side) for side, of_side in lengths.items())
+        flat = _FlatTile(backend, f, statics, backend.flatten(values)[1], tuple(kwargs))
         call.call = backend.tiles.as_now(flat, xs)
-        rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
         call.cut = TileGrid(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
             call.cut = call._within(xs, options.budget)
-        call.cut.check(options.caller)
+        call.cut.check(caller)
         fun = call.call
         call.call, captured = backend.tiles.explicit(
-            options.caller, fun, call.user_functions[1:], xs, call._tiles()
+            caller, fun, call.user_functions[1:], xs, call._tiles()
         )
         if call.call is not fun:  # captured arrays are explicit arguments now
             call.user_functions = ()
@@ -280,67 +292,6 @@ class TiledCall:
             xs.append(backend.tiles.indices(n, xs[0]))
             call.roles.append(side)
         return call, xs
-
-    def _roles(self, sides: Any, args: Any, kwargs: Any) -> list[str]:
-        keys = argument_keys(self.f, len(args), kwargs)
-        roles = [SHARED] * len(keys)
-        for side, wanted in zip((ROWS, COLUMNS), sides, strict=True):
-            for name in wanted:
-                at = [i for i, key in enumerate(keys) if name in key]
-                if not at:
-                    known = ", ".join(str(key[-1]) for key in keys) or "none"
-                    raise GradtoolsError(
-                        f"{self.caller}: {side} names argument {name!r}, which is no argument "
-                        f"of this call; it has {known}."
-                    )
-                if roles[at[0]] not in (SHARED, side):
-                    raise GradtoolsError(
-                        f"{self.caller}: argument {name!r} is in rows and in columns; pass it "
-                        "twice."
-                    )
-                roles[at[0]] = side
-        counts = [len(self.backend.flatten(x)[0]) for x in (*args, *kwargs.values())]
-        return [role for role, n in zip(roles, counts, strict=True) for _ in range(n)]
-
-    def _add(self, xs: Arrays, leaf: Any, role: str, path: str) -> None:
-        backend = self.backend
-        number = isinstance(leaf, bool | int | float | complex) or not is_numeric(backend, leaf)
-        if role == SHARED and number:
-            self._statics.append(leaf)
-            return
-        x = as_array(backend, self.caller, leaf, f"argument {path}")
-        if role != SHARED and len(x.shape) == 0:
-            raise GradtoolsError(
-                f"{self.caller}: argument {path} has no axes, but it is named among the {role}; "
-                "leave it out of them to share it."
-            )
-        self._statics.append(_ARRAY)
-        xs.append(x)
-        self.roles.append(role)
-        self._paths.append(path)
-
-    def _size(self, xs: Arrays, role: str) -> int:
-        result: dict[int, str] = {}
-        for x, r, path in zip(xs, self.roles, self._paths, strict=True):
-            if r == role:
-                result.setdefault(x.shape[0], path)
-        if len(result) > 1:
-            listed = ", ".join(f"{n} in argument {path}" for n, path in result.items())
-            raise GradtoolsError(
-                f"{self.caller}: the {role} differ in number: {listed}. Their first axes must "
-                "have the same length."
-            )
-        if not result or 0 in result:
-            where = f" (argument {result[0]} has length 0 on axis 0)" if result else ""
-            raise GradtoolsError(
-                f"{self.caller}: there are no {role}{where}. Pass an array whose axis 0 has length "
-                "1 or more."
-            )
-        return next(iter(result))
-
-    def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: TileGrid) -> Sweep:
-        """A sweep over the tiles of this call."""
-        return Sweep(tile, roles, groups, cut, self, self.options.progress)
 
     def of_tile(self, xs: Sequence[Array]) -> Arrays:
         """f's flat output at one tile, validated."""
@@ -375,8 +326,8 @@ class TiledCall:
         """Determines the reduction of each array of f's output."""
         for x in out:
             if not self.backend.is_array(x):
-                found = describe(self.backend, x)
-                raise GradtoolsError(f"{self.caller}: f's output contains {found}; return arrays.")
+                came = describe(self.backend, x)
+                raise GradtoolsError(f"{self.caller}: f's output contains {came}; return arrays.")
         tree = self.backend.unflatten(treedef, list(range(len(out))))
         self._template = self._pair(tree, self.options.reduce, self.options.over, "")
         for kind, places in zip(self.kinds, self.places, strict=True):
@@ -395,23 +346,18 @@ class TiledCall:
                     "output; give one reduction, or a tree like the outermost part of the output."
                 )
             keys = list(reduce) if isinstance(reduce, dict) else range(len(reduce))
-            parts = {
-                k: self._pair(tree[k], reduce[k], self._over(over, k, reduce), f"{path}[{k!r}]")
-                for k in keys
-            }
+            parts = {}
+            for k in keys:
+                try:
+                    side = over if isinstance(over, str) else over[k]
+                except (KeyError, IndexError, TypeError):
+                    raise GradtoolsError(
+                        f"{self.caller}: over is {over!r}; expected 'columns', 'rows', or a tree "
+                        f"of these like reduce, {reduce!r}."
+                    ) from None
+                parts[k] = self._pair(tree[k], reduce[k], side, f"{path}[{k!r}]")
             return parts if isinstance(reduce, dict) else type(reduce)(parts.values())
         raise _unknown(self.caller, f"reduce{path}", reduce)
-
-    def _over(self, over: Any, key: Any, reduce: Any) -> Any:
-        if isinstance(over, str):
-            return over
-        try:
-            return over[key]
-        except (KeyError, IndexError, TypeError):
-            raise GradtoolsError(
-                f"{self.caller}: over is {over!r}; expected 'columns', 'rows', or a tree of these "
-                f"like reduce, {reduce!r}."
-            ) from None
 
     def _leaf(self, tree: Any, name: str, over: Any, path: str) -> Any:
         if name not in KINDS:
@@ -428,14 +374,14 @@ class TiledCall:
         is_pair = name in ("softmax", "take")
         groups = [tuple(places)] if is_pair else [(i,) for i in places]
         first = len(self.kinds)
+        owned = self.options.reduce == name and getattr(self.f, "gives_new_scores", False)
         for group in groups:
-            owned = self.options.reduce == name and getattr(self.f, "gives_new_scores", False)
             self.kinds.append(KINDS[name](self.backend, self.caller, count, owned))
             self.places.append(group)
             self.sides.append(side)
         if not is_pair:
-            numbers = range(first, first + len(groups))
-            return self.backend.unflatten(treedef, [_Result(k, 0) for k in numbers])
+            results = [_Result(first + k, 0) for k in range(len(groups))]
+            return self.backend.unflatten(treedef, results)
         paired = isinstance(tree, tuple | list) and len(tree) == 2
         parts = [self.backend.flatten(part)[0] for part in tree] if paired else []
         if [len(part) for part in parts[:1]] != [1] or (name == "take" and len(places) != 2):
@@ -447,36 +393,20 @@ class TiledCall:
         if name == "take":
             return _Result(first, 0)
         values, value_def = self.backend.flatten(tree[1])
-        return self.backend.unflatten(
-            value_def, [_Result(first, k + 1) for k in range(len(values))]
-        )
+        results = [_Result(first, k + 1) for k in range(len(values))]
+        return self.backend.unflatten(value_def, results)
 
     def reduced(self, xs: Arrays) -> Any:
         """f's output with reduced results in place of scores."""
         flat = apply_over_tiles(self.backend, Reduced(self), xs)
         ys = parted(flat, [len(dtypes) for dtypes in self.dtypes])
         at, treedef = self.backend.flatten(self._template)
-        result = [self.backend.cast(ys[k][i], self.dtypes[k][i]) for k, i in at]
+        result = [self.backend.cast(ys[k][i], self.dtypes[k][i]) for k, i in (x.at for x in at)]
         return self.backend.unflatten(treedef, result)
-
-    # --- the size of a tile
 
     def _within(self, xs: Arrays, budget: int) -> TileGrid:
         """The largest square tile whose gradient fits the budget, estimated from a measured one."""
-        per_pair = self._bytes_of(xs, _PROBE) / _PROBE**2
-        side = isqrt(int(budget / max(per_pair, 1)))
-        if side < 1:
-            raise GradtoolsError(
-                f"{self.caller}: memory_budget is {budget} bytes, but the derivative of a single "
-                f"pair takes about {int(per_pair)}. Give more, or make f leaner."
-            )
-        return TileGrid(self.cut.rows, self.cut.columns, side, side)
-
-    def _bytes_of(self, xs: Arrays, side: int) -> int:
-        """The peak bytes of the gradient of a square tile with this side."""
-        backend = self.backend
-        sides = [None if role == SHARED else side for role in self.roles]
-        moving = moving_inputs(self, self.caller, xs)
+        backend, moving = self.backend, moving_inputs(self, self.caller, xs)
 
         def gradient(*tile: Array) -> Arrays:
             def scores(*changed: Array) -> tuple[Arrays, Arrays]:
@@ -486,7 +416,53 @@ class TiledCall:
             result = backend.vjp(scores, [tile[i] for i in moving], groups=None, once=True)
             return [x for x in result.pullback(result.outs) if x is not None]
 
-        return backend.tiles.tile_bytes(gradient, xs, sides)
+        sides = [None if role == SHARED else _PROBE for role in self.roles]
+        per_pair = backend.tiles.tile_bytes(gradient, xs, sides) / _PROBE**2
+        side = isqrt(int(budget / max(per_pair, 1)))
+        if side < 1:
+            raise GradtoolsError(
+                f"{self.caller}: memory_budget is {budget} bytes, but the derivative of a single "
+                f"pair takes about {int(per_pair)}. Give more, or make f leaner."
+            )
+        return TileGrid(self.cut.rows, self.cut.columns, side, side)
+
+
+def _roles(caller: str, f: Any, sides: Any, args: Any, kwargs: Any) -> list[str]:
+    """The role of each argument."""
+    keys = argument_keys(f, len(args), kwargs)
+    roles = [SHARED] * len(keys)
+    for side, wanted in zip((ROWS, COLUMNS), sides, strict=True):
+        for name in wanted:
+            at = next((i for i, key in enumerate(keys) if name in key), None)
+            if at is None:
+                known = ", ".join(str(key[-1]) for key in keys) or "none"
+                raise GradtoolsError(
+                    f"{caller}: {side} names argument {name!r}, which is no argument of this "
+                    f"call; it has {known}."
+                )
+            if roles[at] not in (SHARED, side):
+                raise GradtoolsError(
+                    f"{caller}: argument {name!r} is in rows and in columns; pass it twice."
+                )
+            roles[at] = side
+    return roles
+
+
+def _length(caller: str, role: str, lengths: dict[int, str]) -> int:
+    """The only one of the lengths of the rows or columns, each with an argument that has it."""
+    if len(lengths) > 1:
+        listed = ", ".join(f"{n} in {path}" for n, path in lengths.items())
+        raise GradtoolsError(
+            f"{caller}: the {role} differ in number: {listed}. Their first axes must have the same "
+            "length."
+        )
+    if not lengths or 0 in lengths:
+        where = f" ({lengths[0]} has length 0 on axis 0)" if lengths else ""
+        raise GradtoolsError(
+            f"{caller}: there are no {role}{where}. Pass an array whose axis 0 has length 1 or "
+            "more."
+        )
+    return next(iter(lengths))
 
 
 @dataclass(frozen=True)
@@ -517,8 +493,10 @@ class _Result:
     def __init__(self, *at: int) -> None:
         self.at = at
 
-    def __iter__(self) -> Any:
-        return iter(self.at)
+
+def tiled(backend: Backend, f: Any, reduce: Any, **options: Any) -> Callable[..., Any]:
+    """`pairwise_reduce` without verification, for functions that are known to be deterministic."""
+    return Tiling(backend).pairwise_reduce(f, reduce, verify=False, **options)
 
 
 def _unknown(caller: str, what: str, came: Any) -> GradtoolsError:

@@ -59,6 +59,10 @@ class Reduction:
     more = 0  # additional results, which only the derivative reads
     empty: ClassVar[tuple[float, ...]] = ()  # the identity of merge; further leaves are 0
 
+    @property
+    def xp(self) -> Any:
+        return self.backend.xp
+
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         """Raises if a tile has the wrong shape or dtype."""
         for x in tile:
@@ -88,7 +92,7 @@ class Reduction:
 
     def lift(self, tile: Arrays) -> Arrays:
         """The state of one tile."""
-        return [self.backend.xp.sum(wide(self.backend, x), axis=1) for x in tile]
+        return [self.xp.sum(wide(self.backend, x), axis=1) for x in tile]
 
     def merge(self, a: Arrays, b: Arrays) -> Arrays:
         """The state of two tiles' union."""
@@ -117,14 +121,13 @@ class Reduction:
     def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
         """The cotangents of a tile."""
         (x,), (ct,) = tile, cts
-        return [self._like(self._behind(ct) + self.backend.zeros_like(wide(self.backend, x)), x)]
-
-    def _like(self, ct: Array, x: Array) -> Array:
-        return self.backend.cast(ct, x)
+        return [
+            self.backend.cast(self._behind(ct) + self.backend.zeros_like(wide(self.backend, x)), x)
+        ]
 
     def _behind(self, x: Array) -> Array:
         """x with an axis of length 1 second, to broadcast along rows."""
-        return self.backend.xp.expand_dims(x, axis=1)
+        return self.xp.expand_dims(x, axis=1)
 
 
 class _Mean(Reduction):
@@ -150,11 +153,11 @@ class _Weighted(Reduction):
 
     def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:
         w = self.weights(tile[0], stats, *tile[1:])
-        return [self.backend.xp.sum(w * wide(self.backend, moved[0]), axis=1)]
+        return [self.xp.sum(w * wide(self.backend, moved[0]), axis=1)]
 
     def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
         w = self.weights(tile[0], stats, *tile[1:])
-        return [self._like(w * self._behind(cts[0]), tile[0])]
+        return [self.backend.cast(w * self._behind(cts[0]), tile[0])]
 
 
 class _Max(_Weighted):
@@ -169,27 +172,27 @@ class _Max(_Weighted):
     empty = (-float("inf"),)
 
     def lift(self, tile: Arrays) -> Arrays:
-        xp, x = self.backend.xp, wide(self.backend, tile[0])
+        xp, x = self.xp, wide(self.backend, tile[0])
         m = xp.max(x, axis=1)
         count = xp.sum(self.backend.cast(x == self._behind(m), x), axis=1)
         return [m, count, tile[1][xp.argmax(x, axis=1)]]
 
     def merge(self, a: Arrays, b: Arrays) -> Arrays:
-        m = self.backend.xp.maximum(a[0], b[0])
+        m = self.xp.maximum(a[0], b[0])
         count = a[1] * self.backend.cast(a[0] == m, m) + b[1] * self.backend.cast(b[0] == m, m)
-        return [m, count, self.backend.xp.where(a[0] >= b[0], a[2], b[2])]
+        return [m, count, self.xp.where(a[0] >= b[0], a[2], b[2])]
 
     def finish(self, state: Arrays) -> Arrays:
         m, count, first = state
         one = self.backend.ones_like(count)
-        count = self.backend.xp.where(m == m, self.backend.xp.maximum(count, one), count * 0)
+        count = self.xp.where(m == m, self.xp.maximum(count, one), count * 0)
         return [m, count, first]  # the count is 0 for NaN, which no entry equals
 
     def stats(self, ys: Arrays) -> Arrays:
         return [*map(self.backend.stop_gradient, ys[:2]), ys[2]]
 
     def weights(self, scores: Array, stats: Arrays, index: Any = None) -> Array:
-        xp, x = self.backend.xp, self.backend.stop_gradient(wide(self.backend, scores))
+        xp, x = self.xp, self.backend.stop_gradient(wide(self.backend, scores))
         m, count, first = map(self._behind, stats)
         index = xp.reshape(index, (1, -1) + (1,) * (len(x.shape) - 2))
         near = (x == m) | (xp.abs(x - m) <= 8 * xp.finfo(x.dtype).eps * xp.abs(m))
@@ -202,7 +205,7 @@ class _Max(_Weighted):
         return [sums[0], None, None]
 
     def pulling(self, ys: Arrays, cts: Arrays) -> Arrays:
-        return [_filled(self.backend, cts[0], ys[0])]
+        return self.backend.filled(cts[:1], ys[:1])
 
 
 class _LogSumExp(_Weighted):
@@ -212,11 +215,11 @@ class _LogSumExp(_Weighted):
 
     def lift(self, tile: Arrays) -> Arrays:
         m, e = self._shifted(tile[0])
-        return [m, self.backend.xp.sum(e, axis=1)]
+        return [m, self.xp.sum(e, axis=1)]
 
     def _shifted(self, scores: Array) -> tuple[Array, Array]:
         """The maxima of the rows, and the exponentials relative to them."""
-        xp, x = self.backend.xp, wide(self.backend, scores)
+        xp, x = self.xp, wide(self.backend, scores)
         m = xp.max(x, axis=1)
         return m, self._exponentials(x, self._finite(m))
 
@@ -227,25 +230,25 @@ class _LogSumExp(_Weighted):
 
     def _finite(self, m: Array) -> Array:
         """m, or 0 where it is not finite."""
-        return self.backend.xp.where(self.backend.xp.isfinite(m), m, self.backend.zeros_like(m))
+        return self.xp.where(self.xp.isfinite(m), m, self.backend.zeros_like(m))
 
     def merge(self, a: Arrays, b: Arrays) -> Arrays:
-        m = self.backend.xp.maximum(a[0], b[0])
+        m = self.xp.maximum(a[0], b[0])
         base = self._finite(m)
         ours, theirs = self._factor(a[0], base), self._factor(b[0], base)
         pairs = zip(a[1:], b[1:], strict=True)
         return [m, *[x * _like_rank(ours, x) + y * _like_rank(theirs, y) for x, y in pairs]]
 
     def _factor(self, old: Array, base: Array) -> Array:
-        xp = self.backend.xp
+        xp = self.xp
         return xp.exp(xp.where(xp.isfinite(old), old - base, self.backend.zeros_like(old)))
 
     def finish(self, state: Arrays) -> Arrays:
-        return [self._finite(state[0]) + self.backend.xp.log(state[1])]
+        return [self._finite(state[0]) + self.xp.log(state[1])]
 
     def stats(self, ys: Arrays) -> Arrays:
         none = ys[0] == -float("inf")  # a row of -inf has weights 0
-        return [self.backend.xp.where(none, self.backend.zeros_like(ys[0]), ys[0])]
+        return [self.xp.where(none, self.backend.zeros_like(ys[0]), ys[0])]
 
     def weights(self, scores: Array, stats: Arrays, *index: Array) -> Array:
         return self._exponentials(wide(self.backend, scores), stats[0])
@@ -256,10 +259,6 @@ class _Softmax(_LogSumExp):
 
     Values have the shape [rows, columns, ...] of a tile, or [1, columns, ...].
     """
-
-    @property
-    def _xp(self) -> Any:
-        return self.backend.xp
 
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         if len(tile) < 2:
@@ -284,7 +283,7 @@ class _Softmax(_LogSumExp):
 
     def lift(self, tile: Arrays) -> Arrays:
         m, e = self._shifted(tile[0])
-        return [m, self._xp.sum(e, axis=1), *[self._weighted(e, v) for v in tile[1:]]]
+        return [m, self.xp.sum(e, axis=1), *[self._weighted(e, v) for v in tile[1:]]]
 
     def _weighted(self, w: Array, v: Array) -> Array:
         """sum_j w_ij v_ij."""
@@ -292,47 +291,47 @@ class _Softmax(_LogSumExp):
         if self._shared(w, v):
             result = w @ flat[0]
         else:
-            result = self._xp.squeeze(self._behind(w) @ flat, axis=1)
-        return self._xp.reshape(result, (w.shape[0], *v.shape[2:]))
+            result = self.xp.squeeze(self._behind(w) @ flat, axis=1)
+        return self.xp.reshape(result, (w.shape[0], *v.shape[2:]))
 
     def _shared(self, w: Array, v: Array) -> bool:
         return v.shape[0] == 1 and w.shape[0] != 1
 
     def _flat(self, v: Array) -> Array:
-        return self._xp.reshape(wide(self.backend, v), (*v.shape[:2], -1))
+        return self.xp.reshape(wide(self.backend, v), (*v.shape[:2], -1))
 
     def _alike(self, a: Array, b: Array) -> tuple[Array, Array]:
         """Both in their common dtype: values may be complex, or wider than scores."""
         if a.dtype == b.dtype:
             return a, b
-        dtype = self._xp.result_type(a, b)
-        return self._xp.astype(a, dtype), self._xp.astype(b, dtype)
+        dtype = self.xp.result_type(a, b)
+        return self.xp.astype(a, dtype), self.xp.astype(b, dtype)
 
     def _dual(self, ct: Array) -> Array:
         """The conjugate of a cotangent: <c, v> is the real part of conj(c) v."""
-        return self._xp.conj(ct) if self.backend.is_complex(ct) else ct
+        return self.xp.conj(ct) if self.backend.is_complex(ct) else ct
 
     def _real(self, x: Array) -> Array:
-        return self._xp.real(x) if self.backend.is_complex(x) else x
+        return self.xp.real(x) if self.backend.is_complex(x) else x
 
     def _along(self, ct: Array, v: Array) -> Array:
         """The inner products <c_i, v_ij> of a row's cotangent with its values."""
-        g = self._xp.reshape(self._dual(ct), (ct.shape[0], -1))
+        g = self.xp.reshape(self._dual(ct), (ct.shape[0], -1))
         flat, g = self._alike(self._flat(v), g)
         if self._shared(g, v):
             return self._real(g @ flat[0].T)
-        return self._real(self._xp.squeeze(flat @ self._xp.expand_dims(g, axis=2), axis=2))
+        return self._real(self.xp.squeeze(flat @ self.xp.expand_dims(g, axis=2), axis=2))
 
     def _spread(self, w: Array, ct: Array, v: Array) -> Array:
         """The cotangents of the values, w_ij ct_i."""
-        w, g = self._alike(w, self._xp.reshape(ct, (ct.shape[0], -1)))
-        shared, apart = lambda: w.T @ g, lambda: self._xp.expand_dims(w, axis=2) * self._behind(g)
-        result = shared() if self._shared(w, v) else apart()
-        return self._like(self._xp.reshape(result, v.shape), v)
+        xp = self.xp
+        w, g = self._alike(w, xp.reshape(ct, (ct.shape[0], -1)))
+        result = w.T @ g if self._shared(w, v) else xp.expand_dims(w, axis=2) * self._behind(g)
+        return self.backend.cast(xp.reshape(result, v.shape), v)
 
     def finish(self, state: Arrays) -> Arrays:
         z = state[1]
-        z = self._xp.where(z == 0, z + 1, z)
+        z = self.xp.where(z == 0, z + 1, z)
         return [*super().finish(state), *[a / _like_rank(z, a) for a in state[2:]]]
 
     def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:
@@ -340,23 +339,20 @@ class _Softmax(_LogSumExp):
         moving = w * wide(self.backend, moved[0])
         pairs = zip(tile[1:], moved[1:], strict=True)
         sums = [self._weighted(moving, v) + self._weighted(w, dv) for v, dv in pairs]
-        return [self._xp.sum(moving, axis=1), *sums]
+        return [self.xp.sum(moving, axis=1), *sums]
 
     def pushed(self, sums: Arrays, ys: Arrays) -> Arrays:
-        first = sums[0]
-        return [
-            first,
-            *[s - _like_rank(first, y) * y for s, y in zip(sums[1:], ys[1:], strict=True)],
-        ]
+        first, *others = sums
+        pairs = zip(others, ys[1:], strict=True)
+        return [first, *[s - _like_rank(first, y) * y for s, y in pairs]]
 
     def pulling(self, ys: Arrays, cts: Arrays) -> Arrays:
         """The cotangent of the scores' normaliser, followed by those of the values."""
-        outs = ys[1:]
-        full = [_filled(self.backend, ct, y) for ct, y in zip(cts[1:], outs, strict=True)]
-        norm = None if cts[0] is None else cts[0]
+        norm, outs = cts[0], ys[1:]
+        full = self.backend.filled(cts[1:], outs)
         for g, y in zip(full, outs, strict=True):
             product = self._real(self._dual(g) * y)
-            term = self._xp.sum(self._xp.reshape(product, (y.shape[0], -1)), axis=1)
+            term = self.xp.sum(self.xp.reshape(product, (y.shape[0], -1)), axis=1)
             norm = -term if norm is None else norm - term
         return [norm, *full]
 
@@ -366,7 +362,7 @@ class _Softmax(_LogSumExp):
         for v, g in zip(tile[1:], cts[1:], strict=True):
             slope = own("add", self._along(g, v), slope)
         values = [self._spread(w, g, v) for v, g in zip(tile[1:], cts[1:], strict=True)]
-        return [self._like(own("multiply", slope, w), tile[0]), *values]
+        return [self.backend.cast(own("multiply", slope, w), tile[0]), *values]
 
 
 class _Take(Reduction):
@@ -380,11 +376,11 @@ class _Take(Reduction):
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         whole = len(tile) == 2 and "int" in self.backend.dtype_name(tile[1])
         if not whole or len(tile[0].shape) != 2 or tuple(tile[1].shape) != shape[:1]:
-            found = [f"{self.backend.dtype_name(x)} of shape {tuple(x.shape)}" for x in tile]
+            came = [f"{self.backend.dtype_name(x)} of shape {tuple(x.shape)}" for x in tile]
             raise GradtoolsError(
                 f"{self.caller}: for reduce='take' f must return a pair (scores, index), a matrix "
                 f"of shape {shape} and an integer array of shape {shape[:1]}; got "
-                f"{' and '.join(found)}."
+                f"{' and '.join(came)}."
             )
         self._check_scores(tile[0], shape)
 
@@ -397,7 +393,7 @@ class _Take(Reduction):
 
     def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
         x, at, index = tile
-        return [self._like(self.backend.tiles.put(cts[0], at, index), x), None]
+        return [self.backend.cast(self.backend.tiles.put(cts[0], at, index), x), None]
 
 
 KINDS: dict[str, type[Reduction]] = {
@@ -413,7 +409,3 @@ KINDS: dict[str, type[Reduction]] = {
 def _like_rank(x: Array, like: Array) -> Array:
     """x with trailing axes of length 1, to broadcast over `like`."""
     return x.reshape(tuple(x.shape) + (1,) * (len(like.shape) - len(x.shape)))
-
-
-def _filled(backend: Backend, ct: Any, y: Array) -> Array:
-    return backend.zeros_like(y) if ct is None else ct

@@ -85,7 +85,6 @@ class Sweep:
         groups: Returns the groups, with their merge functions; called after a tile is computed.
         cut: The partition into tiles.
         call: The `TiledCall`.
-        progress: Whether to show a progress bar.
     """
 
     tile: Callable[[Arrays], list[Arrays]]
@@ -93,7 +92,6 @@ class Sweep:
     groups: Callable[[], Sequence[MergeGroup]]
     cut: TileGrid
     call: Any
-    progress: bool = False
 
 
 def added(a: Arrays, b: Arrays) -> Arrays:
@@ -167,7 +165,7 @@ class SumOverTiles:
 
     def primal(self, *xs: Array) -> Arrays:
         backend = self.call.backend
-        program = self.call.sweep(self._tile, self.roles, self._groups, self.cut)
+        program = Sweep(self._tile, self.roles, self._groups, self.cut, self.call)
         result = backend.tiles.sweep(program, xs)
         return [backend.cast(x, dtype) for (x,), dtype in zip(result, self.dtypes, strict=True)]
 
@@ -183,24 +181,24 @@ class SumOverTiles:
         return self.sides if isinstance(self.sides, str) else self.sides[i]
 
     def _tangent(self, xs: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
-        given, n = _given(dxs), len(xs)
+        present, n = _present(dxs), len(xs)
 
         def pushed(tile: Arrays) -> Arrays:
             xs = tile[:n]
-            at = _at(self.h, xs, given)
-            return self.call.backend.push(at, [xs[i] for i in given], tile[n:])
+            at = _at(self.h, xs, present)
+            return self.call.backend.push(at, [xs[i] for i in present], tile[n:])
 
-        roles = (*self.roles, *(self.roles[i] for i in given))
+        roles = (*self.roles, *(self.roles[i] for i in present))
         push = replace(
             self, h=pushed, roles=roles, name="pairwise_reduce (tangent)", dtypes=[], is_call=False
         )
-        return push.apply([*xs, *(dxs[i] for i in given)])
+        return push.apply([*xs, *(dxs[i] for i in present)])
 
     def _cotangent(self, moving: list[int], xs: Sequence[Array], cts: Sequence[Any]) -> Arrays:
-        given, n, reached = _given(cts), len(xs), list[bool]()
+        present, n, reached = _present(cts), len(xs), list[bool]()
 
         def pulled(tile: Arrays) -> Arrays:
-            cts = dict(zip(given, tile[n:], strict=True))
+            cts = dict(zip(present, tile[n:], strict=True))
             full = lambda outs: [cts.get(i) for i in range(len(outs))]
             xs, at = tile[:n], _at(self.h, tile[:n], moving)
             return self.call.backend.pull(at, [xs[i] for i in moving], full, reached)
@@ -208,17 +206,17 @@ class SumOverTiles:
         pull = replace(
             self,
             h=pulled,
-            roles=(*self.roles, *map(self._side, given)),
+            roles=(*self.roles, *map(self._side, present)),
             sides=[self.roles[i] for i in moving],
             name="pairwise_reduce (cotangent)",
             dtypes=[],
             is_call=False,
         )
-        result = pull.apply([*xs, *(cts[i] for i in given)])
+        result = pull.apply([*xs, *(cts[i] for i in present)])
         return replaced_at([None] * n, moving, _reaching(result, reached))
 
 
-def _given(entries: Sequence[Any]) -> list[int]:
+def _present(entries: Sequence[Any]) -> list[int]:
     return [i for i, x in enumerate(entries) if x is not None]
 
 
@@ -247,7 +245,7 @@ class Reduced:
 
     def primal(self, *xs: Array) -> Arrays:
         call = self.call
-        program = call.sweep(self._tile, call.roles, self._groups, call.cut)
+        program = Sweep(self._tile, call.roles, self._groups, call.cut, call)
         states = call.backend.tiles.sweep(program, xs)
         pairs = zip(call.kinds, states, strict=True)
         return [y for kind, state in pairs for y in kind.finish(state)]
@@ -282,22 +280,22 @@ class Reduced:
     def _tangent(self, saved: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
         call = self.call
         xs, ys, stats = self._read(saved)
-        given, n, counts = _given(dxs), len(xs), [len(group) for group in stats]
+        present, n, counts = _present(dxs), len(xs), [len(group) for group in stats]
 
         def pushed(tile: Arrays) -> Arrays:
-            *known, moved = parted(tile[n:], [*counts, len(given)])
-            xs, at = tile[:n], _at(call.of_tile, tile[:n], given)
-            out, moved = call.backend.value_and_push(at, [xs[i] for i in given], moved)
+            *known, moved = parted(tile[n:], [*counts, len(present)])
+            xs, at = tile[:n], _at(call.of_tile, tile[:n], present)
+            out, moved = call.backend.value_and_push(at, [xs[i] for i in present], moved)
             triples = zip(self._parts(out, xs), self._parts(moved, xs), known, strict=True)
             return [x for (kind, o), (_, do), s in triples for x in kind.push(o, do, s)]
 
-        roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in given))
+        roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in present))
         pairs = zip(call.kinds, call.dtypes, strict=True)
         sizes = [len(dtypes) - kind.more for kind, dtypes in pairs]
         total = SumOverTiles(
             call, pushed, roles, self._spread(sizes), call.cut, "pairwise_reduce (tangent)"
         )
-        sums = total.apply([*xs, *(s for g in stats for s in g), *(dxs[i] for i in given)])
+        sums = total.apply([*xs, *(s for g in stats for s in g), *(dxs[i] for i in present)])
         triples = zip(call.kinds, parted(sums, sizes), ys, strict=True)
         return [dy for kind, group, of in triples for dy in kind.pushed(group, of)]
 
@@ -310,7 +308,7 @@ class Reduced:
         xs, ys, stats = self._read(saved)
         n, groups = len(xs), parted(cts, [len(dtypes) for dtypes in call.dtypes])
         known = [
-            [*s, *kind.pulling(y, g)] if _given(g) else []
+            [*s, *kind.pulling(y, g)] if _present(g) else []
             for kind, s, y, g in zip(call.kinds, stats, ys, groups, strict=True)
         ]
         counts, firsts = [len(group) for group in known], [len(group) for group in stats]
@@ -320,18 +318,19 @@ class Reduced:
         reached = list[bool]()
 
         def pulled(tile: Arrays) -> Arrays:
-            xs, at = tile[:n], _at(call.of_tile, tile[:n], moving)
-            cts = partial(of_scores, xs, parted(tile[n:], counts))
-            return call.backend.pull(at, [xs[i] for i in moving], cts, reached)
+            xs, at_tile = tile[:n], parted(tile[n:], counts)
 
-        def of_scores(xs: Arrays, at_tile: list[Arrays], out: Arrays) -> Arrays:
-            full: Arrays = [None] * len(out)
-            for k, (kind, part) in enumerate(self._parts(out, xs)):
-                if at_tile[k]:
-                    result = kind.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
-                    turned = [reduced_second(call.backend, ct, call.sides[k]) for ct in result]
-                    full = replaced_at(full, call.places[k], turned)
-            return full
+            def of_scores(out: Arrays) -> Arrays:
+                full: Arrays = [None] * len(out)
+                for k, (kind, part) in enumerate(self._parts(out, xs)):
+                    if at_tile[k]:
+                        result = kind.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
+                        turned = [reduced_second(call.backend, ct, call.sides[k]) for ct in result]
+                        full = replaced_at(full, call.places[k], turned)
+                return full
+
+            at = _at(call.of_tile, xs, moving)
+            return call.backend.pull(at, [xs[i] for i in moving], of_scores, reached)
 
         roles, out = (*call.roles, *self._spread(counts)), [call.roles[i] for i in moving]
         total = SumOverTiles(call, pulled, roles, out, call.cut, "pairwise_reduce (cotangent)")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from gradtools.arguments.checks import as_array
 from gradtools.backend import Array, Backend, Operators
 from gradtools.errors import GradtoolsError
-from gradtools.pairwise.cross_entropy import TileSize, tiled
+from gradtools.pairwise.pairwise_reduction import TileSize, tiled
 
 _PAIRS_AT_ONCE = 2**22  # pairs of a tile, summed over all heads
 
@@ -83,14 +83,10 @@ class Attention(Operators):
             )
         if last:
             q, k, v = (xp.permute_dims(z, (0, 2, 1, 3)) for z in (q, k, v))
-        heads = _Heads.of(caller, q, k, v)
-        mask = (
-            None
-            if attn_mask is None
-            else as_array(backend, caller, attn_mask, "attn_mask", device_of=q)
-        )
-        call = _Attention(self._backend, heads, is_causal, scale, tile_size)
-        out = call.run(q, k, v, mask)
+        mask = attn_mask
+        if mask is not None:
+            mask = as_array(backend, caller, mask, "attn_mask", device_of=q)
+        out = _Attention.of(backend, q, k, v, is_causal, scale).run(q, k, v, mask, tile_size)
         return xp.permute_dims(out, (0, 2, 1, 3)) if last else out
 
 
@@ -100,97 +96,90 @@ def tile_size_of(batch: Sequence[int]) -> int:
     return max(64, min(512, isqrt(_PAIRS_AT_ONCE // max(prod(known), 1))))
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """The shapes of an attention: leading axes, query heads per key head, lengths."""
+@dataclass(frozen=True, eq=False)
+class _Attention:
+    """One call with heads first; the query heads of a group become rows of one head.
 
+    Attributes:
+        batch: The leading axes of the keys.
+        groups: The number of query heads that share a key head.
+        rows: The number of queries.
+        columns: The number of keys.
+        causal: Whether row i attends to columns j <= i only.
+        scale: The factor of the scores.
+    """
+
+    backend: Backend
     batch: tuple[int, ...]
     groups: int
     rows: int
     columns: int
-    size: int
+    causal: bool
+    scale: float
 
     @classmethod
-    def of(cls, caller: str, q: Array, k: Array, v: Array) -> _Heads:
+    def of(
+        cls, backend: Backend, q: Array, k: Array, v: Array, causal: bool, scale: float | None
+    ) -> _Attention:
         # Pads vectors, which are then refused as a matrix without rows.
         (*qs, n, d), (*ks, m, e) = ((0,) * (2 - len(z.shape)) + tuple(z.shape) for z in (q, k))
         fits = tuple(v.shape[:-1]) == (*ks, m) and d == e and len(qs) == len(ks)
         groups = qs[-1] // ks[-1] if fits and qs and ks[-1] else 1
         if not fits or qs[:-1] != ks[:-1] or qs[-1:] != [groups * h for h in ks[-1:]]:
             raise GradtoolsError(
-                f"{caller}: with heads first, query has the shape {tuple(q.shape)}, key "
+                f"attention: with heads first, query has the shape {tuple(q.shape)}, key "
                 f"{tuple(k.shape)} and value {tuple(v.shape)}; expected [..., heads, n, d], "
                 "[..., h, m, d] and [..., h, m, e], where h divides heads."
             )
-        return cls(tuple(ks), groups, n, m, d)
+        return cls(backend, tuple(ks), groups, n, m, causal, d**-0.5 if scale is None else scale)
 
-
-class _Attention:
-    """One call with heads first; the query heads of a group become rows of one head."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        heads: _Heads,
-        causal: bool,
-        scale: float | None,
-        tile_size: TileSize,
-    ) -> None:
-        self.backend, self.xp = backend, backend.xp
-        self.heads, self.causal = heads, causal
-        self.scale = heads.size**-0.5 if scale is None else scale
-        self.tile_size = tile_size or tile_size_of(heads.batch)
-
-    def run(self, q: Array, k: Array, v: Array, mask: Any) -> Array:
+    def run(self, q: Array, k: Array, v: Array, mask: Any, tile_size: TileSize) -> Array:
         """The output, of query's shape except for the last axis."""
-        heads, shape = self.heads, (*q.shape[:-1], v.shape[-1])
-        q = self.xp.reshape(q, (*heads.batch, heads.groups * heads.rows, heads.size))
-        arrays = {"q": q, "k": k, "v": v}
+        backend, xp, shape = self.backend, self.backend.xp, (*q.shape[:-1], v.shape[-1])
+        q = xp.reshape(q, (*self.batch, self.groups * self.rows, q.shape[-1]))
+        arrays, mask_role = {"q": q, "k": k, "v": v}, "rows"
         if self.causal:
-            i = self.backend.tiles.indices(heads.rows, q)
-            arrays["i"] = self.xp.concat([i] * heads.groups) if heads.groups > 1 else i
+            i = backend.tiles.indices(self.rows, q)
+            arrays["i"] = xp.concat([i] * self.groups) if self.groups > 1 else i
         if mask is not None:
-            name, arrays["mask"] = self._mask(mask)
-        else:
-            name = "rows"
-        if self.causal or name == "pairs":
-            arrays["j"] = self.backend.tiles.indices(heads.columns, q)
-        columns = ["k", "v", "j", *(["mask"] if name == "columns" else [])]
-        rows = ["q", "i", *(["mask"] if name != "columns" else [])]
-        scores = partial(self._scores, name)
+            mask_role, arrays["mask"] = self._mask(mask)
+        if self.causal or mask_role == "pairs":
+            arrays["j"] = backend.tiles.indices(self.columns, q)
+        columns = ("k", "v", "j", *(["mask"] if mask_role == "columns" else []))
+        scores = partial(self._scores, mask_role)
         scores.gives_new_scores = True  # type: ignore[attr-defined]
         run = tiled(
-            self.backend,
+            backend,
             scores,
             "softmax",
-            tile_size=self.tile_size,
-            rows=[n for n in rows if n in arrays],
-            columns=[n for n in columns if n in arrays],
+            tile_size=tile_size or tile_size_of(self.batch),
+            rows=[name for name in arrays if name not in columns],
+            columns=[name for name in arrays if name in columns],
         )
-        names = list(arrays)
+        names, lead = list(arrays), len(self.batch)
         call = lambda *xs: run(**dict(zip(names, xs, strict=True)))
-        lead = [axis for axis, n in enumerate(heads.batch) if n != 1]  # avoids needless vmap levels
-        for axis in reversed(lead):
-            in_axes = []
-            for name_, x in arrays.items():
-                own = name_ in ("q", "k", "v") or (name_ == "mask" and x.shape[axis] > 1)
-                in_axes.append(0 if own else None)
-            call = self.backend.vmap(call, in_axes=tuple(in_axes))
+        mapped = ("q", "k", "v", "mask")
+        for axis in reversed(range(lead)):
+            if self.batch[axis] == 1:  # avoids needless vmap levels
+                continue
+            in_axes = [
+                0 if name in mapped and (name != "mask" or x.shape[axis] > 1) else None
+                for name, x in arrays.items()
+            ]
+            call = backend.vmap(call, in_axes=tuple(in_axes))
         xs = [
-            self._without_ones(x, len(heads.batch)) if name_ in ("q", "k", "v", "mask") else x
-            for name_, x in arrays.items()
+            xp.reshape(x, [n for n in x.shape[:lead] if n != 1] + [*x.shape[lead:]])
+            if name in mapped
+            else x
+            for name, x in arrays.items()
         ]
-        return self.xp.reshape(call(*xs), shape)
-
-    def _without_ones(self, x: Array, lead: int) -> Array:
-        """x without leading axes of length 1."""
-        return self.xp.reshape(x, [n for n in x.shape[:lead] if n != 1] + [*x.shape[lead:]])
+        return xp.reshape(call(*xs), shape)
 
     def _mask(self, mask: Array) -> tuple[str, Array]:
         """The mask's role, "rows", "columns" or "pairs", and the mask with all leading axes."""
-        heads, xp = self.heads, self.xp
-        full = (*heads.batch[:-1], heads.batch[-1] * heads.groups) if heads.batch else ()
-        wanted = (*full, heads.rows, heads.columns)
+        xp = self.backend.xp
+        full = (*self.batch[:-1], self.batch[-1] * self.groups) if self.batch else ()
+        wanted = (*full, self.rows, self.columns)
         shape = (1,) * (len(wanted) - len(mask.shape)) + tuple(mask.shape)
         fits = len(shape) == len(wanted)
         if not fits or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
@@ -200,15 +189,15 @@ class _Attention:
             )
         mask = xp.reshape(mask, shape)
         *lead, n, m = shape
-        if heads.groups > 1 and lead and (lead[-1] > 1 or n > 1):
+        if self.groups > 1 and lead and (lead[-1] > 1 or n > 1):
             own = lead[-1] > 1
-            most = heads.batch[-1] * heads.groups if own else heads.groups
-            mask = xp.broadcast_to(mask, (*lead[:-1], most, heads.rows, m))
-            mask = xp.reshape(mask, (*lead[:-1], heads.batch[-1] if own else 1, -1, m))
+            most = self.batch[-1] * self.groups if own else self.groups
+            mask = xp.broadcast_to(mask, (*lead[:-1], most, self.rows, m))
+            mask = xp.reshape(mask, (*lead[:-1], self.batch[-1] if own else 1, -1, m))
             *lead, n, m = mask.shape
         if n == 1:
-            mask = xp.broadcast_to(mask, (*lead, 1, heads.columns))
-            return "columns", xp.reshape(mask, (*lead, heads.columns))
+            mask = xp.broadcast_to(mask, (*lead, 1, self.columns))
+            return "columns", xp.reshape(mask, (*lead, self.columns))
         if m == 1:
             return "rows", xp.reshape(mask, (*lead, n))
         return "pairs", mask
@@ -216,7 +205,7 @@ class _Attention:
     def _scores(
         self, name: str, q: Any, k: Any, v: Any, mask: Any = None, i: Any = None, j: Any = None
     ) -> Any:
-        xp, s = self.xp, (self.scale * q) @ k.T
+        xp, s = self.backend.xp, (self.scale * q) @ k.T
         if mask is not None:
             if name == "pairs":
                 mask = xp.take(mask, j, axis=1)
@@ -231,4 +220,4 @@ class _Attention:
 
     def _where(self, kept: Any, s: Any) -> Any:
         """The scores where `kept`, -inf elsewhere."""
-        return self.xp.where(kept, s, self.backend.zeros_like(s[:1, :1]) - float("inf"))
+        return self.backend.xp.where(kept, s, self.backend.zeros_like(s[:1, :1]) - float("inf"))

@@ -59,20 +59,23 @@ class Colouring:
         return int(self.column_colours.max(initial=-1)) + 1
 
 
-def pattern_of(caller: str, given: Any, ins: tuple[int, ...]) -> tuple[Csr, tuple[int, ...] | None]:
+def pattern_of(
+    caller: str, sparsity: Any, ins: tuple[int, ...]
+) -> tuple[Csr, tuple[int, ...] | None]:
     """A user's sparsity pattern as a boolean CSR matrix, and the output's shape if it implies it.
 
     Args:
         caller: The operator's name, for errors.
-        given: A sparse matrix of SciPy, PyTorch or JAX (BCOO), or an array; its nonzero entries are
-            the pattern. Has one column for each entry of the input, or the shape of the Jacobian.
+        sparsity: A sparse matrix of SciPy, PyTorch or JAX (BCOO), or an array; its nonzero entries
+            are the pattern. It has one column for each entry of the input, or the Jacobian's
+            shape.
         ins: The shape of f's argument.
 
     Raises:
         GradtoolsError: It is none of these, or has another shape.
     """
     sparse = scipy_sparse(caller)
-    shape, index = _read(caller, given)
+    shape, index = _read(caller, sparsity)
     size, outs = math.prod(ins), None
     if shape[len(shape) - len(ins) :] == ins and len(shape) >= len(ins):
         outs = shape[: len(shape) - len(ins)]
@@ -90,32 +93,32 @@ def pattern_of(caller: str, given: Any, ins: tuple[int, ...]) -> tuple[Csr, tupl
     return matrix, outs
 
 
-def _read(caller: str, given: Any) -> tuple[tuple[int, ...], np.ndarray]:
+def _read(caller: str, sparsity: Any) -> tuple[tuple[int, ...], np.ndarray]:
     """The shape, and the indices of the nonzero entries, one row for each axis."""
-    if hasattr(given, "tocoo"):
-        coo = given.tocoo()
+    if hasattr(sparsity, "tocoo"):
+        coo = sparsity.tocoo()
         kept = np.asarray(coo.data) != 0
         axes = getattr(coo, "coords", None) or (coo.row, coo.col)  # SciPy before 1.13 has no coords
         return tuple(coo.shape), np.stack([axis[kept] for axis in axes])
-    if hasattr(given, "layout") and str(given.layout) != "torch.strided":
-        coo = given.detach().to_sparse_coo().coalesce()
+    if hasattr(sparsity, "layout") and str(sparsity.layout) != "torch.strided":
+        coo = sparsity.detach().to_sparse_coo().coalesce()
         kept = (coo.values() != 0).cpu().numpy()
         return tuple(coo.shape), coo.indices().cpu().numpy()[:, kept]
-    if type(given).__name__ == "BCOO":
-        kept = np.asarray(given.data) != 0
-        index = np.asarray(given.indices)[kept]
-        return tuple(given.shape), index.T
+    if type(sparsity).__name__ == "BCOO":
+        kept = np.asarray(sparsity.data) != 0
+        index = np.asarray(sparsity.indices)[kept]
+        return tuple(sparsity.shape), index.T
     try:
-        dense = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
+        dense = np.asarray(sparsity.detach().cpu() if hasattr(sparsity, "detach") else sparsity)
     except Exception as error:
-        raise _no_pattern(caller, given) from error
+        raise _no_pattern(caller, sparsity) from error
     if dense.dtype.kind not in "biuf":
-        raise _no_pattern(caller, given)
+        raise _no_pattern(caller, sparsity)
     return dense.shape, np.stack(np.nonzero(dense)) if dense.ndim else np.zeros((0, 0), int)
 
 
-def _no_pattern(caller: str, given: Any) -> GradtoolsError:
-    shown = repr(given) if isinstance(given, str) else type(given).__name__
+def _no_pattern(caller: str, sparsity: Any) -> GradtoolsError:
+    shown = repr(sparsity) if isinstance(sparsity, str) else type(sparsity).__name__
     return GradtoolsError(
         f"{caller}: sparsity is {shown}; expected 'detect', a boolean array, or a sparse matrix of "
         "SciPy, PyTorch or JAX (BCOO)."
@@ -203,30 +206,6 @@ def _greedy(pattern: Csr) -> np.ndarray:
     graph.remove_edges_from([(i, i) for i in range(count)])
     colours = networkx.greedy_color(graph, "smallest_last")
     return np.array([colours[i] for i in range(count)], np.int64)
-
-
-def entries_by_products(
-    colouring: Colouring, symmetric: bool, pulled: Array | None, pushed: Array | None, concat: Any
-) -> Array:
-    """The values of the entries, gathered from the products, in the colouring's order.
-
-    Args:
-        colouring: The colouring.
-        symmetric: Whether a pulled row is also its column.
-        pulled: The flat products, one row for each cotangent; None if there are none.
-        pushed: The flat products, one row for each tangent; None if there are none.
-        concat: Concatenates two flat arrays.
-    """
-    rows, columns, (height, width) = colouring.rows, colouring.columns, colouring.shape
-    by_row, by_column = colouring.row_colours[rows], colouring.column_colours[columns]
-    first = 0 if pulled is None else pulled.shape[0] * width
-    places = first + by_column * height + rows
-    places = np.where(by_row >= 0, by_row * width + columns, places)
-    if symmetric:
-        of_column = colouring.row_colours[columns]
-        places = np.where((by_row < 0) & (of_column >= 0), of_column * width + rows, places)
-    flat = [x.reshape((-1,)) for x in (pulled, pushed) if x is not None]
-    return (flat[0] if len(flat) == 1 else concat(flat))[places]
 
 
 def random_signs(size: int) -> np.ndarray:
@@ -342,17 +321,31 @@ class Compressed:
             )
 
     def assembled(self, pulled: Array | None, pushed: Array | None) -> Any:
-        """The framework's sparse array, after the check of the pattern by the last product."""
+        """The framework's sparse array, after the check of the pattern by the last product.
+
+        Args:
+            pulled: The products, one row for each cotangent; None if there are none.
+            pushed: The products, one row for each tangent; None if there are none.
+        """
         colouring, last = self.colouring, pulled if pushed is None else pushed
         assert last is not None and self.outs is not None
-        values = entries_by_products(
-            colouring, self.symmetric, pulled, pushed, self.backend.xp.concat
-        )
+        rows, columns, (height, width) = colouring.rows, colouring.columns, colouring.shape
+        # The place of each entry among the products.
+        by_row, by_column = colouring.row_colours[rows], colouring.column_colours[columns]
+        first = 0 if pulled is None else pulled.shape[0] * width
+        places = first + by_column * height + rows
+        places = np.where(by_row >= 0, by_row * width + columns, places)
+        if self.symmetric:  # a pulled row is also its column
+            of_column = colouring.row_colours[columns]
+            places = np.where((by_row < 0) & (of_column >= 0), of_column * width + rows, places)
+        flat = [x.reshape((-1,)) for x in (pulled, pushed) if x is not None]
+        values = (flat[0] if len(flat) == 1 else self.backend.xp.concat(flat))[places]
         values = self._checked(values, last[-1].reshape((-1,)), along_rows=pushed is None)
         shape = (*self.outs, *self.x.shape)
-        places = np.ravel_multi_index((colouring.rows, colouring.columns), colouring.shape)
-        of_axes = np.unravel_index(places, shape) if shape else ()
-        index = np.stack(of_axes) if shape else np.zeros((0, places.size), int)
+        index = np.zeros((0, rows.size), int)
+        if shape:
+            flat_index = np.ravel_multi_index((rows, columns), colouring.shape)
+            index = np.stack(np.unravel_index(flat_index, shape))
         return self.framework.sparse_array(index, values, shape)
 
     def _checked(self, values: Array, product: Array, along_rows: bool) -> Array:

@@ -42,7 +42,12 @@ def asarray(x: Any, device_of: Any = None) -> torch.Tensor:
     device = upstream.default_device() if device_of is None else device_of.device
     if is_plain(x):
         return torch.tensor(array.tolist(), dtype=_default_dtype(array.dtype), device=device)
-    return _from_numpy(array, device)
+    # The tensor owns its memory, for `array` may be read-only, reversed or byte-swapped.
+    owned = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
+    try:
+        return torch.from_numpy(owned).to(device)
+    except TypeError:
+        return _reinterpreted(owned).to(device)
 
 
 def to_numpy(x: Any) -> np.ndarray:
@@ -50,7 +55,12 @@ def to_numpy(x: Any) -> np.ndarray:
     if not isinstance(x, torch.Tensor):
         return np.array(as_numpy(x, "to_numpy"))
     try:
-        return _to_numpy(x.detach())
+        y = x.detach().cpu().resolve_conj().resolve_neg()
+        y = y.clone() if upstream.is_zero(y) else y  # a ZeroTensor, from double backward
+        try:
+            return y.numpy().copy()
+        except TypeError:
+            return _extended_to_numpy(y)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise GradtoolsError(
             f"to_numpy: a {type(x).__name__} of shape {tuple(x.shape)} has no values that NumPy "
@@ -63,7 +73,9 @@ def to_numpy(x: Any) -> np.ndarray:
 
 def random_key(seed: Any) -> torch.Tensor:
     """The key of an integer seed: an int64 tensor of shape (2,). See ``gradtools.arrays``."""
-    first = _mix(_seed(seed) + GOLDEN)
+    if not (isinstance(seed, torch.Tensor) and seed.ndim == 0 and not seed.is_floating_point()):
+        seed = torch.tensor(as_seed(seed), dtype=torch.int64)
+    first = _mix(seed.to(torch.int64) + GOLDEN)
     return torch.stack([first, _mix(_mix(first) + ODD)])
 
 
@@ -95,14 +107,12 @@ def seed_of(key: torch.Tensor) -> int:
 def check_key(caller: str, key: Any) -> None:
     if isinstance(key, torch.Tensor) and key.dtype == torch.int64 and key.shape == (2,):
         return
-    result = (
-        f"a {key.dtype} tensor of shape {tuple(key.shape)}"
-        if isinstance(key, torch.Tensor)
-        else repr(key)
-    )
+    got = repr(key)
+    if isinstance(key, torch.Tensor):
+        got = f"a {key.dtype} tensor of shape {tuple(key.shape)}"
     raise GradtoolsError(
         f"{caller}: a key is an int64 tensor of shape (2,), made by random_key(seed) or a row of "
-        f"split_key(key, n); got {result}."
+        f"split_key(key, n); got {got}."
     )
 
 
@@ -125,16 +135,6 @@ def _default_dtype(dtype: np.dtype) -> torch.dtype:
     return table.get(dtype.kind) or torch.promote_types(default, torch.complex32)
 
 
-def _from_numpy(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A tensor that owns its memory (``array`` may be read-only, reversed or byte-swapped)."""
-    owned = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
-    try:
-        result = torch.from_numpy(owned)
-    except TypeError:
-        result = _reinterpreted(owned)
-    return result.to(device)
-
-
 def _reinterpreted(array: np.ndarray) -> torch.Tensor:
     """A tensor of an ml_dtypes dtype, by reinterpreting its bits."""
     dtype = getattr(torch, array.dtype.name, None)
@@ -146,16 +146,8 @@ def _reinterpreted(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.view(f"u{dtype.itemsize}")).view(dtype)
 
 
-def _to_numpy(x: torch.Tensor) -> np.ndarray:
-    x = x.cpu().resolve_conj().resolve_neg()
-    x = x.clone() if upstream.is_zero(x) else x  # a ZeroTensor, from double backward
-    try:
-        return x.numpy().copy()
-    except TypeError:
-        return _extended_to_numpy(x)
-
-
 def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
+    """An array of an ml_dtypes dtype; of float32 if that package is not installed."""
     try:
         import ml_dtypes
     except ImportError:
@@ -164,12 +156,6 @@ def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
     if dtype is None:
         raise TypeError(f"NumPy knows no {x.dtype} in this layout")
     return x.contiguous().view(getattr(torch, f"uint{8 * x.itemsize}")).numpy().view(dtype).copy()
-
-
-def _seed(seed: Any) -> torch.Tensor:
-    if isinstance(seed, torch.Tensor) and seed.ndim == 0 and not seed.is_floating_point():
-        return seed.to(torch.int64)
-    return torch.tensor(as_seed(seed), dtype=torch.int64)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

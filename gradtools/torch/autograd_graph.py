@@ -2,9 +2,6 @@
 
 One walk over the graph of a function's outputs finds its leaves, the nodes of custom code, whose
 own derivatives `double_backward.py` checks, and the nodes whose gradient PyTorch computes wrongly.
-
-This module also records which leaves an inner derivative depends on, to distinguish a leaf that is
-cut from it afterwards from one on which it does not depend.
 """
 
 from __future__ import annotations
@@ -88,23 +85,23 @@ def surveyed(outs: Sequence[Tensor], made: int = 0) -> Survey:
     return result
 
 
-def _note(found: Survey, node: Any, kind: Any) -> None:
+def _note(survey: Survey, node: Any, kind: Any) -> None:
     if kind.__name__ == LOST:
-        found.compiled.append(node)
+        survey.compiled.append(node)
     elif issubclass(kind, BackwardCFunction):
         if kind.__name__ == COMPILED:
-            found.compiled.append(node)
+            survey.compiled.append(node)
         elif not upstream.forward_class(kind).__module__.startswith(OWN):
-            found.custom.append(node)
+            survey.custom.append(node)
     elif kind.__name__ in WRONG:
         if is_wrong(node):
-            found.wrong.append(node)
+            survey.wrong.append(node)
     elif kind.__name__ != CPP_NODE:
         _PLAIN.add(kind)
     elif node.name() == "torch::autograd::WarnNotImplemented":
-        found.lost.append(node)
+        survey.lost.append(node)
     elif is_cpp_function(node) or is_torchscript(node):
-        found.custom.append(node)
+        survey.custom.append(node)
 
 
 def is_cpp_function(node: Any) -> bool:
@@ -129,22 +126,18 @@ def graph_of(outs: Sequence[Tensor]) -> set[Any]:
 
 def node_of(x: Tensor) -> Any:
     """The node whose output is x; None if x belongs to another functorch level."""
-    if not x.requires_grad or (is_wrapped(x) and not _is_here(x)):
+    if not x.requires_grad:
         return None
-    if x.grad_fn is None and not is_wrapped(x) and upstream.peek_interpreter_stack() is not None:
-        return None  # a leaf outside of the transform that runs
-    return x.grad_fn or get_gradient_edge(x).node
-
-
-def _is_here(x: Tensor) -> bool:
-    """Whether a functorch wrapper belongs to the current level.
-
-    Level numbers are reused, so the kind of wrapper must match as well.
-    """
     level = upstream.peek_interpreter_stack()
-    if level is None or upstream.maybe_get_level(x) != level.level():
-        return False
-    return upstream.is_batchedtensor(x) == (level.key() == upstream.TransformType.Vmap)
+    if is_wrapped(x):
+        if level is None or upstream.maybe_get_level(x) != level.level():
+            return None
+        # Level numbers are reused, so the kind of wrapper must match as well.
+        if upstream.is_batchedtensor(x) != (level.key() == upstream.TransformType.Vmap):
+            return None
+    elif level is not None and x.grad_fn is None:  # a leaf outside of the transform that runs
+        return None
+    return x.grad_fn or get_gradient_edge(x).node
 
 
 def all_behind(nodes: Sequence[Any], ends: Collection[Any] = ()) -> set[Any]:
@@ -179,9 +172,6 @@ def guarded(
     from gradtools.torch.double_backward import Guard
 
     return Guard(caller, fun, leaves, survey, aliases).watching(again)
-
-
-# --- derivatives taken inside a function ----------------------------------------------------
 
 
 # --- TorchScript ----------------------------------------------------------------------------

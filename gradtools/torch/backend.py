@@ -19,7 +19,7 @@ from gradtools.torch.forward_mode.plain_kernels import jvps, restarting
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.hooks import scaled
 from gradtools.torch.known_errors import explained
-from gradtools.torch.open_derivatives import caller_of, is_inside, is_pushed_in_trace
+from gradtools.torch.open_derivatives import caller_of, open_flags, pushed_in_trace
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
 from gradtools.torch.rules.maps import refusing_lost, transpose
 from gradtools.torch.rules.transposing import pull, push, value_and_push
@@ -44,13 +44,6 @@ _WIDE = {
     torch.complex64: torch.complex128,
 }  # no sum of squares overflows there
 _TINY = torch.finfo(torch.float64).tiny
-
-
-def _times(x: Tensor, factor: Tensor) -> Tensor:
-    """x times a number in float64, in x's dtype."""
-    narrow = x.dtype in (torch.float16, torch.bfloat16)
-    y = (x.float() if narrow else x) * factor
-    return y if y.dtype is x.dtype else y.to(x.dtype)
 
 
 class TorchBackend(FrameworkBackend):
@@ -135,7 +128,9 @@ class TorchBackend(FrameworkBackend):
         # Zeros stay; an infinite entry makes all NaN, as without a wider dtype.
         norm = norm.clamp(min=_TINY).nan_to_num(nan=math.nan, posinf=math.nan)
         factor = norm.clamp(max=bound) / norm
-        return [_times(x, factor) for x in xs]
+        narrow = (torch.float16, torch.bfloat16)
+        scaled = ((x.float() if x.dtype in narrow else x) * factor for x in xs)
+        return [y if y.dtype is x.dtype else y.to(x.dtype) for x, y in zip(xs, scaled, strict=True)]
 
     def zeros_like(self, x: Array) -> Array:
         return torch.zeros_like(x, requires_grad=False)
@@ -223,13 +218,12 @@ class TorchBackend(FrameworkBackend):
         if chunk_size == 1:
             rows = [f(*example) for example in zip(*batch, strict=True)]
             return [torch.stack(column) for column in zip(*rows, strict=True)]
+        # Compiled code cannot restore the random state for each chunk.
+        one_draw = one_draw and not (chunk_size and is_compiling())
         with explained(caller_of(f)):
             mapped = torch.vmap(
                 lambda *xs: tuple(f(*xs)),
-                # Compiled code cannot restore the random state for each chunk.
-                randomness="same"
-                if one_draw and not (chunk_size and is_compiling())
-                else "different",
+                randomness="same" if one_draw else "different",
                 chunk_size=chunk_size,
             )
             return list(mapped(*batch))
@@ -256,9 +250,9 @@ class TorchBackend(FrameworkBackend):
 def _checkpointed(
     backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    if is_compiling() and is_pushed_in_trace():
+    if is_compiling() and pushed_in_trace:
         return f(*args, **kwargs)  # dynamo does not trace tangents through checkpoint's operator
-    if is_compiling() and not is_inside():
+    if is_compiling() and not open_flags():
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(f, *args, use_reentrant=False, **kwargs)

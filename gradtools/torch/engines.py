@@ -55,16 +55,14 @@ from gradtools.torch.functorch_wrappers import is_inexact, unshared
 from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, has_checkpoint, unpacked
 from gradtools.torch.open_derivatives import (
-    EAGER,
     SOURCE,
     SPENT,
     TRACED,
+    OpenDerivative,
     ReadsElsewhere,
-    begun,
     caller_of,
     here,
     is_spent,
-    note_derivative,
     note_taken,
     open_flags,
     parameters_of,
@@ -87,7 +85,7 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
     if upstream.is_exporting():
         raise not_exported(caller_of(fun))
     compiling = torch.compiler.is_dynamo_compiling()
-    for flag in TRACED if compiling else EAGER.open:
+    for flag in TRACED if compiling else here.flags:
         flag[0] = True
     if not compiling and upstream.peek_interpreter_stack() is None:
         if upstream.DYNAMO in sys.modules:
@@ -102,53 +100,56 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
 @only_inlined
 def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     """`(outs, extras, pushed)`, by the engine for the current context."""
-    if upstream.is_exporting():
-        raise not_exported(caller_of(fun))
-    if upstream.DYNAMO in sys.modules and not torch.compiler.is_dynamo_compiling():
-        return uncompiled(_jvp, fun, leaves, tangents)
-    return _jvp(fun, leaves, tangents)
+    return _in_context(_jvp, fun, leaves, tangents)
 
 
 def _jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
-    note_derivative(open_flags())
-    with explained(caller_of(fun)):
-        if in_functorch():
-            if not is_differentiated_again():
-                with suppress(NoForwardMode):
-                    result, may_be_lost = functorch_jvp(fun, leaves, tangents)
-                    if may_be_lost:
-                        refuse_lost_along(fun, leaves)
-                    return result
-            outs, extras, push = functorch_linearize(fun, leaves)
-            return outs, extras, push(tangents)
-        # Hooks on saved tensors may drop tangents, and a checkpoint around this call runs all of it
-        # again inside of the dual level, which cannot nest. Without a graph, hooks that compute
-        # nothing again need see nothing.
-        if upstream.saved_tensors_hooks_on(False) is None:
+    if in_functorch():
+        if not is_differentiated_again():
             with suppress(NoForwardMode):
+                result, may_be_lost = functorch_jvp(fun, leaves, tangents)
+                if may_be_lost:
+                    refuse_lost_along(fun, leaves)
+                return result
+    # Hooks on saved tensors may drop tangents, and a checkpoint around this call runs all of it
+    # again inside of the dual level, which cannot nest. Without a graph, hooks that compute
+    # nothing again need see nothing.
+    elif upstream.saved_tensors_hooks_on(False) is None:
+        with suppress(NoForwardMode):
+            return _dual_jvp(fun, leaves, tangents)
+    elif not torch.is_grad_enabled():
+        with suppress(NoForwardMode), unpacked() as hooks:
+            if not has_checkpoint(hooks):
                 return _dual_jvp(fun, leaves, tangents)
-        elif not torch.is_grad_enabled():
-            with suppress(NoForwardMode), unpacked() as hooks:
-                if not has_checkpoint(hooks):
-                    return _dual_jvp(fun, leaves, tangents)
-        outs, extras, push = _eager_linearize(fun, leaves)
-        return outs, extras, push(tangents)
+    outs, extras, push = _linearize(fun, leaves)
+    return outs, extras, push(tangents)
 
 
 @only_inlined
 def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
-    if upstream.is_exporting():
-        raise not_exported(caller_of(fun))
-    if upstream.DYNAMO in sys.modules and not torch.compiler.is_dynamo_compiling():
-        return uncompiled(_linearize, fun, leaves)
-    return _linearize(fun, leaves)
+    return _in_context(_linearize, fun, leaves)
 
 
 def _linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    note_derivative(open_flags())
+    return (functorch_linearize if in_functorch() else _eager_linearize)(fun, leaves)
+
+
+@only_inlined
+def _in_context(engine: Any, fun: Fun, *args: Any) -> Any:
+    """The engine's results; dynamo compiles none of it but as part of a graph around it."""
+    if upstream.is_exporting():
+        raise not_exported(caller_of(fun))
+    if upstream.DYNAMO in sys.modules and not torch.compiler.is_dynamo_compiling():
+        return uncompiled(_noted, engine, fun, *args)
+    return _noted(engine, fun, *args)
+
+
+def _noted(engine: Any, fun: Fun, *args: Any) -> Any:
+    for flag in open_flags():  # the functions that are being evaluated take a derivative
+        flag[0] = True
     with explained(caller_of(fun)):
-        return (functorch_linearize if in_functorch() else _eager_linearize)(fun, leaves)
+        return engine(fun, *args)
 
 
 # --- the eager engine --------------------------------------------------------------------
@@ -172,14 +173,14 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         ys: list[Tensor] = []
-        given: list[Tensor] = []
+        seeds: list[Tensor] = []
         for y, ct in zip(outs, cts, strict=True):
             if ct is not None and y.requires_grad:
                 ys.append(y)
-                given.append(_normal(ct) if ct.is_inference() else ct)
+                seeds.append(_normal(ct) if ct.is_inference() else ct)
         if not ys:
             return inside.filled([None] * len(aliases), outs)
-        create = torch.is_grad_enabled() and (attached or any(map(_is_tracked, given)))
+        create = torch.is_grad_enabled() and (attached or any(map(_is_tracked, seeds)))
         again = create or upstream.forward_level() >= 0
         guard, seen = None, survey
         if again and upstream.peek_interpreter_stack() is not None:  # the rows of a Jacobian
@@ -188,14 +189,14 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             guard = guarded(caller_of(fun), fun, points(), seen, aliases, again)
         try:
             # Some tangents are wrong without create_graph=True.
-            grads = _pulled(ys, aliases, given, create or not once, again, inside.spent, guard)
+            grads = _pulled(ys, aliases, seeds, create or not once, again, inside.spent, guard)
         except RuntimeError as error:
             if any(x.is_leaf and x.grad is not None for x in aliases):
                 raise refusal(error, f"{caller_of(fun)}: {GOES_BACKWARD}") from error
             explain(caller_of(fun), error)
             raise
         if again and survey.hooked:
-            grads = _gated_at_hooks(fun, points(), aliases, ys, given, grads)
+            grads = _gated_at_hooks(fun, points(), aliases, ys, seeds, grads)
         if here.opened:
             note_taken(ys, grads, leaves, aliases, create, inside)
         if not create:
@@ -301,9 +302,9 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
         pulled = _pulled(tracked, aliases, dummies, True, True, inside.spent) if tracked else ()
         if survey.hooked and pulled:
             pulled = _gated_at_hooks(fun, leaves, aliases, tracked, dummies, pulled, True)
-    found = pulled or [None] * len(leaves)
-    refuse_read_elsewhere(fun, outs, leaves, found)
-    refuse_cut(fun, cut_in(fun, leaves, inside.cut(found, outs)))
+    grads = pulled or [None] * len(leaves)
+    refuse_read_elsewhere(fun, outs, leaves, grads)
+    refuse_cut(fun, cut_in(fun, leaves, inside.cut(grads, outs)))
 
     wrong: list[Any] | None = None
 
@@ -336,18 +337,16 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
     return push
 
 
-def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
-    """f at aliases of the leaves, once, with a graph, and a survey of the graph."""
-    keep = torch.is_grad_enabled()  # before leaving inference mode enables it
-    if not is_in_inference():
-        # Function modes must see that gradients are enabled.
-        return _evaluated(fun, leaves, keep, keep and not upstream.count_of_function_modes())
-    with torch.inference_mode(False):
-        return _evaluated(fun, leaves, keep, False)
+def _evaluate(fun: Fun, leaves: list[Tensor], keep: bool | None = None) -> Any:
+    """f at aliases of the leaves, once, with a graph, and a survey of the graph.
 
-
-def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
-    around = here.opened
+    keep: Whether gradients were enabled at first; leaving inference mode enables them.
+    """
+    keep = torch.is_grad_enabled() if keep is None else keep
+    if is_in_inference():
+        with torch.inference_mode(False):
+            return _evaluate(fun, leaves, keep)
+    on = keep and not upstream.count_of_function_modes()  # these must see that they are enabled
     # Skip tagging these detaches; no recorder is active.
     plain = on and not upstream.count_of_dispatch_modes() and upstream.forward_level() < 0
     tracks = keep and not getattr(fun, "deferred", False)  # whether aliases are views of leaves
@@ -357,26 +356,24 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
         else _alias(x, tracks)
         for x in leaves
     ]
-    inside, before = begun(aliases, around, leaves), nodes_made()
-    hooks = upstream.hooks_made() - OWN_HOOKS[0]
-    around.append(inside)
+    inside = OpenDerivative(aliases, leaves, set(), set(), [], [False])
+    before, hooks = nodes_made(), upstream.hooks_made() - OWN_HOOKS[0]
     try:
-        if on:
-            outs, extras = fun(*aliases)
-        else:
-            with torch.enable_grad():
+        with inside:
+            if on:
                 outs, extras = fun(*aliases)
+            else:
+                with torch.enable_grad():
+                    outs, extras = fun(*aliases)
     finally:
-        around.pop()
         if on and not torch.is_grad_enabled():  # f disabled it
             torch.set_grad_enabled(True)
     survey = surveyed(outs, nodes_made() - before)
     if survey.compiled:
         refuse_lost(caller_of(fun), outs)
+        mark_lost(survey.compiled)
     if upstream.hooks_made() - OWN_HOOKS[0] != hooks:
         survey = survey._replace(hooked=True)
-    if survey.compiled:
-        mark_lost(survey.compiled)
     inside.spent[0] = True
     captured = not all(map(is_spent, survey.leaves))
     attached = keep and (captured or (tracks and any(map(_is_tracked, leaves))))
@@ -464,8 +461,14 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         if shows or mode.shows:
             primals, pushed = _without_recorded(primals), _without_recorded(pushed)
             extras = [_without_recorded([x])[0] if is_inexact(x) else x for x in extras]
-    if unseen:
-        _refuse_unseen(fun, leaves, tangents)
+    if unseen:  # a TorchScript call made the nodes: run f again to find it, and raise
+
+        def again(xs: Sequence[Tensor]) -> list[Tensor]:
+            with torch.no_grad():
+                return _dual_jvp(fun, [detached(x, DERIVATIVE) for x in xs], tangents, seen=True)[0]
+
+        with scripts_refused(caller):
+            rerun(again, leaves)
     if elsewhere.found or (nested and all(t is None for _, t in unpacked)):
         refuse_lost_along(fun, leaves)
     note_taken(primals, pushed, leaves, leaves, torch.is_grad_enabled())
@@ -480,17 +483,6 @@ def _without_recorded(xs: Sequence[Tensor]) -> list[Tensor]:
         _detached(x) if x.requires_grad and all(map(is_spent, surveyed([x]).leaves)) else x
         for x in xs
     ]
-
-
-def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:
-    """Runs f again to find the TorchScript call that made nodes unseen by modes, and raises."""
-
-    def run(xs: Sequence[Tensor]) -> list[Tensor]:
-        with torch.no_grad():
-            return _dual_jvp(fun, [detached(x, DERIVATIVE) for x in xs], tangents, seen=True)[0]
-
-    with scripts_refused(caller_of(fun)):
-        rerun(run, leaves)
 
 
 def refuse_lost_along(fun: Fun, leaves: Sequence[Tensor]) -> None:

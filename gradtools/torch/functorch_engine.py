@@ -5,8 +5,8 @@ There autograd's own graph is hidden, and dynamo traces this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,9 +26,7 @@ from gradtools.torch.modes import forward_mode, has_checkpoint, unpacked
 from gradtools.torch.open_derivatives import (
     OpenDerivative,
     ReadsElsewhere,
-    begun,
     caller_of,
-    here,
     note_taken,
     open_flags,
     pushed_in_trace,
@@ -42,6 +40,7 @@ from gradtools.torch.rules.installing import evaluated_to_push
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
+_TWICE_IN_TRACE = SDPBackend.MATH  # attention of traced code that is differentiated again
 
 
 def in_functorch() -> bool:
@@ -72,19 +71,23 @@ def functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) 
     keep = torch.is_grad_enabled()
 
     def paired(*xs: Tensor) -> Any:
-        probed_groups = groups if groups is not None and is_compiling() else ()
         if is_compiling():
-            nested_in_trace = bool(open_flags())
-            with PlainProgramsInTrace(1 + len(probed_groups), nested_in_trace):
-                outs, extras, inside = watched(
-                    lambda *a: _probed(fun, a, probed_groups, reached), xs
-                )
+            probed = lambda *a: _probed(fun, a, groups or (), reached)
+            with PlainProgramsInTrace(1 + len(groups or ()), bool(open_flags())):
+                outs, extras, inside = watched(probed, xs)
             nested[:] = [inside]
         else:
             again = is_differentiated_again(1)
             guarding = _calls_guarded(caller_of(fun)) if again or keep else nullcontext()
+            # Inside of PyTorch's own `torch.func.jvp`.
+            is_set = any(
+                isinstance(mode, NoGradStopsTangents) for mode in upstream.function_modes()
+            )
+            stops = is_pushed() and not is_set
+            stopping = NoGradStopsTangents(False, True) if stops else nullcontext()
             count = hooks_of_users()
-            with _opened(xs) as inside, guarding, PlainPrograms(), _pushed_from_outside():
+            inside = OpenDerivative(xs, xs, set(), set(), [], [False])
+            with inside, guarding, PlainPrograms(), stopping:
                 outs, extras = fun(*xs)
             entered[:] = [inside]
             survey = surveyed(outs)
@@ -168,17 +171,6 @@ def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list
     return list(outs), list(extras)
 
 
-@contextmanager
-def _opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
-    """Around the evaluation of a function at the aliases."""
-    around = here.opened
-    around.append(begun(aliases, around, aliases))
-    try:
-        yield around[-1]
-    finally:
-        around.pop()
-
-
 def functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     """`(outs, extras, pushed)`, and whether leaves may be cut or read by another reference."""
     stopped: list[bool] = []
@@ -187,7 +179,7 @@ def functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any
         if is_compiling():
             pushed_in_trace.append(True)
             try:
-                with _twice_in_trace(), RightTangents():
+                with sdpa_kernel(_TWICE_IN_TRACE), RightTangents():
                     outs, extras = fun(*xs)
             finally:
                 pushed_in_trace.pop()
@@ -211,22 +203,23 @@ def functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any
     if not is_compiling():
         note_taken(outs, pushed, leaves, leaves, torch.is_grad_enabled())
     results = [list(xs) for xs in (outs, extras, pushed)]
-    if not torch.is_grad_enabled():
-        results = [[_untracked(x) for x in xs] for xs in results]
+    if not torch.is_grad_enabled():  # a view has no graph then, but its tangent and wrappers
+        tracked = lambda x: isinstance(x, Tensor) and x.requires_grad
+        results = [[x.view_as(x) if tracked(x) else x for x in xs] for xs in results]
     return results, any(stopped) and not any(map(is_wrapped, leaves))
 
 
-def _untracked(x: Any) -> Any:
-    """x without its graph, under no_grad, but with its tangent and functorch wrappers."""
-    return x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x
-
-
 def functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
+    caller = caller_of(fun)
+
     def paired(*xs: Tensor) -> Any:
-        with _differentiated_twice(caller_of(fun)):
-            outs, extras = evaluated_to_push(caller_of(fun), fun, *xs)
-        if not is_compiling():
-            refuse_torchscript(caller_of(fun), outs)
+        if is_compiling():
+            with sdpa_kernel(_TWICE_IN_TRACE):
+                outs, extras = evaluated_to_push(caller, fun, *xs)
+        else:
+            with _calls_guarded(caller), PlainPrograms(times=1, control_flow=True):
+                outs, extras = evaluated_to_push(caller, fun, *xs)
+            refuse_torchscript(caller, outs)
         return tuple(outs), tuple(extras)
 
     outs, pull, extras = _vjp(paired, leaves, has_aux=True)
@@ -261,30 +254,7 @@ def is_differentiated_again(own: int = 0) -> bool:
         return True
     kinds = upstream.TransformType
     stack = upstream.get_interpreter_stack() or ()
-    result = [level for level in stack if level.key() in (kinds.Grad, kinds.Jvp)]
-    return len(result) > own
-
-
-def _twice_in_trace() -> AbstractContextManager[Any]:
-    """Unfused attention, for traced code that is differentiated again."""
-    return sdpa_kernel(SDPBackend.MATH)
-
-
-def _pushed_from_outside() -> AbstractContextManager[Any]:
-    """`NoGradStopsTangents`, for a vjp inside of PyTorch's own `torch.func.jvp`."""
-    is_set = any(isinstance(mode, NoGradStopsTangents) for mode in upstream.function_modes())
-    return NoGradStopsTangents(False, True) if is_pushed() and not is_set else nullcontext()
-
-
-@contextmanager
-def _differentiated_twice(caller: str) -> Iterator[None]:
-    """Around a function whose backward pass is differentiated again."""
-    if is_compiling():
-        with _twice_in_trace():
-            yield
-        return
-    with _calls_guarded(caller), PlainPrograms(times=1, control_flow=True):
-        yield
+    return sum(level.key() in (kinds.Grad, kinds.Jvp) for level in stack) > own
 
 
 def _calls_guarded(caller: str) -> AbstractContextManager[Any]:

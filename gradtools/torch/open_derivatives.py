@@ -31,34 +31,30 @@ def caller_of(fun: Fun) -> str:
     return getattr(fun, "caller", "gradtools")
 
 
-# --- whether a function takes a derivative itself ----------------------------------------
+class _Here(threading.local):
+    """This thread's stacks of derivatives whose functions are being evaluated.
 
-
-class _OpenFlags(threading.local):
-    """This thread's stack of flags in eager mode."""
+    Attributes:
+        flags: Whether the function took a gradtools derivative itself, in eager mode.
+        opened: The records of those that record a graph.
+    """
 
     def __init__(self) -> None:
-        self.open: list[list[bool]] = []
+        self.flags: list[list[bool]] = []
+        self.opened: list[OpenDerivative] = []
 
 
-EAGER = _OpenFlags()
-TRACED: list[list[bool]] = []  # dynamo can trace a plain list, but no thread-local
+here = _Here()
+TRACED: list[list[bool]] = []  # the flags in a trace: dynamo can trace a list, but no thread-local
+pushed_in_trace: list[bool] = []  # not empty while dynamo traces a function in forward mode
+
+
+# --- whether a function takes a derivative itself ----------------------------------------
 
 
 def open_flags() -> list[list[bool]]:
     """A stack of flags, one for each derivative whose function is being evaluated."""
-    return TRACED if is_compiling() else EAGER.open
-
-
-def is_inside() -> bool:
-    """Whether a gradtools derivative is evaluating its function."""
-    return bool(open_flags())
-
-
-def note_derivative(still_open: list[list[bool]]) -> None:
-    """Tells the functions that are being evaluated that they take a derivative."""
-    for flag in still_open:
-        flag[0] = True
+    return TRACED if is_compiling() else here.flags
 
 
 def watched(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], bool]:
@@ -73,28 +69,10 @@ def watched(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor],
     return outs, extras, flag[0]
 
 
-pushed_in_trace: list[bool] = []
-
-
-def is_pushed_in_trace() -> bool:
-    """Whether dynamo traces a function in forward mode."""
-    return bool(pushed_in_trace)
-
-
 # --- what inner derivatives depend on -----------------------------------------------------
 
 SPENT = "gradtools_spent"
 _UNSPENT = [False]
-
-
-class _OpenDerivatives(threading.local):
-    """This thread's stack of derivatives whose functions are being evaluated."""
-
-    def __init__(self) -> None:
-        self.opened: list[OpenDerivative] = []
-
-
-here = _OpenDerivatives()
 
 
 def is_spent(x: Tensor) -> bool:
@@ -103,23 +81,35 @@ def is_spent(x: Tensor) -> bool:
 
 
 class OpenDerivative(NamedTuple):
-    """A derivative whose function is being evaluated.
+    """A derivative whose function is being evaluated; the context of the evaluation.
 
     Attributes:
         aliases: The tensors at which the function is evaluated.
+        leaves: The tensors of which these are aliases.
         entered: The indices of those on which an inner derivative depends.
         constant: The indices of those that reach an inner derivative which is constant in them.
         before: For each outer function its `entered` when this evaluation began.
         spent: Whether the call is finished, one flag shared by all aliases.
-        leaves: The tensors of which these are aliases.
     """
 
     aliases: Sequence[Tensor]
+    leaves: Sequence[Tensor]
     entered: set[int]
     constant: set[int]
     before: list[set[int]]
     spent: list[bool]
-    leaves: Sequence[Tensor]
+
+    def __enter__(self) -> OpenDerivative:
+        for alias in self.aliases:
+            setattr(alias, SPENT, self.spent)
+        around = here.opened
+        if around:
+            self.before[:] = [set(each.entered) for each in around]
+        around.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        here.opened.pop()
 
     def cut(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[int]:
         """The unreached leaves on which an inner derivative depends: cut after it."""
@@ -151,19 +141,9 @@ class OpenDerivative(NamedTuple):
         ]
 
 
-def begun(
-    aliases: Sequence[Tensor], around: Sequence[OpenDerivative], leaves: Sequence[Tensor]
-) -> OpenDerivative:
-    """The record of a derivative whose function is about to be evaluated, in others' functions."""
-    before, spent = [set(each.entered) for each in around] if around else [], [False]
-    for alias in aliases:
-        setattr(alias, SPENT, spent)
-    return OpenDerivative(aliases, set(), set(), before, spent, leaves)
-
-
 def note_taken(
     outs: Sequence[Tensor],
-    found: Sequence[Tensor | None],
+    derivatives: Sequence[Tensor | None],
     leaves: Sequence[Tensor],
     aliases: Sequence[Tensor],
     kept: bool,
@@ -172,9 +152,9 @@ def note_taken(
     """Records in all open derivatives which of their aliases an inner derivative depends on.
 
     outs: The outputs of the inner function.
-    found: Their derivative at the leaves, whose aliases are in the graph of outs. It is constant in
-        what the graph of outs reaches and its own graph does not.
-    kept: Whether found has a graph.
+    derivatives: Those at the leaves, whose aliases are in the graph of outs. They are constant in
+        what the graph of outs reaches and their own graph does not.
+    kept: Whether they have a graph.
     inside: The inner evaluation. Where this derivative is constant in an alias that entered one
         inside of it, the alias is not cut.
     """
@@ -183,14 +163,18 @@ def note_taken(
         return
     level = upstream.peek_interpreter_stack()
     if level is not None and level.key() == upstream.TransformType.Vmap:  # the rows of a Jacobian
-        outs, found = ([_beneath(level, x) for x in xs if x is not None] for xs in (outs, found))
+        of_level = lambda x: upstream.maybe_get_level(x) == level.level()
+        outs, derivatives = (
+            [upstream.get_unwrapped(x) if of_level(x) else x for x in xs if x is not None]
+            for xs in (outs, derivatives)
+        )
         with upstream.temporarily_pop_interpreter_stack():
-            return note_taken(outs, found, leaves, aliases, kept, inside)
+            return note_taken(outs, derivatives, leaves, aliases, kept, inside)
     befores = inside.before if inside is not None else []
     nodes = graph_of(outs)
     pairs = [(x, a) for x, a in zip(leaves, aliases, strict=True) if x.requires_grad]
     nodes |= graph_of([x for x, a in pairs if x is a or node_of(a) in nodes])
-    moving = graph_of([g for g in found if g is not None]) if kept else nodes
+    moving = graph_of([g for g in derivatives if g is not None]) if kept else nodes
     for each, before in zip_longest(around, befores[: len(around)]):
         for i, x in enumerate(each.aliases):
             node = node_of(x)
@@ -200,11 +184,6 @@ def note_taken(
                 each.constant.add(i)
                 if before is not None and i not in before:
                     each.entered.discard(i)
-
-
-def _beneath(level: Any, x: Tensor) -> Tensor:
-    """x without its wrapper of this level of torch.func, if it has one."""
-    return upstream.get_unwrapped(x) if upstream.maybe_get_level(x) == level.level() else x
 
 
 def tracked_in(nodes: Sequence[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
@@ -283,21 +262,17 @@ def refuse_read_elsewhere(
             lost[id(p)] = i
     if not lost:
         return
-
-    def refuse(outs: Sequence[Tensor]) -> None:
-        for node in nodes_of(tracked([unwrapped(y) for y in outs])):
-            if type(node) is upstream.AccumulateGrad and id(node.variable) in lost:
-                i, paths = lost[id(node.variable)], getattr(fun, "paths", None)
-                raise DisconnectedInputError(
-                    f"{getattr(fun, 'caller', 'gradtools')}: f reads the parameter "
-                    f"{paths[i] if paths else f'at leaf {i}'} by another reference (a module that "
-                    "f closes over and an argument holds, say), so the gradient of the argument "
-                    "would be zero there. In f, use the module that is passed as an argument, or "
-                    "detach what is meant to be constant."
-                )
-
     if not torch.is_grad_enabled() and any(map(is_wrapped, outs)):
         # The graph beneath torch.func's transforms is not recorded under no_grad.
         with put_back(fun, leaves), torch.enable_grad():
             outs = fun(*leaves)[0]
-    refuse(outs)
+    for node in nodes_of(tracked([unwrapped(y) for y in outs])):
+        if type(node) is upstream.AccumulateGrad and id(node.variable) in lost:
+            i, paths = lost[id(node.variable)], getattr(fun, "paths", None)
+            raise DisconnectedInputError(
+                f"{caller_of(fun)}: f reads the parameter "
+                f"{paths[i] if paths else f'at leaf {i}'} by another reference (a module that f "
+                "closes over and an argument holds, say), so the gradient of the argument would be "
+                "zero there. In f, use the module that is passed as an argument, or detach what is "
+                "meant to be constant."
+            )

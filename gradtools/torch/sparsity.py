@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ def detected(fun: Any, x: Tensor, only: Callable[..., Tensor]) -> tuple[Any, tup
             "sparsity='detect': f cannot be read as a graph of PyTorch's operations; give the "
             f"pattern. PyTorch says: {error}"
         ) from error
-    out = _EntryReader(graph).of(x)
+    out = _EntryReader(graph).run(AbstractArray(x.shape, e.identity(x.shape)))
     return out.pattern(x.numel()), out.shape
 
 
@@ -79,25 +79,37 @@ def _without_writing(run: Callable[[Tensor], Tensor], x: Tensor) -> torch.fx.Gra
 class _EntryReader(torch.fx.Interpreter):
     """An interpreter that propagates dependences; evaluates nodes that are constant."""
 
-    def of(self, x: Tensor) -> Any:
-        return self.run(AbstractArray(x.shape, e.identity(x.shape)))
+    def run_node(self, n: Any) -> Any:
+        self.meta = n.meta.get("val", n.meta.get("tensor_meta"))
+        return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is operator.getitem:
             return args[0][args[1]]
-        ins = [v for v in _flat((args, kwargs)) if isinstance(v, AbstractArray)]
+        ins = _operands(args, kwargs)
         draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if not draws and all(v.entries is None and v.value is not None for v in ins):
-            return _wrapped(target(*_opened(args), **_opened(kwargs)))
-        shown = self.meta
-        if shown is None:  # an assertion
+            args, kwargs = (_mapped(lambda v: v.value, tree) for tree in (args, kwargs))
+            return _wrapped(target(*args, **kwargs))
+        if self.meta is None:  # an assertion
             return None
+        several = isinstance(self.meta, list | tuple)
+        outs = list(self.meta) if several else [self.meta]
+        shapes = [tuple(y.shape) for y in outs]
+        # Without the overload and the suffix `_copy`.
+        name = str(getattr(target, "__name__", target)).split(".")[0]
+        name = name.removesuffix("_copy").strip("_")
+        if name in _FILLED:
+            full = target(torch.empty(args[0].shape), *args[1:], **kwargs)
+            return AbstractArray(shapes[0], None, full)
         active = [v.entries for v in ins if v.entries is not None]
-        return _results(target, args, kwargs, active, shown)
-
-    def run_node(self, n: Any) -> Any:
-        self.meta = n.meta.get("val", n.meta.get("tensor_meta"))
-        return super().run_node(n)
+        call = _Operation(target, name, args, kwargs, active, shapes)
+        # An integer has no derivative.
+        smooth = [y.dtype.is_floating_point or y.dtype.is_complex for y in outs]
+        entries: list[Any] = call.entries() if active and any(smooth) else [None for _ in outs]
+        triples = zip(shapes, entries, smooth, strict=True)
+        values = [AbstractArray(shape, of if there else None) for shape, of, there in triples]
+        return values if several else values[0]
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return _wrapped(super().get_attr(target, args, kwargs))
@@ -106,12 +118,11 @@ class _EntryReader(torch.fx.Interpreter):
         return args[0]
 
 
-def _flat(tree: Any) -> list[Any]:
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    if isinstance(tree, list | tuple):
-        return [x for item in tree for x in _flat(item)]
-    return [tree]
+def _operands(args: Any, kwargs: Any) -> list[AbstractArray]:
+    """The arrays among the arguments, in their order."""
+    result: list[AbstractArray] = []
+    _mapped(result.append, (args, kwargs))
+    return result
 
 
 def _mapped(change: Callable[[AbstractArray], Any], tree: Any) -> Any:
@@ -122,67 +133,55 @@ def _mapped(change: Callable[[AbstractArray], Any], tree: Any) -> Any:
     return change(tree) if isinstance(tree, AbstractArray) else tree
 
 
-def _opened(tree: Any) -> Any:
-    return _mapped(lambda v: v.value, tree)
-
-
 def _wrapped(result: Any) -> Any:
     if isinstance(result, list | tuple):
         return type(result)(map(_wrapped, result))
     return AbstractArray(result.shape, None, result) if isinstance(result, Tensor) else result
 
 
-def _results(target: Any, args: Any, kwargs: Any, active: list[Entries], shown: Any) -> Any:
-    """The dependences of an operation's results."""
-    outs = list(shown) if isinstance(shown, list | tuple) else [shown]
-    shapes = [tuple(y.shape) for y in outs]
-    exact = [not (y.dtype.is_floating_point or y.dtype.is_complex) for y in outs]
-    name = _name(target)
-    if name in _FILLED:
-        return AbstractArray(
-            shapes[0], None, target(torch.empty(args[0].shape), *args[1:], **kwargs)
-        )
-    if all(exact) or not active:  # an integer has no derivative
-        found: list[Any] = [None for _ in outs]
-    else:
-        found = _entries(target, args, kwargs, active, shapes)
-    pairs = zip(shapes, found, exact, strict=True)
-    values = [AbstractArray(shape, None if whole else entries) for shape, entries, whole in pairs]
-    return values if isinstance(shown, list | tuple) else values[0]
+class _Operation(NamedTuple):
+    """One operation of the graph, some of whose operands depend on the input.
 
+    Attributes:
+        target: The operator.
+        name: Its name.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        active: The dependences of those operands.
+        shapes: The shapes of the results.
+    """
 
-def _name(target: Any) -> str:
-    """An operation's name without its overload and without the suffix `_copy`."""
-    return str(getattr(target, "__name__", target)).split(".")[0].removesuffix("_copy").strip("_")
+    target: Any
+    name: str
+    args: Any
+    kwargs: Any
+    active: list[Entries]
+    shapes: list[tuple[int, ...]]
 
-
-def _entries(
-    target: Any, args: Any, kwargs: Any, active: list[Entries], shapes: list[tuple[int, ...]]
-) -> list[Entries]:
-    name = _name(target)
-    if name == "detach":
-        return [None for _ in shapes]  # type: ignore[misc]
-    if name in _COPIES or torch.Tag.pointwise in getattr(target, "tags", ()):
-        return [e.entrywise(shape, active) for shape in shapes]
-    make = _MADE.get(name)
-    made = make(target, args, kwargs, active, shapes) if make else None
-    return made or [e.everything(shape, active) for shape in shapes]
+    def entries(self) -> list[Any]:
+        """The dependences of the results."""
+        if self.name == "detach":
+            return [None for _ in self.shapes]
+        if self.name in _COPIES or torch.Tag.pointwise in getattr(self.target, "tags", ()):
+            return [e.entrywise(shape, self.active) for shape in self.shapes]
+        transfer = _TRANSFERS.get(self.name)
+        result = transfer(self) if transfer else None
+        return result or [e.everything(shape, self.active) for shape in self.shapes]
 
 
 # --- transfer functions of the operations
 
 
-def _moved(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> list[Entries] | None:
+def _moved(of: _Operation) -> list[Entries] | None:
     """The operation itself, applied to the indices of its operands' entries."""
-    name = _name(target)
+    name, args, kwargs = of.name, of.args, of.kwargs
     if name == "index_put" and ((len(args) > 3 and args[3]) or kwargs.get("accumulate")):
         return None
     if name == "scatter" and (len(args) > 4 or "reduce" in kwargs):
         return None
-    ins = [v for v in _flat((args, kwargs)) if isinstance(v, AbstractArray)]
     start, order = 0, list[Entries]()
     numbers: dict[int, Tensor | None] = {}
-    for v in ins:
+    for v in _operands(args, kwargs):
         if v.entries is not None:
             numbers[id(v)] = torch.from_numpy(e.index_array(v.shape, start))
             start += math.prod(v.shape)
@@ -198,68 +197,56 @@ def _moved(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> lis
         args = (*args[:2], -1)
     if name == "scatter" and not isinstance(args[3], Tensor):
         args = (*args[:3], -1)
-    if name in ("tril", "triu", "select_backward", "slice_backward", "diag_embed", "im2col"):
-        run = lambda: _shifted(target, args, kwargs)  # they fill with 0
-    else:
-        run = lambda: target(*args, **kwargs)
-    outs = run()
+    fills = name in ("tril", "triu", "select_backward", "slice_backward", "diag_embed", "im2col")
+    if fills:  # with 0, which must be no index
+        args = (args[0] + 1, *args[1:])
+    if name == "im2col":
+        args = (args[0].to(torch.float64), *args[1:])
+    outs = of.target(*args, **kwargs)
     outs = outs if isinstance(outs, list | tuple) else [outs]
-    return [e.moved(order, y.numpy()) for y in outs]
+    return [e.moved(order, y.long().numpy() - (1 if fills else 0)) for y in outs]
 
 
-def _shifted(target: Any, args: Any, kwargs: Any) -> Any:
-    args = (args[0] + 1, *args[1:])
-    if _name(target) == "im2col":
-        return (target(args[0].to(torch.float64), *args[1:], **kwargs)).long() - 1
-    return target(*args, **kwargs) - 1
-
-
-def _axes(args: Any, kwargs: Any, ndim: int) -> list[int]:
-    for given in (*args[1:], kwargs.get("dim")):
-        if isinstance(given, list | tuple) and given and all(type(d) is int for d in given):
-            return [*given]
-    return [*range(ndim)]
-
-
-def _reduced(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> list[Entries] | None:
-    x = active[0]
-    overload = str(target).rpartition(".")[2]
+def _reduced(of: _Operation) -> list[Entries] | None:
+    x, args, kwargs = of.active[0], of.args, of.kwargs
+    overload = str(of.target).rpartition(".")[2]
     axis = args[1] if len(args) > 1 else kwargs.get("dim")
     if type(axis) is int and overload != "default":
         axes = [axis]
-    elif overload in ("", "default") and target.__name__.startswith(
-        ("max", "min", "prod", "median")
-    ):
-        axes = [*range(len(x.shape))]
     else:
-        axes = _axes(args, kwargs, len(x.shape))
-    found = e.over_axes(x, axes)
-    if math.prod(found.shape) != math.prod(shapes[0]):
+        axes = [*range(len(x.shape))]
+        whole = of.name.startswith(("max", "min", "prod", "median"))
+        if not (whole and overload in ("", "default")):
+            for axis in (*args[1:], kwargs.get("dim")):
+                if isinstance(axis, list | tuple) and axis and all(type(d) is int for d in axis):
+                    axes = [*axis]
+                    break
+    result = e.over_axes(x, axes)
+    if math.prod(result.shape) != math.prod(of.shapes[0]):
         return None
-    return [Entries(shape, found.matrix) for shape in shapes]
+    return [Entries(shape, result.matrix) for shape in of.shapes]
 
 
-def _lines(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> list[Entries] | None:
-    place = _ALONG_OPERANDS.get(_name(target), 1)
-    axis = args[place] if len(args) > place else kwargs.get("dim")
-    if type(axis) is not int or not shapes[0]:
+def _lines(of: _Operation) -> list[Entries] | None:
+    place = _ALONG_OPERANDS.get(of.name, 1)
+    axis = of.args[place] if len(of.args) > place else of.kwargs.get("dim")
+    if type(axis) is not int or not of.shapes[0]:
         return None
-    return [e.along(e.entrywise(shapes[0], active), [axis]) for _ in shapes]
+    return [e.along(e.entrywise(of.shapes[0], of.active), [axis]) for _ in of.shapes]
 
 
-def _product(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> list[Entries] | None:
-    name = _name(target)
-    added = [args[0]] if name in ("addmm", "baddbmm", "addmv") else []
-    a, b = args[len(added) : len(added) + 2]
+def _product(of: _Operation) -> list[Entries] | None:
+    added = [of.args[0]] if of.name in ("addmm", "baddbmm", "addmv") else []
+    a, b = of.args[len(added) : len(added) + 2]
     batch, width = (a.shape[0] if len(a.shape) == 3 else 1), a.shape[-1]
     rows = a.shape[-2] if len(a.shape) > 1 else 1
     cols = b.shape[-1] if len(b.shape) > 1 else 1
     left, right = e.index_array((batch, rows, width)), e.index_array((batch, width, cols))
     matrix = e.product((a, b), (left, right.swapaxes(1, 2)), _nonzero)
-    found = [v.entries for v in added if v.entries is not None]
+    terms = [v.entries for v in added if v.entries is not None]
     if matrix is not None:
-        found.append(Entries(shapes[0], matrix))
-    return [e.entrywise(shapes[0], found)]
+        terms.append(Entries(of.shapes[0], matrix))
+    return [e.entrywise(of.shapes[0], terms)]
 
 
 def _nonzero(x: Tensor) -> np.ndarray:
@@ -268,17 +255,14 @@ def _nonzero(x: Tensor) -> np.ndarray:
     return there
 
 
-def _convolved(
-    target: Any, args: Any, kwargs: Any, active: Any, shapes: Any
-) -> list[Entries] | None:
-    image, kernel, bias, stride, padding, dilation, transposed, _, groups = args
-    flat = len(kernel.shape) == 3
+def _convolved(of: _Operation) -> list[Entries] | None:
+    image, kernel, bias, strides, pads, steps, transposed, _, groups = of.args
     constants = kernel.entries is None and (bias is None or bias.entries is None)
     if not constants or transposed or len(kernel.shape) > 4 or image.entries is None:
         return None
     index = torch.from_numpy(e.index_array(image.shape)).to(torch.float64) + 1
-    size, strides, pads, steps = kernel.shape[2:], stride, padding, dilation
-    if flat:
+    size = kernel.shape[2:]
+    if len(size) == 1:
         index = index.unsqueeze(2)
         size, strides, pads, steps = (1, *size), (1, *strides), (0, *pads), (1, *steps)
     patches = torch.nn.functional.unfold(
@@ -290,10 +274,10 @@ def _convolved(
     if kernel.value is not None:
         where = _nonzero(kernel.value).reshape(out, -1)
     made = e.windows(image.entries, at.reshape(n, groups, at.shape[1] // groups, -1), where, out)
-    return [Entries(shapes[0], made.matrix)]
+    return [Entries(of.shapes[0], made.matrix)]
 
 
-_MADE: dict[str, Any] = {
+_TRANSFERS: dict[str, Any] = {
     **dict.fromkeys(_MOVING, _moved),
     **dict.fromkeys(_REDUCING, _reduced),
     **dict.fromkeys((*_ALONG, *_ALONG_OPERANDS), _lines),

@@ -51,7 +51,9 @@ def carry_series(
 
     def flat(*aliases: Tensor) -> tuple[list[Tensor], list[Any]]:
         pairs = zip(aliases, moved, strict=True)
-        here = [Series(x, tuple(map(_saveable, s.terms))) for x, s in pairs]
+        # Autograd cannot save terms that were made in inference mode.
+        saveable = lambda t: t.clone() if t is not None and t.is_inference() else t
+        here = [Series(x, tuple(map(saveable, s.terms))) for x, s in pairs]
         start = Randomness.everywhere({x.device.type for x in aliases})
         try:
             with as_written(), _Carrying(algebra, here) as mode, elsewhere:
@@ -59,7 +61,12 @@ def carry_series(
             mode.refuse_unseen(outs)
             ys = [getattr(y, _SERIES, None) or Series(y, (None,) * algebra.order) for y in outs]
         except _NotSeen:
-            ys, extras = algebra.general(partial(_from, start, fun), here, in_loop=True)
+
+            def from_start(*xs: Tensor) -> Any:  # so that its draws repeat
+                start.restore()
+                return fun(*xs)
+
+            ys, extras = algebra.general(from_start, here, in_loop=True)
         places[:] = [[t is not None for t in y.terms] for y in ys]
         return [x for y in ys for x in (y.primal, *y.terms) if x is not None], extras
 
@@ -75,17 +82,6 @@ def carry_series(
     terms = [t for y in series for t in y.terms[algebra.returned]]
     note_taken([y.primal for y in series], terms, leaves, leaves, torch.is_grad_enabled())
     return series, list(result.extras)
-
-
-def _from(start: Randomness, fun: Fun, *xs: Tensor) -> Any:
-    """fun from the same random state at each evaluation, so that its draws repeat."""
-    start.restore()
-    return fun(*xs)
-
-
-def _saveable(x: Tensor | None) -> Tensor | None:
-    """x, or a copy if it was made in inference mode, which autograd cannot save."""
-    return x.clone() if x is not None and x.is_inference() else x
 
 
 class _Carrying(TorchFunctionMode):
@@ -118,8 +114,13 @@ class _Carrying(TorchFunctionMode):
             raise _NotSeen
         if not torch.is_grad_enabled():
             return fun(*args, **kwargs)
-        if type(fun) is FunctionType and fun is not self._inside:
-            return self._within(fun, args, kwargs)
+        if type(fun) is FunctionType and fun is not self._inside:  # a Python function of PyTorch
+            before, self._inside = self._inside, fun
+            try:
+                with self.again():
+                    return upstream.redispatch_function(fun, (), args, kwargs)
+            finally:
+                self._inside = before
         leaves, treedef = upstream.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if hasattr(x, _SERIES)]
         self.refuse_unseen(leaves)
@@ -144,15 +145,6 @@ class _Carrying(TorchFunctionMode):
             if not self._nodes.isdisjoint(graph_of([x])):
                 raise _NotSeen
             self._known[id(x)] = x
-
-    def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Calls a Python function of PyTorch with this mode active inside."""
-        before, self._inside = self._inside, fun
-        try:
-            with self.again():
-                return upstream.redispatch_function(fun, (), args, kwargs)
-        finally:
-            self._inside = before
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -179,6 +171,10 @@ class _Operation:
         filled = replaced_at(self._leaves, self._places, values)
         args, kwargs = upstream.tree_unflatten(filled, self._treedef)
         return self.fun(*args, **kwargs)
+
+    def elementwise(self, y: Tensor, slopes: Sequence[Any]) -> Tensor:
+        """y = f(x) for an elementwise f of the one operand with a series; slopes: f', f'', ..."""
+        return carrying(y, self.algebra.elementwise(slopes, self.moved[0]))
 
     def linear(self, f: Callable[..., Any] | None = None, leading: bool = False) -> Any:
         """The result of a call that is affine in its operands with series; f is its linear part."""
@@ -257,18 +253,16 @@ def _sum(sign: int) -> Any:
             return call.linear() if len(call.moved) == 2 else None
         moving, factor = (a, 1) if a else (b, sign)
         assert moving is not None
-        reaching = partial(_reaching, y, factor)
-        terms = call.algebra.linear(lambda t: [reaching(t)], [moving], False)
+
+        def broadcast(term: Tensor) -> list[Tensor]:
+            term = term if factor > 0 else -term
+            term = term if term.shape == y.shape else term.expand(y.shape)
+            return [term.to(y.dtype)]
+
+        terms = call.algebra.linear(broadcast, [moving], False)
         return carrying(y, terms[0]) if terms else y
 
     return rule
-
-
-def _reaching(y: Tensor, sign: int, x: Tensor) -> Tensor:
-    """A Taylor coefficient of x, broadcast to y."""
-    x = x if sign > 0 else -x
-    x = x if x.shape == y.shape else x.expand(y.shape)
-    return x.to(y.dtype)
 
 
 def _product(call: _Operation, *args: Any, **kwargs: Any) -> Any:
@@ -308,16 +302,15 @@ def _layer(call: _Operation, x: Any, weight: Any, bias: Any = None, *more: Any) 
 
 
 def _elementwise(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
-    series = _series(x)
-    if series is None or len(call.moved) > 1 or x.is_complex():
+    if _series(x) is None or len(call.moved) > 1 or x.is_complex():
         return None
-    order, slopes = call.algebra.order, []
+    slopes: list[Tensor] = []
     fun: Fun = lambda x: ([call.at(x)], [])
     ones = torch.ones_like(x)
-    for _ in range(order):
+    for _ in range(call.algebra.order):
         fun = partial(_slope, fun, ones)
         slopes.append(fun(x)[0][0])
-    return carrying(call.at(x), call.algebra.elementwise(slopes, series))
+    return call.elementwise(call.at(x), slopes)
 
 
 def _slope(fun: Fun, ones: Tensor, x: Tensor) -> tuple[list[Tensor], list[Any]]:
@@ -331,8 +324,7 @@ def _known_slopes(slopes: Callable[[Tensor, Tensor, int], list[Any]]) -> Any:
         if args or kwargs:
             return None
         y = call.at(x)
-        found = slopes(x, y, call.algebra.order)
-        return carrying(y, call.algebra.elementwise(found, call.moved[0]))
+        return call.elementwise(y, slopes(x, y, call.algebra.order))
 
     return rule
 
@@ -342,12 +334,10 @@ def _power(call: _Operation, x: Any, p: Any = 2, *args: Any, **kwargs: Any) -> A
         return None
     if isinstance(x, int | float) and x > 0:
         y, rate = call.at(p), math.log(x)
-        slopes = [y * rate ** (k + 1) for k in range(call.algebra.order)]
-        return carrying(y, call.algebra.elementwise(slopes, call.moved[0]))
+        return call.elementwise(y, [y * rate ** (k + 1) for k in range(call.algebra.order)])
     if not isinstance(p, int | float) or _series(x) is None:
         return None
-    found = powers(x, float(p), call.algebra.order)
-    return carrying(call.at(x), call.algebra.elementwise(found, call.moved[0]))
+    return call.elementwise(call.at(x), powers(x, float(p), call.algebra.order))
 
 
 def _error_function(x: Tensor, y: Tensor, order: int) -> list[Tensor]:
@@ -369,7 +359,7 @@ def _softplus(call: _Operation, x: Any, beta: Any = 1, threshold: Any = 20, **kw
     higher = polynomials(s, LOGISTIC, order - 1)
     low = scaled <= threshold
     slopes = [torch.where(low, s, 1), *[low * h * beta**k for k, h in enumerate(higher, 1)]]
-    return carrying(call.at(x), call.algebra.elementwise(slopes, call.moved[0]))
+    return call.elementwise(call.at(x), slopes)
 
 
 def _clamped(call: _Operation, x: Any, min: Any = None, max: Any = None) -> Any:
@@ -378,15 +368,15 @@ def _clamped(call: _Operation, x: Any, min: Any = None, max: Any = None) -> Any:
     inside = torch.ones_like(x, dtype=torch.bool)
     inside = inside if min is None else inside & (x >= min)
     inside = inside if max is None else inside & (x <= max)
-    slopes = [inside.to(x.dtype), *[0.0] * (call.algebra.order - 1)]
-    return carrying(call.at(x), call.algebra.elementwise(slopes, call.moved[0]))
+    return call.elementwise(call.at(x), [inside.to(x.dtype), *[0.0] * (call.algebra.order - 1)])
 
 
 def _where(call: _Operation, condition: Any, *branches: Any, **kwargs: Any) -> Any:
     """torch.where: linear in its branches; a branch without a series has zero coefficients."""
     if kwargs or len(branches) != 2:
         return None
-    if branches[0] is not None and not _is_mask(condition) and _is_mask(branches[0]):
+    is_mask = lambda x: isinstance(x, Tensor) and x.dtype == torch.bool
+    if not is_mask(condition) and is_mask(branches[0]):
         condition, branches = branches[0], (condition, branches[1])  # the method
     zero = [torch.zeros_like(b) if isinstance(b, Tensor) else 0.0 for b in branches]
     moves = [_series(b) is not None for b in branches]
@@ -398,10 +388,6 @@ def _where(call: _Operation, condition: Any, *branches: Any, **kwargs: Any) -> A
         return result
 
     return call.linear(part)
-
-
-def _is_mask(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype == torch.bool
 
 
 def _masked_fill(call: _Operation, x: Any, mask: Any, value: Any) -> Any:
@@ -450,10 +436,6 @@ def _absolute(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
         return x * torch.sign(x)
 
 
-def _reversed_difference(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    return (-x if alpha == 1 else x * -alpha) + y
-
-
 def _gelu(x: Any, approximate: str = "none") -> Any:
     if approximate == "none":
         return x * (torch.erf(x * math.sqrt(0.5)) + 1) * 0.5
@@ -468,10 +450,6 @@ def _vector_norm(
     square = (x * x).sum(dim, keepdim)
     some = square != 0  # the derivative at zero is zero, as PyTorch's
     return torch.where(some, torch.sqrt(torch.where(some, square, 1)), 0)
-
-
-def _frobenius_norm(x: Any, ord: Any = None, *args: Any, **kwargs: Any) -> Any:
-    return _vector_norm(x, ord, *args, **kwargs) if ord is None else None
 
 
 def _softmax(x: Any, dim: int, dtype: Any = None) -> Any:
@@ -582,12 +560,14 @@ _ALIKE: dict[Any, str] = {
     _known_slopes(lambda x, y, n: [y * math.log(2) ** (k + 1) for k in range(n)]): "exp2",
     _known_slopes(_SIN): "sin",
     _known_slopes(_COS): "cos",
-    _composed(_reversed_difference): "rsub",
+    _composed(lambda x, y, *, alpha=1: (-x if alpha == 1 else x * -alpha) + y): "rsub",
     _composed(_gelu): "gelu",
     _composed(programs.silu): "silu",
     _composed(lambda start, end, weight: start + (end - start) * weight): "lerp",
     _composed(_vector_norm): "linalg_vector_norm",
-    _composed(_frobenius_norm): "linalg_norm",
+    _composed(
+        lambda x, ord=None, *args, **kw: _vector_norm(x, ord, *args, **kw) if ord is None else None
+    ): "linalg_norm",
     _composed(_softmax): "softmax",
     _composed(_log_softmax): "log_softmax",
     _composed(_logsumexp): "logsumexp",

@@ -55,7 +55,8 @@ def _swept(program: Sweep, xs: Sequence[Tensor], watch: Watch | None) -> list[St
     rows, columns = ([*_blocks(program, side)] for side in (ROWS, COLUMNS))
     groups: Sequence[MergeGroup] = ()
     merged: list[dict[Block | None, State]] = []  # one entry for each group, by block
-    with progress_bar(program.cut.tiles, "tile") if program.progress else nullcontext() as bar:
+    shows = program.call.options.progress
+    with progress_bar(program.cut.tiles, "tile") if shows else nullcontext() as bar:
         for row in rows:
             band = [_at(x, r, ROWS, row) for x, r in zip(xs, program.roles, strict=True)]
             for column in columns:

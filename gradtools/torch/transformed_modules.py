@@ -57,14 +57,12 @@ class Transformed(upstream.ModuleLike):
         return super().__getattr__(name) if own is None else getattr(own, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_own" not in self.__dict__ or name in self.__dict__ or self._is_of_the_call(name):
+        own = self.__dict__.get("_own")
+        is_patch = name == "forward" or (name[0] == "_" and not hasattr(own, name))
+        if own is None or name in self.__dict__ or is_patch:
             super().__setattr__(name, value)
         else:
-            setattr(self._own, name, value)
-
-    def _is_of_the_call(self, name: str) -> bool:
-        """Whether an attribute belongs to this wrapper: `forward`, or a private one of a patch."""
-        return name == "forward" or (name[0] == "_" and not hasattr(self._own, name))
+            setattr(own, name, value)
 
     def __repr__(self) -> str:
         return f"{self._name}({self._own!r})"

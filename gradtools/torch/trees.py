@@ -52,10 +52,8 @@ class TreeDef:
 
 
 _LEAF = TreeDef(pytree.tree_structure(0), (True,))
-_NONE, _NO_KEYWORDS = (
-    TreeDef(pytree.tree_structure(None), (False,)),
-    TreeDef(pytree.tree_structure({}), ()),
-)
+_NONE = TreeDef(pytree.tree_structure(None), (False,))
+_NO_KEYWORDS = TreeDef(pytree.tree_structure({}), ())
 _TUPLES = [TreeDef(pytree.tree_structure((0,) * n), (True,) * n) for n in range(8)]
 
 
@@ -202,17 +200,10 @@ def _paths_in(container: Any) -> list[str]:
     return [f"[{k!r}]{below}" for k, x in zip(keys, parts, strict=True) for below in _leaf_paths(x)]
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, torch.Tensor | np.ndarray)
-
-
-def _is_array_or_module(x: Any) -> bool:
-    return isinstance(x, torch.Tensor | np.ndarray | torch.nn.Module)
-
-
-_CONTAINERS = Containers(_flattened, unflatten, _leaf_paths, _is_array)
+_CONTAINERS = Containers(_flattened, unflatten, _leaf_paths, lambda x: isinstance(x, _ARRAYS))
 # Trees in which a module is a leaf like an array.
-WITH_MODULES = Containers(_flattened, unflatten, _leaf_paths, _is_array_or_module)
+_LEAVES = (*_ARRAYS, torch.nn.Module)
+WITH_MODULES = Containers(_flattened, unflatten, _leaf_paths, lambda x: isinstance(x, _LEAVES))
 
 
 def flatten_static(tree: Any) -> tuple[list[Any], Any]:

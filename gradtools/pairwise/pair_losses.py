@@ -1,7 +1,8 @@
-"""`contrastive_loss`: of all pairs of two towers, without the matrix of logits.
+"""Losses over all pairs of two sides, without the matrix of logits.
 
-    contrastive    (1/2n) sum_i (log sum_j e^s_ij - s_ii) + (log sum_j e^s_ji - s_ii)
-    sigmoid        (1/n) sum_ij log(1 + e^s_ij) - (1/n) sum_i s_ii
+    contrastive           (1/2n) sum_i (log sum_j e^s_ij - s_ii) + (log sum_j e^s_ji - s_ii)
+    sigmoid               (1/n) sum_ij log(1 + e^s_ij) - (1/n) sum_i s_ii
+    linear classifier     log sum_v e^(h_i . w_v) - h_i . w_t(i)
 
 What is left of each is work on rows alone.
 """
@@ -9,17 +10,17 @@ What is left of each is work on rows alone.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from gradtools.arguments.checks import as_array
 from gradtools.backend import Array, Backend, Operators
 from gradtools.errors import GradtoolsError
-from gradtools.pairwise.cross_entropy import TileSize, check_shape, check_smoothing, tiled
+from gradtools.pairwise.pairwise_reduction import TileSize, tiled
 from gradtools.pairwise.tile_reductions import wide
 
 
-class ContrastiveLoss(Operators):
-    """The contrastive loss, bound to one backend."""
+class PairLosses(Operators):
+    """The losses, bound to one backend."""
 
     def contrastive_loss(
         self,
@@ -95,7 +96,7 @@ class ContrastiveLoss(Operators):
                 f"{caller}: label_smoothing is {label_smoothing} with sigmoid=True, a loss that "
                 "has no label smoothing; leave one of them out."
             )
-        check_smoothing(caller, label_smoothing)
+        _check_smoothing(caller, label_smoothing)
         y = backend.tiles.sharded_like(y, x)
         scale, bias = (
             float(z)  # a Python float keeps the dtype of the arrays
@@ -107,7 +108,7 @@ class ContrastiveLoss(Operators):
         logits = _Logits(self._backend, scale, bias, label_smoothing, options)
         apart = gathered or axis_name is not None or group is not None
         own = None if ids is None else as_array(backend, caller, ids, "ids", device_of=x)
-        check_shape(caller, "ids", own, (x.shape[0],), "one for each row of x")
+        _check_shape(caller, "ids", own, (x.shape[0],), "one for each row of x")
         spread = lambda z: z
         if apart:
             gathered = partial(
@@ -124,6 +125,99 @@ class ContrastiveLoss(Operators):
         if symmetric and apart:
             losses += logits.entropies(y, own, {"y": spread(x), "b": spread(own)}, positive)
         return sum(map(mean, losses[1:]), mean(losses[0])) / len(losses)
+
+    def linear_cross_entropy(
+        self,
+        input: Any,
+        weight: Any,
+        target: Any,
+        bias: Any = None,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        tile_size: TileSize = None,
+        memory_budget: int | None = None,
+        progress: bool = False,
+    ) -> Any:
+        """The cross entropy of `input @ weight.T + bias`, without the matrix of logits.
+
+        Args:
+            input: Hidden states, [..., d].
+            weight: One row for each class, [classes, d].
+            target: Integer classes, of input's shape without its last axis.
+            bias: One number for each class.
+            ignore_index: The target of rows that are ignored.
+            label_smoothing: The fraction of the label that is spread over all classes.
+            reduction: "mean" over the rows that are not ignored, "sum", or "none" for one loss per
+                row, 0 for ignored ones.
+            tile_size: As in `pairwise_reduce`.
+            memory_budget: Bytes for one tile.
+            progress: Whether to show a progress bar.
+
+        Returns:
+            An array without axes, or of target's shape, in float32 for an input of 16 bits. A
+            target outside of the classes gives NaN.
+
+        Raises:
+            GradtoolsError: Shapes do not fit; target is floating; reduction is unknown;
+                label_smoothing is outside of 0 to 1.
+
+        Example:
+            >>> h, t = gt.asarray(np.eye(2, dtype=np.float32)), gt.asarray(np.int32([0, 0]))
+            >>> round(float(gt.linear_cross_entropy(h, h, t)), 5)
+            0.81326
+
+        Source: Hsu et al., Liger kernel, 2024; Wijmans et al., Cut your losses in large-vocabulary
+        language models, 2024.
+        """
+        caller, backend = "linear_cross_entropy", self._backend
+        if reduction not in ("mean", "sum", "none"):
+            raise GradtoolsError(
+                f"{caller}: reduction is {reduction!r}; expected 'mean', 'sum' or 'none'."
+            )
+        h = as_array(backend, caller, input, "input")
+        named = ((weight, "weight"), (target, "target"))
+        w, t = (as_array(backend, caller, z, name, device_of=h) for z, name in named)
+        if len(w.shape) != 2 or tuple(h.shape) != (*t.shape, w.shape[1]):
+            raise GradtoolsError(
+                f"{caller}: input has the shape {tuple(h.shape)}, weight {tuple(w.shape)} and "
+                f"target {tuple(t.shape)}; expected [..., d], [classes, d] and [...]."
+            )
+        if backend.is_inexact(t):
+            raise GradtoolsError(
+                f"{caller}: target has the dtype {backend.dtype_name(t)}; expected integer "
+                "class indices."
+            )
+        _check_smoothing(caller, label_smoothing)
+        xp, shape, classes = backend.xp, tuple(t.shape), w.shape[0]
+        h, t = xp.reshape(h, (-1, w.shape[1])), xp.reshape(t, (-1,))
+        b = None if bias is None else as_array(backend, caller, bias, "bias", device_of=h)
+        _check_shape(caller, "bias", b, (classes,), "one for each class")
+        entropy = tiled(
+            backend,
+            partial(_class_scores, backend, bool(label_smoothing)),
+            {"all": "logsumexp", "own": "take", **({"mean": "mean"} if label_smoothing else {})},
+            rows=("h", "t"),
+            columns=("w", *(() if b is None else ("b",))),
+            tile_size=tile_size,
+            memory_budget=memory_budget,
+            progress=progress,
+        )
+        result = entropy(h=h, t=t, w=w, b=b)
+        loss = result["all"] - (1 - label_smoothing) * result["own"]
+        if label_smoothing:
+            loss = loss - label_smoothing * result["mean"]
+        t = backend.tiles.sharded_like(t, loss)
+        counts, zero = t != ignore_index, backend.zeros_like(loss)
+        loss = xp.where((t >= 0) & (t < classes), loss, zero + float("nan"))
+        loss = xp.where(counts, loss, zero)
+        if reduction == "none":
+            return xp.reshape(loss, shape)
+        total = xp.sum(loss)
+        if reduction == "mean":
+            total = total / xp.sum(backend.cast(counts, loss))
+        return total
 
 
 class _Logits:
@@ -149,7 +243,7 @@ class _Logits:
             return {"y": y, "b": ids}
         more = as_array(self.backend, "contrastive_loss", negatives, "negatives", device_of=y)
         wanted = (*more.shape[:1], y.shape[1])
-        check_shape(
+        _check_shape(
             "contrastive_loss", "negatives", more, wanted, "rows of as many features as y has"
         )
         n, k = y.shape[0], more.shape[0]
@@ -163,16 +257,13 @@ class _Logits:
     ) -> tuple[Any, Array]:
         """f reduced over the sweep, and the logits of the positive pairs."""
         i = self.backend.tiles.indices(x.shape[0], x) if positive is None else None
-        result = {"x": x, "a": ids, "i": i, **columns}
-        named = {name: z for name, z in result.items() if z is not None}
-        rows, others = (
-            [name for name in names if name in named]
-            for names in (("x", "a", "i"), ("y", "b", "ours"))
-        )
+        rows = {name: z for name, z in (("x", x), ("a", ids), ("i", i)) if z is not None}
+        columns = {name: z for name, z in columns.items() if z is not None}
         if positive is None:
             reduce, over = (reduce, "take"), (over, "columns")
-        run = tiled(self.backend, f, reduce, rows=rows, columns=others, over=over, **self.options)
-        out = run(scale=self.scale, bias=self.bias, **named)
+        sides = {"rows": [*rows], "columns": [*columns]}
+        run = tiled(self.backend, f, reduce, over=over, **sides, **self.options)
+        out = run(scale=self.scale, bias=self.bias, **rows, **columns)
         return out if positive is None else (out, positive)
 
     def losses(self, x: Array, ids: Any, columns: Any, positive: Any) -> Array:
@@ -192,19 +283,19 @@ class _Logits:
         over = [[side] * len(reduce) for side in sides]
         reduces = [reduce] * len(sides)
         result, positive = self._sweep(scores, reduces, over, x, ids, columns, positive)
-        return [self._entropy(positive, ids, *[z[: x.shape[0]] for z in each]) for each in result]
-
-    def _entropy(
-        self, positive: Array, ids: Any, total: Array, mass: Any = None, count: Any = None
-    ) -> Array:
-        if ids is not None:
-            total = self.xp.logaddexp(total, positive)
-        loss = total - (1 - self.smoothing) * positive
-        if not self.smoothing:
-            return loss
-        if ids is not None:
-            mass, count = mass + positive, count + 1
-        return loss - self.smoothing * mass / count
+        losses = []
+        for each in result:
+            total, *rest = (z[: x.shape[0]] for z in each)
+            if ids is not None:
+                total = self.xp.logaddexp(total, positive)
+            loss = total - (1 - self.smoothing) * positive
+            if self.smoothing:
+                mass, count = rest
+                if ids is not None:
+                    mass, count = mass + positive, count + 1
+                loss = loss - self.smoothing * mass / count
+            losses.append(loss)
+        return losses
 
 
 # The functions of a sweep capture no arrays, which would be lifted out of a trace. With the indices
@@ -249,3 +340,24 @@ def _where_kept(
     kept = a[:, None] != b[None]
     kept = kept if ours is None else kept | ~ours[None]
     return backend.xp.where(kept, s, backend.zeros_like(s[:1, :1]) + other)
+
+
+def _class_scores(backend: Backend, smoothed: bool, h: Any, t: Any, w: Any, b: Any) -> Any:
+    s = wide(backend, h @ w.T)
+    s = s if b is None else s + b[None]
+    result = {"all": s, "own": (s, t)}
+    return {**result, "mean": s} if smoothed else result
+
+
+def _check_smoothing(caller: str, label_smoothing: float) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise GradtoolsError(
+            f"{caller}: label_smoothing is {label_smoothing}; expected a number from 0 to 1."
+        )
+
+
+def _check_shape(caller: str, name: str, x: Any, shape: tuple[int, ...], meaning: str) -> None:
+    if x is not None and tuple(x.shape) != shape:
+        raise GradtoolsError(
+            f"{caller}: {name} has the shape {tuple(x.shape)}; expected {shape}, {meaning}."
+        )

@@ -1,5 +1,7 @@
 """All monkey patches of PyTorch, for calls that a TorchFunctionMode cannot see.
 
+At the end are two function modes, for the tensors that a function captured.
+
 Within a block `around(owner, beneath, args, kwargs)` replaces this thread's calls of
 `owner(*args, **kwargs)`; `beneath` calls the next outer block's function, or the original. A patch
 of a class is installed from the first block of any thread until the end of the last one; calls in
@@ -174,3 +176,26 @@ class Substituted(TorchFunctionMode):
 
     def within(self, tree: Any) -> Any:
         return upstream.tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)
+
+
+class Reads(TorchFunctionMode):
+    """Mode that records which tensors a function reads, of those with `wanted(x)`.
+
+    Attributes:
+        seen: The tensors, by their ids.
+        records: Whether it records now.
+    """
+
+    def __init__(self, wanted: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.seen: dict[int, Tensor] = {}
+        self.records = True
+        self._wanted = wanted
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.records and getattr(fun, "__name__", "") != "__get__":  # which reads a shape, say
+            for x in upstream.tree_leaves((args, kwargs)):
+                if isinstance(x, Tensor) and self._wanted(x):
+                    self.seen[id(x)] = x
+        return fun(*args, **kwargs)

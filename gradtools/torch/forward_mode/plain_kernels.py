@@ -29,6 +29,7 @@ from gradtools.torch.engines import jvp
 from gradtools.torch.known_errors import NO_FORWARD_MODE, kernel_without
 from gradtools.torch.modes import Modes
 from gradtools.torch.open_derivatives import caller_of, is_spent
+from gradtools.torch.patches import Reads
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.state import Snapshot
 
@@ -55,10 +56,13 @@ def jvps(
         return _pushed(fun, leaves, many)
     given = [x for xs in (leaves, *many) for x in xs]
     start = started(given)
-    with _Captured() as captured, torch.no_grad():
-        outs, extras, pushed = _pushed(_Recorded(fun, captured), leaves, many)
+    reads = Reads(lambda x: x.requires_grad)
+    reads.records = False
+    with reads, torch.no_grad():
+        outs, extras, pushed = _pushed(_Recorded(fun, reads), leaves, many)
     own = {id(x) for x in given}
-    others = [x for x in captured.tensors() if id(x) not in own]
+    # Without aliases of derivatives that the function took itself.
+    others = [x for i, x in reads.seen.items() if i not in own and not is_spent(x)]
     sources = [x for x in given if x.requires_grad]
     if not (sources or others):
         return outs, extras, pushed
@@ -120,39 +124,18 @@ class _Pushed(Recomputed):
         return result
 
 
-class _Captured(TorchFunctionMode):
-    """A function mode that records which tensors that require grad a function reads (taint)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: dict[int, Tensor] = {}
-        self.records = False
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.records and getattr(fun, "__name__", "") != "__get__":  # which reads a shape, say
-            for x in upstream.tree_leaves((args, kwargs)):
-                if isinstance(x, Tensor) and x.requires_grad:
-                    self._seen[id(x)] = x
-        return fun(*args, **kwargs)
-
-    def tensors(self) -> list[Tensor]:
-        """The recorded tensors, without aliases of derivatives that the function took itself."""
-        return [x for x in self._seen.values() if not is_spent(x)]
-
-
 class _Recorded:
     """A function during whose evaluations a mode records, which is the outermost one."""
 
-    def __init__(self, fun: Fun, mode: _Captured) -> None:
-        self._fun, self._mode = fun, mode
+    def __init__(self, fun: Fun, reads: Reads) -> None:
+        self._fun, self._reads = fun, reads
 
     def __call__(self, *xs: Tensor) -> Any:
-        self._mode.records = True
+        self._reads.records = True
         try:
             return self._fun(*xs)
         finally:
-            self._mode.records = False
+            self._reads.records = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fun, name)

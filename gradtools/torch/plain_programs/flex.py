@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
+from gradtools.torch.patches import Reads, Substituted
 from gradtools.torch.plain_programs.programs import (
     is_long,
     over_groups,
@@ -96,10 +97,10 @@ def _in_tiles(
     # arguments, but does not run inside of torch.utils.checkpoint.
     one = value_of(q)[0, 0, :1], value_of(k)[0, 0, :1]
     at = [x[0] for x in where[:2]] + [x[:1] for x in where[2:]]
-    with torch.no_grad(), _Replaced([], []) as reads:
+    with torch.no_grad(), Reads(_is_differentiated) as reads:
         scores(*one, at, lifted)
-    given = upstream.tree_leaves(lifted)
-    captured = [x for x in reads.differentiated if all(x is not y for y in given)]
+    given = {id(x) for x in upstream.tree_leaves(lifted)}
+    captured = [x for x in reads.seen.values() if id(x) not in given]
     attend = import_module("gradtools.torch").pairwise_reduce(
         _Tile(scores, captured, kinds),
         kinds,
@@ -135,7 +136,7 @@ class _Tile:
         lifted: Any,
         others: list[Tensor],
     ) -> dict[str, Any]:
-        with _Replaced(self.captured, others):
+        with Substituted(self.captured, others):
             s = self.scores(q, k, (b, h, i, j), lifted)
         result: dict[str, Any] = {"out": (s, v[None])}
         if "log" in self.kinds:
@@ -143,6 +144,10 @@ class _Tile:
         if "most" in self.kinds:
             result["most"] = value_of(s)
         return result
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    return not is_wrapped(x) and (x.requires_grad or is_dual(x))
 
 
 class _ByIndices(TorchFunctionMode):
@@ -154,22 +159,3 @@ class _ByIndices(TorchFunctionMode):
             if all(isinstance(i, Tensor) for i in index):
                 return torch.ops.aten.index.Tensor(args[0], index)
         return fun(*args, **(kwargs or {}))
-
-
-class _Replaced(TorchFunctionMode):
-    """A mode that replaces captured tensors, and records those that are differentiated."""
-
-    def __init__(self, captured: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._others = {id(x): other for x, other in zip(captured, others, strict=True)}
-        self.differentiated: list[Tensor] = []
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = upstream.tree_map_only(Tensor, self._replaced, (args, kwargs or {}))
-        return fun(*args, **kwargs)
-
-    def _replaced(self, x: Tensor) -> Tensor:
-        known = is_wrapped(x) or any(x is y for y in self.differentiated)
-        if not known and (x.requires_grad or is_dual(x)):
-            self.differentiated.append(x)
-        return self._others.get(id(x), x)

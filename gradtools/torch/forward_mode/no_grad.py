@@ -112,10 +112,10 @@ class NoGradStopsTangents(StaysInside):
         if fun is Tensor.register_hook and self._hooks is not None:
             return self._hooks.register(fun, *args, **kwargs)
         if upstream.peek_interpreter_stack() is not None:
-            return NoGradStopsTangents.flowing(self, fun, types, args, kwargs)
+            return self.flowing(fun, types, args, kwargs)
         if fun == _REQUIRES and not upstream.is_frameworks_own_question(1):
             return fun(*args) or self._requires(args[0])
-        if not self.ruled(fun) and self._may_enter(fun, types, args, kwargs):
+        if self._may_enter(fun, types, args, kwargs):
             return self.within(fun, (), args, kwargs)  # with gradients enabled, as f has them
         if not (self._hidden and torch.is_grad_enabled()):
             return self.flowing(fun, types, args, kwargs)
@@ -142,10 +142,6 @@ class NoGradStopsTangents(StaysInside):
             with self.inside_of(fun):  # for the functions among its arguments
                 return pushed_rightly(fun, args, kwargs, self._again)
         return pushed_rightly(fun, args, kwargs, self._again)
-
-    def ruled(self, fun: Any) -> bool:
-        """Whether this mode has a forward rule of its own for a function."""
-        return False
 
     def _may_enter(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> bool:
         in_python = type(fun) is FunctionType and fun is not self.inside

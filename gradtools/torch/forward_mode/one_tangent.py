@@ -61,32 +61,20 @@ class OneTangent(NoGradStopsTangents):
         self._versions = dict(zip(map(id, self._fixed), versions, strict=True))
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """Calls a function by its rule at once, unless f has changed the gradient mode."""
-        rule = _RULES.get(fun) if self._hidden and torch.is_grad_enabled() else None
-        plain = rule is not None and upstream.peek_interpreter_stack() is None
-        if rule is None or not (plain and _are_plain(types, args)):
+        """Calls a function by its rule, or by PyTorch's if f records a graph itself."""
+        seen = torch.is_grad_enabled()  # by f; if hidden, its operations record no graph
+        rule = _RULES.get(fun) if self._hidden or not seen else None
+        if rule is None or upstream.peek_interpreter_stack() is not None:
+            return super().__torch_function__(fun, types, args, kwargs)
+        if not (seen or upstream.is_forward_mode_enabled()) or not _are_plain(types, args):
             return super().__torch_function__(fun, types, args, kwargs)
         kwargs = kwargs or {}
         graphs(False)
         try:
             result = rule(self, fun, *args, **kwargs)
-            return super().flowing(fun, types, args, kwargs) if result is None else result
+            return self.flowing(fun, types, args, kwargs) if result is None else result
         finally:
-            graphs(True)
-
-    def ruled(self, fun: Any) -> bool:
-        """Whether a function has a rule in the table."""
-        return fun in _RULES
-
-    def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Calls a function by its rule, or by PyTorch's if a graph is recorded."""
-        rule = None if torch.is_grad_enabled() else _RULES.get(fun)
-        moves = rule is not None and upstream.is_forward_mode_enabled()
-        if rule is not None and moves and _are_plain(types, args):
-            result = rule(self, fun, *args, **kwargs)
-            if result is not None:
-                return result
-        return super().flowing(fun, types, args, kwargs)
+            graphs(seen)
 
     def parts(self, x: Any) -> tuple[Any, Tensor | None]:
         """A tensor's primal and tangent; None for no tangent."""

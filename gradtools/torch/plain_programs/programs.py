@@ -202,12 +202,12 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return (y if bias is None else y + _moved(bias, x)).to(x.dtype)
 
 
-def _moved(x: Tensor, beside: Tensor) -> Tensor:
-    """x, with a tangent of zeros if `beside`, its operand, has a tangent and x has none.
+def _moved(x: Tensor, operand: Tensor) -> Tensor:
+    """x, with a tangent of zeros if its `operand` has a tangent and x has none.
 
     PyTorch's symbolic zero takes a hundred times longer.
     """
-    if upstream.peek_interpreter_stack() is not None or not is_dual(beside) or is_dual(x):
+    if upstream.peek_interpreter_stack() is not None or not is_dual(operand) or is_dual(x):
         return x
     return forward_ad.make_dual(x, torch.zeros_like(value_of(x)))
 

@@ -267,9 +267,12 @@ class Pushforward:
             return both[0], [pushed[i] for i in self.first.moved]
         with _level_of_tangents(self._mode.operator) as mode:
             duals = [*map(_dual, primals, tangents)]
-            ys, treedef = upstream.tree_flatten(
-                self._without_graph(mode, run, duals) if self.first.is_now else run(*duals)
-            )
+            if self.first.is_now:
+                with scripts_called(self._refuse_script), mode.without_graph():
+                    y = run(*duals)
+            else:
+                y = run(*duals)
+            ys, treedef = upstream.tree_flatten(y)
             if self.first.is_now:
                 self.first.moved = [i for i, y in enumerate(ys) if _tangent_of(y) is not None]
             moved = self.first.moved
@@ -279,15 +282,18 @@ class Pushforward:
                 for y, t in zip(outs, pushed, strict=True)
             ]
             if not (self.first.is_now or self.is_pushed_now()):  # the pass has gates of its own
-                pushed = self._gated(run, (primals, duals, tangents), outs, pushed)
+
+                def fun(*xs: Tensor) -> Any:
+                    ys = upstream.tree_leaves(run(*xs))
+                    return [ys[i] for i in moved], []
+
+                fun.caller = self._mode.operator  # type: ignore[attr-defined]
+                pushed = gated_at_custom_code(fun, primals, duals, tangents, outs, pushed)
         return upstream.tree_unflatten(replaced_at(ys, moved, outs), treedef), pushed
 
-    def _without_graph(self, mode: Any, run: Any, duals: list[Tensor]) -> Any:
-        def refuse(*_: Any) -> None:  # no mode sees a scripted function, which records a graph
-            raise NeedsGraph(f"{mode.operator}: f holds a function of TorchScript.")
-
-        with scripts_called(refuse), mode.without_graph():
-            return run(*duals)
+    def _refuse_script(self, *_: Any) -> None:
+        """No mode sees a scripted function, which records a graph."""
+        raise NeedsGraph(f"{self._mode.operator}: f holds a function of TorchScript.")
 
     @contextmanager
     def as_first(self) -> Iterator[None]:
@@ -297,15 +303,3 @@ class Pushforward:
             yield
         finally:
             self.first.is_now = False
-
-    def _gated(self, run: Any, points: Any, outs: Any, pushed: list[Tensor]) -> list[Tensor]:
-        """The tangents, with gates where custom code loses a derivative of them."""
-        moved = self.first.moved
-
-        def fun(*xs: Tensor) -> Any:
-            ys = upstream.tree_flatten(run(*xs))[0]
-            return [ys[i] for i in moved], []
-
-        fun.caller = self._mode.operator  # type: ignore[attr-defined]
-        xs, entered, tangents = points
-        return gated_at_custom_code(fun, xs, entered, tangents, outs, pushed)

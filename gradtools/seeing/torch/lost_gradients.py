@@ -300,8 +300,14 @@ def _product(node: Any, given: Cotangents, path: Sequence[int]) -> float:
     if not callable(node) or not all(ct is None or _is_plain(ct) for ct in given):
         return 0.0
     size = max(map(_size, given), default=0.0)
+
+    def enlarged(ct: Tensor) -> Tensor:
+        """The cotangent scaled to near the square root of the dtype's greatest number."""
+        own = ct.abs().max()
+        return ct if own == 0 else ct / own * torch.finfo(ct.dtype).max ** 0.5
+
     with torch.no_grad():
-        result = node(*[None if ct is None else _large(ct) for ct in given])
+        result = node(*[None if ct is None else enlarged(ct) for ct in given])
     result = result if isinstance(result, tuple) else (result,)
     scales = [torch.finfo(ct.dtype).max ** 0.5 for ct in given if ct is not None]
     large = max((_size(result[k]) for k in path), default=0.0)
@@ -311,9 +317,3 @@ def _product(node: Any, given: Cotangents, path: Sequence[int]) -> float:
 
 
 _TOO_SMALL = 5e-324  # for any dtype
-
-
-def _large(ct: Tensor) -> Tensor:
-    """The cotangent scaled to near the square root of the dtype's greatest number."""
-    size = ct.abs().max()
-    return ct if size == 0 else ct / size * torch.finfo(ct.dtype).max ** 0.5

@@ -45,9 +45,10 @@ class AtenCall:
         """Its tensors, and the numbers passed for tensors, in order."""
         result: list[Any] = []
         for argument, value in self.bound:
+            alias = argument.alias_info
             if _is_number(argument, value):
                 result.append(value)
-            elif not _is_out(argument):
+            elif not (argument.kwarg_only and alias and alias.is_write):  # out= is not read
                 result += tensors_in(value)
         return [*_REORDERED[self.name](result)] if self.name in _REORDERED else result
 
@@ -81,8 +82,11 @@ class AtenCall:
         return self.first.dim() if self.first is not None else 0
 
     def _attributes(self) -> dict[str, Any]:
-        """The arguments that are not operands and differ from their defaults."""
-        result = {}
+        """The arguments that are not operands and differ from their defaults.
+
+        The schema's dim and dims are `axis` (one) or `axes` (several), counted from 0.
+        """
+        result: Attributes = {}
         for argument, value in self.bound:
             default = argument.default_value if argument.has_default_value() else None
             plain = value is not None and not any(True for _ in tensors_in(value))
@@ -92,45 +96,29 @@ class AtenCall:
                     result[argument.name] = value
         for argument in self.schema:
             default = argument.has_default_value() and argument.default_value
-            if (
-                argument.name == "dim"
-                and type(default) is int
-                and self.given.get("dim") in (None, default)
-            ):
+            given = self.given.get("dim")
+            if argument.name == "dim" and type(default) is int and given in (None, default):
                 result["dim"] = default
-        if lacking := self._lacking():
-            result["without"] = lacking
-        return self._with_axes(result)
 
-    def _lacking(self) -> tuple[str, ...]:
-        """The names of omitted optional tensors that precede a given one.
-
-        Without them the operand's position would be ambiguous.
-        """
+        # Omitted optional tensors before a given one, whose position would else be ambiguous.
         kinds = [a.name for a in self.schema if str(a.type) == "Optional[Tensor]"]
         there = [self.given.get(name) is not None for name in kinds]
         last = max((i for i, given in enumerate(there) if given), default=0)
-        return tuple(name for name, given in zip(kinds[:last], there, strict=False) if not given)
+        if lacking := [name for name, has in zip(kinds[:last], there, strict=False) if not has]:
+            result["without"] = tuple(lacking)
 
-    def _with_axes(self, attributes: Attributes) -> Attributes:
-        """Renames dim and dims to `axis` (one) or `axes` (several), counted from 0."""
         rank = max(1, self.rank + (self.name == "stack"))
         for name in ("dim", "dims"):
-            if name in attributes:
-                axis = attributes.pop(name)
+            if name in result:
+                axis = result.pop(name)
                 axes = axis if isinstance(axis, tuple) else (axis,)
                 if not isinstance(axis, tuple) and self.name not in _OF_AXES:
-                    attributes["axis"] = axis % rank
+                    result["axis"] = axis % rank
                 elif axes and self.rank:  # a scalar has no axes
-                    attributes["axes"] = tuple(sorted(a % rank for a in axes))
-        if attributes.pop("keepdim", False):
-            attributes["keep"] = True
-        return attributes
-
-
-def _is_out(argument: Any) -> bool:
-    """Whether a result is written there, and nothing read: out=."""
-    return bool(argument.kwarg_only and argument.alias_info and argument.alias_info.is_write)
+                    result["axes"] = tuple(sorted(a % rank for a in axes))
+        if result.pop("keepdim", False):
+            result["keep"] = True
+        return result
 
 
 def _is_number(argument: Any, value: Any) -> bool:
@@ -268,13 +256,9 @@ _RELATIONS = {
 
 
 def _convolved(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
+    """Stride, padding, dilation and groups that differ from their defaults."""
     if attributes.get("transposed") and not call.name.endswith("backward"):
         operation = "convolution_transposed"
-    return operation, _convolution(attributes)
-
-
-def _convolution(attributes: Attributes) -> Attributes:
-    """Stride, padding, dilation and groups that differ from their defaults."""
     usual = {"stride": 1, "dilation": 1, "padding": 0, "output_padding": 0, "groups": 1}
     kept: dict[str, Any] = {}
     for name, default in usual.items():
@@ -282,7 +266,7 @@ def _convolution(attributes: Attributes) -> Attributes:
         values = value if isinstance(value, tuple) else (value,)
         if any(n != default for n in values):
             kept[name] = tuple((n, n) for n in values) if name == "padding" else value
-    return kept
+    return operation, kept
 
 
 def _pooled(call: AtenCall, operation: str, attributes: Attributes) -> Translated:

@@ -40,13 +40,13 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     """Records one run as a graph and undoes its effects."""
     with observed(run, leaves, names) as seen:
         if seen.refusal is not None:
-            return Recording(seen.graph([]), seen.refusal)
+            return Recording(seen.recorder.graph(seen.inputs, []), seen.refusal)
         outputs = [seen.output(y) for y in seen.outs]
         hosts = tuple([k for k, y in enumerate(seen.outs) if isinstance(y, _NUMBERS)])
         before = _copies(seen.outs)
     _follow(run, seen, outputs, before)
     return Recording(
-        seen.graph(outputs),
+        seen.recorder.graph(seen.inputs, outputs),
         host_outputs=hosts,
         stand_ins=seen.stand_ins(),
         wanted=tuple(
@@ -95,7 +95,7 @@ def _follow(run: Run, seen: ObservedRun, outputs: list[int], before: list[Any]) 
     """Adds links from data that left to where it returned."""
     recorder = seen.recorder
     trainable = [number for number, x in recorder.captured.items() if x.requires_grad]
-    lost = _untraced(seen.graph(outputs), recorder.leavings, trainable)
+    lost = _untraced(recorder.graph(seen.inputs, outputs), recorder.leavings, trainable)
     if not lost:
         return
     moved_by = partial(_perturbed, run, seen, before)

@@ -17,7 +17,6 @@ import torch
 
 from gradtools.code_origin import innermost, lines_of
 from gradtools.errors import GradtoolsError, LostDerivativeError
-from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.recording import Refusal, Run
 from gradtools.seeing.torch.recording.autograd_functions import look_up_applies
 from gradtools.seeing.torch.recording.calls import CallRecorder, Replace
@@ -63,10 +62,6 @@ class ObservedRun:
             if isinstance(y, Tensor):
                 return self.recorder.of(y)
             return self.recorder.new(y)
-
-    def graph(self, outputs: Sequence[int]) -> PlainGraph:
-        """What was written down."""
-        return self.recorder.graph(self.inputs, outputs)
 
     def stand_ins(self) -> tuple[str, ...]:
         """For each leaf the name of what was read from outside in its place."""

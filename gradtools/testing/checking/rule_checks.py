@@ -11,7 +11,8 @@ order wrong. It is found by finite differences of r_k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,24 @@ from gradtools.testing.checking.probe import (
     FIRST,
     Probe,
     backend_name,
+    first_line,
     no_such_mode,
 )
 from gradtools.testing.checking.rule_parts import CALLER, RuleProbe, as_custom_rule
-from gradtools.testing.checking.rule_side_effects import check_purity
-from gradtools.testing.checking.rule_vmap import check_batch
+from gradtools.testing.flat import Arrays
 from gradtools.testing.relations import relation
-from gradtools.testing.report import DIFFERS, Report, compare_arrays, mismatch
+from gradtools.testing.report import DIFFERS, Report, compare_arrays, mismatch, widened
+
+_NEARBY = 1.0625  # the factor to another point, near enough to be in f's domain
+_POINTS = 1.0, _NEARBY, 0.9375  # the examples of a batch
+_DRAWN = (
+    "is another one where it is computed again: two calls of {} with the same arguments differ. "
+    "Is a random number drawn in it, or a state changed? Draw it in fwd, and save it."
+)
+_STALE = (
+    "is another one after another call of fwd: it reads what the last call left behind (a global, "
+    "an attribute, a closure's variable). Return it from fwd as a residual."
+)
 
 
 @user_facing
@@ -120,7 +132,7 @@ class RuleCheck:
         """Checks fwd, bwd and jvp one by one."""
         values = self.values
         us, vs = self.check._everywhere(), list(values.arrays(self.check.vs))
-        check_purity(values, us, vs)
+        _check_purity(values, us, vs)
         if self.rule.bwd is not None:
             self._same_value("fwd", lambda *a: values.fwd(*a)[0])
         if self.rule.jvp is not None:
@@ -184,8 +196,12 @@ class RuleCheck:
         check = DerivativeCheck(probe, None, seed=self.seed)
         for i, argument in enumerate(probe.paths):
             us = next(check._directions(i))
-            moved = self._derivative(probe, us)
-            if moved is None:
+            try:
+                moved = probe.forward(probe.leaves, us)
+            except Exception as error:
+                if not no_such_mode(error):
+                    raise
+                self.report.left_out.append("the residuals' derivatives: fwd has no forward mode")
                 return
             line = lambda t, us=us: flattened(probe.value(check._moved(us, t)))
             parts = slopes.slope(line, probe.eps).parts(probe.out)
@@ -199,21 +215,16 @@ class RuleCheck:
         check.note_undecided()
         self.report.left_out += check.report.left_out
 
-    def _derivative(self, probe: Probe, us: list[np.ndarray]) -> list[np.ndarray] | None:
-        """The residuals' tangents; None, with a note, if fwd has no forward mode."""
-        try:
-            return probe.forward(probe.leaves, us)
-        except Exception as error:
-            if not no_such_mode(error):
-                raise
-        self.report.left_out.append("the residuals' derivatives: fwd has no forward mode")
-        return None
-
     def _second(self, part: str, names: list[str], run: Callable[..., Any]) -> None:
         """Compares a part's derivative, as the framework computes it, with finite differences."""
-        if (reason := self._not_differentiable(run)) is not None:
-            self.report.left_out.append(f"second order of {part}: {reason}")
+        try:
+            ys, pullback = self.gt.vjp(run, *self.values.moving())
+            pullback([self.waist.ones_like(y) for y in ys])
+        except MissingRuleError as error:  # such as a host function without a rule
+            self.report.left_out.append(f"second order of {part}: {error}")
             return
+        except Exception:  # other errors are reported by the comparison
+            pass
         probe = Probe(CALLER, run, tuple(self.values.leaves), self.backend)
         probe.paths, probe.out_paths = self.values.paths, names
         check = DerivativeCheck(
@@ -231,17 +242,6 @@ class RuleCheck:
             self.report.comparisons.append(record)
         self.report.left_out += [f"over {part}: {reason}" for reason in check.report.left_out]
 
-    def _not_differentiable(self, run: Callable[..., Any]) -> str | None:
-        """Why a part has no derivative in any mode, such as a host function without a rule."""
-        try:
-            ys, pullback = self.gt.vjp(run, *self.values.moving())
-            pullback([self.waist.ones_like(y) for y in ys])
-        except MissingRuleError as error:
-            return str(error)
-        except Exception:  # other errors are reported by the comparison
-            return None
-        return None
-
     def whole(self, order: int) -> None:
         """Runs the checks of `check_derivatives` on the rule as users call it."""
         probe = Probe(CALLER, self.call, self.args, self.backend)
@@ -250,4 +250,110 @@ class RuleCheck:
         check.first_order()
         if order == 2:
             check.second_order()
-        check_batch(probe, check)
+        _check_batch(probe, check)
+
+
+# --- parts that are no functions ---------------------------------------------------------
+
+
+def _check_purity(probe: RuleProbe, us: Arrays, cts: list[Any]) -> None:
+    """Raises if a part of a rule is no function of its arguments, or changes them.
+
+    A framework calls fwd and bwd at any time and any number of times, with arrays that it shares
+    with others.
+
+    Args:
+        probe: The rule.
+        us: Tangents of the arguments.
+        cts: Cotangents of the outputs, in the framework's arrays.
+    """
+    args = probe.rebuilt(probe.moving())
+    if probe.rule.bwd is not None:
+        with _unchanged(probe, "fwd", {"argument ": args}):
+            out, residuals = probe.fwd(*args)
+        pull = lambda: probe.numpy(probe.pulled(out, residuals, cts))
+        with _unchanged(probe, "bwd", {"the cotangent of output": cts, "the residual ": residuals}):
+            first = pull()
+        _check_equal(first, pull(), "bwd's cotangent", probe.paths, _DRAWN.format("bwd"))
+        nearby = [(x * _NEARBY).astype(x.dtype) for x in probe.leaves]
+        try:
+            probe.fwd(*probe.rebuilt(probe.arrays(nearby)))
+        except Exception:  # the nearby point is outside of f's domain
+            pass
+        else:
+            _check_equal(first, pull(), "bwd's cotangent", probe.paths, _STALE)
+    if probe.rule.jvp is not None:
+        push = lambda: probe.numpy(probe.pushed(args, us))
+        with _unchanged(probe, "jvp", {"argument ": args}):
+            first = push()
+        _check_equal(first, push(), "jvp's tangent", probe.out_paths, _DRAWN.format("jvp"))
+
+
+@contextmanager
+def _unchanged(probe: RuleProbe, part: str, trees: dict[str, Any]) -> Iterator[None]:
+    """A context in which a part must not write into these trees, given by their names."""
+
+    def copies(tree: Any) -> list[Any]:
+        leaves = probe.waist.flatten(tree)[0]
+        return [probe.gt.to_numpy(x) if probe.waist.is_array(x) else None for x in leaves]
+
+    before = [copies(tree) for tree in trees.values()]
+    yield
+    for (what, tree), old in zip(trees.items(), before, strict=True):
+        for path, a, b in zip(probe.waist.leaf_paths(tree), old, copies(tree), strict=True):
+            if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+                name = path.removeprefix("[").replace("]", "", 1) if "argument" in what else path
+                raise GradtoolsError(
+                    f"{CALLER}: {part} writes {what}{name} in place, which others hold as well. "
+                    "Make a new array (2 * x, not x.mul_(2)), or copy it first."
+                )
+
+
+def _check_equal(first: Arrays, again: Arrays, what: str, paths: Sequence[str], why: str) -> None:
+    for path, a, b in zip(paths, first, again, strict=True):
+        if not np.array_equal(a, b, equal_nan=True):
+            raise GradtoolsError(f"{CALLER}: {what} of {path} {why}")
+
+
+# --- batches -----------------------------------------------------------------------------
+
+
+def _check_batch(probe: Probe, check: DerivativeCheck) -> None:
+    """Compares values, and derivatives in the available modes, of a batch of three examples.
+
+    A rule is written for one example, and the framework batches it. Mistakes are possible in a host
+    kernel with `vectorized=True`, in a rule with its own vmap, and in code that reads the rank.
+    """
+    points = [[(x * c).astype(x.dtype) for x in probe.leaves] for c in _POINTS]
+    us, vs = check._everywhere(), check.vs
+    flat, gt, array, numpy = probe.flat, probe.gt, probe.array, probe.numpy
+    runs: list[tuple[str, Sequence[str], Callable[..., Any], Arrays]] = [
+        ("value", probe.out_paths, lambda xs, _: flat(*xs), []),
+        ("reverse mode", probe.paths, lambda xs, v: gt.vjp(flat, *xs)[1](list(v)), vs),
+        ("forward mode", probe.out_paths, lambda xs, u: gt.jvp(flat, tuple(xs), tuple(u))[1], us),
+    ]
+    for name, paths, run, vectors in runs:
+        if name != "value" and not check.present.get(name.split()[0]):
+            continue
+        extra = tuple([array(v) for v in vectors])
+        try:
+            single = [numpy(run(tuple([array(x) for x in xs]), extra)) for xs in points]
+            stacked = tuple([array(np.stack(leaf)) for leaf in zip(*points, strict=True)])
+            together = numpy(gt.vmap(run, in_axes=(0, None))(stacked, extra))
+        except Exception as error:
+            check.report.left_out.append(f"{name} in a batch: {first_line(error)}")
+            continue
+        for path, many, *each in zip(paths, together, *single, strict=True):
+            ones = np.stack(each)
+            noise = check._exact(1) * float(np.max(np.abs(widened(ones)), initial=0.0))
+            check._compare(
+                f"{name} in a batch | one by one",
+                path,
+                many,
+                ones,
+                1,
+                10 * noise,
+                "the examples of a batch are mixed, or its axes are taken for an example's",
+                "With vectorized=True a kernel gets the axes of the batch in front of every array, "
+                "and works on the last axes alone.",
+            )

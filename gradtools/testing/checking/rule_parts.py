@@ -39,27 +39,24 @@ def as_custom_rule(rule: Any, backend: str) -> tuple[CustomRule, Callable[..., A
         )
     statics = tuple(getattr(rule, "static_argnames", ()) or ())
     places = getattr(rule, "nondiff_argnums", ())
-    if places:  # of JAX, whose fwd takes them in the function's order
+
+    def statics_first(*args: Any) -> Any:
+        """fwd of `jax.custom_vjp`, which takes static arguments in the function's order."""
+        rest = list(args[len(places) :])
+        for place, static in sorted(zip(places, args, strict=False), key=lambda pair: pair[0]):
+            rest.insert(place, static)
+        return own_fwd(*rest)
+
+    own_fwd: Any = fwd
+    if places:
         statics = tuple([list(inspect.signature(fun).parameters)[i] for i in places])
-        fwd = fwd and _in_the_functions_order(fwd, places)
+        fwd = fwd and statics_first
     made = CustomRule(waist, fun, statics)
     made.__name__ = getattr(rule, "__name__", None) or getattr(rule, "name", None) or "a rule"
     made.fwd, made.bwd, made.jvp = fwd, bwd, jvp
     zeros = getattr(rule, "symbolic_zeros", False)  # a bool in JAX
     made.symbolic_zeros = frozenset({"cotangent"} if zeros is True else zeros or ())
     return made, call
-
-
-def _in_the_functions_order(fwd: Callable[..., Any], places: Sequence[int]) -> Any:
-    """fwd of `jax.custom_vjp`, as a function whose static arguments lead."""
-
-    def leading(*args: Any) -> Any:
-        rest = list(args[len(places) :])
-        for place, static in sorted(zip(places, args, strict=False), key=lambda pair: pair[0]):
-            rest.insert(place, static)
-        return fwd(*rest)
-
-    return leading
 
 
 def _of_record(rule: Any) -> Any:

@@ -219,20 +219,19 @@ class Problem:
 
     # --- the oracle
 
-    def loss_in_numpy(self, xs: Sequence[Any]) -> float:
-        """The loss, in 64 bits."""
-        pairs = zip(self._outputs(_Numpy, self._leaves, xs), self._weights, strict=True)
-        return float(sum(np.sum(np.real(np.conj(w) * y) + np.abs(y) ** 2 / 2) for y, w in pairs))
-
     def expected(self, operator: Operator) -> tuple[float, float]:
         """The first or second derivative that an operator should compute, and its scale."""
         through = cube if operator.cubed else lambda x: x
 
         def at(*steps: tuple[float, Sequence[Any]]) -> float:
+            """The loss in NumPy at x moved by these steps, in 64 bits."""
             moved = self.xs
             for step, ts in steps:
                 moved = [x + step * t for x, t in zip(moved, ts, strict=True)]
-            return self.loss_in_numpy([through(x) for x in moved])
+            outs = self._outputs(_Numpy, self._leaves, [through(x) for x in moved])
+            pairs = zip(outs, self._weights, strict=True)
+            parts = [np.sum(np.real(np.conj(w) * y) + np.abs(y) ** 2 / 2) for y, w in pairs]
+            return float(sum(parts))
 
         if operator.order == 2:
             line = lambda a: _slope(lambda b: at((a, self.ss), (b, self.ts)), 5e-3)
@@ -325,7 +324,11 @@ def check(options: argparse.Namespace) -> int:
         what = f"no cell that runs has {options.filter!r} in its name" if here else "not installed"
         print(f"gradtools check: {' and '.join(wanted)}: {what}", file=sys.stderr)
         return 2
-    _prepare(here)
+    if "torch" in here:
+        import_module("torch").set_num_threads(1)  # arrays are tiny
+    if "jax" in here and "jax" not in sys.modules:  # XLA reads its flags once
+        quick = "--xla_backend_optimization_level=0"
+        os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}".strip()
     with ExitStack() as inside:
         inside.enter_context(in_double_precision("jax" in here))
         for name in here:
@@ -340,17 +343,6 @@ def check(options: argparse.Namespace) -> int:
     devices += [f"{name}: not run" for name in BACKENDS if name not in here]
     _print(options, devices, done)
     return 1 if any(c.failure for c in done) else 0
-
-
-def _prepare(here: Sequence[str]) -> None:
-    """Sets PyTorch to one thread, as arrays are tiny, and turns XLA's optimizations off."""
-    if "torch" in here:
-        import torch
-
-        torch.set_num_threads(1)
-    if "jax" in here and "jax" not in sys.modules:  # XLA reads its flags once
-        quick = "--xla_backend_optimization_level=0"
-        os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 
 def _progress(cells: Sequence[Cell]) -> Iterator[Cell]:

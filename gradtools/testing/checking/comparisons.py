@@ -58,7 +58,14 @@ class Comparisons:
         self.xs = probe.leaves
         self.vs = [np.where(np.isfinite(y), self._draw(y.shape, y.dtype), 0) for y in probe.out]
         self.vs = [v.astype(y.dtype) for v, y in zip(self.vs, probe.out, strict=True)]
-        self.holes = self._holes()
+        self.holes = False  # whether an output has entries whose derivatives cannot be checked
+        for path, y in zip(probe.out_paths, probe.out, strict=True):
+            if count := int(np.sum(~np.isfinite(y))):
+                self.holes = True
+                self.report.left_out.append(
+                    f"{count} of {y.size} entries of {path} are not finite: their derivatives are "
+                    "not checked"
+                )
         self.unseen: dict[str, np.ndarray] = {}
         self.by_entries: dict[int, tuple[slopes.Slope, Any]] = {}
         self.present: dict[str, bool] = {}
@@ -70,17 +77,6 @@ class Comparisons:
                 f"{probe.caller}: two calls of f at the same arguments gave different values. Fix "
                 "its randomness (a key as an argument, dropout off) and its state."
             )
-
-    def _holes(self) -> bool:
-        """Whether an output has non-finite entries, whose derivatives cannot be checked."""
-        for path, y in zip(self.probe.out_paths, self.probe.out, strict=True):
-            count = int(np.sum(~np.isfinite(y)))
-            if count:
-                self.report.left_out.append(
-                    f"{count} of {y.size} entries of {path} are not finite: their derivatives are "
-                    "not checked"
-                )
-        return not all(np.isfinite(y).all() for y in self.probe.out)
 
     def note_undecided(self) -> None:
         """Lists in the report the entries that no direction could decide."""

@@ -44,7 +44,11 @@ class DerivativeCheck(Comparisons):
                 pushed = self._if_present("forward", partial(probe.forward, self.xs, us))
                 self._slopes(i, us, gradient, pushed)
                 self._dot_product(i, us, gradient, pushed)
-        self._linearity()
+        if self.present.get("reverse"):
+            draw = lambda: [self._draw(y.shape, y.dtype) for y in probe.out]
+            self._linear("reverse", "cotangent", probe.reverse, draw, probe.paths)
+        if self.present.get("forward"):
+            self._linear("forward", "tangent", probe.forward, self._everywhere, probe.out_paths)
         self.note_undecided()
 
     def _slopes(self, i: int, us: Arrays, gradient: Any, pushed: Any) -> None:
@@ -87,20 +91,9 @@ class DerivativeCheck(Comparisons):
             ],
         )
 
-    def _linearity(self) -> None:
-        probe = self.probe
-        if self.present.get("reverse"):
-            draw = lambda: [self._draw(y.shape, y.dtype) for y in probe.out]
-            name, what = self._name("reverse"), "cotangent"
-            self._linear(name, what, probe.reverse, draw, probe.paths)
-        if self.present.get("forward"):
-            name, what = self._name("forward"), "tangent"
-            draw = lambda: self._everywhere()
-            self._linear(name, what, probe.forward, draw, probe.out_paths)
-
     def _linear(
         self,
-        name: str,
+        mode: str,
         what: str,
         apply: Callable[[Arrays, Arrays], Arrays],
         draw: Callable[[], Arrays],
@@ -111,7 +104,7 @@ class DerivativeCheck(Comparisons):
         of_a, of_b = apply(self.xs, a), apply(self.xs, b)
         scaled = apply(self.xs, [(-4096 * x).astype(x.dtype) for x in a])
         added = apply(self.xs, [(x + y).astype(x.dtype) for x, y in zip(a, b, strict=True)])
-        cause = f"not linear in the {what}"
+        name, cause = self._name(mode), f"not linear in the {what}"
         for k, path in enumerate(paths):
             finite = np.isfinite(of_a[k]) & np.isfinite(of_b[k])  # infinities cannot be added
             one, other, thousands, both = (
@@ -181,9 +174,13 @@ class DerivativeCheck(Comparisons):
         d, e = self._everywhere(by_entry=True), self._everywhere()
         products = self._products(d)
         others = self._products(e) if products else {}
-        along = self._slope_of_gradient(d)
+        along = None  # the slope of the gradient
+        if self.against_values and self.present.get("reverse"):
+            line = lambda t: flattened(self.probe.reverse(self._moved(d, t), self.vs))
+            along = slopes.slope(line, self.probe.eps).parts(self.xs)
         for mode, product in products.items():
-            self._hessian_against_slope(mode, product, along, d)
+            if along is not None:
+                self._hessian_against_slope(mode, product, along, d)
             self._symmetry(mode, product, others[mode], d, e)
         if products:
             self._mixes(products, d)
@@ -207,17 +204,9 @@ class DerivativeCheck(Comparisons):
                 result[mode] = product
         return result
 
-    def _slope_of_gradient(self, d: Arrays) -> list[slopes.Slope] | None:
-        if not self.against_values or not self.present.get("reverse"):
-            return None
-        line = lambda t: flattened(self.probe.reverse(self._moved(d, t), self.vs))
-        return slopes.slope(line, self.probe.eps).parts(self.xs)
-
     def _hessian_against_slope(
-        self, mode: str, product: Arrays, along: list[slopes.Slope] | None, d: Arrays
+        self, mode: str, product: Arrays, along: list[slopes.Slope], d: Arrays
     ) -> None:
-        if along is None:
-            return
         for i, (h, s) in enumerate(zip(product, along, strict=True)):
             record = self._against_slope(mode, self.probe.paths[i], h, s, 2)
             again = lambda xs, i=i: [self.probe.product(mode, xs, d, self.vs)[i]]

@@ -34,25 +34,36 @@ def placed(backend: str, device: str = "auto") -> Iterator[None]:
     if device == "auto":
         yield
         return
-    kind, index = _parsed(device)
-    inside = _torch_placed if backend == "torch" else _jax_placed
-    with inside(kind, index):
-        yield
-
-
-def described(backend: str) -> str:
-    """A framework's version, default device, other devices and absent ones."""
-    return _torch_here() if backend == "torch" else _jax_here()
-
-
-def _parsed(device: str) -> tuple[str, int]:
     kind, _, index = device.partition(":")
     kind = "gpu" if kind == "cuda" else kind
     if kind not in KINDS or not (index or "0").isdigit():
         raise GradtoolsError(
             f"device {device!r}: expected auto, {', '.join(KINDS)}, or one of several, as gpu:1."
         )
-    return kind, int(index or 0)
+    inside = _torch_placed if backend == "torch" else _jax_placed
+    with inside(kind, int(index or 0)):
+        yield
+
+
+def described(backend: str) -> str:
+    """A framework's version, default device, other devices by name, and absent ones."""
+    if backend == "torch":
+        import torch
+
+        from gradtools.torch.modes import default_device
+
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        version, where, devices = torch.__version__, default_device(), {"gpu": gpus, "tpu": []}
+    else:
+        import jax
+
+        (device,) = jax.numpy.zeros(()).devices()
+        devices = {kind: [d.device_kind for d in _jax_devices(kind)] for kind in ("gpu", "tpu")}
+        version, where = jax.__version__, device.platform
+    named = [f"{k}:{i} ({name})" for k, names in devices.items() for i, name in enumerate(names)]
+    absent = ", ".join(kind for kind, names in devices.items() if not names)
+    there = "".join(f", {name}" for name in named)
+    return f"{version}, run on the {where}{there}; absent: {absent or 'none'}"
 
 
 # --- PyTorch -----------------------------------------------------------------------------
@@ -71,15 +82,6 @@ def _torch_placed(kind: str, index: int) -> Iterator[None]:
         return
     with torch.device("cuda" if kind == "gpu" else "cpu", index):
         yield
-
-
-def _torch_here() -> str:
-    import torch
-
-    from gradtools.torch.modes import default_device
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return _in_words(torch.__version__, default_device(), {"gpu": gpus, "tpu": []})
 
 
 # --- JAX ---------------------------------------------------------------------------------
@@ -101,22 +103,6 @@ def _jax_devices(kind: str) -> list[Any]:
         return list(jax.local_devices(backend=kind))
     except RuntimeError:  # JAX has no such platform here
         return []
-
-
-def _jax_here() -> str:
-    import jax
-
-    (where,) = jax.numpy.zeros(()).devices()
-    devices = {kind: [d.device_kind for d in _jax_devices(kind)] for kind in ("gpu", "tpu")}
-    return _in_words(jax.__version__, where.platform, devices)
-
-
-def _in_words(version: str, where: Any, devices: dict[str, list[str]]) -> str:
-    """A framework's version, default device, other devices by name, and absent ones."""
-    named = [f"{k}:{i} ({name})" for k, names in devices.items() for i, name in enumerate(names)]
-    absent = ", ".join(kind for kind, names in devices.items() if not names)
-    there = "".join(f", {name}" for name in named)
-    return f"{version}, run on the {where}{there}; absent: {absent or 'none'}"
 
 
 def _refuse_absent(framework: str, kind: str, index: int, counts: dict[str, int]) -> None:

@@ -68,7 +68,12 @@ def lowered(backend: str) -> dict[str, str]:
     In PyTorch these are oneDNN's and, with a GPU, CUDA's. In JAX it is
     `jax_default_matmul_precision`, whose default loses bits on every device except the CPU.
     """
-    return _torch_read_here() if backend == "torch" else _jax_lowered()
+    if backend == "jax":
+        return _jax_lowered()
+    import torch
+
+    gpu = torch.cuda.is_available()
+    return {n: v for n, v in _torch_lowered().items() if gpu or n.startswith(("mkldnn", "float32"))}
 
 
 def described_precision(backend: str) -> str:
@@ -88,13 +93,6 @@ def described_precision(backend: str) -> str:
 
 
 # --- PyTorch -----------------------------------------------------------------------------
-
-
-def _torch_read_here() -> dict[str, str]:
-    import torch
-
-    gpu = torch.cuda.is_available()
-    return {n: v for n, v in _torch_lowered().items() if gpu or n.startswith(("mkldnn", "float32"))}
 
 
 def _torch_lowered() -> dict[str, str]:

@@ -184,8 +184,30 @@ class _TraceComparison:
         biggest = [np.max(np.abs(g), initial=0.0) for g in self.torch.gradients.values()]
         noise = _ROUNDING * tolerances.epsilon(self.dtype) * float(max(biggest, default=0.0))
         for pair in reversed(self.pairs):
-            report.comparisons += self._gradients(pair, noise, values_agree)
-        report.comparisons += self._parameters(noise)
+            both = zip(pair.torch.gradients, pair.jax.gradients, pair.jax.outputs, strict=False)
+            for k, (g, b, y) in enumerate(both):
+                if b is None or y.dtype.kind not in "fc":
+                    continue
+                a = np.zeros_like(pair.torch.outputs[k]) if g is None else g
+                c = self._compared("gradient", pair.label(k), a, b, 1, noise)
+                if not c.agrees and values_agree:
+                    c = c.because(
+                        relation(_fitting(a, b), b, _NAMES) or "another derivative",
+                        f"All values agree; the gradient at the output of {pair.torch} does not: "
+                        "the difference arises after it, in what uses it.",
+                    )
+                report.comparisons.append(c)
+        for entry in self.mapping.entries:
+            name, b = entry.torch_name, self._jax_array(self.jax.gradients, entry.jax_path)
+            if b is None or name not in self.torch.parameters:
+                continue
+            g = self.torch.gradients.get(name)
+            a = entry.layout.to_jax(np.zeros(entry.torch_shape, b.dtype) if g is None else g)
+            limit = self._limit(1)
+            c = compare_arrays("parameter's gradient", name, a, b, 1, tolerance=limit, noise=noise)
+            if not c.agrees:
+                c = c.because(relation(a, b, _NAMES) or "another derivative")
+            report.comparisons.append(c)
         return report
 
     def _unpaired(self) -> list[str]:
@@ -290,41 +312,6 @@ class _TraceComparison:
             return bool(np.array_equal(x, y))
         limit = self._limit(0) if not exact else 8 * tolerances.epsilon(self.dtype)
         return bool(compare_arrays("", "", x, y, 0, tolerance=limit).agrees)
-
-    # --- backward
-
-    def _gradients(self, pair: _LayerPair, noise: float, explain: bool) -> list[Comparison]:
-        result = []
-        both = zip(pair.torch.gradients, pair.jax.gradients, pair.jax.outputs, strict=False)
-        for k, (a, b, y) in enumerate(both):
-            if b is None or y.dtype.kind not in "fc":
-                continue
-            a = np.zeros_like(pair.torch.outputs[k]) if a is None else a
-            c = self._compared("gradient", pair.label(k), a, b, 1, noise)
-            if not c.agrees and explain:
-                c = c.because(
-                    relation(_fitting(a, b), b, _NAMES) or "another derivative",
-                    f"All values agree; the gradient at the output of {pair.torch} does not: the "
-                    "difference arises after it, in what uses it.",
-                )
-            result.append(c)
-        return result
-
-    def _parameters(self, noise: float) -> list[Comparison]:
-        result = []
-        for entry in self.mapping.entries:
-            a = self.torch.gradients.get(entry.torch_name)
-            b = self._jax_array(self.jax.gradients, entry.jax_path)
-            if b is None or entry.torch_name not in self.torch.parameters:
-                continue
-            a = np.zeros(entry.torch_shape, b.dtype) if a is None else a
-            a, limit = entry.layout.to_jax(a), self._limit(1)
-            quantity = "parameter's gradient"
-            c = compare_arrays(quantity, entry.torch_name, a, b, 1, tolerance=limit, noise=noise)
-            result.append(
-                c if c.agrees else c.because(relation(a, b, _NAMES) or "another derivative")
-            )
-        return result
 
 
 def _value_words(a: np.ndarray, b: np.ndarray) -> str | None:

@@ -8,11 +8,14 @@ import numpy as np
 
 from gradtools.testing.cross_checking.causes import Causes
 from gradtools.testing.diverging.divergence import _TraceComparison
+from gradtools.testing.diverging.traces import Layer, Trace
 
 
 def test_integers_have_no_gradient_to_compare():
-    one = SimpleNamespace(gradients=[np.zeros(3)], outputs=[np.arange(3)])
-    assert _TraceComparison._gradients(None, SimpleNamespace(torch=one, jax=one), 0.0, True) == []
+    layer = Layer(("a",), 0, [], [np.arange(3)], [np.zeros(3)])
+    trace, mapping = Trace([layer], {}, {}), SimpleNamespace(entries=[], left_out=[])
+    compared = _TraceComparison(trace, trace, mapping, {("a",): ("a",)}, "float64", None).report()
+    assert [c.quantity for c in compared.comparisons] == ["value"]
 
 
 def test_what_is_no_derivative_is_not_compared_with_finite_differences():

@@ -115,10 +115,9 @@ class Causes:
             or self._precision(leaf)
             or ("no known pattern", "")
         )
-        if self.values_agree and c.quantity not in ("value", "parameter"):
-            wrong = [name for k, name in enumerate(self.names) if self.contradicts(c.quantity, k)]
-            if len(wrong) == 1:
-                detail = f"{detail} Finite differences say that {wrong[0]} is wrong.".lstrip()
+        wrong = self.wrong_side(c.quantity)
+        if wrong:
+            detail = f"{detail} Finite differences say that {wrong} is wrong.".lstrip()
         return c.because(cause, detail)
 
     # --- further evaluations
@@ -272,6 +271,13 @@ class Causes:
         return bool(moves and not np.any(once))
 
     # --- which side is wrong
+
+    def wrong_side(self, name: str) -> str | None:
+        """The side whose derivative contradicts its values, if it is one of the two."""
+        if not self.values_agree or name in ("value", "parameter"):
+            return None
+        wrong = [side for k, side in enumerate(self.names) if self.contradicts(name, k)]
+        return wrong[0] if len(wrong) == 1 else None
 
     def _contradicts(self, name: str, k: int) -> bool:
         try:

@@ -616,8 +616,8 @@ def test_a_function_of_the_user_with_a_familiar_name_is_read_as_it_is():
 
 def test_a_mistaken_translation_is_found_by_the_comparison(monkeypatch):
     from gradtools.seeing.formulas.algebra import apply
-    from gradtools.seeing.jax.translating import translations
+    from gradtools.seeing.jax.translating import programs
 
-    monkeypatch.setitem(translations.PRIMITIVES, "cos", lambda w, p, x: apply("sin", x))
+    monkeypatch.setitem(programs.PRIMITIVES, "cos", lambda w, p, x: apply("sin", x))
     with pytest.raises(gradtools.GradtoolsError, match="by automatic differentiation"):
         checked(jnp.cos, real(3))

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.seeing.formulas.algebra import apply, array
+from gradtools.seeing.formulas.algebra import apply
+from gradtools.seeing.formulas.expressions import array
 from gradtools.seeing.torch.translating.translations import OPERATIONS
 from tests.support.formula_rows import rows
 

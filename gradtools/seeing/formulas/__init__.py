@@ -6,7 +6,7 @@ A backend records a run as expressions, of operations in the vocabulary or opaqu
         --reverse--> the adjoint program --reverse--> the adjoint of that
         --statements, writing--> text --typesetting--> LaTeX;  --evaluation--> numbers
 
-Everything is an `Expr` (`expressions.py`), hash-consed and simplified on construction (`algebra/`).
+Everything is an `Expr` (`expressions.py`), simplified on construction (`algebra.py`).
 An `Operation` (`operation_record.py`) has a constructor, a value in NumPy, a pullback, a notation
 and labels of axes; the records are in `operations/`, by family. Other operations keep their name
 and are computed and differentiated by the framework (`operations/opaque.py`).

@@ -25,9 +25,9 @@ from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import add, is_zero, real, zeros
+from gradtools.seeing.formulas.algebra import add, real
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, pair, together
-from gradtools.seeing.formulas.expressions import Expr, placeholder, siblings
+from gradtools.seeing.formulas.expressions import Expr, is_zero, placeholder, siblings, zeros
 from gradtools.seeing.formulas.expressions import order as ordered
 from gradtools.seeing.formulas.operation_record import OPERATIONS, evaluate
 from gradtools.seeing.formulas.recorded import Recorded

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,7 +42,7 @@ class Expr:
             stem from an earlier formula.
     """
 
-    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these are set by `algebra/functions.py`
+    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these are set by `algebra.py`
     __radd__: ClassVar[Callable[[Expr, Any], Expr]]
     __sub__: ClassVar[Callable[[Expr, Any], Expr]]
     __rsub__: ClassVar[Callable[[Expr, Any], Expr]]
@@ -52,8 +52,6 @@ class Expr:
     __pow__: ClassVar[Callable[[Expr, Any], Expr]]
     __matmul__: ClassVar[Callable[[Expr, Any], Expr]]
     __neg__: ClassVar[Callable[[Expr], Expr]]
-    reshape: ClassVar[Callable[[Expr, Any], Expr]]
-    squeeze: ClassVar[Callable[[Expr, Any], Expr]]
     __slots__ = ("__weakref__", "args", "attributes", "kind", "op", "serial", "shape", "turn")
 
     def __init__(
@@ -194,3 +192,66 @@ def order(roots: Iterable[Expr]) -> list[Expr]:
             stack.append((node, True))
             stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
     return result
+
+
+# --- numbers and constant arrays
+
+
+def number(value: Any) -> Expr:
+    """A scalar constant."""
+    value = value.item() if hasattr(value, "item") else value
+    return expr("number", (), (), kind_of_number(value), value=tidy(value))
+
+
+def kind_of_number(value: Any) -> str:
+    """Complex for a complex number, else real."""
+    return COMPLEX if isinstance(value, complex) else REAL
+
+
+def lifted(x: Any) -> Expr:
+    """Converts a number to an expression."""
+    return x if isinstance(x, Expr) else number(x)
+
+
+def tidy(value: Any) -> Any:
+    """A Python number: complex only if the imaginary part is nonzero, without negative zero."""
+    value = complex(value)
+    return value if value.imag else float(value.real) + 0.0
+
+
+def full(value: Any, shape: Sequence[int]) -> Expr:
+    """A constant array of this shape."""
+    if not shape:
+        return number(value)
+    coefficient = number(value)["value"]
+    return expr(
+        "einsum", (), shape, kind_of_number(coefficient), labels=(), coefficient=coefficient
+    )
+
+
+def zeros(shape: Sequence[int]) -> Expr:
+    """Zeros."""
+    return full(0.0, shape)
+
+
+def array(value: Any) -> Expr:
+    """A captured array as an expression; equal numbers become one."""
+    value = np.asarray(value)
+    if value.size and np.all(value == value.flat[0]) and value.dtype.kind in "fc":
+        return full(value.flat[0].item(), value.shape)
+    kind = {"f": REAL, "c": COMPLEX, "b": "boolean"}.get(value.dtype.kind, INTEGER)
+    return expr("array", (), value.shape, kind, value=ArrayValue(value))
+
+
+def constant_of(x: Expr) -> Any:
+    """The number of which x consists, if it is a constant array; else None."""
+    if x.op == "number":
+        return x["value"]
+    if x.op == "einsum" and not x.args:
+        return x["coefficient"]
+    return None
+
+
+def is_zero(x: Expr) -> bool:
+    """Whether x is known to be zero."""
+    return constant_of(x) == 0

@@ -24,7 +24,6 @@ from gradtools.seeing.formulas.algebra import (
     add,
     apply,
     broadcast,
-    constant_of,
     contracts,
     drop_axes,
     mean,
@@ -35,7 +34,7 @@ from gradtools.seeing.formulas.algebra import (
     total,
     varying,
 )
-from gradtools.seeing.formulas.expressions import Expr
+from gradtools.seeing.formulas.expressions import Expr, constant_of
 from gradtools.seeing.formulas.operations.reductions import reduced, standardize, variance
 
 

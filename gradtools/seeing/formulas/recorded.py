@@ -9,8 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradtools.seeing.formulas.algebra import apply, broadcast, constant_of
-from gradtools.seeing.formulas.expressions import BOOLEAN, COMPLEX, INTEGER, ArrayValue, Expr, order
+from gradtools.seeing.formulas.algebra import apply, broadcast
+from gradtools.seeing.formulas.expressions import (
+    BOOLEAN,
+    COMPLEX,
+    INTEGER,
+    ArrayValue,
+    Expr,
+    constant_of,
+    order,
+)
 from gradtools.seeing.formulas.operation_record import made
 from gradtools.seeing.formulas.recognition import named
 

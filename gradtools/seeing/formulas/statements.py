@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import constant_of, contracts, is_wrapper
+from gradtools.seeing.formulas.algebra import contracts, is_wrapper
 from gradtools.seeing.formulas.axes import Axes
-from gradtools.seeing.formulas.expressions import Expr, order
+from gradtools.seeing.formulas.expressions import Expr, constant_of, order
 from gradtools.seeing.formulas.operation_record import is_elementwise
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.formulas.writing import ExpressionWriter, NeedsIndices

@@ -22,7 +22,6 @@ from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import (
     Entry,
     Labels,
-    constant_of,
     contracts,
     drop_axes,
     is_wrapper,
@@ -31,7 +30,7 @@ from gradtools.seeing.formulas.algebra import (
     varying,
 )
 from gradtools.seeing.formulas.axes import Axes, primed
-from gradtools.seeing.formulas.expressions import Expr
+from gradtools.seeing.formulas.expressions import Expr, constant_of
 from gradtools.seeing.formulas.operation_record import OPERATIONS, is_elementwise
 from gradtools.seeing.formulas.typesetting import Written
 

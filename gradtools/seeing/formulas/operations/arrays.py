@@ -19,13 +19,11 @@ import numpy as np
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import (
     apply,
-    array,
     broadcast,
     conj,
     einsum,
     imag,
     matmul,
-    number,
     product,
     real,
     reshape,
@@ -39,7 +37,9 @@ from gradtools.seeing.formulas.expressions import (
     ArrayValue,
     Expr,
     Shape,
+    array,
     expr,
+    number,
     widest,
 )
 from gradtools.seeing.formulas.operation_record import operation, word

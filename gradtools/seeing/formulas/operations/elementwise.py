@@ -19,10 +19,7 @@ from gradtools.seeing.formulas.algebra import (
     broadcast,
     broadcast_shape,
     conj,
-    constant_of,
     imag,
-    is_zero,
-    lifted,
     negate,
     real,
     times,
@@ -33,7 +30,10 @@ from gradtools.seeing.formulas.expressions import (
     INTEGER,
     REAL,
     Expr,
+    constant_of,
+    is_zero,
     kind_of,
+    lifted,
     widest,
 )
 from gradtools.seeing.formulas.operation_record import (

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import is_zero
-from gradtools.seeing.formulas.expressions import Expr, several, signature
+from gradtools.seeing.formulas.expressions import Expr, is_zero, several, signature
 from gradtools.seeing.formulas.operation_record import Cotangents, operation
 
 if TYPE_CHECKING:

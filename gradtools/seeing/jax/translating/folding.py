@@ -23,15 +23,10 @@ _LEAVING = ("pure_callback", "io_callback", "debug_callback", "gradtools_kernel"
 
 
 def folded(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation as NumPy arrays; random keys stay JAX arrays."""
+    """The results of an equation as NumPy arrays, also inside of a trace; keys stay JAX arrays."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    return [x if is_key(x) else np.asarray(x) for x in evaluated(eqn, values)]
-
-
-def evaluated(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The concrete results of an equation, also inside of a trace."""
     with jax.ensure_compile_time_eval():
-        return bound(eqn, values)
+        return [x if is_key(x) else np.asarray(x) for x in bound(eqn, values)]
 
 
 def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -48,4 +43,4 @@ def _empty() -> Any:
     return empty.replace(debug_info=empty.debug_info.with_unknown_names())
 
 
-__all__ = ["bound", "evaluated", "folded", "is_foldable"]
+__all__ = ["bound", "folded", "is_foldable"]

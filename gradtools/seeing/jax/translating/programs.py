@@ -5,14 +5,15 @@ program's arguments (index arithmetic, masks, random keys) are constant-folded::
 
     lt 2 0;  add 2 5;  select_n ...;  gather x [2]      ->    x[2]
 
-A value is an `Expr` or `Known`. Loops, branches and functions with custom rules become opaque
-operations with their names. So does a function of JAX with an opaque part: the name `solve` is more
-readable than its LU factors. A random draw is a constant.
+A value is an `Expr` or `Known`. A primitive has a translation, or keeps the graph's name and
+attributes (`../operands.py`) if these are of the vocabulary; else it becomes an opaque operation.
+So do loops, branches, functions with custom rules, and functions of JAX with an opaque part: the
+name `solve` is more readable than its LU factors. A random draw is a constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,15 +27,29 @@ from gradtools.backend import Backend
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import enable_x64
 from gradtools.jax.jaxprs import function_name, is_chunk
+from gradtools.seeing.formulas.algebra import apply, reshape
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
-from gradtools.seeing.formulas.operation_record import evaluate
-from gradtools.seeing.formulas.operations.arrays import arrange, constant
+from gradtools.seeing.formulas.operation_record import OPERATIONS, evaluate
+from gradtools.seeing.formulas.operations.arrays import (
+    arrange,
+    constant,
+    meant,
+    permuted,
+    picked,
+    take_along,
+)
+from gradtools.seeing.formulas.operations.elementwise import cast, is_integer, where
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.recorded import Recorded, fitted, in_vocabulary, in_words
+from gradtools.seeing.formulas.recorded import (
+    Recorded,
+    fitted,
+    has_opaque_part,
+    in_vocabulary,
+    in_words,
+)
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import operands, recorded_run, source_lines
 from gradtools.seeing.jax.translating.folding import bound, folded, is_foldable
-from gradtools.seeing.jax.translating.translations import PRIMITIVES, WORDS
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
@@ -129,7 +144,7 @@ class _Translator:
             self._exprs[entry] = constant(value=value)
         return self._exprs[entry]
 
-    def concrete(self, x: Expr) -> np.ndarray | None:
+    def concrete(self, x: Expr) -> np.ndarray:
         """The numeric value at the program's leaves."""
         leaves = [e for e in order([x]) if e.op == "placeholder"]
         return evaluate([x], {e: self._given[e] for e in leaves})[0]
@@ -158,8 +173,9 @@ class _Translator:
     def _step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """Translates one equation."""
         name = eqn.primitive.name
-        if name in _OF_KEYS:
-            entries = [self._at_leaves(e) for e in entries]
+        if name in _OF_KEYS:  # random-key arithmetic is computed at the leaves
+            at_leaves = lambda x: Known(self.concrete(x).astype(np.uint32))
+            entries = [at_leaves(e) if isinstance(e, Expr) else e for e in entries]
         if name == "platform_index":
             here, platforms = jax.default_backend(), eqn.params["platforms"]
             chosen = next(k for k, names in enumerate(platforms) if names is None or here in names)
@@ -174,46 +190,32 @@ class _Translator:
         if is_foldable(eqn) and len(known) == len(entries):
             return [Known(value) for value in folded(eqn, known)]
         if name in _RULES:
-            return self._rule(eqn, entries)
-        return self._translated(eqn, entries)
-
-    def _at_leaves(self, entry: Entry) -> Entry:
-        """The `Known` value, at the leaves, of an operand of random-key arithmetic."""
-        if isinstance(entry, Known):
-            return entry
-        value = self.concrete(entry)
-        return Known(np.asarray(value).astype(np.uint32))
-
-    def _translated(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-        if any(_is_key(e) for e in entries):
-            return self._named(eqn, entries, _name_of(eqn))
+            return self._named(eqn, entries, eqn.params["rule"].name, with_words=False)
+        # For a host function, the name of its kernel.
+        kernel = getattr(eqn.params.get("call"), "kernel", None)
+        shown = getattr(kernel, "name", None) or operands.name_of(eqn)
+        if any(map(_is_key, entries)):
+            return self._named(eqn, entries, shown)
         xs = [self.expr(e) for e in entries]
         self._eqn = eqn
         self._values = [e.value if isinstance(e, Known) else None for e in entries]
-        translation = PRIMITIVES.get(eqn.primitive.name)
-        if translation is not None:
-            result = translation(self, eqn.params, *xs)
+        if name in PRIMITIVES:
+            result = PRIMITIVES[name](self, eqn.params, *xs)
         else:
-            result = self._by_neutral_name(eqn, xs)
+            ordered, exponent = [xs[i] for i in operands.order_of(eqn)], operands.exponent_of(eqn)
+            if exponent is not None:
+                ordered.append(constant(value=float(exponent)))
+            attributes, likes = operands.attributes_of(eqn), [_like(v) for v in eqn.outvars]
+            result = in_vocabulary(operands.name_of(eqn), ordered, attributes, likes)
         if result is None:
-            binary = eqn.primitive.name == "rem"
-            return self._named(eqn, entries, _name_of(eqn), numbers=binary)
-        return self._fitted(eqn, result if isinstance(result, list | tuple) else [result])
+            return self._named(eqn, entries, shown, numbers=name == "rem")
+        return self._fitted(eqn, [result] if isinstance(result, Expr) else result)
 
     def _fitted(self, eqn: Any, results: Sequence[Expr]) -> list[Entry]:
         for var in eqn.outvars:
             if var.aval.dtype in _NARROW and eqn.primitive.name not in _EXACT:
                 self._narrow.add(str(var.aval.dtype))
         return [fitted(x, _like(v)) for x, v in zip(results, eqn.outvars, strict=True)]
-
-    def _by_neutral_name(self, eqn: Any, xs: Sequence[Expr]) -> list[Expr] | None:
-        """As the graph says it (`../operands.py`), where that is of the vocabulary."""
-        ordered = [xs[i] for i in operands.order_of(eqn)]
-        exponent = operands.exponent_of(eqn)
-        if exponent is not None:
-            ordered.append(constant(value=float(exponent)))
-        likes = [_like(v) for v in eqn.outvars]
-        return in_vocabulary(operands.name_of(eqn), ordered, operands.attributes_of(eqn), likes)
 
     def _named(
         self,
@@ -225,16 +227,25 @@ class _Translator:
     ) -> list[Entry]:
         """As an opaque operation; `Known` operands that are not shown are part of its kernel.
 
-        numbers: Whether constants without axes are shown.
+        Shown are inexact arrays and, if `numbers`, constants without axes.
         """
-        moving = [k for k, e in enumerate(entries) if isinstance(e, Expr) or _is_read(e, numbers)]
+
+        def is_shown(e: Entry) -> bool:
+            if isinstance(e, Expr):
+                return True
+            if not np.ndim(e.value):
+                return numbers and not _is_key(e)
+            return bool(jnp.issubdtype(e.value.dtype, jnp.inexact))
+
+        shown = [k for k, e in enumerate(entries) if is_shown(e)]
         wide = bool(jax.config.read("jax_enable_x64"))
         fixed = {k: e.value for k, e in enumerate(entries) if isinstance(e, Known)}
-        dtypes = [eqn.invars[k].aval.dtype for k in moving]
+        count = len(entries)
+        dtypes = [eqn.invars[k].aval.dtype for k in shown]
 
         def run(*xs: Any) -> list[Any]:
-            given = {**fixed, **dict(zip(moving, xs, strict=True))}
-            return bound(eqn, [given[k] for k in range(len(entries))])
+            given = {**fixed, **dict(zip(shown, xs, strict=True))}
+            return bound(eqn, [given[k] for k in range(count)])
 
         def arrays(values: Sequence[np.ndarray]) -> list[Any]:
             return [jnp.asarray(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
@@ -242,12 +253,10 @@ class _Translator:
         inexact = tuple(bool(jnp.issubdtype(dtype, jnp.inexact)) for dtype in dtypes)
         kernel = OpaqueFunction(self.backend, run, arrays, inexact, partial(enable_x64, wide))
         outs = [_like(v) for v in eqn.outvars]
-        args = [self.expr(entries[k]) for k in moving]
+        args = [self.expr(entries[k]) for k in shown]
         rank = max((x.rank for x in args), default=0)
         words = in_words(operands.attributes_of(eqn), rank) if with_words else ""
         return self._fitted(eqn, by_name(name, args, outs, kernel, words))
-
-    # --- calls and rules
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
         """What a program gives for these operands, written out."""
@@ -256,14 +265,16 @@ class _Translator:
         return self.run(held.jaxpr, [*consts, *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
+        """A call, as a word, by the name of a function of JAX or of a rule, or written out."""
         (program,) = jaxprs.programs_of(eqn)
         jaxpr = program.jaxpr
         own = bool(source_lines.is_own(jaxpr)) and not source_lines.is_gradtools(jaxpr)
-        name = _name(eqn, jaxpr)
+        name = str(eqn.params.get("name") or function_name(jaxpr))
+        name = name.lstrip("_").rpartition(".")[2] or eqn.primitive.name
+        name = {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
         known = all(isinstance(e, Known) for e in entries)
-        if own and not known and not any(map(_is_key, entries)):
-            word = WORDS.get(name)
-            result = word and word(self, jaxpr, *map(self.expr, entries))
+        if own and not known and name in WORDS and not any(map(_is_key, entries)):
+            result = WORDS[name](jaxpr, *map(self.expr, entries))
             if result is not None:
                 return self._fitted(eqn, [result])
         if own and not known and name in _WHOLE:
@@ -272,19 +283,11 @@ class _Translator:
         if jaxprs.is_ruled(eqn) and not plain and not is_chunk(jaxpr):
             return self._named(eqn, entries, name, with_words=False)
         results = self._opened(program, entries)
-        if own and len(jaxpr.eqns) > 1 and self._has_opaque_part(results, entries):
-            return self._named(eqn, entries, name, with_words=False, numbers=True)
+        if own and len(jaxpr.eqns) > 1:
+            made, given = ([e for e in some if isinstance(e, Expr)] for some in (results, entries))
+            if has_opaque_part(made, given):
+                return self._named(eqn, entries, name, with_words=False, numbers=True)
         return results
-
-    def _has_opaque_part(self, results: Sequence[Entry], entries: Sequence[Entry]) -> bool:
-        """Whether some part of it is an operation by name."""
-        before = set(order([e for e in entries if isinstance(e, Expr)]))
-        parts = order([e for e in results if isinstance(e, Expr)])
-        return any(x.op == "by_name" and x not in before for x in parts)
-
-    def _rule(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """A rule of gradtools, by its name."""
-        return self._named(eqn, entries, eqn.params["rule"].name, with_words=False)
 
 
 def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
@@ -312,23 +315,93 @@ def _is_key(entry: Entry) -> bool:
     return isinstance(entry, Known) and jnp.issubdtype(entry.value.dtype, jax.dtypes.extended)
 
 
-def _is_read(entry: Known, numbers: bool) -> bool:
-    """Whether a constant is shown as an operand: an inexact array or, if `numbers`, a number."""
-    if not np.ndim(entry.value):
-        return numbers and not _is_key(entry)
-    return bool(jnp.issubdtype(entry.value.dtype, jnp.inexact))
+# --- primitives and functions whose meaning differs by more than the name
+
+Params = Mapping[str, Any]
 
 
-def _name_of(eqn: Any) -> str:
-    """An equation's name; for a host function, its kernel's name."""
-    kernel = getattr(eqn.params.get("call"), "kernel", None)
-    return getattr(kernel, "name", None) or operands.name_of(eqn)
+def _cast(w: _Translator, p: Params, x: Expr) -> Expr:
+    dtype = str(np.dtype(p["new_dtype"]))
+    return x if kind_of(dtype) == x.kind else cast(x, dtype=dtype)
 
 
-def _name(eqn: Any, jaxpr: Any) -> str:
-    name = eqn.params.get("name") or function_name(jaxpr)
-    name = str(name).lstrip("_").rpartition(".")[2] or eqn.primitive.name
-    return {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
+def _selected(w: _Translator, p: Params, which: Expr, *cases: Expr) -> Expr | None:
+    """A selection; a constant mask may select one case."""
+    if len(cases) != 2 or which.kind != "boolean":
+        return None
+    no, yes = cases
+    mask = which["value"].array if which.op == "array" else None
+    if mask is not None and mask.all():
+        return yes
+    if mask is not None and not mask.any():
+        return no
+    return where(which, yes, no)
+
+
+def _gathered(w: _Translator, p: Params, x: Expr, indices: Expr) -> Expr | None:
+    """Rows by integers, one entry of each row, or constant places; else None."""
+    if indices.turn[0]:
+        return w.arranged(x)
+    if not indices.rank:
+        return None
+    known = w.concrete(indices)
+    d, sizes = p["dimension_numbers"], tuple(int(n) for n in p["slice_sizes"])
+    axes = tuple(d.start_index_map)
+    limits = [x.shape[a] - sizes[a] for a in axes]
+    if not bool(np.all((known >= 0) & (known <= np.array(limits)))):
+        return None
+    batched = tuple(getattr(d, "operand_batching_dims", ()))
+    over = tuple(getattr(d, "start_indices_batching_dims", ()))
+    i = reshape(indices, indices.shape[:-1]) if len(axes) == 1 else None
+    if batched and i is not None and len(batched) == x.rank - 1 == i.rank - 1 and batched == over:
+        return take_along(x, i, axes[0]) if not d.offset_dims else None
+    if batched or tuple(d.collapsed_slice_dims) != axes:
+        return None
+    if i is not None and all(sizes[a] == n for a, n in enumerate(x.shape) if a != axes[0]):
+        return _rows(x, i, axes[0], d.offset_dims)
+    return _of_each(x, indices) if axes == (0, 1) and x.rank == 2 else None
+
+
+def _rows(x: Expr, i: Expr, axis: int, offset_dims: Sequence[int]) -> Expr:
+    """x indexed along one axis, with the axes of the indices where `offset_dims` has none."""
+    result = apply("index", x, meant(i, x.shape[axis]), axis=axis)
+    lead, rest = iter(range(i.rank)), iter(range(i.rank, result.rank))
+    order = [next(rest) if a in offset_dims else next(lead) for a in range(result.rank)]
+    return permuted(result, order)
+
+
+def _of_each(x: Expr, indices: Expr) -> Expr | None:
+    """x[0, i[0]], x[1, i[1]], ..."""
+    if indices.op != "concatenate" or len(indices.args) != 2 or indices.rank != 2:
+        return None
+    counting, i = indices.args
+    value = counting["value"].array.ravel() if counting.op == "array" else None
+    if value is None or not np.array_equal(value, np.arange(x.shape[0])):
+        return None
+    return picked(x, reshape(i, (x.shape[0],)))
+
+
+# Translations, from the translator, the parameters and the operands; None where they do not apply.
+PRIMITIVES: dict[str, Callable[..., Expr | Sequence[Expr] | None]] = {
+    "optimization_barrier": lambda w, p, *xs: list(xs),
+    "reduce_precision": lambda w, p, x: x,
+    "convert_element_type": _cast,
+    "div": lambda w, p, a, b: None if is_integer(a) else a / b,  # integers' division truncates
+    "select_n": _selected,
+    "gather": _gathered,
+}
+
+
+def _one_hot(jaxpr: Any, i: Expr) -> Expr | None:
+    out = jaxpr.outvars[0].aval
+    return apply("one_hot", i, size=out.shape[-1]) if out.shape[:-1] == i.shape else None
+
+
+# Functions of JAX's own, from their jaxpr and the operands.
+WORDS: dict[str, Callable[..., Expr | None]] = {
+    "one_hot": _one_hot,
+    "logaddexp": lambda jaxpr, *xs: OPERATIONS["logaddexp"].make(*xs),  # type: ignore[misc]
+}
 
 
 __all__ = ["formula_graph", "trying"]

@@ -12,18 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas.algebra import (
-    apply,
-    array,
-    broadcast,
-    constant_of,
-    lifted,
-    mean,
-    reshape,
-    swap,
-    total,
-)
-from gradtools.seeing.formulas.expressions import BOOLEAN, Expr
+from gradtools.seeing.formulas.algebra import apply, broadcast, mean, reshape, swap, total
+from gradtools.seeing.formulas.expressions import BOOLEAN, Expr, array, constant_of, lifted
 from gradtools.seeing.formulas.operations.arrays import arrange, meant, take_along, taken
 from gradtools.seeing.formulas.operations.reductions import reduced, variance
 

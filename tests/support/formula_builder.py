@@ -8,8 +8,7 @@ from typing import Any
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
 from gradtools.seeing.formulas.operation_record import made
 from gradtools.seeing.formulas.operations.arrays import constant
-from gradtools.seeing.formulas.recognition import named
-from gradtools.seeing.formulas.recorded import Recorded
+from gradtools.seeing.formulas.recorded import Recorded, named
 
 
 class Builder:

@@ -2,8 +2,8 @@
 
 A backend records a run as expressions, of operations in the vocabulary or opaque ones::
 
-    run --translating, recognition--> expressions, with names such as softplus
-        --reverse--> the adjoint program --reverse--> the adjoint of that
+    run --translating, recorded--> expressions, with names such as softplus
+        --adjoint--> the adjoint program --adjoint--> the adjoint of that
         --statements, writing--> text --typesetting--> LaTeX;  --evaluation--> numbers
 
 Everything is an `Expr` (`expressions.py`), simplified on construction (`algebra.py`).

@@ -13,10 +13,11 @@ with a framework.
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,11 +26,18 @@ from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import add, real
-from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, pair, together
-from gradtools.seeing.formulas.expressions import Expr, is_zero, placeholder, siblings, zeros
+from gradtools.seeing.formulas.algebra import add, conj, product, real
+from gradtools.seeing.formulas.expressions import (
+    COMPLEX,
+    SEVERAL,
+    Expr,
+    is_zero,
+    placeholder,
+    zeros,
+)
 from gradtools.seeing.formulas.expressions import order as ordered
 from gradtools.seeing.formulas.operation_record import OPERATIONS, evaluate
+from gradtools.seeing.formulas.operations.opaque import pulled_back
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
 from gradtools.seeing.formulas.typesetting import Written
@@ -390,12 +398,9 @@ def adjoint(
         The cotangents of ``wrt``, and the cotangent of every value between.
     """
     values, leaves, active = ordered(outputs), set(wrt), set(wrt)
-    waiting: dict[tuple, set[Expr]] = {}  # the outputs of an operation all need their cotangents
     for y in values:
-        if y.is_inexact and any(a in active for a in y.args):
+        if (y.is_inexact or y.kind == SEVERAL) and any(a in active for a in y.args):
             active.add(y)
-        if y.get("output") is not None and y.is_inexact:
-            waiting.setdefault(y.family, set()).add(y)
     gathered: dict[Expr, list[Expr]] = {}
 
     def contribute(x: Expr, g: Expr) -> None:
@@ -406,26 +411,23 @@ def adjoint(
     for out, g in zip(outputs, cotangents, strict=True):
         contribute(out, g)
     summed: dict[Expr, Expr] = {}
+    several: dict[Expr, dict[int, Expr]] = {}  # the cotangents of an opaque operation's outputs
     for y in reversed(values):
         if y not in active:
             continue
         if y in gathered:
             summed[y] = add(gathered.pop(y))
-        family = waiting.get(y.family, set())
-        family.discard(y)
-        if family or y in leaves:
+        if y in leaves:
             continue
-        several = y.get("output") is not None
-        ys = siblings(y) if several else [y]
-        operation = OPERATIONS[y.op]
-        pullback = operation.pullback
-        if pullback is None or not any(o in summed for o in ys):
-            continue
-        if operation.selective:
-            pullback = partial(pullback, tuple(a in active for a in y.args))
-        gs = [summed[o] if o in summed else zeros(o.shape) for o in ys]
-        args = (ys, gs) if several else (y, *gs)
-        for arg, c in zip(y.args, pullback(*args, *y.args), strict=True):
+        pulled: Sequence[Expr | None] = [None] * len(y.args)
+        pullback = OPERATIONS[y.op].pullback
+        if y.op == "output" and y in summed:
+            several.setdefault(y.args[0], {})[y["index"]] = summed[y]
+        elif y in several:
+            pulled = pulled_back(y, several[y], active)
+        elif y in summed and pullback is not None:
+            pulled = pullback(y, summed[y], *y.args)
+        for arg, c in zip(y.args, pulled, strict=True):
             if c is not None and arg in active and not is_zero(c):
                 contribute(arg, c)
     return [summed[x] if x in summed else zeros(x.shape) for x in wrt], summed
@@ -462,3 +464,96 @@ FORMS: Forms = {
     ),
     ".md": lambda formula: f"$$\n{_gathered(formula)}\n$$\n",
 }
+
+
+# --- separate real and imaginary parts, combined to complex arrays
+#
+# A program with separate X_re and X_im has an adjoint with twice as many lines. With
+# X = X_re + i X_im the gradient of a real function is X_bar = X_bar_re + i X_bar_im (gradtools'
+# convention), and the two lines become one, such as I_bar = W^H O_bar. The parts are substituted by
+# (X + X^*) / 2 and (X - X^*) / 2i, products are expanded, and like terms collected. The result is
+# used only if it agrees with the parts at a random point.
+
+_MOST_TERMS = 64
+
+
+@dataclass(frozen=True)
+class ComplexPair:
+    """Two arrays that are the parts of one complex array.
+
+    Attributes:
+        name: The name of the complex array.
+        real: The real part.
+        imaginary: The imaginary part.
+        whole: The complex array.
+    """
+
+    name: str
+    real: Expr
+    imaginary: Expr
+    whole: Expr
+
+
+def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
+    """Pairs of inputs whose names differ only by re and im, real and imag, or r and i."""
+    by_name = {p["name"]: p for p in leaves if p.kind == "real"}
+    result = []
+    for name, p in by_name.items():
+        split = re.fullmatch(r"((.*?[^_.])[_.])(re|real|r)", name)
+        q = split and by_name.get(split[1] + {"re": "im", "real": "imag", "r": "i"}[split[3]])
+        if split and q and q.shape == p.shape:
+            result.append(pair(split[2], p, q))
+    return result
+
+
+def pair(name: str, real: Expr, imaginary: Expr) -> ComplexPair:
+    """The pair of these parts, with a new complex array."""
+    return ComplexPair(name, real, imaginary, placeholder(name, real.shape, COMPLEX))
+
+
+def together(real: Expr, imaginary: Expr, pairs: Sequence[ComplexPair]) -> Expr | None:
+    """The complex array with these parts, in terms of the pairs' complex arrays; or None."""
+    known: dict[Expr, list[Expr]] = {}
+    for p in pairs:
+        known[p.real] = [0.5 * p.whole, 0.5 * conj(p.whole)]
+        known[p.imaginary] = [-0.5j * p.whole, 0.5j * conj(p.whole)]
+    apart = real + 1j * imaginary
+    terms = _expanded(apart, known)
+    if terms is None:
+        return None
+    whole = add(terms)
+    rng = np.random.default_rng(0)
+    leaves = [p for p in ordered([apart, whole]) if p.op == "placeholder"]
+    values: dict[Expr, Any] = {p: rng.normal(size=p.shape) for p in leaves if p.kind == "real"}
+    for p in pairs:
+        a, b = (values.setdefault(x, rng.normal(size=x.shape)) for x in (p.real, p.imaginary))
+        values[p.whole] = a + 1j * b
+    if any(p not in values for p in leaves):
+        return None
+    first, second = evaluate([apart, whole], values)
+    return whole if np.allclose(first, second, rtol=1e-12, atol=1e-12) else None
+
+
+def _expanded(x: Expr, known: dict[Expr, list[Expr]]) -> list[Expr] | None:
+    """The terms of a polynomial in the parts; None if it is no polynomial, or too long."""
+    terms = dict(known)
+    for y in ordered([x]):
+        if y in terms:
+            continue
+        if y.op == "add":
+            terms[y] = [t for a in y.args for t in terms[a]]
+        elif y.op == "einsum":
+            combined = itertools.product(*(terms[a] for a in y.args))
+            terms[y] = [
+                product(
+                    zip(chosen, y["labels"], strict=True), range(y.rank), y.shape, y["coefficient"]
+                )
+                for chosen in itertools.islice(combined, _MOST_TERMS + 1)
+            ]
+        elif not set(ordered([y])) & set(known):
+            terms[y] = [y]
+        else:
+            return None
+        if len(terms[y]) > _MOST_TERMS:
+            return None
+    return terms[x]

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-REAL, COMPLEX, INTEGER, BOOLEAN = "real", "complex", "integer", "boolean"
+REAL, COMPLEX, INTEGER, BOOLEAN, SEVERAL = "real", "complex", "integer", "boolean", "several"
 DTYPES = {REAL: np.float64, COMPLEX: np.complex128, INTEGER: np.int64, BOOLEAN: np.bool_}
 Shape = tuple[int, ...]
 Attributes = tuple[tuple[str, Any], ...]
@@ -36,7 +36,8 @@ class Expr:
         args: Its arguments.
         attributes: Static parameters, as sorted pairs.
         shape: Its shape.
-        kind: "real", "complex", "integer" or "boolean".
+        kind: "real", "complex", "integer" or "boolean"; "several" for an opaque operation, whose
+            outputs are expressions of it.
         serial: A number that increases with each construction.
         turn: The sort key among factors and terms: constants come last, because their serial may
             stem from an earlier formula.
@@ -88,17 +89,6 @@ class Expr:
         """Whether it is real or complex, so that it can have a derivative."""
         return self.kind in (REAL, COMPLEX)
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The attributes, without those that identify one of several outputs."""
-        return {n: v for n, v in self.attributes if n not in ("signature", "output")}
-
-    @property
-    def family(self) -> tuple:
-        """A key shared by the outputs of one operation with several outputs."""
-        rest = tuple(pair for pair in self.attributes if pair[0] != "output")
-        return (self.op, self.args, rest)
-
     def __repr__(self) -> str:
         return f"<{self.op}{list(self.shape)} {self.serial}>"
 
@@ -113,27 +103,6 @@ def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attri
         result = Expr(op, args, pairs, shape, kind)
         _known[key] = result
     return result
-
-
-def several(
-    op: str, args: Iterable[Expr], signature: Iterable[tuple], **attributes: Any
-) -> list[Expr]:
-    """The outputs of one operation with this signature of shapes and kinds."""
-    args, signature = tuple(args), tuple((tuple(s), kind) for s, kind in signature)
-    return [
-        expr(op, args, s, kind, signature=signature, output=k, **attributes)
-        for k, (s, kind) in enumerate(signature)
-    ]
-
-
-def siblings(y: Expr) -> list[Expr]:
-    """All outputs of y's operation."""
-    return several(y.op, y.args, y["signature"], **y.parameters)
-
-
-def signature(values: Iterable[Expr]) -> list[tuple]:
-    """The shapes and kinds of values."""
-    return [(v.shape, v.kind) for v in values]
 
 
 def widest(*kinds: str) -> str:

@@ -48,12 +48,9 @@ class Operation:
         name: An expression's ``op``, or the name in both frameworks' recorded programs.
         make: Builds the expression from the operands and the attributes; None for operations
             that occur in adjoints or by recognition only.
-        evaluate: Computes the value in NumPy from the expression and the arguments' values; a
-            tuple for several outputs.
-        pullback: Maps the expression (or its outputs), the cotangent (or cotangents) and the
-            arguments to the arguments' cotangents; None where there is no derivative.
-        selective: Whether the pullback takes a first argument, a tuple of bools: which of the
-            arguments' cotangents are needed. It computes no other.
+        evaluate: Computes the value in NumPy from the expression and the arguments' values.
+        pullback: Maps the expression, its cotangent and the arguments to the arguments' cotangents;
+            None where there is no derivative.
         result: Maps the arguments and the attributes to the shape and the kind of the
             expression; by default those of the first argument.
         elementwise: Whether it is applied to each entry.
@@ -71,7 +68,6 @@ class Operation:
     make: Make | None = None
     evaluate: Callable[..., Any] | None = None
     pullback: Callable[..., Any] | None = None
-    selective: bool = False
     result: Callable[..., Any] = lambda x, *rest, **attributes: (x.shape, x.kind)
     elementwise: bool = False
     form: Form | None = None
@@ -140,7 +136,6 @@ def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarra
                 f"it was given a value of shape {array.shape}"
             )
         values[x] = array.astype(DTYPES[x.kind], copy=False)
-    shared: dict[tuple, Any] = {}  # all outputs of an operation with several
     with np.errstate(all="ignore"):
         for y in order(roots):
             if y in values:
@@ -148,12 +143,5 @@ def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarra
             if y.op == "placeholder":
                 raise GradtoolsError(f"formula: no value is given for {y['name'] or 'an input'}")
             compute: Any = OPERATIONS[y.op].evaluate
-            args = [values[a] for a in y.args]
-            which = y.get("output")
-            if which is None:
-                values[y] = compute(y, *args)
-                continue
-            if y.family not in shared:
-                shared[y.family] = compute(y, *args)
-            values[y] = shared[y.family][which]
+            values[y] = compute(y, *(values[a] for a in y.args))
     return [values[root] for root in roots]

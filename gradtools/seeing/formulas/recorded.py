@@ -1,15 +1,42 @@
 """What a translator makes of a run: a `Recorded`, in operations of the vocabulary where it can.
 
 `in_vocabulary` gives an operation of the vocabulary that computes what the framework's did.
+JAX's programs are compositions where PyTorch's are one call. `named` looks at the result of each
+operation, and gives compositions a name by which they are written and differentiated::
+
+    log sum exp(x - c)                      logsumexp(x) - c       c being constant along the axis
+    e / sum e,  e = exp(x - c)              softmax(x)
+    x - logsumexp(x)                        log_softmax(x)
+    logsumexp(x) - <one-hot, x>             -<one-hot, log_softmax(x)>
+    1 / (1 + exp(-x)),  log(1 + exp(x))     sigmoid(x),  softplus(x)
+    mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
+    (x - mean x) / sqrt(variance + eps)     standardize(x)
+    sqrt(sum |x|^2), and one over it        norm(x)
+    relu(x),  |x|,  max(-inf, x)            x, where it is positive by its form, or whatever it is
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradtools.seeing.formulas.algebra import apply, broadcast
+from gradtools.seeing.formulas.algebra import (
+    Entry,
+    add,
+    apply,
+    broadcast,
+    contracts,
+    drop_axes,
+    mean,
+    parts,
+    plus,
+    product,
+    summands,
+    total,
+    varying,
+)
 from gradtools.seeing.formulas.expressions import (
     BOOLEAN,
     COMPLEX,
@@ -20,7 +47,7 @@ from gradtools.seeing.formulas.expressions import (
     order,
 )
 from gradtools.seeing.formulas.operation_record import made
-from gradtools.seeing.formulas.recognition import named
+from gradtools.seeing.formulas.operations.reductions import reduced, standardize, variance
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,3 +144,264 @@ def in_words(attributes: Mapping[str, Any], rank: int) -> str:
 
     plain = {k: short(v) for k, v in attributes.items() if rank > 1 or k not in ("axis", "axes")}
     return ", ".join(f"{k} {v}" for k, v in plain.items() if len(str(v)) <= 30)
+
+
+# --- names for compositions
+
+
+def named(x: Expr) -> Expr:
+    """The result of an operation, by its name where it is one of the compositions above."""
+    kept = sorted(varying(x))
+    if len(kept) < x.rank and constant_of(x) is None:  # broadcast along the other axes
+        inner = drop_axes(x, kept)
+        other = named(inner)
+        return x if other is inner else broadcast(other, x.shape, kept)
+    for pattern in _PATTERNS.get(x.op, ()):
+        result = pattern(x)
+        if result is not None and result.shape == x.shape:
+            return result
+    return x
+
+
+# --- parts of sums and products
+
+
+def _terms(x: Expr) -> list[Expr]:
+    """The terms of a sum, with nested sums flattened."""
+    terms = summands(x)
+    return terms if terms == [x] else [t for term in terms for t in _terms(term)]
+
+
+def _others(x: Expr, *terms: Expr) -> list[Expr]:
+    """The terms of a sum without these."""
+    return [t for t in x.args if all(t is not other for other in terms)]
+
+
+def _shifted(x: Expr, axes: Iterable[int]) -> tuple[Expr, list[Expr]]:
+    """X without its terms that are constant along the axes, and these terms."""
+    terms, axes = _terms(x), set(axes)
+    constant = [t for t in terms if axes <= _broadcast_axes(t)]
+    rest = [t for t in terms if t not in constant]
+    return (add(rest), constant) if rest else (x, [])
+
+
+def _broadcast_axes(x: Expr) -> set[int]:
+    """The axes along which x is broadcast, hence constant."""
+    return set(range(x.rank)) - varying(x.args[0] if x.op == "stop" else x)
+
+
+def _sum_over(x: Expr) -> tuple[Expr, tuple[int, ...]] | None:
+    """(z, axes), if x is the sum of z over axes."""
+    if not contracts(x) or len(x.args) != 1 or x["coefficient"] != 1:
+        return None
+    (names,) = x["labels"]
+    if tuple(l for l in names if l < x.rank) != tuple(range(x.rank)):
+        return None
+    return x.args[0], tuple(a for a, l in enumerate(names) if l >= x.rank)
+
+
+def _mean_over(x: Expr) -> tuple[Expr, tuple[int, ...]] | None:
+    """(z, axes), if x is the mean of z over axes."""
+    c, entries, out = parts(x)
+    if contracts(x):
+        inner = product(zip(x.args, x["labels"], strict=True), out, x.shape)
+    elif len(entries) == 1 and entries[0][1] == out:
+        inner = entries[0][0]
+    else:
+        return None
+    summed = None if isinstance(c, complex) else _sum_over(inner)
+    if summed is None:
+        return None
+    z, axes = summed
+    return summed if abs(c * math.prod(z.shape[a] for a in axes) - 1) < 1e-6 else None
+
+
+def _squared(x: Expr) -> Expr | None:
+    """Z, if x is |z|**2."""
+    if x.op != "power" or x["exponent"] != 2:
+        return None
+    (z,) = x.args
+    if z.op == "abs":
+        return z.args[0]
+    return None if z.is_complex else z
+
+
+def _centred(y: Expr, axes: tuple[int, ...]) -> Expr | None:
+    """Z, if y is z - mean z."""
+    for t in y.args if y.op == "add" else ():
+        z = add(_others(y, t))
+        if z - mean(z, axes, keep=True) is y:
+            return z
+    z, shift = _shifted(y, axes)
+    if not shift or z.shape != y.shape:
+        return None
+    same = z - mean(z, axes, keep=True)
+    return z if same is y or constant_of(add([same, -y])) == 0 else None
+
+
+def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
+    """The product x with a new factor in place of others."""
+    c, entries, out = parts(x)
+    return product([new, *(e for e in entries if e not in gone)], out, x.shape, c)
+
+
+# --- the softmax family
+
+
+def _logsumexp(x: Expr) -> Expr | None:
+    """log sum exp(z)."""
+    summed = _sum_over(x.args[0])
+    if summed is None or summed[0].op != "exp":
+        return None
+    (e, axes) = summed
+    z, shift = _shifted(e.args[0], axes)
+    kept = [a for a in range(z.rank) if a not in axes]
+    return plus(reduced("logsumexp", z, axes), *(drop_axes(s, kept) for s in shift))
+
+
+def _softmax(x: Expr) -> Expr | None:
+    """An exponential over its own sum along one axis."""
+    _, entries, _ = parts(x)
+    for e, names in entries:
+        for axis in range(e.rank) if e.op == "exp" else ():
+            below = total(e, [axis]) ** -1, (*names[:axis], *names[axis + 1 :])
+            if below in entries:
+                p = apply("softmax", _shifted(e.args[0], [axis])[0], axis=axis)
+                return _replaced(x, [(e, names), below], (p, names))
+    return None
+
+
+def _log_softmax(x: Expr) -> Expr | None:
+    """z - logsumexp(z)."""
+    for t in x.args:
+        c, entries, out = parts(t)
+        if c != -1 or len(entries) != 1 or entries[0][0].op != "logsumexp":
+            continue
+        ((log, names),) = entries
+        (z,), axes = log.args, log["axes"]
+        kept = tuple(a for a in out if a not in axes)
+        if len(axes) == 1 and names == kept and add(_others(x, t)) is z:
+            return apply("log_softmax", z, axis=axes[0])
+    return None
+
+
+def _of_one_hot(x: Expr) -> Expr | None:
+    """logsumexp(z) - <one-hot, z>."""
+    for t in (t for t in x.args if t.op == "logsumexp"):
+        (z,), axes = t.args, t["axes"]
+        for s in x.args:
+            factors = [g for f, _ in parts(s)[1] for g in (f, *f.args)]
+            for h in (f for f in factors if f.op == "one_hot" and f.shape == z.shape):
+                if axes == (z.rank - 1,) and s is -total(z * h, axes):
+                    log = apply("log_softmax", z, axis=axes[0])
+                    return add([-total(log * h, axes), *_others(x, t, s)])
+    return None
+
+
+# --- elementwise functions
+
+
+def _exponent(x: Expr) -> Expr | None:
+    """Z, if x is 1 + exp(z)."""
+    others = [t for t in x.args if constant_of(t) != 1]
+    exponential = x.op == "add" and len(x.args) == 2 and [t.op for t in others] == ["exp"]
+    return others[0].args[0] if exponential else None
+
+
+def _sigmoid(x: Expr) -> Expr | None:
+    """1 / (1 + exp(-z))."""
+    z = _exponent(x.args[0]) if x["exponent"] == -1 else None
+    return None if z is None else apply("sigmoid", -z)
+
+
+def _softplus(x: Expr) -> Expr | None:
+    """log(1 + exp(z))."""
+    z = None if x.is_complex else _exponent(x.args[0])
+    return None if z is None else apply("softplus", z)
+
+
+def _needless(x: Expr) -> Expr | None:
+    """relu(z) and |z| of a z that is never negative."""
+    (z,) = x.args
+    positive = _is_positive(z) or (x.op == "relu" and z.op in ("variance", "abs", "norm"))
+    return z if positive else None
+
+
+def _is_positive(x: Expr) -> bool:
+    """Whether x is real and consists of sums and products of exponentials."""
+    if x.is_complex or x.op in ("exp", "softmax"):
+        return not x.is_complex
+    scaled = x.op == "add" or (x.op == "einsum" and bool(x.args) and x["coefficient"] > 0)
+    return scaled and all(map(_is_positive, x.args))
+
+
+def _maximum_of_minus_infinity(x: Expr) -> Expr | None:
+    """max(-inf, z)."""
+    one, other = x.args if constant_of(x.args[0]) is not None else x.args[::-1]
+    return other if constant_of(one) == -math.inf else None
+
+
+# --- moments
+
+
+def _variance(x: Expr) -> Expr | None:
+    """The mean of |z - mean z|**2."""
+    averaged = _mean_over(x)
+    y = _squared(averaged[0]) if averaged else None
+    if averaged is None or y is None:
+        return None
+    z = _centred(y, averaged[1])
+    return None if z is None else variance(z, axes=averaged[1])
+
+
+def _variance_of_moments(x: Expr) -> Expr | None:
+    """mean z**2 - (mean z)**2."""
+    for first in x.args:
+        averaged = _mean_over(first)
+        z = _squared(averaged[0]) if averaged else None
+        if averaged and z is not None and not z.is_complex:
+            m = mean(z, averaged[1])
+            if _others(x, first) == [-(m * m)]:
+                return variance(z, axes=averaged[1])
+    return None
+
+
+def _standardize(x: Expr) -> Expr | None:
+    """(z - mean z) times (variance z + eps)**-1/2."""
+    _, entries, _ = parts(x)
+    for f, names in entries:
+        if f.op != "power" or f["exponent"] != -0.5:
+            continue
+        terms = _terms(f.args[0])
+        eps = [constant_of(t) for t in terms if constant_of(t) is not None]
+        rest = [t for t in terms if constant_of(t) is None]
+        v = rest[0] if len(rest) == 1 and rest[0].op == "variance" else None
+        if v is None or v.args[0].is_complex:
+            continue
+        (z,), axes = v.args, v["axes"]
+        for g, own in entries:
+            kept = tuple(l for a, l in enumerate(own) if a not in axes)
+            if g.shape == z.shape and kept == names and _centred(g, axes) is z:
+                y = standardize(z, axes=axes, eps=float(eps[0]) if eps else 0.0)
+                return _replaced(x, [(f, names), (g, own)], (y, own))
+    return None
+
+
+def _norm(x: Expr) -> Expr | None:
+    """sqrt(sum |z|**2), or its reciprocal."""
+    summed = _sum_over(x.args[0]) if x["exponent"] in (0.5, -0.5) else None
+    z = _squared(summed[0]) if summed else None
+    if summed is None or z is None:
+        return None
+    return reduced("norm", z, summed[1]) ** (2 * x["exponent"])
+
+
+_PATTERNS: dict[str, tuple[Callable[[Expr], Expr | None], ...]] = {
+    "abs": (_needless,),
+    "relu": (_needless,),
+    "maximum": (_maximum_of_minus_infinity,),
+    "log": (_logsumexp, _softplus),
+    "einsum": (_softmax, _variance, _standardize),
+    "add": (_log_softmax, _of_one_hot, _variance_of_moments),
+    "power": (_sigmoid, _norm),
+}

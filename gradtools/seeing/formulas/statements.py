@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import contracts, is_wrapper
 from gradtools.seeing.formulas.axes import Axes
-from gradtools.seeing.formulas.expressions import Expr, constant_of, order
+from gradtools.seeing.formulas.expressions import SEVERAL, Expr, constant_of, order
 from gradtools.seeing.formulas.operation_record import is_elementwise
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.formulas.writing import ExpressionWriter, NeedsIndices
@@ -55,7 +55,7 @@ class Statements:
         self.writer = ExpressionWriter(self.axes)
         self.writer.names.update(leaves)
         roots = [x for s in sections for x, _ in s.roots]
-        self.values = order(roots)
+        self.values = [x for x in order(roots) if x.kind != SEVERAL]
         self.axes.forbid(w.text for w in leaves.values() if len(w.text) == 1)
         self.axes.learn(self.values)
         self._taken = {w.text for w in leaves.values()}
@@ -128,7 +128,7 @@ class Statements:
     def _weight(self, x: Expr) -> float:
         """The size of x as written, where named values count 0; its arguments are weighed first."""
         named = lambda a: a in self.writer.names or a in self._chosen
-        inner = sum(0 if named(a) else self._weights.get(a, 0) for a in x.args)
+        inner = sum(0 if named(a) else self._weights.get(a, 0) for a in _operands(x))
         if x.op in _LIGHT or is_wrapper(x):
             result = inner + (0.5 if x.op in _LIGHT else 0)
         else:
@@ -152,7 +152,7 @@ class Statements:
         whole_only = [
             x for x in self.values if not (is_elementwise(x) or x.op in ("einsum", "add"))
         ]
-        inner = {a for x in whole_only for a in x.args}
+        inner = {a for x in whole_only for a in _operands(x)}
         for x in self.values:
             inside = x in inner
             if x in names or (_is_plain(x) and not inside):
@@ -226,13 +226,18 @@ def _is_plain(x: Expr) -> bool:
     return (is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
 
 
+def _operands(x: Expr) -> tuple[Expr, ...]:
+    """The arguments of x; those of its operation where x is an output of an opaque one."""
+    return x.args[0].args if x.op == "output" else x.args
+
+
 def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:
     """The number of uses of each value, itself or transposed."""
     count: Counter[Expr] = Counter(roots)
     for x in values:
         if is_wrapper(x):
             continue
-        for a in x.args:
+        for a in _operands(x):
             count[_unwrapped(a)] += 1
             if _unwrapped(a) is not a:
                 count[a] += 1
@@ -263,7 +268,7 @@ _BASES = {
     "standardize": "n",
     "variance": "v",
     "norm": "r",
-    "by_name": "z",
+    "output": "z",
 }
 
 

@@ -8,7 +8,7 @@ adjoint is its vjp applied to the cotangent; the framework computes both, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.expressions import Expr, is_zero, several, signature
-from gradtools.seeing.formulas.operation_record import Cotangents, operation
+from gradtools.seeing.formulas.expressions import SEVERAL, Expr, expr, is_zero
+from gradtools.seeing.formulas.operation_record import operation
 
 if TYPE_CHECKING:
     from gradtools.backend import Backend
@@ -88,40 +88,49 @@ class OpaqueFunction:
 
 def by_name(
     name: str,
-    args: Sequence[Expr],
-    outputs: Sequence[tuple],
+    args: Iterable[Expr],
+    outputs: Iterable[tuple[Sequence[int], str]],
     kernel: OpaqueFunction,
     words: str = "",
+    **about: Any,
 ) -> list[Expr]:
-    """The outputs of an opaque operation; words: its parameters as text, for a note."""
-    return several("by_name", args, outputs, name=name, kernel=kernel, words=words)
+    """The outputs of an opaque operation.
+
+    Args:
+        name: Its name.
+        args: Its operands.
+        outputs: The shape and the kind of each output.
+        kernel: Computes it.
+        words: Its parameters as text, for a note.
+        about: For an adjoint, what its notation needs.
+    """
+    call = expr("by_name", args, (), SEVERAL, name=name, kernel=kernel, words=words, **about)
+    return [expr("output", (call,), s, kind, index=k) for k, (s, kind) in enumerate(outputs)]
 
 
-def _pullback(
-    needed: Sequence[bool], outputs: Sequence[Expr], cotangents: Sequence[Expr], *args: Expr
-) -> Cotangents:
-    y = outputs[0]
-    kernel = y["kernel"]
-    given = {k: g for k, g in enumerate(cotangents) if outputs[k].is_inexact and not is_zero(g)}
+def pulled_back(
+    call: Expr, cotangents: Mapping[int, Expr], active: Collection[Expr]
+) -> Sequence[Expr | None]:
+    """The cotangents of the active operands of an opaque operation, from those of its outputs."""
+    kernel, args = call["kernel"], call.args
+    given = {k: g for k, g in sorted(cotangents.items()) if not is_zero(g)}
     moving = [k for k, m in enumerate(kernel.moving) if m]
-    wanted = [k for k in moving if needed[k]]
-    result: Cotangents = [None] * len(args)
+    wanted = [k for k in moving if args[k] in active]
     if not wanted or not given:
-        return result
-    about = {
-        "name": y["name"],
-        "words": y["words"],
-        "of": len(args),
-        "level": y.get("level", 0) + 1,
+        return [None] * len(args)
+    pulled = by_name(
+        call["name"],
+        (*args, *given.values()),
+        [(args[k].shape, args[k].kind) for k in wanted],
+        kernel.vjp([*given], wanted),
+        call["words"],
+        of=len(args),
+        level=call.get("level", 0) + 1,
         # Indices among the operands that have a derivative; () where there is only one.
-        "places": tuple(map(moving.index, wanted)) if len(moving) > 1 else (),
-    }
-    operands = (*args, *given.values())
-    outs = signature([args[k] for k in wanted])
-    pulled = several("by_name", operands, outs, kernel=kernel.vjp([*given], wanted), **about)
-    for k, g in zip(wanted, pulled, strict=True):
-        result[k] = g
-    return result
+        places=tuple(map(moving.index, wanted)) if len(moving) > 1 else (),
+    )
+    place = dict(zip(wanted, pulled, strict=True))
+    return [place.get(k) for k in range(len(args))]
 
 
 # The written name of a convolution, and of its adjoints.
@@ -129,16 +138,15 @@ _ADJOINTS = {"convolution": ("conv", ("convᵀ", "corr"))}
 
 
 def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    name, words = x["name"], x["words"]
-    pieces = [w.operand(a) for a in x.args]
+    (call,), place = x.args, x["index"]
+    name, words, level = call["name"], call["words"], call.get("level", 0)
+    pieces = [w.operand(a) for a in call.args]
     short, adjoints = _ADJOINTS.get(name, (name, ()))
     if words:
         w.note(f"{short}: {words}")
-    level, place = x.get("level", 0), x["output"]
     if not level:
-        which, called = f"[{place}]" if place else "", ts.function(short, pieces)
-        return ts.Written(called.text + which)
-    places = x["places"]
+        return ts.Written(ts.function(short, pieces).text + (f"[{place}]" if place else ""))
+    places = call["places"]
     if places:
         place = places[place]
     if level == 1 and place < len(adjoints):
@@ -148,16 +156,11 @@ def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
         return ts.function(adjoints[place], args)
     number = ts.below(str(place + 1)) if places else ""
     w.note("vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁ that of the first x")
-    first, then = (ts.join(p, ", ", ts.SUM).text for p in (pieces[: x["of"]], pieces[x["of"] :]))
+    count = call["of"]
+    first, then = (ts.join(p, ", ", ts.SUM).text for p in (pieces[:count], pieces[count:]))
     inside = "vjp of " * (level - 1) + short
     return ts.Written(f"vjp{number}[{inside}]({first}; {then})")
 
 
-operation(
-    "by_name",
-    lambda y, *args: y["kernel"].value(*args),
-    _pullback,
-    form=_form,
-    selective=True,
-    labels=lambda y: [()] * len(y.args),
-)
+operation("by_name", lambda y, *args: y["kernel"].value(*args))
+operation("output", lambda y, call: call[y["index"]], form=_form, labels=lambda y: [()])

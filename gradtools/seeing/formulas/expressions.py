@@ -127,16 +127,12 @@ class ArrayValue:
         self.array = np.array(array)
         self.array.flags.writeable = False
         self._key = (self.array.shape, str(self.array.dtype), self.array.tobytes())
-        self._hash = hash(self._key)
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ArrayValue) and self._key == other._key
-
-    def __lt__(self, other: ArrayValue) -> bool:
-        return self._hash < other._hash
 
 
 _fresh = itertools.count()

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import contracts, is_wrapper
-from gradtools.seeing.formulas.axes import Axes
 from gradtools.seeing.formulas.expressions import SEVERAL, Expr, constant_of, order
 from gradtools.seeing.formulas.operation_record import is_elementwise
 from gradtools.seeing.formulas.typesetting import Written
-from gradtools.seeing.formulas.writing import ExpressionWriter, NeedsIndices
+from gradtools.seeing.formulas.writing import Axes, ExpressionWriter, NeedsIndices
 
 _LONG = 60  # characters: a longer part of a line gets a line of its own
 Statement = tuple[Written, Written]  # left and right side of an equation

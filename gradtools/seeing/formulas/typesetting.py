@@ -124,49 +124,35 @@ def inner_product(a: Written, b: Written) -> Written:
 def number(value: Any) -> Written:
     """A number, as a short fraction or a root where it equals one."""
     if isinstance(value, complex):
-        return _complex_number(value)
+        size, sign = number(abs(value.imag)).text, "-" if value.imag < 0 else "+"
+        if value.real:
+            return Written(f"{number(value.real).text} {sign} {size}i", SUM)
+        sign, size = "-" * (value.imag < 0), "" if size == "1" else size
+        return Written(f"{sign}{size}i", SUM if sign else PRODUCT if size else ATOM)
     value = float(value)
     level = SUM if value < 0 or value != value else ATOM
     if value != value or abs(value) == float("inf"):
         return Written({"inf": "∞", "-inf": "-∞"}.get(str(value), "NaN"), level)
     if value.is_integer() and abs(value) < 1e15:
         return Written(str(int(value)), level)
-    result = None if abs(value) >= 1e15 else _as_fraction(value) or _as_root(value)
-    return result or Written(f"{value:.6g}", level)
+    if abs(value) >= 1e15:
+        return Written(f"{value:.6g}", level)
+    exact, square, sign = _fraction(value), _fraction(value * value, 2e-14), "-" * (value < 0)
+    if exact is not None:
+        if exact.denominator in (5, 10, 20, 100, 1000) and len(f"{value:g}") <= 5:
+            return Written(f"{value:g}", level)
+        return Written(f"{exact.numerator}/{exact.denominator}", SUM if sign else PRODUCT)
+    if square is not None and square.denominator == 1:
+        return Written(f"{sign}√{square.numerator}", SUM if sign else POWER)
+    if square is not None and square.numerator == 1:
+        return Written(f"{sign}1/√{square.denominator}", SUM if sign else PRODUCT)
+    return Written(f"{value:.6g}", level)
 
 
-def _complex_number(value: complex) -> Written:
-    size = number(abs(value.imag)).text
-    if not value.real:
-        sign, size = "-" * (value.imag < 0), "" if size == "1" else size
-        return Written(f"{sign}{size}i", SUM if sign else PRODUCT if size else ATOM)
-    sign = "+" if value.imag > 0 else "-"
-    return Written(f"{number(value.real).text} {sign} {size}i", SUM)
-
-
-_LONGEST = 1000  # denominators up to here are written as fractions
-
-
-def _as_fraction(value: float) -> Written | None:
-    near = Fraction(value).limit_denominator(_LONGEST)
-    if near == 0 or abs(float(near) - value) > 1e-14 * abs(value):
-        return None
-    if near.denominator in (5, 10, 20, 100, 1000) and len(f"{value:g}") <= 5:
-        return Written(f"{value:g}", ATOM if value > 0 else SUM)
-    return Written(f"{near.numerator}/{near.denominator}", PRODUCT if near > 0 else SUM)
-
-
-def _as_root(value: float) -> Written | None:
-    """The square root of a small number, or its reciprocal."""
-    near = Fraction(value * value).limit_denominator(_LONGEST)
-    if near == 0 or abs(float(near) ** 0.5 - abs(value)) > 1e-14 * abs(value):
-        return None
-    sign = "-" * (value < 0)
-    if near.denominator == 1:
-        return Written(f"{sign}√{near.numerator}", SUM if sign else POWER)
-    if near.numerator == 1:
-        return Written(f"{sign}1/√{near.denominator}", SUM if sign else PRODUCT)
-    return None
+def _fraction(value: float, tolerance: float = 1e-14) -> Fraction | None:
+    """The fraction with a small denominator that equals the value; else None."""
+    near = Fraction(value).limit_denominator(1000)
+    return near if near and abs(float(near) - value) <= tolerance * abs(value) else None
 
 
 # --- arithmetic
@@ -213,27 +199,28 @@ _SIGNS |= {sign: rf"\{sign}" for sign in "#%&$_{}"}
 
 def latex(text: str) -> str:
     """The LaTeX of a text of this notation."""
-    return _TOKEN.sub(_of_token, unicodedata.normalize("NFD", text))
 
+    def of_token(token: re.Match[str]) -> str:
+        if token["open"]:  # a root or an exponent
+            inner = token["operand"]
+            inner = inner[1:-1] if inner.startswith("(") else inner
+            raised = inner[0] in _RAISED[1]
+            inner = inner.translate(str.maketrans(*_RAISED[::-1])) if raised else inner
+            head = {"√": r"\sqrt{", "^": "^{", "^∘": r"^{\circ "}[token["open"]]
+            return head + latex(inner) + "}"
+        if token["low"]:
+            return "_{" + token["low"].translate(str.maketrans(*_LOWERED[::-1])) + "}"
+        if token["high"]:
+            return "^{" + token["high"].translate(str.maketrans(*_RAISED[::-1])) + "}"
+        if token["sign"]:
+            sign = _SIGNS.get(token["sign"], token["sign"])
+            return sign + " " * (sign[-1].isalpha() and sign.startswith("\\"))
+        base, _, index = token["name"].partition("_")
+        plain = base.replace(BAR, "").replace(_OVERLINE, "")
+        greek = next((f"\\{word} " for word, letter in _GREEK.items() if letter == plain), "")
+        shown = greek or (plain if len(plain) == 1 else rf"\operatorname{{{plain}}}")
+        if plain != base:
+            shown = ("\\bar" if BAR in base else r"\overline") + f"{{{shown}}}"
+        return shown + ("_{" + latex(index) + "}" if index else "")
 
-def _of_token(token: re.Match[str]) -> str:
-    if token["open"]:  # a root or an exponent
-        inner = token["operand"]
-        inner = inner[1:-1] if inner.startswith("(") else inner
-        inner = inner.translate(str.maketrans(*_RAISED[::-1])) if inner[0] in _RAISED[1] else inner
-        head = {"√": r"\sqrt{", "^": "^{", "^∘": r"^{\circ "}[token["open"]]
-        return head + latex(inner) + "}"
-    if token["low"]:
-        return "_{" + token["low"].translate(str.maketrans(*_LOWERED[::-1])) + "}"
-    if token["high"]:
-        return "^{" + token["high"].translate(str.maketrans(*_RAISED[::-1])) + "}"
-    if token["sign"]:
-        sign = _SIGNS.get(token["sign"], token["sign"])
-        return sign + " " * (sign[-1].isalpha() and sign.startswith("\\"))
-    base, _, index = token["name"].partition("_")
-    plain = base.replace(BAR, "").replace(_OVERLINE, "")
-    greek = next((f"\\{word} " for word, letter in _GREEK.items() if letter == plain), "")
-    shown = greek or (plain if len(plain) == 1 else rf"\operatorname{{{plain}}}")
-    if plain != base:
-        shown = ("\\bar" if BAR in base else r"\overline") + f"{{{shown}}}"
-    return shown + ("_{" + latex(index) + "}" if index else "")
+    return _TOKEN.sub(of_token, unicodedata.normalize("NFD", text))

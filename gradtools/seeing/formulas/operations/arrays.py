@@ -237,16 +237,13 @@ def unbind(x: Expr, *, axis: int) -> list[Expr]:
     return [reshape(part, shape) for part in split(x, sizes=(1,) * x.shape[axis], axis=axis)]
 
 
-def _concatenate_form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    pieces = [w.operand(a) for a in x.args]
-    return ts.Written(f"[{ts.join(pieces, '; ' if x['axis'] == 0 else ', ', ts.SUM).text}]")
-
-
 @operation(
     "concatenate",
     lambda y, *xs: np.concatenate(xs, y["axis"]),
     lambda y, g, *xs: split(g, sizes=[x.shape[y["axis"]] for x in xs], axis=y["axis"]),
-    form=_concatenate_form,
+    form=lambda w, x: ts.Written(
+        "[" + ("; " if x["axis"] == 0 else ", ").join(w.operand(a).text for a in x.args) + "]"
+    ),
 )
 def concatenate(*xs: Expr, axis: int) -> Expr:
     """numpy.concatenate."""

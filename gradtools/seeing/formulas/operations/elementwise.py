@@ -176,7 +176,7 @@ operation(
     make=lambda a, b, *, alpha=1: a + _scaled(alpha, b),
 )
 word("subtract", lambda a, b, *, alpha=1: a - _scaled(alpha, b))
-word("negate", lambda x: negate(x))
+word("negate", negate)
 word("multiply", lambda a, b: times(a, b))
 word("divide", lambda a, b: a / b)
 
@@ -260,44 +260,27 @@ entrywise(
     kind=REAL,
     entry=_called("arg"),
 )
-entrywise(
-    "real",
-    np.real,
-    pullback=lambda y, g, x: [real(g)],
-    kind=REAL,
-    entry=_called("Re"),
-    make=lambda x: real(x),
-)
-entrywise(
-    "imag",
-    np.imag,
-    pullback=lambda y, g, x: [1j * real(g)],
-    kind=REAL,
-    entry=_called("Im"),
-    make=lambda x: imag(x),
-)
+_real_part = lambda y, g, x: [real(g)]
+_imaginary_part = lambda y, g, x: [1j * real(g)]
+entrywise("real", np.real, pullback=_real_part, kind=REAL, entry=_called("Re"), make=real)
+entrywise("imag", np.imag, pullback=_imaginary_part, kind=REAL, entry=_called("Im"), make=imag)
 entrywise(
     "conj",
     np.conj,
     pullback=lambda y, g, x: [conj(g)],
     entry=lambda x, args, matrix: ts.superscript(args[0], "*"),
-    make=lambda x: conj(x),
+    make=conj,
 )
 word("complex", lambda re, im: re + 1j * im)
 
 # Rounding, comparison and truth.
 
 
-def _rounding(name: str, evaluate: Make, entry: EntryForm | None = None) -> None:
-    """Register a rounding function; integers are returned as they are."""
-    make = lambda x: x if is_integer(x) else apply(name, x)
-    entrywise(name, evaluate, make=make, entry=entry)
-
-
-_rounding("floor", np.floor, _between("⌊", "⌋"))
-_rounding("ceil", np.ceil, _between("⌈", "⌉"))
-_rounding("trunc", np.trunc)
-_rounding("round", np.round)
+_rounded = lambda name: lambda x: x if is_integer(x) else apply(name, x)
+entrywise("floor", np.floor, make=_rounded("floor"), entry=_between("⌊", "⌋"))
+entrywise("ceil", np.ceil, make=_rounded("ceil"), entry=_between("⌈", "⌉"))
+entrywise("trunc", np.trunc, make=_rounded("trunc"))
+entrywise("round", np.round, make=_rounded("round"))
 
 # NumPy's function, the negated relation, and the sign.
 _RELATIONS = {
@@ -447,13 +430,6 @@ word("erfc", lambda x: 1 - apply("erf", x))
 
 # Activations, and the functions that they are composed of.
 
-entrywise(
-    "softplus",
-    lambda x: np.logaddexp(x, 0),
-    lambda y, x: [apply("sigmoid", x)],
-    definition="softplus(x) := log(1 + e^x)",
-)
-
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     if np.iscomplexobj(x):
@@ -462,6 +438,12 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return np.where(x >= 0, 1.0, e) / (1 + e)
 
 
+entrywise(
+    "softplus",
+    lambda x: np.logaddexp(x, 0),
+    lambda y, x: [apply("sigmoid", x)],
+    definition="softplus(x) := log(1 + e^x)",
+)
 entrywise(
     "sigmoid",
     _sigmoid,

@@ -32,7 +32,8 @@ def letters_below(w: ExpressionWriter, y: Expr) -> str:
     """The letters of the axes along which y is computed; empty where these are all."""
     x, axis = y.args[0], y.get("axis")
     axes = y["axes"] if axis is None else (axis,)
-    return w.axis_names(x, axes) if len(axes) < x.rank else ""
+    letters = w.axes.unique(x)
+    return "".join(letters[a] for a in axes) if len(axes) < x.rank else ""
 
 
 def _form_along(name: str) -> Form:
@@ -116,15 +117,25 @@ def norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr
 # The softmax family.
 
 
-def _along(name: str, evaluate: Make, pullback: Make, **known: Any) -> None:
-    """Register a function along one axis; a scalar is an axis of length 1."""
+def _along(name: str, evaluate: Make, pullback: Callable[..., Expr], **known: Any) -> None:
+    """Register a function along one axis; a scalar is an axis of length 1.
+
+    evaluate and pullback: As in `_reduction`, with one axis.
+    """
 
     def make(x: Expr, *, axis: int) -> Expr:
         if x.rank:
             return apply(name, x, axis=axis)
         return reshape(apply(name, reshape(x, (1,)), axis=0), ())
 
-    operation(name, evaluate, pullback, make=make, **known)
+    operation(
+        name,
+        lambda y, x: evaluate(x, y["axis"]),
+        lambda y, g, x: [pullback(y, g, x, y["axis"])],
+        make=make,
+        form=_form_along(name.replace("_", " ")),
+        **known,
+    )
 
 
 def _finite_top(x: np.ndarray, axes: Any) -> np.ndarray:
@@ -133,52 +144,41 @@ def _finite_top(x: np.ndarray, axes: Any) -> np.ndarray:
     return np.where(np.isfinite(top), top, 0)
 
 
-def _softmax_value(y: Expr, x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - _finite_top(x, y["axis"]))
-    return e / e.sum(y["axis"], keepdims=True)
+def _softmax(x: np.ndarray, axis: int) -> np.ndarray:
+    e = np.exp(x - _finite_top(x, axis))
+    return e / e.sum(axis, keepdims=True)
 
 
-def _log_softmax_value(y: Expr, x: np.ndarray) -> np.ndarray:
-    x = x - np.max(x.real, y["axis"], keepdims=True)
-    return x - np.log(np.exp(x).sum(y["axis"], keepdims=True))
-
-
-def _log_softmax_pullback(y: Expr, g: Expr, x: Expr) -> list[Expr]:
-    axis = y["axis"]
-    return [g - conj(apply("softmax", x, axis=axis)) * total(g, [axis], keep=True)]
+def _log_softmax(x: np.ndarray, axis: int) -> np.ndarray:
+    x = x - np.max(x.real, axis, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis, keepdims=True))
 
 
 _along(
     "softmax",
-    _softmax_value,
-    lambda y, g, x: [conj(y) * (g - total(conj(y) * g, [y["axis"]], keep=True))],
-    form=_form_along("softmax"),
+    _softmax,
+    lambda y, g, x, axis: conj(y) * (g - total(conj(y) * g, [axis], keep=True)),
     definition="softmaxᵢ(x) := e^x / Σᵢ e^x",
 )
 _along(
     "log_softmax",
-    _log_softmax_value,
-    _log_softmax_pullback,
-    form=_form_along("log softmax"),
+    _log_softmax,
+    lambda y, g, x, axis: g - conj(apply("softmax", x, axis=axis)) * total(g, [axis], keep=True),
     definition="log softmaxᵢ(x) := x - log Σᵢ e^x",
 )
 
 
-def _logsumexp_value(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+def _logsumexp(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     top = _finite_top(x, axes)
     return np.log(np.exp(x - top).sum(axes)) + top.squeeze(axes)
 
 
-def _logsumexp_pullback(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
-    """softmax(x) g."""
-    one = len(axes) == 1
-    return conj(apply("softmax", x, axis=axes[0]) if one else apply("exp", x - y)) * g
-
-
 _reduction(
     "logsumexp",
-    _logsumexp_value,
-    _logsumexp_pullback,
+    _logsumexp,
+    lambda y, g, x, axes: (
+        conj(apply("softmax", x, axis=axes[0]) if len(axes) == 1 else apply("exp", x - y)) * g
+    ),
     definition="logsumexpᵢ(x) := log Σᵢ e^x",
 )
 
@@ -220,7 +220,7 @@ def _deviation(x: Expr, axes: Iterable[int], eps: float) -> Expr:
     return spread((variance(x, axes=axes) + eps) ** 0.5, axes, x.shape)
 
 
-def _standardize_value(y: Expr, x: np.ndarray) -> np.ndarray:
+def _standardize(y: Expr, x: np.ndarray) -> np.ndarray:
     axes = y["axes"]
     return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + y["eps"])
 
@@ -241,7 +241,7 @@ def _standardize_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     return _form_along("standardize")(w, x)
 
 
-@operation("standardize", _standardize_value, _standardize_pullback, form=_standardize_form)
+@operation("standardize", _standardize, _standardize_pullback, form=_standardize_form)
 def standardize(x: Expr, *, axes: Iterable[int], eps: float = 0.0) -> Expr:
     """(x - mean) / sqrt(variance + eps)."""
     if x.is_complex:

@@ -30,6 +30,7 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.modes import Modes
 from gradtools.torch.open_derivatives import SOURCE
+from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.rerunning import put_back
 from gradtools.torch.rules.checking import value_of
@@ -284,6 +285,7 @@ def _ending_at(xs: Sequence[Tensor]) -> Iterator[None]:
     """Context in which a backward pass stops at these tensors."""
     nodes = {x.grad_fn for x in xs if x.grad_fn is not None}
     handles = [node.register_prehook(lambda cts: (None,) * len(cts)) for node in nodes]
+    OWN_HOOKS[0] += len(handles)
     try:
         yield
     finally:

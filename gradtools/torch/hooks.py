@@ -21,7 +21,7 @@ from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.coefficients import HERE, note_edit
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.operation_marks import only_observes
+from gradtools.torch.operation_marks import OWN_HOOKS, only_observes
 from gradtools.torch.rules.functions import RuleApplication, attach, edit_application
 from gradtools.torch.rules.installing import apply_rule
 
@@ -100,6 +100,7 @@ class HookGuard:
         self._set: list[tuple[RemovableHandle, list[bool]]] = []
         self._thread = threading.get_ident()
         self._watch = register_module_forward_pre_hook(self._look)
+        OWN_HOOKS[0] += 1
 
     def end(self, well: bool) -> None:
         """Ends the guard. If `well`, raises if a hook that f set and did not remove never ran."""

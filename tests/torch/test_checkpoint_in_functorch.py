@@ -108,3 +108,14 @@ def test_second_derivatives_in_a_batch_with_parameters_that_require_grad(wrap):
     for program in programs:
         result, expected = (gt.vmap(partial(program, f))(batch) for f in (wrap(plain), plain))
         torch.testing.assert_close(result, expected)
+
+
+def test_a_pushforward_inside_of_a_gradient_sets_no_hook_of_the_users():
+    layer, results = torch.nn.Linear(3, 2).to(D), []
+    plain = lambda x: torch.sin(layer(x)).square().sum()
+    for f in (gt.checkpoint(plain), plain):
+        along = lambda x, f=f: gt.jvp(torch.func.grad(f), (x,), (torch.sin(x),))[1]
+        x = X.clone().requires_grad_()
+        value = gt.grad(lambda x, along=along: along(x).square().sum())(x)
+        results.append(torch.autograd.grad(value.sum(), x))
+    torch.testing.assert_close(*results)

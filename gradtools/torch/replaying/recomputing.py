@@ -28,6 +28,7 @@ from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.known_errors import NO_SAVED_TENSORS_HOOKS, says
+from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.state import Snapshot
 
 if TYPE_CHECKING:
@@ -319,6 +320,7 @@ def without_sharded_calls(caller: str) -> Iterator[None]:
             raise wrapper_error(caller, f"{type(module).__name__}, which f calls,", "FSDPModule")
 
     hook = register_module_forward_pre_hook(refuse)
+    OWN_HOOKS[0] += 1
     try:
         yield
     finally:

@@ -147,7 +147,7 @@ def draws(closed: Jaxpr, flow: Callable[[Jaxpr, list[int]], dict[Any, int]]) -> 
 
     flow: Returns for each variable whether data of the inputs flows to it (`Flow.propagate`).
     """
-    found = set[Any]()
+    result = set[Any]()
 
     def visit(jaxpr: Jaxpr, inputs: list[int]) -> None:
         env = flow(jaxpr, inputs)
@@ -155,7 +155,7 @@ def draws(closed: Jaxpr, flow: Callable[[Jaxpr, list[int]], dict[Any, int]]) -> 
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name in DRAWS and not any(map(at, eqn.invars)):
-                found.add((name, eqn.params["shape"]))
+                result.add((name, eqn.params["shape"]))
             for body in bodies(eqn):
                 entering = [at(eqn.invars[i]) for i in body.inputs]
                 for k, i in body.carries:
@@ -164,7 +164,7 @@ def draws(closed: Jaxpr, flow: Callable[[Jaxpr, list[int]], dict[Any, int]]) -> 
 
     jaxpr = open_jaxpr(closed)
     visit(jaxpr, [1] * len(jaxpr.invars))
-    return found
+    return result
 
 
 def named_after(f: Any, program: F) -> F:
@@ -211,9 +211,9 @@ class HeldJaxpr:
     consts: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, found: Any) -> HeldJaxpr:
+    def of(cls, jaxpr: Jaxpr) -> HeldJaxpr:
         """From a ClosedJaxpr or an open one."""
-        return cls(open_jaxpr(found), tuple(getattr(found, "consts", ())))
+        return cls(open_jaxpr(jaxpr), tuple(getattr(jaxpr, "consts", ())))
 
 
 def programs_of(eqn: Eqn) -> list[HeldJaxpr]:

@@ -149,8 +149,8 @@ def _with_axes(aval: Any, change: Any, size: int = 0) -> Any:
     return aval.update(shape=shape, sharding=NamedSharding(aval.sharding.mesh, spec))
 
 
-def _fits(x: Array, axis: int, entry: Any, found: list[Any], mesh: Any) -> bool:
-    others = {name for i, e in enumerate(found) if i != axis for name in names(e)}
+def _fits(x: Array, axis: int, entry: Any, entries: list[Any], mesh: Any) -> bool:
+    others = {name for i, e in enumerate(entries) if i != axis for name in names(e)}
     return x.shape[axis] % device_count(mesh, entry) == 0 and not others & set(names(entry))
 
 

@@ -77,14 +77,14 @@ def _step(_: int, eqn: Eqn, ins: list[AbstractArray]) -> Sequence[AbstractArray]
     if not any(map(is_inexact, eqn.outvars)):  # an integer has no derivative
         return [AbstractArray(shape, None) for shape in shapes]
     name = eqn.primitive.name
-    found = None
+    inside = None
     if name == "cond":
         runs = [_called([branch], ins[1:]) for branch in programs_of(eqn)]
-        found = [_joined(column) for column in zip(*[run or [] for run in runs], strict=True)]
+        inside = [_joined(column) for column in zip(*[run or [] for run in runs], strict=True)]
     elif name in CALLS or name in RULED:
-        found = _called(programs_of(eqn), ins)
-    if found is not None:
-        return found
+        inside = _called(programs_of(eqn), ins)
+    if inside is not None:
+        return inside
     active = [x.entries for x in ins if x.entries is not None]
     make = _MADE.get(name, _everywhere)
     results = make(eqn, ins, active, shapes)

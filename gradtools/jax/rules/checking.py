@@ -19,7 +19,6 @@ import numpy as np
 
 from gradtools.errors import warn
 from gradtools.jax import jaxprs, reachability
-from gradtools.jax._upstream import Literal
 from gradtools.jax.rules.primitives import READS_A_VALUE, Mask, eval_cotangent
 from gradtools.jax.trees import all_known, filled, is_inexact, likes_of, without_none, zeros_of
 from gradtools.rule_contract import Contract, is_linear
@@ -274,16 +273,9 @@ def proved_zero(closed: Any, zero: Sequence[bool]) -> list[bool]:
 
 
 def _outputs(jaxpr: Any, zero: Sequence[bool], consts: Sequence[bool] = ()) -> list[bool]:
-    env = dict(zip(jaxpr.invars, zero, strict=True))
-    env.update(zip(jaxpr.constvars, consts, strict=False))
-
-    def read(atom: Any) -> bool:
-        return _is_zero(atom.val) if isinstance(atom, Literal) else env.get(atom, False)
-
-    for eqn in jaxpr.eqns:
-        if len(jaxprs.targets(eqn)) == len(eqn.outvars):  # it mutates no references
-            env.update(zip(eqn.outvars, _step(eqn, [read(v) for v in eqn.invars]), strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    unknown = [False] * (len(jaxpr.constvars) - len(consts))
+    literal = lambda atom: _is_zero(atom.val)
+    return jaxprs.interpreted(jaxpr, [*consts, *unknown, *zero], _step, literal)
 
 
 def _is_zero(value: Any) -> bool:
@@ -293,9 +285,11 @@ def _is_zero(value: Any) -> bool:
     return jnp.issubdtype(value.dtype, np.number) and not np.any(np.asarray(value))
 
 
-def _step(eqn: Any, zero: list[bool]) -> list[bool]:
+def _step(_: int, eqn: Any, zero: list[bool]) -> list[bool]:
     """Which results of an equation are zero if these operands are."""
     name, outs = eqn.primitive.name, len(eqn.outvars)
+    if len(jaxprs.targets(eqn)) > outs:  # it mutates references
+        return [False] * outs
     if name in ("gradtools_tangent", "gradtools_cotangent"):
         moved = zero[len(zero) - sum(eqn.params["given"]) :]
         return [all(moved)] * outs

@@ -7,7 +7,7 @@ need no copy and no synchronization, in each sweep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import batches_first, is_inexact, levels
-from gradtools.torch.live_bytes import LiveBytes
+from gradtools.torch.live_bytes import peak_bytes
 from gradtools.torch.modes import as_cast_now, casts_now, unpacked, without_casts
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import Figures, RunKey, differ, figures, part_of
@@ -52,7 +52,14 @@ def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
 def _swept(program: Sweep, xs: Sequence[Tensor], watch: Watch | None) -> list[State]:
     if not torch.is_grad_enabled():  # f gets shared tensors themselves, which must not record
         xs = [x if upstream.is_legacy_batched(x) else x.detach() for x in xs]
-    rows, columns = ([*_blocks(program, side)] for side in (ROWS, COLUMNS))
+    rows, columns = (
+        [
+            (start + i * size, size)
+            for start, size, count in program.cut.blocks(side)
+            for i in range(count)
+        ]
+        for side in (ROWS, COLUMNS)
+    )
     groups: Sequence[MergeGroup] = ()
     merged: list[dict[Block | None, State]] = []  # one entry for each group, by block
     shows = program.call.options.progress
@@ -78,12 +85,6 @@ def _swept(program: Sweep, xs: Sequence[Tensor], watch: Watch | None) -> list[St
                 if bar is not None:
                     bar.update()
     return [_joined([*parts.values()]) for parts in merged]
-
-
-def _blocks(program: Sweep, side: str) -> Iterator[Block]:
-    for start, size, count in program.cut.blocks(side):
-        for i in range(count):
-            yield start + i * size, size
 
 
 def _at(x: Tensor, role: str, side: str, block: Block) -> Tensor:
@@ -132,11 +133,12 @@ class Watch:
         if call.options.verify is False or is_compiling() or upstream.TracingContext.try_get():
             return cls(call, (), None, None)
         kinds = torch.nn.Module, Tensor
-        result = [
-            *captured_objects(call.user_functions, lambda x: isinstance(x, kinds), Tensor, False)
-        ]
-        modules = [m for x in result if isinstance(x, torch.nn.Module) for m in x.modules()]
-        tensors = [x for x in result if isinstance(x, Tensor)]
+        objects = captured_objects(
+            call.user_functions, lambda x: isinstance(x, kinds), Tensor, False
+        )
+        captured = [*objects]
+        modules = [m for x in captured if isinstance(x, torch.nn.Module) for m in x.modules()]
+        tensors = [x for x in captured if isinstance(x, Tensor)]
         tensors += [x for m in modules for x in (*m.parameters(False), *m.buffers(False))]
         specs = tuple([(x.shape, x.dtype, x.device) for x in xs])
         training = tuple([m.training for m in modules])
@@ -144,14 +146,9 @@ class Watch:
         others = [*map(part_of, call.user_functions[1:])]
         key = RunKey.of(call.f, call.caller, specs, call.cut, training, casts, *others)
         reads = key.for_aspect("arguments")
-        is_verified = key.is_verified() and not call.options.verify
-        watch = cls(
-            call,
-            tensors,
-            None if is_verified else key,
-            None if reads.is_verified() else reads,
-        )
-        if not call.options.verify and not is_verified:
+        numbers = None if key.is_verified() and not call.options.verify else key
+        watch = cls(call, tensors, numbers, None if reads.is_verified() else reads)
+        if numbers is not None and not call.options.verify:
             key.mark_pending(watch)
         return watch
 
@@ -342,6 +339,4 @@ def tile_bytes(fun: Any, xs: Sequence[Tensor], sides: Sequence[int | None]) -> i
         torch.zeros(x.shape if n is None else (n, *x.shape[1:]), dtype=x.dtype, device=x.device)
         for x, n in zip(xs, sides, strict=True)
     ]
-    with LiveBytes() as live:
-        fun(*like)
-    return int(live.peak)
+    return peak_bytes(lambda: fun(*like))[0]

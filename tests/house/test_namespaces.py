@@ -185,7 +185,6 @@ jax/linen.py: where users find the reversal layer of flax.linen
 torch/modes.py: flags that choose kernels; JAX has none
 torch/coefficients.py: coefficients of edits, for recomputations; functions of JAX are pure
 torch/operation_marks.py: operations of gradtools' own; in JAX a jaxpr's name tells them
-torch/transformed_modules.py: modules that operators made; in JAX a part of `module_arguments`
 torch/hooks.py: hooks on gradients; JAX has none
 torch/nondifferentiable.py: results that refuse a derivative along some tensors
 torch/randomness.py: generators with a state; JAX has keys

@@ -246,6 +246,9 @@ def test_a_product_that_f_leaves_unused_is_no_cut_of_its_tangent(gt, backend_nam
         close(_number(gradient["a"]), 7.2, 1e-12)
         close(_number(product["a"]), 6.0, 1e-12)
     close(_number(gt.jvp(lambda t: part({"a": x, "t": t}), (x,), (one,))[1]), 0, 0)
+    both = lambda p: gt.hvp(lambda a, t: a * t, (p["a"], p["t"]), (one, one), mode=mode)[0][0]  # t
+    (gradient,), _ = gt.hvp(both, (p,), (ones,), mode="forward_over_reverse")
+    assert [_number(gradient["a"]), _number(gradient["t"])] == [0, 1]
     stopped = lambda p: part(p) + gt.stop_gradient(inner(p)[1][0])
     for way in (gt.linearize, lambda f, p: gt.hvp(f, (p,), (ones,), mode="forward_over_reverse")):
         with pytest.raises(DisconnectedInputError, match="reaches a derivative"):

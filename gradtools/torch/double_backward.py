@@ -35,21 +35,18 @@ from gradtools.torch.autograd_graph import (
     surveyed,
 )
 from gradtools.torch.double_backward_trials import (
+    TORCHSCRIPT,
     InnerGraphs,
+    Key,
     TrialCall,
     Untried,
     is_tracked,
-)
-from gradtools.torch.double_backward_verdicts import (
-    TORCHSCRIPT,
-    Key,
-    is_fine,
     key_of,
     lost_in_rerun,
     verdict_on,
 )
 from gradtools.torch.functorch_wrappers import is_inexact, is_pushed
-from gradtools.torch.nondifferentiable import with_gate
+from gradtools.torch.nondifferentiable import gated_where_lost
 from gradtools.torch.open_derivatives import tracked_in
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.plain_programs.backward_nodes import corrected
@@ -105,8 +102,15 @@ class Guard:
     def _refusing(self, cts: Any) -> None:
         if upstream.current_node().name() == "MulBackward0":
             seen = _MappedNorms()
+
+            def run(leaves: Sequence[Any]) -> list[Any]:
+                with seen:
+                    self.fun(*leaves)
+                return []
+
+            roots = self.fun.roots if isinstance(self.fun, Rerunnable) else [self.fun]
             with upstream.temporarily_clear_interpreter_stack():
-                rerun(seen.around(self.fun), self.leaves)
+                rerun(Rerunnable(run, roots), self.leaves)
             if not seen.found:
                 return
             raise LostDerivativeError(
@@ -129,14 +133,6 @@ class _MappedNorms(TorchFunctionMode):
     names = ("layer_norm", "batch_norm", "instance_norm", "native_layer_norm", "native_batch_norm")
     found = False
 
-    def around(self, fun: Fun) -> Any:
-        def run(leaves: Sequence[Any]) -> list[Any]:
-            with self:
-                fun(*leaves)
-            return []
-
-        return Rerunnable(run, fun.roots if isinstance(fun, Rerunnable) else [fun])
-
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         if getattr(fun, "__name__", "") in self.names:
             levels = upstream.get_interpreter_stack() or ()
@@ -157,8 +153,8 @@ def _gates(
 ) -> list[Any]:
     handles = []
     for node in survey.custom:
-        if not is_fine(node):
-            key = key_of(node)
+        key = key_of(node)
+        if key.fine(upstream.forward_level() >= 0) is not True:
             gating = _Gating(caller, key, partial(lost_in_rerun, fun, leaves, key), aliases)
             handles.append(node.register_hook(gating.hook(node)))
     return handles
@@ -195,35 +191,20 @@ class _Gating(NamedTuple):
             inputs = tracked_in(parents, self.aliases)
             # A gate would give a constant gradient a graph.
             if not any(g.requires_grad for g in there) and (behind or inputs):
-                if not self._may_lose():
+                fine = self.key.fine(False)
+                if fine is None:
+                    try:
+                        fine = not self.tried(False)
+                    except Untried:
+                        fine = False
+                if fine:
                     return None
                 attached = self.key.attaches and _with_inner_graphs(given, cts)
                 if attached:
                     return attached
-            left = iter(self.with_gate(there, inputs, behind))
-            return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
+            return tuple(gated_where_lost(given, behind, inputs, self.refuse_if_lost))
 
         return hook
-
-    def with_gate(
-        self, there: Sequence[Tensor], inputs: Sequence[Tensor], behind: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
-        """The node's gradients, with gates to its inputs and to its cotangents."""
-        for which, sources in (("cotangents", behind), ("inputs", inputs)):
-            if sources:
-                there = with_gate(
-                    there, sources, partial(self.refuse_if_lost, which), which == "inputs"
-                )
-        return there
-
-    def _may_lose(self) -> bool:
-        fine = self.key.fine(False)
-        if fine is not None:
-            return not fine
-        try:
-            return bool(self.tried(False))
-        except Untried:
-            return True
 
     def refuse_if_lost(self, which: str, forward: bool = False) -> None:
         """Raises if the class loses, or may lose, the derivative of its gradient along these."""
@@ -331,7 +312,7 @@ def gated_tangents(
         gating = _Gating(caller, key, partial(lost_in_rerun, fun, xs, key), ())
         for i, y in enumerate(ys):
             if node in graph_of([y]):
-                (pushed[i],) = gating.with_gate([pushed[i]], inputs, along)
+                (pushed[i],) = gated_where_lost([pushed[i]], along, inputs, gating.refuse_if_lost)
     return pushed
 
 
@@ -357,7 +338,8 @@ def gated_call(caller: str, kind: Any, beneath: Any, args: Args) -> Any:
             gating.refuse_if_lost("inputs")
             gating.refuse_if_lost("cotangents")
             return y
-        return forward_ad.make_dual(primal, gating.with_gate([t], inputs, along)[0])
+        (t,) = gated_where_lost([t], along, inputs, gating.refuse_if_lost)
+        return forward_ad.make_dual(primal, t)
 
     return tuple(map(gated, out)) if isinstance(out, tuple) else gated(out)
 
@@ -410,7 +392,6 @@ class _Calls(TorchFunctionMode):
         moving = [x for x, needed in zip(args, key.needs, strict=True) if needed]
 
         def hook(given: Any, cts: Any) -> Any:
-            there = [g for g in given if isinstance(g, Tensor)]
             inputs = tracked_beneath(moving)
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
             if is_pushed():
@@ -418,10 +399,10 @@ class _Calls(TorchFunctionMode):
                 if behind:
                     gating.refuse_if_lost("cotangents")
                 return None
-            if not there or key.fine(False):
+            if key.fine(False):
                 return None
-            left = iter(gating.with_gate(there, inputs, tracked_beneath(behind)))
-            return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
+            behind = tracked_beneath(behind)
+            return tuple(gated_where_lost(given, behind, inputs, gating.refuse_if_lost))
 
         OWN_HOOKS[0] += 1
         nodes[0].register_hook(hook)

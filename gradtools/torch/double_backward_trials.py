@@ -5,25 +5,39 @@ compared with the central difference
 
     (g(x + h v, ct) - g(x - h v, ct)) / 2 h
 
-and alike in ct. double_backward.py uses the verdicts.
+and alike in ct. The verdicts are kept by class. The calls of a class in a function are recorded by
+running the function again. double_backward.py uses the verdicts.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode
 
+from gradtools.backend import Fun
 from gradtools.errors import is_of
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import (
+    CPP_FUNCTION,
+    CPP_NODE,
+    graph_of,
+    is_cpp_function,
+    is_torchscript,
+)
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import dual_level, unpacked
 from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.rerunning import Rerunnable, rerun
 from gradtools.torch.rules.checking import value_of
 from gradtools.torch.state import Snapshot
 
@@ -57,30 +71,26 @@ class TrialCall:
 
     @classmethod
     def of(cls, args: Args) -> TrialCall:
-        with upstream.temporarily_clear_interpreter_stack():
-            result = cls._of(args)
         wrapped = any(isinstance(x, Tensor) and upstream.is_wrapped(x) for x in args)
-        return result if wrapped else replace(result, originals=args)
-
-    @classmethod
-    def _of(cls, args: Args) -> TrialCall:
-        copies = [value_of(x).clone() if isinstance(x, Tensor) else x for x in args]
-        others = [k for k, x in enumerate(args) if not isinstance(x, Tensor)]
-        moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and is_tracked(x)]
-        for k in moving:
-            copies[k] = copies[k].requires_grad_()
-        known = _referenced_ids([args[k] for k in others])
-        held = [k for k in moving if id(args[k]) in known]
-        if held:
-            memo = {id(args[k]): copies[k] for k in held}
-            try:
-                for k in others:
-                    copies[k] = copy.deepcopy(args[k], dict(memo))
-            except Exception:  # a tensor that is computed, a generator, a lock
-                return cls(tuple(copies), None)
-            if _referenced_ids([copies[k] for k in others]) & {*memo}:
-                return cls(tuple(copies), None)
-        return cls(tuple(copies), held)
+        originals = () if wrapped else args
+        with upstream.temporarily_clear_interpreter_stack():
+            copies = [value_of(x).clone() if isinstance(x, Tensor) else x for x in args]
+            others = [k for k, x in enumerate(args) if not isinstance(x, Tensor)]
+            moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and is_tracked(x)]
+            for k in moving:
+                copies[k] = copies[k].requires_grad_()
+            known = _referenced_ids([args[k] for k in others])
+            held = [k for k in moving if id(args[k]) in known]
+            if held:
+                memo = {id(args[k]): copies[k] for k in held}
+                try:
+                    for k in others:
+                        copies[k] = copy.deepcopy(args[k], dict(memo))
+                except Exception:  # a tensor that is computed, a generator, a lock
+                    return cls(tuple(copies), None, originals)
+                if _referenced_ids([copies[k] for k in others]) & {*memo}:
+                    return cls(tuple(copies), None, originals)
+            return cls(tuple(copies), held, originals)
 
 
 def _referenced_ids(xs: Sequence[Any]) -> set[int]:
@@ -93,10 +103,6 @@ def is_tracked(x: Tensor | None) -> bool:
     while x is not None and not x.requires_grad and upstream.is_wrapped(x):
         x = upstream.get_unwrapped(x)
     return x is not None and x.requires_grad
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else torch.equal(a, b)
 
 
 class InnerGraphs(TorchFunctionMode):
@@ -153,29 +159,22 @@ class Trial:
         result: set[str] | None = None
         errors: list[Exception] = []
         for shift in (0.0, 0.1):
+            found = set[str]()
             try:
                 with restored(self.randomness), torch.inference_mode(False), unpacked():
                     xs = [self.args[k] + shift * wave(self.args[k], 1.0) for k in self.moving]
-                    found = self._lost_at(xs, forward)
-                result = result if found is None else found | (result or set())
+                    cts = self._vectors(xs)
+                    if not self._value([*xs, *cts], len(xs)):
+                        continue
+                    for k in range(len(xs) + len(cts)):
+                        if self._loses([*xs, *cts], k, len(xs), forward):
+                            found.add("inputs" if k < len(xs) else "cotangents")
+                result = found | (result or set())
             except Exception as error:
                 errors.append(error)
         if result is not None or len(errors) < 2 or any(isinstance(e, _Raises) for e in errors):
             return result
         raise Untried(f"near its arguments it raises {on_one_line(errors[0])}") from errors[0]
-
-    def _lost_at(self, xs: list[Tensor], forward: bool) -> set[str] | None:
-        cts = self._vectors(xs)
-        if not self._value([*xs, *cts], len(xs)):
-            return None
-        result = set()
-        for k in range(len(xs)):
-            if self._loses([*xs, *cts], k, len(xs), forward):
-                result.add("inputs")
-        for k in range(len(xs), len(xs) + len(cts)):
-            if self._loses([*xs, *cts], k, len(xs), forward):
-                result.add("cotangents")
-        return result
 
     def is_unread(self, originals: Args) -> bool:
         """Whether an argument is passed for autograd only, and its value is read elsewhere.
@@ -222,8 +221,11 @@ class Trial:
             except Exception:  # the value matters
                 return True
             after = [*outs, *grads] if place is None else [grads[place]]
-            if len(after) != len(before) or not all(map(_equal, before, after)):
+            if len(after) != len(before):
                 return True
+            for a, b in zip(after, before, strict=True):
+                if a is not b and (a is None or b is None or not torch.equal(a, b)):
+                    return True
         return False
 
     def _numbers(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -326,7 +328,7 @@ class Trial:
         ]
         return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
-    def _weights(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    def _weights(self, _: Any) -> Sequence[Tensor]:
         return self.ws
 
 
@@ -344,6 +346,230 @@ class TangentTrial(Trial):
 
     def _weights(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
         return [wave(torch.ones_like(g), 3.0) if g is not None else torch.zeros(()) for g in grads]
+
+
+# --- verdicts by class ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key:
+    """A class, and which of its arguments are differentiated.
+
+    pushed: Whether its tangent (by its jvp) is differentiated again, and not its gradient.
+    """
+
+    kind: Any
+    needs: tuple[bool, ...]
+    pushed: bool = False
+
+    @property
+    def name(self) -> str:
+        if isinstance(self.kind, _CppFunction):
+            return f"the C++ torch::autograd::Function {self.kind.name}"
+        name = self.kind.__name__
+        if not name.startswith(_GENERATED):
+            return f"the torch.autograd.Function {name.removeprefix('Vmapped')}"
+        return f"the custom operator {name.removeprefix(_GENERATED).rpartition('_')[0]}"
+
+    @property
+    def unseen(self) -> str:
+        """The reason why no call was recorded, for errors."""
+        if isinstance(self.kind, _CppFunction):
+            return (
+                "evaluated a second time, f calls no operator of torch.ops in whose graph it is "
+                "(what is bound to Python in another way is not seen; bind it by TORCH_LIBRARY)"
+            )
+        return "evaluated a second time, f does not call it in this thread"
+
+    def fine(self, forward: bool) -> bool | None:
+        """Whether it lost nothing in a trial; None without a trial."""
+        if self == TORCHSCRIPT:
+            return not forward
+        verdict = _VERDICTS.get(self.kind, {}).get((self.needs, self.pushed, forward))
+        return None if verdict is None else verdict == FINE
+
+    @property
+    def attaches(self) -> bool:
+        """Whether nothing is lost if the backward's own torch.autograd.grad creates graphs."""
+        return _VERDICTS.get(self.kind, {}).get((self.needs, self.pushed, False)) == ATTACHES
+
+    @property
+    def gives(self) -> str:
+        return "tangent" if self.pushed else "gradient"
+
+    def called(self, which: str) -> str:
+        return "tangents" if self.pushed and which == "cotangents" else which
+
+    def record(self, verdict: str, forward: bool) -> None:
+        _VERDICTS.setdefault(self.kind, {})[self.needs, self.pushed, forward] = verdict
+
+
+@dataclass(frozen=True)
+class _CppFunction:
+    """A C++ torch::autograd::Function, known by its name."""
+
+    name: str
+
+
+TORCHSCRIPT = Key(_CppFunction("TorchScript"), ())
+_cpp_function = cache(_CppFunction)  # one object for each name, for the weak dictionary
+_GENERATED = "GeneratedBackwardFor_"
+FINE, LOSES, ATTACHES = "fine", "loses", "loses but where inner derivatives keep their graphs"
+# A class that lost is tested again for each use: one that takes functions may lose the derivative
+# of one function and not of another.
+_VERDICTS: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()
+
+
+def key_of(node: Any, pushed: bool = False) -> Key:
+    if is_torchscript(node):
+        return TORCHSCRIPT
+    if type(node).__name__ == CPP_NODE:
+        return Key(_cpp_function(node.name().removeprefix(CPP_FUNCTION)[:-1]), ())
+    return Key(upstream.forward_class(type(node)), tuple(node.needs_input_grad), pushed)
+
+
+def verdict_on(
+    key: Key, call: TrialCall, forward: bool, apply: Any = None, noted: bool = True
+) -> set[str] | None:
+    """Tests a call and records the verdict of its class: what it loses, or None if undecided.
+
+    Raises:
+        Untried: The call cannot be tested.
+    """
+    if call.held is None:
+        raise Untried(_HELD)
+    kind = TangentTrial if key.pushed else Trial
+    trial = kind.of(apply or key.kind.apply, call.args, call.held)
+    if trial.is_unread(call.originals):
+        raise Untried(_HELD)
+    result = trial.lost(forward)
+    if result is not None and noted:
+        key.record(FINE if not result else LOSES, forward)
+    if (
+        result
+        and not (key.pushed or forward)
+        and replace(trial, attaches=True).lost(False) == set()
+    ):
+        key.record(ATTACHES, forward)
+    return result
+
+
+_HELD = (
+    "an argument is handed in for autograd's sake alone, and the function reads in its place what "
+    "holds it, as a module holds its parameters"
+)
+
+
+def lost_in_rerun(fun: Fun, leaves: Sequence[Tensor], key: Key, forward: bool) -> set[str]:
+    """What calls of a class in fun lose. Reruns fun to record them, and undoes its side effects.
+
+    Raises:
+        Untried: No call could be tested.
+    """
+    result: list[set[str] | None] = []
+    why: list[str] = []
+
+    def tried(call: TrialCall, apply: Any = None) -> None:
+        if len(result) < _CALLS:
+            try:
+                result.append(verdict_on(key, call, forward, apply, noted=False))
+            except Untried as error:
+                why.append(str(error))
+
+    operators = _OperatorCalls(key, tried)
+    run: Any = lambda xs: fun(*xs)[0]
+    if isinstance(fun, Rerunnable):
+        run = Rerunnable(run, fun.roots)
+    try:
+        with _forwards(key) as calls, operators, upstream.temporarily_clear_interpreter_stack():
+            rerun(run, leaves)
+    except Exception as error:
+        why.append(f"evaluated a second time, f raises {on_one_line(error)}")
+    with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
+        for call in calls.recorded:
+            tried(call)
+    if not result or _HELD in why:
+        raise Untried((*why, key.unseen)[0])
+    lost = set[str]().union(*[each for each in result if each is not None])
+    if any(each is not None for each in result) and not (lost and key.attaches):
+        key.record(LOSES if lost else FINE, forward)
+    return lost
+
+
+_CALLS = 4  # how many calls of one class in f are tested
+
+
+class _RecordedCalls:
+    """Recorded calls; exempt from the restoring of state after the rerun."""
+
+    never_changes = True
+
+    def __init__(self) -> None:
+        self.recorded: list[TrialCall] = []
+
+
+@contextmanager
+def _forwards(key: Key) -> Iterator[_RecordedCalls]:
+    """Records this thread's calls of a class, by patching its `forward`.
+
+    A call by a bound `apply` or from C++ reaches `forward`, too.
+    """
+    result = _RecordedCalls()
+    if not isinstance(key.kind, type):
+        yield result
+        return
+    kind: Any = key.kind
+    thread, own = threading.get_ident(), vars(kind).get("forward")
+    forward = kind.forward
+    old = kind.setup_context is torch.autograd.Function.setup_context  # forward takes ctx as well
+
+    def noted(*given: Any, **kwargs: Any) -> Any:
+        args = given[1:] if old else given
+        needs = tuple([isinstance(x, Tensor) and is_tracked(x) for x in args])
+        fits = needs == key.needs[: len(needs)]
+        if key.pushed:  # the rerun differentiates all inputs that have tangents
+            fits = any(needs) and all(a <= b for a, b in zip(key.needs, needs, strict=False))
+        if fits and threading.get_ident() == thread and len(result.recorded) < _CALLS:
+            result.recorded.append(TrialCall.of(args))
+        return forward(*given, **kwargs)
+
+    kind.forward = staticmethod(noted)
+    try:
+        yield result
+    finally:
+        if own is None:
+            del kind.forward
+        else:
+            kind.forward = own
+
+
+class _OperatorCalls(TorchFunctionMode):
+    """A function mode that tests the calls of operators whose graph contains a C++ Function."""
+
+    def __init__(self, key: Key, tried: Callable[[TrialCall, Any], None]) -> None:
+        super().__init__()
+        self.key, self.tried = key, tried
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        out = fun(*args, **(kwargs or {}))
+        if isinstance(self.key.kind, _CppFunction) and isinstance(fun, _OPERATORS):
+            flat, treedef = upstream.tree_flatten((args, kwargs or {}))
+            outs = [y for y in upstream.tree_leaves(out) if isinstance(y, Tensor)]
+            own = graph_of(outs) - graph_of([x for x in flat if isinstance(x, Tensor)])
+            if any(is_cpp_function(node) and key_of(node) == self.key for node in own):
+
+                def call(*flat: Any) -> Any:
+                    args, kwargs = upstream.tree_unflatten(flat, treedef)
+                    return fun(*args, **kwargs)
+
+                self.tried(TrialCall.of(tuple(flat)), call)
+        return out
+
+
+_OPERATORS = (upstream.OpOverload, upstream.OpOverloadPacket)
+
+
+# --- numbers ---------------------------------------------------------------------------------
 
 
 def differs(known: float, first: float, second: float, size: float, eps: float) -> bool:

@@ -28,7 +28,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import OWN, all_behind, graph_of, surveyed
 from gradtools.torch.double_backward_trials import differs, is_tracked, on_one_line, wave
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_pushed
-from gradtools.torch.nondifferentiable import with_gate
+from gradtools.torch.nondifferentiable import gated_where_lost
 from gradtools.torch.open_derivatives import is_spent, tracked_in
 from gradtools.torch.operation_marks import OWN_HOOKS, only_observes
 from gradtools.torch.randomness import Randomness, restored
@@ -117,12 +117,7 @@ def _gated(
                 return list(grads)  # a gate would give a constant gradient a graph
         except Exception:  # the gate will report it
             pass
-    for which, sources in (("cotangents", behind), ("inputs", inputs)):
-        if sources:
-            check = partial(_refuse_if_lost, caller, lost, which)
-            there = list(with_gate(there, sources, check, which == "inputs"))
-    left = iter(there)
-    return [None if g is None else next(left) for g in grads]
+    return gated_where_lost(grads, behind, inputs, partial(_refuse_if_lost, caller, lost))
 
 
 def _refuse_if_lost(caller: str, lost: Callable[[], set[str]], which: str) -> None:
@@ -330,8 +325,8 @@ class _Trial:
             checks = {
                 "edits": lambda: edits,
                 "nonlinear": lambda: linear and not self._are_linear(cts),
-                "inputs": lambda: self._differ(partial(self._along_inputs, cts)),
-                "cotangents": lambda: self._differ(partial(self._along_cotangents, cts)),
+                "inputs": lambda: self._differs(cts, "inputs"),
+                "cotangents": lambda: self._differs(cts, "cotangents"),
             }
             return {name for name, check in checks.items() if hooks and check()}
 
@@ -347,7 +342,20 @@ class _Trial:
         behind = all_behind([g.grad_fn for g in grads if g is not None])
         return any(hook.edits == [True] and hook.node in behind for hook in hooks)
 
-    def _differ(self, at: Callable[[float, bool], list[float]]) -> bool:
+    def _differs(self, cts: Sequence[Any], along: str) -> bool:
+        """Whether autograd's derivative of a hook along these differs from central differences."""
+
+        def at(step: float, slope: bool) -> list[float]:
+            """Re<w, h> of each hook, moved by a step; with `slope` the derivative there."""
+            with self.hooks(step if along == "inputs" else 0.0) as (xs, hooks, _):
+                moved = cts
+                if along == "cotangents":
+                    move = lambda ct: (ct + step * wave(ct, 1.5)).requires_grad_()
+                    moved = [[None if ct is None else move(ct) for ct in one] for one in cts]
+                    xs = [ct for one in moved for ct in one if ct is not None]
+                totals = _numbers(hooks, moved)
+                return [_slope(y, xs) if slope else float(y.detach()) for y in totals]
+
         eps = [torch.finfo(x.dtype).eps for x in self.xs if is_inexact(x)]
         eps = max(eps, default=torch.finfo(torch.get_default_dtype()).eps)
         known, sizes = at(0.0, True), [abs(y) for y in at(0.0, False)]
@@ -374,22 +382,6 @@ class _Trial:
                     return False
         return True
 
-    def _along_inputs(self, cts: Sequence[Any], step: float, slope: bool) -> list[float]:
-        """Re<w, h> of each hook at inputs moved by a step; with `slope` the derivative there."""
-        with self.hooks(step) as (xs, hooks, _):
-            totals = _numbers(hooks, cts)
-            return [_slope(y, xs, 1.5) if slope else float(y.detach()) for y in totals]
-
-    def _along_cotangents(self, cts: Sequence[Any], step: float, slope: bool) -> list[float]:
-        with self.hooks() as (_, hooks, _):
-            moved = [
-                [None if ct is None else (ct + step * wave(ct, 1.5)).requires_grad_() for ct in one]
-                for one in cts
-            ]
-            every = [ct for one in moved for ct in one if ct is not None]
-            totals = _numbers(hooks, moved)
-            return [_slope(y, every, 1.5) if slope else float(y.detach()) for y in totals]
-
     @contextmanager
     def hooks(self, step: float = 0.0) -> Iterator[tuple[list[Tensor], list[_Hook], Any]]:
         """Runs f at inputs and captured leaves moved by a step: these, its hooks and outputs."""
@@ -414,7 +406,7 @@ def _numbers(hooks: Sequence[_Hook], cts: Sequence[Any], scale: float = 1.0) -> 
     return [hook.number([*map(scaled, ct)]) for hook, ct in pairs]
 
 
-def _slope(total: Tensor, xs: Sequence[Tensor], shift: float) -> float:
+def _slope(total: Tensor, xs: Sequence[Tensor]) -> float:
     xs = [x for x in xs if x.requires_grad]
     if not (total.requires_grad and xs):
         return 0.0
@@ -425,4 +417,4 @@ def _slope(total: Tensor, xs: Sequence[Tensor], shift: float) -> float:
             raise
         return 0.0
     pairs = [(x, g) for x, g in zip(xs, grads, strict=True) if g is not None]
-    return sum(float((g.conj() * wave(x, shift)).real.sum()) for x, g in pairs)
+    return sum(float((g.conj() * wave(x, 1.5)).real.sum()) for x, g in pairs)

@@ -109,8 +109,9 @@ class Guard:
                 return []
 
             roots = self.fun.roots if isinstance(self.fun, Rerunnable) else [self.fun]
+            again: Any = Rerunnable(run, roots)
             with upstream.temporarily_clear_interpreter_stack():
-                rerun(Rerunnable(run, roots), self.leaves)
+                rerun(again, self.leaves)
             if not seen.found:
                 return
             raise LostDerivativeError(

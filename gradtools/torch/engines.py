@@ -37,7 +37,6 @@ from gradtools.torch.compiling import (
     refuse_lost,
     uncompiled,
 )
-from gradtools.torch.cut_trials import cut_in
 from gradtools.torch.forward_mode.checkpoints import pushed_through
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, recorded_dual
 from gradtools.torch.forward_mode.one_tangent import OneTangent
@@ -61,6 +60,7 @@ from gradtools.torch.open_derivatives import (
     OpenDerivative,
     ReadsElsewhere,
     caller_of,
+    cut_in,
     here,
     is_spent,
     note_taken,

@@ -198,7 +198,6 @@ torch/deferred_graphs.py: graphs of derivatives at modules; JAX differentiates p
 torch/double_backward.py: what autograd loses in silence in a Function; JAX raises there
 torch/double_backward_trials.py: how that is found out, by class
 torch/hook_trials.py: the same of hooks on gradients, which JAX has not
-torch/cut_trials.py: where f cuts a leaf after an inner derivative; in JAX its jaxpr shows it
 jax/compiled_once.py: eager programs that JAX would compile at each call; PyTorch compiles none
 jax/shardings.py: meshes of devices; PyTorch's are its processes'
 jax/recomputing.py: programs that are computed again; PyTorch runs f again, in `replaying`

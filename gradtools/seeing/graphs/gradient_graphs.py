@@ -14,12 +14,11 @@ from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.seeing.frameworks import Framework
-from gradtools.seeing.graphs import text
 from gradtools.seeing.graphs.edges import edges_of, kept_anew
 from gradtools.seeing.graphs.nodes import Edge, PlainGraph
 from gradtools.seeing.graphs.passes import SECOND, with_spoken_names
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.pictures import dot, drawing, mermaid, page, saving
+from gradtools.seeing.pictures import drawing, saving, texts
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,30 +44,30 @@ class Graph(PlainGraph):
 
     def to_text(self, **view: Any) -> str:
         """The graph as text for a terminal; `view` as in `to_svg`."""
-        return text.to_text(self, **view)
+        return texts.to_text(self, **view)
 
     def to_dot(self, **view: Any) -> str:
         """The graph in Graphviz' language; `view` as in `to_svg`."""
-        return dot.to_dot(self, **view)
+        return texts.to_dot(self, **view)
 
     def to_mermaid(self, **view: Any) -> str:
         """The graph as a Mermaid flowchart, for Markdown; `view` as in `to_svg`."""
-        return mermaid.to_mermaid(self, **view)
+        return texts.to_mermaid(self, **view)
 
     def to_svg(self, **view: Any) -> str:
         """The graph as a picture, which needs `gradtools[svg]`; options as in `drawing.to_svg`."""
         return drawing.to_svg(self, **view)
 
     def to_html(self, **view: Any) -> str:
-        """The graph as a page of its own, in which blocks open and close; see `page.to_html`."""
-        return page.to_html(self, **view)
+        """The graph as a page of its own, in which blocks open and close; see `drawing.to_html`."""
+        return drawing.to_html(self, **view)
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
         """Writes a file in the format of its suffix: .svg, .html, .dot, .gv, .mmd, .md or .txt."""
         saving.save(self, FORMS, path, **view)
 
     def _repr_html_(self) -> str:
-        return page.framed(self.to_html())
+        return drawing.framed(self.to_html())
 
 
 FORMS: saving.Forms = {

@@ -253,21 +253,24 @@ class Outline:
             key = result[-1].key
         return result
 
-    def seen_as(self, opened: frozenset[int]) -> dict[int, int]:
-        """For each box the key of what is drawn for it: itself, or the outermost closed block."""
-        seen: dict[int, int] = {}
+    def drawn(self, opened: frozenset[int]) -> Iterator[tuple[str, int, Box | Block]]:
+        """What is drawn, in program order, with its depth.
 
-        def visit(block: Block, drawn_as: int | None) -> None:
-            for child in block.children:
-                shown = child.key if drawn_as is None else drawn_as
-                seen[child.key] = shown
-                if isinstance(child, Block):
-                    closed = drawn_as is not None or child.key not in opened
-                    visit(child, shown if closed else None)
+        A box or a closed block is a "box"; the children of a column or of an open block are between
+        its "open" and its "close".
+        """
+
+        def visit(item: Box | Block, depth: int) -> Iterator[tuple[str, int, Box | Block]]:
+            if isinstance(item, Box) or (depth and item.key not in opened):
+                yield "box", depth, item
+                return
+            yield "open", depth, item
+            for child in item.children:
+                yield from visit(child, depth + 1)
+            yield "close", depth, item
 
         for column in self.columns:
-            visit(column, None)
-        return seen
+            yield from visit(column, 0)
 
     def bytes_of(self, values: Iterable[int]) -> int:
         """The bytes saved for these values, once per storage; zero for values alive anyway."""
@@ -286,7 +289,11 @@ class Outline:
 
     def seen_arrows(self, opened: frozenset[int]) -> list[Arrow]:
         """The arrows between visible boxes and closed blocks; parallel ones are merged."""
-        seen = self.seen_as(opened)
+        seen: dict[int, int] = {}  # what is drawn for each box: itself, or the closed block
+        for event, _, item in self.drawn(opened):
+            if event == "box":
+                inside = item.boxes if isinstance(item, Block) else (item,)
+                seen.update({box.key: item.key for box in inside})
         return merged(self.arrows, seen.__getitem__)
 
     def opened(
@@ -309,7 +316,8 @@ class Outline:
         else:
             result = {block.key for block in self.blocks if len(self.around(block.key)) <= depth}
         for block in self.blocks:
-            if any(_names(block, pattern) for pattern in patterns):
+            names = (block.path, block.title)
+            if any(matches(name, pattern) for name in names for pattern in patterns):
                 result |= {block.key, *(around.key for around in self.around(block.key))}
         return frozenset(result)
 
@@ -360,10 +368,6 @@ def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arr
         cut = None if None in cuts else cuts[0]
         result.append(Arrow(source, target, values, saved, strength, cut))
     return result
-
-
-def _names(block: Block, pattern: str) -> bool:
-    return matches(block.path, pattern) or matches(block.title, pattern)
 
 
 def matches(path: str, pattern: str) -> bool:

@@ -1,20 +1,52 @@
 """Converts a graph to its outline: nested blocks of boxes, with arrows between them.
 
-`inlining.py` inlines bodies, `nesting.py` groups consecutive operations of one scope into blocks.
-This module runs both, names the values, and turns operands into arrows between boxes. The names are
-letters, assigned in the order of the whole outline, so that they are the same in the text and in
-all pictures of a graph, whichever blocks are open.
+1. The bodies of loops, branches and calls are inlined. Values are forwarded across the boundary of
+   a body, so an operand names the boxes that compute it, wherever they are.
+2. Consecutive operations of one module or call become nested blocks; a block with one child is
+   replaced by the child, under both names. A parameter is placed in the innermost block that
+   contains all of its readers, an argument outside of all blocks, an output after the block that
+   computes it. If there are many outputs, gradients of parameters are placed inside of blocks.
+3. Values are named by letters in the order of the whole outline, so that they are the same in the
+   text and in all pictures of a graph, whichever blocks are open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from gradtools.seeing.graphs.attributes import call_text
-from gradtools.seeing.graphs.inlining import InlinedGraph
-from gradtools.seeing.graphs.nesting import in_parts, nested, paths_to
-from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
-from gradtools.seeing.graphs.outline import Arrow, Block, Box, Operand, Outline, merged
+from gradtools.seeing.graphs.attributes import are_numbers, call_text, is_number, text_of
+from gradtools.seeing.graphs.edges import (
+    alive_anyway,
+    base_of,
+    cut_reason,
+    lost_links,
+    reason,
+    strengths_of,
+)
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value
+from gradtools.seeing.graphs.outline import (
+    PHASES,
+    Arrow,
+    Block,
+    Box,
+    Makers,
+    Operand,
+    Outline,
+    merged,
+)
+
+_CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
+_LOOPS = ("scan", "while", "while_loop", "for", "loop", "map")
+_BRANCHES = ("cond", "switch", "where_branch")
+_MOST_CHILDREN = 60  # of a block; more are split into parts
+_PART = 25  # the least number of children of a part
+_LEAVES_ABOVE = 8  # so many outputs are drawn outside of all blocks; those of arguments always
+_LEAVES_NEAR = 24  # so many are drawn next to the blocks that make them
+_OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
 
 def shown(
@@ -32,8 +64,8 @@ def shown(
 
 def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
     """The outline of a graph, with one column for each pass."""
-    flat = InlinedGraph(graph)
-    columns = [in_parts(block) for block in nested(flat)]
+    flat = _InlinedGraph(graph)
+    columns = [_in_parts(block) for block in _nested(flat)]
     blocks = [b for c in columns for b in (c, *c.walk()) if isinstance(b, Block)]
     for key, block in enumerate(blocks, len(flat.boxes)):
         block.key = key
@@ -53,6 +85,319 @@ def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
     return Outline(tuple(columns), tuple(merged(arrows)), values, title, frozenset(flat.alive))
 
 
+# --- inlining ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A graph or a body of it, and what is known of its values.
+
+    Attributes:
+        graph: The graph.
+        made: The boxes that make each value.
+        numbers: The number of each value among `_InlinedGraph.values`.
+    """
+
+    graph: PlainGraph
+    made: dict[int, Makers]
+    numbers: dict[int, int]
+
+
+class _InlinedGraph:
+    """A graph with its bodies inlined.
+
+    Attributes:
+        boxes: Every box, by its key.
+        values: The values that boxes read, by number.
+        alive: The numbers of values that are alive without being saved.
+        leaves: The boxes of inputs and captured values.
+        entries: A box or a block for each node.
+        outputs: The boxes of the outputs.
+    """
+
+    def __init__(self, graph: PlainGraph) -> None:
+        self.boxes: list[Box] = []
+        self.values: list[Value] = []
+        self.alive: set[int] = set()
+        self._given = alive_anyway(graph)
+        self._lost = lost_links(graph)
+        inputs = [self._leaf("input", graph, v, f"input {i}") for i, v in enumerate(graph.inputs)]
+        captured = {v: self._leaf("captured", graph, v) for v in graph.captured}
+        self.leaves = [*inputs, *captured.values()]
+        made: dict[int, Makers] = {}
+        for value, box in [*zip(graph.inputs, inputs, strict=True), *captured.items()]:
+            made.setdefault(value, ((box.key, 0),))
+        level = _Level(graph, made, {})
+        self.entries = self._entries(level, ())
+
+        cut = reason("left_framework")
+        for source, target in graph.outside:  # data that came back as another value
+            number = self._number(level, source)
+            left = Operand(made.get(source, ()), number, "", Dependence.CUT, cut)
+            for key, _ in made.get(target, ()):
+                self.boxes[key].came_back.append(left)
+        self.outputs = []
+        for i, value in enumerate(graph.outputs):
+            makers, known = made.get(value, ()), graph.values[value]
+            phase = max((self.boxes[maker].phase for maker, _ in makers), default=0)
+            name = known.spoken or known.name or f"output {i}"
+            operands = [Operand(makers, self._number(level, value))]
+            box = self._box("output", name, phase, values=(known,), operands=operands)
+            self.outputs.append(box)
+
+    def _box(self, kind: str, title: str, phase: int, **rest: Any) -> Box:
+        box = Box(len(self.boxes), kind, title, phase, **rest)
+        self.boxes.append(box)
+        return box
+
+    def _leaf(self, kind: str, graph: PlainGraph, value: int, name: str = "constant") -> Box:
+        known = graph.values[value]
+        held = text_of(known.name) if are_numbers(known.name) else known.name
+        return self._box(kind, known.spoken or held or name, 0, values=(known,))
+
+    def _operation(self, graph: PlainGraph, node: Node, **rest: Any) -> Box:
+        values = tuple(graph.values[v] for v in node.outputs)
+        return self._box("operation", node.operation, node.phase, node=node, values=values, **rest)
+
+    def _entries(self, level: _Level, around: tuple[str, ...]) -> list[Box | Block]:
+        """One entry for each node; adds the makers of its outputs to `level.made`."""
+        entries: list[Box | Block] = []
+        for node in level.graph.nodes:
+            scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
+            if node.bodies:
+                entries.append(self._call(level, node, scope))
+                continue
+            box = self._operation(level.graph, node, scope=scope)
+            entries.append(box)
+            strengths = strengths_of(level.graph, node)
+            for i, (value, strength) in enumerate(zip(node.inputs, strengths, strict=True)):
+                self._read(box, level, value, strength, cut_reason(self._lost, node, i, strength))
+            level.made.update({v: ((box.key, k),) for k, v in enumerate(node.outputs)})
+        return entries
+
+    def _read(
+        self, box: Box, level: _Level, value: int, strength: Dependence, cut: str | None = None
+    ) -> None:
+        """Adds an operand to a box."""
+        makers = level.made.get(value, ())
+        made_by = [self.boxes[key] for key, _ in makers]
+        if len(made_by) == 1 and _is_number(made_by[0]):
+            box.operands.append(Operand((), text=made_by[0].title))
+        elif makers:
+            number = self._number(level, value)
+            box.operands.append(Operand(makers, number, strength=strength, cut=cut))
+            base = level.graph.values[value].base
+            if base in self._given or any(maker.kind != "operation" for maker in made_by):
+                shared = self.values[number].base
+                self.alive |= {number} if shared is None else {number, shared}
+
+    def _number(self, level: _Level, value: int) -> int:
+        if value not in level.numbers:
+            level.numbers[value] = number = len(self.values)
+            self.values.append(level.graph.values[value])
+            base = base_of(level.graph, value)
+            shown = None if base == value else self._number(level, base)
+            self.values[number] = replace(self.values[number], base=shown)
+        return level.numbers[value]
+
+    def _call(self, level: _Level, node: Node, scope: tuple[str, ...]) -> Block:
+        """The block of a node with bodies, whose values are forwarded across the boundary."""
+        kind = "loop" if node.operation in _LOOPS else "call"
+        title, name = node.operation, node.attributes.get("name")
+        if node.operation in _CALLS and isinstance(name, str):
+            title = name.lstrip("_") or title
+        kind = "branch" if node.operation in _BRANCHES else kind
+        block = Block(kind, title, scope, node.phase, mark=node.mark)
+
+        deciding = set(range(len(node.inputs))).difference(*(b.inputs for b in node.bodies))
+        if deciding or not node.inputs:
+            box = self._operation(level.graph, node, name="decides")
+            block.children.append(box)
+            for i in sorted(deciding):
+                self._read(box, level, node.inputs[i], Dependence.CUT)
+
+        leaving: dict[int, dict[tuple[int, int], None]] = {v: {} for v in node.outputs}
+        is_while = any(body.gate for body in node.bodies)
+        for number, body in enumerate(node.bodies):
+            ties = [*zip(body.graph.inputs, body.inputs, strict=True)]
+            inner = {v: level.made.get(node.inputs[i], ()) for v, i in ties}
+            own = {v: self._number(level, node.inputs[i]) for v, i in ties}
+            constants = {v: self._leaf("captured", body.graph, v) for v in body.graph.captured}
+            self.leaves += constants.values()
+            inner |= {v: ((leaf.key, 0),) for v, leaf in constants.items()}
+            children = self._entries(_Level(body.graph, inner, own), node.scope)
+            if len(node.bodies) > 1 and children:
+                part = "body" if is_while else f"branch {number}"
+                part = "condition" if body.gate else part
+                children = [Block("branch", part, (), node.phase, children)]
+            block.children += children
+            if not body.gate:
+                for v, out in zip(node.outputs, body.graph.outputs, strict=True):
+                    leaving[v] |= dict.fromkeys(inner.get(out, ()))
+        level.made.update({v: tuple(makers) for v, makers in leaving.items()})
+        return block
+
+
+def _is_number(box: Box) -> bool:
+    """Whether a captured value is a plain number, which is printed in its reader's box."""
+    if box.kind != "captured" or box.values[0].shape:
+        return False
+    return not box.values[0].name or is_number(box.values[0].name)
+
+
+# --- nesting -----------------------------------------------------------------------------
+
+
+def _nested(flat: _InlinedGraph) -> list[Block]:
+    """One block for each pass: scopes become nested blocks, inputs and outputs are placed."""
+    phases = sorted({entry.phase for entry in flat.entries} | {u.phase for u in flat.outputs})
+    roots = {}
+    for phase in phases or [0]:
+        entries = [entry for entry in flat.entries if entry.phase == phase]
+        title = PHASES[phase] if phase < len(PHASES) else f"pass {phase}"
+        roots[phase] = Block("pass", title, (), phase, _runs(entries, 0))
+    _place_leaves(flat, roots)
+    return [root for root in roots.values() if root.children]
+
+
+def _runs(entries: Sequence[Box | Block], level: int) -> list[Box | Block]:
+    """Groups consecutive entries of one scope, recursively, and drops empty calls."""
+    has_box = lambda block: any(isinstance(item, Box) for item in block.walk())
+    entries = [entry for entry in entries if isinstance(entry, Box) or has_box(entry)]
+    result: list[Box | Block] = []
+    start = 0
+    while start < len(entries):
+        entry = entries[start]
+        name = entry.scope[level : level + 1]
+        stop = start + 1
+        while name and stop < len(entries) and entries[stop].scope[level : level + 1] == name:
+            stop += 1
+        if name:
+            inside = _runs(entries[start:stop], level + 1)
+            entry = Block("scope", name[0], entry.scope[: level + 1], entry.phase, inside)
+        elif isinstance(entry, Block):  # a call, whose own entries are nested too
+            entry.children = _runs(entry.children, 0)
+        result.append(_tidy(entry))
+        start = stop
+    return result
+
+
+def _tidy(entry: Box | Block) -> Box | Block:
+    """Replaces a block that has one child by the child, under both names."""
+    if isinstance(entry, Box) or len(entry.children) != 1:
+        return entry
+    (child,) = entry.children
+    if isinstance(child, Box):
+        mark = child.node.mark if child.node else ""
+        same_mark = entry.mark in ("", mark)
+        if child.kind == "operation" and entry.kind in ("scope", "call") and same_mark:
+            names = dict.fromkeys((entry.title, child.name))
+            child.name = ".".join(name for name in names if name and name != "call")
+            return child
+    elif entry.kind == child.kind == "scope":
+        child.title = f"{entry.title}.{child.title}"
+        return child
+    return entry
+
+
+def _place_leaves(flat: _InlinedGraph, roots: Mapping[int, Block]) -> None:
+    """Puts inputs before their first reader, outputs after their maker."""
+    paths = _paths_to(roots.values())
+    readers: dict[int, list[int]] = {}
+    for box in flat.boxes:
+        for operand in box.reads:
+            for maker, _ in operand.makers:
+                readers.setdefault(maker, []).append(box.key)
+    first = next(iter(roots.values()))
+    before: dict[tuple[int, int], list[Box]] = {}
+    for leaf in flat.leaves:
+        reading = [paths[key] for key in readers.get(leaf.key, ()) if key in paths]
+        first_phase = min((path[0].phase for path in reading), default=0)
+        reading = [path for path in reading if path[0].phase == first_phase]
+        if leaf.kind == "captured" and leaf.key not in readers:  # or printed in place of an operand
+            continue
+        if leaf.kind == "input" and not re.search(r"[\[.]", leaf.values[0].name):
+            reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
+        home, at = _home(reading) if reading else (first, 0)
+        leaf.phase = home.phase
+        before.setdefault((id(home), at), []).append(leaf)
+    after: dict[tuple[int, int], list[Box]] = {}
+    for box in flat.outputs:
+        makers = [paths[key] for key, _ in box.operands[0].makers if key in paths]
+        many = box.phase and len(flat.outputs) > _LEAVES_ABOVE
+        if makers and many and not _OF_ARGUMENT.search(box.values[0].name):
+            near = len(flat.outputs) <= _LEAVES_NEAR
+            depth = _branching_depth(makers[0]) if near else len(makers[0]) - 2
+            home = makers[0][depth]
+            at = next(i for i, other in enumerate(home.children) if other is makers[0][depth + 1])
+        else:
+            home = roots[min(box.phase, max(roots))]
+            at = len(home.children) - 1
+        after.setdefault((id(home), at), []).append(box)
+    for block in [b for root in roots.values() for b in (root, *root.walk())]:
+        if isinstance(block, Block):
+            children = [] if block.children else [*before.get((id(block), 0), ())]
+            children += after.get((id(block), -1), ())
+            for at, child in enumerate(block.children):
+                place = id(block), at
+                children += (*before.get(place, ()), child, *after.get(place, ()))
+            block.children = children
+
+
+def _paths_to(roots: Iterable[Block]) -> dict[int, list[Any]]:
+    """For each box, by key, the blocks that lead to it, outermost first, and itself."""
+    result: dict[int, list[Any]] = {}
+
+    def visit(block: Block, path: list[Any]) -> None:
+        for child in block.children:
+            if isinstance(child, Block):
+                visit(child, [*path, child])
+            else:
+                result[child.key] = [*path, child]
+
+    for root in roots:
+        visit(root, [root])
+    return result
+
+
+def _branching_depth(path: Sequence[Any]) -> int:
+    """The depth of the block of which the path takes one part of several."""
+    depth = 0
+    while depth + 2 < len(path) and sum(isinstance(c, Block) for c in path[depth].children) == 1:
+        depth += 1
+    return depth
+
+
+def _home(paths: Sequence[Sequence[Any]]) -> tuple[Block, int]:
+    """The innermost block that contains all readers, and the index of the first of them in it."""
+    depth = 0
+    while all(len(path) > depth + 2 and path[depth + 1] is paths[0][depth + 1] for path in paths):
+        depth += 1
+    home = paths[0][depth]
+    reading = {id(path[depth + 1]) for path in paths}
+    return home, next(i for i, child in enumerate(home.children) if id(child) in reading)
+
+
+def _in_parts(block: Block) -> Block:
+    """Splits blocks with more than `_MOST_CHILDREN` children into parts of consecutive ones."""
+    block.children = [
+        _in_parts(child) if isinstance(child, Block) else child for child in block.children
+    ]
+    while len(block.children) > _MOST_CHILDREN:
+        size = max(_PART, math.isqrt(len(block.children)))
+        parts: list[Box | Block] = []
+        for start in range(0, len(block.children), size):
+            inside = block.children[start : start + size]
+            title = f"steps {start + 1}…{start + len(inside)}"
+            part = Block("steps", title, (*block.scope, title), block.phase, inside)
+            parts += [part] if len(inside) > 1 else inside
+        block.children = parts
+    return block
+
+
+# --- names -------------------------------------------------------------------------------
+
+
 def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
     """Writes the letters of values into boxes, and into the blocks whose border they cross."""
     read: dict[int, set[int]] = {}
@@ -60,7 +405,7 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
         for operand in box.operands:
             for key, k in operand.makers:
                 read.setdefault(key, set()).add(k)
-    paths = paths_to(columns)
+    paths = _paths_to(columns)
     names: dict[tuple[int, int], str] = {}
     for key in paths:
         if boxes[key].kind != "output":

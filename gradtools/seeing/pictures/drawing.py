@@ -1,7 +1,8 @@
-"""A graph as an SVG document, drawn by the scripts of the HTML page, `layout.js` and `markup.js`.
+"""A graph as a self-contained HTML page, and as an SVG document.
 
-There is one layout, in JavaScript, because the page runs it again whenever a block opens or closes.
-Here QuickJS runs it. The picture contains its style sheet and follows the reader's light or dark
+There is one layout, in JavaScript, because the page runs it again whenever a block opens or closes:
+`layout.js` and `markup.js` draw the data of `page_data.py`, and `page.js` handles events. For a
+picture in a file QuickJS runs the same scripts. Picture and page follow the reader's light or dark
 setting.
 """
 
@@ -9,13 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from html import escape
 from typing import Any
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.outlining import outline_of
+from gradtools.seeing.pictures.box_text import short
 from gradtools.seeing.pictures.page_data import data_of, script
-from gradtools.seeing.pictures.palette import style_sheet
+from gradtools.seeing.pictures.palette import page_style, style_sheet
 
 _THEMES = ("auto", "light", "dark")
 _STACK = 64 << 20  # bytes, enough for blocks nested a thousand deep
@@ -71,3 +74,69 @@ def interpreter() -> Any:
     context.set_max_stack_size(_STACK)
     context.eval(script("layout.js") + script("markup.js"))
     return context
+
+
+# --- pages -------------------------------------------------------------------------------
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_PAGE = """\
+<!doctype html>
+<html lang="en"{theme}>
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header>
+<h1>{title}</h1>
+<input id="search" type="search" placeholder="Search   /" aria-label="Search the graph">
+<button id="open" type="button">Open all</button>
+<button id="close" type="button">Close all</button>
+<button id="smaller" type="button" aria-label="Zoom out">−</button>
+<button id="larger" type="button" aria-label="Zoom in">+</button>
+<button id="fit" type="button">Fit</button>
+<button id="theme" type="button" aria-label="Light or dark">◐</button>
+</header>
+<main id="stage"><noscript>This page draws its graph with a script.</noscript></main>
+<div id="key"></div>
+<div id="status" role="status" aria-live="polite"></div>
+<script type="application/json" id="graph">{data}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def to_html(
+    graph: PlainGraph,
+    *,
+    depth: int | None = None,
+    expand: str | Iterable[str] = (),
+    theme: str = "auto",
+    title: str = "",
+) -> str:
+    """A graph as a self-contained HTML page, in which blocks open and close; as `to_svg`."""
+    outline = outline_of(graph, title=title)
+    names = " and ".join(column.title for column in outline.columns)
+    data = json.dumps(data_of(outline, depth, expand), separators=(",", ":"))
+    for letter in "<>&":  # which could end the script element
+        data = data.replace(letter, f"\\u{ord(letter):04x}")
+    return _PAGE.format(
+        theme=f' data-theme="{theme}"' if theme in ("light", "dark") else "",
+        policy=_POLICY,
+        title=escape(short(outline.title, 120) or f"Gradient graph: {names or 'empty'}"),
+        style=page_style(script("page.css")),
+        data=data,
+        script="".join(map(script, ("layout.js", "markup.js", "page.js"))),
+    )
+
+
+def framed(page: str, height: int = 640) -> str:
+    """A page in a sandboxed iframe, for notebooks."""
+    look = f"width:100%;height:{height}px;border:1px solid #8884;border-radius:8px"
+    return f'<iframe sandbox="allow-scripts" style="{look}" srcdoc="{escape(page)}"></iframe>'

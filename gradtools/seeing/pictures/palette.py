@@ -55,18 +55,31 @@ def style_sheet(theme: str = "auto") -> str:
         return shapes + _coloured(LIGHT)
     if theme == "dark":
         return shapes + _coloured(DARK)
-    return (
-        f"{shapes}{_coloured(LIGHT)}@media (prefers-color-scheme: dark) {{\n{_coloured(DARK)}}}\n"
+    dark = f"@media (prefers-color-scheme: dark) {{\n{_coloured(DARK)}}}\n"
+    return f"{shapes}{_coloured(LIGHT)}{dark}"
+
+
+def page_style(css: str) -> str:
+    """The CSS of a page: follows the reader's setting unless ``data-theme`` overrides it.
+
+    css: The page's own style sheet, which reads the colours as variables.
+    """
+    light, dark = (
+        f"--ink: {c.ink}; --paper: {c.paper}; --frame: {c.frame}; --faint: {c.faint}; "
+        f"--focus: {c.passes[0][0]};"
+        for c in (LIGHT, DARK)
     )
-
-
-def shapes_and_colours() -> str:
-    """The CSS of a page: follows the reader's setting unless ``data-theme`` overrides it."""
     chosen = [
         _coloured(colours).replace(".gt", f":root[data-theme={name}] .gt")
         for name, colours in (("light", LIGHT), ("dark", DARK))
     ]
-    return style_sheet() + "".join(chosen)
+    return (
+        f":root {{ color-scheme: light dark; {light} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+        f":root[data-theme=light] {{ color-scheme: light; {light} }}\n"
+        f":root[data-theme=dark] {{ color-scheme: dark; {dark} }}\n"
+        f"{css}{style_sheet()}{''.join(chosen)}"
+    )
 
 
 _SHAPES = """\

@@ -24,8 +24,11 @@ Strengths = Mapping[int, Dependence]
 def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
     """``matrix[output][input]``: how each output depends on each input."""
     if graph not in _levels:
-        _levels[graph] = [_at_least(graph, strength) for strength in (_CUT, _ZERO, _FULL)]
-    rows = [[masks.get(out, 0) for masks in _levels[graph]] for out in graph.outputs]
+        bits: dict[int, int] = {}
+        for i, value in enumerate(graph.inputs):
+            bits[value] = bits.get(value, 0) | 1 << i
+        _levels[graph] = [masks(graph, bits, strength) for strength in (_CUT, _ZERO, _FULL)]
+    rows = [[reached.get(out, 0) for reached in _levels[graph]] for out in graph.outputs]
     inputs = range(len(graph.inputs))
     return [[Dependence(sum(mask >> i & 1 for mask in row)) for i in inputs] for row in rows]
 
@@ -33,8 +36,8 @@ def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
 _levels: WeakKeyDictionary[PlainGraph, list[dict[int, int]]] = WeakKeyDictionary()
 
 
-def _at_least(graph: PlainGraph, strength: Dependence) -> dict[int, int]:
-    """For each value a bit mask of the inputs on which it depends at least as strongly as this."""
+def masks(graph: PlainGraph, start: Mapping[int, int], strength: Dependence) -> dict[int, int]:
+    """For each value the union of the masks in `start` on which it depends this strongly."""
     result: dict[int, int] = {}
     returning: dict[int, list[int]] = {}  # values that left the framework and came back
     for source, target in graph.outside if strength == _CUT else ():
@@ -46,23 +49,15 @@ def _at_least(graph: PlainGraph, strength: Dependence) -> dict[int, int]:
             for other in returning.get(value, ()):
                 raise_to(other, mask)
 
-    for i, value in enumerate(graph.inputs):
-        raise_to(value, 1 << i)
+    for value, mask in start.items():
+        raise_to(value, mask)
     for node in graph.nodes:
         entering = [result.get(value, 0) for value in node.inputs]
         if any(entering):
             for value, row in zip(node.outputs, links_of(graph, node), strict=True):
-                raise_to(value, union(row, entering, strength))
+                pairs = zip(row, entering, strict=True)
+                raise_to(value, any_of(mask for link, mask in pairs if link >= strength))
     return result
-
-
-def union(row: Sequence[Dependence], masks: Sequence[int], strength: Dependence) -> int:
-    """The union of the masks of a node's inputs whose links are at least this strong."""
-    total = 0
-    for link, mask in zip(row, masks, strict=True):
-        if link >= strength:
-            total |= mask
-    return total
 
 
 def any_of(masks: Iterable[int]) -> int:
@@ -155,11 +150,18 @@ def _links_of_bodies(node: Node) -> Links:
         for row, inner in zip(links, _rounds(body), strict=True) if not body.gate else ():
             for i, strength in zip(body.inputs, inner, strict=True):
                 row[i] = max(row[i], strength)
-    deciding = _deciding(node, links)
-    for row in links:
-        for i in deciding:
-            row[i] = max(row[i], _CUT)
-    return tuple(map(tuple, links))
+    # inputs that select a branch, or that determine a loop's trip count
+    deciding = set(range(len(node.inputs))).difference(*(body.inputs for body in node.bodies))
+    for gate in (body for body in node.bodies if body.gate):
+        carried = {i: k for k, i in gate.carries}
+        for i, column in enumerate(zip(*dependence_matrix(gate.graph), strict=True)):
+            if any(column):
+                deciding.add(gate.inputs[i])
+                if i in carried:
+                    deciding |= {j for j, s in enumerate(links[carried[i]]) if s}
+    return tuple(
+        tuple(max(s, _CUT) if i in deciding else s for i, s in enumerate(row)) for row in links
+    )
 
 
 def _rounds(body: Body) -> list[list[Dependence]]:
@@ -178,20 +180,6 @@ def _rounds(body: Body) -> list[list[Dependence]]:
                     if min(row[i], strength) > row[j]:
                         row[j], changed = min(row[i], strength), True
     return matrix
-
-
-def _deciding(node: Node, links: list[list[Dependence]]) -> set[int]:
-    """The inputs that select a branch, or that determine a loop's trip count."""
-    deciding = set(range(len(node.inputs))).difference(*(body.inputs for body in node.bodies))
-    for gate in (body for body in node.bodies if body.gate):
-        carried = {i: k for k, i in gate.carries}
-        for row in dependence_matrix(gate.graph):
-            for i, strength in enumerate(row):
-                if strength:
-                    deciding.add(gate.inputs[i])
-                    if i in carried:
-                        deciding |= {j for j, s in enumerate(links[carried[i]]) if s}
-    return deciding
 
 
 def entering_body(

@@ -6,7 +6,7 @@ lost terms:
 
 - a mask, an index or a branch that a comparison selects;
 - a value computed from its own summand, as in ``x - floor(x)``;
-- a shift that is subtracted inside and added again (`shifts.py`);
+- a shift that is subtracted inside and added again (`losing_operations.py`);
 - a target: a deliberate stop in a difference that enters a nonlinear function, as in
   temporal-difference learning, ``(v(s) - r - stop(v(t)))**2``, or in a ratio of probabilities,
   ``exp(p - stop(q))``;
@@ -20,7 +20,7 @@ or scaled gradient that reaches nothing is a mistake: the domain head of a DANN 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -32,22 +32,24 @@ from gradtools.seeing.graphs.derivative_flow import (
     entering_body,
     forward,
     links_of,
-    union,
+    masks,
 )
-from gradtools.seeing.graphs.losing_operations import Loss, lossy, search
-from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph, Value
-from gradtools.seeing.graphs.shifts import (
+from gradtools.seeing.graphs.losing_operations import (
     ADDITIVE,
     AT_PLACES,
     LINEAR,
     SHAPING,
+    Loss,
     equal_values,
     first_lost,
     flowing_and_lost,
     is_added_again,
+    lossy,
+    search,
     shifts_at,
     taken_before,
 )
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _STOPPED = ("detached", "no_grad", "inner_gradient")
@@ -70,7 +72,11 @@ def losses(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[L
     start, matters = {value: _FULL}, behind(graph, tuple(graph.outputs))
     if matters.get(value, _NONE) < _FULL:
         return [*search(graph, start, dict.fromkeys(graph.outputs, _FULL), None, lossy)]
-    if not _suspects(graph) >> _leaves(graph)[value] & 1:
+    if graph not in _suspected:
+        bits = {v: 1 << i for i, v in enumerate((*graph.inputs, *graph.captured))}
+        suspects = _suspects(graph, bits, bits)
+        _suspected[graph] = {v for v, bit in bits.items() if suspects & bit}
+    if value not in _suspected[graph]:
         return []
     reached = forward(graph, start)
     apart = *_stopped_elsewhere(graph, reached), *_weighted(graph, value, reached)
@@ -79,9 +85,38 @@ def losses(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[L
     return list(dict.fromkeys(_terms(graph, start, flows, graph.outputs, None)))
 
 
-def _leaves(graph: PlainGraph) -> dict[int, int]:
-    """The position of each input and captured value."""
-    return {value: i for i, value in enumerate((*graph.inputs, *graph.captured))}
+_suspected: WeakKeyDictionary[PlainGraph, set[int]] = WeakKeyDictionary()
+
+
+def _suspects(graph: PlainGraph, full: Mapping[int, int], some: Mapping[int, int]) -> int:
+    """A bit mask of the leaves that may have lost a term, from one pass for all leaves.
+
+    full: For each input the program's leaves on which it depends differentiably.
+    some: For each input the program's leaves on which it depends at all.
+    """
+    if graph.outside:  # what leaves the framework may come back anywhere
+        return any_of([*full.values(), *some.values()])
+    full, some = masks(graph, full, _FULL), masks(graph, some, _CUT)
+    result = 0
+    for node in graph.nodes:
+        flowing, data = ([of.get(v, 0) for v in node.inputs] for of in (full, some))
+        for of, some_of, full_of in zip(node.inputs, data, flowing, strict=True):
+            lost = some_of & ~full_of & any_of(flowing) if node.operation in ADDITIVE else 0
+            if lost:
+                above = ancestors(graph, of)
+                summands = (m for v, m in zip(node.inputs, flowing, strict=True) if v in above)
+                result |= lost & ~any_of(summands)
+        for body in node.bodies if node.links is None and any(data) else ():
+            ends = []
+            for of in (full, some):
+                start = dict.fromkeys(body.graph.inputs, 0)
+                for value, i in zip(body.graph.inputs, body.inputs, strict=True):
+                    start[value] |= of.get(node.inputs[i], 0)
+                for k, i in body.carries:
+                    start[body.graph.inputs[i]] |= of.get(node.outputs[k], 0)
+                ends.append(start)
+            result |= _suspects(body.graph, *ends)
+    return result
 
 
 @dataclass(frozen=True)
@@ -102,9 +137,17 @@ def _stopped_elsewhere(graph: PlainGraph, reached: Strengths) -> set[int]:
 
     reached: How strongly each value depends on what is looked at.
     """
+    if graph not in _stops:  # for each input what the operations that stop it read
+        stopping = [node for node in graph.nodes if node.loss in _STOPPED]
+        inputs = [v for v in graph.inputs if stopping and graph.values[v].is_inexact]
+        flows = {value: forward(graph, {value: _FULL}) for value in inputs}
+        _stops[graph] = {
+            value: [n.inputs for n in stopping if any(flow.get(v) == _FULL for v in n.inputs)]
+            for value, flow in flows.items()
+        }
     apart = {
         value
-        for value, reads in _stops_of(graph).items()
+        for value, reads in _stops[graph].items()
         if any(all(reached.get(v) != _FULL for v in read) for read in reads)
     }
     for node in graph.nodes:
@@ -119,6 +162,9 @@ def _stopped_elsewhere(graph: PlainGraph, reached: Strengths) -> set[int]:
                 before = behind(graph, (outer,))
                 apart |= {value for value in graph.inputs if before.get(value) == _FULL}
     return {value for value in apart if reached.get(value) != _FULL}
+
+
+_stops: WeakKeyDictionary[PlainGraph, dict[int, list[Sequence[int]]]] = WeakKeyDictionary()
 
 
 def _weighted(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
@@ -145,71 +191,6 @@ def _weighted(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
     return {v for v in result if places[v] < places.get(value, 0)}
 
 
-def _stops_of(graph: PlainGraph) -> dict[int, list[Sequence[int]]]:
-    """For each input, the values read by the operations that stop it; memoized."""
-    if graph not in _stops:
-        stopping = [node for node in graph.nodes if node.loss in _STOPPED]
-        inputs = [v for v in graph.inputs if stopping and graph.values[v].is_inexact]
-        flows = {value: forward(graph, {value: _FULL}) for value in inputs}
-        _stops[graph] = {
-            value: [n.inputs for n in stopping if any(flow.get(v) == _FULL for v in n.inputs)]
-            for value, flow in flows.items()
-        }
-    return _stops[graph]
-
-
-_stops: WeakKeyDictionary[PlainGraph, dict[int, list[Sequence[int]]]] = WeakKeyDictionary()
-_suspected: WeakKeyDictionary[PlainGraph, int] = WeakKeyDictionary()
-
-
-def _suspects(graph: PlainGraph) -> int:
-    """A bit mask of the leaves that may have lost a term, from one pass for all leaves."""
-    if graph not in _suspected:
-        bits = {value: 1 << i for value, i in _leaves(graph).items()}
-        _suspected[graph] = _suspects_within(graph, bits, dict(bits))
-    return _suspected[graph]
-
-
-def _suspects_within(graph: PlainGraph, full: dict[int, int], some: dict[int, int]) -> int:
-    """`_suspects` of a graph, given its inputs' masks.
-
-    full: For each value the program's leaves on which it depends differentiably.
-    some: For each value the program's leaves on which it depends at all.
-    """
-    if graph.outside:  # what leaves the framework may come back anywhere
-        return any_of([*full.values(), *some.values()])
-    result = 0
-    for node in graph.nodes:
-        flowing, data = ([of.get(v, 0) for v in node.inputs] for of in (full, some))
-        if not any(data):
-            continue
-        for of, some_of, full_of in zip(node.inputs, data, flowing, strict=True):
-            lost = some_of & ~full_of & any_of(flowing) if node.operation in ADDITIVE else 0
-            if lost:
-                above = ancestors(graph, of)
-                summands = (m for v, m in zip(node.inputs, flowing, strict=True) if v in above)
-                result |= lost & ~any_of(summands)
-        for value, row in zip(node.outputs, links_of(graph, node), strict=True):
-            full[value] = full.get(value, 0) | union(row, flowing, _FULL)
-            some[value] = some.get(value, 0) | union(row, data, _CUT)
-        if node.links is None:
-            for body in node.bodies:
-                result |= _suspects_in(body, node, full, some)
-    return result
-
-
-def _suspects_in(body: Body, node: Node, full: dict[int, int], some: dict[int, int]) -> int:
-    ends = []
-    for of in (full, some):
-        start = dict.fromkeys(body.graph.inputs, 0)
-        for value, i in zip(body.graph.inputs, body.inputs, strict=True):
-            start[value] |= of.get(node.inputs[i], 0)
-        for k, i in body.carries:
-            start[body.graph.inputs[i]] |= of.get(node.outputs[k], 0)
-        ends.append(start)
-    return _suspects_within(body.graph, *ends)
-
-
 def _terms(
     graph: PlainGraph,
     start: Strengths,
@@ -224,11 +205,22 @@ def _terms(
     for node in graph.nodes:
         if max((matters.get(value, _NONE) for value in node.outputs), default=_NONE) < _FULL:
             continue
-        if node.bodies and node.links is None:
-            yield from _terms_in_bodies(node, flows, call)
+        inside = node.bodies if node.links is None else ()
+        for body in inside:
+            if not body.gate:
+                own, others = (
+                    entering_body(
+                        body,
+                        [of.get(value, _NONE) for value in node.inputs],
+                        [of.get(value, _NONE) for value in node.outputs],
+                    )
+                    for of in (flows.own, flows.others)
+                )
+                inner = _Flows(forward(body.graph, own), forward(body.graph, others))
+                yield from _terms(body.graph, own, inner, body.graph.outputs, call or node)
+        if inside or node.operation not in ADDITIVE:
             continue
-        if node.operation not in ADDITIVE:
-            continue
+
         flowing, lost = flowing_and_lost(graph, node, flows.own)
         terms = [v for v in lost if flowing and not flowing & ancestors(graph, v)]
         if not terms:
@@ -242,55 +234,41 @@ def _terms(
             stops = [
                 loss
                 for loss in along
-                if loss.node.loss in _STOPPED and _reaches(graph, loss, term, _with_derivative)
+                if loss.node.loss in _STOPPED and _reaches(graph, loss, term, by_derivative=True)
             ]
             trains = stops and flows.others.get(term) == _FULL
             for loss in along:
                 place = _place(graph, loss)
                 is_choice = loss.node.loss in ("discrete", "integer_cast")
                 stopped = loss in stops or (
-                    is_choice and not _reaches(graph, loss, term, _without_stop)
+                    is_choice and not _reaches(graph, loss, term, by_derivative=False)
                 )
                 if (is_residual and stopped) or scaling.intersection(place.outputs):
                     continue
                 chosen = is_choice and any(flows.others.get(v) == _FULL for v in place.inputs)
-                meant = trains and (stopped or chosen) and not _shares_a_path(graph, loss, vain)
+                edited = any(
+                    _is_before(graph, place, edit) or _is_before(graph, edit, place)
+                    for edit in vain
+                )
+                meant = trains and (stopped or chosen) and not edited
                 yield replace(loss, whole=False, meant=bool(meant))
 
 
 def _useless_edits(graph: PlainGraph, flows: _Flows, matters: Strengths) -> list[Node]:
     """The operations that reverse or scale a gradient which none reaches, or which reaches none."""
     result = []
-    for node in graph.nodes if any(n.operation == "scale_gradient" for n in graph.nodes) else ():
-        (given, *_), (out, *_) = node.inputs, node.outputs
-        if node.operation == "scale_gradient" and flows.own.get(given, _NONE) > _NONE:
+    for node in graph.nodes:
+        if node.operation == "scale_gradient":
+            (given, *_), (out, *_) = node.inputs, node.outputs
             reaches = _FULL in (flows.own.get(given), flows.others.get(given))
-            result += [] if reaches and matters.get(out) == _FULL else [node]
+            useful = reaches and matters.get(out) == _FULL
+            result += [node] if flows.own.get(given) and not useful else []
     return result
 
 
-def _shares_a_path(graph: PlainGraph, loss: Loss, nodes: Sequence[Node]) -> bool:
-    """Whether a loss is on a way to or from one of the nodes."""
-    here = _place(graph, loss) if nodes else None
-    pairs = ((a, b) for node in nodes for a, b in ((here, node), (node, here)) if a and b)
-    return any(
-        not {v, *ancestors(graph, v)}.isdisjoint(a.outputs) for a, b in pairs for v in b.inputs
-    )
-
-
-def _terms_in_bodies(node: Node, flows: _Flows, call: Node | None) -> Iterator[Loss]:
-    for body in node.bodies:
-        if not body.gate:
-            own, others = (
-                entering_body(
-                    body,
-                    [of.get(value, _NONE) for value in node.inputs],
-                    [of.get(value, _NONE) for value in node.outputs],
-                )
-                for of in (flows.own, flows.others)
-            )
-            inner = _Flows(forward(body.graph, own), forward(body.graph, others))
-            yield from _terms(body.graph, own, inner, body.graph.outputs, call or node)
+def _is_before(graph: PlainGraph, node: Node, other: Node) -> bool:
+    """Whether data flows from the results of a node to what another one reads."""
+    return any(not {v, *ancestors(graph, v)}.isdisjoint(node.outputs) for v in other.inputs)
 
 
 def _addends(graph: PlainGraph, value: int, flows: _Flows) -> list[int]:
@@ -361,27 +339,22 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
     return all(other.get(term) == _FULL for term in terms)
 
 
-def _reaches(
-    graph: PlainGraph,
-    loss: Loss,
-    term: int,
-    carries: Callable[[Node, Value, Dependence], bool],
-) -> bool:
-    """Whether the result at a loss reaches a term along links that `carries` accepts."""
+def _reaches(graph: PlainGraph, loss: Loss, term: int, by_derivative: bool) -> bool:
+    """Whether the result at a loss reaches a term.
+
+    by_derivative: Whether a derivative must flow, stops and edits aside; else any data may that no
+    stop cuts.
+    """
     reached = set(_place(graph, loss).outputs)
     for node in graph.nodes:
+        stops = node.loss in _STOPPED
+        passes = stops or node.mark == "edited gradient"
         for value, row in zip(node.outputs, links_of(graph, node), strict=True):
-            pairs = zip(node.inputs, row, strict=True)
-            if any(v in reached and carries(node, graph.values[value], link) for v, link in pairs):
+            links = [link for v, link in zip(node.inputs, row, strict=True) if v in reached]
+            if by_derivative:
+                carries = _FULL in links or (links and passes and graph.values[value].is_inexact)
+            else:
+                carries = any(links) and not stops and node.operation != "stop"
+            if carries:
                 reached.add(value)
     return term in reached
-
-
-def _without_stop(node: Node, value: Value, link: Dependence) -> bool:
-    return link > _NONE and node.loss not in _STOPPED and node.operation != "stop"
-
-
-def _with_derivative(node: Node, value: Value, link: Dependence) -> bool:
-    """Whether a derivative flows, stops and edits aside."""
-    meant = node.loss in _STOPPED or node.mark == "edited gradient"
-    return link == _FULL or (meant and value.is_inexact)

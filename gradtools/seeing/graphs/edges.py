@@ -7,7 +7,7 @@ does the stopped maximum that softmax subtracts. Other deliberate stops get thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gradtools.seeing.diagnostics.findings import KINDS
@@ -24,7 +24,7 @@ _MOST_STEPS = 200_000
 def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
     """Every edge of one graph, without those of its bodies."""
     makers = {value: i for i, node in enumerate(graph.nodes) for value in node.outputs}
-    phases = _phases(graph)
+    phases = phases_of(graph.nodes)
     lost = lost_links(graph)
     edges = []
     for i, node in enumerate(graph.nodes):
@@ -34,7 +34,11 @@ def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
             saved = node.phase > phases[value]
             cut = cut_reason(lost, node, k, strength)
             edges.append(Edge(maker, i, value, graph.values[value].bytes, saved, strength, cut))
-    edges += _outside(graph, makers)
+    for source, value in graph.outside:  # through NumPy or a Python number, to each later reader
+        cut, size = reason("left_framework"), graph.values[source].bytes
+        readers: list[int | None] = [i for i, n in enumerate(graph.nodes) if value in n.inputs]
+        for reader in readers or ([None] if value in graph.outputs else []):
+            edges.append(Edge(makers.get(source), reader, source, size, False, _CUT, cut))
     edges += [Edge(makers.get(v), None, v, graph.values[v].bytes) for v in graph.outputs]
     return tuple(edges)
 
@@ -42,7 +46,7 @@ def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
 def kept_anew(graph: PlainGraph) -> dict[int, int]:
     """Residuals: values of the first pass that later passes read, once per storage, with bytes."""
     first = {v for node in graph.nodes if not node.phase for v in node.outputs}
-    phases = _phases(graph)
+    phases = phases_of(graph.nodes)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
     first_nodes = [node for node in graph.nodes if not node.phase]
     for i in needed(first_nodes, graph.outputs):  # others, as of an inner derivative, keep none
@@ -80,13 +84,13 @@ def _captured(graph: PlainGraph) -> Iterator[int]:
                     yield value
 
 
-def _phases(graph: PlainGraph) -> dict[int, int]:
+def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
     """The pass in which each value is computed; for inputs, the pass that first reads them."""
     phases: dict[int, int] = {}
-    for node in graph.nodes:
+    for node in nodes:
         for value in node.inputs:
             phases[value] = min(node.phase, phases.get(value, node.phase))
-    return phases | {value: node.phase for node in graph.nodes for value in node.outputs}
+    return phases | {value: node.phase for node in nodes for value in node.outputs}
 
 
 def strengths_of(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
@@ -166,15 +170,3 @@ _SHORT = {
     "stopped_in_rule": "stopped inside the rule's backward",
     "inside_rule": "computed inside the rule: save it as an output",
 }
-
-
-def _outside(graph: PlainGraph, makers: dict[int, int]) -> Iterator[Edge]:
-    """Edges of data that passed through NumPy or a Python number, one to each later reader."""
-    for source, target in graph.outside:
-        size = graph.values[source].bytes
-        readers: list[int | None] = [
-            i for i, node in enumerate(graph.nodes) if target in node.inputs
-        ]
-        for reader in readers or ([None] if target in graph.outputs else []):
-            cut = reason("left_framework")
-            yield Edge(makers.get(source), reader, source, size, False, _CUT, cut)

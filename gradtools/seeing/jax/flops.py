@@ -25,6 +25,7 @@ from gradtools.jax.jaxprs import (
     Jaxpr,
     bound,
     interpreted,
+    is_inexact,
     live,
     programs_of,
     scan_counts,
@@ -57,28 +58,26 @@ def bodies(eqn: Eqn) -> list[HeldJaxpr]:
     name = eqn.primitive.name
     if name in _OPAQUE:
         return []
-    return [_implementation(eqn)] if name.startswith("gradtools_") else programs_of(eqn)
+    if not name.startswith("gradtools_"):
+        return programs_of(eqn)
+    avals = tuple([v.aval for v in eqn.invars])
+    params = {name: value for name, value in eqn.params.items() if name != LIFE}
+
+    def make() -> HeldJaxpr:
+        """What the primitive runs, without what no result of it needs."""
+        closed = jax.make_jaxpr(lambda *xs: eqn.primitive.impl(*xs, **params))(*avals)
+        return HeldJaxpr(live(closed.jaxpr), tuple(closed.consts))
+
+    if "rule" not in params:
+        return [make()]
+    key = tuple([item for item in params.items() if item[0] != "rule"])
+    return [memoized(params["rule"], (eqn.primitive, avals, key), make)]
 
 
 def is_call(name: str) -> bool:
     """Whether an equation just calls its one body."""
     own = name.startswith("gradtools_") and name not in _OPAQUE
     return own or name in CALLS or name in RULED
-
-
-def _implementation(eqn: Eqn) -> HeldJaxpr:
-    """What a primitive of gradtools runs, without what no result of it needs."""
-    avals = tuple([v.aval for v in eqn.invars])
-    params = {name: value for name, value in eqn.params.items() if name != LIFE}
-
-    def make() -> HeldJaxpr:
-        closed = jax.make_jaxpr(lambda *xs: eqn.primitive.impl(*xs, **params))(*avals)
-        return HeldJaxpr(live(closed.jaxpr), tuple(closed.consts))
-
-    if "rule" not in params:
-        return make()
-    key = tuple([item for item in params.items() if item[0] != "rule"])
-    return memoized(params["rule"], (eqn.primitive, avals, key), make)
 
 
 def _is_dynamic(jaxpr: Jaxpr) -> bool:
@@ -126,38 +125,30 @@ class Count:
 
     def _ran(self, i: int, eqn: Eqn, xs: list[Any]) -> list[Any]:
         """Counts an equation that runs once, and returns its results."""
-        name = eqn.primitive.name
-        if not _has_trips(eqn):
+        name, params = eqn.primitive.name, eqn.params
+        if not _has_trips(eqn) or (name == "scan" and not params["length"]):
             self.flops += self._cost_of(eqn)
             return bound(eqn, xs)
         inner = bodies(eqn)
-        if name == "while":
-            return self._ran_while(eqn, inner, xs)
         if name == "cond":
             return self.run(inner[min(max(int(xs[0]), 0), len(inner) - 1)], xs[1:])
+        if name == "while":
+            (gate, body), a, b = inner, params["cond_nconsts"], params["body_nconsts"]
+            carry = xs[a + b :]
+            while True:
+                (go,) = self.run(gate, [*xs[:a], *carry])
+                if not jnp.any(go):
+                    return carry
+                result = self.run(body, [*xs[a : a + b], *carry])
+                carry = [_where(go, new, old) for new, old in zip(result, carry, strict=True)]
         if name == "scan":
-            return self._ran_scan(eqn, inner[0], xs)
+            length, (n, carried) = params["length"], scan_counts(eqn)
+            carry, rows = xs[n : n + carried], list[Any]([None] * length)
+            for i in reversed(range(length)) if params["reverse"] else range(length):
+                outs = self.run(inner[0], [*xs[:n], *carry, *(x[i] for x in xs[n + carried :])])
+                carry, rows[i] = outs[:carried], outs[carried:]
+            return [*carry, *map(jnp.stack, zip(*rows, strict=True))]
         return self.run(inner[0], xs)
-
-    def _ran_while(self, eqn: Eqn, parts: list[HeldJaxpr], xs: list[Any]) -> list[Any]:
-        (gate, body), a, b = parts, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        carry = xs[a + b :]
-        while True:
-            (go,) = self.run(gate, [*xs[:a], *carry])
-            if not jnp.any(go):
-                return carry
-            result = self.run(body, [*xs[a : a + b], *carry])
-            carry = [_where(go, new, old) for new, old in zip(result, carry, strict=True)]
-
-    def _ran_scan(self, eqn: Eqn, body: HeldJaxpr, xs: list[Any]) -> list[Any]:
-        length, (n, carried) = eqn.params["length"], scan_counts(eqn)
-        if not length:
-            return bound(eqn, xs)
-        carry, rows = xs[n : n + carried], list[Any]([None] * length)
-        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            outs = self.run(body, [*xs[:n], *carry, *(x[i] for x in xs[n + carried :])])
-            carry, rows[i] = outs[:carried], outs[carried:]
-        return [*carry, *map(jnp.stack, zip(*rows, strict=True))]
 
     # --- without values
 
@@ -222,34 +213,28 @@ _FREE = frozenset(
 def _cost(eqn: Eqn) -> int | None:
     """The operations of an equation without bodies; None if they are unknown."""
     name = eqn.primitive.name
-    rule = _RULES.get(name)
     if name in _OPAQUE:
         return None
-    if name in _FREE or not any(map(_inexact, eqn.outvars)):
+    if name in _FREE or not any(map(is_inexact, eqn.outvars)):
         return 0
+    out = eqn.outvars[0].aval
     if name in _ELEMENTWISE:
-        out = eqn.outvars[0].aval
         return out.size * costs.weight(_ELEMENTWISE[name], _complex(out))
-    return None if rule is None else rule(eqn)
-
-
-def _inexact(var: Any) -> bool:
-    return hasattr(var.aval, "dtype") and jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    return _RULES[name](eqn, out) if name in _RULES else None
 
 
 def _complex(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.complexfloating)
 
 
-def _dot(eqn: Eqn) -> int:
-    left, out = eqn.invars[0].aval, eqn.outvars[0].aval
+def _dot(eqn: Eqn, out: Any) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    return costs.product(out.size, math.prod(left.shape[d] for d in contracted), _complex(out))
+    length = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+    return costs.product(out.size, length, _complex(out))
 
 
-def _conv(eqn: Eqn) -> int:
-    left, right = (v.aval for v in eqn.invars)
-    out, params = eqn.outvars[0].aval, eqn.params
+def _conv(eqn: Eqn, out: Any) -> int:
+    (left, right), params = (v.aval for v in eqn.invars), eqn.params
     numbers = params["dimension_numbers"]
     axes = zip(
         *[
@@ -273,54 +258,41 @@ def _conv(eqn: Eqn) -> int:
     )
 
 
-def _reduction(eqn: Eqn) -> int:
-    x, out, name = eqn.invars[0].aval, eqn.outvars[0].aval, eqn.primitive.name
+def _reduction(eqn: Eqn, out: Any) -> int:
+    x, name = eqn.invars[0].aval, eqn.primitive.name
     results = x.size // x.shape[eqn.params["axis"]] if name.startswith("cum") else out.size
     return max(x.size - results, 0) * costs.weight(_REDUCTIONS[name], _complex(x))
 
 
-def _window(eqn: Eqn) -> int:
-    out = eqn.outvars[0].aval
-    return out.size * (math.prod(eqn.params["window_dimensions"]) - 1)
-
-
-def _scattered(eqn: Eqn) -> int:
+def _scattered(eqn: Eqn, out: Any) -> int:
     updates = eqn.invars[-1].aval
     kind = "mul" if eqn.primitive.name == "scatter_mul" else "add"
     return updates.size * costs.weight(kind, _complex(updates))
 
 
-def _power(eqn: Eqn) -> int:
-    out = eqn.outvars[0].aval
-    return out.size * costs.whole_power(eqn.params["y"], _complex(out))
+def _fft(eqn: Eqn, out: Any) -> int:
+    x, length = eqn.invars[0].aval, math.prod(eqn.params["fft_lengths"])
+    real = not (_complex(x) and _complex(out))
+    return costs.fourier_flops(max(x.size, out.size), length, real)
 
 
-def _one_minus_square(eqn: Eqn) -> int:
-    out = eqn.outvars[0].aval
-    return out.size * (costs.weight("mul", _complex(out)) + costs.weight("sub", _complex(out)))
-
-
-def _fft(eqn: Eqn) -> int:
-    lengths = eqn.params["fft_lengths"]
-    elements = max(eqn.invars[0].aval.size, eqn.outvars[0].aval.size)
-    real = any(not _complex(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
-    return costs.fourier_flops(elements, math.prod(lengths), real)
-
-
-_RULES: dict[str, Callable[[Eqn], int]] = {
+_RULES: dict[str, Callable[[Eqn, Any], int]] = {
     "dot_general": _dot,
     "conv_general_dilated": _conv,
     **dict.fromkeys(_REDUCTIONS, _reduction),
-    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
-    "select_and_scatter_add": lambda eqn: eqn.invars[0].aval.size,
-    **dict.fromkeys(("scatter-add", "scatter_add", "scatter_mul", "scatter-mul"), _scattered),
-    "integer_pow": _power,
-    "clamp": lambda eqn: 2 * eqn.outvars[0].aval.size,
-    "one_minus_square": _one_minus_square,
-    "fft": _fft,
-    "cholesky": lambda eqn: costs.cholesky(eqn.invars[0].aval.shape),
-    "lu": lambda eqn: costs.lu(eqn.invars[0].aval.shape),
-    "triangular_solve": lambda eqn: costs.triangular_solve(
-        eqn.invars[0].aval.shape, eqn.outvars[0].aval.size
+    **dict.fromkeys(
+        ("reduce_window_sum", "reduce_window_max", "reduce_window_min"),
+        lambda eqn, out: out.size * (math.prod(eqn.params["window_dimensions"]) - 1),
     ),
+    "select_and_scatter_add": lambda eqn, out: eqn.invars[0].aval.size,
+    **dict.fromkeys(("scatter-add", "scatter_add", "scatter_mul", "scatter-mul"), _scattered),
+    "integer_pow": lambda eqn, out: out.size * costs.whole_power(eqn.params["y"], _complex(out)),
+    "clamp": lambda eqn, out: 2 * out.size,
+    "one_minus_square": lambda eqn, out: (
+        out.size * (costs.weight("mul", _complex(out)) + costs.weight("sub", _complex(out)))
+    ),
+    "fft": _fft,
+    "cholesky": lambda eqn, out: costs.cholesky(eqn.invars[0].aval.shape),
+    "lu": lambda eqn, out: costs.lu(eqn.invars[0].aval.shape),
+    "triangular_solve": lambda eqn, out: costs.triangular_solve(eqn.invars[0].aval.shape, out.size),
 }

@@ -35,6 +35,7 @@ from gradtools.seeing.jax import operands, source_lines
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _REVERSE_ONLY = "gradtools_reverse_only"
+_EDITED = "edited gradient"
 
 
 def graph_of(
@@ -126,29 +127,28 @@ class _JaxprReader:
         return graph, [values.is_flat(atom) for atom in jaxpr.outvars]
 
     def node(self, eqn: Eqn, values: _JaxprValues, place: _Place) -> Node:
-        operation, here = _operation(eqn), _inside(eqn, place)
-        inner, loss = jaxprs.bodies(eqn), None
+        here, inner = _inside(eqn, place), jaxprs.bodies(eqn)
         inputs = tuple(values.read(atom) for atom in eqn.invars)
         outputs = tuple(values.new(var) for var in jaxprs.targets(eqn))
         links = self.links(eqn, inner, values)
-        if _may_lose(eqn, links):
-            loss = _loss(eqn)
+        rule = eqn.params["rule"] if _is_ours(eqn) else None
+        user_functions = rule.user_functions if rule is not None else ()
+        source = source_lines.source(eqn, place.site)
+        if source is None and user_functions:  # JAX kept no line of the call: the rule's own
+            source = source_of(user_functions[-1])
         node = Node(
-            operation=operation,
+            **_described(eqn),
             inputs=inputs,
             outputs=outputs,
-            native=_native(eqn),
-            attributes=_attributes(eqn),
-            source=source_lines.source(eqn, place.site) or _line_of_rule(eqn),
+            source=source,
             scope=here.scope,
             phase=here.phase,
             links=links,
-            loss=loss,
-            mark=_mark(eqn),
+            loss=_loss(eqn, links),
             bodies=tuple(self.body_of(eqn, body, values, here) for body in inner),
             overwrites=inputs[:1] if jaxprs.overwrites(eqn) else (),
         )
-        if loss == "detached" and self._rules and source_lines.is_in_rule(eqn):
+        if node.loss == "detached" and self._rules and source_lines.is_in_rule(eqn):
             node = _stopped_in_rule(node, self._rules)
         return _in_places(eqn, node, values) if self._in_places else node
 
@@ -212,24 +212,22 @@ class _JaxprValues:
         self._numbers: dict[Any, int] = {}
 
     def new(self, var: Any, name: str = "") -> int:
-        number = len(self.by_number)
-        self.by_number[number] = _value(var.aval, name)
-        self._numbers[var] = number
-        return number
+        self._numbers[var] = self._added(_value(var.aval, name))
+        return self._numbers[var]
 
     def read(self, atom: Any) -> int:
         if not isinstance(atom, Literal):
             return self._numbers[atom]
-        number = len(self.by_number)
-        self.by_number[number] = _value(atom.aval, _text(atom.val))
-        self.literals.append(number)
-        return number
+        return self.literal(_value(atom.aval, _text(atom.val)))
 
-    def number(self, value: int) -> int:
-        """A value for a static integer parameter."""
+    def literal(self, value: Value) -> int:
+        """The number of a literal, or of a static parameter, that is read once."""
+        self.literals.append(self._added(value))
+        return self.literals[-1]
+
+    def _added(self, value: Value) -> int:
         number = len(self.by_number)
-        self.by_number[number] = Value((), "int32", str(value))
-        self.literals.append(number)
+        self.by_number[number] = value
         return number
 
     def is_flat(self, atom: Any) -> bool:
@@ -258,7 +256,7 @@ def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
     """The node with operands in the neutral order; a static exponent becomes an operand."""
     order, exponent = operands.order_of(eqn), operands.exponent_of(eqn)
     if exponent is not None:
-        number = values.number(exponent)
+        number = values.literal(Value((), "int32", str(exponent)))
         links = node.links and tuple((*row, _CUT) for row in node.links)
         return replace(node, inputs=(*node.inputs, number), links=links)
     if order == tuple(range(len(node.inputs))):
@@ -270,26 +268,45 @@ def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
 # --- names -------------------------------------------------------------------------------
 
 
-def _operation(eqn: Eqn) -> str:
-    """The neutral name; for a library's function with a custom rule, the function's name."""
-    if jaxprs.is_ruled(eqn):
-        return _function(eqn) if _is_of_library(eqn) else "custom_rule"
+def _described(eqn: Eqn) -> dict[str, Any]:
+    """The operation, native name, attributes and mark of an equation's node.
+
+    A call of a function with a custom rule has the function's name as its attribute; a library's
+    function also as its operation. One of gradtools' rules and edits has the rule's name.
+    """
+    name, inner = eqn.primitive.name, [*jaxprs.sub_jaxprs(eqn.params)]
+    native = name
     if _is_ours(eqn):
-        scales = eqn.params["rule"].name == "scale_gradient"
-        return "scale_gradient" if scales else "custom_rule"
-    return operands.name_of(eqn)
+        rule = eqn.params["rule"]
+        operation = "scale_gradient" if rule.name == "scale_gradient" else "custom_rule"
+        native = rule.name if name in ("gradtools_primal", "gradtools_value") else name
+        attributes: Mapping[str, Any] = {"name": str(rule.name)}
+        mark = _EDITED if rule.reaches == "identity" else CUSTOM
+        mark = "frozen" if rule.name.startswith("frozen") else mark
+    elif jaxprs.is_ruled(eqn):
+        function = next(map(function_name, inner), "").lstrip("_") or name
+        is_own = lambda x: source_lines.is_own(x) and not source_lines.is_gradtools(x)
+        operation, mark, edit = "custom_rule", CUSTOM, _edit(eqn)
+        if any(map(is_own, inner)):  # a function of JAX, flax, equinox or optax
+            operation, mark = function, ""
+        native, mark = edit or name, _EDITED if edit else mark
+        attributes = {"name": function}
+    else:
+        operation, attributes = operands.name_of(eqn), operands.attributes_of(eqn)
+        mark = "checkpoint" if operation == "checkpoint" else ""
+    if not _is_ours(eqn) and any(map(is_chunk, inner)):
+        mark = "chunked"
+    return {
+        "operation": operation,
+        "native": native,
+        "attributes": MappingProxyType(attributes),
+        "mark": mark,
+    }
 
 
 def _is_ours(eqn: Eqn) -> bool:
     """Whether an equation belongs to a gradtools rule; custom_vmap also has a "rule" parameter."""
     return eqn.primitive.name.startswith("gradtools_") and "rule" in eqn.params
-
-
-def _native(eqn: Eqn) -> str:
-    """The primitive's name; for gradtools' edits and rules, the rule's name."""
-    name = eqn.primitive.name
-    ours = name in ("gradtools_primal", "gradtools_value")
-    return eqn.params["rule"].name if ours else _edit(eqn) or name
 
 
 def _edit(eqn: Eqn) -> str:
@@ -301,48 +318,6 @@ def _edit(eqn: Eqn) -> str:
         return ""
     inner = (e for jaxpr in jaxprs.sub_jaxprs(eqn.params) for e in jaxpr.eqns)
     return next((e.params["name"] for e in inner if e.primitive.name == _REVERSE_ONLY), "")
-
-
-def _is_of_library(eqn: Eqn) -> bool:
-    """Whether an equation calls a function of JAX, flax, equinox or optax."""
-    inner = jaxprs.sub_jaxprs(eqn.params)
-    return any(
-        source_lines.is_own(jaxpr) and not source_lines.is_gradtools(jaxpr) for jaxpr in inner
-    )
-
-
-def _function(eqn: Eqn) -> str:
-    name = next(map(function_name, jaxprs.sub_jaxprs(eqn.params)), "")
-    return name.lstrip("_") or eqn.primitive.name
-
-
-def _mark(eqn: Eqn) -> str:
-    if _is_ours(eqn):
-        rule = eqn.params["rule"]
-        edited = "edited gradient" if rule.reaches == "identity" else "custom rule"
-        return "frozen" if rule.name.startswith("frozen") else edited
-    if any(is_chunk(jaxpr) for jaxpr in jaxprs.sub_jaxprs(eqn.params)):
-        return "chunked"
-    if jaxprs.is_ruled(eqn):
-        return "edited gradient" if _edit(eqn) else "" if _is_of_library(eqn) else "custom rule"
-    return "checkpoint" if operands.name_of(eqn) == "checkpoint" else ""
-
-
-def _attributes(eqn: Eqn) -> Mapping[str, Any]:
-    """The static parameters that are not jaxprs; for a rule its name."""
-    if _is_ours(eqn):
-        return MappingProxyType({"name": str(eqn.params["rule"].name)})
-    if jaxprs.is_ruled(eqn):
-        return MappingProxyType({"name": _function(eqn)})
-    return MappingProxyType(operands.attributes_of(eqn))
-
-
-def _line_of_rule(eqn: Eqn) -> Source | None:
-    """The line of the last function of one of our rules: where JAX kept no line of the call."""
-    user_functions = (
-        eqn.params["rule"].user_functions if "rule" in eqn.params and _is_ours(eqn) else ()
-    )
-    return source_of(user_functions[-1]) if user_functions else None
 
 
 def _stopped_in_rule(node: Node, rules: Sequence[Any]) -> Node:
@@ -381,16 +356,16 @@ _FLAT: dict[str, Callable[[Eqn], bool]] = {
 }
 
 
-def _may_lose(eqn: Eqn, links: Links | None) -> bool:
-    """Whether some inexact input has a link that is not differentiable."""
+def _loss(eqn: Eqn, links: Links | None) -> str | None:
+    """The kind of loss, if some inexact input has a link that is not differentiable."""
     entering = [i for i, atom in enumerate(eqn.invars) if jaxprs.is_inexact(atom)]
     if links is None:
-        return bool(entering) and not all(map(jaxprs.is_inexact, jaxprs.targets(eqn)))
-    return any(row[i] < _FULL for row in links for i in entering)
-
-
-def _loss(eqn: Eqn) -> str:
+        loses = bool(entering) and not all(map(jaxprs.is_inexact, jaxprs.targets(eqn)))
+    else:
+        loses = any(row[i] < _FULL for row in links for i in entering)
     name = eqn.primitive.name
+    if not loses:
+        return None
     if name in _STOPS:
         return _STOPS[name]
     if reachability.is_complex_sign(eqn):

@@ -11,7 +11,7 @@ PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.diagnostics.rule_cuts import STOPPED, missing, smoothly_between, with_cuts
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
+from gradtools.seeing.graphs.edges import phases_of
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value, needed, node_in_phase
 from gradtools.seeing.graphs.passes import (
     BACKWARD,
@@ -68,13 +69,23 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
             f"{str(error).strip().splitlines()[0]}. Ask why_zero, which says what to write instead."
         ) from error
     captured = recorded_run.captured_arrays(program.run)
-    forward = _as_forward(graph_of(traced.closed, program.names, captured=captured, in_places=True))
-    plan = _plan(program, order, traced, forward)
-    if not (order and plan.wrt):
+    forward = graph_of(traced.closed, program.names, captured=captured, in_places=True)
+    nodes = (
+        replace(node_in_phase(n, FORWARD), mark=n.mark or INNER) if n.phase else n
+        for n in forward.nodes
+    )
+    forward = replace(forward, nodes=tuple(nodes))
+    connected, avals = dependence_matrix(forward), traced.closed.out_avals
+    outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
+    reached = lambda i: any(connected[k][i] > Dependence.CUT for k in outs)
+    wrt = [i for i in program.wrt if reached(i)]
+    if not (order and wrt):
         return with_named_outputs(forward, program.out_names)
-    closed = jax.make_jaxpr(plan.run)(*plan.examples())
-    graph = graph_of(closed, plan.in_names(), captured=captured, in_places=True)
-    return _Passes(graph, closed, forward, plan.phases()).graph(plan.out_names())
+    plan = _Directions(program, traced.closed, wrt, outs, order)
+    examples, names, phases = zip(*plan.inputs(), strict=True)
+    closed = jax.make_jaxpr(plan.run)(*examples)
+    graph = graph_of(closed, names, captured=captured, in_places=True)
+    return _Passes(graph, closed, forward, phases).graph(plan.out_names())
 
 
 # --- the program of all passes -----------------------------------------------------------
@@ -98,9 +109,30 @@ class _Directions:
     outs: Sequence[int]
     order: int
 
+    def inputs(self) -> list[tuple[Any, str, int]]:
+        """An example of each input to trace at, its name, and the pass in which it enters."""
+        program, avals = self.program, self.closed.out_avals
+        result = [(x, n, FORWARD) for x, n in zip(program.leaves, program.names, strict=True)]
+        for k in self.outs:
+            zeros = jnp.zeros(avals[k].shape, avals[k].dtype)
+            result.append((zeros, cotangent_of(program.out_names[k]), BACKWARD))
+        for k in self.wrt if self.order == SECOND else ():
+            name = cotangent_of(gradient_of(program.names[k]))
+            result.append((program.leaves[k], name, SECOND))
+        return result
+
+    def out_names(self) -> list[str]:
+        names = [self.program.names[k] for k in self.wrt]
+        result = [*self.program.out_names, *map(gradient_of, names)]
+        if self.order == SECOND:
+            cts = [cotangent_of(self.program.out_names[k]) for k in self.outs]
+            result += map(second_gradient_of, [*names, *cts])
+        return result
+
     def run(self, *flat: Any) -> list[Any]:
         given = iter(flat)
-        leaves, cts = _take(given, len(self.program.leaves)), _take(given, len(self.outs))
+        leaves = [*islice(given, len(self.program.leaves))]
+        cts = [*islice(given, len(self.outs))]
         active = [leaves[k] for k in self.wrt]
         if self.order == BACKWARD:
             results, grads = self.backward(leaves, active, cts)
@@ -127,56 +159,6 @@ class _Directions:
         _, pull, outs = jax.vjp(fun, *active, has_aux=True)
         return outs, [conj(g) for g in pull([conj(ct) for ct in cts])]
 
-    def examples(self) -> list[Any]:
-        """Arrays to trace at, with zeros for cotangents."""
-        avals = [self.closed.out_avals[k] for k in self.outs]
-        cts = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
-        again = [self.program.leaves[k] for k in self.wrt] if self.order == SECOND else []
-        return [*self.program.leaves, *cts, *again]
-
-    def phases(self) -> list[int]:
-        """The pass in which each input enters."""
-        counts = len(self.program.leaves), len(self.outs), len(self.wrt) * (self.order == SECOND)
-        return [phase for phase, count in enumerate(counts) for _ in range(count)]
-
-    def in_names(self) -> list[str]:
-        cts = [cotangent_of(self.program.out_names[k]) for k in self.outs]
-        again = [cotangent_of(name) for name in self.gradients()] if self.order == SECOND else []
-        return [*self.program.names, *cts, *again]
-
-    def out_names(self) -> list[str]:
-        result = [*self.program.out_names, *self.gradients()]
-        if self.order == SECOND:
-            result += [second_gradient_of(self.program.names[k]) for k in self.wrt]
-            result += [
-                second_gradient_of(cotangent_of(self.program.out_names[k])) for k in self.outs
-            ]
-        return result
-
-    def gradients(self) -> list[str]:
-        return [gradient_of(self.program.names[k]) for k in self.wrt]
-
-
-def _plan(program: LeafProgram, order: int, traced: Any, forward: PlainGraph) -> _Directions:
-    connected = dependence_matrix(forward)
-    avals = traced.closed.out_avals
-    outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
-    reached = lambda i: any(connected[k][i] > Dependence.CUT for k in outs)
-    wrt = [i for i in program.wrt if reached(i)]
-    return _Directions(program, traced.closed, wrt, outs, order)
-
-
-def _take(items: Iterator[Any], count: int) -> list[Any]:
-    return list(islice(items, count))
-
-
-def _step_of(eqn: Any) -> int | None:
-    """The index of the forward equation from which an equation was derived."""
-    for name, _ in scopes_of(eqn):
-        if name.startswith(_STEP):
-            return int(name.removeprefix(_STEP))
-    return None
-
 
 # --- the graph of all passes -------------------------------------------------------------
 
@@ -196,7 +178,12 @@ class _Passes:
     def graph(self, names: Sequence[str]) -> PlainGraph:
         leaving, pairs = self.without_stops(self.phased())
         result = list(zip(leaving, names, strict=True))
-        ends = [(v, n) for v, n in result if not self.is_needless(v, n)]
+        second = second_gradient_of("")
+        ends = [  # without the second gradients that no gradient's cotangent reaches: always zero
+            (value, name)
+            for value, name in result
+            if not name.startswith(second) or self.phase_of.get(value, FORWARD) == SECOND
+        ]
         pairs, values = self.with_missing(result, ends, pairs)
         outputs = [value for value, _ in ends]
         alive = [pairs[i] for i in needed([node for node, _ in pairs], outputs)]
@@ -239,11 +226,6 @@ class _Passes:
         cut = [(with_cuts(node, lost, values, STOPPED), step) for node, step in pairs]
         return [*cut, *made], values
 
-    def is_needless(self, value: int, name: str) -> bool:
-        """Whether it is a second gradient that no gradient's cotangent reaches: always zero."""
-        second = name.startswith(second_gradient_of(""))
-        return second and self.phase_of.get(value, FORWARD) < SECOND
-
     def phased(self) -> list[Node]:
         phases, result = self.phase_of, []
         for node in self.whole.nodes:
@@ -268,7 +250,8 @@ class _Passes:
         origin = self.forward.nodes[step]
         if phase and node.native == "add_any":  # accumulation of cotangents, part of no rule
             return replace(node, source=origin.source, scope=origin.scope)
-        mark = _mark_of(origin)
+        inner = (part.mark for body in origin.bodies for _, part in body.graph.walk())
+        mark = next((mark for mark in inner if mark in _WHOLE), origin.mark)
         source = origin.source if phase and mark not in _RULES else node.source or origin.source
         node = replace(node, source=source, scope=origin.scope, mark=mark or node.mark)
         if mark == CUSTOM and origin.attributes.get("name"):
@@ -295,36 +278,23 @@ _RULES = ("custom rule", "edited gradient", "frozen")
 _WHOLE = ("chunked", "frozen")
 
 
-def _as_forward(graph: PlainGraph) -> PlainGraph:
-    """The forward program; its own transposed equations are marked `INNER`."""
-    nodes = tuple(
-        replace(node_in_phase(n, FORWARD), mark=n.mark or INNER) if n.phase else n
-        for n in graph.nodes
-    )
-    return replace(graph, nodes=nodes)
-
-
-def _mark_of(node: Node) -> str:
-    """The mark of a node, or "chunked" or "frozen" if its bodies contain such a node."""
-    inner = (part.mark for body in node.bodies for _, part in body.graph.walk())
-    return next((mark for mark in inner if mark in _WHOLE), node.mark)
+def _step_of(eqn: Any) -> int | None:
+    """The index of the forward equation from which an equation was derived."""
+    steps = (name for name, _ in scopes_of(eqn) if name.startswith(_STEP))
+    return next((int(name.removeprefix(_STEP)) for name in steps), None)
 
 
 def _saved(
     nodes: Sequence[Node], steps: Sequence[Any], literals: set[int]
 ) -> Mapping[int, tuple[int, ...]]:
     """Residuals: the values that later passes of a step read, by the last node of each step."""
-    made = {value: node.phase for node in nodes for value in node.outputs}
     last = {(step, node.phase): i for i, (node, step) in enumerate(zip(nodes, steps, strict=True))}
-    first: dict[int, int] = {}
-    for node in nodes:
-        for value in node.inputs:
-            first[value] = min(node.phase, first.get(value, node.phase))
+    phases = phases_of(nodes)
     result: dict[int, tuple[int, ...]] = {}
     for node, step in zip(nodes, steps, strict=True):
         for value in node.inputs:
-            keeper = last.get((step, made.get(value, first[value])))
-            kept = node.phase > made.get(value, first[value]) and value not in literals
+            keeper = last.get((step, phases[value]))
+            kept = node.phase > phases[value] and value not in literals
             if kept and keeper is not None and value not in result.get(keeper, ()):
                 result[keeper] = (*result.get(keeper, ()), value)
     return result

@@ -1,6 +1,7 @@
 """A jaxpr as a graph: operations, lines, modules, marks, bodies; programs that decide on values."""
 
 import inspect
+from functools import partial
 
 import numpy as np
 import pytest
@@ -311,6 +312,11 @@ def test_captured_arrays_are_named_as_their_author_calls_them():
 
     found = captured_arrays(Model())
     assert found[id(W)] == "self.layers[0]['w']"
+
+
+def test_arrays_bound_by_partial_are_captured():
+    found = captured_arrays(partial(lambda v, x, w: w @ x + v, X, w=W))
+    assert (found[id(X)], found[id(W)]) == ("[0]", "w")
 
 
 def test_a_reverse_loop_without_a_known_count_is_the_functions_own_error():

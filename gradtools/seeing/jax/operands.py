@@ -88,8 +88,9 @@ def _ints(values: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in values)
 
 
-def _unless(usual: Any, value: Any) -> Any:
-    return None if value == usual else value
+def _unless(usual: Attributes, **attributes: Any) -> Attributes:
+    """The attributes that differ from their usual values."""
+    return {k: v for k, v in attributes.items() if k not in usual or v != usual[k]}
 
 
 def _is_choice(eqn: Eqn) -> bool:
@@ -104,24 +105,24 @@ def _reduced(p: Any, eqn: Eqn) -> Attributes:
 def _broadcast(p: Any, eqn: Eqn) -> Attributes:
     shape, axes = _ints(p["shape"]), _ints(p["broadcast_dimensions"])
     last = tuple(range(len(shape) - len(axes), len(shape)))
-    return {"shape": shape} | ({"axes": axes} if axes != last else {})
+    return _unless({"axes": last}, shape=shape, axes=axes)
 
 
 def _reshaped(p: Any, eqn: Eqn) -> Attributes:
     order = eqn.primitive.name == "reshape" and p["dimensions"]  # a transpose before the reshape
-    result: Attributes = {"shape": _shape(eqn.outvars[0])}
-    return {**result, "permutation": _ints(order)} if order else result
+    return {"shape": _shape(eqn.outvars[0]), "permutation": _ints(order) if order else None}
 
 
 def _sliced(p: Any, eqn: Eqn) -> Attributes:
-    return {"start": _ints(p["start_indices"]), "limit": _ints(p["limit_indices"])} | (
-        {"stride": _ints(p["strides"])} if p["strides"] and set(p["strides"]) != {1} else {}
-    )
+    start, limit = _ints(p["start_indices"]), _ints(p["limit_indices"])
+    ones = (1,) * len(start)
+    stride = _ints(p["strides"] or ones)
+    return _unless({"stride": ones}, start=start, limit=limit, stride=stride)
 
 
 def _padded(p: Any, eqn: Eqn) -> Attributes:
     low, high, interior = (_ints(part) for part in zip(*p["padding_config"], strict=True))
-    return {"low": low, "high": high} | ({"interior": interior} if any(interior) else {})
+    return _unless({"interior": (0,) * len(low)}, low=low, high=high, interior=interior)
 
 
 def _is_matmul(eqn: Eqn) -> bool:
@@ -135,12 +136,6 @@ def _is_matmul(eqn: Eqn) -> bool:
     if batch:
         return contracted and a == b == len(batch) + 2
     return contracted and b <= 2
-
-
-def _contracted(p: Any, eqn: Eqn) -> Attributes:
-    if _is_matmul(eqn):
-        return {}
-    return {"subscripts": subscripts(eqn)}
 
 
 def subscripts(eqn: Eqn) -> str:
@@ -158,21 +153,19 @@ def subscripts(eqn: Eqn) -> str:
 
 def _convolved(p: Any, eqn: Eqn) -> Attributes:
     spatial = len(p["window_strides"])
-    usual: dict[str, Any] = {"stride": (1,) * spatial, "padding": ((0, 0),) * spatial}
-    usual |= {"dilation": (1,) * spatial, "input_dilation": (1,) * spatial}
-    usual |= {"groups": 1, "batch_groups": 1}
-    result = {
-        "stride": _ints(p["window_strides"]),
-        "padding": tuple(_ints(pair) for pair in p["padding"]),
-        "dilation": _ints(p["rhs_dilation"]),
-        "input_dilation": _ints(p["lhs_dilation"]),
-        "groups": p["feature_group_count"],
-        "batch_groups": p["batch_group_count"],
-    }
-    result = {key: value for key, value in result.items() if value != usual[key]}
-    specs = [tuple(spec) for spec in p["dimension_numbers"]]
-    plain = tuple(range(spatial + 2))
-    return result if specs == [plain] * 3 else {**result, "layout": tuple(specs)}
+    ones, plain = (1,) * spatial, tuple(range(spatial + 2))
+    specs = tuple(tuple(spec) for spec in p["dimension_numbers"])
+    return _unless(
+        {"stride": ones, "padding": ((0, 0),) * spatial, "dilation": ones, "input_dilation": ones}
+        | {"groups": 1, "batch_groups": 1, "layout": (plain,) * 3},
+        stride=_ints(p["window_strides"]),
+        padding=tuple(_ints(pair) for pair in p["padding"]),
+        dilation=_ints(p["rhs_dilation"]),
+        input_dilation=_ints(p["lhs_dilation"]),
+        groups=p["feature_group_count"],
+        batch_groups=p["batch_group_count"],
+        layout=specs,
+    )
 
 
 def _pooled(p: Any, eqn: Eqn) -> Attributes:
@@ -182,12 +175,15 @@ def _pooled(p: Any, eqn: Eqn) -> Attributes:
     dilation, inner = _ints(p["window_dilation"]), _ints(p["base_dilation"])
     along = zip(window, stride, padding, dilation, inner, strict=True)
     first = next((i for i, axis in enumerate(along) if axis != (1, 1, (0, 0), 1, 1)), 0)
-    result: dict[str, Any] = {"window": window[first:], "stride": stride[first:]}
-    result["padding"] = padding[first:]
-    result |= {"dilation": dilation[first:], "input_dilation": inner[first:]}
-    ones, none = (1,) * len(result["window"]), ((0, 0),) * len(result["window"])
-    usual = {"stride": result["window"], "padding": none, "dilation": ones, "input_dilation": ones}
-    return {key: value for key, value in result.items() if value != usual.get(key)}
+    ones, none = (1,) * len(window[first:]), ((0, 0),) * len(window[first:])
+    return _unless(
+        {"stride": window[first:], "padding": none, "dilation": ones, "input_dilation": ones},
+        window=window[first:],
+        stride=stride[first:],
+        padding=padding[first:],
+        dilation=dilation[first:],
+        input_dilation=inner[first:],
+    )
 
 
 def _transformed(p: Any, eqn: Eqn) -> Attributes:
@@ -199,13 +195,14 @@ def _transformed(p: Any, eqn: Eqn) -> Attributes:
 
 def _of_triangle(p: Any, eqn: Eqn) -> Attributes:
     """The parameters that differ from a lower triangular matrix on the left, not transposed."""
-    return {
-        "lower": _unless(True, bool(p["lower"])),
-        "left": _unless(True, bool(p["left_side"])),
-        "unit": _unless(False, bool(p["unit_diagonal"])),
-        "transpose": _unless(False, bool(p["transpose_a"])),
-        "conjugate": _unless(False, bool(p["conjugate_a"])),
-    }
+    return _unless(
+        {"lower": True, "left": True, "unit": False, "transpose": False, "conjugate": False},
+        lower=bool(p["lower"]),
+        left=bool(p["left_side"]),
+        unit=bool(p["unit_diagonal"]),
+        transpose=bool(p["transpose_a"]),
+        conjugate=bool(p["conjugate_a"]),
+    )
 
 
 def _gathered(p: Any, eqn: Eqn) -> Attributes:
@@ -273,7 +270,7 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
     "broadcast_in_dim": _broadcast,
     "transpose": lambda p, e: {"permutation": _ints(p["permutation"])},
-    "dot_general": _contracted,
+    "dot_general": lambda p, e: {} if _is_matmul(e) else {"subscripts": subscripts(e)},
     "conv_general_dilated": _convolved,
     "gather": _gathered,
     "slice": _sliced,
@@ -281,15 +278,15 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "pad": _padded,
     "concatenate": lambda p, e: {"axis": p["dimension"]},
     "convert_element_type": lambda p, e: {"dtype": str(e.outvars[0].aval.dtype)},
-    "sort": lambda p, e: {"axis": p["dimension"], "num_keys": _unless(1, p["num_keys"])},
+    "sort": lambda p, e: _unless({"num_keys": 1}, axis=p["dimension"], num_keys=p["num_keys"]),
     "rev": lambda p, e: {"axes": _ints(p["dimensions"])},
     "iota": lambda p, e: {"axis": p["dimension"]},
     "integer_pow": lambda p, e: {},
     "scan": lambda p, e: {"length": p["length"], "reverse": p["reverse"] or None},
     "top_k": lambda p, e: {"k": p["k"], "axis": p.get("axis", -1) % len(_shape(e.invars[0]))},
-    "round": lambda p, e: {
-        "rounding_method": _unless("to_nearest_even", _plain(p["rounding_method"]))
-    },
+    "round": lambda p, e: _unless(
+        {"rounding_method": "to_nearest_even"}, rounding_method=_plain(p["rounding_method"])
+    ),
     "fft": _transformed,
     "triangular_solve": _of_triangle,
     **dict.fromkeys(_MOVES, lambda p, e: {}),

@@ -9,10 +9,9 @@ is the finding.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.code_origin import USER, Source, whose
+from gradtools.code_origin import USER, whose
 from gradtools.function_variables import cells_of, globals_of
 from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import is_module
@@ -137,28 +136,26 @@ def _trace(run: Run, leaves: Sequence[Any]) -> Traced:
         host[:] = [k for k, y in enumerate(outs) if not isinstance(y, jax.Array)]
         return [_constant(y) if k in host else y for k, y in enumerate(outs)]
 
-    closed = _closed(fun, leaves)
-    return Traced(closed, tuple(host))
-
-
-def _closed(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    shapes_too = True  # whether shapes depend on values, and not only branches
     try:
-        return jax.make_jaxpr(fun)(*leaves)
+        return Traced(jax.make_jaxpr(fun)(*leaves), tuple(host))
     except jax.errors.TracerBoolConversionError:
-        pass
+        shapes_too = False
     except jax.errors.NonConcreteBooleanIndexError:
-        return jaxpr_with_answers(fun, leaves, shapes_too=True)
+        pass
     except jax.errors.ConcretizationTypeError as error:
-        if isinstance(error, LEAVING[:2]) or _what_left(error) is not None:
+        if _what_left(error) is not None:
             raise
-        return jaxpr_with_answers(fun, leaves, shapes_too=True)
-    try:
-        return jaxpr_with_answers(fun, leaves, shapes_too=False)
-    except (jax.errors.NonConcreteBooleanIndexError, jax.errors.ConcretizationTypeError) as error:
-        left = isinstance(error, LEAVING) and _what_left(error) is not None
-        if left or isinstance(error, jax.errors.TracerBoolConversionError):
-            raise
-    return jaxpr_with_answers(fun, leaves, shapes_too=True)
+    if not shapes_too:
+        try:
+            return Traced(jaxpr_with_answers(fun, leaves, shapes_too=False), tuple(host))
+        except jax.errors.NonConcreteBooleanIndexError:
+            pass
+        except jax.errors.ConcretizationTypeError as error:
+            is_branch = isinstance(error, jax.errors.TracerBoolConversionError)
+            if is_branch or _what_left(error) is not None:
+                raise
+    return Traced(jaxpr_with_answers(fun, leaves, shapes_too=True), tuple(host))
 
 
 def _constant(y: Any) -> Any:
@@ -173,24 +170,18 @@ def _constant(y: Any) -> Any:
 def _what_left(error: Exception) -> Refusal | None:
     """How an array left JAX; None if a shape or a branch depended on its values."""
     line, modules = source_of_error(error)
-    operation = _operation(error, line)
-    if operation is None:
-        return None
-    message = str(error).strip().splitlines()[0]
-    return Refusal("left_framework", operation, message, line, modules)
-
-
-def _operation(error: Exception, line: Source | None) -> str | None:
-    if isinstance(error, jax.errors.TracerArrayConversionError):
-        return "numpy"
-    if isinstance(error, jax.errors.TracerIntegerConversionError):
-        return "int"
+    written = line.text if line is not None else ""
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return None
-    if conversion := refused_number(error):
-        return conversion
-    written = line.text if line is not None else ""
-    return next((name for name in ("item", "tolist") if f".{name}(" in written), None)
+    if isinstance(error, jax.errors.TracerArrayConversionError):
+        operation = "numpy"
+    elif isinstance(error, jax.errors.TracerIntegerConversionError):
+        operation = "int"
+    else:
+        names = (name for name in ("item", "tolist") if f".{name}(" in written)
+        operation = refused_number(error) or next(names, "")
+    message = str(error).strip().splitlines()[0]
+    return Refusal("left_framework", operation, message, line, modules) if operation else None
 
 
 # --- captured arrays ---------------------------------------------------------------------
@@ -239,37 +230,32 @@ def _reached(run: Run) -> Iterator[tuple[Any, str]]:
             todo += _held(x, name)
 
 
-def _held(x: Any, name: str) -> Iterator[tuple[Any, str]]:
+def _held(x: Any, name: str) -> Iterable[tuple[Any, str]]:
     """What an object holds, with names."""
-    if isinstance(x, FunctionType):
-        return _read_by(x)
+    if isinstance(x, FunctionType):  # what it and its inner functions read from outside
+        read = [*cells_of(x).items(), *globals_of(x).items()]
+        wrapped = getattr(x, "__wrapped__", None)
+        defaults = [(x.__defaults__, "default"), (x.__kwdefaults__, "default"), (wrapped, "")]
+        return [*((v, k) for k, v in read), *(pair for pair in defaults if pair[0] is not None)]
     if isinstance(x, partial):
-        return chain([(x.func, name)], _items(x.args, name), x.keywords.items())
+        return [(x.func, name), *_items(x.args, name), *((v, k) for k, v in x.keywords.items())]
     if isinstance(x, MethodType):
-        return iter([(x.__func__, name), (x.__self__, "self")])
+        return [(x.__func__, name), (x.__self__, "self")]
     if isinstance(x, dict):
-        return ((value, f"{name}[{key!r}]") for key, value in list(x.items()))
+        return [(value, f"{name}[{key!r}]") for key, value in list(x.items())]
     if isinstance(x, list | tuple):
         return _items(x, name)
     before = f"{name or 'self'}."
-    held = [(value, before + key) for key, value in list(getattr(x, "__dict__", {}).items())]
+    attributes = [(value, before + key) for key, value in list(getattr(x, "__dict__", {}).items())]
     try:
         wrapped = getattr(x, "__wrapped__", None)
     except Exception:  # a lazily imported module that is not installed
         wrapped = None
-    return iter([*held, (wrapped, name)])
+    return [*attributes, (wrapped, name)]
 
 
-def _items(xs: Sequence[Any], name: str) -> Iterator[tuple[Any, str]]:
-    return ((x, f"{name}[{i}]") for i, x in enumerate(xs))
-
-
-def _read_by(f: FunctionType) -> Iterator[tuple[Any, str]]:
-    """The variables that a function reads from outside, and what its inner functions read."""
-    yield from ((x, name) for name, x in [*cells_of(f).items(), *globals_of(f).items()])
-    for value in (f.__defaults__, f.__kwdefaults__, getattr(f, "__wrapped__", None)):
-        if value is not None:
-            yield value, "default" if isinstance(value, tuple | dict) else ""
+def _items(xs: Sequence[Any], name: str) -> list[tuple[Any, str]]:
+    return [(x, f"{name}[{i}]") for i, x in enumerate(xs)]
 
 
 __all__ = ["captured_arrays", "record", "trace"]

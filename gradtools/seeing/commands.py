@@ -69,7 +69,17 @@ def print_measure(options: argparse.Namespace) -> int:
     """Prints the cost of a call."""
     try:
         given = Given.by(options)
-        result = _measured(options, given)
+        f = given.f
+        if options.grad:
+            kinds = [given.gt.to_numpy(x).dtype.kind for x in given.args]
+            places = tuple(i for i, kind in enumerate(kinds) if kind in "fc")
+            if not places:
+                raise GradtoolsError(
+                    f"--grad: {options.function} is given no floating array to take a gradient "
+                    'along. Give one: --shapes "3x4", or --args file.npz.'
+                )
+            f = given.gt.value_and_grad(f, argnums=places)
+        result: Measurement = given.gt.measure(f, *given.args)
     except Exception as error:
         kind, inputs = type(error).__name__, options.args or options.shapes or "no arguments"
         error.add_note(f"gradtools measure: {options.function} raised {kind} on {inputs}")
@@ -82,21 +92,6 @@ def print_measure(options: argparse.Namespace) -> int:
     how = "" if options.backend else f" (imported by {module}; or pass --backend)"
     print(f"backend      {backend}{how}\n{result.text(colour=in_colour())}")
     return 0
-
-
-def _measured(options: argparse.Namespace, given: Given) -> Measurement:
-    f = given.f
-    if options.grad:
-        kinds = [given.gt.to_numpy(x).dtype.kind for x in given.args]
-        places = tuple(i for i, kind in enumerate(kinds) if kind in "fc")
-        if not places:
-            raise GradtoolsError(
-                f"--grad: {options.function} is given no floating array to take a gradient along. "
-                'Give one: --shapes "3x4", or --args file.npz.'
-            )
-        f = given.gt.value_and_grad(f, argnums=places)
-    result: Measurement = given.gt.measure(f, *given.args)
-    return result
 
 
 def in_colour() -> bool:

@@ -24,25 +24,25 @@ def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) ->
     attributes = node.attributes
     if "relation" in attributes and len(operands) == 2:
         return f"{node.operation}({operands[0]} {attributes['relation']} {operands[1]})"
-    shown = {key: value for key, value in attributes.items() if key not in _BESIDE}
-    sliced = [f"[{_slices(shown, shape)}]"] if "start" in shown and "limit" in shown else []
-    if sliced:
-        shown = {k: v for k, v in shown.items() if k not in ("start", "limit", "stride", "drop")}
-    pieces = filter(None, (_piece(key, value) for key, value in shown.items()))
-    return f"{node.operation}({', '.join([*operands, *sliced, *pieces])})"
+    pieces, is_slice = list(operands), "start" in attributes and "limit" in attributes
+    if is_slice:
+        pieces.append(f"[{_slices(attributes, shape)}]")
+    for key, value in attributes.items():
+        if key in _BESIDE or (is_slice and key in ("start", "limit", "stride", "drop")):
+            continue
+        if key == "axes" and isinstance(value, tuple) and len(value) == 1:
+            pieces.append(f"axis={text_of(value[0])}")
+        elif key in _PLAIN:
+            is_plain_transpose = key == "permutation" and value == (1, 0)
+            pieces.append("" if is_plain_transpose else text_of(value))
+        else:
+            pieces.append(f"{key}={text_of(value)}")
+    return f"{node.operation}({', '.join(filter(None, pieces))})"
 
 
 def mark_text(node: Node) -> str:
     """The node's mark (custom rule, edited gradient, chunk, ...), followed by its rule's name."""
     return " ".join(filter(None, (node.mark, node.mark and str(node.attributes.get("rule", "")))))
-
-
-def _piece(key: str, value: Any) -> str:
-    if key == "axes" and isinstance(value, tuple) and len(value) == 1:
-        key, value = "axis", value[0]
-    if key == "permutation":
-        return "" if value == (1, 0) else text_of(value)
-    return text_of(value) if key in _PLAIN else f"{key}={text_of(value)}"
 
 
 def text_of(value: Any) -> str:

@@ -233,9 +233,6 @@ def shared_length(paths: Sequence[Sequence[str]]) -> int:
 
 def node_in_phase(node: Node, phase: int) -> Node:
     """The node and all nodes of its bodies, moved to one pass; saves nothing."""
-    bodies = tuple(replace(body, graph=_in_phase(body.graph, phase)) for body in node.bodies)
+    moved = lambda graph: replace(graph, nodes=tuple(node_in_phase(n, phase) for n in graph.nodes))
+    bodies = tuple(replace(body, graph=moved(body.graph)) for body in node.bodies)
     return replace(node, phase=phase, bodies=bodies, saved=())
-
-
-def _in_phase(graph: PlainGraph, phase: int) -> PlainGraph:
-    return replace(graph, nodes=tuple(node_in_phase(node, phase) for node in graph.nodes))

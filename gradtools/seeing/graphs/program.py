@@ -147,18 +147,6 @@ def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
 
     ``argument 0['w']`` is ``params['w']``, ``argument 'x'`` is ``x``.
     """
-    called = _parameter_name(f)
-
-    def renamed(name: str) -> str:
-        result = re.fullmatch(r"argument (?:(\d+)|'(.*?)')((?:[\[.].*)?)", name)
-        owner = result and (result[2] or called(int(result[1])))
-        return f"{owner}{result[3]}" if result and owner else name
-
-    return [*map(renamed, names)]
-
-
-def _parameter_name(f: Callable[..., Any]) -> Callable[[int], str]:
-    """A function from a position to f's parameter name there; empty if it is unknown."""
     try:
         parameters = list(inspect.signature(getattr(f, "forward", f)).parameters.values())
     except (TypeError, ValueError):  # a built-in function that does not say
@@ -166,9 +154,15 @@ def _parameter_name(f: Callable[..., Any]) -> Callable[[int], str]:
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
 
-    def called(k: int) -> str:
-        if k < len(plain):
-            return plain[k]
-        return f"{rest}[{k - len(plain)}]" if rest else ""
+    def renamed(name: str) -> str:
+        match = re.fullmatch(r"argument (?:(\d+)|'(.*?)')((?:[\[.].*)?)", name)
+        if match is None:
+            return name
+        position, owner, path = match.groups()
+        if position and int(position) < len(plain):
+            owner = plain[int(position)]
+        elif position and rest:
+            owner = f"{rest}[{int(position) - len(plain)}]"
+        return f"{owner}{path}" if owner else name
 
-    return called
+    return [*map(renamed, names)]

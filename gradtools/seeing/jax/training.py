@@ -153,20 +153,22 @@ def _is_an_optimizer(x: Any) -> bool:
 
 def _probed(tx: Any, state: Any, part: Any) -> Optimised:
     """The arrays that a step with gradients of one changes."""
+    expected = {_name(path): x.shape for path, x in jax.tree.leaves_with_path(tx.init(part))}
+    shapes = {_name(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(state)}
+    strangers = [_stranger(name) for name, shape in shapes.items() if expected.get(name) != shape]
+    if strangers:  # the state is that of another model
+        return Optimised(lambda one: None, strangers)
+
     leaves = jax.tree.leaves(part)
     treedef: Any = jax.tree.structure(part)
-    strangers = _strangers(state, tx.init(part))
-    if strangers:
-        return Optimised(lambda one: None, strangers)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(tx.update(ones, state, part)[0])
-    moved = {id(x): _is_nonzero(u) for x, u in zip(leaves, updates, strict=True)}
-    raw = {
-        id(x)
-        for x, u in zip(leaves, updates, strict=True)
-        if moved[id(x)] and bool(jnp.all(u == 1))
-    }
-    if not any(moved.values()):  # a schedule that starts at zero
+    moved, raw = set[int](), set[int]()  # by id; raw: the update is the gradient itself
+    for x, update in zip(leaves, updates, strict=True):
+        if hasattr(update, "dtype") and bool(jnp.any(update != 0)):
+            moved.add(id(x))
+            raw |= {id(x)} if bool(jnp.all(update == 1)) else set()
+    if not moved:  # a schedule that starts at zero
         return Optimised(lambda one: None)
     as_is = raw if len(raw) < len(leaves) else set()
 
@@ -174,20 +176,7 @@ def _probed(tx: Any, state: Any, part: Any) -> Optimised:
         handed_on = "a mask hands its gradient on as it is, so a step ascends"
         return handed_on if id(one.array) in as_is else ""
 
-    return Optimised(
-        lambda one: moved.get(id(one.array), False) and id(one.array) not in as_is, why=why
-    )
-
-
-def _is_nonzero(update: Any) -> bool:
-    return update is not None and hasattr(update, "dtype") and bool(jnp.any(update != 0))
-
-
-def _strangers(state: Any, expected: Any) -> list[tuple[str, str]]:
-    """The arrays of an optimizer state that do not fit this model."""
-    known = {_name(path): x.shape for path, x in jax.tree.leaves_with_path(expected)}
-    result = {_name(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(state)}
-    return [_stranger(name) for name, shape in result.items() if known.get(name) != shape]
+    return Optimised(lambda one: id(one.array) in moved - as_is, why=why)
 
 
 def _stranger(name: str) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from gradtools.rules import replaced_at
 from gradtools.seeing.diagnostics.rule_cuts import STOPPED, missing, smoothly_between, with_cuts
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
 from gradtools.seeing.graphs.edges import phases_of
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value, needed, node_in_phase
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, needed, node_in_phase
 from gradtools.seeing.graphs.passes import (
     BACKWARD,
     CUSTOM,
@@ -85,7 +85,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
     examples, names, phases = zip(*plan.inputs(), strict=True)
     closed = jax.make_jaxpr(plan.run)(*examples)
     graph = graph_of(closed, names, captured=captured, in_places=True)
-    return _Passes(graph, closed, forward, phases).graph(plan.out_names())
+    return _in_passes(graph, closed, forward, phases, plan.out_names())
 
 
 # --- the program of all passes -----------------------------------------------------------
@@ -163,119 +163,110 @@ class _Directions:
 # --- the graph of all passes -------------------------------------------------------------
 
 
-class _Passes:
-    """Assigns the nodes of a graph to passes, and gives them the origin of their forward node."""
+def _in_passes(
+    whole: PlainGraph,
+    closed: Any,
+    forward: PlainGraph,
+    entering: Sequence[int],
+    names: Sequence[str],
+) -> PlainGraph:
+    """The graph with its nodes in passes, each with the origin of its forward node.
 
-    def __init__(
-        self, graph: PlainGraph, closed: Any, forward: PlainGraph, entering: Sequence[int]
-    ) -> None:
-        self.whole, self.forward = graph, forward
-        self.steps = [_step_of(eqn) for eqn in closed.jaxpr.eqns]
-        self.phase_of = dict(zip(graph.inputs, entering, strict=True))
-        self.stopped: set[int] = set()
-        self.literals = set(graph.captured[len(closed.consts) :])
+    Args:
+        whole: The graph of all passes.
+        closed: Its jaxpr.
+        forward: The graph of the forward program.
+        entering: The pass in which each input enters.
+        names: The names of the outputs.
+    """
+    phase_of = dict(zip(whole.inputs, entering, strict=True))
+    phases = _phases(whole, phase_of)
+    same: dict[int, int] = {}
+    stopped: set[int] = set()
+    pairs: list[tuple[Node, int | None]] = []  # each node with the forward equation it is from
+    for node, phase, eqn in zip(whole.nodes, phases, closed.jaxpr.eqns, strict=True):
+        step = _step_of(eqn)
+        node = _attributed(node, phase, None if step is None else forward.nodes[step])
+        node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
+        if node.operation == "stop" and (node.phase or node.mark in _RULES):  # not the user's
+            stopped |= set(node.inputs) if node.mark == CUSTOM else set()
+            same[node.outputs[0]] = node.inputs[0]
+        else:
+            pairs.append((node, step))
 
-    def graph(self, names: Sequence[str]) -> PlainGraph:
-        leaving, pairs = self.without_stops(self.phased())
-        result = list(zip(leaving, names, strict=True))
-        second = second_gradient_of("")
-        ends = [  # without the second gradients that no gradient's cotangent reaches: always zero
-            (value, name)
-            for value, name in result
-            if not name.startswith(second) or self.phase_of.get(value, FORWARD) == SECOND
-        ]
-        pairs, values = self.with_missing(result, ends, pairs)
-        outputs = [value for value, _ in ends]
-        alive = [pairs[i] for i in needed([node for node, _ in pairs], outputs)]
-        nodes, steps = [node for node, _ in alive], [step for _, step in alive]
-        saved = _saved(nodes, steps, self.literals)
-        nodes = [replace(n, saved=saved.get(i, ())) for i, n in enumerate(nodes)]
-        read = {value for node in nodes for value in node.inputs} | set(outputs)
-        captured = tuple(value for value in self.whole.captured if value in read)
-        whole = replace(
-            self.whole, nodes=tuple(nodes), values=values, outputs=tuple(outputs), captured=captured
-        )
-        return with_named_outputs(whole, [name for _, name in ends])
+    leaving = [(same.get(v, v), name) for v, name in zip(whole.outputs, names, strict=True)]
+    ends = [  # without the second gradients that no gradient's cotangent reaches: always zero
+        (value, name)
+        for value, name in leaving
+        if not name.startswith(second_gradient_of("")) or phase_of.get(value, FORWARD) == SECOND
+    ]
 
-    def with_missing(
-        self,
-        leaving: Sequence[tuple[int, str]],
-        ends: list[tuple[int, str]],
-        pairs: Sequence[tuple[Node, Any]],
-    ) -> tuple[list[tuple[Node, Any]], dict[int, Value]]:
-        """Adds a `missing` node for each second gradient that a stop inside of a rule removes.
-
-        The node is added to `ends`, and links from the stopped values are cut.
-        """
-        values, nodes = dict(self.whole.values), [node for node, _ in pairs]
-        gradients = [v for v, name in leaving if name.startswith(gradient_of(""))]
-        lost: dict[int, object] = {}
-        made: list[tuple[Node, Any]] = []
-        present = {name for _, name in ends}
-        for leaf in self.whole.inputs:
-            name = second_gradient_of(values[leaf].name)
-            if name in present or name not in {n for _, n in leaving}:
-                continue
-            cuts = tuple(sorted(self.stopped & smoothly_between(nodes, leaf, gradients)))
+    # A second gradient that a stop inside of a rule removes is missing: its links are cut there.
+    values, nodes = dict(whole.values), [node for node, _ in pairs]
+    gradients = [v for v, name in leaving if name.startswith(gradient_of(""))]
+    present, expected = {name for _, name in ends}, {name for _, name in leaving}
+    lost: dict[int, object] = {}
+    for leaf in whole.inputs:
+        name = second_gradient_of(values[leaf].name)
+        if name in expected - present:
+            cuts = tuple(sorted(stopped & smoothly_between(nodes, leaf, gradients)))
             if cuts:
                 number = max(values) + 1
                 values[number] = replace(values[leaf], name="")
-                made.append((missing(cuts, number, nodes, STOPPED), None))
+                pairs.append((missing(cuts, number, nodes, STOPPED), None))
                 ends.append((number, name))
                 lost |= dict.fromkeys(cuts)
-        cut = [(with_cuts(node, lost, values, STOPPED), step) for node, step in pairs]
-        return [*cut, *made], values
+    cut = [with_cuts(node, lost, values, STOPPED) for node in nodes]
+    nodes = [*cut, *(node for node, _ in pairs[len(cut) :])]
 
-    def phased(self) -> list[Node]:
-        phases, result = self.phase_of, []
-        for node in self.whole.nodes:
-            phase = max((phases.get(v, FORWARD) for v in node.inputs), default=FORWARD)
-            phases.update(dict.fromkeys(node.outputs, phase))
-            result.append(phase)
-        readers: dict[int, int] = {}
-        for i in reversed(range(len(result))):
-            node = self.whole.nodes[i]
-            if all(v in self.whole.captured for v in node.inputs):  # assign it to its first reader
-                result[i] = min((readers.get(v, SECOND) for v in node.outputs), default=result[i])
-            for v in node.inputs:
-                readers[v] = min(result[i], readers.get(v, SECOND))
-        return [self.attributed(i, phase) for i, phase in enumerate(result)]
-
-    def attributed(self, i: int, phase: int) -> Node:
-        """A node with its pass, and the line, modules and mark of its forward node."""
-        node, step = self.whole.nodes[i], self.steps[i]
-        node = node_in_phase(node, phase)
-        if step is None:
-            return node
-        origin = self.forward.nodes[step]
-        if phase and node.native == "add_any":  # accumulation of cotangents, part of no rule
-            return replace(node, source=origin.source, scope=origin.scope)
-        inner = (part.mark for body in origin.bodies for _, part in body.graph.walk())
-        mark = next((mark for mark in inner if mark in _WHOLE), origin.mark)
-        source = origin.source if phase and mark not in _RULES else node.source or origin.source
-        node = replace(node, source=source, scope=origin.scope, mark=mark or node.mark)
-        if mark == CUSTOM and origin.attributes.get("name"):
-            named = {**node.attributes, "rule": origin.attributes["name"]}
-            node = replace(node, attributes=MappingProxyType(named))
-        return replace(node, links=None, loss=None) if mark in _RULES else node
-
-    def without_stops(self, nodes: Sequence[Node]) -> tuple[list[int], list[tuple[Node, Any]]]:
-        """Removes stops that are not the user's: inside of rules, and in later passes."""
-        same: dict[int, int] = {}
-        kept = []
-        for node, step in zip(nodes, self.steps, strict=True):
-            node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
-            if node.operation == "stop" and (node.phase or node.mark in _RULES):
-                self.stopped |= set(node.inputs) if node.mark == CUSTOM else set()
-                same[node.outputs[0]] = node.inputs[0]
-            else:
-                kept.append((node, step))
-        return [same.get(v, v) for v in self.whole.outputs], kept
+    outputs = tuple(value for value, _ in ends)
+    alive = needed(nodes, outputs)
+    nodes, steps = [nodes[i] for i in alive], [pairs[i][1] for i in alive]
+    saved = _saved(nodes, steps, set(whole.captured[len(closed.consts) :]))
+    nodes = [replace(node, saved=saved.get(i, ())) for i, node in enumerate(nodes)]
+    read = {value for node in nodes for value in node.inputs}.union(outputs)
+    captured = tuple(value for value in whole.captured if value in read)
+    whole = replace(whole, nodes=tuple(nodes), values=values, outputs=outputs, captured=captured)
+    return with_named_outputs(whole, [name for _, name in ends])
 
 
 # The derivatives of operations inside of these are replaced by a rule.
 _RULES = ("custom rule", "edited gradient", "frozen")
 _WHOLE = ("chunked", "frozen")
+
+
+def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
+    """The pass of each node; adds those of its results to `phase_of`."""
+    result = []
+    for node in graph.nodes:
+        phase = max((phase_of.get(v, FORWARD) for v in node.inputs), default=FORWARD)
+        phase_of.update(dict.fromkeys(node.outputs, phase))
+        result.append(phase)
+    readers: dict[int, int] = {}
+    for i in reversed(range(len(result))):
+        node = graph.nodes[i]
+        if all(v in graph.captured for v in node.inputs):  # assign it to its first reader
+            result[i] = min((readers.get(v, SECOND) for v in node.outputs), default=result[i])
+        for v in node.inputs:
+            readers[v] = min(result[i], readers.get(v, SECOND))
+    return result
+
+
+def _attributed(node: Node, phase: int, origin: Node | None) -> Node:
+    """A node with its pass, and the line, modules and mark of its forward node."""
+    node = node_in_phase(node, phase)
+    if origin is None:
+        return node
+    if phase and node.native == "add_any":  # accumulation of cotangents, part of no rule
+        return replace(node, source=origin.source, scope=origin.scope)
+    inner = (part.mark for body in origin.bodies for _, part in body.graph.walk())
+    mark = next((mark for mark in inner if mark in _WHOLE), origin.mark)
+    source = origin.source if phase and mark not in _RULES else node.source or origin.source
+    node = replace(node, source=source, scope=origin.scope, mark=mark or node.mark)
+    if mark == CUSTOM and origin.attributes.get("name"):
+        named = {**node.attributes, "rule": origin.attributes["name"]}
+        node = replace(node, attributes=MappingProxyType(named))
+    return replace(node, links=None, loss=None) if mark in _RULES else node
 
 
 def _step_of(eqn: Any) -> int | None:

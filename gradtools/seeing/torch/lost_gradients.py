@@ -23,7 +23,7 @@ from gradtools.seeing.graphs.recording import Run, Vanished
 from gradtools.seeing.torch.live_graph import in_order
 from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.calls import CallRecorder
-from gradtools.seeing.torch.recording.observation import observed, recording_run, run_under
+from gradtools.seeing.torch.recording.observation import observed
 from gradtools.seeing.torch.recording.recorded_calls import RecordedCall
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import nodes_of
@@ -65,10 +65,9 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> _Places:
         places |= bad_gradients.examined(_Backward(seen.recorder, outs, floating))
     if all(math.isfinite(_size(y)) for y in outs):
         return places
-    with recording_run("a run", run, leaves) as undo:
-        recorder = _ValueRecorder(undo)
-        seen = run_under(recorder, run, leaves, [""] * len(leaves))
-        origins = recorder.origins.of(map(seen.output, seen.outs))
+    with observed(run, leaves, [""] * len(leaves), _ValueRecorder) as seen:
+        assert isinstance(seen.recorder, _ValueRecorder)
+        origins = seen.recorder.origins.of(map(seen.output, seen.outs))
     return {k: bad_gradients.at_origins(of, origins) for k, of in places.items()}
 
 

@@ -183,7 +183,8 @@ def _perturbed(
     for size in (1.0, -1.0, 1e-3):
         if moved is not None and (moved.any() or not which or abs(size) < 1):
             break
-        again = observed(run, first.leaves, first.names, (which, partial(_other, size=size)))
+        other = partial(CallRecorder, replace=(which, partial(_other, size=size)))
+        again = observed(run, first.leaves, first.names, other)
         with contextlib.ExitStack() as inside:
             inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed already
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from gradtools.code_origin import innermost, lines_of
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.seeing.graphs.recording import Refusal, Run
 from gradtools.seeing.torch.recording.autograd_functions import look_up_applies
-from gradtools.seeing.torch.recording.calls import CallRecorder, Replace
+from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, leaves_of
 from gradtools.torch.replaying.recomputing import recorded
@@ -110,11 +110,27 @@ class ObservedRun:
 
 @contextmanager
 def observed(
-    run: Run, leaves: Sequence[Any], names: Sequence[str], replace: Replace | None = None
+    run: Run,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    recorder_of: Callable[[Undo], CallRecorder] = CallRecorder,
 ) -> Iterator[ObservedRun]:
     """A context with a recorded run, whose effects are undone on exit."""
     with recording_run("a run", run, leaves) as undo:
-        yield run_under(CallRecorder(undo, replace), run, leaves, names)
+        recorder, aliases = recorder_of(undo), [copied(x) for x in leaves]
+        inputs = [recorder.introduced(x, name) for x, name in zip(aliases, names, strict=True)]
+        seen = ObservedRun(recorder, leaves, names, aliases, inputs, [])
+        try:
+            seen.outs = [*recorder.run(run, aliases)]
+        except Exception as error:
+            if isinstance(error, LostDerivativeError):
+                source = innermost(lines_of(error))
+                seen.refusal = Refusal("inside_rule", "derivative", str(error), source)
+            elif recorder.refusal is not None and _comes_from(error, recorder.refusal[0]):
+                seen.refusal = recorder.refusal[1]
+            else:
+                raise
+        yield seen
 
 
 @contextmanager
@@ -136,26 +152,6 @@ def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
                 yield undo
         finally:
             _here.recording = False
-
-
-def run_under(
-    recorder: CallRecorder, run: Run, leaves: Sequence[Any], names: Sequence[str]
-) -> ObservedRun:
-    """A run of f under a recorder, inside of `recording_run`."""
-    aliases = [copied(x) for x in leaves]
-    inputs = [recorder.introduced(x, name) for x, name in zip(aliases, names, strict=True)]
-    seen = ObservedRun(recorder, leaves, names, aliases, inputs, [])
-    try:
-        seen.outs = [*recorder.run(run, aliases)]
-    except Exception as error:
-        if isinstance(error, LostDerivativeError):
-            source = innermost(lines_of(error))
-            seen.refusal = Refusal("inside_rule", "derivative", str(error), source)
-        elif recorder.refusal is not None and _comes_from(error, recorder.refusal[0]):
-            seen.refusal = recorder.refusal[1]
-        else:
-            raise
-    return seen
 
 
 def _comes_from(error: BaseException | None, origin: BaseException) -> bool:

@@ -124,9 +124,7 @@ def _training(backend: Backend, loop: Loop) -> Any:
 
 def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -> TrainingDiagnosis:
     """The findings on the loop's trained arrays; `values` includes zero gradients at the values."""
-    own = _training(backend, loop)
-    held = None if loop.model is None else own.held(loop.caller, loop.model)
-    run = _LossRun.of(backend, loop, held, record)
+    run = _LossRun(backend, loop, record)
     diagnosis = TrainingDiagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
     run.look(diagnosis, values)
     diagnosis.findings, notes = apart(diagnosis.findings, [diagnosis.names])
@@ -172,33 +170,24 @@ class _LossRun:
         held: The arrays of the model.
     """
 
-    def __init__(self, program: LeafProgram, recording: Recording) -> None:
-        self.program, self.recording = program, recording
-        self.held: list[HeldArray] = []
-        self._is_lifted = False
-
-    @classmethod
-    def of(
-        cls, backend: Backend, loop: Loop, held: list[HeldArray] | None, record: Record
-    ) -> _LossRun:
-        arrays = [] if held is None else [h.array for h in held]
-        lifted = _training(backend, loop).lifted(
-            loop.caller, loop.f, loop.args, loop.kwargs, arrays
-        )
+    def __init__(self, backend: Backend, loop: Loop, record: Record) -> None:
+        own = _training(backend, loop)
+        held = None if loop.model is None else own.held(loop.caller, loop.model)
+        arrays = [h.array for h in held or ()]
+        lifted = own.lifted(loop.caller, loop.f, loop.args, loop.kwargs, arrays)
+        self._is_lifted = lifted is not None
         if lifted is None:
-            program = LeafProgram(backend, loop.caller, loop.f, loop.args, loop.kwargs)
+            self.program = LeafProgram(backend, loop.caller, loop.f, loop.args, loop.kwargs)
         else:
-            program = LeafProgram(backend, loop.caller, lifted, (arrays,), {}, (0,))
-            program.names[:] = [h.name for h in held or ()]
-        run = cls(program, record(program))
-        run._is_lifted = lifted is not None
-        run.held = held or []
+            self.program = LeafProgram(backend, loop.caller, lifted, (arrays,), {}, (0,))
+            self.program.names[:] = [h.name for h in held or ()]
+        self.recording = record(self.program)
         if held is None:  # what f itself holds and asks for a gradient
-            names = [name for name, _ in run.recording.parameters]
-            arrays = dict(zip(names, run.recording.held, strict=True))
-            in_use = of_modules_in_use(run.recording.parameters)
-            run.held = [HeldArray(name, arrays[name]) for name, _ in in_use]
-        return run
+            parameters = self.recording.parameters
+            names = [name for name, _ in parameters]
+            of_name = dict(zip(names, self.recording.held, strict=True))
+            held = [HeldArray(name, of_name[name]) for name, _ in of_modules_in_use(parameters)]
+        self.held: list[HeldArray] = held
 
     def _numbers(self, k: int) -> Sequence[int]:
         """The graph's values that carry the gradient of array k."""

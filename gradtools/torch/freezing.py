@@ -315,7 +315,8 @@ class _FrozenBackward(Backward):
         _, own, outs = use.retained.pop(0)
         cts = self.split(0, rows[0], shared)[2]
         tracked = [y for y in outs if isinstance(y, Tensor)]
-        if not use.holds or any(self.vectors_only) or surveyed(tracked).custom:
+        batched = any(self.vectors_only) or batchings() > 0
+        if not use.holds or batched or surveyed(tracked).custom:
             sums.add(self.pulled(outs, own, cts, len(own), False, False, use.is_right))
             return {0}
         with torch.enable_grad():

@@ -1048,3 +1048,16 @@ def test_a_plain_backward_computes_no_derivative_along_aliases_of_a_finished_gra
     assert torch.allclose(y.grad, expected[0])
     assert z.grad is None or torch.allclose(z.grad, expected[1])
     assert (z.grad is not None) == tracked
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_batch_of_cotangents_is_pulled_back_with_and_without_a_kept_graph(budget, create_graph):
+    z = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3).requires_grad_()
+    f = lambda z: torch.sin(z).cumsum(1)
+    cts = torch.arange(24, dtype=torch.float64).reshape(4, 2, 3).cos()
+    how = {"is_grads_batched": True, "create_graph": create_graph}
+    pulled = [
+        torch.autograd.grad(g(z), z, cts, **how) for g in (gt.frozen(f, memory_budget=budget), f)
+    ]
+    torch.testing.assert_close(*pulled)

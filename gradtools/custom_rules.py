@@ -21,11 +21,11 @@ from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe
 from gradtools.backend import Backend, F, Operators
 from gradtools.boundary import trimmed, user_facing_methods
-from gradtools.custom_structure import ARRAY, Specialization, avals_of
+from gradtools.custom_structure import Specialization, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import type_key
 from gradtools.rule_contract import Contract, checked_word
-from gradtools.rules import KEYS, JvpRule, Rule, captured_objects, total
+from gradtools.rules import ARRAY, KEYS, JvpRule, Rule, captured_objects, total
 
 _MOST_SPECIALIZATIONS = 256
 
@@ -389,7 +389,8 @@ class CustomRule:
         if result is None:
             if self._arrays_in([x for x in statics if not callable(x)]):
                 raise self._unhashable(statics, others)  # PyTorch's tensors are hashable
-            full = _marked(iter(others), arrays)
+            left = iter(others)
+            full = tuple([ARRAY if is_array else next(left) for is_array in arrays])
             treedef = self._backend.treedef_of_static(structure)
             result = self._specializations[key] = Specialization(self, statics, treedef, full)
             self._by_key[result.key] = result
@@ -437,11 +438,10 @@ class CustomRule:
                 "defjvp(rule) before it is called."
             )
         if self.bwd is None:
-            return self._new_rule(specialized, tangent=specialized.tangent)
-        self._check_order(self.fwd)
-        return self._new_rule(specialized, linearize=specialized.linearize)
-
-    def _new_rule(self, specialized: Specialization, **maps: Any) -> Rule:
+            maps: dict[str, Any] = {"tangent": specialized.tangent}
+        else:
+            self._check_order(self.fwd)
+            maps = {"linearize": specialized.linearize}
         kind = Rule if self.jvp is None else partial(JvpRule, jvp=specialized.pushforward)
         return kind(
             self.__name__,
@@ -469,11 +469,6 @@ class CustomRule:
 def _functions_in(statics: Sequence[Any]) -> list[Any]:
     """The static arguments that may hold arrays."""
     return [x for x in statics if not isinstance(x, bool | int | float | complex | str | type)]
-
-
-def _marked(others: Any, arrays: Sequence[bool]) -> tuple[Any, ...]:
-    """The leaves, with ARRAY in the place of each array."""
-    return tuple([ARRAY if a else next(others) for a in arrays])
 
 
 def _static_key(x: Any) -> Any:

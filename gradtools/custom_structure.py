@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,19 +13,10 @@ from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
 from gradtools.rule_contract import Aval, Primal
-from gradtools.rules import Entries, Linearized
+from gradtools.rules import ARRAY, Entries, Linearized, refilled
 
 if TYPE_CHECKING:
     from gradtools.custom_rules import CustomRule
-
-
-class _Array:
-    def __repr__(self) -> str:
-        return "*"
-
-
-ARRAY = _Array()
-"""A placeholder for an array in a tree."""
 
 
 @dataclass(eq=False)
@@ -63,32 +55,24 @@ class Specialization:
         leaf = self.backend.flatten(ARRAY)[1]
         only_arrays = all(o is ARRAY for o in self.others)
         self.is_flat = only_arrays and all(treedef == leaf for _, treedef in self.entries)
-        self.fun, self.fwd, self.bwd, self.jvp = self._author_functions()
-        self.rule = self.of._rule(self)
-        self.key = self.rule.key
-
-    def _author_functions(self) -> tuple[Any, ...]:
         of, statics, arguments = self.of, self.statics, self.arguments
         fun: Any = of.fun
         fwd: Any = of.fwd
         jvp: Any = of.jvp
-        bwd = partial(of.bwd, *statics) if of.bwd and statics else of.bwd
-        if self.is_flat and not of._needs_binding:
-            return fun, fwd, bwd, jvp
-        return (
-            lambda *xs: of._binding.call(fun, statics, arguments(xs)),
-            fwd and (lambda *xs: fwd(*statics, *arguments(xs))),
-            bwd,
-            jvp and (lambda xs, dxs: jvp(*statics, arguments(xs), self.tangents(dxs))),
-        )
+        self.fun, self.fwd, self.jvp = fun, fwd, jvp
+        self.bwd: Any = partial(of.bwd, *statics) if of.bwd and statics else of.bwd
+        if not self.is_flat or of._needs_binding:
+            self.fun = lambda *xs: of._binding.call(fun, statics, arguments(xs))
+            self.fwd = fwd and (lambda *xs: fwd(*statics, *arguments(xs)))
+            self.jvp = jvp and (lambda xs, ts: jvp(*statics, arguments(xs), self.tangents(ts)))
+        self.rule = of._rule(self)
+        self.key = self.rule.key
 
     def arguments(self, values: Sequence[Any]) -> Any:
         """The arguments, with `values` as their arrays."""
         if self.is_flat:
             return tuple(values)
-        left = iter(values)
-        full = [next(left) if o is ARRAY else o for o in self.others]
-        return self.backend.unflatten(self.treedef, full)
+        return self.backend.unflatten(self.treedef, refilled(self.others, values))
 
     # --- values
 
@@ -179,12 +163,10 @@ class Specialization:
 
     def tangents(self, dxs: Sequence[Any]) -> Any:
         """The tree of tangents that is passed to the forward rule."""
-        left, symbolic = iter(dxs), "tangent" in self.of.symbolic_zeros
-        full = [
-            next(left) if o is ARRAY else None if symbolic or not _is_number(o) else 0.0
-            for o in self.others
-        ]
-        return self.backend.unflatten(self.treedef, full)
+        instantiated = "tangent" not in self.of.symbolic_zeros
+        has_zero = lambda x: instantiated and isinstance(x, float | complex)
+        full = [o if o is ARRAY else 0.0 if has_zero(o) else None for o in self.others]
+        return self.backend.unflatten(self.treedef, refilled(full, dxs))
 
     # --- the reverse rule
 
@@ -205,16 +187,7 @@ class Specialization:
         out, res = self.pair(result, "fwd", "(out, residuals)")
         ys = self.outputs(xs, out, "fwd")
         kept, extras = Residuals.of(backend, res, xs, ys)
-        maps = self._maps(ys, extras, kept, self.outs[avals_of(xs)], like)
-        if self.refined is None:
-            return maps
-        outs = [backend.aval(y) if backend.is_inexact(y) else None for y in ys]
-        return self.refined(maps, [inexact for _, _, inexact in like], outs)
-
-    def _maps(
-        self, ys: list[Array], extras: list[Array], kept: Residuals, out_def: Any, like: Any
-    ) -> FwdMaps:
-        backend = self.backend
+        out_def = self.outs[avals_of(xs)]
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
             ct = backend.unflatten(out_def, list(cts))
@@ -223,19 +196,22 @@ class Specialization:
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             return self.tangent(saved[len(kept.places) :], dxs)
 
-        saves = kept.places
-        if self.of.jvp is not None:
-            saves = (*saves, *range(len(like)))
-        return FwdMaps(
+        forward = self.of.jvp is not None
+        inputs = range(len(like)) if forward else ()
+        maps = FwdMaps(
             ys,
             extras,
-            saves,
-            None if self.of.jvp is None else tangent,
+            (*kept.places, *inputs),
+            tangent if forward else None,
             cotangent,
             opaque_residuals=kept.opaque_residuals,
-            tangent_only=len(saves) - len(kept.places),
+            tangent_only=len(inputs),
             made_of=(tuple(like), out_def, kept),
         )
+        if self.refined is None:
+            return maps
+        outs = [backend.aval(y) if backend.is_inexact(y) else None for y in ys]
+        return self.refined(maps, [inexact for _, _, inexact in like], outs)
 
     def _fwd_arguments(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
         """fwd's arguments; with symbolic zeros each as a `Primal`."""
@@ -243,16 +219,10 @@ class Specialization:
             return self.arguments(xs)
         if perturbed is None:
             perturbed = tuple([self.backend.is_inexact(x) for x in xs])
-        primals = iter([Primal(x, p) for x, p in zip(xs, perturbed, strict=True)])
-        full = [
-            next(primals)
-            if o is ARRAY
-            else Primal(o, False)
-            if isinstance(o, int | complex | float)
-            else o
-            for o in self.others
-        ]
-        return self.backend.unflatten(self.treedef, full)
+        primals = [Primal(x, p) for x, p in zip(xs, perturbed, strict=True)]
+        numbers = int | complex | float
+        full = [Primal(o, False) if isinstance(o, numbers) else o for o in self.others]
+        return self.backend.unflatten(self.treedef, refilled(full, primals))
 
     def cotangents(self, cotangents: Any, like: Sequence[Any]) -> list[Any]:
         """The flat cotangents that bwd returned, one for each array, checked against `like`."""
@@ -286,40 +256,36 @@ class Specialization:
         return result
 
     def _like(self, tree: Any, treedef: Any, who: str) -> list[Any]:
-        """The leaves of tree at treedef's; None is a zero, of a leaf or of a whole subtree."""
+        """The leaves of tree at treedef's; None is a zero, of a leaf or of a whole subtree.
+
+        A container of one array may be given as the array alone.
+        """
+        backend, count = self.backend, treedef.num_leaves
         if tree is None:
-            return [None] * treedef.num_leaves
-        try:
-            leaves = treedef.flatten_up_to(tree)
-        except (ValueError, TypeError):
-            leaves = self._zero_filled(tree, treedef)
-            leaves = self._bare(tree, treedef) if leaves is None else leaves
-        if leaves is None or any(isinstance(x, tuple | list | dict) for x in leaves):
-            came = in_words(self.backend.flatten(tree)[1])
-            raise self.contract.refusal(
-                f"{who} has the structure {came}, expected {in_words(treedef)}."
-            )
-        return list(leaves)
+            return [None] * count
 
-    def _zero_filled(self, tree: Any, treedef: Any) -> list[Any] | None:
-        """The leaves of a tree with None for containers; None if its structure differs."""
-        whole = self.backend.unflatten(treedef, [_ZERO] * treedef.num_leaves)
-        try:
+        def with_zeros() -> list[Any]:
+            whole = backend.unflatten(treedef, [_ZERO] * count)
             leaves = treedef.flatten_up_to(_without_none(tree, whole))
-        except (ValueError, TypeError):
-            return None
-        return [None if x is _ZERO else x for x in leaves]
+            return [None if x is _ZERO else x for x in leaves]
 
-    def _bare(self, tree: Any, treedef: Any) -> list[Any] | None:
-        """The leaves of a tree with x for a container of x alone; None if its structure differs."""
-        backend = self.backend
-        leaves, came = backend.flatten(tree)
-        try:
-            inside = came.flatten_up_to(backend.unflatten(treedef, [ARRAY] * treedef.num_leaves))
-        except (ValueError, TypeError):
-            return None
-        alone = all(backend.flatten(one)[0] == [ARRAY] for one in inside)
-        return leaves if alone and len(leaves) == treedef.num_leaves else None
+        def of_arrays_alone() -> list[Any]:
+            leaves, came = backend.flatten(tree)
+            inside = came.flatten_up_to(backend.unflatten(treedef, [ARRAY] * count))
+            if len(leaves) != count or any(backend.flatten(x)[0] != [ARRAY] for x in inside):
+                raise ValueError
+            return leaves
+
+        for read in (lambda: treedef.flatten_up_to(tree), with_zeros, of_arrays_alone):
+            with suppress(ValueError, TypeError):
+                leaves = list(read())
+                if any(isinstance(x, tuple | list | dict) for x in leaves):
+                    break
+                return leaves
+        came = in_words(backend.flatten(tree)[1])
+        raise self.contract.refusal(
+            f"{who} has the structure {came}, expected {in_words(treedef)}."
+        )
 
     def _fitting(self, x: Any, like: Array, who: str) -> Any:
         return self._fits(x, tuple(like.shape), like.dtype, self.backend.is_inexact(like), who)
@@ -363,11 +329,6 @@ def avals_of(xs: Sequence[Array]) -> Any:
 
 def _without_lengths(avals: Sequence[Aval]) -> list[Aval]:
     return [Aval((None,) * len(aval.shape), aval.dtype) for aval in avals]
-
-
-def _is_number(x: Any) -> bool:
-    """Whether x is a number that has a tangent."""
-    return isinstance(x, float | complex)
 
 
 def _length(n: Any) -> Any:
@@ -429,7 +390,4 @@ class Residuals:
 
     def restored(self, backend: Backend, saved: Entries) -> Any:
         """The pytree that fwd saved, rebuilt from its arrays."""
-        left = iter(saved)
-        return backend.unflatten(
-            self.treedef, [next(left) if o is ARRAY else o for o in self.others]
-        )
+        return backend.unflatten(self.treedef, refilled(self.others, saved))

@@ -130,13 +130,31 @@ class Edits(Operators):
         backend = self._backend
         if type(scale) is float and (scaled := backend.scaled(x, sign * scale)) is not None:
             return scaled
-        is_number = isinstance(scale, int | float)  # negated in Python, without an operation
-        signed = -scale if is_number and sign < 0 else scale
 
-        def one(leaf: Array, path: Path) -> Array:
-            factor = _factor(backend, name, leaf, path, signed)
-            turned = factor if sign > 0 or is_number else -factor
-            return backend.apply_rule(SCALE, leaf, turned)[0]
+        def one(leaf: Array, i: int) -> Array:
+            if isinstance(scale, float | int):  # negated in Python, without an operation
+                factor = backend.real_scalar(sign * scale if sign < 0 else scale, leaf)
+                return backend.apply_rule(SCALE, leaf, factor)[0]
+            if isinstance(scale, complex) or "complex" in str(getattr(scale, "dtype", "")):
+                raise GradtoolsError(
+                    f"{name}: scale is complex; it must be real. For a complex factor use "
+                    "transform_gradient."
+                )
+            if not has_real_dtype(scale):
+                raise GradtoolsError(
+                    f"{name}: scale is {describe(backend, scale)}; it must be a real number, or an "
+                    "array of real numbers that broadcasts to every leaf."
+                )
+            factor = backend.real_scalar(scale, leaf)
+            shape, wanted = tuple(factor.shape), tuple(leaf.shape)
+            pairs = zip(reversed(shape), reversed(wanted), strict=False)
+            if len(shape) > len(wanted) or not all(a in (1, b) for a, b in pairs):
+                raise GradtoolsError(
+                    f"{name}: scale has shape {shape}, which does not broadcast to leaf "
+                    f"x{backend.leaf_paths(x)[i]} of shape {wanted}. Give a scalar, or an array "
+                    "that broadcasts to every leaf."
+                )
+            return backend.apply_rule(SCALE, leaf, factor if sign > 0 else -factor)[0]
 
         return _map_inexact(backend, name, one, x)
 
@@ -157,7 +175,7 @@ class Edits(Operators):
             >>> float(gt.grad(lambda x: x * gt.stop_gradient(x))(x))
             3.0
         """
-        stopped = lambda leaf, path: self._backend.stop_gradient(leaf)
+        stopped = lambda leaf, i: self._backend.stop_gradient(leaf)
         return _map_inexact(self._backend, "stop_gradient", stopped, x)
 
     def clip_gradient(self, x: T, max_norm: Any = None, max_value: Any = None) -> T:
@@ -288,13 +306,19 @@ class Edits(Operators):
             )
         if not any(_edited(backend, leaf) for leaf in leaves):
             _check_editable(backend, "replace_gradient", x, leaves)
-        edited = [
-            _replaced(backend, leaf, new, partial(_path, backend, x, i))
-            if _edited(backend, leaf)
-            else leaf
-            for i, (leaf, new) in enumerate(zip(leaves, given, strict=True))
-        ]
-        return backend.unflatten(treedef, edited)
+        for i, (leaf, new) in enumerate(zip(leaves, given, strict=True)):
+            if not _edited(backend, leaf):
+                continue
+            path = lambda i=i: backend.leaf_paths(x)[i]
+            if not backend.is_array(new):
+                new = as_array(backend, "replace_gradient", new, f"dx{path()}")
+            if wrong := _mismatch(backend, new, leaf):
+                raise GradtoolsError(
+                    f"replace_gradient: dx{path()} has {wrong}, those of x{path()}. Reshape or "
+                    "cast it."
+                )
+            leaves[i] = backend.apply_rule(REPLACE_COTANGENT, leaf, new)[0]
+        return backend.unflatten(treedef, leaves)
 
     def straight_through(
         self, f: Callable[P, R], surrogate: Callable[..., Any] | None = None
@@ -349,25 +373,15 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
         )
 
 
-Path = Callable[[], str]  # of a leaf, for messages
-
-
-def _path(backend: Backend, x: Any, i: int) -> str:
-    return backend.leaf_paths(x)[i]
-
-
-def _map_inexact(backend: Backend, name: str, one: Callable[[Array, Path], Array], x: Any) -> Any:
-    """`one` at every leaf of x that is a floating or complex array."""
+def _map_inexact(backend: Backend, name: str, one: Callable[[Array, int], Array], x: Any) -> Any:
+    """`one(leaf, i)` at every leaf of x that is a floating or complex array."""
     if _edited(backend, x):
-        return one(x, str)
+        return one(x, 0)
     leaves, treedef = backend.flatten(x)
     _check_editable(backend, name, x, leaves)
+    pairs = enumerate(leaves)
     return backend.unflatten(
-        treedef,
-        [
-            one(leaf, partial(_path, backend, x, i)) if _edited(backend, leaf) else leaf
-            for i, leaf in enumerate(leaves)
-        ],
+        treedef, [one(leaf, i) if _edited(backend, leaf) else leaf for i, leaf in pairs]
     )
 
 
@@ -384,42 +398,6 @@ def _edit_jointly(
         return x
     edited = edit([leaves[i] for i in places])
     return backend.unflatten(treedef, replaced_at(leaves, places, edited))
-
-
-def _factor(backend: Backend, name: str, leaf: Array, path: Path, scale: Any) -> Array:
-    if isinstance(scale, float | int):
-        return backend.real_scalar(scale, leaf)
-    if isinstance(scale, complex) or "complex" in str(getattr(scale, "dtype", "")):
-        raise GradtoolsError(
-            f"{name}: scale is complex; it must be real. For a complex factor use "
-            "transform_gradient."
-        )
-    if not has_real_dtype(scale):
-        raise GradtoolsError(
-            f"{name}: scale is {describe(backend, scale)}; it must be a real number, or an array "
-            "of real numbers that broadcasts to every leaf."
-        )
-    factor = backend.real_scalar(scale, leaf)
-    shape, wanted = tuple(factor.shape), tuple(leaf.shape)
-    fits = len(shape) <= len(wanted) and all(
-        a in (1, b) for a, b in zip(reversed(shape), reversed(wanted), strict=False)
-    )
-    if not fits:
-        raise GradtoolsError(
-            f"{name}: scale has shape {shape}, which does not broadcast to leaf x{path()} of shape "
-            f"{wanted}. Give a scalar, or an array that broadcasts to every leaf."
-        )
-    return factor
-
-
-def _replaced(backend: Backend, x: Array, dx: Any, path: Path) -> Array:
-    if not backend.is_array(dx):
-        dx = as_array(backend, "replace_gradient", dx, f"dx{path()}")
-    if wrong := _mismatch(backend, dx, x):
-        raise GradtoolsError(
-            f"replace_gradient: dx{path()} has {wrong}, those of x{path()}. Reshape or cast it."
-        )
-    return backend.apply_rule(REPLACE_COTANGENT, x, dx)[0]
 
 
 def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> list[Array]:
@@ -467,76 +445,63 @@ class _StraightThrough:
 
     def __init__(self, backend: Backend, f: Any, surrogate: Any) -> None:
         self._backend, self._f, self._surrogate = backend, f, surrogate
+        self._through = "identity" if surrogate is None else _name(surrogate)
         self.__name__ = f"straight_through({_name(f)})"
         self.__wrapped__ = f
 
     def __repr__(self) -> str:
-        through = "identity" if self._surrogate is None else _name(self._surrogate)
-        return f"<straight_through {_name(self._f)}, derivative of {through}>"
+        return f"<straight_through {_name(self._f)}, derivative of {self._through}>"
 
     @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        backend = self._backend
-        through = self._through(args, kwargs)
-        leaves, treedef = backend.flatten(through)
-        stopped = self._stopped(args), kwargs and self._stopped(kwargs)
-        value = backend.call_on_host(self._run, stopped, through)
-        values, value_def = backend.flatten(value)
-        if value_def != treedef:
-            raise GradtoolsError(
-                f"straight_through: {_name(self._f)} returned the structure {in_words(value_def)}, "
-                f"its surrogate {in_words(treedef)}; they must be the same.{self._hint}"
-            )
-        return backend.unflatten(
-            treedef,
-            [self._leaf(i, v, s) for i, (v, s) in enumerate(zip(values, leaves, strict=True))],
-        )
-
-    def _run(self, arguments: tuple[Any, Any]) -> Any:
-        args, kwargs = arguments
-        return self._f(*args, **kwargs)
-
-    def _stopped(self, arguments: Any) -> Any:
-        stopped = lambda leaf, path: self._backend.stop_gradient(leaf)
-        return _map_inexact(self._backend, "straight_through", stopped, arguments)
-
-    @property
-    def _hint(self) -> str:
-        default = self._surrogate is None
-        return " The surrogate is the identity unless you pass one." if default else ""
-
-    def _through(self, args: Any, kwargs: Any) -> Any:
+        backend, name, hint = self._backend, _name(self._f), ""
         if self._surrogate is not None:
-            return self._surrogate(*args, **kwargs)
-        if len(args) != 1 or kwargs:
+            through = self._surrogate(*args, **kwargs)
+        elif len(args) == 1 and not kwargs:
+            through, hint = args[0], " The surrogate is the identity unless you pass one."
+        else:
             raise GradtoolsError(
-                f"straight_through: {_name(self._f)} was called with {len(args)} positional and "
+                f"straight_through: {name} was called with {len(args)} positional and "
                 f"{len(kwargs)} keyword arguments; without a surrogate the derivative is that of "
                 "the identity, which has one argument. Give a surrogate."
             )
-        return args[0]
+        leaves, treedef = backend.flatten(through)
+        stop = lambda leaf, i: backend.stop_gradient(leaf)
+        stopped = [
+            tree and _map_inexact(backend, "straight_through", stop, tree)
+            for tree in (args, kwargs)
+        ]
+        value = backend.call_on_host(lambda both: self._f(*both[0], **both[1]), stopped, through)
+        values, value_def = backend.flatten(value)
+        if value_def != treedef:
+            raise GradtoolsError(
+                f"straight_through: {name} returned the structure {in_words(value_def)}, its "
+                f"surrogate {in_words(treedef)}; they must be the same.{hint}"
+            )
+        pairs = enumerate(zip(values, leaves, strict=True))
+        return backend.unflatten(treedef, [self._leaf(i, v, s, hint) for i, (v, s) in pairs])
 
-    def _leaf(self, i: int, value: Any, through: Array) -> Array:
-        backend, f = self._backend, self._f
+    def _leaf(self, i: int, value: Any, through: Array, hint: str) -> Array:
+        backend, f = self._backend, _name(self._f)
         if not backend.is_array(through):
-            through_of = "identity" if self._surrogate is None else _name(self._surrogate)
-            _check_array(backend, f"straight_through: the surrogate {through_of}", i, through)
+            who = f"straight_through: the surrogate {self._through}"
+            _check_array(backend, who, i, through)
         if not backend.is_array(value):
             if not is_numeric(backend, value):
-                _check_array(backend, f"straight_through: {_name(f)}", i, value)
+                _check_array(backend, f"straight_through: {f}", i, value)
             value = backend.cast(value, through)
         if tuple(value.shape) != tuple(through.shape):
             raise GradtoolsError(
-                f"straight_through: leaf {i} of {_name(f)} has shape {tuple(value.shape)}, that of "
-                f"the surrogate {tuple(through.shape)}; they must be the same.{self._hint}"
+                f"straight_through: leaf {i} of {f} has shape {tuple(value.shape)}, that of the "
+                f"surrogate {tuple(through.shape)}; they must be the same.{hint}"
             )
         if not backend.is_inexact(value):
             value = backend.cast(value, through)
         elif value.dtype != through.dtype:
             raise GradtoolsError(
-                f"straight_through: leaf {i} of {_name(f)} has dtype "
-                f"{backend.dtype_name(value)}, that of the surrogate {backend.dtype_name(through)}."
-                " Cast one of them, so that the value is exactly what you mean."
+                f"straight_through: leaf {i} of {f} has dtype {backend.dtype_name(value)}, that of "
+                f"the surrogate {backend.dtype_name(through)}. Cast one of them, so that the value "
+                "is exactly what you mean."
             )
         return backend.apply_rule(STRAIGHT_THROUGH, value, through)[0]
 

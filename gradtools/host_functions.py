@@ -10,7 +10,7 @@ derivatives beyond the last rule that the user wrote follow from the symmetry of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, overload
 
@@ -21,7 +21,7 @@ from gradtools.custom_structure import FwdMaps, Specialization
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.host_kernels import ArraySpec, Kernel
 from gradtools.rule_contract import checked_word
-from gradtools.rules import Entries, Linearized, Rule, spread, total
+from gradtools.rules import Entries, Linearized, Rule, replaced_where, spread, total
 
 
 class HostFunctions(Operators):
@@ -147,7 +147,7 @@ class HostFunction(CustomRule):
         rule = super()._rule(specialized)
         if self.bwd is None:
             return rule
-        specialized.refined = _OfKernels(self, specialized).refined
+        specialized.refined = partial(_maps_as_rules, self, specialized, {})
         # Its maps are rules of all cotangents, so fwd must treat every input as perturbed.
         return replace(rule, symbolic_zeros=self.symbolic_zeros - {"cotangent"})
 
@@ -155,74 +155,59 @@ class HostFunction(CustomRule):
 _MOST_MAPS = 64
 
 
-@dataclass(eq=False)
-class _OfKernels:
-    """The maps of a host function with a reverse rule, as rules themselves.
+def _maps_as_rules(
+    host: HostFunction,
+    specialized: Specialization,
+    known: dict[Any, _KernelMaps],
+    linearized: FwdMaps,
+    moving: Sequence[bool],
+    outs: Entries,
+) -> Linearized:
+    """The maps of a host function with a reverse rule as rules, which can be differentiated again.
 
-    `pull` is bwd as a function of x, the residuals and the cotangents: linear in the cotangents,
-    and a gradient in x. `push` is its transpose in the cotangents.
-    """
-
-    of: HostFunction
-    specialized: Specialization
-    known: dict[Any, _KernelMaps] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.backend = self.of._backend
-
-    def refined(self, linearized: FwdMaps, moving: Sequence[bool], outs: Entries) -> Linearized:
-        """The maps of `Specialization.maps` as rules, which can be differentiated again.
-
+    Args:
+        host: The host function.
+        specialized: Its functions of flat arrays.
+        known: The rules of earlier evaluations, by their structure.
+        linearized: The maps of one evaluation.
         moving: Which inputs are floating or complex.
         outs: The avals of the outputs, None for integers.
-        """
-        backend, n, k = self.backend, len(moving), len(linearized.saves)
-        maps = self.maps(linearized, tuple(moving), tuple(outs))
-        given = linearized.tangent  # so that the closure keeps no arrays of `linearized`
-
-        def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-            if given is not None:
-                return given(saved[:k], dxs)
-            pushed = backend.apply_rule(
-                maps.push, *saved[k:], *saved[:k], *[dx for dx in dxs if dx is not None]
-            )
-            return spread(pushed, [o is not None for o in outs])
-
-        def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-            pulled = backend.apply_rule(
-                maps.pull, *saved[k:], *saved[:k], *[ct for ct in cts if ct is not None]
-            )
-            return spread(pulled, moving)
-
-        return replace(
-            linearized,
-            saves=(*linearized.saves, *range(n)),
-            tangent_only=0,
-            tangent=tangent,
-            cotangent=cotangent,
-        )
-
-    def maps(self, linearized: FwdMaps, moving: Any, outs: Any) -> _KernelMaps:
-        """The maps as rules, memoized by the structure of the evaluation."""
-        key = (linearized.key, outs)
-        try:
-            known = self.known.get(key)
-        except TypeError:  # a residual is not hashable
-            key, known = None, None
-        if known is not None:
-            return known
-        made = _KernelMaps(
-            self,
-            saves=linearized.saves,
-            bwd=linearized.cotangent,
-            moving=moving,
-            outs=outs,
-        )
+    """
+    backend, n, k = host._backend, len(moving), len(linearized.saves)
+    key = (linearized.key, tuple(outs))
+    try:
+        maps = known.get(key)
+    except TypeError:  # a residual is not hashable
+        key, maps = None, None
+    if maps is None:
+        bwd, saves = linearized.cotangent, linearized.saves
+        maps = _KernelMaps(host, specialized, saves, bwd, tuple(moving), tuple(outs))
         if key is not None:
-            self.known[key] = made
-            if len(self.known) > _MOST_MAPS:
-                del self.known[next(iter(self.known))]
-        return made
+            known[key] = maps
+            if len(known) > _MOST_MAPS:
+                del known[next(iter(known))]
+    given = linearized.tangent  # so that the closures keep no arrays of `linearized`
+    rules = maps.push, maps.pull
+
+    def applied(rule: Rule, saved: Entries, vs: Entries) -> list[Array]:
+        there = [v for v in vs if v is not None]
+        return backend.apply_rule(rule, *saved[k:], *saved[:k], *there)
+
+    def tangent(saved: Entries, dxs: Entries) -> list[Any]:
+        if given is not None:
+            return given(saved[:k], dxs)
+        return spread(applied(rules[0], saved, dxs), [o is not None for o in outs])
+
+    def cotangent(saved: Entries, cts: Entries) -> list[Any]:
+        return spread(applied(rules[1], saved, cts), moving)
+
+    return replace(
+        linearized,
+        saves=(*linearized.saves, *range(n)),
+        tangent_only=0,
+        tangent=tangent,
+        cotangent=cotangent,
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -240,25 +225,28 @@ class _MapRule(Rule):
 class _KernelMaps:
     """bwd and its transpose at one structure, as rules of `[*xs, *saved, *vectors]`.
 
-    The vectors are the cotangents of `pull`, the tangents of `push`.
+    `pull` is bwd as a function of x, the residuals and the cotangents: linear in the cotangents,
+    and a gradient in x. `push` is its transpose in the cotangents. The vectors are the cotangents
+    of `pull`, the tangents of `push`.
     """
 
-    of: _OfKernels
+    host: HostFunction
+    specialized: Specialization
     saves: tuple[int, ...]
     bwd: Any
     moving: tuple[bool, ...]
     outs: tuple[Any, ...]
 
     def __post_init__(self) -> None:
-        host = self.of.of
-        self.backend = self.of.backend
+        host = self.host
+        self.backend = host._backend
         self.n, self.k = len(self.moving), len(self.saves)
         name, saved = host.__name__, tuple(range(self.n, self.n + self.k))
-        rule = partial(_MapRule, host=self.of.specialized.rule, nondifferentiable=saved)
+        rule = partial(_MapRule, host=self.specialized.rule, nondifferentiable=saved)
         rule = partial(rule, user_functions=(host.fwd, host.bwd))
         self.pull = rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled)
         self.push = rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed)
-        self.guarded = self.backend.refusing_lost(self.of.specialized.rule, self.bwd)
+        self.guarded = self.backend.refusing_lost(self.specialized.rule, self.bwd)
 
     def parted(self, operands: Entries) -> tuple[Any, Any, Any]:
         """The operands as `(xs, residuals, vectors)`."""
@@ -281,10 +269,9 @@ class _KernelMaps:
 
     def evaluated(self, xs: Entries, values: Entries, cts: Entries) -> list[Array]:
         """`pulled` as a function of the differentiated inputs: residuals are recomputed."""
-        new = iter(values)
-        at = everything = [next(new) if m else x for x, m in zip(xs, self.moving, strict=True)]
+        at = everything = replaced_where(xs, self.moving, values)
         if any(i >= self.n for i in self.saves):
-            result = self.of.specialized.linearize(*at)
+            result = self.specialized.linearize(*at)
             everything = [*at, *result.ys, *result.extras]
         saved = [everything[i] for i in self.saves]
         return self.pulled(*at, *saved, *cts, bwd=self.guarded)
@@ -297,23 +284,17 @@ class _KernelMaps:
             filled = self.backend.filled(dcts, cts)
             terms.append(self.backend.apply_rule(self.pull, *xs, *saved, *filled))
         if any(dx is not None for dx in dxs):
-            terms.append(self.along(xs, cts, dxs))
+            at = self.moved(xs)
+            along = self.backend.filled(self.moved(dxs), at)
+            run = lambda *values: self.evaluated(xs, values, cts)
+            term = None
+            if not self.host.opaque:
+                try:
+                    term = self.backend.attempt(partial(self._pushed, run), *at, *along)
+                except MissingRuleError:
+                    self.host.opaque = True
+            terms.append(self.backend.pull(run, at, along) if term is None else term)
         return [total(parts) for parts in zip(*terms, strict=True)]
-
-    def along(self, xs: Entries, cts: Entries, dxs: Entries) -> list[Array]:
-        """The derivative of the pulled cotangents along dxs."""
-        at = self.moved(xs)
-        along = self.backend.filled(self.moved(dxs), at)
-
-        def run(*values: Array) -> list[Array]:
-            return self.evaluated(xs, values, cts)
-
-        if not self.of.of.opaque:
-            try:
-                return self.backend.attempt(partial(self._pushed, run), *at, *along)
-            except MissingRuleError:
-                self.of.of.opaque = True
-        return self.backend.pull(run, at, along)
 
     def _pushed(self, run: Any, *both: Array) -> list[Array]:
         half = len(both) // 2

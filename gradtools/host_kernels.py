@@ -15,9 +15,10 @@ import numbers
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,8 +28,9 @@ from gradtools.boundary import user_facing
 from gradtools.code_origin import definition_of
 from gradtools.errors import GradtoolsError
 from gradtools.integrations.containers import whole
-from gradtools.rules import KEYS
+from gradtools.rules import ARRAY, KEYS, refilled
 
+T = TypeVar("T")
 Shape = tuple[Any, ...]  # of integers, or of a framework's symbols while it traces
 
 _SIZES = {"int": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
@@ -65,19 +67,24 @@ class ArraySpec:
 
     @user_facing
     def __init__(self, shape: Any, dtype: Any) -> None:
-        object.__setattr__(self, "shape", _shape(shape))
-        object.__setattr__(self, "dtype", _dtype(dtype))
-
-
-def _shape(shape: Any) -> Shape:
-    dims = (shape,) if isinstance(shape, numbers.Integral) else shape
-    try:
-        return tuple([_dim(d) for d in dims])
-    except (TypeError, ValueError):
-        raise GradtoolsError(
-            f"ArraySpec: shape is {shape!r}; it must be a tuple of integers that are not negative, "
-            "such as (2, 3), or () for a number."
-        ) from None
+        dims = (shape,) if isinstance(shape, numbers.Integral) else shape
+        try:
+            object.__setattr__(self, "shape", tuple([_dim(d) for d in dims]))
+        except (TypeError, ValueError):
+            raise GradtoolsError(
+                f"ArraySpec: shape is {shape!r}; it must be a tuple of integers that are not "
+                "negative, such as (2, 3), or () for a number."
+            ) from None
+        name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+        if name not in _DTYPES:
+            with suppress(TypeError):
+                name = np.dtype(dtype).name if dtype is not None else ""
+        if name not in _DTYPES:
+            raise GradtoolsError(
+                f"ArraySpec: dtype is {dtype!r}; it must name one of bool, int8 to int64, uint8 to "
+                "uint64, float16, bfloat16, float32, float64, complex64 and complex128."
+            )
+        object.__setattr__(self, "dtype", name)
 
 
 def _dim(d: Any) -> Any:
@@ -86,22 +93,6 @@ def _dim(d: Any) -> Any:
     if isinstance(d, bool) or operator.index(d) < 0:
         raise ValueError(d)
     return operator.index(d)
-
-
-def _dtype(dtype: Any) -> str:
-    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    if name in _DTYPES:
-        return name
-    try:
-        name = np.dtype(dtype).name if dtype is not None else ""
-    except TypeError:
-        name = ""
-    if name not in _DTYPES:
-        raise GradtoolsError(
-            f"ArraySpec: dtype is {dtype!r}; it must name one of bool, int8 to int64, uint8 to "
-            "uint64, float16, bfloat16, float32, float64, complex64 and complex128."
-        )
-    return name
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -143,15 +134,6 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<host kernel {self.name}>"
 
-    @property
-    def line(self) -> str:
-        """A sentence for messages with the kernel's file and line; empty for a builtin."""
-        source = definition_of(_python(self.inside.fun if self.inside else self.fun))
-        if source is None:
-            return ""
-        what = "function" if self.inside else "kernel"
-        return f" The {what} is at {source.file}:{source.line}."
-
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
         """The kernel's call with arguments like these, and the arrays among them, in order.
 
@@ -160,8 +142,15 @@ class Kernel:
         leaves, treedef = backend.flatten(tuple(args))
         arrays = [backend.is_array(x) or isinstance(x, np.ndarray) for x in leaves]
         xs = [backend.asarray(x) for x, a in zip(leaves, arrays, strict=True) if a]
-        others = tuple([None if a else x for x, a in zip(leaves, arrays, strict=True)])
-        return self._call(backend, treedef, tuple(arrays), others), xs
+        others = tuple([ARRAY if a else x for x, a in zip(leaves, arrays, strict=True)])
+        key = (backend, treedef, others, *type_key(others))
+        try:
+            call = self.calls.get(key)  # which compiled programs find by its key
+        except TypeError:  # an argument that is not hashable
+            return KernelCall(self, backend, treedef, others), xs
+        if call is None:
+            call = _remember(self.calls, key, KernelCall(self, backend, treedef, others))
+        return call, xs
 
     def known_call(
         self, avals: Any, backend: Any, args: Sequence[Any]
@@ -173,23 +162,16 @@ class Kernel:
         result = self.known.get(avals)
         if result is None:
             call, xs = self.bind(backend, args)
-            result = self.known[avals] = call, call.results_of(xs)
-            if len(self.known) > _MOST_CALLS:
-                del self.known[next(iter(self.known))]
+            result = _remember(self.known, avals, (call, call.results_of(xs)))
         return result
 
-    def _call(self, *structure: Any) -> KernelCall:
-        """The call of this structure; compiled programs find it by its key."""
-        key = (*structure, *type_key(structure[-1]))
-        try:
-            result = self.calls.get(key)
-        except TypeError:  # an argument that is not hashable
-            return KernelCall(self, *structure)
-        if result is None:
-            result = self.calls[key] = KernelCall(self, *structure)
-            if len(self.calls) > _MOST_CALLS:
-                del self.calls[next(iter(self.calls))]
-        return result
+
+def _remember(cache: dict[Any, T], key: Any, value: T) -> T:
+    """Adds an entry to a cache, which forgets its oldest."""
+    cache[key] = value
+    if len(cache) > _MOST_CALLS:
+        del cache[next(iter(cache))]
+    return value
 
 
 def _python(fun: Any) -> Any:
@@ -239,23 +221,19 @@ class Results:
         specs: One for each array.
         treedef: The structure.
         alone: Whether it is a single array in no container.
-        dtypes: The NumPy dtypes, float32 for bfloat16.
-        avals: The shapes with these dtypes.
+        avals: The shapes and NumPy dtypes, float32 for bfloat16.
         widened: Whether any is bfloat16.
     """
 
     specs: tuple[ArraySpec, ...]
     treedef: Any
     alone: bool
-    dtypes: tuple[np.dtype[Any], ...] = field(init=False, compare=False)
     avals: tuple[Any, ...] = field(init=False, compare=False)
     widened: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        carried = [np.dtype(carrier(s.dtype)) for s in self.specs]
-        object.__setattr__(self, "dtypes", tuple(carried))
-        pairs = zip(self.specs, carried, strict=True)
-        object.__setattr__(self, "avals", tuple([(s.shape, dtype) for s, dtype in pairs]))
+        avals = [(s.shape, np.dtype(carrier(s.dtype))) for s in self.specs]
+        object.__setattr__(self, "avals", tuple(avals))
         object.__setattr__(self, "widened", any(s.dtype in _CARRIED for s in self.specs))
 
     def are(self, ys: Sequence[Any], batch: Shape) -> bool:
@@ -276,8 +254,7 @@ class KernelCall:
         kernel: The kernel.
         trees: The backend whose pytrees they are.
         treedef: The structure of the tuple of arguments.
-        arrays: Which leaves are arrays.
-        others: The leaves that are not arrays, None in the place of each array.
+        others: Their leaves, ARRAY for each array.
         key: A string that compiled code embeds to refer to the call; see `call_by_key`.
         flat: Whether the arguments are arrays in no containers.
     """
@@ -285,17 +262,14 @@ class KernelCall:
     kernel: Kernel
     trees: Any
     treedef: Any
-    arrays: tuple[bool, ...]
     others: tuple[Any, ...]
     key: str = field(default_factory=lambda: next(KEYS))
     flat: bool = field(init=False)
 
     def __post_init__(self) -> None:
         _BY_KEY[self.key] = self
-        leaves = [_LEAF] * len(self.arrays)
-        plain = self.trees.unflatten(self.treedef, leaves)
-        flat = all(self.arrays) and all(x is _LEAF for x in plain)
-        object.__setattr__(self, "flat", flat)
+        plain = self.trees.unflatten(self.treedef, list(self.others))
+        object.__setattr__(self, "flat", all(x is ARRAY for x in plain))
 
     def __repr__(self) -> str:
         return f"<call of {self.kernel!r}>"
@@ -311,23 +285,21 @@ class KernelCall:
 
     def results(self, specs: Sequence[ArraySpec]) -> Results:
         """The result specs for arguments of these ArraySpecs, of one example."""
-        out = self._out(specs)
-        result, treedef = self.trees.flatten(out)
-        for spec, path in zip(result, self.trees.leaf_paths(out), strict=True):
-            if not isinstance(spec, ArraySpec):
-                raise self.error(f"out{path} is {spec!r}; it must be an ArraySpec(shape, dtype).")
-        return Results(tuple(result), treedef, isinstance(out, ArraySpec))
-
-    def _out(self, specs: Sequence[ArraySpec]) -> Any:
         out = self.kernel.out
-        if out is None:
+        if callable(out):
+            out = out(*self._arguments(specs))
+        elif out is None:
             if not specs:
                 raise self.error(
                     "without an array argument nothing says what it returns. "
                     "Give out=ArraySpec(shape, dtype)."
                 )
-            return specs[0]
-        return out(*self._arguments(specs)) if callable(out) else out
+            out = specs[0]
+        result, treedef = self.trees.flatten(out)
+        for spec, path in zip(result, self.trees.leaf_paths(out), strict=True):
+            if not isinstance(spec, ArraySpec):
+                raise self.error(f"out{path} is {spec!r}; it must be an ArraySpec(shape, dtype).")
+        return Results(tuple(result), treedef, isinstance(out, ArraySpec))
 
     def run(
         self,
@@ -372,26 +344,37 @@ class KernelCall:
 
         The kernel may return its argument, or its own workspace, which it writes in again.
         """
-        pairs = zip(self._checked(tree, expected, batch), expected.dtypes, strict=True)
-        return [np.array(y, dtype, order="C") for y, dtype in pairs]
+        pairs = zip(self._checked(tree, expected, batch), expected.avals, strict=True)
+        return [np.array(y, dtype, order="C") for y, (_, dtype) in pairs]
 
     def _called(self, xs: Sequence[np.ndarray]) -> Any:
         return self.kernel.fun(*xs) if self.flat else self.kernel.fun(*self._arguments(xs))
 
     def _checked(self, tree: Any, expected: Results, batch: Shape = ()) -> list[Any]:
         """The kernel's results as a flat list, checked against the expected specs."""
-        kernel = self.kernel
-        if expected.alone and type(tree) is np.ndarray and not kernel.raw:
-            ys = [tree]
-            if not batch and (ys[0].shape, ys[0].dtype) == expected.avals[0]:
-                return ys
-        elif kernel.raw:
+        ys = [tree]
+        if self.kernel.raw:
             ys = tree
             if len(ys) != len(expected.specs):
                 count = len(expected.specs)
                 raise self.error(f"it returned {len(ys)} arrays, expected {count}, those of out.")
-        else:
-            ys = self._leaves(tree, expected.treedef)
+        elif not (expected.alone and type(tree) is np.ndarray):
+            wanted = expected.treedef
+            try:
+                ys = wanted.flatten_up_to(tree)  # in any order of dict keys
+            except (ValueError, TypeError):
+                ys = [None]
+            if any(y is None or isinstance(y, tuple | list | dict) for y in ys):
+                if tree is None:
+                    raise self.error(
+                        f"it returned None, expected {in_words(wanted)}, the structure of out. A "
+                        "kernel returns its result; a routine that fills an array must return that "
+                        "array."
+                    )
+                came = in_words(self.trees.flatten(tree)[1])
+                raise self.error(
+                    f"it returned the structure {came}, expected {in_words(wanted)}, that of out."
+                )
         if expected.are(ys, batch):
             return ys
         for i, (y, spec) in enumerate(zip(ys, expected.specs, strict=True)):
@@ -400,64 +383,42 @@ class KernelCall:
                 raise self.error(f"result{path} {wrong}")
         return ys
 
-    def _leaves(self, tree: Any, wanted: Any) -> list[Any]:
-        """The subtrees of `tree` at the leaves of `wanted`, in any order of dict keys."""
-        try:
-            leaves = wanted.flatten_up_to(tree)
-        except (ValueError, TypeError):
-            leaves = [None]
-        if any(x is None or isinstance(x, tuple | list | dict) for x in leaves):
-            if tree is None:
-                raise self.error(
-                    f"it returned None, expected {in_words(wanted)}, the structure of out. A "
-                    "kernel returns its result; a routine that fills an array must return that "
-                    "array."
-                )
-            came, wanted = in_words(self.trees.flatten(tree)[1]), in_words(wanted)
-            raise self.error(f"it returned the structure {came}, expected {wanted}, that of out.")
-        return leaves
-
     def _arguments(self, values: Sequence[Any]) -> Any:
         """The arguments, with `values` as their arrays."""
-        left = iter(values)
-        pairs = zip(self.arrays, self.others, strict=True)
-        return self.trees.unflatten(self.treedef, [next(left) if a else o for a, o in pairs])
+        return self.trees.unflatten(self.treedef, refilled(self.others, values))
 
     def error(self, text: str) -> GradtoolsError:
         """An error that names the kernel, and the line at which it was defined."""
-        kernel = self.kernel
-        who = f"bridged {kernel.inside.name}" if kernel.inside else f"host function {kernel.name!r}"
-        return GradtoolsError(f"{who}: {text}{kernel.line}")
+        kernel, inside = self.kernel, self.kernel.inside
+        who = f"bridged {inside.name}" if inside else f"host function {kernel.name!r}"
+        source = definition_of(_python(inside.fun if inside else kernel.fun))
+        if source is not None:  # a builtin has none
+            what = "function" if inside else "kernel"
+            text = f"{text} The {what} is at {source.file}:{source.line}."
+        return GradtoolsError(f"{who}: {text}")
 
     def no_derivative(self) -> GradtoolsError:
         """The error of differentiating a kernel without a rule."""
         return self.error("it has no derivative of its own. Give it a rule (defvjp or defjvp).")
 
 
-_LEAF = object()
-
-
 def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
-    """What is wrong with y, in words; empty if nothing is."""
+    """What is wrong with y, and how to fix it, in words; empty if nothing is."""
     shape = (*batch, *spec.shape)
     behind = f", the batch {batch} in front (vectorized=True)" if batch else ""
     expected = f"expected shape {shape} and dtype {spec.dtype}{behind}"
     if isinstance(y, np.ndarray | np.generic):
         if y.shape == shape and y.dtype.name in (spec.dtype, carrier(spec.dtype)):
             return ""
-        fix = _fix(y, spec, y.shape == shape) if not batch else ""
+        own, fix = f"out=ArraySpec({y.shape}, {y.dtype.name!r})", ""
+        if not batch and y.shape == shape:
+            fix = f" Nothing is cast: return y.astype({carrier(spec.dtype)!r}), or say {own}."
+        elif not batch:
+            fix = f" Declare the result: {own}, or a function of the arguments' ArraySpecs."
         return f"has shape {y.shape} and dtype {y.dtype}; {expected}.{fix}"
     if shape == () and _fits(y, spec.dtype):
         return ""
     return f"is {_described(y)}; {expected}. Return NumPy arrays."
-
-
-def _fix(y: np.ndarray | np.generic, spec: ArraySpec, same_shape: bool) -> str:
-    """How to fix a wrong shape, or a wrong dtype alone, in words."""
-    own = f"out=ArraySpec({y.shape}, {y.dtype.name!r})"
-    if same_shape:
-        return f" Nothing is cast: return y.astype({carrier(spec.dtype)!r}), or say {own}."
-    return f" Declare the result: {own}, or a function of the arguments' ArraySpecs."
 
 
 def carrier(dtype: str) -> str:

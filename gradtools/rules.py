@@ -442,6 +442,21 @@ def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
     return [next(left) if m else None for m in mask]
 
 
+class _Array:
+    def __repr__(self) -> str:
+        return "*"
+
+
+ARRAY = _Array()
+"""A placeholder for an array among the leaves of a tree."""
+
+
+def refilled(leaves: Sequence[Any], arrays: Iterable[Any]) -> list[Any]:
+    """The leaves, with an array in place of each ARRAY."""
+    left = iter(arrays)
+    return [next(left) if x is ARRAY else x for x in leaves]
+
+
 def replaced_where(xs: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
     """xs with new entries at the places where mask is true."""
     left = iter(new)

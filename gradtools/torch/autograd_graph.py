@@ -169,9 +169,9 @@ def guarded(
     """
     if not (survey.lost or survey.wrong or (again and survey.custom)):
         return None
-    from gradtools.torch.double_backward import Guard
+    from gradtools.torch.double_backward import guarding
 
-    return Guard(caller, fun, leaves, survey, aliases).watching(again)
+    return guarding(caller, fun, leaves, survey, aliases, again)
 
 
 # --- TorchScript ----------------------------------------------------------------------------

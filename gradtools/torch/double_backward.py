@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -55,6 +55,7 @@ from gradtools.torch.rerunning import Rerunnable, rerun
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
 Args = tuple[Any, ...]
+Tried = Callable[[bool], set[str]]
 
 
 # --- gates at custom code ----------------------------------------------------------------
@@ -64,68 +65,66 @@ def refuse_lossy(caller: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey
     """Raises if custom code loses the derivative of its gradient with respect to the arguments."""
     for node in survey.custom:
         key = key_of(node)
-        _Gating(caller, key, partial(lost_in_rerun, fun, leaves, key), ()).refuse_if_lost("inputs")
+        refuse_if_lost(caller, key, partial(lost_in_rerun, fun, leaves, key), "inputs")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Guard:
-    """Guards the custom code in the graph of one evaluation during a pullback.
+@contextmanager
+def guarding(
+    caller: str,
+    fun: Fun,
+    leaves: Sequence[Tensor],
+    survey: Survey,
+    aliases: Sequence[Tensor],
+    again: bool,
+) -> Iterator[None]:
+    """A context for a pullback that guards the custom code in the graph of one evaluation.
 
-    Attributes:
+    Args:
         caller: The operator's name.
         fun: The function.
         leaves: The arguments at which it was evaluated.
         survey: The survey of its graph.
         aliases: The leaves' aliases in that graph.
+        again: Whether the pullback's result may be differentiated.
     """
 
-    caller: str
-    fun: Fun
-    leaves: Sequence[Tensor]
-    survey: Survey
-    aliases: Sequence[Tensor]
+    def refusing(cts: Any) -> None:
+        if upstream.current_node().name() != "MulBackward0":
+            raise GradtoolsError(
+                f"{caller}: f holds an operator without a backward pass (PyTorch's own message "
+                "names it, once, in a warning: no autograd kernel was registered), so a term of "
+                "the gradient is lost. Give the operator a backward by "
+                "torch.library.register_autograd, or wrap it in gt.custom_rule; if it is a "
+                "constant, call it under torch.no_grad."
+            )
+        norms = _MappedNorms()
 
-    @contextmanager
-    def watching(self, again: bool) -> Iterator[None]:
-        """Context for a pullback. `again`: whether its result may be differentiated."""
-        handles = [node.register_prehook(self._refusing) for node in self.survey.lost]
-        if again:
-            handles += _gates(self.caller, self.fun, self.leaves, self.survey, self.aliases)
-        OWN_HOOKS[0] += len(handles)
-        try:
-            with corrected(self.survey.wrong, again):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        def run(leaves: Sequence[Any]) -> list[Any]:
+            with norms:
+                fun(*leaves)
+            return []
 
-    def _refusing(self, cts: Any) -> None:
-        if upstream.current_node().name() == "MulBackward0":
-            seen = _MappedNorms()
-
-            def run(leaves: Sequence[Any]) -> list[Any]:
-                with seen:
-                    self.fun(*leaves)
-                return []
-
-            roots = self.fun.roots if isinstance(self.fun, Rerunnable) else [self.fun]
-            again: Any = Rerunnable(run, roots)
-            with upstream.temporarily_clear_interpreter_stack():
-                rerun(again, self.leaves)
-            if not seen.found:
-                return
+        roots = fun.roots if isinstance(fun, Rerunnable) else [fun]
+        with upstream.temporarily_clear_interpreter_stack():
+            rerun(Rerunnable(run, roots), leaves)
+        if norms.found:
             raise LostDerivativeError(
-                f"{self.caller}: f takes the gradient of a normalization by PyTorch's own vmap "
+                f"{caller}: f takes the gradient of a normalization by PyTorch's own vmap "
                 "(torch.func.vmap of grad, jacrev, hessian), whose rule takes mean and deviation "
                 "for constants (functorch#534), so that a term of the derivative is lost. Use "
                 "gt.vmap with gt.grad, gt.per_example_grad, gt.jacobian or gt.hessian in f."
             )
-        raise GradtoolsError(
-            f"{self.caller}: f holds an operator without a backward pass (PyTorch's own message "
-            "names it, once, in a warning: no autograd kernel was registered), so a term of the "
-            "gradient is lost. Give the operator a backward by torch.library.register_autograd, "
-            "or wrap it in gt.custom_rule; if it is a constant, call it under torch.no_grad."
-        )
+
+    handles = [node.register_prehook(refusing) for node in survey.lost]
+    if again:
+        handles += _gates(caller, fun, leaves, survey, aliases)
+    OWN_HOOKS[0] += len(handles)
+    try:
+        with corrected(survey.wrong, again):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _MappedNorms(TorchFunctionMode):
@@ -152,81 +151,78 @@ def gate_graph(
 def _gates(
     caller: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey, aliases: Sequence[Tensor]
 ) -> list[Any]:
+    """Hooks on the nodes of custom code, which add gates to the gradients there."""
     handles = []
     for node in survey.custom:
         key = key_of(node)
         if key.fine(upstream.forward_level() >= 0) is not True:
-            gating = _Gating(caller, key, partial(lost_in_rerun, fun, leaves, key), aliases)
-            handles.append(node.register_hook(gating.hook(node)))
+            tried = partial(lost_in_rerun, fun, leaves, key)
+            parents = [parent for parent, _ in node.next_functions]
+            gated = partial(_gated_at_node, caller, key, tried, parents, aliases)
+            handles.append(node.register_hook(gated))
     return handles
 
 
-class _Gating(NamedTuple):
-    """Adds gates to the gradients of a node of custom code.
+def _gated_at_node(
+    caller: str, key: Key, tried: Tried, parents: Any, aliases: Any, given: Any, cts: Any
+) -> Any:
+    """The gradients that a node of custom code gives, with gates; None leaves them as they are."""
+    there, pushed = [g for g in given if isinstance(g, Tensor)], upstream.forward_level() >= 0
+    refuse = partial(refuse_if_lost, caller, key, tried)
+    if not there or key.fine(pushed):
+        return None
+    if pushed:
+        refuse("inputs", forward=True)
+        refuse("cotangents", forward=True)
+    if not torch.is_grad_enabled():
+        return None
+    behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
+    inputs = tracked_in(parents, aliases)
+    # A gate would give a constant gradient a graph.
+    if not any(g.requires_grad for g in there) and (behind or inputs):
+        fine = key.fine(False)
+        if fine is None:
+            try:
+                fine = not tried(False)
+            except Untried:
+                fine = False
+        if fine:
+            return None
+        attached = key.attaches and _with_inner_graphs(given, cts)
+        if attached:
+            return attached
+    return tuple(gated_where_lost(given, behind, inputs, refuse))
 
-    Attributes:
-        caller: The operator's name.
-        key: The class.
-        tried: `tried(forward)`: what the class loses in this mode, by a trial.
-        aliases: Leaves that belong to the derivative itself.
+
+def refuse_if_lost(caller: str, key: Key, tried: Tried, which: str, forward: bool = False) -> None:
+    """Raises if a class loses, or may lose, the derivative of its gradient along these.
+
+    tried: `tried(forward)`: what the class loses in this mode, by a trial.
     """
-
-    caller: str
-    key: Key
-    tried: Callable[[bool], set[str]]
-    aliases: Sequence[Tensor]
-
-    def hook(self, node: Any) -> Callable[[Any, Any], Any]:
-        parents = [parent for parent, _ in node.next_functions]
-
-        def hook(given: Any, cts: Any) -> Any:
-            there = [g for g in given if isinstance(g, Tensor)]
-            if not there or self.key.fine(upstream.forward_level() >= 0):
-                return None
-            if upstream.forward_level() >= 0:
-                self.refuse_if_lost("inputs", forward=True)
-                self.refuse_if_lost("cotangents", forward=True)
-            if not torch.is_grad_enabled():
-                return None
-            behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
-            inputs = tracked_in(parents, self.aliases)
-            # A gate would give a constant gradient a graph.
-            if not any(g.requires_grad for g in there) and (behind or inputs):
-                fine = self.key.fine(False)
-                if fine is None:
-                    try:
-                        fine = not self.tried(False)
-                    except Untried:
-                        fine = False
-                if fine:
-                    return None
-                attached = self.key.attaches and _with_inner_graphs(given, cts)
-                if attached:
-                    return attached
-            return tuple(gated_where_lost(given, behind, inputs, self.refuse_if_lost))
-
-        return hook
-
-    def refuse_if_lost(self, which: str, forward: bool = False) -> None:
-        """Raises if the class loses, or may lose, the derivative of its gradient along these."""
-        if self.key.fine(forward):
-            return
-        if self.key == TORCHSCRIPT:
-            raise LostDerivativeError(f"{self.caller}: {TORCHSCRIPT_LOSES}")
-        try:
-            lost = which in self.tried(forward)
-        except Untried as why:
-            raise LostDerivativeError(
-                f"{self.caller}: f holds {self.key.name}, whose {self.key.gives} is to be "
-                f"differentiated with respect to its {self.key.called(which)}. PyTorch may lose "
-                "that in silence, so a class is tried once, by finite differences, and this one "
-                f"could not be: {why}. Use "
-                "gt.custom_rule; or take a second derivative of it once where it can be tried, by "
-                "a call that may be repeated and near arguments that it takes, which gradtools "
-                "remembers."
-            ) from why
-        if lost:
-            raise LostDerivativeError(_message(self.caller, self.key, which))
+    if key.fine(forward):
+        return
+    if key == TORCHSCRIPT:
+        raise LostDerivativeError(f"{caller}: {TORCHSCRIPT_LOSES}")
+    along = "tangents" if key.pushed and which == "cotangents" else which
+    gives, method = ("tangent", "jvp") if key.pushed else ("gradient", "backward")
+    try:
+        lost = which in tried(forward)
+    except Untried as why:
+        raise LostDerivativeError(
+            f"{caller}: f holds {key.name}, whose {gives} is to be differentiated with respect to "
+            f"its {along}. PyTorch may lose that in silence, so a class is tried once, by finite "
+            f"differences, and this one could not be: {why}. Use gt.custom_rule; or take a second "
+            "derivative of it once where it can be tried, by a call that may be repeated and near "
+            "arguments that it takes, which gradtools remembers."
+        ) from why
+    if lost:
+        raise LostDerivativeError(
+            f"{caller}: f holds {key.name}, whose {method} gives a {gives} that autograd cannot "
+            f"differentiate with respect to its {along} (it is marked once_differentiable, "
+            "computes under no_grad or outside of PyTorch, or uses a detached tensor or a saved "
+            f"intermediate, torch#76185), so that a second derivative is lost. Write {method} of "
+            "PyTorch's operations on saved inputs and outputs, or use gt.custom_rule."
+        )
 
 
 def _with_inner_graphs(given: Sequence[Any], cts: Any) -> tuple[Any, ...] | None:
@@ -272,17 +268,6 @@ class Called:
             return False
 
 
-def _message(caller: str, key: Key, which: str) -> str:
-    method = "jvp" if key.pushed else "backward"
-    return (
-        f"{caller}: f holds {key.name}, whose {method} gives a {key.gives} that autograd cannot "
-        f"differentiate with respect to its {key.called(which)} (it is marked once_differentiable, "
-        "computes under no_grad or outside of PyTorch, or uses a detached tensor or a saved "
-        f"intermediate, torch#76185), so that a second derivative is lost. Write {method} of "
-        "PyTorch's operations on saved inputs and outputs, or use gt.custom_rule."
-    )
-
-
 # --- gates at tangents --------------------------------------------------------------------
 
 
@@ -310,10 +295,10 @@ def gated_tangents(
         inputs = [*tracked_in([node], ()), *[x for x, _ in moved if x.requires_grad]]
         # Operations before it may compute its tangents from the inputs, too.
         along = [*inputs, *[t for _, t in moved if t.requires_grad]]
-        gating = _Gating(caller, key, partial(lost_in_rerun, fun, xs, key), ())
+        refuse = partial(refuse_if_lost, caller, key, partial(lost_in_rerun, fun, xs, key))
         for i, y in enumerate(ys):
             if node in graph_of([y]):
-                (pushed[i],) = gated_where_lost([pushed[i]], along, inputs, gating.refuse_if_lost)
+                (pushed[i],) = gated_where_lost([pushed[i]], along, inputs, refuse)
     return pushed
 
 
@@ -329,17 +314,17 @@ def gated_call(caller: str, kind: Any, beneath: Any, args: Args) -> Any:
     key = Key(kind, tuple([is_tracked(x) or t is not None for x, t in duals]), True)
     if not (inputs or along) or not _pushes(kind) or key.fine(False):
         return out
-    gating = _Gating(caller, key, partial(_lost_by, key, TrialCall.of(args)), ())
+    refuse = partial(refuse_if_lost, caller, key, partial(_lost_by, key, TrialCall.of(args)))
 
     def gated(y: Any) -> Any:
         primal, t = _unpacked(y)
         if primal is None or t is None:
             return y
         if any(y is x for x in args):  # changed in place: gates cannot be added to the input itself
-            gating.refuse_if_lost("inputs")
-            gating.refuse_if_lost("cotangents")
+            refuse("inputs")
+            refuse("cotangents")
             return y
-        (t,) = gated_where_lost([t], along, inputs, gating.refuse_if_lost)
+        (t,) = gated_where_lost([t], along, inputs, refuse)
         return forward_ad.make_dual(primal, t)
 
     return tuple(map(gated, out)) if isinstance(out, tuple) else gated(out)
@@ -389,21 +374,21 @@ class _Calls(TorchFunctionMode):
         if not nodes or key.fine(False) or any(isinstance(x, Tensor) and x.is_meta for x in args):
             return  # on the meta device there are no numbers
         call = self._example or TrialCall.of(args)
-        gating = _Gating(self.caller, key, partial(_lost_by, key, call), ())
+        refuse = partial(refuse_if_lost, self.caller, key, partial(_lost_by, key, call))
         moving = [x for x, needed in zip(args, key.needs, strict=True) if needed]
 
         def hook(given: Any, cts: Any) -> Any:
             inputs = tracked_beneath(moving)
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
             if is_pushed():
-                gating.refuse_if_lost("inputs")
+                refuse("inputs")
                 if behind:
-                    gating.refuse_if_lost("cotangents")
+                    refuse("cotangents")
                 return None
             if key.fine(False):
                 return None
             behind = tracked_beneath(behind)
-            return tuple(gated_where_lost(given, behind, inputs, gating.refuse_if_lost))
+            return tuple(gated_where_lost(given, behind, inputs, refuse))
 
         OWN_HOOKS[0] += 1
         nodes[0].register_hook(hook)

@@ -16,8 +16,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
+from itertools import compress
 from typing import Any
 
 import torch
@@ -115,38 +116,35 @@ class InnerGraphs(TorchFunctionMode):
         return fun(*args, **kwargs)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Trial:
-    """One call of a class, as a map g of its differentiated arguments xs and of cotangents cts.
+    """One call of a class, as a map g of its differentiated arguments xs and of vectors.
+
+    g is the gradient that the class returns, and the vectors are cotangents. If `pushed`, g is the
+    tangent by the class's own jvp, and the vectors are the tangents of xs.
 
     Attributes:
         apply: Calls the class.
+        call: The arguments.
+        pushed: Whether g is the tangent.
+        attaches: Whether torch.autograd.grad inside of a backward creates graphs.
         args: The arguments, with detached tensors.
         moving: The positions of xs among the arguments.
         randomness: The random state before the call.
-        ws: The weights w; only the scalar Re<w, g> is tested.
-        given: The original arguments.
-        held: The positions of tensors that other arguments reference, which must move as well.
-        attaches: Whether torch.autograd.grad inside of a backward creates graphs.
+        weights: The weights w of a gradient; only the scalar Re<w, g> is tested.
     """
 
     apply: Callable[..., Any]
-    args: Args
-    moving: list[int]
-    randomness: Randomness | None
-    ws: list[Tensor]
-    given: Args
-    held: Sequence[int]
+    call: TrialCall
+    pushed: bool
     attaches: bool = False
 
-    @classmethod
-    def of(cls, apply: Any, args: Args, held: Sequence[int] = ()) -> Trial:
-        """A trial of a call, differentiated with respect to the arguments that require grad."""
-        moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
-        plain = tuple([x.detach() if isinstance(x, Tensor) else x for x in args])
-        tensors = [x for x in plain if isinstance(x, Tensor)]
-        waves = [wave(plain[k], 3.0) for k in moving]
-        return cls(apply, plain, moving, Randomness.now(tensors), waves, args, held)
+    def __post_init__(self) -> None:
+        args = self.call.args
+        self.moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
+        self.args = tuple([x.detach() if isinstance(x, Tensor) else x for x in args])
+        self.randomness = Randomness.now([x for x in self.args if isinstance(x, Tensor)])
+        self.weights = [wave(self.args[k], 3.0) for k in self.moving]
 
     def lost(self, forward: bool) -> set[str] | None:
         """What autograd loses of g at the arguments and nearby: "inputs", "cotangents" or neither.
@@ -159,31 +157,120 @@ class Trial:
         result: set[str] | None = None
         errors: list[Exception] = []
         for shift in (0.0, 0.1):
-            found = set[str]()
             try:
                 with restored(self.randomness), torch.inference_mode(False), unpacked():
                     xs = [self.args[k] + shift * wave(self.args[k], 1.0) for k in self.moving]
-                    cts = self._vectors(xs)
-                    if not self._value([*xs, *cts], len(xs)):
+                    vs = [wave(y, 2.0) for y in (xs if self.pushed else self._called(xs)[1])]
+                    point = [*xs, *vs]
+                    if not self._value(point):
                         continue
-                    for k in range(len(xs) + len(cts)):
-                        if self._loses([*xs, *cts], k, len(xs), forward):
-                            found.add("inputs" if k < len(xs) else "cotangents")
-                result = found | (result or set())
+                    kinds = ["inputs"] * len(xs) + ["cotangents"] * len(vs)
+                    loses = [self._loses(point, k, forward) for k in range(len(point))]
+                result = {*compress(kinds, loses)} | (result or set())
             except Exception as error:
                 errors.append(error)
         if result is not None or len(errors) < 2 or any(isinstance(e, _Raises) for e in errors):
             return result
         raise Untried(f"near its arguments it raises {on_one_line(errors[0])}") from errors[0]
 
-    def is_unread(self, originals: Args) -> bool:
+    def _loses(self, point: list[Tensor], k: int, forward: bool) -> bool:
+        """Whether autograd's derivative in entry k differs from finite differences."""
+
+        def along(v: Tensor) -> bool:
+            moved = lambda step: self._value([*point[:k], point[k] + step * v, *point[k + 1 :]])
+            eps = torch.finfo(v.dtype).eps
+            steps = eps**0.3, 2 * eps**0.3
+            first, second = [(moved(h) - moved(-h)) / (2 * h) for h in steps]
+            size = abs(self._value(point))
+            try:
+                known = (self._pushed_along if forward else self._pulled_along)(point, k, v)
+            except Exception as why:
+                if not differs(0.0, first, second, size, eps):
+                    return False  # within rounding
+                raise _Raises from why
+            return differs(known, first, second, size, eps)
+
+        try:
+            return along(wave(point[k], 1.5))
+        except _Raises:
+            raise
+        except Exception:  # it may validate values, such as signs: a step along x keeps these
+            return along(wave(torch.ones_like(point[k]), 1.5) * point[k])
+
+    def _pulled_along(self, point: list[Tensor], k: int, v: Tensor) -> float:
+        point = [x.detach() for x in point]
+        point[k] = point[k].requires_grad_()
+        total = self._paired(self._derivative(point, True))
+        if not total.requires_grad:
+            return 0.0
+        try:
+            (slope,) = torch.autograd.grad(total, [point[k]], allow_unused=True)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:  # once_differentiable raises on some ways only
+            if not is_of("torch", error):
+                raise
+            return 0.0
+        return 0.0 if slope is None else float((slope.conj() * v).real.sum())
+
+    def _pushed_along(self, point: list[Tensor], k: int, v: Tensor) -> float:
+        point = [*point[:k], forward_ad.make_dual(point[k], v), *point[k + 1 :]]
+        total = self._paired(self._derivative(point, True))
+        tangent = forward_ad.unpack_dual(total).tangent
+        return 0.0 if tangent is None else float(tangent)
+
+    def _value(self, point: Sequence[Tensor]) -> float:
+        return float(self._paired(self._derivative(point, False)).detach())
+
+    def _paired(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Re<w, g>."""
+        terms = []
+        for i, g in enumerate(grads):
+            if g is not None:
+                w = wave(torch.ones_like(g), 3.0) if self.pushed else self.weights[i]
+                terms.append((g.conj() * w).real.sum())
+        return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+
+    def _derivative(self, point: Sequence[Tensor], again: bool) -> Sequence[Tensor | None]:
+        """g at a point; with a graph if `again`."""
+        xs, vs = point[: len(self.moving)], point[len(self.moving) :]
+        if self.pushed:
+            with dual_level():
+                duals = [forward_ad.make_dual(x, t) for x, t in zip(xs, vs, strict=True)]
+                return [forward_ad.unpack_dual(y).tangent for y in self._called(duals)[1]]
+        tracked, outs = self._called(xs)
+        if not (again and self.attaches):
+            return torch.autograd.grad(outs, tracked, vs, create_graph=again, allow_unused=True)
+        with InnerGraphs():  # by the engine, for torch.autograd.grad disables modes in its call
+            how = {"allow_unreachable": True, "accumulate_grad": False}
+            return upstream.run_engine(  # type: ignore[no-any-return]
+                tuple(outs), tuple(vs), True, True, tuple(tracked), **how
+            )
+
+    def _called(self, xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Calls the class; returns the differentiated arguments and the outputs."""
+        args = [x.clone() if isinstance(x, Tensor) else x for x in self.args]
+        tracked = [x if x.requires_grad else x.requires_grad_() for x in (x.view_as(x) for x in xs)]
+        for k, x in zip(self.moving, tracked, strict=True):
+            args[k] = x.clone()  # neither a leaf nor a view: it may be changed in place
+        if self.call.held:
+            memo = {id(self.call.args[k]): args[k] for k in self.call.held}
+            args = [x if isinstance(x, Tensor) else copy.deepcopy(x, dict(memo)) for x in args]
+        if self.randomness is not None:
+            self.randomness.restore()
+        with torch.enable_grad():
+            return tracked, _tracked_outputs(self.apply(*args))
+
+    # --- arguments for autograd alone
+
+    def is_unread(self) -> bool:
         """Whether an argument is passed for autograd only, and its value is read elsewhere.
 
         Then no result depends on it, but its gradient depends on other arguments: the value that is
         read cannot be perturbed. (The gradient of a straight-through estimator depends on none.) Or
         its copy has no gradient, because the class differentiates the original object.
         """
-        xs = [*self.args]
+        xs, originals = [*self.args], self.call.originals
         with restored(self.randomness), torch.inference_mode(False), unpacked():
             try:
                 outs, grads = self._numbers(xs)
@@ -191,27 +278,20 @@ class Trial:
                 return False
             for place, k in enumerate(self.moving):
                 g = grads[place]
-                if g is None and originals and self._has_gradient(originals, k):
-                    return True
+                if g is None and originals:
+                    with torch.enable_grad():
+                        ys = _tracked_outputs(self.apply(*originals))
+                        cts = [torch.ones_like(y) for y in ys]
+                        own = torch.autograd.grad(ys, [originals[k]], cts, allow_unused=True)
+                    if own[0] is not None:
+                        return True
                 if g is None or not g.any() or self._moves(xs, k, [*outs, *grads], None):
                     continue
-                others = [
-                    j
-                    for j, x in enumerate(xs)
-                    if j != k and isinstance(x, Tensor) and is_inexact(x)
-                ]
-                if any(self._moves(xs, j, [g], place) for j in others):
-                    return True
+                for j, x in enumerate(xs):
+                    inexact = j != k and isinstance(x, Tensor) and is_inexact(x)
+                    if inexact and self._moves(xs, j, [g], place):
+                        return True
         return False
-
-    def _has_gradient(self, originals: Args, k: int) -> bool:
-        with torch.enable_grad():
-            outs = self.apply(*originals)
-            outs = outs if isinstance(outs, tuple | list) else (outs,)
-            tracked = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
-            cts = [torch.ones_like(y) for y in tracked]
-            (g,) = torch.autograd.grad(tracked, [originals[k]], cts, allow_unused=True)
-        return g is not None
 
     def _moves(self, xs: Sequence[Any], k: int, before: Sequence[Any], place: int | None) -> bool:
         """Whether outputs and gradients, or the gradient at one place, change with argument k."""
@@ -230,122 +310,17 @@ class Trial:
 
     def _numbers(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The outputs and the gradient at other arguments."""
-        trial = replace(self, args=tuple(args))
+        trial = copy.copy(self)
+        trial.args = tuple(args)
         xs = [args[k] for k in self.moving]
         outs = [y.detach().clone() for y in trial._called(xs)[1]]
-        return outs, list(trial._gradient(xs, [wave(torch.ones_like(y), 2.0) for y in outs], False))
-
-    def _vectors(self, xs: list[Tensor]) -> list[Tensor]:
-        """Vectors in which g is linear: cotangents."""
-        return [wave(y, 2.0) for y in self._called(xs)[1]]
-
-    def _loses(self, point: list[Tensor], k: int, count: int, forward: bool) -> bool:
-        """Whether autograd's derivative in entry k differs from finite differences."""
-        try:
-            return self._loses_along(wave(point[k], 1.5), point, k, count, forward)
-        except _Raises:
-            raise
-        except Exception:  # it may validate values, such as signs: a step along x keeps these
-            v = wave(torch.ones_like(point[k]), 1.5) * point[k]
-            return self._loses_along(v, point, k, count, forward)
-
-    def _loses_along(
-        self, v: Tensor, point: list[Tensor], k: int, count: int, forward: bool
-    ) -> bool:
-        eps = torch.finfo(v.dtype).eps
-        first, second = (self._slope(point, k, v, count, h) for h in (eps**0.3, 2 * eps**0.3))
-        size = abs(self._value(point, count))
-        try:
-            known = (self._pushed if forward else self._pulled)(point, k, v, count)
-        except Exception as why:
-            if not differs(0.0, first, second, size, eps):
-                return False  # within rounding
-            raise _Raises from why
-        return differs(known, first, second, size, eps)
-
-    def _slope(self, point: list[Tensor], k: int, v: Tensor, count: int, h: float) -> float:
-        ends = [
-            self._value([*point[:k], point[k] + s * v, *point[k + 1 :]], count) for s in (h, -h)
-        ]
-        return (ends[0] - ends[1]) / (2 * h)
-
-    def _value(self, point: list[Tensor], count: int) -> float:
-        return float(self._paired(self._gradient(point[:count], point[count:], False)).detach())
-
-    def _pulled(self, point: list[Tensor], k: int, v: Tensor, count: int) -> float:
-        point = [x.detach() for x in point]
-        point[k] = point[k].requires_grad_()
-        total = self._paired(self._gradient(point[:count], point[count:], True))
-        if not total.requires_grad:
-            return 0.0
-        try:
-            (slope,) = torch.autograd.grad(total, [point[k]], allow_unused=True)
-        except NotImplementedError:
-            raise
-        except RuntimeError as error:  # once_differentiable raises on some ways only
-            if not is_of("torch", error):
-                raise
-            return 0.0
-        return 0.0 if slope is None else float((slope.conj() * v).real.sum())
-
-    def _pushed(self, point: list[Tensor], k: int, v: Tensor, count: int) -> float:
-        point = [*point[:k], forward_ad.make_dual(point[k], v), *point[k + 1 :]]
-        total = self._paired(self._gradient(point[:count], point[count:], True))
-        tangent = forward_ad.unpack_dual(total).tangent
-        return 0.0 if tangent is None else float(tangent)
-
-    def _called(self, xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Calls the class; returns the differentiated arguments and the outputs."""
-        self_args = [x.clone() if isinstance(x, Tensor) else x for x in self.args]
-        tracked = [x if x.requires_grad else x.requires_grad_() for x in (x.view_as(x) for x in xs)]
-        for k, x in zip(self.moving, tracked, strict=True):
-            self_args[k] = x.clone()  # neither a leaf nor a view: it may be changed in place
-        if self.held:
-            memo = {id(self.given[k]): self_args[k] for k in self.held}
-            others = (k for k, x in enumerate(self_args) if not isinstance(x, Tensor))
-            for k in others:
-                self_args[k] = copy.deepcopy(self_args[k], dict(memo))
-        if self.randomness is not None:
-            self.randomness.restore()
-        with torch.enable_grad():
-            outs = self.apply(*self_args)
-        outs = outs if isinstance(outs, tuple | list) else (outs,)
-        return tracked, [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
-
-    def _gradient(self, xs: Any, cts: Any, again: bool) -> Any:
-        tracked, outs = self._called(xs)
-        if not (again and self.attaches):
-            return torch.autograd.grad(outs, tracked, cts, create_graph=again, allow_unused=True)
-        with InnerGraphs():  # by the engine, for torch.autograd.grad disables modes in its call
-            run, how = upstream.run_engine, {"allow_unreachable": True, "accumulate_grad": False}
-            return run(tuple(outs), tuple(cts), True, True, tuple(tracked), **how)
-
-    def _paired(self, grads: Sequence[Tensor | None]) -> Tensor:
-        terms = [
-            (g.conj() * w).real.sum()
-            for g, w in zip(grads, self._weights(grads), strict=True)
-            if g is not None
-        ]
-        return sum(terms[1:], terms[0]) if terms else torch.zeros(())
-
-    def _weights(self, _: Any) -> Sequence[Tensor]:
-        return self.ws
+        vs = [wave(torch.ones_like(y), 2.0) for y in outs]
+        return outs, [*trial._derivative([*xs, *vs], False)]
 
 
-class TangentTrial(Trial):
-    """A trial of the tangent by a class's own jvp: g is a map of xs and of their tangents."""
-
-    def _vectors(self, xs: list[Tensor]) -> list[Tensor]:
-        return [wave(x, 2.0) for x in xs]
-
-    def _gradient(self, xs: Any, cts: Any, again: bool) -> Any:
-        with dual_level():
-            pairs = zip(xs, cts, strict=True)
-            outs = self._called([forward_ad.make_dual(x, t) for x, t in pairs])[1]
-            return [forward_ad.unpack_dual(y).tangent for y in outs]
-
-    def _weights(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        return [wave(torch.ones_like(g), 3.0) if g is not None else torch.zeros(()) for g in grads]
+def _tracked_outputs(outs: Any) -> list[Tensor]:
+    outs = outs if isinstance(outs, tuple | list) else (outs,)
+    return [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
 
 
 # --- verdicts by class ---------------------------------------------------------------------
@@ -393,13 +368,6 @@ class Key:
         """Whether nothing is lost if the backward's own torch.autograd.grad creates graphs."""
         return _VERDICTS.get(self.kind, {}).get((self.needs, self.pushed, False)) == ATTACHES
 
-    @property
-    def gives(self) -> str:
-        return "tangent" if self.pushed else "gradient"
-
-    def called(self, which: str) -> str:
-        return "tangents" if self.pushed and which == "cotangents" else which
-
     def record(self, verdict: str, forward: bool) -> None:
         _VERDICTS.setdefault(self.kind, {})[self.needs, self.pushed, forward] = verdict
 
@@ -438,19 +406,16 @@ def verdict_on(
     """
     if call.held is None:
         raise Untried(_HELD)
-    kind = TangentTrial if key.pushed else Trial
-    trial = kind.of(apply or key.kind.apply, call.args, call.held)
-    if trial.is_unread(call.originals):
+    trial = Trial(apply or key.kind.apply, call, key.pushed)
+    if trial.is_unread():
         raise Untried(_HELD)
     result = trial.lost(forward)
     if result is not None and noted:
         key.record(FINE if not result else LOSES, forward)
-    if (
-        result
-        and not (key.pushed or forward)
-        and replace(trial, attaches=True).lost(False) == set()
-    ):
-        key.record(ATTACHES, forward)
+    if result and not (key.pushed or forward):
+        attaching = Trial(trial.apply, call, False, attaches=True)
+        if attaching.lost(False) == set():
+            key.record(ATTACHES, forward)
     return result
 
 

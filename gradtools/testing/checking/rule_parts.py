@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from gradtools.custom_rules import CustomRule
-from gradtools.custom_structure import ARRAY, Specialization
+from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
+from gradtools.rules import ARRAY
 from gradtools.testing.checking.probe import Probe
 from gradtools.testing.flat import Arrays
 

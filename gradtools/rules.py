@@ -293,7 +293,7 @@ def batched(
 
     Args:
         rule: The rule of one example.
-        backend: Provides `vmap_list`, `vmap_extras` and `sum_leading`.
+        backend: Provides `vmap_list` and `vmap_extras`.
         x_axes: The batch axis of each input, 0 or None. The cotangent of an input without one is
             summed over the batch.
         saved_axes: The same for the residuals; None if these are inputs and outputs only, or if
@@ -316,7 +316,7 @@ def batched(
             own_axes = axes[: len(saved)]  # without the residuals of the tangent map alone
             pulled = _mapped(one, backend, own_axes, (0,) * len(cts), size)(saved, cts)
             return [
-                ct if ct is None or axis == 0 else backend.sum_leading(ct)
+                ct if ct is None or axis == 0 else ct.sum(0)
                 for ct, axis in zip(pulled, x_axes, strict=True)
             ]
 

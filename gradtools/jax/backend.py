@@ -18,7 +18,7 @@ from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.rules.checking import can_be_tried, computed
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.primitives import READS_A_VALUE
-from gradtools.jax.rules.transposing import pull, push, transpose, value_and_push
+from gradtools.jax.rules.transposing import pull, transpose, value_and_push
 from gradtools.jax.trees import LinearMap, all_known
 
 if TYPE_CHECKING:
@@ -138,7 +138,6 @@ class JaxBackend(FrameworkBackend):
     compiles_rules = True
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
-    push = staticmethod(push)
     value_and_push = staticmethod(value_and_push)
     attempt = staticmethod(attempt)
 

@@ -22,7 +22,7 @@ from gradtools.torch.known_errors import explained
 from gradtools.torch.open_derivatives import caller_of, open_flags, pushed_in_trace
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
 from gradtools.torch.rules.maps import refusing_lost, transpose
-from gradtools.torch.rules.transposing import pull, push, value_and_push
+from gradtools.torch.rules.transposing import pull, value_and_push
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions
@@ -178,7 +178,6 @@ class TorchBackend(FrameworkBackend):
     transpose = staticmethod(transpose)
     refusing_lost = staticmethod(refusing_lost)
     pull = staticmethod(pull)
-    push = staticmethod(push)
     value_and_push = staticmethod(value_and_push)
 
     def stop_gradient(self, x: Array) -> Array:

@@ -67,10 +67,6 @@ class _Vmaps:
 
         return run
 
-    @staticmethod
-    def sum_leading(x: Any) -> Any:
-        return jnp.sum(x, axis=0)
-
 
 def _out_axes(closed: Any, axes: Sequence[Any], extras: int) -> list[Any]:
     """0 for each result; None for an extra that does not depend on a mapped input."""

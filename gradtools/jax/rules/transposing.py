@@ -137,11 +137,6 @@ def pull(
     return [conj(x) for x in pullback(full)]
 
 
-def push(fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]) -> list[Any]:
-    """The pushforward of `fun` at xs along `dxs`."""
-    return value_and_push(fun, xs, dxs)[1]
-
-
 def value_and_push(
     fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:

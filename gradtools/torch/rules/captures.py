@@ -7,7 +7,7 @@ the graph of a map, show what the search cannot see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import CellType
 from typing import Any
@@ -19,6 +19,7 @@ from gradtools.custom_rules import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import all_behind
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.state import contents_of
@@ -42,11 +43,13 @@ def closes_over_tracked(rule: Rule) -> bool:
     if closures_of(rule).captures(attrgetter("requires_grad")):
         return True
     if upstream.peek_interpreter_stack() is not None:
-        return _captures(rule.user_functions, is_wrapped, attributes=True)
-    return upstream.forward_level() >= 0 and _captures(rule.user_functions, is_dual, True)
+        return captures_tensor(rule.user_functions, is_wrapped)
+    return upstream.forward_level() >= 0 and captures_tensor(rule.user_functions, is_dual)
 
 
-def _captures(functions: Sequence[Any], wanted: Callable[[Tensor], bool], attributes: bool) -> bool:
+def captures_tensor(
+    functions: Sequence[Any], wanted: Callable[[Tensor], bool], attributes: bool = True
+) -> bool:
     """Whether functions, or with `attributes` what their attributes hold, capture one."""
     is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
     return any(True for _ in captured_objects(functions, is_wanted, Tensor, attributes))
@@ -61,38 +64,27 @@ def is_captured(y: Tensor) -> bool:
     return y.requires_grad or is_wrapped(y)
 
 
-def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
-    """The nodes of leaves in the results' graph that `known` tensors do not reach.
+def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> list[Any]:
+    """The leaves in the results' graph that `known` tensors do not reach.
 
     The aliases of a derivative that the map itself took are skipped.
     """
     if any(x is not None and is_wrapped(x) for x in (*results, *known)):
-        return  # functorch wrappers hide the graph
-    for node in _nodes_behind(results, _nodes_of(known)):
-        if not node.next_functions and hasattr(node, "variable") and not is_spent(node.variable):
-            yield node
+        return []  # functorch wrappers hide the graph
+    ends = _nodes_of(known)
+    nodes = all_behind([*_nodes_of(results)], ends) - ends
+    leaves = [node.variable for node in nodes if type(node) is upstream.AccumulateGrad]
+    return [leaf for leaf in leaves if not is_spent(leaf)]
 
 
 def reaches(y: Tensor, sources: Sequence[Tensor], known: Sequence[Any]) -> bool:
     """Whether y's graph leads to one of `sources`; it is not followed past `known` tensors."""
     wanted = _nodes_of(sources)
-    return any(node in wanted for node in _nodes_behind([y], _nodes_of(known) - wanted))
+    return not wanted.isdisjoint(all_behind([*_nodes_of([y])], wanted | _nodes_of(known)))
 
 
 def _nodes_of(xs: Sequence[Any]) -> set[Any]:
-    tracked = [x for x in xs if x is not None and x.requires_grad]
-    return {x.grad_fn or get_gradient_edge(x).node for x in tracked}
-
-
-def _nodes_behind(ys: Sequence[Any], ends: set[Any]) -> Iterator[Any]:
-    """The nodes in the graph of ys, up to those in `ends`."""
-    seen, todo = set(ends), [*_nodes_of(ys)]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            todo += [parent for parent, _ in node.next_functions if parent is not None]
+    return {x.grad_fn or get_gradient_edge(x).node for x in xs if x is not None and x.requires_grad}
 
 
 def closures_of(rule: Rule) -> Closures:
@@ -123,7 +115,7 @@ class Closures:
         if any(contents_of(cell) is not content for cell, content in self.cells):
             self._search()
         if self._may_change:
-            return _captures(self._functions, wanted, attributes=False)
+            return captures_tensor(self._functions, wanted, attributes=False)
         return any(map(wanted, self._tensors))
 
     def _search(self) -> None:

@@ -30,6 +30,7 @@ from gradtools.torch.rules.transposing import in_eager, is_nonzero
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+_PLAIN = (Tensor, torch.nn.Parameter)
 _LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -93,48 +94,45 @@ def _at_numbers(linear_map: CheckedMap) -> Iterator[tuple[Map, list[Tensor], boo
 
 
 def check_zero(linear_map: CheckedMap) -> None:
-    """Raises if a map is not zero at zero, as if the author forgot the tangent."""
-    contract = linear_map.rule.contract
-    if contract is not None:
-        key = "zero", linear_map.which, linear_map.signature
-        contract.check_once(*key, check=lambda: _is_zero(linear_map))
-
-
-def _is_zero(linear_map: CheckedMap) -> bool:
-    """Runs the check. Returns False if it cannot be decided, as if the map fails at made-up values.
+    """Raises if a map is not zero at zero, as if the author forgot the tangent.
 
     What the map raises in plain eager code is the user's own error, and propagates.
     """
-    contract, wrong = linear_map.rule.contract, None
-    assert contract is not None
-    try:
-        with _at_numbers(linear_map) as (run, at, made_up):
-            with _kernels_refused(made_up):
+    contract, which = linear_map.rule.contract, linear_map.which
+    if contract is None:
+        return
+
+    def is_zero() -> bool:
+        """Runs the check. Returns False if it is undecided: the map fails at made-up values."""
+        wrong = None
+        try:
+            with _at_numbers(linear_map) as (run, at, made_up), _kernels_refused(made_up):
                 ys = run(at, [like and zeros(*_concrete(like)) for like in linear_map.likes])
-            for i, y in enumerate(ys):
-                if not isinstance(y, Tensor) or not bool(((y != 0) & ~y.isnan()).any()):
-                    continue
-                if is_inexact(y):  # the rounding error of terms that cancel is no constant
-                    sizes = [float(x.abs().max()) for x in at if is_inexact(x) and x.numel()]
-                    most = 8 * torch.finfo(y.dtype).eps * (1 + max(sizes, default=0.0))
-                    if bool((y.abs() <= most).all()):
+                for i, y in enumerate(ys):
+                    if not isinstance(y, Tensor) or not is_nonzero(y):
                         continue
-                wrong = i
-                break
-    except KernelReached:
-        return False
-    except Exception as error:
-        if not in_eager() or any(value_of(x) is None for x in linear_map.at):
+                    if is_inexact(y):  # the rounding error of terms that cancel is no constant
+                        sizes = [float(x.abs().max()) for x in at if is_inexact(x) and x.numel()]
+                        most = 8 * torch.finfo(y.dtype).eps * (1 + max(sizes, default=0.0))
+                        if bool((y.abs() <= most).all()):
+                            continue
+                    wrong = i
+                    break
+        except KernelReached:
             return False
-        if not isinstance(error, GradtoolsError):
-            error.add_note(
-                f"{contract.name}: raised while the rule was called with a zero "
-                f"{linear_map.which}, to check that it is linear. custom_rule(f, check='never') "
-                "skips the check."
-            )
-        raise
-    contract.check_zero(linear_map.which, wrong)
-    return True
+        except Exception as error:
+            if not in_eager() or any(value_of(x) is None for x in linear_map.at):
+                return False
+            if not isinstance(error, GradtoolsError):
+                error.add_note(
+                    f"{contract.name}: raised while the rule was called with a zero {which}, to "
+                    "check that it is linear. custom_rule(f, check='never') skips the check."
+                )
+            raise
+        contract.check_zero(which, wrong)
+        return True
+
+    contract.check_once("zero", which, linear_map.signature, check=is_zero)
 
 
 class KernelReached(Exception):
@@ -253,15 +251,9 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
         mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
         values = [value_of(x) for x in xs]
         if mode is not None:
+            made = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
             with mode:
-                fun(
-                    *[
-                        torch.empty(x.shape, dtype=x.dtype, device=x.device)
-                        if _is_plain(x)
-                        else torch.empty_like(x)
-                        for x in xs
-                    ]
-                )
+                fun(*[made(x) if type(x) in _PLAIN else torch.empty_like(x) for x in xs])
         elif not any(x is None for x in values):
             try:
                 drawn = Randomness.everywhere({x.device.type for x in values})
@@ -312,11 +304,6 @@ def _concrete(like: Any) -> Any:
     return lengths, like[1], like[2]
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether x is a Tensor or Parameter and of no other subclass."""
-    return type(x) in (Tensor, torch.nn.Parameter)
-
-
 def value_of(x: Any) -> Any:
     """The concrete tensor inside functorch wrappers, one example of it under vmap.
 
@@ -330,7 +317,7 @@ def value_of(x: Any) -> Any:
         x = upstream.get_unwrapped(x)
     for axis in reversed(axes):
         x = x if axis < 0 else x.select(axis, 0)
-    return x.detach() if _is_plain(x) else None
+    return x.detach() if type(x) in _PLAIN else None
 
 
 def _wave(aval: Any, shift: float, around: float) -> Any:

@@ -156,7 +156,7 @@ class RuleFunction(torch.autograd.Function):
                 for x in xs:
                     if x is evaluated[0]:
                         return evaluated
-                    if is_alias_of(x, evaluated[0]):
+                    if upstream.is_alias_of(x, evaluated[0]):
                         break
                 else:
                     return evaluated
@@ -342,13 +342,10 @@ def undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
             return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
     ys = rule.primal(*xs)
-    if any(_is_tracked(y) for y in ys) and not any(_is_tracked(x) for x in xs):
+    tracked = lambda x: x.requires_grad or upstream.is_gradtrackingtensor(x) or is_dual(x)
+    if any(map(tracked, ys)) and not any(map(tracked, xs)):
         raise closed_over_error(rule)
     return list(ys)
-
-
-def _is_tracked(y: Tensor) -> bool:
-    return y.requires_grad or upstream.is_gradtrackingtensor(y) or is_dual(y)
 
 
 def refuse_written(rule: Rule, xs: Sequence[Tensor], versions: Sequence[int]) -> None:
@@ -386,9 +383,6 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
     return result
 
 
-is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
-
-
 def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """ys, cloned where they share memory with each other or with `others`.
 
@@ -396,11 +390,11 @@ def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """
     known: list[Tensor] = []
     for xs in others:
-        known += [unwrapped(x) for x in xs if x is not None and is_strided(x)]
+        known += [unwrapped(x) for x in xs if x is not None and x.layout is torch.strided]
     cloned = list(ys)
     keys: set[int] | None = None  # a few tensors are compared faster in pairs
     for i, y in enumerate(cloned):
-        if y is None or not is_strided(y):
+        if y is None or y.layout is not torch.strided:
             continue
         inner = unwrapped(y)
         if len(known) > _FEW:
@@ -408,7 +402,7 @@ def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
             shares = (key := upstream.storage_key(inner)) in keys
             keys.add(key)
         else:
-            shares = any(map(is_alias_of, known, repeat(inner)))
+            shares = any(map(upstream.is_alias_of, known, repeat(inner)))
         if shares:
             cloned[i] = y.clone()
         else:
@@ -417,11 +411,6 @@ def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
 
 
 _FEW = 8
-
-
-def is_strided(x: Tensor) -> bool:
-    """Whether x has strides, and so one storage that views can share."""
-    return x.layout is torch.strided
 
 
 # --- vmap --------------------------------------------------------------------------------
@@ -448,7 +437,3 @@ class _Lists:
             return out, [0] * len(out)
 
         return run
-
-    @staticmethod
-    def sum_leading(x: Tensor) -> Tensor:
-        return x.sum(0)

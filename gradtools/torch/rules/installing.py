@@ -46,7 +46,6 @@ from gradtools.torch.rules.functions import (
     attach,
     edit_application,
     evaluate,
-    is_strided,
     undifferentiated,
     without_aliases,
 )
@@ -89,8 +88,6 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
 
 
 _eager = threading.local()
-
-
 _compiled: list[str] = []  # dynamo follows a plain list; it is empty before and after
 
 
@@ -110,23 +107,35 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    if rule.reaches == "identity" and HERE.note is not None:
-        note_edit(HERE.note, rule, xs)
-    if rule.reaches == "identity" and not rule.user_functions and _is_plain_eager(xs):
-        xs = apart(xs)
-        application = rule.__dict__.get(_APPLICATION)
-        if application is None:
-            application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
-        return attach(application, tuple(rule.primal(*xs)), *xs)
+    if rule.reaches == "identity":
+        if HERE.note is not None:
+            note_edit(HERE.note, rule, xs)
+        if not rule.user_functions and _is_plain_eager(xs):
+            xs = apart(xs)
+            application = rule.__dict__.get(_APPLICATION)
+            if application is None:
+                application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
+            return attach(application, tuple(rule.primal(*xs)), *xs)
     for x in xs:
-        if x.is_nested and is_strided(x):
+        if x.is_nested and x.layout is torch.strided:
             raise GradtoolsError(
                 f"rule {rule.name!r}: an argument is a nested tensor of the strided layout, of "
                 "which PyTorch knows no shape. Make it with layout=torch.jagged, or pass its "
                 "buffer (x.values()) and what says its lengths."
             )
     if upstream.is_exporting() and upstream.peek_interpreter_stack() is None:
-        return _exported(rule, xs)
+        # `torch.export` cannot keep a rule: PyTorch inlines a Function there, so that its gradient
+        # silently becomes that of its operations or, exported strictly, none. Exporting a program
+        # that takes derivatives fails earlier (torch#125984).
+        ys = rule.primal(*[x.detach() if x.requires_grad else x for x in xs])
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):
+            warn(
+                f"torch.export: the program holds the values of {rule.name}, and no own "
+                "derivative: to autograd its outputs are constants there. Train the model that is "
+                "exported, and not what comes out; or say by torch.no_grad() around "
+                "torch.export.export that the values are enough."
+            )
+        return [y.detach() if y.requires_grad else y for y in ys]
     plain = rule.reaches is None and not isinstance(rule, BatchedRule)
     if plain and not differentiated(xs):
         return undifferentiated(rule, xs)
@@ -168,25 +177,6 @@ def _point(rule: Rule, xs: Sequence[Tensor]) -> RuleApplication:
     return point
 
 
-def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The value alone, detached, with a warning: `torch.export` cannot keep a rule.
-
-    PyTorch inlines a Function there, so that its gradient silently becomes that of its operations
-    or, exported strictly, none. Exporting a program that takes derivatives fails earlier
-    (torch#125984).
-    """
-    ys = rule.primal(*[x.detach() if x.requires_grad else x for x in xs])
-    tracked = [x for x in (*xs, *ys) if x.requires_grad]
-    if tracked and torch.is_grad_enabled():
-        warn(
-            f"torch.export: the program holds the values of {rule.name}, and no own derivative: "
-            "to autograd its outputs are constants there. Train the model that is exported, and "
-            "not what comes out; or say by torch.no_grad() around torch.export.export that the "
-            "values are enough."
-        )
-    return [y.detach() if y.requires_grad else y for y in ys]
-
-
 def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tensor] | None:
     """Outputs with their tangents, without a graph and so without a Function.
 
@@ -218,8 +208,18 @@ def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tens
                 tangents = lambda xs, dxs: rule.jvp(xs, dxs)[1]
                 check_zero(CheckedMap(rule, "tangent", tangents, xs, likes))
                 both = rule.jvp(xs, dxs)
-            else:
-                both = _pushed_by_transposing(rule, xs, dxs)
+            else:  # one evaluation, and the transpose of the cotangent map
+                point = _point(rule, xs)
+                out = evaluate(point, xs)
+                point.note(xs, out)
+                assert point.like_ys is not None and point.pushing is not None
+                everything = (*xs, *out)
+                ctx = SimpleNamespace(point=point, unusual=unusual(everything))
+                fixed = rule.nondifferentiable
+                moving = [None if i in fixed else dx for i, dx in enumerate(dxs)]
+                with torch.no_grad():
+                    dys = tangent_at(ctx, [everything[i] for i in point.pushing], moving)
+                both = out[: point.count], filled(dys, point.like_ys[: point.count])
             if signature is not None:
                 signature.note_pushed(both[0])
     finally:
@@ -232,20 +232,6 @@ def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tens
             raise closed_over_error(rule)
     pairs = zip(without_aliases(ys, xs), without_aliases(dys, dxs, xs, ys), strict=True)
     return [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in pairs]
-
-
-def _pushed_by_transposing(rule: Rule, xs: Any, dxs: Any) -> tuple[list[Tensor], list[Any]]:
-    """Outputs and tangents, of one evaluation and of the transpose of the cotangent map."""
-    point = _point(rule, xs)
-    out = evaluate(point, xs)
-    point.note(xs, out)
-    assert point.like_ys is not None and point.pushing is not None
-    everything = (*xs, *out)
-    ctx = SimpleNamespace(point=point, unusual=unusual(everything))
-    moving = [None if i in rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
-    with torch.no_grad():
-        dys = tangent_at(ctx, [everything[i] for i in point.pushing], moving)
-    return out[: point.count], filled(dys, point.like_ys[: point.count])
 
 
 def differentiated(xs: Sequence[Tensor]) -> bool:

@@ -112,9 +112,9 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         if rule.contract is not None and not point.checked:
             check_zero(linear_map)
         pulled = list(result.cotangent(saved, vectors))
-        if rule.user_functions and graphs and in_eager():
-            for _ in other_leaves(pulled, (*tensors, *saved, *cts)):
-                raise closed_over_error(rule)
+        watched = rule.user_functions and graphs and in_eager()
+        if watched and other_leaves(pulled, (*tensors, *saved, *cts)):
+            raise closed_over_error(rule)
         if rule.contract is None:
             return pulled
         return filled(_with_gates(linear_map, cts, pulled) if graphs else pulled, point.like_xs)
@@ -153,19 +153,19 @@ def _maps_at(
 def drawing_again(linearized: Linearized, randomness: Any) -> Linearized:
     """The maps, drawing f's random numbers again where they evaluate the rule again."""
 
-    def drawing(run: Map | None) -> Map | None:
+    def drawing(run: Map) -> Map:
         def drawn(saved: Sequence[Tensor], vs: Sequence[Any]) -> list[Any]:
-            assert run is not None
             with restored(randomness):
                 return list(run(saved, vs))
 
-        return None if run is None else drawn
+        return drawn
 
     if randomness is None:
         return linearized
-    cotangent = linearized.cotangent
-    cotangent = drawing(cotangent) if linearized.opaque_residuals else cotangent
-    return replace(linearized, tangent=drawing(linearized.tangent), cotangent=cotangent)
+    tangent, cotangent = linearized.tangent, linearized.cotangent
+    if cotangent is not None and linearized.opaque_residuals:
+        cotangent = drawing(cotangent)
+    return replace(linearized, tangent=tangent and drawing(tangent), cotangent=cotangent)
 
 
 def _refuse_layout(ctx: Any, which: str) -> None:

@@ -400,7 +400,7 @@ def _may_record(signature: Signature, xs: tuple[Tensor, ...]) -> bool:
         dxs = [torch.ones_like(x, requires_grad=True) for x in xs]
         with restored(Randomness.now(xs)), Transposing(rule, EAGER):
             dys = tangent(xs, dxs)
-        return [node.variable for node in other_leaves(dys, dxs)]
+        return other_leaves(dys, dxs)
 
     with unpacked():
         try:

@@ -164,15 +164,10 @@ def pull(
     return [v.view_as(v) for v in pullback(tuple(full))]
 
 
-def push(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    """The pushforward of `fun` at xs, of `dxs`, as the transpose of its pullback."""
-    return value_and_push(fun, xs, dxs)[1]
-
-
 def value_and_push(
     fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The outputs and their tangents, of one evaluation."""
+    """The outputs and their tangents, as the transpose of the pullback, of one evaluation."""
     outs, carried, pullback = vjp_of_inexact(fun, *xs)
     zeros = [torch.zeros_like(y) for y, c in zip(outs, carried, strict=True) if c]
     again = vjp(pullback, tuple(zeros))[1]

@@ -365,7 +365,9 @@ class CustomRule:
     # Dynamo embeds the results of these two as constants.
 
     def _key(self, own_key: str, statics: Any, structure: Any, arrays: Any, others: Any) -> str:
-        return self._specialized(statics, structure, arrays, others).key
+        left = iter(others)
+        leaves = tuple([ARRAY if is_array else next(left) for is_array in arrays])
+        return self._specialized(statics, structure, leaves).key
 
     def _out(self, key: str, avals: Any) -> Any:
         """The structure of the output for inputs with these avals."""
@@ -376,12 +378,10 @@ class CustomRule:
             return specialized.newest
         return self._backend.static_treedef(specialized.newest)
 
-    def _specialized(
-        self, statics: Any, structure: Any, arrays: Any, others: Any
-    ) -> Specialization:
-        """The specialization for this structure and these static arguments."""
+    def _specialized(self, statics: Any, structure: Any, others: Any) -> Specialization:
+        """The specialization for static arguments and a structure whose leaves are `others`."""
         keys = tuple([_static_key(x) for x in statics])
-        key = (keys, structure, arrays, others, type_key((*statics, *others)))
+        key = (keys, structure, others, type_key((*statics, *others)))
         try:
             result = self._specializations.get(key)
         except TypeError as error:
@@ -389,10 +389,8 @@ class CustomRule:
         if result is None:
             if self._arrays_in([x for x in statics if not callable(x)]):
                 raise self._unhashable(statics, others)  # PyTorch's tensors are hashable
-            left = iter(others)
-            full = tuple([ARRAY if is_array else next(left) for is_array in arrays])
             treedef = self._backend.treedef_of_static(structure)
-            result = self._specializations[key] = Specialization(self, statics, treedef, full)
+            result = self._specializations[key] = Specialization(self, statics, treedef, others)
             self._by_key[result.key] = result
             kind, functions = self._backend.array_type or str, _functions_in(statics)
             if next(captured_objects(functions, self._backend.is_traced, kind), None) is not None:

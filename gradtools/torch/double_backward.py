@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -241,31 +240,25 @@ def _with_inner_graphs(given: Sequence[Any], cts: Any) -> tuple[Any, ...] | None
     return tuple([next(left) if t else g for g, t in zip(given, tracked, strict=True)])
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Called:
-    """A recorded call of a torch.autograd.Function, for a later test of its gradient.
+def loses_inputs(node: Any, kind: Any, args: Args, outs: Sequence[Tensor], leaf: Tensor) -> bool:
+    """Whether the gradient of outs at a leaf loses its dependence on the inputs of a call.
 
-    Attributes:
-        node: Its node in autograd's graph.
-        kind: The class.
-        args: The arguments.
+    Args:
+        node: The call's node in autograd's graph.
+        kind: Its torch.autograd.Function.
+        args: Its arguments.
+        outs: The outputs.
+        leaf: The leaf.
     """
-
-    node: Any
-    kind: Any
-    args: Args
-
-    def loses(self, outs: Sequence[Tensor], leaf: Tensor) -> bool:
-        """Whether the gradient of outs at a leaf loses its dependence on the inputs of the call."""
-        if self.node not in graph_of(outs) or node_of(leaf) not in all_behind([self.node]):
-            return False
-        key = Key(self.kind, tuple(self.node.needs_input_grad))
-        if key.fine(False):
-            return False
-        try:
-            return "inputs" in (verdict_on(key, TrialCall.of(self.args), False) or ())
-        except Untried:  # undecided: no loss is reported
-            return False
+    if node not in graph_of(outs) or node_of(leaf) not in all_behind([node]):
+        return False
+    key = Key(kind, tuple(node.needs_input_grad))
+    if key.fine(False):
+        return False
+    try:
+        return "inputs" in (verdict_on(key, TrialCall.of(args), False) or ())
+    except Untried:  # undecided: no loss is reported
+        return False
 
 
 # --- gates at tangents --------------------------------------------------------------------

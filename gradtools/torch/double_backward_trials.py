@@ -224,12 +224,7 @@ class Trial:
 
     def _paired(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Re<w, g>."""
-        terms = []
-        for i, g in enumerate(grads):
-            if g is not None:
-                w = wave(torch.ones_like(g), 3.0) if self.pushed else self.weights[i]
-                terms.append((g.conj() * w).real.sum())
-        return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+        return paired(grads, None if self.pushed else self.weights)
 
     def _derivative(self, point: Sequence[Tensor], again: bool) -> Sequence[Tensor | None]:
         """g at a point; with a graph if `again`."""
@@ -544,6 +539,13 @@ def differs(known: float, first: float, second: float, size: float, eps: float) 
     """
     error = 10 * abs(first - second) + 100 * eps**0.7 * size
     return not abs(known - first) <= error + 1e-3 * abs(first)
+
+
+def paired(ys: Sequence[Tensor | None], ws: Sequence[Any] | None = None) -> Tensor:
+    """Re<w, y>, a number that depends on all entries; by default w has the size of one."""
+    ws = ws or [None if y is None else wave(torch.ones_like(y), 3.0) for y in ys]
+    terms = [(y.conj() * w).real.sum() for y, w in zip(ys, ws, strict=True) if y is not None]
+    return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
 
 def on_one_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ mode once: there a hook that edits the gradient is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -26,7 +26,13 @@ from gradtools.backend import Fun
 from gradtools.errors import LostDerivativeError, is_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import OWN, all_behind, graph_of, surveyed
-from gradtools.torch.double_backward_trials import differs, is_tracked, on_one_line, wave
+from gradtools.torch.double_backward_trials import (
+    differs,
+    is_tracked,
+    on_one_line,
+    paired,
+    wave,
+)
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_pushed
 from gradtools.torch.nondifferentiable import gated_where_lost
 from gradtools.torch.open_derivatives import is_spent, tracked_in
@@ -105,36 +111,42 @@ def _gated(
     pushed: Whether the gradient is pushed along in forward mode.
     """
     lost = cache(trial)
+
+    def refuse(which: str) -> None:
+        """Raises if hooks lose, or may lose, the derivative of the gradient along these."""
+        try:
+            found = lost()
+        except Exception as error:
+            raise LostDerivativeError(
+                f"{caller}: f sets a hook on a gradient, and the gradient is to be differentiated. "
+                "What the hook makes of it may silently lose its derivative, so it is tried once, "
+                f"by finite differences, and this one could not be: {on_one_line(error)}. Use "
+                "gt.transform_gradient, or a gt.custom_rule."
+            ) from error
+        along = [words for kind, words in _ALONG.items() if kind in found]
+        if which in found or (along and which == "inputs"):  # cotangents may depend on inputs
+            raise LostDerivativeError(
+                f"{caller}: f sets a hook on a gradient whose result autograd cannot differentiate "
+                f"with respect to {' or '.join(along)} (it solves or computes under no_grad, or by "
+                "torch.autograd.grad without create_graph=True), so that a second derivative is "
+                "lost. Write the hook of PyTorch's operations, or use gt.custom_rule."
+            )
+        for kind, text in _TEXTS.items():
+            if kind in found:
+                text = text.format(caller)
+                raise LostDerivativeError(f"{caller}: f sets a hook on a gradient {text}")
+
     there = [g for g in grads if g is not None]
     if pushed:
-        _refuse_if_lost(caller, lost, "inputs")
-        _refuse_if_lost(caller, lost, "cotangents")
+        refuse("inputs")
+        refuse("cotangents")
     if not there or not torch.is_grad_enabled():
         return list(grads)
     if not any(map(is_tracked, there)) and (inputs or behind):
-        try:
+        with suppress(Exception):  # the gate will report it
             if not lost():
                 return list(grads)  # a gate would give a constant gradient a graph
-        except Exception:  # the gate will report it
-            pass
-    return gated_where_lost(grads, behind, inputs, partial(_refuse_if_lost, caller, lost))
-
-
-def _refuse_if_lost(caller: str, lost: Callable[[], set[str]], which: str) -> None:
-    """Raises if hooks lose, or may lose, the derivative of the gradient along these."""
-    try:
-        found = lost()
-    except Exception as error:
-        text = _UNTRIED.format(on_one_line(error))
-        raise LostDerivativeError(f"{caller}: f sets a hook on a gradient{text}") from error
-    lost_along = sorted(found & {*_ALONG})
-    if which in found or (lost_along and which == "inputs"):  # cotangents may depend on inputs
-        text = _LOSES.format(" or ".join(_ALONG[k] for k in lost_along))
-        raise LostDerivativeError(f"{caller}: f sets a hook on a gradient {text}")
-    for kind, text in _TEXTS.items():
-        if kind in found:
-            text = text.format(caller)
-            raise LostDerivativeError(f"{caller}: f sets a hook on a gradient {text}")
+    return gated_where_lost(grads, behind, inputs, refuse)
 
 
 def _lost(fun: Fun, leaves: Any, captured: Any, linear: bool, pushed: Any) -> set[str]:
@@ -142,16 +154,6 @@ def _lost(fun: Fun, leaves: Any, captured: Any, linear: bool, pushed: Any) -> se
         return _Trial(fun, leaves, captured).lost(linear, pushed)
 
 
-_UNTRIED = (
-    ", and the gradient is to be differentiated. What the hook makes of it may silently lose its "
-    "derivative, so it is tried once, by finite differences, and this one could not be: {}. Use "
-    "gt.transform_gradient, or a gt.custom_rule."
-)
-_LOSES = (
-    "whose result autograd cannot differentiate with respect to {} (it solves or computes under "
-    "no_grad, or by torch.autograd.grad without create_graph=True), so that a second derivative is "
-    "lost. Write the hook of PyTorch's operations, or use gt.custom_rule."
-)
 _TEXTS = {
     "nonlinear": (
         "that is not linear in it (clipping, normalizing), and a derivative of the gradient is "
@@ -164,7 +166,7 @@ _TEXTS = {
         "or hvp(mode='reverse_over_reverse'), outside of vmap, or gt.scale_gradient."
     ),
 }
-_ALONG = {"inputs": "f's inputs or parameters", "cotangents": "what comes in"}
+_ALONG = {"cotangents": "what comes in", "inputs": "f's inputs or parameters"}
 
 
 # --- recording hooks -----------------------------------------------------------------------
@@ -197,10 +199,16 @@ class _Hook(NamedTuple):
         outs = upstream.described(node)
         if is_before:
             return cls(order, node, outs, lambda cts: hook(tuple(cts)), [])
-        found = [p and upstream.described(p)[i] for p, i in node.next_functions]
-        count = len(found)
-        call = lambda cts: hook(tuple(cts[:count]), tuple(cts[count:]))
-        return cls(order, node, [*found, *outs], lambda cts: _padded(call(cts), cts, count), [])
+        ins = [p and upstream.described(p)[i] for p, i in node.next_functions]
+        count = len(ins)
+
+        def call(cts: Sequence[Tensor | None]) -> Any:  # the cotangents of outs stay as they are
+            new = hook(tuple(cts[:count]), tuple(cts[count:]))
+            if new is None:
+                return None
+            return (*((new,) if isinstance(new, Tensor) else new), *cts[count:])
+
+        return cls(order, node, [*ins, *outs], call, [])
 
     def noting(self, hook: Any) -> Any:
         """Wraps the hook: records in `edits` whether it changes the gradient."""
@@ -216,32 +224,15 @@ class _Hook(NamedTuple):
         return noted
 
     def cotangents(self) -> list[Tensor | None]:
-        likes = [
-            None if x is None else torch.ones(tuple(x.shape), dtype=x.dtype, device=x.device)
-            for x in self.xs
-        ]
-        return [None if x is None else wave(x, 2.0) for x in likes]
-
-    def results(self, cts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        outs = self.call(cts)
-        outs = cts if outs is None else (outs,) if isinstance(outs, Tensor) else outs
-        return [ct if y is None else y for y, ct in zip(outs, cts, strict=True)]
+        make = lambda x: torch.ones(tuple(x.shape), dtype=x.dtype, device=x.device)
+        return [None if x is None else wave(make(x), 2.0) for x in self.xs]
 
     def number(self, cts: Sequence[Tensor | None]) -> Tensor:
         """Re<w, h(ct)>."""
-        terms = [
-            (y.conj() * wave(torch.ones_like(y), 3.0)).real.sum()
-            for y in self.results(cts)
-            if y is not None
-        ]
-        return sum(terms[1:], terms[0]) if terms else torch.zeros(())
-
-
-def _padded(outs: Any, cts: Sequence[Any], count: int) -> Any:
-    """A hook's results for the first `count` cotangents, and the other cotangents unchanged."""
-    if outs is None:
-        return None
-    return (*((outs,) if isinstance(outs, Tensor) else outs), *cts[count:])
+        outs = self.call(cts)
+        outs = cts if outs is None else (outs,) if isinstance(outs, Tensor) else outs
+        ys = [ct if y is None else y for y, ct in zip(outs, cts, strict=True)]
+        return paired(ys)
 
 
 def _set_on_nodes(outs: Sequence[Any], first: int) -> list[_Hook]:
@@ -318,29 +309,27 @@ class _Trial:
 
         pushed: The cotangents, if the gradient is pushed forward.
         """
+        found = set[str]()
         with restored(self.randomness), torch.inference_mode(False), torch.enable_grad():
             with self.hooks() as (xs, hooks, outs):
                 cts = [hook.cotangents() for hook in hooks]
-                edits = pushed is not None and self._is_applied_again(xs, hooks, outs, pushed)
-            checks = {
-                "edits": lambda: edits,
-                "nonlinear": lambda: linear and not self._are_linear(cts),
-                "inputs": lambda: self._differs(cts, "inputs"),
-                "cotangents": lambda: self._differs(cts, "cotangents"),
-            }
-            return {name for name, check in checks.items() if hooks and check()}
-
-    def _is_applied_again(
-        self, xs: Sequence[Tensor], hooks: Sequence[_Hook], outs: Any, cts: Sequence[Tensor]
-    ) -> bool:
-        """Whether a hook that edits the gradient is on the path of the gradient's derivative."""
-        outs = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
-        if [(y.shape, y.dtype) for y in outs] != [(ct.shape, ct.dtype) for ct in cts]:
-            cts = [torch.ones_like(y) for y in outs]
-        moving = [x for x in xs[: len(self.xs)] if x.requires_grad]
-        grads = torch.autograd.grad(outs, moving, cts, create_graph=True, allow_unused=True)
-        behind = all_behind([g.grad_fn for g in grads if g is not None])
-        return any(hook.edits == [True] and hook.node in behind for hook in hooks)
+                if pushed is not None and hooks:
+                    # Is a hook that edits the gradient on the path of the gradient's derivative?
+                    outs = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
+                    if [(y.shape, y.dtype) for y in outs] != [
+                        (ct.shape, ct.dtype) for ct in pushed
+                    ]:
+                        pushed = [torch.ones_like(y) for y in outs]
+                    moving = [x for x in xs[: len(self.xs)] if x.requires_grad]
+                    grads = torch.autograd.grad(
+                        outs, moving, pushed, create_graph=True, allow_unused=True
+                    )
+                    behind = all_behind([g.grad_fn for g in grads if g is not None])
+                    if any(hook.edits == [True] and hook.node in behind for hook in hooks):
+                        found.add("edits")
+            if hooks and linear and not self._are_linear(cts):
+                found.add("nonlinear")
+            return found | {along for along in _ALONG if hooks and self._differs(cts, along)}
 
     def _differs(self, cts: Sequence[Any], along: str) -> bool:
         """Whether autograd's derivative of a hook along these differs from central differences."""

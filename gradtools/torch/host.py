@@ -85,21 +85,18 @@ class KernelCalls:
         if CHECKING.active:
             refuse_kernel()
         if not self.alike:
-            return self._any(args, arrays)
+            call, expected = self._known(args, arrays)
+            ys = list(map(_tensor, call.fresh(arrays, expected)))
+            if expected.widened:
+                pairs = zip(ys, expected.specs, strict=True)
+                ys = [y.to(getattr(torch, s.dtype)) for y, s in pairs]
+            return ys[0] if expected.alone else call.trees.unflatten(expected.treedef, ys)
         y = self.fun(*arrays)
         first = arrays[0]
         if type(y) is _ARRAY and y.dtype is first.dtype and y.shape == first.shape:
             return _tensor(y.copy())  # the kernel may keep it, too
         call, expected = self._known(args, arrays)
         return _tensor(call.owned(y, expected)[0])
-
-    def _any(self, args: tuple[Any, ...], arrays: list[np.ndarray]) -> Any:
-        """The result, whatever the kernel returns."""
-        call, expected = self._known(args, arrays)
-        ys = list(map(_tensor, call.fresh(arrays, expected)))
-        if expected.widened:
-            ys = [y.to(getattr(torch, s.dtype)) for y, s in zip(ys, expected.specs, strict=True)]
-        return ys[0] if expected.alone else call.trees.unflatten(expected.treedef, ys)
 
     def _known(self, args: tuple[Any, ...], arrays: list[np.ndarray]) -> tuple[KernelCall, Results]:
         """The call with arrays of these shapes and dtypes, and its result specs."""
@@ -125,23 +122,18 @@ def _bind(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tens
         return _WithoutDerivative.apply(key, batch, *xs)
     if is_compiling() or all(type(x) in _PLAIN for x in xs):
         return torch.ops.gradtools.call_kernel(key, list(xs), batch)
-    return _of_subclass(key, xs, batch)
-
-
-def _of_subclass(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:
-    """The call with tensor subclasses, which may not support our operator, such as DTensor."""
-    try:
+    try:  # a tensor subclass, such as DTensor, may not support our operator
         return torch.ops.gradtools.call_kernel(key, list(xs), batch)
     except NotImplementedError as error:
         if not is_of("torch", error):
             raise
         kinds = ", ".join(sorted({type(x).__name__ for x in xs if type(x) not in _PLAIN}))
-        call = call_by_key(key)
+        name = call_by_key(key).kernel.name
         raise refusal(
             error,
-            f"host function {call.kernel.name!r}: an argument is a {kinds}, which does not take "
-            "kernels of others. Call it with the plain tensors inside, as `to_local` of a DTensor "
-            f"gives them. PyTorch says: {error}",
+            f"host function {name!r}: an argument is a {kinds}, which does not take kernels of "
+            "others. Call it with the plain tensors inside, as `to_local` of a DTensor gives them. "
+            f"PyTorch says: {error}",
         ) from error
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gradtools.custom_structure import avals_of
 from gradtools.errors import GradtoolsError, warn
 from gradtools.rule_contract import is_linear
 from gradtools.rules import Rule, spread
@@ -59,7 +60,7 @@ class CheckedMap:
     def signature(self) -> Any:
         """The shapes and dtypes of residuals and vectors."""
         likes = [like and (_sizes(like[0]), like[1]) for like in self.likes]
-        return tuple([(_sizes(x.shape), x.dtype) for x in self.at]), tuple(likes)
+        return avals_of(self.at), tuple(likes)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
+from gradtools.rules import ARRAY
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped
 from gradtools.torch.modes import unpacked
@@ -47,7 +48,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _LEAF = flatten(torch.empty(0))[1]
 _modes = upstream.count_of_function_modes
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, type(ARRAY))
 
 
 class Signature:
@@ -285,27 +286,26 @@ class Calls:
 
     def _structure(self, args: Any, statics: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """The tensors of a call, and a key of its structure and constants; empty if unhashable."""
-        xs, treedef, others, arrays = args, None, (), ()
+        xs, treedef, others = args, None, ()
         if any(type(x) not in _PLAIN for x in args):
             leaves, treedef = self.of._backend.flatten_static(args)
-            arrays = tuple([isinstance(x, Tensor) for x in leaves])
             xs = tuple([x for x in leaves if isinstance(x, Tensor)])
-            others = tuple([x for x in leaves if not isinstance(x, Tensor)])
+            others = tuple([ARRAY if isinstance(x, Tensor) else x for x in leaves])
             if any(type(x) not in _PLAIN for x in xs):
                 return (), ()
         constants = (*statics, *others)
         if any(type(x) not in _CONSTANTS for x in constants):
             return (), ()
-        return xs, (treedef, statics, others, arrays, type_key(constants))
+        return xs, (treedef, statics, others, type_key(constants))
 
     def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> Signature | None:
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             return None  # sizes are tensors there
         of, backend = self.of, self.of._backend
-        treedef, statics, others, arrays, _ = structure[1] if structure else (None, (), (), (), ())
+        treedef, statics, others, _ = structure[1] if structure else (None, (), (), ())
         if treedef is None:
-            treedef, arrays = backend.flatten_static(args)[1], (True,) * len(args)
-        specialized = of._specialized(statics, treedef, arrays, others)
+            treedef, others = backend.flatten_static(args)[1], (ARRAY,) * len(args)
+        specialized = of._specialized(statics, treedef, others)
         avals = tuple([(x.shape, x.dtype, x.device) for x in args])
         result = self.signatures[key] = Signature(specialized, avals)
         if len(self.signatures) > _MOST:

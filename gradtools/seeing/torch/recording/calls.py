@@ -40,7 +40,7 @@ from gradtools.seeing.torch.recording.values import KnownTensor, Write
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import known_errors
 from gradtools.torch.compiling import leaves_of
-from gradtools.torch.double_backward import Called
+from gradtools.torch.double_backward import loses_inputs
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
 from gradtools.torch.operation_marks import CHUNK, function_of_ours, reason_of_detach
 from gradtools.torch.rerunning import Undo, name_of
@@ -120,7 +120,9 @@ class CallRecorder(Recorder[int]):
         self.refusal: tuple[BaseException, Refusal] | None = None
         self._replace = replace
         self._gradients: Numbers = []  # `.grad` after each backward pass
-        self._with_rules: list[tuple[int, Numbers, Called]] = []  # the node, the inputs, the call
+        self._with_rules: list[
+            tuple[int, Numbers, Any]
+        ] = []  # the node, the inputs, `loses_inputs`
         self._edges: dict[Edge, int] = {}
         self._edge_at_hold: dict[int, Edge] = {}  # when a known tensor got its number, by its id
 
@@ -178,8 +180,8 @@ class CallRecorder(Recorder[int]):
             foreign = autograd_functions.is_foreign(kind, call) and not (kwargs or ours)
             if foreign and made and upstream.peek_interpreter_stack() is None:
                 # kept, to check its double backward when f takes a derivative
-                called = Called(made[0], kind, args)
-                self._with_rules.append((len(self.nodes) - 1, call.numbers, called))
+                loses = partial(loses_inputs, made[0], kind, args)
+                self._with_rules.append((len(self.nodes) - 1, call.numbers, loses))
             return out
 
     def wrapped(self, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
@@ -305,8 +307,8 @@ class CallRecorder(Recorder[int]):
             if gradient is None:
                 continue
             terms = []
-            for at, inputs, rule in self._with_rules:
-                if not rule.loses(outs, x):
+            for at, inputs, loses in self._with_rules:
+                if not loses(outs, x):
                     continue
                 terms.append(self.new(gradient))
                 lost = replace(self.nodes[at], operation="missing", inputs=tuple(inputs))

@@ -24,6 +24,7 @@ import numpy as np
 
 from gradtools.arguments.wording import in_words
 from gradtools.errors import GradtoolsError
+from gradtools.rules import total
 
 CHECKS = ("first", "always", "never")
 _MOST = 1024
@@ -238,50 +239,31 @@ def is_linear(
     gap: The largest modulus of a difference; equal entries and pairs of NaN count as 0.
     slack: The relative tolerance for an array if nothing cancels.
     """
+    scaled = lambda factor, xs: [None if x is None else factor * x for x in xs]
+    size = lambda y: 0.0 if y is None else gap(y, 0.0 * y)
+    tolerance = lambda y: 0.0 if y is None else slack(y)
+    distance = lambda a, b: 0.0 if a is None or b is None else gap(a, b)  # None stands for zeros
     narrow = any(str(x.dtype).removeprefix("torch.") == "float16" for x in v)
     reach = 2.0**5 if narrow else 2.0**13  # the largest factor
     one, other = run(v), run(w)
-    sizes = [0.0 if y is None else gap(y, 0.0 * y) for y in one]
     for factor in (-max(1 / reach, _LEAST), reach):  # a negative one finds relu-like maps
-        pairs = zip(_scaled(factor, one), run(_scaled(factor, v)), sizes, strict=True)
-        for y, scaled, size in pairs:
-            if not _distance(gap, y, scaled) <= _slack(slack, y) * abs(factor) * size:
+        for y, was, came in zip(scaled(factor, one), one, run(scaled(factor, v)), strict=True):
+            if not distance(y, came) <= tolerance(y) * abs(factor) * size(was):
                 return False
     both = [a + b for a, b in zip(v, w, strict=True)]
-    sums, expected = run(both), list(map(_plus, one, other))
-    left = [
-        k
-        for k, (y, e) in enumerate(zip(sums, expected, strict=True))
-        if not _distance(gap, y, e) <= _slack(slack, y) * _largest(gap, one[k], other[k], y)
-    ]
+    sums, left = run(both), list[int]()
+    expected = [total(pair) for pair in zip(one, other, strict=True)]
+    for k, (y, e) in enumerate(zip(sums, expected, strict=True)):
+        largest = max(map(size, (one[k], other[k], y)))
+        if not distance(y, e) <= tolerance(y) * largest:
+            left.append(k)
     if not left:
         return True
     noise = [0.0] * len(sums)
-    for at, y in ((v, one), (w, other), (both, sums)):
+    for at, ys in ((v, one), (w, other), (both, sums)):
         for factor in _ODD:
-            scaled = run(_scaled(factor, at))
+            results = run(scaled(factor, at))
             for k in left:
-                off = _distance(gap, _scaled(factor, y)[k], scaled[k]) / factor
+                off = distance(scaled(factor, ys)[k], results[k]) / factor
                 noise[k] = max(noise[k], off)
-    return all(_distance(gap, sums[k], expected[k]) <= _TIMES * noise[k] for k in left)
-
-
-def _scaled(factor: float, xs: Entries) -> list[Any]:
-    return [None if x is None else factor * x for x in xs]
-
-
-def _plus(a: Any, b: Any) -> Any:
-    return b if a is None else a if b is None else a + b
-
-
-def _slack(slack: Callable[[Array], float], y: Any) -> float:
-    return 0.0 if y is None else slack(y)
-
-
-def _largest(gap: Callable[[Array, Array], float], *ys: Any) -> float:
-    return max(0.0 if y is None else gap(y, 0.0 * y) for y in ys)
-
-
-def _distance(gap: Callable[[Array, Array], float], a: Any, b: Any) -> float:
-    """The distance of two results; 0 if either is None, which stands for zeros."""
-    return 0.0 if a is None or b is None else gap(a, b)
+    return all(distance(sums[k], expected[k]) <= _TIMES * noise[k] for k in left)

@@ -235,7 +235,13 @@ def captured_objects(
     array: The framework's array type, or several types, which are not searched any deeper.
     """
     leaves = (array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
-    todo: list[Any] = [f for f in functions if _captures(f, attributes)]
+    todo: list[Any] = []
+    for f in functions:
+        plain = type(f) is FunctionType and not (
+            f.__closure__ or f.__defaults__ or f.__kwdefaults__
+        )
+        if not plain or (attributes and f.__dict__):
+            todo.append(f)
     seen: set[int] = set()
     while todo:
         x = todo.pop()
@@ -244,13 +250,6 @@ def captured_objects(
         if id(x) not in seen and not isinstance(x, leaves):
             seen.add(id(x))
             todo += _references(x, attributes)
-
-
-def _captures(f: Any, attributes: bool) -> bool:
-    """False for a plain function without closure, defaults and attributes."""
-    if type(f) is not FunctionType:
-        return True
-    return bool(f.__closure__ or f.__defaults__ or f.__kwdefaults__ or (attributes and f.__dict__))
 
 
 def _references(x: Any, attributes: bool) -> list[Any]:

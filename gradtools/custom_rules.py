@@ -100,15 +100,9 @@ class CustomRules(Operators):
 # --- the function ------------------------------------------------------------------------
 
 
-_CACHES = {
-    "_direct",
-    "_specializations",
-    "_version_key",
-    "_by_key",
-    "_transient",
-    "_key_of",
-    "_out_of",
-}
+_CACHES = frozenset(
+    "_direct _specializations _version_key _by_key _transient _key_of _out_of".split()
+)
 _MAPS = ("fwd", "bwd", "jvp")
 _SETTINGS = {"fun", *_MAPS, "remat", "check", "symbolic_zeros", "static_argnames", "kernel"}
 

@@ -198,16 +198,10 @@ class Specialization:
 
         forward = self.of.jvp is not None
         inputs = range(len(like)) if forward else ()
-        maps = FwdMaps(
-            ys,
-            extras,
-            (*kept.places, *inputs),
-            tangent if forward else None,
-            cotangent,
-            opaque_residuals=kept.opaque_residuals,
-            tangent_only=len(inputs),
-            made_of=(tuple(like), out_def, kept),
-        )
+        saves = (*kept.places, *inputs)
+        push, opaque = tangent if forward else None, kept.opaque_residuals
+        key = tuple(like), out_def, kept, type_key(kept.others)
+        maps = Linearized(ys, extras, saves, push, cotangent, opaque, len(inputs), key=key)
         if self.refined is None:
             return maps
         outs = [backend.aval(y) if backend.is_inexact(y) else None for y in ys]
@@ -334,22 +328,6 @@ def _without_lengths(avals: Sequence[Aval]) -> list[Aval]:
 def _length(n: Any) -> Any:
     """The length of an axis; None for a symbolic size of PyTorch, which has no hash."""
     return n if isinstance(n, int) else None
-
-
-@dataclass(slots=True)
-class FwdMaps(Linearized):
-    """The maps that read the residuals of a run of fwd.
-
-    Attributes:
-        made_of: The avals of the inputs, the structure of the output, and the residuals.
-    """
-
-    made_of: tuple[Any, Any, Residuals] = field(kw_only=True)
-
-    @property
-    def key(self) -> Any:
-        """Runs of fwd with equal keys have the same maps, as functions of the residuals."""
-        return *self.made_of, type_key(self.made_of[2].others)
 
 
 _PLAIN = (str, bytes, bool, int, float, complex, type)

@@ -17,7 +17,7 @@ from typing import Any, overload
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.backend import Array, Backend, Operators
 from gradtools.custom_rules import CustomRule
-from gradtools.custom_structure import FwdMaps, Specialization
+from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.host_kernels import ArraySpec, Kernel
 from gradtools.rule_contract import checked_word
@@ -159,7 +159,7 @@ def _maps_as_rules(
     host: HostFunction,
     specialized: Specialization,
     known: dict[Any, _KernelMaps],
-    linearized: FwdMaps,
+    linearized: Linearized,
     moving: Sequence[bool],
     outs: Entries,
 ) -> Linearized:

@@ -64,6 +64,8 @@ class Linearized:
             second derivative must evaluate the function again.
         tangent_only: How many of the last residuals only the tangent map reads.
         example: The maps of one example, of an evaluation for a batch.
+        key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
+            that is unknown.
     """
 
     ys: list[Array]
@@ -74,6 +76,7 @@ class Linearized:
     opaque_residuals: bool = False
     tangent_only: int = 0
     example: Linearized | None = None
+    key: Any = None
 
     def without_arrays(self) -> Linearized:
         """A copy without arrays, which would leak from their trace: the maps and counts."""

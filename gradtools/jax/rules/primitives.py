@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching, mlir
 
-from gradtools.custom_structure import FwdMaps
 from gradtools.errors import refusal
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Primitive, prints_as
@@ -116,7 +115,7 @@ class LinearizedRule(TracedRule):
             extras=len(made.extras),
             perturbed=given,
             whole=None if given is None else rule,
-            source=(rule, made.key, given) if isinstance(made, FwdMaps) else None,
+            source=None if made.key is None else (rule, made.key, given),
         )
 
 

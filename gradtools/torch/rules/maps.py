@@ -85,17 +85,14 @@ def tangent_at(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[
             check_zero(CheckedMap(rule, "tangent", result.tangent, saved, likes, point.avals))
         return list(result.tangent(saved, dxs))
     likes = point.like_ys[: point.count]
-    mask = [like is not None for like in likes]
     present = [i for i, dx in enumerate(dxs) if dx is not None]
 
     def run(at: Any, cts: Any) -> list[Any]:
-        pulled = result.cotangent(at, spread(cts, mask))
+        pulled = result.cotangent(at, cts)
         return [pulled[i] for i in present]
 
-    _refuse_layout(ctx, "cotangent")
-    check_linear(CheckedMap(rule, "cotangent", result.cotangent, saved, likes, point.avals))
-    examples = [ones(*like) for like in likes if like]
-    return spread(transposed(rule, run, saved, examples, [dxs[i] for i in present]), mask)
+    checked = CheckedMap(rule, "cotangent", result.cotangent, saved, likes, point.avals)
+    return _by_transposing(ctx, checked, run, [dxs[i] for i in present])
 
 
 def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
@@ -118,20 +115,31 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         if rule.contract is None:
             return pulled
         return filled(_with_gates(linear_map, cts, pulled) if graphs else pulled, point.like_xs)
-    mask = [
-        one is not None and i not in rule.nondifferentiable for i, one in enumerate(point.like_xs)
-    ]
+    fixed = rule.nondifferentiable
+    likes = [None if i in fixed else one for i, one in enumerate(point.like_xs)]
 
-    def run(at: Any, moving: Any) -> list[Any]:
-        dxs = spread(moving, mask)
+    def run(at: Any, dxs: Any) -> list[Any]:
         dxs = dxs if rule.contract is None else filled(dxs, point.like_xs)
         return list(result.tangent(at, dxs))
 
-    kept = [one if m else None for one, m in zip(point.like_xs, mask, strict=True)]
-    _refuse_layout(ctx, "tangent")
-    check_linear(CheckedMap(rule, "tangent", result.tangent, saved, kept, point.avals))
-    examples = [ones(*one) for one in kept if one]
-    return spread(transposed(rule, run, saved, examples, vectors), mask)
+    checked = CheckedMap(rule, "tangent", result.tangent, saved, likes, point.avals)
+    return _by_transposing(ctx, checked, run, vectors)
+
+
+def _by_transposing(ctx: Any, checked: CheckedMap, run: Map, values: Sequence[Any]) -> list[Any]:
+    """The transpose of `vs -> run(residuals, vs)`, which is the checked map, at `values`."""
+    if ctx.unusual is not None:
+        name = str(ctx.unusual).removeprefix("torch.").lstrip("_")
+        raise GradtoolsError(
+            f"rule {checked.rule.name!r}: the other mode follows by transposing its "
+            f"{checked.which} map, which takes strided tensors, and one is {name}. Give the "
+            "missing map as well, or pass the tensor's values as an argument."
+        )
+    check_linear(checked)
+    mask = [like is not None for like in checked.likes]
+    examples = [ones(*like) for like in checked.likes if like]
+    linear = lambda at, vs: run(at, spread(vs, mask))
+    return spread(transposed(checked.rule, linear, checked.at, examples, values), mask)
 
 
 def _maps_at(
@@ -166,17 +174,6 @@ def drawing_again(linearized: Linearized, randomness: Any) -> Linearized:
     if cotangent is not None and linearized.opaque_residuals:
         cotangent = drawing(cotangent)
     return replace(linearized, tangent=tangent and drawing(tangent), cotangent=cotangent)
-
-
-def _refuse_layout(ctx: Any, which: str) -> None:
-    """Raises if a map must be transposed at a tensor of an unsupported layout."""
-    if ctx.unusual is not None:
-        name = str(ctx.unusual).removeprefix("torch.").lstrip("_")
-        raise GradtoolsError(
-            f"rule {ctx.point.rule.name!r}: the other mode follows by transposing its {which} "
-            f"map, which takes strided tensors, and one is {name}. Give the missing map as well, "
-            "or pass the tensor's values as an argument."
-        )
 
 
 # --- what a second derivative would lose --------------------------------------------------

@@ -104,8 +104,9 @@ def guarding(
             return []
 
         roots = fun.roots if isinstance(fun, Rerunnable) else [fun]
+        traced: Any = Rerunnable(run, roots)
         with upstream.temporarily_clear_interpreter_stack():
-            rerun(Rerunnable(run, roots), leaves)
+            rerun(traced, leaves)
         if norms.found:
             raise LostDerivativeError(
                 f"{caller}: f takes the gradient of a normalization by PyTorch's own vmap "

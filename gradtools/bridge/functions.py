@@ -28,7 +28,7 @@ from gradtools.custom_structure import Specialization
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec, Kernel, carrier
-from gradtools.rules import Entries, Rule, replaced_where, spread
+from gradtools.rules import ARRAY, Entries, Rule, replaced_where, spread
 
 Array = Any
 Mask = tuple[bool, ...]
@@ -353,12 +353,12 @@ class Bridged(CustomRule):
                         f"{self.guest.host_title} arrays, as it is part of a "
                         f"{self.guest.host_title} program. Convert it before the call."
                     )
-            arrays = tuple(map(host.is_array, leaves))
-            xs = [x for x, a in zip(leaves, arrays, strict=True) if a]
-            others = tuple([x for x, a in zip(leaves, arrays, strict=True) if not a])
-            if xs and (not others or self.guest.are_plain(xs)):
-                flat = self._flat[self._specialized((), treedef, arrays, others)]
-                if not others and not kwargs:
+            xs = [x for x in leaves if host.is_array(x)]
+            others = tuple([ARRAY if host.is_array(x) else x for x in leaves])
+            only_arrays = len(xs) == len(leaves)
+            if xs and (only_arrays or self.guest.are_plain(xs)):
+                flat = self._flat[self._specialized((), treedef, others)]
+                if only_arrays and not kwargs:
                     _kept(self._calls, by_position, flat)
                 return self._at(flat, xs)
         return super().__call__(args, kwargs)

@@ -80,13 +80,37 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gradtools {gradtools.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     said = "print which frameworks are installed, and their versions"
-    _add(commands, "backends", "cli:backends", said, example="", failed=1)
-    _add_check(commands)
-    _add_cross_check(commands)
-    _add_why_zero(commands)
-    _add_graph(commands)
-    _add_formula(commands)
-    _add_measure(commands)
+    _add(commands, "backends", "cli:backends", said, failed=1)
+
+    check = _add(
+        *(commands, "check", "testing.check_command:check"),
+        "try every operator on this machine, in all dtypes, transforms and orders, against NumPy",
+        "Exit status 0 if all agree, 1 if one does not, 2 if it could not be run.",
+        example="--backend jax --quick",
+    )
+    check.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
+    check.add_argument("--quick", action="store_true", help="a part of it, within a minute")
+    check.add_argument("--device", default="auto", help="auto (default), cpu, gpu, tpu, or gpu:1")
+    check.add_argument("--filter", default="", metavar="TEXT", help="only cells with this text")
+    check.add_argument("--json", action="store_true", help="print every cell as JSON")
+
+    cross_check = _add(
+        *(commands, "cross-check", "testing.commands:cross_check"),
+        "compare one program in both frameworks: values and derivatives up to second order",
+        "Exit status 0 if the two agree, 1 if not, 2 if they could not be compared.",
+        example="mymodule:torch_loss mymodule:jax_loss --shapes 3x4,5",
+    )
+    said = "package.module:name of a function or module"
+    cross_check.add_argument("torch", metavar="TORCH", help=said)
+    cross_check.add_argument("jax", metavar="JAX", help="the same program in JAX")
+    _add_inputs(cross_check, required=True)
+    cross_check.add_argument("--order", type=int, choices=(0, 1, 2), default=2, help="default: 2")
+    said = "cast floating inputs and parameters, for example float64"
+    cross_check.add_argument("--dtype", help=said)
+    cross_check.add_argument("--conventions", choices=("allow", "raise"), default="allow")
+    cross_check.add_argument("--json", action="store_true", help="print the whole report as JSON")
+
+    _add_seeing(commands)
     said = "print where the frameworks differ at kinks and ties, measured on the installed versions"
     table = _add(
         commands, "conventions", "testing.commands:conventions", said, example="abs", failed=1
@@ -101,8 +125,7 @@ def _add(
     run: str,
     help: str,
     status: str = "",
-    *,
-    example: str,
+    example: str = "",
     failed: int = 2,
 ) -> argparse.ArgumentParser:
     """Adds a command, whose help begins with a sentence and ends with an example."""
@@ -117,103 +140,52 @@ def _add(
     return command
 
 
-def _add_check(commands: Commands) -> None:
-    command = _add(
-        commands,
-        "check",
-        "testing.check_command:check",
-        "try every operator on this machine, in all dtypes, transforms and orders, against NumPy",
-        "Exit status 0 if all agree, 1 if one does not, 2 if it could not be run.",
-        example="--backend jax --quick",
-    )
-    command.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
-    command.add_argument("--quick", action="store_true", help="a part of it, within a minute")
-    command.add_argument("--device", default="auto", help="auto (default), cpu, gpu, tpu, or gpu:1")
-    command.add_argument("--filter", default="", metavar="TEXT", help="only cells with this text")
-    command.add_argument("--json", action="store_true", help="print every cell as JSON")
-
-
-def _add_cross_check(commands: Commands) -> None:
-    check = _add(
-        commands,
-        "cross-check",
-        "testing.commands:cross_check",
-        "compare one program in both frameworks: values and derivatives up to second order",
-        "Exit status 0 if the two agree, 1 if not, 2 if they could not be compared.",
-        example="mymodule:torch_loss mymodule:jax_loss --shapes 3x4,5",
-    )
-    check.add_argument("torch", metavar="TORCH", help="package.module:name of a function or module")
-    check.add_argument("jax", metavar="JAX", help="the same program in JAX")
-    _add_inputs(check, required=True)
-    check.add_argument("--order", type=int, choices=(0, 1, 2), default=2, help="default: 2")
-    check.add_argument("--dtype", help="cast floating inputs and parameters, for example float64")
-    check.add_argument("--conventions", choices=("allow", "raise"), default="allow")
-    check.add_argument("--json", action="store_true", help="print the whole report as JSON")
-
-
-def _add_why_zero(commands: Commands) -> None:
-    command = _add(
-        commands,
-        "why-zero",
-        "seeing.commands:print_why_zero",
+def _add_seeing(commands: Commands) -> None:
+    """Adds the commands that see one function; `gradtools.command_inputs.Given.by` reads it."""
+    why_zero = _add(
+        *(commands, "why-zero", "seeing.commands:print_why_zero"),
         "find the lines at which a gradient is lost or becomes NaN, and how to fix them",
         "Exit status 0 if nothing is lost, 1 if something is, 2 if it could not be determined.",
         example="mymodule:loss --shapes 8x8",
     )
-    _add_function(command)
-    _add_wrt(command)
-
-
-def _add_graph(commands: Commands) -> None:
-    command = _add(
-        commands,
-        "graph",
-        "seeing.commands:print_graph",
+    graph = _add(
+        *(commands, "graph", "seeing.commands:print_graph"),
         "draw a function with its backward passes, as text or in a file",
         "Exit status 0 if the graph was made, 2 if not.",
         example="mymodule:loss --shapes 3x4,3 --order 2 -o loss.html",
     )
-    orders = "0 forward alone, 1 with backward, 2 with backward of the backward (default: 1)"
-    files = "by its suffix a page (.html), a picture (.svg), .dot, .mmd or .txt"
-    _add_written(command, (0, 1, 2), orders, files)
-
-
-def _add_formula(commands: Commands) -> None:
-    command = _add(
-        commands,
-        "formula",
-        "seeing.commands:print_formula",
+    formula = _add(
+        *(commands, "formula", "seeing.commands:print_formula"),
         "write a function and its gradient as mathematics, compared with automatic differentiation",
         "Exit status 0 if they agree, 1 if parts could not be compared, 2 if no formula was found.",
         example="mymodule:loss --shapes 3x4,3 --order 2 -o loss.tex",
     )
-    orders = "1 with the gradient, 2 with the double backward as well (default: 1)"
-    _add_written(command, (1, 2), orders, "by its suffix text (.txt), LaTeX (.tex) or .md")
-
-
-def _add_written(
-    command: argparse.ArgumentParser, orders: tuple[int, ...], what: str, files: str
-) -> None:
-    """Adds the arguments of commands that write a function's passes up to some order."""
-    _add_function(command, json=False)
-    _add_wrt(command)
-    command.add_argument("--order", type=int, choices=orders, default=1, help=what)
-    command.add_argument("-o", "--out", metavar="FILE", help=files)
-
-
-def _add_wrt(command: argparse.ArgumentParser) -> None:
-    said = "the position of the argument, or of several: 0,2 (default: 0)"
-    command.add_argument("--argnums", type=_positions, default=[0], metavar="N", help=said)
-
-
-def _add_function(command: argparse.ArgumentParser, json: bool = True) -> None:
-    """Adds the arguments that `gradtools.command_inputs.Given.by` reads."""
-    command.add_argument("function", metavar="FUNCTION", help="package.module:name")
-    _add_inputs(command, required=False)
-    said = "default: what FUNCTION's module imports"
-    command.add_argument("--backend", choices=("torch", "jax"), help=said)
-    if json:
+    measure = _add(
+        *(commands, "measure", "seeing.commands:print_measure"),
+        "count what a call costs: operations, bytes, bytes kept for backward, seconds",
+        "Exit status 0 if it could be measured, 2 if not.",
+        example="mymodule:loss --shapes 64x64,256x64 --grad",
+    )
+    for command in (why_zero, graph, formula, measure):
+        command.add_argument("function", metavar="FUNCTION", help="package.module:name")
+        _add_inputs(command, required=False)
+        said = "default: what FUNCTION's module imports"
+        command.add_argument("--backend", choices=("torch", "jax"), help=said)
+    for command in (why_zero, measure):
         command.add_argument("--json", action="store_true", help="print the result as JSON")
+    for command in (why_zero, graph, formula):
+        said = "the position of the argument, or of several: 0,2 (default: 0)"
+        command.add_argument("--argnums", type=_positions, default=[0], metavar="N", help=said)
+    said = "0 forward alone, 1 with backward, 2 with backward of the backward (default: 1)"
+    graph.add_argument("--order", type=int, choices=(0, 1, 2), default=1, help=said)
+    said = "by its suffix a page (.html), a picture (.svg), .dot, .mmd or .txt"
+    graph.add_argument("-o", "--out", metavar="FILE", help=said)
+    said = "1 with the gradient, 2 with the double backward as well (default: 1)"
+    formula.add_argument("--order", type=int, choices=(1, 2), default=1, help=said)
+    said = "by its suffix text (.txt), LaTeX (.tex) or .md"
+    formula.add_argument("-o", "--out", metavar="FILE", help=said)
+    said = "measure value and gradient, along all floating arguments, rather than the value"
+    measure.add_argument("--grad", action="store_true", help=said)
 
 
 def _add_inputs(command: argparse.ArgumentParser, required: bool) -> None:
@@ -223,20 +195,6 @@ def _add_inputs(command: argparse.ArgumentParser, required: bool) -> None:
     inputs.add_argument("--shapes", metavar="SHAPES", help='random arguments: "3x4,5:float32,()"')
     said = "of random arguments (default: 0)"
     command.add_argument("--seed", type=_not_negative, default=0, metavar="N", help=said)
-
-
-def _add_measure(commands: Commands) -> None:
-    command = _add(
-        commands,
-        "measure",
-        "seeing.commands:print_measure",
-        "count what a call costs: operations, bytes, bytes kept for backward, seconds",
-        "Exit status 0 if it could be measured, 2 if not.",
-        example="mymodule:loss --shapes 64x64,256x64 --grad",
-    )
-    _add_function(command)
-    said = "measure value and gradient, along all floating arguments, rather than the value"
-    command.add_argument("--grad", action="store_true", help=said)
 
 
 def _positions(text: str) -> list[int]:

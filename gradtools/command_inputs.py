@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -108,11 +108,17 @@ def _check_count(f: Any, path: str, given: tuple[np.ndarray, ...]) -> None:
 
 
 def _framework_of(f: Any, path: str) -> str:
-    """The framework that a function is written in, by its class or its module's imports."""
-    space = vars(sys.modules[path.partition(":")[0]])
-    backends = {b for text in _packages(f, space) if (b := _backend_of(text)) is not None}
+    """The framework that a function is written in, by its class or else its module's imports."""
+    backends = {_backend_of(kind.__module__) for kind in type(f).__mro__} - {None}
+    if not backends:
+        values = vars(sys.modules[path.partition(":")[0]]).values()
+        modules = (
+            x.__name__ if isinstance(x, ModuleType) else str(getattr(x, "__module__", ""))
+            for x in values
+        )
+        backends = set(map(_backend_of, modules)) - {None}
     if len(backends) == 1:
-        return backends.pop()
+        return str(backends.pop())
     installed = gradtools.available_backends()
     if not backends and len(installed) == 1:
         return installed[0]
@@ -121,17 +127,6 @@ def _framework_of(f: Any, path: str) -> str:
         f"{path}: its module imports {came}, so the framework is not clear; "
         "say --backend torch or --backend jax."
     )
-
-
-def _packages(f: Any, space: dict[str, Any]) -> Iterator[str]:
-    """The modules of f's class; if none is a framework's, those that its module imports."""
-    own = [kind.__module__ for kind in type(f).__mro__]
-    yield from own
-    if any(map(_backend_of, own)):
-        return
-    for value in space.values():
-        is_module = isinstance(value, ModuleType)
-        yield value.__name__ if is_module else str(getattr(value, "__module__", ""))
 
 
 def _backend_of(module: str) -> str | None:
@@ -156,34 +151,29 @@ def arrays_given(
         seed: Of the draws.
         dtype: Of a shape that names none.
     """
-    if file:
-        return _read(file)
-    if not shapes:
-        return ()
-    rng = np.random.default_rng(seed)
-    return tuple(_drawn(rng, text, dtype) for text in shapes.split(","))
-
-
-def _read(path: str) -> tuple[np.ndarray, ...]:
+    if not file:
+        rng = np.random.default_rng(seed)
+        texts = shapes.split(",") if shapes else []
+        return tuple(_drawn(rng, text.strip(), dtype) for text in texts)
     try:
-        result = np.load(path)
+        result = np.load(file)
         if isinstance(result, np.ndarray):
             return (result,)
         return tuple(result[name] for name in result.files)
     except FileNotFoundError as error:
-        raise GradtoolsError(f"--args {path}: there is no such file.") from error
+        raise GradtoolsError(f"--args {file}: there is no such file.") from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise GradtoolsError(
-            f"--args {path}: NumPy cannot read it as arrays of numbers; write it with numpy.savez. "
+            f"--args {file}: NumPy cannot read it as arrays of numbers; write it with numpy.savez. "
             f"NumPy says: {error}"
         ) from error
 
 
 def _drawn(rng: np.random.Generator, text: str, default: str) -> np.ndarray:
-    shape_text, _, dtype = text.strip().partition(":")
+    shape_text, _, dtype = text.partition(":")
     if not re.fullmatch(r"\(\)|\d+(x\d+)*", shape_text):
         raise GradtoolsError(
-            f"--shapes: {text.strip()!r} is no shape; write 3x4 for a matrix, 5 for a vector, () "
+            f"--shapes: {text!r} is no shape; write 3x4 for a matrix, 5 for a vector, () "
             f"for a number, with :int32 after it for another dtype than {default}."
         )
     shape = () if shape_text == "()" else tuple(int(n) for n in shape_text.split("x"))
@@ -196,15 +186,11 @@ def _drawn(rng: np.random.Generator, text: str, default: str) -> np.ndarray:
     if kind.kind not in "fciub":
         raise GradtoolsError(f"--shapes: {dtype!r} holds no numbers; write for example float32.")
     try:
-        return _normal(rng, shape, kind)
+        if kind.kind in "iub":
+            return rng.integers(0, 3, shape).astype(kind)
+        drawn = np.asarray(rng.standard_normal(shape))
+        if kind.kind == "c":
+            drawn = drawn + 1j * rng.standard_normal(shape)
+        return np.asarray(drawn).astype(kind)
     except (MemoryError, ValueError) as error:
-        raise GradtoolsError(f"--shapes: {text.strip()!r} is too large here: {error}.") from error
-
-
-def _normal(rng: np.random.Generator, shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
-    if kind.kind in "iub":
-        return rng.integers(0, 3, shape).astype(kind)
-    drawn = rng.standard_normal(shape)
-    return np.asarray(
-        drawn + 1j * rng.standard_normal(shape) if kind.kind == "c" else drawn
-    ).astype(kind)
+        raise GradtoolsError(f"--shapes: {text!r} is too large here: {error}.") from error

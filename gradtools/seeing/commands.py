@@ -25,44 +25,37 @@ def print_why_zero(options: argparse.Namespace) -> int:
 
 def print_graph(options: argparse.Namespace) -> int:
     """Prints or writes the graph of a function with its gradients."""
-    _known(options.out or "graph.txt", tuple(FORMS))
+    return _print_or_write(options, "gradient_graph", tuple(FORMS))
+
+
+def print_formula(options: argparse.Namespace) -> int:
+    """Prints or writes a function's formula."""
+    return _print_or_write(options, "formula", tuple(FORMULA_FORMS))
+
+
+def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[str, ...]) -> int:
+    """Prints a graph or formula, or writes it to a file, which is checked before anything runs."""
+    out = options.out
+    if out is not None:
+        suffix, folder = Path(out).suffix.lower(), Path(out).parent
+        if suffix not in suffixes:
+            expected = ", ".join(suffixes)
+            raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {expected}.")
+        if not folder.is_dir():
+            raise GradtoolsError(f"-o {out}: there is no folder {folder}. Make it first.")
     given, argnums = Given.by(options), tuple(options.argnums)
-    _put(
-        given.gt.gradient_graph(given.f, *given.args, order=options.order, argnums=argnums),
-        options.out,
+    drawn: Graph | Formula = getattr(given.gt, operator)(
+        given.f, *given.args, order=options.order, argnums=argnums
     )
-    return 0
-
-
-def _put(drawn: Graph | Formula, out: str | None) -> None:
-    """Prints a graph or formula, or writes it to a file."""
     if out is None:
         print(drawn)
-        return
+        return 0
     try:
         drawn.save(out)
     except OSError as error:
         raise GradtoolsError(f"-o {out}: it cannot be written: {error.strerror}.") from error
     print(f"wrote {out}")
-
-
-def print_formula(options: argparse.Namespace) -> int:
-    """Prints or writes a function's formula."""
-    _known(options.out or "formula.txt", tuple(FORMULA_FORMS))
-    given, argnums = Given.by(options), tuple(options.argnums)
-    result = given.gt.formula(given.f, *given.args, order=options.order, argnums=argnums)
-    _put(result, options.out)
     return 0
-
-
-def _known(out: str, suffixes: tuple[str, ...]) -> None:
-    """Checks the output's suffix and folder before anything runs."""
-    suffix = Path(out).suffix.lower()
-    if suffix not in suffixes:
-        expected = ", ".join(suffixes)
-        raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {expected}.")
-    if not Path(out).parent.is_dir():
-        raise GradtoolsError(f"-o {out}: there is no folder {Path(out).parent}. Make it first.")
 
 
 def print_measure(options: argparse.Namespace) -> int:

@@ -12,11 +12,15 @@ paths through its bodies; for loops that is a fixed point over any number of ite
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from gradtools.seeing.graphs.nodes import Body, Dependence, Links, Node, PlainGraph, even_links
 
+T = TypeVar("T")
 _NONE, _CUT, _ZERO, _FULL = Dependence
 Strengths = Mapping[int, Dependence]
 
@@ -38,75 +42,72 @@ _levels: WeakKeyDictionary[PlainGraph, list[dict[int, int]]] = WeakKeyDictionary
 
 def masks(graph: PlainGraph, start: Mapping[int, int], strength: Dependence) -> dict[int, int]:
     """For each value the union of the masks in `start` on which it depends this strongly."""
-    result: dict[int, int] = {}
-    returning: dict[int, list[int]] = {}  # values that left the framework and came back
-    for source, target in graph.outside if strength == _CUT else ():
-        returning.setdefault(source, []).append(target)
 
-    def raise_to(value: int, mask: int) -> None:
-        if mask & ~result.get(value, 0):
-            result[value] = mask | result.get(value, 0)
-            for other in returning.get(value, ()):
-                raise_to(other, mask)
+    def carried(links: Sequence[Dependence], entering: Sequence[int]) -> int:
+        pairs = zip(links, entering, strict=True)
+        return any_of(mask for link, mask in pairs if link >= strength)
 
-    for value, mask in start.items():
-        raise_to(value, mask)
-    for node in graph.nodes:
-        entering = [result.get(value, 0) for value in node.inputs]
-        if any(entering):
-            for value, row in zip(node.outputs, links_of(graph, node), strict=True):
-                pairs = zip(row, entering, strict=True)
-                raise_to(value, any_of(mask for link, mask in pairs if link >= strength))
-    return result
+    return _propagated(graph, start, or_, carried, lambda mask: mask if strength == _CUT else 0)
 
 
 def any_of(masks: Iterable[int]) -> int:
     """The union of all masks."""
-    total = 0
-    for mask in masks:
-        total |= mask
-    return total
+    return reduce(or_, masks, 0)
 
 
 def forward(graph: PlainGraph, start: Strengths) -> dict[int, Dependence]:
     """How strongly each value depends on those in `start`; independent values have no entry."""
-    result = _Strengths(graph.outside, start)
-    for node in graph.nodes:
-        entering = [result.get(value, _NONE) for value in node.inputs]
-        if any(entering):
-            for value, row in zip(node.outputs, links_of(graph, node), strict=True):
-                result.raise_to(value, through(row, entering))
-    return result
+    return _propagated(graph, start, max, through, _as_cut)
 
 
 def backward(graph: PlainGraph, end: Strengths) -> dict[int, Dependence]:
     """How strongly the values in `end` depend on each value of the graph."""
-    result = _Strengths([(target, source) for source, target in graph.outside], end)
-    for node in reversed(graph.nodes):
-        leaving = [result.get(value, _NONE) for value in node.outputs]
-        if any(leaving):
-            columns = zip(*links_of(graph, node), strict=True)
-            for value, column in zip(node.inputs, columns, strict=True):
-                result.raise_to(value, through(column, leaving))
+    return _propagated(graph, end, max, through, _as_cut, reverse=True)
+
+
+def _as_cut(strength: Dependence) -> Dependence:
+    return min(strength, _CUT)
+
+
+def _propagated(
+    graph: PlainGraph,
+    start: Mapping[int, T],
+    join: Callable[[T, T], T],
+    carried: Callable[[Sequence[Dependence], Sequence[T]], T],
+    outside: Callable[[T], T],
+    reverse: bool = False,
+) -> dict[int, T]:
+    """Abstract interpretation of a graph, in reverse from its outputs; absent entries are zero.
+
+    carried: What a value gets over its links from the values at their other ends.
+    outside: What remains of it where data leaves the framework and comes back.
+    """
+    zero: Any = _NONE
+    result: dict[int, T] = {}
+    partners: dict[int, list[int]] = {}
+    for pair in graph.outside:
+        source, target = pair[::-1] if reverse else pair
+        partners.setdefault(source, []).append(target)
+
+    def raise_to(value: int, more: T) -> None:
+        known = result.get(value, zero)
+        joined = join(known, more)
+        if joined != known:
+            result[value] = joined
+            for other in partners.get(value, ()):
+                raise_to(other, outside(joined))
+
+    for value, given in start.items():
+        raise_to(value, given)
+    for node in reversed(graph.nodes) if reverse else graph.nodes:
+        sources, targets = (node.outputs, node.inputs) if reverse else (node.inputs, node.outputs)
+        entering = [result.get(value, zero) for value in sources]
+        if any(entering):
+            links = links_of(graph, node)
+            rows = zip(*links, strict=True) if reverse else links
+            for value, row in zip(targets, rows, strict=True):
+                raise_to(value, carried(row, entering))
     return result
-
-
-class _Strengths(dict[int, Dependence]):
-    """A map of strengths that only increase; data outside of the framework propagates as a cut."""
-
-    def __init__(self, pairs: Iterable[tuple[int, int]], start: Strengths) -> None:
-        super().__init__()
-        self._partners: dict[int, list[int]] = {}
-        for value, other in pairs:
-            self._partners.setdefault(value, []).append(other)
-        for value, strength in start.items():
-            self.raise_to(value, strength)
-
-    def raise_to(self, value: int, strength: Dependence) -> None:
-        if strength > self.get(value, _NONE):
-            self[value] = strength
-            for other in self._partners.get(value, ()):
-                self.raise_to(other, _CUT)
 
 
 def through(links: Sequence[Dependence], strengths: Sequence[Dependence]) -> Dependence:
@@ -183,14 +184,15 @@ def _rounds(body: Body) -> list[list[Dependence]]:
 
 
 def entering_body(
-    body: Body, entering: Sequence[Dependence], after: Sequence[Dependence]
-) -> Strengths:
-    """The strengths of a body's inputs in any iteration, from those of its node's inputs."""
-    start = _Strengths((), {})
-    for value, i in zip(body.graph.inputs, body.inputs, strict=True):
-        start.raise_to(value, entering[i])
-    for k, i in body.carries:
-        start.raise_to(body.graph.inputs[i], after[k])
+    body: Body, node: Node, known: Mapping[int, T], join: Callable[[T, T], T]
+) -> dict[int, T]:
+    """What is known of a body's inputs in any iteration, from what is known around its node."""
+    zero: Any = _NONE
+    ties = [(node.inputs[outer], i) for i, outer in enumerate(body.inputs)]
+    start: dict[int, T] = {}
+    for outer, i in (*ties, *((node.outputs[k], i) for k, i in body.carries)):
+        inner = body.graph.inputs[i]
+        start[inner] = join(start.get(inner, zero), known.get(outer, zero))
     return start
 
 
@@ -207,7 +209,7 @@ def leaving_body(body: Body, node: Node, leaving: Sequence[Dependence]) -> Stren
     for k, i in body.carries:
         column = [row[i] for row in matrix]
         strengths[k] = max(strengths[k], through(column, strengths))
-    end = _Strengths((), {})
+    end: dict[int, Dependence] = {}
     for value, strength in zip(body.graph.outputs, strengths, strict=True):
-        end.raise_to(value, strength)
+        end[value] = max(strength, end.get(value, _NONE))
     return end

@@ -61,30 +61,34 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """An operation on a path from the start values to the end values of a search.
+class Step:
+    """An operation on a path from the start values to the end values of `steps_between`.
 
     Attributes:
+        graph: The program that contains the operation, which may be a body.
         node: The operation.
         entering: How strongly its inputs depend on the start values.
-        leaving: How strongly the end values depend on its outputs.
         reached: How strongly each value of the graph depends on the start values.
+        leaving: How strongly the end values depend on its outputs.
+        call: The outermost node whose body contains the operation, if any.
     """
 
+    graph: PlainGraph
     node: Node
     entering: Sequence[Dependence]
-    leaving: Sequence[Dependence]
     reached: Strengths
+    leaving: Sequence[Dependence]
+    call: Node | None
 
 
-def search(
+def steps_between(
     graph: PlainGraph,
     start: Strengths,
     end: Strengths,
-    call: Node | None,
-    at: Callable[[PlainGraph, _Step], Iterable[Loss] | None],
-) -> Iterator[Loss]:
-    """What `at` says of each operation that matters, in bodies where it says None of the whole."""
+    call: Node | None = None,
+    whole: Callable[[Node], bool] = lambda node: False,
+) -> Iterator[Step]:
+    """The operations that matter to the end values, also in bodies, but not in `whole` nodes."""
     reached = forward(graph, start)
     nodes = list(graph.nodes)
     for i, node in enumerate(nodes):
@@ -98,53 +102,43 @@ def search(
         if not any(leaving):
             continue
         entering = [reached.get(value, _NONE) for value in node.inputs]
-        result = at(graph, _Step(node, entering, leaving, reached))
-        if result is not None:
-            yield from (replace(loss, call=call) for loss in result)
-        elif node.bodies and node.links is None:
-            after = [through(row, entering) for row in links_of(graph, node)]
-            for body in node.bodies:
-                inner = entering_body(body, entering, after), leaving_body(body, node, leaving)
-                yield from search(body.graph, *inner, call or node, at)
+        yield Step(graph, node, entering, reached, leaving, call)
+        is_opened = any(entering) and node.links is None and not whole(node)
+        for body in node.bodies if is_opened else ():
+            inner = entering_body(body, node, reached, max), leaving_body(body, node, leaving)
+            yield from steps_between(body.graph, *inner, call or node, whole)
 
 
-def lossy(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
-    """The losses at an operation; None for a node whose bodies must be searched."""
-    node, entering = step.node, step.entering
-    if not any(entering):
-        return []
-    if node.bodies and node.links is None:
-        return None
+def losses_between(
+    graph: PlainGraph, start: Strengths, ends: Iterable[int], call: Node | None = None
+) -> list[Loss]:
+    """The links at which a derivative of the end values to the start values is lost."""
     return [
-        Loss(node, k, i, True, node.outputs[k])
-        for k, row in enumerate(links_of(graph, node))
-        if step.leaving[k] and through(row, entering) < _FULL
+        Loss(step.node, k, i, True, step.node.outputs[k], step.call)
+        for step in steps_between(graph, start, dict.fromkeys(ends, _FULL), call)
+        if step.node.links is not None or not step.node.bodies
+        for k, row in enumerate(links_of(step.graph, step.node))
+        if step.leaving[k] and through(row, step.entering) < _FULL
         for i, link in enumerate(row)
-        if entering[i] == _FULL and _NONE < link < _FULL
+        if step.entering[i] == _FULL and _NONE < link < _FULL
     ]
 
 
 def overwritten(graph: PlainGraph, value: int) -> list[Loss]:
     """The in-place operations that overwrite all that depends on a value before it is used."""
-
-    def at(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
-        if any(value in step.reached for value in step.node.overwrites):
-            return [Loss(step.node, 0, 0, True, step.node.outputs[0])]
-        return None if any(step.entering) else []
-
-    return [*search(graph, {value: _FULL}, dict.fromkeys(graph.outputs, _FULL), None, at)]
+    return [
+        Loss(step.node, 0, 0, True, step.node.outputs[0], step.call)
+        for step in steps_between(graph, {value: _FULL}, dict.fromkeys(graph.outputs, _FULL))
+        if any(value in step.reached for value in step.node.overwrites)
+    ]
 
 
 def between(graph: PlainGraph, value: int, chosen: Callable[[Node], bool]) -> list[Node]:
     """The chosen operations that lie on a differentiable path from a value to an output."""
-
-    def at(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
-        if _FULL not in step.entering or _FULL not in step.leaving:
-            return []
-        return [Loss(step.node, 0, 0, False, 0)] if chosen(step.node) else None
-
     end = dict.fromkeys(graph.outputs, _FULL)
-    return [loss.node for loss in search(graph, {value: _FULL}, end, None, at)]
+    steps = steps_between(graph, {value: _FULL}, end, whole=chosen)
+    on_path = (s.node for s in steps if _FULL in s.entering and _FULL in s.leaving)
+    return [*filter(chosen, on_path)]
 
 
 def joined(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import or_
 from weakref import WeakKeyDictionary
 
 from gradtools.seeing.graphs.derivative_flow import (
@@ -44,8 +45,7 @@ from gradtools.seeing.graphs.losing_operations import (
     first_lost,
     flowing_and_lost,
     is_added_again,
-    lossy,
-    search,
+    losses_between,
     shifts_at,
     taken_before,
 )
@@ -71,7 +71,7 @@ def losses(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[L
     """
     start, matters = {value: _FULL}, behind(graph, tuple(graph.outputs))
     if matters.get(value, _NONE) < _FULL:
-        return [*search(graph, start, dict.fromkeys(graph.outputs, _FULL), None, lossy)]
+        return losses_between(graph, start, graph.outputs)
     if graph not in _suspected:
         bits = {v: 1 << i for i, v in enumerate((*graph.inputs, *graph.captured))}
         suspects = _suspects(graph, bits, bits)
@@ -82,7 +82,7 @@ def losses(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[L
     apart = *_stopped_elsewhere(graph, reached), *_weighted(graph, value, reached)
     others = {*trained, *apart} - {value}
     flows = _Flows(reached, forward(graph, dict.fromkeys(others, _FULL)))
-    return list(dict.fromkeys(_terms(graph, start, flows, graph.outputs, None)))
+    return list(dict.fromkeys(_terms(graph, start, flows)))
 
 
 _suspected: WeakKeyDictionary[PlainGraph, set[int]] = WeakKeyDictionary()
@@ -107,15 +107,9 @@ def _suspects(graph: PlainGraph, full: Mapping[int, int], some: Mapping[int, int
                 summands = (m for v, m in zip(node.inputs, flowing, strict=True) if v in above)
                 result |= lost & ~any_of(summands)
         for body in node.bodies if node.links is None and any(data) else ():
-            ends = []
-            for of in (full, some):
-                start = dict.fromkeys(body.graph.inputs, 0)
-                for value, i in zip(body.graph.inputs, body.inputs, strict=True):
-                    start[value] |= of.get(node.inputs[i], 0)
-                for k, i in body.carries:
-                    start[body.graph.inputs[i]] |= of.get(node.outputs[k], 0)
-                ends.append(start)
-            result |= _suspects(body.graph, *ends)
+            result |= _suspects(
+                body.graph, *(entering_body(body, node, of, or_) for of in (full, some))
+            )
     return result
 
 
@@ -152,10 +146,7 @@ def _stopped_elsewhere(graph: PlainGraph, reached: Strengths) -> set[int]:
     }
     for node in graph.nodes:
         for body in node.bodies if node.links is None else ():
-            entering, after = (
-                [reached.get(v, _NONE) for v in of] for of in (node.inputs, node.outputs)
-            )
-            inner = forward(body.graph, entering_body(body, entering, after))
+            inner = forward(body.graph, entering_body(body, node, reached, max))
             inside = _stopped_elsewhere(body.graph, inner) if any(inner.values()) else set()
             pairs = zip(body.graph.inputs, body.inputs, strict=True)
             for outer in {node.inputs[i] for value, i in pairs if value in inside}:
@@ -192,14 +183,10 @@ def _weighted(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
 
 
 def _terms(
-    graph: PlainGraph,
-    start: Strengths,
-    flows: _Flows,
-    outputs: Iterable[int],
-    call: Node | None,
+    graph: PlainGraph, start: Strengths, flows: _Flows, call: Node | None = None
 ) -> Iterator[Loss]:
     """The losses behind each lost term of the graph's additive operations."""
-    matters = behind(graph, tuple(outputs))
+    matters = behind(graph, tuple(graph.outputs))
     scaling = _scaling(graph, flows.own)
     vain = _useless_edits(graph, flows, matters)
     for node in graph.nodes:
@@ -209,15 +196,10 @@ def _terms(
         for body in inside:
             if not body.gate:
                 own, others = (
-                    entering_body(
-                        body,
-                        [of.get(value, _NONE) for value in node.inputs],
-                        [of.get(value, _NONE) for value in node.outputs],
-                    )
-                    for of in (flows.own, flows.others)
+                    entering_body(body, node, of, max) for of in (flows.own, flows.others)
                 )
                 inner = _Flows(forward(body.graph, own), forward(body.graph, others))
-                yield from _terms(body.graph, own, inner, body.graph.outputs, call or node)
+                yield from _terms(body.graph, own, inner, call or node)
         if inside or node.operation not in ADDITIVE:
             continue
 
@@ -230,7 +212,7 @@ def _terms(
         for term in dict.fromkeys(a for v in terms for a in _addends(graph, v, flows)):
             if is_added_again(graph, term, before, flows.own):
                 continue
-            along = [*search(graph, start, {term: _FULL}, call, lossy)]
+            along = losses_between(graph, start, [term], call)
             stops = [
                 loss
                 for loss in along
@@ -299,9 +281,8 @@ def _scaling(graph: PlainGraph, reached: Strengths) -> set[int]:
     """The stopped values that multiply or divide a differentiable value."""
     result: set[int] = set()
     for node in graph.nodes:
-        strengths = [reached.get(v, _NONE) for v in node.inputs]
-        if node.operation in _SCALES and _FULL in strengths:
-            lost = [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
+        flowing, lost = flowing_and_lost(graph, node, reached)
+        if node.operation in _SCALES and flowing:
             result |= {first for v in lost for first in first_lost(graph, v, reached)}
     stopped = {v for v in result if (node := _maker(graph, v)) and node.loss in _STOPPED}
     return equal_values(graph, stopped)
@@ -323,12 +304,11 @@ def _is_residual(graph: PlainGraph, value: int) -> bool:
 
 def _place(graph: PlainGraph, loss: Loss) -> Node:
     """The node of this graph that is the loss's node or contains it in a body."""
-    return next(node for node in graph.nodes if _holds(node, loss.node))
-
-
-def _holds(node: Node, other: Node) -> bool:
-    inside = (inner for body in node.bodies for inner in body.graph.nodes)
-    return node is other or any(_holds(inner, other) for inner in inside)
+    for node in graph.nodes:
+        inside = (inner for body in node.bodies for _, inner in body.graph.walk())
+        if node is loss.node or any(inner is loss.node for inner in inside):
+            return node
+    raise AssertionError  # a loss is found in the graph that is searched
 
 
 def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int]) -> bool:

@@ -180,21 +180,20 @@ def timed(run: Callable[[], Any], between: Callable[[], Any] = lambda: None) -> 
     return times
 
 
-def measurement(times: Sequence[float], **others: Any) -> Measurement:
-    """The `Measurement` of these times, and of `others`."""
+def measurement(
+    times: Sequence[float], unknown: Iterable[str], notes: Sequence[str], **others: Any
+) -> Measurement:
+    """The `Measurement` of these times and `others`; no rule counts the `unknown` operations."""
+    names = ", ".join(sorted(set(unknown)))
+    not_counted = [f"not in flops: {names}, which no rule counts"] if names else []
     return Measurement(
         seconds=statistics.median(times),
         fastest=min(times),
         slowest=max(times),
         runs=len(times),
+        notes=(*not_counted, *notes),
         **others,
     )
-
-
-def not_counted(names: Iterable[str]) -> list[str]:
-    """The note that lists operations without a counting rule, if any."""
-    known = sorted(set(names))
-    return [f"not in flops: {', '.join(known)}, which no rule counts"] if known else []
 
 
 # --- what operations cost ----------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from gradtools.jax.jaxprs import (
     CALLS,
@@ -37,7 +38,7 @@ from gradtools.seeing import measures as costs
 def counted(jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[Any]) -> Count:
     """The count of one run of a program, which runs only if its values determine the count."""
     count = Count()
-    if _is_dynamic(jaxpr):
+    if any(map(_has_trips, jaxpr.eqns)):
         count.run(HeldJaxpr(jaxpr, tuple(consts)), list(leaves))
     else:
         count.flops = count.cost(jaxpr)
@@ -80,17 +81,12 @@ def is_call(name: str) -> bool:
     return own or name in CALLS or name in RULED
 
 
-def _is_dynamic(jaxpr: Jaxpr) -> bool:
-    """Whether it has a loop or a branch whose trip count depends on values."""
-    return any(map(_has_trips, jaxpr.eqns))
-
-
 def _has_trips(eqn: Eqn) -> bool:
+    """Whether it is, or contains, a loop or a branch whose trip count depends on values."""
     name = eqn.primitive.name
-    if name in ("while", "cond"):
-        return True
     inside = bodies(eqn) if is_call(name) or name == "scan" else []
-    return any(_is_dynamic(body.jaxpr) for body in inside)
+    inner = (inner for body in inside for inner in body.jaxpr.eqns)
+    return name in ("while", "cond") or any(map(_has_trips, inner))
 
 
 # --- counting ----------------------------------------------------------------------------
@@ -115,8 +111,8 @@ class Count:
         """Counts a body that runs once, and returns its results."""
         jaxpr = body.jaxpr
         if id(jaxpr) not in self._known:
-            dynamic = _is_dynamic(jaxpr)
-            run = None if dynamic else jax.jit(lambda *xs: interpreted(jaxpr, xs, _bound))
+            dynamic, plain = any(map(_has_trips, jaxpr.eqns)), lambda i, eqn, xs: bound(eqn, xs)
+            run = None if dynamic else jax.jit(lambda *xs: interpreted(jaxpr, xs, plain))
             self._known[id(jaxpr)] = jaxpr, 0 if dynamic else self.cost(jaxpr), run
         _, cost, run = self._known[id(jaxpr)]
         self.flops += cost
@@ -139,8 +135,12 @@ class Count:
                 (go,) = self.run(gate, [*xs[:a], *carry])
                 if not jnp.any(go):
                     return carry
-                result = self.run(body, [*xs[a : a + b], *carry])
-                carry = [_where(go, new, old) for new, old in zip(result, carry, strict=True)]
+                before, carry = carry, self.run(body, [*xs[a : a + b], *carry])
+                if go.ndim:  # under vmap finished examples keep their carry
+                    carry = [
+                        lax.select(lax.broadcast_in_dim(go, new.shape, range(go.ndim)), new, old)
+                        for new, old in zip(carry, before, strict=True)
+                    ]
         if name == "scan":
             length, (n, carried) = params["length"], scan_counts(eqn)
             carry, rows = xs[n : n + carried], list[Any]([None] * length)
@@ -171,17 +171,6 @@ class Count:
         elif name in ("while", "cond"):
             self.notes.add(f"a {name} inside of another kind of program is counted once")
         return trips * sum(self.cost(body.jaxpr) for body in inner if trips)
-
-
-def _bound(i: int, eqn: Eqn, xs: list[Any]) -> list[Any]:
-    return bound(eqn, xs)
-
-
-def _where(go: Any, new: Any, old: Any) -> Any:
-    """Selects the new carry where the loop continues; under vmap finished examples keep theirs."""
-    if go.ndim == 0:
-        return new
-    return jax.lax.select(jax.lax.broadcast_in_dim(go, new.shape, range(go.ndim)), new, old)
 
 
 _OTHERS = """
@@ -236,26 +225,15 @@ def _dot(eqn: Eqn, out: Any) -> int:
 def _conv(eqn: Eqn, out: Any) -> int:
     (left, right), params = (v.aval for v in eqn.invars), eqn.params
     numbers = params["dimension_numbers"]
-    axes = zip(
-        *[
-            [x.shape[d] for d in spec[2:]]
-            for x, spec in zip(
-                (out, right, left),
-                (numbers.out_spec, numbers.rhs_spec, numbers.lhs_spec),
-                strict=True,
-            )
-        ],
-        params["window_strides"],
-        [low for low, _ in params["padding"]],
-        params["lhs_dilation"],
-        params["rhs_dilation"],
-        strict=True,
-    )
+    specs = (out, numbers.out_spec), (right, numbers.rhs_spec), (left, numbers.lhs_spec)
+    outs, taps, ins = ([x.shape[d] for d in spec[2:]] for x, spec in specs)
+    low = [low for low, _ in params["padding"]]
+    dilations = params["lhs_dilation"], params["rhs_dilation"]
+    axes = zip(outs, taps, ins, params["window_strides"], low, *dilations, strict=True)
+    meeting = [costs.meetings(*axis) for axis in axes]
     batch, channels = (out.shape[d] for d in numbers.out_spec[:2])
-    ins = right.shape[numbers.rhs_spec[1]]
-    return costs.convolution(
-        [costs.meetings(*axis) for axis in axes], batch, ins, channels, _complex(out)
-    )
+    group = right.shape[numbers.rhs_spec[1]]
+    return costs.convolution(meeting, batch, group, channels, _complex(out))
 
 
 def _reduction(eqn: Eqn, out: Any) -> int:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -35,27 +33,54 @@ _NO_JIT = (
 
 
 def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
-    program = _Compiled.of(f, args, kwargs)
-    compiled = jax.jit(program.evaluated).lower(program.consts, program.leaves).compile()
-    run = partial(compiled, program.consts, program.leaves)
-    jax.block_until_ready(run())
-    count = counted(program.jaxpr, program.consts, program.leaves)
+    given, treedef = jax.tree.flatten((args, kwargs))
+    places = [i for i, x in enumerate(given) if _is_array(x)]
+    leaves = [given[i] for i in places]
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise GradtoolsError(
+            "measure: called inside of a transform, where arrays have no values. Call it "
+            "outside, on the transformed function."
+        )
+
+    def run(*xs: Any) -> list[Any]:
+        """The arrays among the results of f, for these array leaves of its arguments."""
+        inner_args, inner_kwargs = jax.tree.unflatten(treedef, replaced_at(given, places, xs))
+        out = f(*inner_args, **inner_kwargs)
+        arrays = [x for x in trees.flatten(out)[0] if _is_array(x)]
+        if leaves and not arrays:
+            kind = "None" if out is None else with_article(type(out).__name__)
+            raise GradtoolsError(
+                f"measure: f returned {kind}, and in JAX what no result needs "
+                "is left out: nothing would be counted. Return arrays."
+            )
+        return arrays
+
+    try:
+        closed = jax.make_jaxpr(run)(*leaves)
+    except _NO_JIT as error:
+        raise GradtoolsError(
+            "measure: f cannot be traced by jax.jit, and in JAX it is the compiled program "
+            "that is measured. What decides on Python values must not be an array: pass it as "
+            f"a Python number or bind it with functools.partial. JAX says: {error}"
+        ) from error
+    jaxpr, consts = live(closed.jaxpr), list(closed.consts)
+    # captured arrays are arguments: XLA would copy and fold constants
+    evaluated = jax.jit(lambda consts, xs: jax.core.eval_jaxpr(jaxpr, consts, *xs))
+    compiled = evaluated.lower(consts, leaves).compile()
+    jax.block_until_ready(compiled(consts, leaves))
+    count = counted(jaxpr, consts, leaves)
     memory = compiled.memory_analysis()
     if memory is None:
         raise GradtoolsError("measure: this platform's XLA does not say how many bytes it takes.")
-    saved, notes = program.saved_bytes()
+    saved, notes = _saved_bytes(run, leaves)
     return costs.measurement(
-        costs.timed(lambda: jax.block_until_ready(run())),
+        costs.timed(lambda: jax.block_until_ready(compiled(consts, leaves))),
+        count.unknown,
+        [*sorted(count.notes), *_libraries(compiled.as_text()), *notes],
         flops=count.flops,
         peak_bytes=memory.temp_size_in_bytes + memory.output_size_in_bytes,
         saved_bytes=saved,
         backend="jax",
-        notes=(
-            *costs.not_counted(count.unknown),
-            *sorted(count.notes),
-            *_libraries(compiled.as_text()),
-            *notes,
-        ),
     )
 
 
@@ -64,89 +89,35 @@ def _libraries(text: str | None) -> list[str]:
 
     On the CPU XLA may fuse whole chains of products into one (seen: 4 bytes for eight layers).
     """
-    kinds = sorted(set(re.findall(r'"kind":"__(\w+?)_fusion"', text or "")))
-    if not kinds:
-        return []
-    names = ", ".join(kinds)
-    return [f"peak bytes leave out what library kernels hold inside ({names}, chosen by XLA)"]
+    names = ", ".join(sorted(set(re.findall(r'"kind":"__(\w+?)_fusion"', text or ""))))
+    note = f"peak bytes leave out what library kernels hold inside ({names}, chosen by XLA)"
+    return [note] if names else []
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """A call as a jaxpr without dead code.
+def _saved_bytes(
+    run: Callable[..., list[Any]], leaves: Sequence[Any]
+) -> tuple[int | None, list[str]]:
+    """The bytes of jax.vjp's residuals along all inexact leaves, or None and a note."""
+    moving = [i for i, x in enumerate(leaves) if trees.is_inexact(x)]
+    if not moving:
+        return 0, []
 
-    Attributes:
-        run: f as a function of its array leaves that returns the arrays among its results.
-        leaves: The array leaves of the arguments.
-        jaxpr: The jaxpr.
-        consts: The captured arrays.
-    """
+    def kept(*xs: Any) -> list[Any]:
+        def outs(*moved: Any) -> list[Any]:
+            return [y for y in run(*replaced_at(xs, moving, moved)) if trees.is_inexact(y)]
 
-    run: Callable[..., list[Any]]
-    leaves: list[Any]
-    jaxpr: Jaxpr
-    consts: list[Any]
+        ys, pull = jax.vjp(outs, *[xs[i] for i in moving])
+        pull(ys)  # raises for a loop that cannot be transposed
+        return [x for x in jax.tree.leaves(pull) if _is_array(x)]
 
-    @classmethod
-    def of(cls, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Compiled:
-        given, treedef = jax.tree.flatten((args, kwargs))
-        places = [i for i, x in enumerate(given) if _is_array(x)]
-        leaves = [given[i] for i in places]
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            raise GradtoolsError(
-                "measure: called inside of a transform, where arrays have no values. Call it "
-                "outside, on the transformed function."
-            )
-
-        def run(*xs: Any) -> list[Any]:
-            full = replaced_at(given, places, xs)
-            inner_args, inner_kwargs = jax.tree.unflatten(treedef, full)
-            out = f(*inner_args, **inner_kwargs)
-            arrays = [x for x in trees.flatten(out)[0] if _is_array(x)]
-            if leaves and not arrays:
-                kind = "None" if out is None else with_article(type(out).__name__)
-                raise GradtoolsError(
-                    f"measure: f returned {kind}, and in JAX what no result needs "
-                    "is left out: nothing would be counted. Return arrays."
-                )
-            return arrays
-
-        try:
-            closed = jax.make_jaxpr(run)(*leaves)
-        except _NO_JIT as error:
-            raise GradtoolsError(
-                "measure: f cannot be traced by jax.jit, and in JAX it is the compiled program "
-                "that is measured. What decides on Python values must not be an array: pass it as "
-                f"a Python number or bind it with functools.partial. JAX says: {error}"
-            ) from error
-        return cls(run, leaves, live(closed.jaxpr), list(closed.consts))
-
-    def evaluated(self, consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-        """The program with captured arrays as arguments: XLA would copy and fold constants."""
-        return jax.core.eval_jaxpr(self.jaxpr, consts, *leaves)
-
-    def saved_bytes(self) -> tuple[int | None, list[str]]:
-        """The bytes of jax.vjp's residuals along all inexact leaves, or None and a note."""
-        moving = [i for i, x in enumerate(self.leaves) if trees.is_inexact(x)]
-        if not moving:
-            return 0, []
-
-        def kept(*xs: Any) -> list[Any]:
-            def outs(*moved: Any) -> list[Any]:
-                return [y for y in self.run(*replaced_at(xs, moving, moved)) if trees.is_inexact(y)]
-
-            ys, pull = jax.vjp(outs, *[xs[i] for i in moving])
-            pull(ys)  # raises for a loop that cannot be transposed
-            return [x for x in jax.tree.leaves(pull) if _is_array(x)]
-
-        try:
-            closed = jax.make_jaxpr(kept)(*self.leaves)
-            own = dict(zip(_origins(closed.jaxpr), closed.jaxpr.outvars, strict=True))
-        except Exception as error:  # f cannot be differentiated
-            first = str(error).strip().partition("\n")[0]
-            return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
-        made = [var for origin, var in own.items() if not isinstance(origin, int)]
-        return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in made), []
+    try:
+        closed = jax.make_jaxpr(kept)(*leaves)
+        own = dict(zip(_origins(closed.jaxpr), closed.jaxpr.outvars, strict=True))
+    except Exception as error:  # f cannot be differentiated
+        first = str(error).strip().partition("\n")[0]
+        return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
+    made = [var for origin, var in own.items() if not isinstance(origin, int)]
+    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in made), []
 
 
 def _origins(jaxpr: Jaxpr) -> list[Any]:

@@ -170,20 +170,14 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
 
 def _pooled(p: Any, eqn: Eqn) -> Attributes:
     """Window, stride and padding of the last axes, from the first with a nontrivial window."""
-    window, stride = _ints(p["window_dimensions"]), _ints(p["window_strides"])
-    padding = tuple(_ints(pair) for pair in p["padding"])
-    dilation, inner = _ints(p["window_dilation"]), _ints(p["base_dilation"])
-    along = zip(window, stride, padding, dilation, inner, strict=True)
-    first = next((i for i, axis in enumerate(along) if axis != (1, 1, (0, 0), 1, 1)), 0)
-    ones, none = (1,) * len(window[first:]), ((0, 0),) * len(window[first:])
-    return _unless(
-        {"stride": window[first:], "padding": none, "dilation": ones, "input_dilation": ones},
-        window=window[first:],
-        stride=stride[first:],
-        padding=padding[first:],
-        dilation=dilation[first:],
-        input_dilation=inner[first:],
-    )
+    names = ["window", "stride", "padding", "dilation", "input_dilation"]
+    keys = ["window_dimensions", "window_strides", "padding", "window_dilation", "base_dilation"]
+    axes = [*zip(*(p[key] for key in keys), strict=True)]
+    first = next((i for i, axis in enumerate(axes) if axis != (1, 1, (0, 0), 1, 1)), 0)
+    attributes = {n: tuple(axis[i] for axis in axes[first:]) for i, n in enumerate(names)}
+    ones = (1,) * len(axes[first:])
+    usual = {"stride": attributes["window"], "padding": ((0, 0),) * len(ones), "dilation": ones}
+    return _unless({**usual, "input_dilation": ones}, **attributes)
 
 
 def _transformed(p: Any, eqn: Eqn) -> Attributes:
@@ -209,14 +203,12 @@ def _gathered(p: Any, eqn: Eqn) -> Attributes:
     d, shape = p["dimension_numbers"], _shape(eqn.invars[0])
     axes, sizes = _ints(d.start_index_map), _ints(p["slice_sizes"])
     usual = tuple(1 if a in axes else n for a, n in enumerate(shape))
-    collapsed = _ints(d.collapsed_slice_dims)
-    last = len(_shape(eqn.outvars[0]))
-    whole = tuple(range(last - len(d.offset_dims), last))
+    collapsed, offset = _ints(d.collapsed_slice_dims), _ints(d.offset_dims)
     return {
         "axes": axes,
         "sizes": sizes if sizes != usual else None,
         "kept": tuple(a for a in axes if a not in collapsed) or None,
-        "offset_axes": _ints(d.offset_dims) if _ints(d.offset_dims) != whole else None,
+        "offset_axes": _unless_last(offset, len(_shape(eqn.outvars[0]))),
         "batch_axes": _ints(d.operand_batching_dims) or None,
         "index_batch_axes": _unless_first(d.start_indices_batching_dims),
         "mode": _bounds(p["mode"]),
@@ -225,23 +217,24 @@ def _gathered(p: Any, eqn: Eqn) -> Attributes:
 
 def _scattered(p: Any, eqn: Eqn) -> Attributes:
     d = p["dimension_numbers"]
-    window, last = _ints(d.update_window_dims), len(_shape(eqn.invars[2]))
     axes, inserted = _ints(d.scatter_dims_to_operand_dims), _ints(d.inserted_window_dims)
-    kind = eqn.primitive.name.replace("scatter", "").strip("-_")
     return {
         "axes": axes,
         "kept": tuple(a for a in axes if a not in inserted) or None,
-        "window": window if window != tuple(range(last - len(window), last)) else None,
+        "window": _unless_last(_ints(d.update_window_dims), len(_shape(eqn.invars[2]))),
         "batch_axes": _ints(d.operand_batching_dims) or None,
         "index_batch_axes": _unless_first(d.scatter_indices_batching_dims),
         "bounds": _bounds(p["mode"]),
-        "mode": kind or None,
+        "mode": eqn.primitive.name.replace("scatter", "").strip("-_") or None,
     }
 
 
+def _unless_last(axes: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
+    return None if axes == tuple(range(rank - len(axes), rank)) else axes
+
+
 def _unless_first(axes: Any) -> tuple[int, ...] | None:
-    result = _ints(axes)
-    return None if result == tuple(range(len(result))) else result
+    return None if _ints(axes) == tuple(range(len(axes))) else _ints(axes)
 
 
 def _bounds(mode: Any) -> str | None:

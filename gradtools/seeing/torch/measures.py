@@ -63,12 +63,13 @@ def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
         notes.append("operations and bytes are those of eager execution underneath torch.compile")
     return costs.measurement(
         times,
+        flops.unknown,
+        notes,
         flops=flops.total,
         peak_bytes=live.peak,
         saved_bytes=saved,
         backend="torch",
         device_peak_bytes=device_peak,
-        notes=(*costs.not_counted(flops.unknown), *notes),
     )
 
 

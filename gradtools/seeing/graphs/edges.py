@@ -28,12 +28,9 @@ def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
     lost = lost_links(graph)
     edges = []
     for i, node in enumerate(graph.nodes):
-        strengths = strengths_of(graph, node)
-        for k, (value, strength) in enumerate(zip(node.inputs, strengths, strict=True)):
-            maker = makers.get(value)
-            saved = node.phase > phases[value]
-            cut = cut_reason(lost, node, k, strength)
-            edges.append(Edge(maker, i, value, graph.values[value].bytes, saved, strength, cut))
+        for value, strength, cut in reads_of(graph, node, lost):
+            size, saved = graph.values[value].bytes, node.phase > phases[value]
+            edges.append(Edge(makers.get(value), i, value, size, saved, strength, cut))
     for source, value in graph.outside:  # through NumPy or a Python number, to each later reader
         cut, size = reason("left_framework"), graph.values[source].bytes
         readers: list[int | None] = [i for i, n in enumerate(graph.nodes) if value in n.inputs]
@@ -93,11 +90,19 @@ def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
     return phases | {value: node.phase for node in nodes for value in node.outputs}
 
 
-def strengths_of(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
+def reads_of(
+    graph: PlainGraph, node: Node, lost: frozenset[tuple[int, int]]
+) -> Iterator[tuple[int, Dependence, str | None]]:
+    """The inputs of a node, each with the dependence on it and why no derivative flows, if lost."""
+    for i, (value, strength) in enumerate(zip(node.inputs, _strengths(graph, node), strict=True)):
+        is_lost = strength == _CUT and (id(node), i) in lost
+        yield value, strength, reason(node.loss) if is_lost else None
+
+
+def _strengths(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
     """The strongest dependence of any of a node's outputs on each of its inputs."""
     columns = zip(*links_of(graph, node), strict=True)
-    result = tuple(max(column) for column in columns)
-    return result or (_NONE,) * len(node.inputs)
+    return tuple(map(max, columns)) or (_NONE,) * len(node.inputs)
 
 
 def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
@@ -113,11 +118,11 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
         result |= {(id(loss.node), loss.input) for loss in losses(forward, value)}
     for node in graph.nodes:
         if node.phase and node.loss in ("inside_rule", "stopped_in_rule"):
-            result |= {(id(node), i) for i, s in enumerate(strengths_of(graph, node)) if s == _CUT}
+            result |= {(id(node), i) for i, s in enumerate(_strengths(graph, node)) if s == _CUT}
     makers = {value: node for node in forward.nodes for value in node.outputs}
     for node in forward.nodes:
         if node.loss in _ON_PURPOSE and not node.bodies and not _is_shift(node, makers):
-            for i, strength in enumerate(strengths_of(forward, node)):
+            for i, strength in enumerate(_strengths(forward, node)):
                 if strength == _CUT and graph.values[node.inputs[i]].is_inexact:
                     result.add((id(node), i))
     return frozenset(result)
@@ -141,13 +146,6 @@ def _forward(graph: PlainGraph) -> PlainGraph:
         return graph
     made = {value for node in nodes for value in node.outputs}.union(graph.inputs)
     return replace(graph, nodes=nodes, outputs=tuple(v for v in graph.outputs if v in made))
-
-
-def cut_reason(
-    lost: frozenset[tuple[int, int]], node: Node, index: int, strength: Dependence
-) -> str | None:
-    """Why no derivative flows to this input; None if none is lost there."""
-    return reason(node.loss) if strength == _CUT and (id(node), index) in lost else None
 
 
 def reason(loss: str | None) -> str:

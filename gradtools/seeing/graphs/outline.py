@@ -164,7 +164,7 @@ class Block:
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
         """Every box in it, in program order."""
-        return tuple(box for item in self.walk() if isinstance(box := item, Box))
+        return tuple(item for item in self.walk() if isinstance(item, Box))
 
     @cached_property
     def operations(self) -> int:
@@ -188,6 +188,15 @@ class Block:
             yield child
             if isinstance(child, Block):
                 yield from child.walk()
+
+    def paths(
+        self, around: tuple[Block, ...] = ()
+    ) -> Iterator[tuple[tuple[Block, ...], Box | Block]]:
+        """All boxes and blocks in it, each with the blocks around it, outermost first."""
+        for child in self.children:
+            yield (*around, self), child
+            if isinstance(child, Block):
+                yield from child.paths((*around, self))
 
 
 @dataclass(frozen=True)
@@ -230,28 +239,19 @@ class Outline:
     alive: frozenset[int] = frozenset()
 
     @cached_property
-    def parents(self) -> dict[int, Block]:
-        """The block around each box and block."""
-        result = {}
-        for column in self.columns:
-            for block in (column, *column.walk()):
-                if isinstance(block, Block):
-                    result.update({child.key: block for child in block.children})
-        return result
-
-    @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Every block below the columns, outer ones first."""
         inner = (item for column in self.columns for item in column.walk())
         return tuple(item for item in inner if isinstance(item, Block))
 
-    def around(self, key: int) -> list[Block]:
-        """The blocks around a box, innermost first; the last is its column."""
-        result = []
-        while key in self.parents:
-            result.append(self.parents[key])
-            key = result[-1].key
-        return result
+    @cached_property
+    def _around(self) -> dict[int, tuple[Block, ...]]:
+        paths = (path for column in self.columns for path in column.paths())
+        return {item.key: around for around, item in paths}
+
+    def around(self, key: int) -> tuple[Block, ...]:
+        """The blocks around a box or block, outermost first: its column, which has none."""
+        return self._around.get(key, ())
 
     def drawn(self, opened: frozenset[int]) -> Iterator[tuple[str, int, Box | Block]]:
         """What is drawn, in program order, with its depth.

@@ -22,10 +22,9 @@ from gradtools.seeing.graphs.attributes import are_numbers, call_text, is_number
 from gradtools.seeing.graphs.edges import (
     alive_anyway,
     base_of,
-    cut_reason,
     lost_links,
+    reads_of,
     reason,
-    strengths_of,
 )
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value
 from gradtools.seeing.graphs.outline import (
@@ -65,7 +64,13 @@ def shown(
 def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
     """The outline of a graph, with one column for each pass."""
     flat = _InlinedGraph(graph)
-    columns = [_in_parts(block) for block in _nested(flat)]
+    roots = {}
+    for phase in sorted({item.phase for item in (*flat.entries, *flat.outputs)}) or [0]:
+        entries = [entry for entry in flat.entries if entry.phase == phase]
+        name = PHASES[phase] if phase < len(PHASES) else f"pass {phase}"
+        roots[phase] = Block("pass", name, (), phase, _runs(entries, 0))
+    _place_leaves(flat, roots)
+    columns = [_in_parts(root) for root in roots.values() if root.children]
     blocks = [b for c in columns for b in (c, *c.walk()) if isinstance(b, Block)]
     for key, block in enumerate(blocks, len(flat.boxes)):
         block.key = key
@@ -169,9 +174,8 @@ class _InlinedGraph:
                 continue
             box = self._operation(level.graph, node, scope=scope)
             entries.append(box)
-            strengths = strengths_of(level.graph, node)
-            for i, (value, strength) in enumerate(zip(node.inputs, strengths, strict=True)):
-                self._read(box, level, value, strength, cut_reason(self._lost, node, i, strength))
+            for value, strength, cut in reads_of(level.graph, node, self._lost):
+                self._read(box, level, value, strength, cut)
             level.made.update({v: ((box.key, k),) for k, v in enumerate(node.outputs)})
         return entries
 
@@ -248,18 +252,6 @@ def _is_number(box: Box) -> bool:
 # --- nesting -----------------------------------------------------------------------------
 
 
-def _nested(flat: _InlinedGraph) -> list[Block]:
-    """One block for each pass: scopes become nested blocks, inputs and outputs are placed."""
-    phases = sorted({entry.phase for entry in flat.entries} | {u.phase for u in flat.outputs})
-    roots = {}
-    for phase in phases or [0]:
-        entries = [entry for entry in flat.entries if entry.phase == phase]
-        title = PHASES[phase] if phase < len(PHASES) else f"pass {phase}"
-        roots[phase] = Block("pass", title, (), phase, _runs(entries, 0))
-    _place_leaves(flat, roots)
-    return [root for root in roots.values() if root.children]
-
-
 def _runs(entries: Sequence[Box | Block], level: int) -> list[Box | Block]:
     """Groups consecutive entries of one scope, recursively, and drops empty calls."""
     has_box = lambda block: any(isinstance(item, Box) for item in block.walk())
@@ -303,79 +295,56 @@ def _tidy(entry: Box | Block) -> Box | Block:
 def _place_leaves(flat: _InlinedGraph, roots: Mapping[int, Block]) -> None:
     """Puts inputs before their first reader, outputs after their maker."""
     paths = _paths_to(roots.values())
-    readers: dict[int, list[int]] = {}
+    readers: dict[int, list[Sequence[Any]]] = {}
     for box in flat.boxes:
-        for operand in box.reads:
-            for maker, _ in operand.makers:
-                readers.setdefault(maker, []).append(box.key)
+        for maker in (maker for operand in box.reads for maker, _ in operand.makers):
+            readers.setdefault(maker, []).extend([paths[box.key]] if box.key in paths else [])
+    # the leaves before and after a child, by its id; those of an empty column by its own
+    before, after = dict[int, list[Box]](), dict[int, list[Box]]()
     first = next(iter(roots.values()))
-    before: dict[tuple[int, int], list[Box]] = {}
     for leaf in flat.leaves:
-        reading = [paths[key] for key in readers.get(leaf.key, ()) if key in paths]
-        first_phase = min((path[0].phase for path in reading), default=0)
-        reading = [path for path in reading if path[0].phase == first_phase]
         if leaf.kind == "captured" and leaf.key not in readers:  # or printed in place of an operand
             continue
+        reading = readers.get(leaf.key, [])
+        leaf.phase = min((path[0].phase for path in reading), default=first.phase)
+        reading = [path for path in reading if path[0].phase == leaf.phase]
         if leaf.kind == "input" and not re.search(r"[\[.]", leaf.values[0].name):
             reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
-        home, at = _home(reading) if reading else (first, 0)
-        leaf.phase = home.phase
-        before.setdefault((id(home), at), []).append(leaf)
-    after: dict[tuple[int, int], list[Box]] = {}
+        depth = 1  # of the children that contain readers, in the innermost block around them all
+        while reading and all(
+            p[depth] is reading[0][depth] and len(p) > depth + 1 for p in reading
+        ):
+            depth += 1
+        home = reading[0][depth - 1] if reading else first
+        inside = {id(path[depth]) for path in reading} or set(map(id, home.children))
+        anchor = next((child for child in home.children if id(child) in inside), home)
+        before.setdefault(id(anchor), []).append(leaf)
     for box in flat.outputs:
+        home = roots[min(box.phase, max(roots))]
+        anchor = home.children[-1] if home.children else home
         makers = [paths[key] for key, _ in box.operands[0].makers if key in paths]
         many = box.phase and len(flat.outputs) > _LEAVES_ABOVE
         if makers and many and not _OF_ARGUMENT.search(box.values[0].name):
-            near = len(flat.outputs) <= _LEAVES_NEAR
-            depth = _branching_depth(makers[0]) if near else len(makers[0]) - 2
-            home = makers[0][depth]
-            at = next(i for i, other in enumerate(home.children) if other is makers[0][depth + 1])
-        else:
-            home = roots[min(box.phase, max(roots))]
-            at = len(home.children) - 1
-        after.setdefault((id(home), at), []).append(box)
+            anchor = makers[0][-1]
+            if len(flat.outputs) <= _LEAVES_NEAR:  # beside the first of several parts
+                steps = zip(makers[0][:-1], makers[0][1:], strict=True)
+                is_one = lambda block: sum(isinstance(c, Block) for c in block.children) == 1
+                anchor = next((part for block, part in steps if not is_one(block)), anchor)
+        after.setdefault(id(anchor), []).append(box)
     for block in [b for root in roots.values() for b in (root, *root.walk())]:
         if isinstance(block, Block):
-            children = [] if block.children else [*before.get((id(block), 0), ())]
-            children += after.get((id(block), -1), ())
-            for at, child in enumerate(block.children):
-                place = id(block), at
-                children += (*before.get(place, ()), child, *after.get(place, ()))
+            children: list[Box | Block] = []
+            for child in block.children or [block]:
+                children += before.get(id(child), ())
+                children += [child] if child is not block else []
+                children += after.get(id(child), ())
             block.children = children
 
 
-def _paths_to(roots: Iterable[Block]) -> dict[int, list[Any]]:
+def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
     """For each box, by key, the blocks that lead to it, outermost first, and itself."""
-    result: dict[int, list[Any]] = {}
-
-    def visit(block: Block, path: list[Any]) -> None:
-        for child in block.children:
-            if isinstance(child, Block):
-                visit(child, [*path, child])
-            else:
-                result[child.key] = [*path, child]
-
-    for root in roots:
-        visit(root, [root])
-    return result
-
-
-def _branching_depth(path: Sequence[Any]) -> int:
-    """The depth of the block of which the path takes one part of several."""
-    depth = 0
-    while depth + 2 < len(path) and sum(isinstance(c, Block) for c in path[depth].children) == 1:
-        depth += 1
-    return depth
-
-
-def _home(paths: Sequence[Sequence[Any]]) -> tuple[Block, int]:
-    """The innermost block that contains all readers, and the index of the first of them in it."""
-    depth = 0
-    while all(len(path) > depth + 2 and path[depth + 1] is paths[0][depth + 1] for path in paths):
-        depth += 1
-    home = paths[0][depth]
-    reading = {id(path[depth + 1]) for path in paths}
-    return home, next(i for i, child in enumerate(home.children) if id(child) in reading)
+    paths = (path for column in columns for path in column.paths())
+    return {item.key: (*around, item) for around, item in paths if isinstance(item, Box)}
 
 
 def _in_parts(block: Block) -> Block:

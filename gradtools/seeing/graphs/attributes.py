@@ -61,30 +61,17 @@ def _slices(bounds: Mapping[str, Any], shape: Sequence[int]) -> str:
     """A slice in NumPy's notation, such as ``1:3, :``; dropped axes show their index."""
     rank = len(bounds["start"])
     ends = shape if len(shape) == rank else (None,) * rank
-    stride, dropped = bounds.get("stride", (1,) * rank), bounds.get("drop", ())
+    strides, dropped = bounds.get("stride", (1,) * rank), bounds.get("drop", ())
     pieces = []
-    for axis, (start, limit, step, end) in enumerate(
-        zip(bounds["start"], bounds["limit"], stride, ends, strict=True)
-    ):
-        whole = f"{start or ''}:{limit if limit != end else ''}"
-        whole += f":{step}" if step != 1 else ""
+    for axis, start in enumerate(bounds["start"]):
+        limit, stride = bounds["limit"][axis], strides[axis]
+        whole = f"{start or ''}:{limit if limit != ends[axis] else ''}"
+        whole += f":{stride}" if stride != 1 else ""
         pieces.append(str(start) if axis in dropped else whole)
     return ", ".join(pieces)
 
 
-_NUMBER = re.compile(r"[-+0-9.a-z]+j?")
-
-
-def is_number(text: str) -> bool:
-    """Whether a captured value's name is a number, which is then shown in place of an operand."""
-    if not text or not _NUMBER.fullmatch(text):
-        return False
-    try:
-        complex(text)
-    except ValueError:
-        return False
-    return True
-
+# --- numbers as the names of captured values ---------------------------------------------
 
 _MOST_NUMBERS = 64
 
@@ -96,19 +83,23 @@ def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
         shape: Its shape.
         listed: Gives its numbers as nested lists.
     """
-    count = math.prod(shape)
-    return _listed(listed()) if 0 < count <= _MOST_NUMBERS else ""
+    return number_text(listed()) if 0 < math.prod(shape) <= _MOST_NUMBERS else ""
 
 
-def _listed(values: Any) -> str:
-    if isinstance(values, list):
-        return f"[{', '.join(map(_listed, values))}]"
-    return number_text(values)
-
-
-def number_text(value: complex | float) -> str:
-    """A number to six digits; integers in full."""
+def number_text(value: Any) -> str:
+    """A number to six digits, integers in full; nested lists of numbers in brackets."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(number_text, value))}]"
     return f"{value:d}" if isinstance(value, int) else f"{value:.6g}"
+
+
+def is_number(text: str) -> bool:
+    """Whether a captured value's name is a number, which is then shown in place of an operand."""
+    try:
+        complex(text)
+    except ValueError:
+        return False
+    return re.fullmatch(r"[-+0-9.a-z]+j?", text) is not None
 
 
 def are_numbers(text: str) -> bool:

@@ -51,9 +51,8 @@ def card_of(item: Box | Block) -> Card:
         style = "alert" if text in alerts else "line"
         texts += [(style, line) for line in _lines(text, _LONGEST["line"])]
     texts += [("mark", item.mark)] if item.mark else []
-    if isinstance(item, Box):
-        crossed = broken("✕ " + item.alert, _LONGEST["line"]) if item.alert else []
-        texts += [("alert", line) for line in crossed]
+    if isinstance(item, Box) and item.alert:
+        texts += [("alert", line) for line in _lines(f"✕ {item.alert}", _LONGEST["line"])]
     rows, y = [], _PAD_Y
     for style, text in texts:
         rows.append(Row(text, style, y + _HEIGHT[style] - 4.5))
@@ -84,10 +83,6 @@ def _advance(letter: str) -> float:
 
 @lru_cache(maxsize=10000)
 def _lines(text: str, longest: int) -> tuple[str, ...]:
-    return tuple(broken(text, longest))
-
-
-def broken(text: str, longest: int) -> list[str]:
     """Wraps a text to lines of at most `longest` characters, at separators where possible."""
     text = shown(text)
     if len(text) > longest * _MOST_LINES:
@@ -100,7 +95,7 @@ def broken(text: str, longest: int) -> list[str]:
         lines[-1] += piece
         while len(lines[-1].rstrip()) > longest:
             lines[-1:] = [lines[-1][:longest], lines[-1][longest:]]
-    return [line.strip() for line in lines if line.strip()] or [" "]
+    return tuple(line.strip() for line in lines if line.strip()) or (" ",)
 
 
 def short(text: str, longest: int = 60) -> str:

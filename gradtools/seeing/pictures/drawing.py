@@ -18,9 +18,9 @@ from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.outlining import outline_of
 from gradtools.seeing.pictures.box_text import short
 from gradtools.seeing.pictures.page_data import data_of, script
-from gradtools.seeing.pictures.palette import page_style, style_sheet
+from gradtools.seeing.pictures.palette import THEMES, page_style, style_sheet
 
-_THEMES = ("auto", "light", "dark")
+_THEMES = ("auto", *THEMES)
 _STACK = 64 << 20  # bytes, enough for blocks nested a thousand deep
 _FILE = """
 (data, style) => {
@@ -127,7 +127,7 @@ def to_html(
     for letter in "<>&":  # which could end the script element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     return _PAGE.format(
-        theme=f' data-theme="{theme}"' if theme in ("light", "dark") else "",
+        theme=f' data-theme="{theme}"' if theme in THEMES else "",
         policy=_POLICY,
         title=escape(short(outline.title, 120) or f"Gradient graph: {names or 'empty'}"),
         style=page_style(script("page.css")),

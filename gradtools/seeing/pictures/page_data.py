@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from gradtools.seeing.graphs.outline import ALIVE, PHASES, Arrow, Block, Box, Outline, value_text
-from gradtools.seeing.pictures.box_text import LINE, Row, card_of, short, shown, text_width
+from gradtools.seeing.pictures.box_text import LINE, card_of, short, shown, text_width
 
 _LIMITS = (44, 36, 30, 25, 21, 17, 14, 11, 8, 5, 2)  # boxes
 _WORDS: dict[int | str, str] = {
@@ -62,31 +62,28 @@ def data_of(
 
 
 def _item(item: Box | Block) -> dict[str, Any]:
-    card = card_of(item)
-    result: dict[str, Any] = {
+    card, block = card_of(item), dict[str, Any]()
+    name, hint = shown(item.title), _shown(item.path if isinstance(item, Block) else item.hint)
+    if isinstance(item, Block):
+        heading = short(item.title)
+        width = text_width(heading if item.kind == "pass" else f"▾ {heading}", LINE)
+        block = {"children": [child.key for child in item.children]}
+        block |= {"short": heading, "nameWidth": width}
+    # the width of the pill around a mark
+    pills = [text_width(x.text, LINE) + 10 if x.style == "mark" else 0.0 for x in card.rows]
+    rows = zip(card.rows, pills, strict=True)
+    return {
         "kind": item.kind,
-        "name": shown(item.title),
+        "name": name,
         "phase": item.phase,
         "mark": item.mark,
-        "rows": [_row(row) for row in card.rows],
+        "rows": [(shown(row.text), row.style, row.y, pill) for row, pill in rows],
         "width": card.width,
         "height": card.height,
+        **block,
+        "hint": hint,
+        "search": " ".join((name, hint, *(row.text for row in card.rows))).lower(),
     }
-    if isinstance(item, Block):
-        name = short(item.title)
-        width = text_width(name if item.kind == "pass" else f"▾ {name}", LINE)
-        result |= {"children": [child.key for child in item.children]}
-        result |= {"short": name, "nameWidth": width, "hint": _shown(item.path)}
-    else:
-        result |= {"hint": _shown(item.hint)}
-    words = (result["name"], result["hint"], *(row.text for row in card.rows))
-    return result | {"search": " ".join(words).lower()}
-
-
-def _row(row: Row) -> tuple[str, str, float, float]:
-    """A row's text, style and baseline, and the width of the pill around a mark."""
-    pill = text_width(row.text, LINE) + 10 if row.style == "mark" else 0.0
-    return shown(row.text), row.style, row.y, pill
 
 
 def _arrow(arrow: Arrow) -> dict[str, Any]:

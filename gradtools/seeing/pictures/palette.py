@@ -42,6 +42,7 @@ DARK = Colours(
     cut="#ff5c63",
     passes=(("#4a95ff", "#10263f"), ("#f59a23", "#38260d"), ("#f7cdf0", "#382037")),
 )
+THEMES = {"light": LIGHT, "dark": DARK}
 FONT = (
     "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', "
     "monospace"
@@ -51,10 +52,8 @@ FONT = (
 def style_sheet(theme: str = "auto") -> str:
     """The CSS of a picture: "light", "dark", or "auto", which follows the reader's setting."""
     shapes = _SHAPES.replace("FONT", FONT)
-    if theme == "light":
-        return shapes + _coloured(LIGHT)
-    if theme == "dark":
-        return shapes + _coloured(DARK)
+    if theme in THEMES:
+        return shapes + _coloured(THEMES[theme])
     dark = f"@media (prefers-color-scheme: dark) {{\n{_coloured(DARK)}}}\n"
     return f"{shapes}{_coloured(LIGHT)}{dark}"
 
@@ -67,11 +66,11 @@ def page_style(css: str) -> str:
     light, dark = (
         f"--ink: {c.ink}; --paper: {c.paper}; --frame: {c.frame}; --faint: {c.faint}; "
         f"--focus: {c.passes[0][0]};"
-        for c in (LIGHT, DARK)
+        for c in THEMES.values()
     )
     chosen = [
         _coloured(colours).replace(".gt", f":root[data-theme={name}] .gt")
-        for name, colours in (("light", LIGHT), ("dark", DARK))
+        for name, colours in THEMES.items()
     ]
     return (
         f":root {{ color-scheme: light dark; {light} }}\n"

@@ -47,11 +47,15 @@ def _attempt(fun: Any, leaves: Any, answers: Answers, shapes_too: bool) -> tuple
 
     def answering(*inner: Any) -> Any:
         nonlocal complete
-        try:
-            return _run(fun, inner, answers, shapes_too)
-        except _ValueNeeded as question:
-            complete = False
-            return question.inner
+        with take_current_trace() as parent:
+            trace = _AnsweringTrace(parent, answers, shapes_too)
+            try:
+                with set_current_trace(trace):
+                    outs = fun(*[_AnsweringTracer(trace, x) for x in inner])
+            except _ValueNeeded as question:
+                complete = False
+                return question.inner
+        return jax.tree.map(trace.unwrapped, outs)
 
     return jax.make_jaxpr(answering)(*leaves), complete
 
@@ -61,14 +65,6 @@ class _ValueNeeded(BaseException):
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-
-
-def _run(fun: Any, inner: Sequence[Any], answers: Answers, shapes_too: bool) -> Any:
-    with take_current_trace() as parent:
-        trace = _AnsweringTrace(parent, answers, shapes_too)
-        with set_current_trace(trace):
-            outs = fun(*[_AnsweringTracer(trace, x) for x in inner])
-    return jax.tree.map(trace.unwrapped, outs)
 
 
 class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -96,12 +96,6 @@ class _JaxprReader:
         self._known: dict[Any, tuple[Jaxpr, _Read]] = {}  # jaxprs are held: ids stay unique
         self._flow = reachability.Flow(raw=False)
 
-    def body(self, jaxpr: Jaxpr, place: _Place, flat: Sequence[bool]) -> _Read:
-        key = id(jaxpr), place, tuple(flat)
-        if key not in self._known:
-            self._known[key] = jaxpr, self.graph(jaxpr, place, flat=flat)
-        return self._known[key][1]
-
     def graph(
         self,
         jaxpr: Jaxpr,
@@ -113,8 +107,8 @@ class _JaxprReader:
         values = _JaxprValues(
             var for var, is_flat in zip(jaxpr.invars, flat, strict=False) if is_flat
         )
-        captured = [values.new(v, name) for v, name in _named(jaxpr.constvars, consts)]
-        inputs = [values.new(v, name) for v, name in _named(jaxpr.invars, names)]
+        captured = [values.new(v, n) for v, n in zip_longest(jaxpr.constvars, consts, fillvalue="")]
+        inputs = [values.new(v, n) for v, n in zip_longest(jaxpr.invars, names, fillvalue="")]
         nodes = [self.node(eqn, values, place) for eqn in jaxpr.eqns]
         out = [values.read(atom) for atom in jaxpr.outvars]
         graph = PlainGraph(
@@ -157,7 +151,11 @@ class _JaxprReader:
         if own is not None:
             site = source_lines.source(eqn, site) if own else None
         entering = [values.is_flat(eqn.invars[i]) for i in body.inputs]
-        graph, leaving = self.body(body.jaxpr, replace(here, site=site), entering)
+        place = replace(here, site=site)
+        key = id(body.jaxpr), place, tuple(entering)
+        if key not in self._known:
+            self._known[key] = body.jaxpr, self.graph(body.jaxpr, place, flat=entering)
+        graph, leaving = self._known[key][1]
         if not body.gate:
             values.flat.update(compress(eqn.outvars, leaving))
         return Body(
@@ -232,10 +230,6 @@ class _JaxprValues:
 
     def is_flat(self, atom: Any) -> bool:
         return not isinstance(atom, Literal) and atom in self.flat
-
-
-def _named(atoms: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, str]]:
-    return list(zip(atoms, [*names, *[""] * (len(atoms) - len(names))], strict=True))
 
 
 def _value(aval: Any, name: str) -> Value:

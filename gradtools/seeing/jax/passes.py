@@ -11,8 +11,8 @@ PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -81,83 +81,70 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
     wrt = [i for i in program.wrt if reached(i)]
     if not (order and wrt):
         return with_named_outputs(forward, program.out_names)
-    plan = _Directions(program, traced.closed, wrt, outs, order)
-    examples, names, phases = zip(*plan.inputs(), strict=True)
-    closed = jax.make_jaxpr(plan.run)(*examples)
+    run, inputs, out_names = _differentiated(program, traced.closed, wrt, outs, order)
+    examples, names, phases = zip(*inputs, strict=True)
+    closed = jax.make_jaxpr(run)(*examples)
     graph = graph_of(closed, names, captured=captured, in_places=True)
-    return _in_passes(graph, closed, forward, phases, plan.out_names())
+    return _in_passes(graph, closed, forward, phases, out_names)
 
 
-# --- the program of all passes -----------------------------------------------------------
+def _differentiated(
+    program: LeafProgram, closed: Any, wrt: Sequence[int], outs: Sequence[int], order: int
+) -> tuple[Callable[..., list[Any]], list[tuple[Any, str, int]], list[str]]:
+    """The program of all passes as a function of arrays.
 
-
-@dataclass(frozen=True)
-class _Directions:
-    """The differentiation of a program: which outputs, along which leaves, to which order.
-
-    Attributes:
+    Args:
         program: The program.
         closed: Its jaxpr.
         wrt: The differentiated leaves that a derivative reaches.
         outs: The outputs that have a cotangent.
         order: 1 with backward, 2 with backward of the backward.
+
+    Returns:
+        The function; for each input an example to trace at, its name and the pass in which it
+        enters; the names of the outputs.
     """
 
-    program: LeafProgram
-    closed: Any
-    wrt: Sequence[int]
-    outs: Sequence[int]
-    order: int
+    def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
+        with jax.named_scope(f"{_STEP}{i}"):
+            return bound(eqn, xs)
 
-    def inputs(self) -> list[tuple[Any, str, int]]:
-        """An example of each input to trace at, its name, and the pass in which it enters."""
-        program, avals = self.program, self.closed.out_avals
-        result = [(x, n, FORWARD) for x, n in zip(program.leaves, program.names, strict=True)]
-        for k in self.outs:
-            zeros = jnp.zeros(avals[k].shape, avals[k].dtype)
-            result.append((zeros, cotangent_of(program.out_names[k]), BACKWARD))
-        for k in self.wrt if self.order == SECOND else ():
-            name = cotangent_of(gradient_of(program.names[k]))
-            result.append((program.leaves[k], name, SECOND))
-        return result
+    def backward(leaves: Any, active: Any, cts: Any) -> tuple[list[Any], list[Any]]:
+        """The gradients, and the outputs."""
 
-    def out_names(self) -> list[str]:
-        names = [self.program.names[k] for k in self.wrt]
-        result = [*self.program.out_names, *map(gradient_of, names)]
-        if self.order == SECOND:
-            cts = [cotangent_of(self.program.out_names[k]) for k in self.outs]
-            result += map(second_gradient_of, [*names, *cts])
-        return result
+        def fun(*moving: Any) -> Any:
+            full = replaced_at(leaves, wrt, moving)
+            results = jaxprs.interpreted(closed.jaxpr, [*closed.consts, *full], step)
+            return [results[k] for k in outs], results
 
-    def run(self, *flat: Any) -> list[Any]:
+        _, pull, results = jax.vjp(fun, *active, has_aux=True)
+        return [conj(g) for g in pull([conj(ct) for ct in cts])], results
+
+    def run(*flat: Any) -> list[Any]:
         given = iter(flat)
-        leaves = [*islice(given, len(self.program.leaves))]
-        cts = [*islice(given, len(self.outs))]
-        active = [leaves[k] for k in self.wrt]
-        if self.order == BACKWARD:
-            results, grads = self.backward(leaves, active, cts)
+        leaves, cts = [*islice(given, len(program.leaves))], [*islice(given, len(outs))]
+        active = [leaves[k] for k in wrt]
+        if order == BACKWARD:
+            grads, results = backward(leaves, active, cts)
             return [*results, *grads]
-        pulled = lambda xs, cs: self.backward(leaves, xs, cs)[::-1]
+        pulled = lambda active, cts: backward(leaves, active, cts)
         grads, pull, results = jax.vjp(pulled, active, cts, has_aux=True)
         seconds, of_cts = pull([conj(v) for v in given])
         return [*results, *grads, *map(conj, seconds), *map(conj, of_cts)]
 
-    def backward(
-        self, leaves: Sequence[Any], active: Sequence[Any], cts: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """The outputs, and the gradients."""
-
-        def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
-            with jax.named_scope(f"{_STEP}{i}"):
-                return bound(eqn, xs)
-
-        def fun(*moving: Any) -> Any:
-            full = replaced_at(leaves, self.wrt, moving)
-            outs = jaxprs.interpreted(self.closed.jaxpr, [*self.closed.consts, *full], step)
-            return [outs[k] for k in self.outs], outs
-
-        _, pull, outs = jax.vjp(fun, *active, has_aux=True)
-        return outs, [conj(g) for g in pull([conj(ct) for ct in cts])]
+    names, cts = [program.names[k] for k in wrt], []
+    inputs = [(x, name, FORWARD) for x, name in zip(program.leaves, program.names, strict=True)]
+    for k in outs:
+        aval, name = closed.out_avals[k], cotangent_of(program.out_names[k])
+        inputs.append((jnp.zeros(aval.shape, aval.dtype), name, BACKWARD))
+        cts.append(name)
+    out_names = [*program.out_names, *map(gradient_of, names)]
+    if order == SECOND:
+        of_gradients = [cotangent_of(gradient_of(name)) for name in names]
+        active = [program.leaves[k] for k in wrt]
+        inputs += [(x, name, SECOND) for x, name in zip(active, of_gradients, strict=True)]
+        out_names += map(second_gradient_of, [*names, *cts])
+    return run, inputs, out_names
 
 
 # --- the graph of all passes -------------------------------------------------------------
@@ -185,7 +172,8 @@ def _in_passes(
     stopped: set[int] = set()
     pairs: list[tuple[Node, int | None]] = []  # each node with the forward equation it is from
     for node, phase, eqn in zip(whole.nodes, phases, closed.jaxpr.eqns, strict=True):
-        step = _step_of(eqn)
+        derived = (name for name, _ in scopes_of(eqn) if name.startswith(_STEP))
+        step = next((int(name.removeprefix(_STEP)) for name in derived), None)
         node = _attributed(node, phase, None if step is None else forward.nodes[step])
         node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
         if node.operation == "stop" and (node.phase or node.mark in _RULES):  # not the user's
@@ -267,12 +255,6 @@ def _attributed(node: Node, phase: int, origin: Node | None) -> Node:
         named = {**node.attributes, "rule": origin.attributes["name"]}
         node = replace(node, attributes=MappingProxyType(named))
     return replace(node, links=None, loss=None) if mark in _RULES else node
-
-
-def _step_of(eqn: Any) -> int | None:
-    """The index of the forward equation from which an equation was derived."""
-    steps = (name for name, _ in scopes_of(eqn) if name.startswith(_STEP))
-    return next((int(name.removeprefix(_STEP)) for name in steps), None)
 
 
 def _saved(

@@ -6,8 +6,6 @@ else of an installed package. JAX keeps each equation's stack, up to where traci
 
 from __future__ import annotations
 
-import os
-from itertools import takewhile
 from typing import Any
 
 from gradtools.code_origin import (
@@ -78,9 +76,7 @@ def modules_around(eqn: Any) -> tuple[str, ...]:
 
     These are used for modules without named scopes: those of flax.nnx, and the user's callables.
     """
-    names: list[str] = []
-    for frame in takewhile(lambda frame: not is_ours(frame.file_name, _HERE), stack_of(eqn)):
-        names += _module(frame.function_name, frame.file_name)
+    names = [name for f in stack_of(eqn) for name in _module(f.function_name, f.file_name)]
     return tuple(reversed(names))
 
 
@@ -93,4 +89,3 @@ def _module(function: str, file: str) -> list[str]:
 
 _ENGINES = ("jax", "jaxlib", "gradtools")
 _LIBRARIES = (*_ENGINES, "flax", "equinox", "optax", "jaxtyping")
-_HERE = os.path.join("jax", "seeing", "")

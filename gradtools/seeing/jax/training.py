@@ -69,11 +69,7 @@ def model_of(f: Any) -> Any:
 
 def held(caller: str, model: Any) -> list[HeldArray]:
     """The arrays of a model, or of a tree of models and arrays."""
-    result = [
-        HeldArray(_name(path), x)
-        for path, x in jax.tree.leaves_with_path(part_of(model))
-        if hasattr(x, "dtype") and is_inexact(x)
-    ]
+    result = [HeldArray(name, x) for name, x in _named(part_of(model)) if _is_floating(x)]
     result += _not_leaves(model)
     if not result:
         raise GradtoolsError(
@@ -92,9 +88,8 @@ def _not_leaves(model: Any) -> Iterator[HeldArray]:
     for path, top in tops:
         if nnx is not None and isinstance(top, nnx.Pytree):
             other = nnx.Not(nnx.Any(nnx.Param, nnx.BatchStat, nnx.RngState, nnx.OptState))
-            for below, x in jax.tree.leaves_with_path(nnx.state(top, other)):
-                if hasattr(x, "dtype") and is_inexact(x):
-                    yield HeldArray(_name((*path, *below)), x, TABLE)
+            buffers = _named(nnx.state(top, other), path)
+            yield from (HeldArray(name, x, TABLE) for name, x in buffers if _is_floating(x))
         elif equinox is not None and isinstance(top, equinox.Module):
             yield from _static(equinox, top, _name(path))
 
@@ -106,13 +101,16 @@ def _static(equinox: Any, module: Any, name: str) -> Iterator[HeldArray]:
         value = getattr(module, field.name, None)
         here = f"{name}.{field.name}" if name else field.name
         if field.metadata.get("static"):
-            for path, x in jax.tree.leaves_with_path(value):
-                if isinstance(x, jax.Array) and is_inexact(x):
-                    yield HeldArray(_name((here, *path)), x, STATIC)
+            arrays = (named for named in _named(value, [here]) if isinstance(named[1], jax.Array))
+            yield from (HeldArray(name, x, STATIC) for name, x in arrays if is_inexact(x))
             continue
         for path, part in jax.tree.leaves_with_path(value, is_leaf=is_module):
             if is_module(part):
                 yield from _static(equinox, part, _name((here, *path)))
+
+
+def _is_floating(x: Any) -> bool:
+    return hasattr(x, "dtype") and is_inexact(x)
 
 
 # --- optimizers --------------------------------------------------------------------------
@@ -153,9 +151,9 @@ def _is_an_optimizer(x: Any) -> bool:
 
 def _probed(tx: Any, state: Any, part: Any) -> Optimised:
     """The arrays that a step with gradients of one changes."""
-    expected = {_name(path): x.shape for path, x in jax.tree.leaves_with_path(tx.init(part))}
-    shapes = {_name(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(state)}
-    strangers = [_stranger(name) for name, shape in shapes.items() if expected.get(name) != shape]
+    expected = {name: x.shape for name, x in _named(tx.init(part))}
+    known = ((name, jnp.shape(x)) for name, x in _named(state))
+    strangers = [_stranger(name) for name, shape in known if expected.get(name) != shape]
     if strangers:  # the state is that of another model
         return Optimised(lambda one: None, strangers)
 
@@ -191,33 +189,32 @@ def _pure(nnx: Any, state: Any) -> Any:
 def _of_state(state: Any, held: Sequence[HeldArray]) -> Optimised:
     """By the names of what the state keeps for each array, where it keeps anything."""
     nnx = sys.modules.get("flax.nnx")
-    arrays = [
-        (_name(path), jnp.shape(x))
-        for path, x in jax.tree.leaves_with_path(_pure(nnx, state) if nnx else state)
-        if jnp.shape(x)
-    ]
-    kept = {
-        one.name: any(
-            _ends_in(name, one.name) and shape == one.array.shape for name, shape in arrays
-        )
+    leaves = _named(_pure(nnx, state) if nnx else state)
+    arrays = [(name, jnp.shape(x)) for name, x in leaves if jnp.shape(x)]
+    kept = [
+        one.name
         for one in held
-    }
-    names = [one.name for one in held if kept[one.name]]
+        if any(_ends_in(name, one.name) and shape == one.array.shape for name, shape in arrays)
+    ]
     strangers = [
-        _stranger(name) for name, _ in arrays if not any(_ends_in(name, own) for own in names)
+        _stranger(name) for name, _ in arrays if not any(_ends_in(name, own) for own in kept)
     ]
     if not arrays:
         return Optimised(lambda one: None)
-    return Optimised(lambda one: kept[one.name], strangers)
+    return Optimised(lambda one: one.name in kept, strangers)
 
 
 def _ends_in(name: str, end: str) -> bool:
-    return name == end or name.endswith(
-        (f".{end}", f"]{end}" if end.startswith("[") else f".{end}")
-    )
+    return name == end or name.endswith(f"]{end}" if end.startswith("[") else f".{end}")
 
 
 # --- names -------------------------------------------------------------------------------
+
+
+def _named(tree: Any, before: Sequence[Any] = ()) -> list[tuple[str, Any]]:
+    """The leaves of a tree with their names, below the path `before`."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return [(_name((*before, *path)), x) for path, x in leaves]
 
 
 def _name(path: Sequence[Any]) -> str:

@@ -135,17 +135,10 @@ def links_of(graph: PlainGraph, node: Node) -> Links:
     """``links[k][i]``: how output k of a node depends on its input i."""
     if node.links is not None:
         return node.links
-    if node.bodies:
-        if node not in _links:
-            _links[node] = _links_of_bodies(node)
+    if not node.bodies:
+        return even_links(node, graph.values)
+    if node in _links:
         return _links[node]
-    return even_links(node, graph.values)
-
-
-_links: WeakKeyDictionary[Node, Links] = WeakKeyDictionary()
-
-
-def _links_of_bodies(node: Node) -> Links:
     links = [[_NONE] * len(node.inputs) for _ in node.outputs]
     for body in node.bodies:
         for row, inner in zip(links, _rounds(body), strict=True) if not body.gate else ():
@@ -160,9 +153,13 @@ def _links_of_bodies(node: Node) -> Links:
                 deciding.add(gate.inputs[i])
                 if i in carried:
                     deciding |= {j for j, s in enumerate(links[carried[i]]) if s}
-    return tuple(
+    result = _links[node] = tuple(
         tuple(max(s, _CUT) if i in deciding else s for i, s in enumerate(row)) for row in links
     )
+    return result
+
+
+_links: WeakKeyDictionary[Node, Links] = WeakKeyDictionary()
 
 
 def _rounds(body: Body) -> list[list[Dependence]]:

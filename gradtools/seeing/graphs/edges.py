@@ -42,16 +42,13 @@ def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
 
 def kept_anew(graph: PlainGraph) -> dict[int, int]:
     """Residuals: values of the first pass that later passes read, once per storage, with bytes."""
-    first = {v for node in graph.nodes if not node.phase for v in node.outputs}
-    phases = phases_of(graph.nodes)
+    nodes, phases = [node for node in graph.nodes if not node.phase], phases_of(graph.nodes)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
-    first_nodes = [node for node in graph.nodes if not node.phase]
-    for i in needed(first_nodes, graph.outputs):  # others, as of an inner derivative, keep none
-        if first_nodes[i].mark not in _HOLDING_NOTHING:
-            read.update(first_nodes[i].saved)
-    alive = alive_anyway(graph)
-    result = {base_of(graph, v) for v in read & first if base_of(graph, v) not in alive}
-    return {v: graph.values[v].bytes for v in sorted(result)}
+    for i in needed(nodes, graph.outputs):  # others, as of an inner derivative, keep none
+        if nodes[i].mark not in _HOLDING_NOTHING:
+            read.update(nodes[i].saved)
+    kept = {base_of(graph, v) for node in nodes for v in node.outputs if v in read}
+    return {v: graph.values[v].bytes for v in sorted(kept - alive_anyway(graph))}
 
 
 # What computes a part of f again keeps none of its residuals.
@@ -107,8 +104,12 @@ def _strengths(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
 
 def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
     """Links at which the forward pass loses a derivative: pairs (``id`` of the node, input)."""
-    forward = _forward(graph)
-    result = set()
+    forward, result = graph, set()
+    if any(node.phase for node in graph.nodes):  # later passes are not differentiated
+        nodes = tuple(node for node in graph.nodes if not node.phase)
+        made = {value for node in nodes for value in node.outputs}.union(graph.inputs)
+        outputs = tuple(value for value in graph.outputs if value in made)
+        forward = replace(graph, nodes=nodes, outputs=outputs)
     captured = (value for value in forward.captured if forward.values[value].shape)
     leaves = [v for v in (*forward.inputs, *captured) if forward.values[v].is_inexact]
     may_lose = any(node.loss for _, node in forward.walk())
@@ -137,15 +138,6 @@ def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
             return True
         queue += [before for before in made if before.operation in _PASSING]
     return False
-
-
-def _forward(graph: PlainGraph) -> PlainGraph:
-    """The graph of the first pass alone; later passes are not differentiated."""
-    nodes = tuple(node for node in graph.nodes if not node.phase)
-    if len(nodes) == len(graph.nodes):
-        return graph
-    made = {value for node in nodes for value in node.outputs}.union(graph.inputs)
-    return replace(graph, nodes=nodes, outputs=tuple(v for v in graph.outputs if v in made))
 
 
 def reason(loss: str | None) -> str:

@@ -21,7 +21,7 @@ or scaled gradient that reaches nothing is a mistake: the domain head of a DANN 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import or_
 from weakref import WeakKeyDictionary
 
@@ -81,8 +81,8 @@ def losses(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[L
     reached = forward(graph, start)
     apart = *_stopped_elsewhere(graph, reached), *_weighted(graph, value, reached)
     others = {*trained, *apart} - {value}
-    flows = _Flows(reached, forward(graph, dict.fromkeys(others, _FULL)))
-    return list(dict.fromkeys(_terms(graph, start, flows)))
+    flows = forward(graph, dict.fromkeys(others, _FULL))
+    return list(dict.fromkeys(_terms(graph, start, reached, flows)))
 
 
 _suspected: WeakKeyDictionary[PlainGraph, set[int]] = WeakKeyDictionary()
@@ -111,19 +111,6 @@ def _suspects(graph: PlainGraph, full: Mapping[int, int], some: Mapping[int, int
                 body.graph, *(entering_body(body, node, of, or_) for of in (full, some))
             )
     return result
-
-
-@dataclass(frozen=True)
-class _Flows:
-    """How strongly each value depends on the input under analysis, and on other trained values.
-
-    Attributes:
-        own: The strengths of the dependence on the input.
-        others: The strengths of the dependence on the other trained values.
-    """
-
-    own: Strengths
-    others: Strengths
 
 
 def _stopped_elsewhere(graph: PlainGraph, reached: Strengths) -> set[int]:
@@ -183,34 +170,36 @@ def _weighted(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
 
 
 def _terms(
-    graph: PlainGraph, start: Strengths, flows: _Flows, call: Node | None = None
+    graph: PlainGraph, start: Strengths, own: Strengths, others: Strengths, call: Node | None = None
 ) -> Iterator[Loss]:
-    """The losses behind each lost term of the graph's additive operations."""
+    """The losses behind each lost term of the graph's additive operations.
+
+    own: How strongly each value depends on `start`, the values under analysis.
+    others: How strongly each value depends on the other trained values.
+    """
     matters = behind(graph, tuple(graph.outputs))
-    scaling = _scaling(graph, flows.own)
-    vain = _useless_edits(graph, flows, matters)
+    scaling = _scaling(graph, own)
+    vain = _useless_edits(graph, own, others, matters)
     for node in graph.nodes:
         if max((matters.get(value, _NONE) for value in node.outputs), default=_NONE) < _FULL:
             continue
         inside = node.bodies if node.links is None else ()
         for body in inside:
             if not body.gate:
-                own, others = (
-                    entering_body(body, node, of, max) for of in (flows.own, flows.others)
-                )
-                inner = _Flows(forward(body.graph, own), forward(body.graph, others))
-                yield from _terms(body.graph, own, inner, call or node)
+                begin, apart = (entering_body(body, node, of, max) for of in (own, others))
+                inner = forward(body.graph, begin), forward(body.graph, apart)
+                yield from _terms(body.graph, begin, *inner, call or node)
         if inside or node.operation not in ADDITIVE:
             continue
 
-        flowing, lost = flowing_and_lost(graph, node, flows.own)
+        flowing, lost = flowing_and_lost(graph, node, own)
         terms = [v for v in lost if flowing and not flowing & ancestors(graph, v)]
         if not terms:
             continue
-        before = taken_before(graph, flowing, flows.own)
+        before = taken_before(graph, flowing, own)
         is_residual = node.operation == "subtract" and _is_residual(graph, node.outputs[0])
-        for term in dict.fromkeys(a for v in terms for a in _addends(graph, v, flows)):
-            if is_added_again(graph, term, before, flows.own):
+        for term in dict.fromkeys(a for v in terms for a in _addends(graph, v, own, others)):
+            if is_added_again(graph, term, before, own):
                 continue
             along = losses_between(graph, start, [term], call)
             stops = [
@@ -218,7 +207,7 @@ def _terms(
                 for loss in along
                 if loss.node.loss in _STOPPED and _reaches(graph, loss, term, by_derivative=True)
             ]
-            trains = stops and flows.others.get(term) == _FULL
+            trains = stops and others.get(term) == _FULL
             for loss in along:
                 place = _place(graph, loss)
                 is_choice = loss.node.loss in ("discrete", "integer_cast")
@@ -227,7 +216,7 @@ def _terms(
                 )
                 if (is_residual and stopped) or scaling.intersection(place.outputs):
                     continue
-                chosen = is_choice and any(flows.others.get(v) == _FULL for v in place.inputs)
+                chosen = is_choice and any(others.get(v) == _FULL for v in place.inputs)
                 edited = any(
                     _is_before(graph, place, edit) or _is_before(graph, edit, place)
                     for edit in vain
@@ -236,15 +225,17 @@ def _terms(
                 yield replace(loss, whole=False, meant=bool(meant))
 
 
-def _useless_edits(graph: PlainGraph, flows: _Flows, matters: Strengths) -> list[Node]:
+def _useless_edits(
+    graph: PlainGraph, own: Strengths, others: Strengths, matters: Strengths
+) -> list[Node]:
     """The operations that reverse or scale a gradient which none reaches, or which reaches none."""
     result = []
     for node in graph.nodes:
         if node.operation == "scale_gradient":
             (given, *_), (out, *_) = node.inputs, node.outputs
-            reaches = _FULL in (flows.own.get(given), flows.others.get(given))
+            reaches = _FULL in (own.get(given), others.get(given))
             useful = reaches and matters.get(out) == _FULL
-            result += [node] if flows.own.get(given) and not useful else []
+            result += [node] if own.get(given) and not useful else []
     return result
 
 
@@ -253,19 +244,19 @@ def _is_before(graph: PlainGraph, node: Node, other: Node) -> bool:
     return any(not {v, *ancestors(graph, v)}.isdisjoint(node.outputs) for v in other.inputs)
 
 
-def _addends(graph: PlainGraph, value: int, flows: _Flows) -> list[int]:
+def _addends(graph: PlainGraph, value: int, own: Strengths, others: Strengths) -> list[int]:
     """The summands of a lost value that is a sum with constant weights; else the value itself."""
     node = _maker(graph, value)
     if node is None or node.bodies:
         return [value]
-    shifts = shifts_at(graph, node, flows.others)
-    parts = [v for v in node.inputs if flows.own.get(v, _NONE) and v not in shifts]
-    constant = all(flows.others.get(v, _NONE) < _FULL for v in node.inputs if v not in parts)
+    shifts = shifts_at(graph, node, others)
+    parts = [v for v in node.inputs if own.get(v, _NONE) and v not in shifts]
+    constant = all(others.get(v, _NONE) < _FULL for v in node.inputs if v not in parts)
     is_scaled = node.operation in ("multiply", "divide", "negate") and len(parts) == 1 and constant
     is_sum = node.operation in ADDITIVE - AT_PLACES or node.operation in SHAPING
-    if not (is_scaled or is_sum) or any(flows.own.get(v, _NONE) == _FULL for v in parts):
+    if not (is_scaled or is_sum) or any(own.get(v, _NONE) == _FULL for v in parts):
         return [value]
-    return [a for v in parts for a in _addends(graph, v, flows)] or [value]
+    return [a for v in parts for a in _addends(graph, v, own, others)] or [value]
 
 
 def _maker(graph: PlainGraph, value: int) -> Node | None:
@@ -315,7 +306,7 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
     """Whether each term that depends on `values` is differentiable in `others`."""
     own, other = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
     reached = [out for out in graph.outputs if own.get(out)]
-    terms = [term for out in reached for term in _addends(graph, out, _Flows(own, other))]
+    terms = [term for out in reached for term in _addends(graph, out, own, other)]
     return all(other.get(term) == _FULL for term in terms)
 
 

@@ -47,10 +47,12 @@ def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
     A gradient may be an input cotangent itself, and one value may be two outputs.
     """
     nodes, values, outputs = list(graph.nodes), dict(graph.values), []
+    leaving = {second_gradient_of(""): SECOND, gradient_of(""): BACKWARD, "": FORWARD}
     for value, name in zip(graph.outputs, names, strict=True):
         if values[value].name:
             made = max(values) + 1
-            nodes.append(Node("identity", (value,), (made,), phase=_phase_of(name)))
+            phase = next(leaving[role] for role in leaving if name.startswith(role))
+            nodes.append(Node("identity", (value,), (made,), phase=phase))
             values[made], value = values[value], made
         values[value] = replace(values[value], name=name)
         outputs.append(value)
@@ -66,10 +68,3 @@ def with_spoken_names(graph: PlainGraph, spoken: Mapping[str, str]) -> PlainGrap
         return replace(value, spoken=role + name) if name else value
 
     return replace(graph, values={v: named(value) for v, value in graph.values.items()})
-
-
-def _phase_of(output: str) -> int:
-    """The pass that an output leaves."""
-    if output.startswith(second_gradient_of("")):
-        return SECOND
-    return BACKWARD if output.startswith(gradient_of("")) else FORWARD

@@ -78,39 +78,6 @@ def interpreter() -> Any:
 
 # --- pages -------------------------------------------------------------------------------
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-_PAGE = """\
-<!doctype html>
-<html lang="en"{theme}>
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<header>
-<h1>{title}</h1>
-<input id="search" type="search" placeholder="Search   /" aria-label="Search the graph">
-<button id="open" type="button">Open all</button>
-<button id="close" type="button">Close all</button>
-<button id="smaller" type="button" aria-label="Zoom out">−</button>
-<button id="larger" type="button" aria-label="Zoom in">+</button>
-<button id="fit" type="button">Fit</button>
-<button id="theme" type="button" aria-label="Light or dark">◐</button>
-</header>
-<main id="stage"><noscript>This page draws its graph with a script.</noscript></main>
-<div id="key"></div>
-<div id="status" role="status" aria-live="polite"></div>
-<script type="application/json" id="graph">{data}</script>
-<script>
-{script}</script>
-</body>
-</html>
-"""
-
 
 def to_html(
     graph: PlainGraph,
@@ -126,9 +93,8 @@ def to_html(
     data = json.dumps(data_of(outline, depth, expand), separators=(",", ":"))
     for letter in "<>&":  # which could end the script element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
-    return _PAGE.format(
+    return script("page.html").format(
         theme=f' data-theme="{theme}"' if theme in THEMES else "",
-        policy=_POLICY,
         title=escape(short(outline.title, 120) or f"Gradient graph: {names or 'empty'}"),
         style=page_style(script("page.css")),
         data=data,

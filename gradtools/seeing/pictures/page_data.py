@@ -27,7 +27,7 @@ _WORDS: dict[int | str, str] = {
 
 @cache
 def script(name: str) -> str:
-    """The text of a script or a style sheet of this folder."""
+    """The text of a script, a style sheet or a page of this folder."""
     return files("gradtools.seeing.pictures").joinpath(name).read_text(encoding="utf-8")
 
 

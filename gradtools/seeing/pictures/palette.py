@@ -9,6 +9,9 @@ residuals are dashed, marks are words.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from string import Template
+
+from gradtools.seeing.pictures.page_data import script
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ FONT = (
 
 def style_sheet(theme: str = "auto") -> str:
     """The CSS of a picture: "light", "dark", or "auto", which follows the reader's setting."""
-    shapes = _SHAPES.replace("FONT", FONT)
+    shapes = Template(script("shapes.css")).substitute(font=FONT)
     if theme in THEMES:
         return shapes + _coloured(THEMES[theme])
     dark = f"@media (prefers-color-scheme: dark) {{\n{_coloured(DARK)}}}\n"
@@ -81,50 +84,8 @@ def page_style(css: str) -> str:
     )
 
 
-_SHAPES = """\
-.gt text { font-family: FONT; font-size: 11px; white-space: pre; }
-.gt .title { font-size: 13px; font-weight: 600; }
-.gt .heading { font-size: 13px; font-weight: 700; letter-spacing: 0.2px; }
-.gt .box rect, .gt .frame rect { stroke-width: 1.2; }
-.gt .leaf rect { stroke-width: 1.6; }
-.gt .captured rect { stroke-dasharray: 2 2.5; }
-.gt .edge { fill: none; stroke-width: 1.3; stroke-linejoin: round; }
-.gt .saved { stroke-dasharray: 5 3.5; }
-.gt .zero { stroke-dasharray: 1 3.5; stroke-width: 2; stroke-linecap: round; }
-.gt .data { stroke-width: 0.9; }
-.gt .cut { stroke-width: 2.4; }
-.gt .mark, .gt .alert { font-weight: 600; }
-.gt .marked > rect.card { stroke-width: 2.2; }
-"""
-
-
 def _coloured(c: Colours) -> str:
-    rules = [
-        f".gt .paper {{ fill: {c.paper}; }}",
-        f".gt text {{ fill: {c.ink}; }}",
-        f".gt .line, .gt .label {{ fill: {c.faint}; }}",
-        f".gt .alert, .gt .crossed {{ fill: {c.cut}; }}",
-        f".gt .pill {{ fill: {c.ink}; }}",
-        f".gt .mark {{ fill: {c.paper}; }}",
-        f".gt .frame rect {{ stroke: {c.frame}; }}",
-        f".gt .halo {{ fill: {c.paper}; fill-opacity: 0.92; }}",
-        f".gt .rule {{ stroke: {c.frame}; }}",
-    ]
-    for number, (edge, fill) in enumerate(c.passes):
-        p = f".gt .p{number}"
-        rules += [
-            f"{p} rect.card {{ fill: {fill}; stroke: {edge}; }}",
-            f"{p} rect.around {{ fill: {edge}; fill-opacity: 0.045; stroke: {edge}; "
-            "stroke-opacity: 0.45; }",
-            f".gt .e{number} {{ stroke: {edge}; stroke-opacity: 0.8; }}",
-            f".gt .a{number} {{ fill: {edge}; }}",
-            f".gt text.h{number} {{ fill: {edge}; }}",
-        ]
-    rules += [
-        f".gt .data {{ stroke: {c.line}; stroke-opacity: 1; }}",
-        f".gt .zero {{ stroke: {c.line}; stroke-opacity: 1; }}",
-        f".gt .adata, .gt .azero {{ fill: {c.line}; }}",
-        f".gt .edge.cut {{ stroke: {c.cut}; stroke-opacity: 1; }}",
-        f".gt .acut {{ fill: {c.cut}; }}",
-    ]
-    return "\n".join(rules) + "\n"
+    passes = {
+        f"{use}{k}": c.passes[k][i] for k in range(3) for i, use in enumerate(("edge", "fill"))
+    }
+    return Template(script("colours.css")).substitute(vars(c), **passes)

@@ -65,11 +65,12 @@ def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
     """The outline of a graph, with one column for each pass."""
     flat = _InlinedGraph(graph)
     roots = {}
-    for phase in sorted({item.phase for item in (*flat.entries, *flat.outputs)}) or [0]:
+    outputs = [box for box in flat.boxes if box.kind == "output"]
+    for phase in sorted({item.phase for item in (*flat.entries, *outputs)}) or [0]:
         entries = [entry for entry in flat.entries if entry.phase == phase]
         name = PHASES[phase] if phase < len(PHASES) else f"pass {phase}"
         roots[phase] = Block("pass", name, (), phase, _runs(entries, 0))
-    _place_leaves(flat, roots)
+    _place_leaves(flat.boxes, roots)
     columns = [_in_parts(root) for root in roots.values() if root.children]
     blocks = [b for c in columns for b in (c, *c.walk()) if isinstance(b, Block)]
     for key, block in enumerate(blocks, len(flat.boxes)):
@@ -115,9 +116,7 @@ class _InlinedGraph:
         boxes: Every box, by its key.
         values: The values that boxes read, by number.
         alive: The numbers of values that are alive without being saved.
-        leaves: The boxes of inputs and captured values.
         entries: A box or a block for each node.
-        outputs: The boxes of the outputs.
     """
 
     def __init__(self, graph: PlainGraph) -> None:
@@ -128,7 +127,6 @@ class _InlinedGraph:
         self._lost = lost_links(graph)
         inputs = [self._leaf("input", graph, v, f"input {i}") for i, v in enumerate(graph.inputs)]
         captured = {v: self._leaf("captured", graph, v) for v in graph.captured}
-        self.leaves = [*inputs, *captured.values()]
         made: dict[int, Makers] = {}
         for value, box in [*zip(graph.inputs, inputs, strict=True), *captured.items()]:
             made.setdefault(value, ((box.key, 0),))
@@ -141,14 +139,12 @@ class _InlinedGraph:
             left = Operand(made.get(source, ()), number, "", Dependence.CUT, cut)
             for key, _ in made.get(target, ()):
                 self.boxes[key].came_back.append(left)
-        self.outputs = []
         for i, value in enumerate(graph.outputs):
             makers, known = made.get(value, ()), graph.values[value]
             phase = max((self.boxes[maker].phase for maker, _ in makers), default=0)
             name = known.spoken or known.name or f"output {i}"
             operands = [Operand(makers, self._number(level, value))]
-            box = self._box("output", name, phase, values=(known,), operands=operands)
-            self.outputs.append(box)
+            self._box("output", name, phase, values=(known,), operands=operands)
 
     def _box(self, kind: str, title: str, phase: int, **rest: Any) -> Box:
         box = Box(len(self.boxes), kind, title, phase, **rest)
@@ -206,11 +202,10 @@ class _InlinedGraph:
 
     def _call(self, level: _Level, node: Node, scope: tuple[str, ...]) -> Block:
         """The block of a node with bodies, whose values are forwarded across the boundary."""
-        kind = "loop" if node.operation in _LOOPS else "call"
         title, name = node.operation, node.attributes.get("name")
-        if node.operation in _CALLS and isinstance(name, str):
+        kind = "loop" if title in _LOOPS else "branch" if title in _BRANCHES else "call"
+        if title in _CALLS and isinstance(name, str):
             title = name.lstrip("_") or title
-        kind = "branch" if node.operation in _BRANCHES else kind
         block = Block(kind, title, scope, node.phase, mark=node.mark)
 
         deciding = set(range(len(node.inputs))).difference(*(b.inputs for b in node.bodies))
@@ -227,12 +222,10 @@ class _InlinedGraph:
             inner = {v: level.made.get(node.inputs[i], ()) for v, i in ties}
             own = {v: self._number(level, node.inputs[i]) for v, i in ties}
             constants = {v: self._leaf("captured", body.graph, v) for v in body.graph.captured}
-            self.leaves += constants.values()
             inner |= {v: ((leaf.key, 0),) for v, leaf in constants.items()}
             children = self._entries(_Level(body.graph, inner, own), node.scope)
             if len(node.bodies) > 1 and children:
-                part = "body" if is_while else f"branch {number}"
-                part = "condition" if body.gate else part
+                part = "condition" if body.gate else "body" if is_while else f"branch {number}"
                 children = [Block("branch", part, (), node.phase, children)]
             block.children += children
             if not body.gate:
@@ -292,17 +285,17 @@ def _tidy(entry: Box | Block) -> Box | Block:
     return entry
 
 
-def _place_leaves(flat: _InlinedGraph, roots: Mapping[int, Block]) -> None:
+def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
     """Puts inputs before their first reader, outputs after their maker."""
     paths = _paths_to(roots.values())
     readers: dict[int, list[Sequence[Any]]] = {}
-    for box in flat.boxes:
+    for box in boxes:
         for maker in (maker for operand in box.reads for maker, _ in operand.makers):
             readers.setdefault(maker, []).extend([paths[box.key]] if box.key in paths else [])
     # the leaves before and after a child, by its id; those of an empty column by its own
     before, after = dict[int, list[Box]](), dict[int, list[Box]]()
     first = next(iter(roots.values()))
-    for leaf in flat.leaves:
+    for leaf in (box for box in boxes if box.kind in ("input", "captured")):
         if leaf.kind == "captured" and leaf.key not in readers:  # or printed in place of an operand
             continue
         reading = readers.get(leaf.key, [])
@@ -319,14 +312,15 @@ def _place_leaves(flat: _InlinedGraph, roots: Mapping[int, Block]) -> None:
         inside = {id(path[depth]) for path in reading} or set(map(id, home.children))
         anchor = next((child for child in home.children if id(child) in inside), home)
         before.setdefault(id(anchor), []).append(leaf)
-    for box in flat.outputs:
+    outputs = [box for box in boxes if box.kind == "output"]
+    for box in outputs:
         home = roots[min(box.phase, max(roots))]
         anchor = home.children[-1] if home.children else home
         makers = [paths[key] for key, _ in box.operands[0].makers if key in paths]
-        many = box.phase and len(flat.outputs) > _LEAVES_ABOVE
+        many = box.phase and len(outputs) > _LEAVES_ABOVE
         if makers and many and not _OF_ARGUMENT.search(box.values[0].name):
             anchor = makers[0][-1]
-            if len(flat.outputs) <= _LEAVES_NEAR:  # beside the first of several parts
+            if len(outputs) <= _LEAVES_NEAR:  # beside the first of several parts
                 steps = zip(makers[0][:-1], makers[0][1:], strict=True)
                 is_one = lambda block: sum(isinstance(c, Block) for c in block.children) == 1
                 anchor = next((part for block, part in steps if not is_one(block)), anchor)

@@ -104,20 +104,13 @@ class _JaxprReader:
         consts: Sequence[str] = (),
         flat: Sequence[bool] = (),
     ) -> _Read:
-        values = _JaxprValues(
-            var for var, is_flat in zip(jaxpr.invars, flat, strict=False) if is_flat
-        )
+        values = _JaxprValues(compress(jaxpr.invars, flat))
         captured = [values.new(v, n) for v, n in zip_longest(jaxpr.constvars, consts, fillvalue="")]
         inputs = [values.new(v, n) for v, n in zip_longest(jaxpr.invars, names, fillvalue="")]
-        nodes = [self.node(eqn, values, place) for eqn in jaxpr.eqns]
-        out = [values.read(atom) for atom in jaxpr.outvars]
-        graph = PlainGraph(
-            nodes=tuple(nodes),
-            values=MappingProxyType(values.by_number),
-            inputs=tuple(inputs),
-            outputs=tuple(out),
-            captured=(*captured, *values.literals),
-        )
+        nodes = tuple([self.node(eqn, values, place) for eqn in jaxpr.eqns])
+        outputs = tuple([values.read(atom) for atom in jaxpr.outvars])
+        known, held = MappingProxyType(values.by_number), (*captured, *values.literals)
+        graph = PlainGraph(nodes, known, tuple(inputs), outputs, held)
         return graph, [values.is_flat(atom) for atom in jaxpr.outvars]
 
     def node(self, eqn: Eqn, values: _JaxprValues, place: _Place) -> Node:
@@ -158,13 +151,8 @@ class _JaxprReader:
         graph, leaving = self._known[key][1]
         if not body.gate:
             values.flat.update(compress(eqn.outvars, leaving))
-        return Body(
-            graph=graph,
-            inputs=tuple(body.inputs),
-            carries=body.carries,
-            gate=body.gate,
-            skippable=jaxprs.may_not_run(eqn),
-        )
+        skippable = jaxprs.may_not_run(eqn)
+        return Body(graph, tuple(body.inputs), body.carries, body.gate, skippable)
 
     def links(self, eqn: Eqn, inner: Sequence[Any], values: _JaxprValues) -> Links | None:
         """An equation's links, by `reachability.py`; None if its bodies determine them."""
@@ -210,22 +198,20 @@ class _JaxprValues:
         self._numbers: dict[Any, int] = {}
 
     def new(self, var: Any, name: str = "") -> int:
-        self._numbers[var] = self._added(_value(var.aval, name))
-        return self._numbers[var]
+        self._numbers[var] = number = len(self.by_number)
+        self.by_number[number] = _value(var.aval, name)
+        return number
 
     def read(self, atom: Any) -> int:
-        if not isinstance(atom, Literal):
-            return self._numbers[atom]
-        return self.literal(_value(atom.aval, _text(atom.val)))
+        if isinstance(atom, Literal):
+            return self.literal(_value(atom.aval, _text(atom.val)))
+        return self._numbers[atom]
 
     def literal(self, value: Value) -> int:
         """The number of a literal, or of a static parameter, that is read once."""
-        self.literals.append(self._added(value))
-        return self.literals[-1]
-
-    def _added(self, value: Value) -> int:
         number = len(self.by_number)
         self.by_number[number] = value
+        self.literals.append(number)
         return number
 
     def is_flat(self, atom: Any) -> bool:

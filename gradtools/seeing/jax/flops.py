@@ -11,7 +11,7 @@ values, so that each body is counted when it runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -201,76 +201,57 @@ _FREE = frozenset(
 
 def _cost(eqn: Eqn) -> int | None:
     """The operations of an equation without bodies; None if they are unknown."""
-    name = eqn.primitive.name
+    name, p = eqn.primitive.name, eqn.params
     if name in _OPAQUE:
         return None
     if name in _FREE or not any(map(is_inexact, eqn.outvars)):
         return 0
     out = eqn.outvars[0].aval
+    is_complex = jnp.issubdtype(out.dtype, jnp.complexfloating)
+    one = lambda kind: costs.weight(kind, is_complex)
     if name in _ELEMENTWISE:
-        return out.size * costs.weight(_ELEMENTWISE[name], _complex(out))
-    return _RULES[name](eqn, out) if name in _RULES else None
-
-
-def _complex(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.complexfloating)
-
-
-def _dot(eqn: Eqn, out: Any) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    length = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-    return costs.product(out.size, length, _complex(out))
-
-
-def _conv(eqn: Eqn, out: Any) -> int:
-    (left, right), params = (v.aval for v in eqn.invars), eqn.params
-    numbers = params["dimension_numbers"]
-    specs = (out, numbers.out_spec), (right, numbers.rhs_spec), (left, numbers.lhs_spec)
-    outs, taps, ins = ([x.shape[d] for d in spec[2:]] for x, spec in specs)
-    low = [low for low, _ in params["padding"]]
-    dilations = params["lhs_dilation"], params["rhs_dilation"]
-    axes = zip(outs, taps, ins, params["window_strides"], low, *dilations, strict=True)
-    meeting = [costs.meetings(*axis) for axis in axes]
-    batch, channels = (out.shape[d] for d in numbers.out_spec[:2])
-    group = right.shape[numbers.rhs_spec[1]]
-    return costs.convolution(meeting, batch, group, channels, _complex(out))
-
-
-def _reduction(eqn: Eqn, out: Any) -> int:
-    x, name = eqn.invars[0].aval, eqn.primitive.name
-    results = x.size // x.shape[eqn.params["axis"]] if name.startswith("cum") else out.size
-    return max(x.size - results, 0) * costs.weight(_REDUCTIONS[name], _complex(x))
-
-
-def _scattered(eqn: Eqn, out: Any) -> int:
-    updates = eqn.invars[-1].aval
-    kind = "mul" if eqn.primitive.name == "scatter_mul" else "add"
-    return updates.size * costs.weight(kind, _complex(updates))
-
-
-def _fft(eqn: Eqn, out: Any) -> int:
-    x, length = eqn.invars[0].aval, math.prod(eqn.params["fft_lengths"])
-    real = not (_complex(x) and _complex(out))
-    return costs.fourier_flops(max(x.size, out.size), length, real)
-
-
-_RULES: dict[str, Callable[[Eqn, Any], int]] = {
-    "dot_general": _dot,
-    "conv_general_dilated": _conv,
-    **dict.fromkeys(_REDUCTIONS, _reduction),
-    **dict.fromkeys(
-        ("reduce_window_sum", "reduce_window_max", "reduce_window_min"),
-        lambda eqn, out: out.size * (math.prod(eqn.params["window_dimensions"]) - 1),
-    ),
-    "select_and_scatter_add": lambda eqn, out: eqn.invars[0].aval.size,
-    **dict.fromkeys(("scatter-add", "scatter_add", "scatter_mul", "scatter-mul"), _scattered),
-    "integer_pow": lambda eqn, out: out.size * costs.whole_power(eqn.params["y"], _complex(out)),
-    "clamp": lambda eqn, out: 2 * out.size,
-    "one_minus_square": lambda eqn, out: (
-        out.size * (costs.weight("mul", _complex(out)) + costs.weight("sub", _complex(out)))
-    ),
-    "fft": _fft,
-    "cholesky": lambda eqn, out: costs.cholesky(eqn.invars[0].aval.shape),
-    "lu": lambda eqn, out: costs.lu(eqn.invars[0].aval.shape),
-    "triangular_solve": lambda eqn, out: costs.triangular_solve(eqn.invars[0].aval.shape, out.size),
-}
+        return out.size * one(_ELEMENTWISE[name])
+    avals = [v.aval for v in eqn.invars] or [out]
+    x, last = avals[0], avals[-1]
+    match name:
+        case "dot_general":
+            (contracted, _), _ = p["dimension_numbers"]
+            return costs.product(out.size, math.prod(x.shape[d] for d in contracted), is_complex)
+        case "conv_general_dilated":
+            numbers = p["dimension_numbers"]
+            specs = (out, numbers.out_spec), (last, numbers.rhs_spec), (x, numbers.lhs_spec)
+            outs, taps, ins = ([of.shape[d] for d in spec[2:]] for of, spec in specs)
+            low = [low for low, _ in p["padding"]]
+            dilations = p["lhs_dilation"], p["rhs_dilation"]
+            axes = zip(outs, taps, ins, p["window_strides"], low, *dilations, strict=True)
+            meeting = [costs.meetings(*axis) for axis in axes]
+            batch, channels = (out.shape[d] for d in numbers.out_spec[:2])
+            group = last.shape[numbers.rhs_spec[1]]
+            return costs.convolution(meeting, batch, group, channels, is_complex)
+        case "reduce_window_sum" | "reduce_window_max" | "reduce_window_min":
+            return out.size * (math.prod(p["window_dimensions"]) - 1)
+        case "select_and_scatter_add":
+            return x.size
+        case "scatter-add" | "scatter_add":
+            return last.size * one("add")
+        case "scatter-mul" | "scatter_mul":
+            return last.size * one("mul")
+        case "integer_pow":
+            return out.size * costs.whole_power(p["y"], is_complex)
+        case "clamp":
+            return 2 * out.size
+        case "one_minus_square":
+            return out.size * (one("mul") + one("sub"))
+        case "fft":
+            real = not (jnp.issubdtype(x.dtype, jnp.complexfloating) and is_complex)
+            return costs.fourier_flops(max(x.size, out.size), math.prod(p["fft_lengths"]), real)
+        case "cholesky":
+            return costs.cholesky(x.shape)
+        case "lu":
+            return costs.lu(x.shape)
+        case "triangular_solve":
+            return costs.triangular_solve(x.shape, out.size)
+    if name in _REDUCTIONS:
+        results = x.size // x.shape[p["axis"]] if name.startswith("cum") else out.size
+        return max(x.size - results, 0) * one(_REDUCTIONS[name])
+    return None

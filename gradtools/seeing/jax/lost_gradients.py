@@ -31,7 +31,7 @@ from gradtools.seeing.diagnostics.bad_gradients import PassedCotangents
 from gradtools.seeing.graphs.derivative_flow import any_of
 from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.recording import Run, Vanished
-from gradtools.seeing.jax.recorded_run import Traced, graph_once, trace
+from gradtools.seeing.jax.recorded_run import Traced, trace
 from gradtools.seeing.jax.tape import Moving, Tape, TapeStep
 
 
@@ -57,8 +57,7 @@ _known: WeakKeyDictionary[Traced, dict[int, list[Vanished] | None]] = WeakKeyDic
 
 def _examined(traced: Traced, leaves: Sequence[Any]) -> dict[int, list[Vanished] | None]:
     """`vanishing` for all leaves."""
-    closed, graph = traced.closed, graph_once(traced)
-    tape = Tape()
+    closed, graph, tape = traced.closed, traced.graph, Tape()
     args = [tape.moving(x, 1 << i) for i, x in enumerate(leaves)]
     outs = tape.run(closed, graph, args)
     back = _Backward(tape.steps, args, outs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -51,10 +51,10 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         if kind is None:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
-    graph = _graphs[traced] = graph_of(traced.closed, names, captured=result, rules=_rules(reached))
+    traced.graph = graph_of(traced.closed, names, captured=result, rules=_rules(reached))
     read = set(map(id, traced.closed.consts))
     stand_ins = [result.get(id(leaf), "") if id(leaf) in read else "" for leaf in leaves]
-    return Recording(graph, host_outputs=traced.host_outputs, stand_ins=tuple(stand_ins))
+    return Recording(traced.graph, host_outputs=traced.host_outputs, stand_ins=tuple(stand_ins))
 
 
 def rerun(run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -90,7 +90,7 @@ def where_lost(closed: Any, outs: int, index: int) -> list[str]:
 # --- the trace ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Traced:
     """A traced program.
 
@@ -101,6 +101,11 @@ class Traced:
 
     closed: Any
     host_outputs: tuple[int, ...]
+
+    @cached_property
+    def graph(self) -> PlainGraph:
+        """Its graph; `record` sets it with names."""
+        return graph_of(self.closed)
 
 
 _traces: WeakKeyDictionary[Any, tuple[list[Any], Traced]] = WeakKeyDictionary()
@@ -116,16 +121,6 @@ def trace(run: Run, leaves: Sequence[Any]) -> Traced:
         traced = _trace(run, leaves)
         _traces[owner] = list(leaves), traced
     return traced
-
-
-def graph_once(traced: Traced) -> PlainGraph:
-    """The graph of a traced program; memoized."""
-    if traced not in _graphs:
-        _graphs[traced] = graph_of(traced.closed)
-    return _graphs[traced]
-
-
-_graphs: WeakKeyDictionary[Traced, PlainGraph] = WeakKeyDictionary()
 
 
 def _trace(run: Run, leaves: Sequence[Any]) -> Traced:

@@ -12,6 +12,7 @@ calls share it. The `Graph` of the jaxpr determines which operations are differe
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -77,9 +78,7 @@ class TapeStep:
         op = _Pull(self.apply, tuple(given), tuple(wanted), self.key)
         pull = _compiled if self.key is not None else _at_once
         at = tuple(arrays or self.arrays)
-        if self.context is None:
-            return list(pull(op, at, list(given.values())))
-        with self.context.manager:
+        with nullcontext() if self.context is None else self.context.manager:
             return list(pull(op, at, list(given.values())))
 
 
@@ -147,12 +146,11 @@ class Tape:
                 inlined = self._inlined(eqn, node, operands)
                 if inlined:
                     return inlined
-            leaves = []
-            for row in links_of(graph, node):
-                pairs = zip(row, operands, strict=True)
-                leaves.append(
-                    any_of(x.leaves for link, x in pairs if link == Dependence.DIFFERENTIABLE)
-                )
+            full, masks = Dependence.DIFFERENTIABLE, [x.leaves for x in operands]
+            leaves = [
+                any_of(mask for link, mask in zip(row, masks, strict=True) if link == full)
+                for row in links_of(graph, node)
+            ]
             apply, key = partial(_evaluated, eqn), _key(eqn)
             outs = self._step(apply, operands, leaves, node, key=key, context=eqn.ctx)
             written = [x for x in entries if isinstance(x, Reference)]

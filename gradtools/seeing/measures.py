@@ -181,7 +181,7 @@ def timed(run: Callable[[], Any], between: Callable[[], Any] = lambda: None) -> 
 
 
 def measurement(
-    times: Sequence[float], unknown: Iterable[str], notes: Sequence[str], **others: Any
+    times: Sequence[float], unknown: Iterable[str] = (), notes: Sequence[str] = (), **others: Any
 ) -> Measurement:
     """The `Measurement` of these times and `others`; no rule counts the `unknown` operations."""
     names = ", ".join(sorted(set(unknown)))

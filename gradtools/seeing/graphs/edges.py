@@ -13,7 +13,7 @@ from dataclasses import replace
 from gradtools.seeing.diagnostics.findings import KINDS
 from gradtools.seeing.graphs.derivative_flow import links_of
 from gradtools.seeing.graphs.lost_terms import losses
-from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, needed
+from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, memory_of, needed
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _ON_PURPOSE = ("detached", "no_grad", "inner_gradient", "left_framework", "in_place_data", "rule")
@@ -47,18 +47,12 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
     for i in needed(nodes, graph.outputs):  # others, as of an inner derivative, keep none
         if nodes[i].mark not in _HOLDING_NOTHING:
             read.update(nodes[i].saved)
-    kept = {base_of(graph, v) for node in nodes for v in node.outputs if v in read}
+    kept = {memory_of(graph.values, v) for node in nodes for v in node.outputs if v in read}
     return {v: graph.values[v].bytes for v in sorted(kept - alive_anyway(graph))}
 
 
 # What computes a part of f again keeps none of its residuals.
 _HOLDING_NOTHING = ("chunked", "frozen", "checkpoint")
-
-
-def base_of(graph: PlainGraph, value: int) -> int:
-    """The value that owns the storage of which this value is a view, or the value itself."""
-    base = graph.values[value].base
-    return value if base is None else base
 
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:

@@ -225,6 +225,12 @@ def needed(
     return kept[::-1]
 
 
+def memory_of(values: Mapping[int, Value], value: int) -> int:
+    """The value that owns the storage: the base of a view, else the value itself."""
+    base = values[value].base
+    return value if base is None else base
+
+
 def shared_length(paths: Sequence[Sequence[str]]) -> int:
     """The length of the longest common prefix of these scopes, or names."""
     steps = zip(*paths, strict=False)

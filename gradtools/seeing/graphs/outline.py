@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from gradtools.seeing.graphs.attributes import mark_text
-from gradtools.seeing.graphs.nodes import Dependence, Node, Value
+from gradtools.seeing.graphs.nodes import Dependence, Node, Value, memory_of
 
 ALIVE = "alive anyway"
 _OPEN = 40  # operations; graphs up to this size are fully open
@@ -274,13 +274,8 @@ class Outline:
 
     def bytes_of(self, values: Iterable[int]) -> int:
         """The bytes saved for these values, once per storage; zero for values alive anyway."""
-        memories = {self.memory_of(v) for v in values if v not in self.alive}
+        memories = {memory_of(self.values, v) for v in values if v not in self.alive}
         return sum(self.values[v].bytes for v in memories)
-
-    def memory_of(self, value: int) -> int:
-        """The value that owns the storage: the base of a view, else the value itself."""
-        base = self.values[value].base
-        return value if base is None else base
 
     def kept_text(self, values: Iterable[int]) -> str:
         """The bytes saved for these values as text, or `ALIVE`."""

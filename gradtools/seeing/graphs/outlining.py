@@ -21,12 +21,11 @@ from typing import Any
 from gradtools.seeing.graphs.attributes import are_numbers, call_text, is_number, text_of
 from gradtools.seeing.graphs.edges import (
     alive_anyway,
-    base_of,
     lost_links,
     reads_of,
     reason,
 )
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value, memory_of
 from gradtools.seeing.graphs.outline import (
     PHASES,
     Arrow,
@@ -195,7 +194,7 @@ class _InlinedGraph:
         if value not in level.numbers:
             level.numbers[value] = number = len(self.values)
             self.values.append(level.graph.values[value])
-            base = base_of(level.graph, value)
+            base = memory_of(level.graph.values, value)
             shown = None if base == value else self._number(level, base)
             self.values[number] = replace(self.values[number], base=shown)
         return level.numbers[value]

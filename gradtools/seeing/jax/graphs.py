@@ -235,14 +235,12 @@ def _text(value: Any) -> str:
 def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
     """The node with operands in the neutral order; a static exponent becomes an operand."""
     order, exponent = operands.order_of(eqn), operands.exponent_of(eqn)
-    if exponent is not None:
-        number = values.literal(Value((), "int32", str(exponent)))
-        links = node.links and tuple((*row, _CUT) for row in node.links)
-        return replace(node, inputs=(*node.inputs, number), links=links)
-    if order == tuple(range(len(node.inputs))):
-        return node
-    links = node.links and tuple(tuple(row[i] for i in order) for row in node.links)
-    return replace(node, inputs=tuple(node.inputs[i] for i in order), links=links)
+    more = [] if exponent is None else [values.literal(Value((), "int32", str(exponent)))]
+    inputs = (*(node.inputs[i] for i in order), *more)
+    links = node.links and tuple(
+        (*(row[i] for i in order), *[_CUT for _ in more]) for row in node.links
+    )
+    return replace(node, inputs=inputs, links=links)
 
 
 # --- names -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from gradtools.seeing.graphs.nodes import memory_of
 from gradtools.seeing.graphs.outline import ALIVE, PHASES, Arrow, Block, Box, Outline, value_text
 from gradtools.seeing.pictures.box_text import LINE, card_of, short, shown, text_width
 
@@ -50,7 +51,7 @@ def data_of(
         "items": {item.key: _item(item) for item in items},
         "arrows": [_arrow(arrow) for arrow in outline.arrows],
         "bytes": [outline.bytes_of([v]) for v in range(len(outline.values))],
-        "memory": [outline.memory_of(v) for v in range(len(outline.values))],
+        "memory": [memory_of(outline.values, v) for v in range(len(outline.values))],
         "alive": ALIVE,
         "views": [sorted(opened) for opened in dict.fromkeys(views)],
         "title": {"text": shown(outline.title), "width": text_width(shown(outline.title), 15)},

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from gradtools.seeing.graphs.attributes import mark_text
 from gradtools.seeing.graphs.nodes import Dependence, Node, Value, memory_of
@@ -370,13 +370,8 @@ def matches(path: str, pattern: str) -> bool:
 
     ``*`` matches anything but a dot, so "layers.*" matches each layer and nothing inside.
     """
-    ends = [path, *(path[i + 1 :] for i, letter in enumerate(path) if letter == ".")]
-    return any(_pattern(pattern).fullmatch(end) for end in ends)
-
-
-@lru_cache(maxsize=256)
-def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile("[^.]*".join(re.escape(part) for part in text.split("*")), re.DOTALL)
+    written = "[^.]*".join(map(re.escape, pattern.split("*")))
+    return re.search(rf"(?:\A|\.){written}\Z", path) is not None
 
 
 def counted(number: int, noun: str) -> str:

@@ -149,22 +149,6 @@ class _AnsweringTracer(Tracer):
     def to_concrete_value(self) -> Any:
         return self.front.answer(self) if self.front.answers_shapes else None
 
-    def __index__(self) -> int:
-        with self.front.shut():
-            return int(super().__index__())
-
-    def __int__(self) -> int:
-        with self.front.shut():
-            return int(super().__int__())
-
-    def item(self, *args: Any) -> Any:
-        with self.front.shut():
-            return super().item(*args)
-
-    def tolist(self) -> Any:
-        with self.front.shut():
-            return super().tolist()
-
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Allowed for JAX itself, which counts the entries of a boolean index; NumPy raises."""
         inside = called_by_jax(1)
@@ -185,6 +169,20 @@ class _AnsweringTracer(Tracer):
 
     def full_lower(self) -> Any:
         return self
+
+
+def _shut(name: str) -> Callable[..., Any]:
+    """A conversion that leaves the framework: that of JAX's tracers, without known values."""
+
+    def convert(self: _AnsweringTracer, *args: Any) -> Any:
+        with self.front.shut():
+            return getattr(super(_AnsweringTracer, self), name)(*args)
+
+    return convert
+
+
+for _name in ("__index__", "__int__", "item", "tolist"):
+    setattr(_AnsweringTracer, _name, _shut(_name))
 
 
 __all__ = ["jaxpr_with_answers"]

@@ -161,7 +161,8 @@ class Tape:
                 for var, y in zip(eqn.outvars, outs, strict=False)
             ]
 
-        return jaxprs.interpreted(jaxpr, args, step, _constant)
+        constant = lambda literal: Moving(np.asarray(literal.val, literal.aval.dtype))
+        return jaxprs.interpreted(jaxpr, args, step, constant)
 
     def _step(
         self,
@@ -219,9 +220,10 @@ class Tape:
             rows = [column[i] for column in columns]
             outs = self._body(node, 0, inner, [*first, *carry, *rows])
             carry, rounds[i] = outs[:carried], outs[carried:]
+        stacked = lambda arrays: [jnp.stack(arrays)]
         for column in zip(*rounds, strict=True):
             leaves = [any_of(x.leaves for x in column)]
-            carry += self._step(_stacked, column, leaves, node, packs=True, key="stacked")
+            carry += self._step(stacked, column, leaves, node, packs=True, key="stacked")
         return carry
 
 
@@ -254,14 +256,6 @@ def _is_bad(x: Any) -> bool:
 def _rows(arrays: Sequence[Any]) -> Sequence[Any]:
     (x,) = arrays
     return list(jnp.unstack(x)) if is_inexact(x) else [x[i] for i in range(len(x))]
-
-
-def _stacked(arrays: Sequence[Any]) -> Sequence[Any]:
-    return [jnp.stack(arrays)]
-
-
-def _constant(literal: Any) -> Moving:
-    return Moving(np.asarray(literal.val, literal.aval.dtype))
 
 
 def _key(eqn: Any) -> Hashable:

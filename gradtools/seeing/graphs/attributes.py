@@ -40,11 +40,6 @@ def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) ->
     return f"{node.operation}({', '.join(filter(None, pieces))})"
 
 
-def mark_text(node: Node) -> str:
-    """The node's mark (custom rule, edited gradient, chunk, ...), followed by its rule's name."""
-    return " ".join(filter(None, (node.mark, node.mark and str(node.attributes.get("rule", "")))))
-
-
 def text_of(value: Any) -> str:
     """An attribute's value as text, truncated to `_LONGEST` characters."""
     if isinstance(value, tuple):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradtools.seeing.graphs.attributes import mark_text
 from gradtools.seeing.graphs.nodes import Dependence, Node, Value, memory_of
 
 ALIVE = "alive anyway"
@@ -86,8 +85,10 @@ class Box:
 
     @property
     def mark(self) -> str:
-        """The mark of its node."""
-        return mark_text(self.node) if self.node else ""
+        """The mark of its node (custom rule, edited gradient, ...), then the name of its rule."""
+        if self.node is None or not self.node.mark:
+            return ""
+        return f"{self.node.mark} {self.node.attributes.get('rule', '')}".rstrip()
 
     @property
     def alert(self) -> str:

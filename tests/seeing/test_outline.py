@@ -196,7 +196,7 @@ def test_depth_opens_so_many_levels():
     outline = outline_of(transformer(12))
     for depth in range(5):
         opened = outline.opened(depth)
-        assert opened == {b.key for b in outline.blocks if len(outline.around(b.key)) <= depth}
+        assert opened == {b.key for b in outline.blocks if len(outline.around[b.key]) <= depth}
     assert not outline.opened(0)
 
 

@@ -246,13 +246,10 @@ class Outline:
         return tuple(item for item in inner if isinstance(item, Block))
 
     @cached_property
-    def _around(self) -> dict[int, tuple[Block, ...]]:
+    def around(self) -> dict[int, tuple[Block, ...]]:
+        """The blocks around each box and block, its column first."""
         paths = (path for column in self.columns for path in column.paths())
         return {item.key: around for around, item in paths}
-
-    def around(self, key: int) -> tuple[Block, ...]:
-        """The blocks around a box or block, outermost first: its column, which has none."""
-        return self._around.get(key, ())
 
     def drawn(self, opened: frozenset[int]) -> Iterator[tuple[str, int, Box | Block]]:
         """What is drawn, in program order, with its depth.
@@ -310,11 +307,11 @@ class Outline:
         if depth is None:
             result = set(self._fitting(limit))
         else:
-            result = {block.key for block in self.blocks if len(self.around(block.key)) <= depth}
+            result = {block.key for block in self.blocks if len(self.around[block.key]) <= depth}
         for block in self.blocks:
             names = (block.path, block.title)
             if any(matches(name, pattern) for name in names for pattern in patterns):
-                result |= {block.key, *(around.key for around in self.around(block.key))}
+                result |= {block.key, *(around.key for around in self.around[block.key])}
         return frozenset(result)
 
     def _fitting(self, limit: int) -> list[int]:

@@ -68,8 +68,8 @@ def _item(item: Box | Block) -> dict[str, Any]:
     if isinstance(item, Block):
         heading = short(item.title)
         width = text_width(heading if item.kind == "pass" else f"▾ {heading}", LINE)
-        block = {"children": [child.key for child in item.children]}
-        block |= {"short": heading, "nameWidth": width}
+        children = [child.key for child in item.children]
+        block = dict[str, Any](children=children, short=heading, nameWidth=width)
     # the width of the pill around a mark
     pills = [text_width(x.text, LINE) + 10 if x.style == "mark" else 0.0 for x in card.rows]
     rows = zip(card.rows, pills, strict=True)

@@ -20,7 +20,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, NoReturn
+from typing import Any
 
 from gradtools.arguments.wording import in_words, with_article
 from gradtools.backend import Operators
@@ -145,25 +145,16 @@ class Accumulation(Operators):
 
 @dataclass(frozen=True)
 class State:
-    """The sums so far, or one term. Replaced as a whole, so that `add` is atomic.
+    """The sums so far, or one term. Replaced as a whole, so that `add` is atomic."""
 
-    Attributes:
-        treedef: The gradients' structure.
-        paths: Their leaf paths; of a term none.
-        specs: The dtype, shape and device of each added leaf.
-        totals: The weighted sums, which a backend may add to in place; of a term its leaves,
-            detached, without their weight.
-        errors: The rounding errors of the sums, when compensated.
-        weight: The sum of the weights.
-        varies: For each leaf the mesh axes of JAX over which all its terms were typed as varying.
-    """
-
-    treedef: Any
-    paths: tuple[str, ...]
-    specs: tuple[Any, ...]
+    treedef: Any  # the gradients' structure
+    paths: tuple[str, ...]  # their leaf paths; of a term none
+    specs: tuple[Any, ...]  # the dtype, shape and device of each added leaf
+    # The weighted sums, which a backend may add to in place; of a term its detached leaves.
     totals: tuple[Any, ...]
-    errors: tuple[Any, ...]
-    weight: Any
+    errors: tuple[Any, ...]  # the rounding errors of the sums, when compensated
+    weight: Any  # the sum of the weights
+    # For each leaf the mesh axes of JAX over which all its terms were typed as varying.
     varies: tuple[frozenset[Any], ...]
 
 
@@ -286,33 +277,26 @@ class GradientAccumulator:
 
     def _term(self, grads: Any, weight: Any) -> State:
         leaves, treedef = self._backend.flatten(grads)
-        arrays = [self._arrays.detached(x) for x in leaves]
+        arrays, words = [self._arrays.detached(x) for x in leaves], self._arrays.spec_in_words
         for k, array in enumerate(arrays):
             if array is None or not self._backend.is_inexact(array):
-                self._refuse_leaf(grads, k, leaves[k])
+                came = with_article(type(leaves[k]).__name__)
+                raise GradtoolsError(
+                    f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
+                    f"{came if array is None else words(self._arrays.spec(array))}; expected a "
+                    "floating or complex array. Differentiate with respect to floating arguments "
+                    "only, or put None there."
+                )
         specs = tuple(map(self._arrays.spec, arrays))
-        if self._compensated:
-            for k, spec in enumerate(specs):
-                words = self._arrays.spec_in_words(spec)
-                if words.startswith("sparse"):
-                    raise GradtoolsError(
-                        f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
-                        f"{words}; a compensated sum needs dense arrays. "
-                        "Use compensated=False, or give a dense gradient."
-                    )
+        for k, came in enumerate(map(words, specs) if self._compensated else ()):
+            if came.startswith("sparse"):
+                raise GradtoolsError(
+                    f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
+                    f"{came}; a compensated sum needs dense arrays. "
+                    "Use compensated=False, or give a dense gradient."
+                )
         varies = tuple(map(self._arrays.varies, arrays))
         return State(treedef, (), specs, tuple(arrays), (), weight, varies)
-
-    def _refuse_leaf(self, grads: Any, k: int, x: Any) -> NoReturn:
-        array = self._arrays.detached(x)
-        came = with_article(type(x).__name__)
-        if array is not None:
-            came = self._arrays.spec_in_words(self._arrays.spec(array))
-        raise GradtoolsError(
-            f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is {came}; "
-            "expected a floating or complex array. Differentiate with respect to floating "
-            "arguments only, or put None there."
-        )
 
     def _first(self, term: State) -> State:
         """The state after a first `add`."""
@@ -329,35 +313,32 @@ class GradientAccumulator:
 
     def _weighted(self, paths: Sequence[str], term: State) -> list[Any]:
         """The weight times the arrays, in the accumulator's dtype."""
-        pairs = zip(paths, term.totals, strict=True)
-        cast = [self._cast(path, x, self._precision) for path, x in pairs]
-        if not isinstance(term.weight, (int, float)):
-            return [self._where_counted(self._factor(term.weight, x), x) for x in cast]
-        if term.weight == 0:
-            return [*map(self._backend.zeros_like, cast)]
-        return cast if term.weight == 1 else self._arrays.times(cast, float(term.weight))
+        cast, zeros_like = list[Any](), self._backend.zeros_like
+        for path, x in zip(paths, term.totals, strict=True):
+            name = self._precision
+            if name is not None:
+                if self._name(x).startswith("complex"):
+                    name = "complex128" if name == "float64" else "complex64"
+                x = self._backend.cast(x, name)
+                if self._name(x) != name:
+                    raise GradtoolsError(
+                        f"GradientAccumulator.add: grads{path} was to be added in {name}, and the "
+                        f"backend gives {self._name(x)}. Allow 64-bit numbers first (in JAX: "
+                        "jax_enable_x64), or ask for a smaller dtype."
+                    )
+            cast.append(x)
+        weight = term.weight
+        if not isinstance(weight, (int, float)):  # gradients of weight 0 may be NaN
+            pairs = [(self._factor(weight, x), x) for x in cast]
+            return [w * self._backend.xp.where(w == 0, zeros_like(x), x) for w, x in pairs]
+        if weight == 0:
+            return [*map(zeros_like, cast)]
+        return cast if weight == 1 else self._arrays.times(cast, float(weight))
 
     def _over(self, totals: Sequence[Any], weight: Any) -> list[Any]:
         if isinstance(weight, (int, float)):
             return self._arrays.over(totals, float(weight))
         return [total / self._factor(weight, total) for total in totals]
-
-    def _where_counted(self, weight: Any, x: Any) -> Any:
-        return weight * self._backend.xp.where(weight == 0, self._backend.zeros_like(x), x)
-
-    def _cast(self, path: str, x: Any, name: str | None) -> Any:
-        if name is None:
-            return x
-        if self._name(x).startswith("complex"):
-            name = "complex128" if name == "float64" else "complex64"
-        cast = self._backend.cast(x, name)
-        if self._name(cast) != name:
-            raise GradtoolsError(
-                f"GradientAccumulator.add: grads{path} was to be added in {name}, and the backend "
-                f"gives {self._name(cast)}. Allow 64-bit numbers first (in JAX: jax_enable_x64), "
-                "or ask for a smaller dtype."
-            )
-        return cast
 
     def _factor(self, weight: Any, x: Any) -> Any:
         """An array of the weight, which multiplies x without changing its dtype."""
@@ -377,24 +358,18 @@ class GradientAccumulator:
             state = replace(state, varies=tuple(a & b for a, b in both))
         if not self._compensated and self._arrays.added(state.totals, term.totals, term.weight):
             return replace(state, weight=weight)
+        totals, errors = list[Any](), list[Any]()
         missing = state.errors or (None,) * len(state.totals)
         terms = self._weighted(state.paths, term)
-        pairs = [*map(self._sum, state.totals, missing, terms)]
-        errors = tuple(e for _, e in pairs) if self._compensated else ()
-        return replace(
-            state, totals=tuple(total for total, _ in pairs), errors=errors, weight=weight
-        )
-
-    def _sum(self, a: Any, error: Any, b: Any) -> tuple[Any, Any]:
-        """`(s, e)` with s the rounded a + error + b and, if compensated, e its rounding error."""
-        s = a + b
-        if not self._compensated:
-            return s, None
-        share = s - a
-        error = error + ((a - (s - share)) + (b - share))
-        xp = self._backend.xp  # the error of a sum that is not finite is NaN
-        total = xp.where(xp.isfinite(s), s + error, s)
-        return total, error - (total - s)
+        for a, error, b in zip(state.totals, missing, terms, strict=True):
+            total = s = a + b
+            if self._compensated:
+                share, xp = s - a, self._backend.xp
+                error = error + ((a - (s - share)) + (b - share))  # the rounding error of s
+                total = xp.where(xp.isfinite(s), s + error, s)  # else the error is NaN
+                errors.append(error - (total - s))
+            totals.append(total)
+        return replace(state, totals=tuple(totals), errors=tuple(errors), weight=weight)
 
     # --- helpers
 
@@ -427,7 +402,10 @@ class GradientAccumulator:
             and not self._name(number).startswith("complex")
         )
         if not real:
-            came = repr(weight) if isinstance(weight, (str, complex)) else _described(weight)
+            came, shape = with_article(type(weight).__name__), getattr(weight, "shape", None)
+            if shape is not None:
+                came = f"{came} of shape {tuple(shape)} and dtype {weight.dtype}"
+            came = repr(weight) if isinstance(weight, (str, complex)) else came
             raise GradtoolsError(
                 f"GradientAccumulator.add: weight is {came}; expected a real number or a real "
                 "array of shape (). Apply weights that differ by example inside the loss, "
@@ -479,21 +457,11 @@ def _precision(dtype: Any) -> str | None:
     """The name of a floating dtype, given by name or as NumPy, PyTorch or JAX write it."""
     if dtype is None:
         return None
-    name = dtype if isinstance(dtype, str) else _dtype_name(dtype)
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = dtype if isinstance(dtype, str) else name.removeprefix("torch.")
     if name not in PRECISIONS:
         raise GradtoolsError(
             f"GradientAccumulator: dtype is {dtype!r}; expected one of {', '.join(PRECISIONS)} or "
             "None. Complex gradients are added in the complex dtype of that precision."
         )
     return name
-
-
-def _dtype_name(dtype: Any) -> str:
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    return name.removeprefix("torch.")
-
-
-def _described(x: Any) -> str:
-    shape = getattr(x, "shape", None)
-    kind = with_article(type(x).__name__)
-    return kind if shape is None else f"{kind} of shape {tuple(shape)} and dtype {x.dtype}"

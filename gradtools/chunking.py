@@ -144,11 +144,10 @@ class Chunking(Operators):
         if select is not None:
             ChunkOptions().checked(select, 1, "chunked", "select")
         axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
-        rest = chunk_size, axes, argnums, interleaved, options
-        uncompiled = self._backend.compiler.uncompiled
+        make = partial(self._chunked_of, select, (chunk_size, axes, argnums, interleaved, options))
         if select is None and type(f) is FunctionType:  # the common case, not a module
-            return like_function("chunked_", f, partial(uncompiled, self._run_chunked, f, rest))
-        return self._backend.like_module(f, partial(self._chunked_of, select, rest))
+            return make(f)
+        return self._backend.like_module(f, make)
 
     def _chunked_of(self, select: Any, rest: tuple[Any, ...], f: Callable[..., Any]) -> Any:
         if select is not None:
@@ -243,90 +242,14 @@ class Chunking(Operators):
                 "To weight a sum, multiply by the weights inside f."
             )
         refuse_arguments(_MICROBATCHED, argnums)
-        options = _Microbatched(
-            chunk_size=chunk_size,
-            argnums=argnums,
-            in_axes=in_axes,
-            reduction=reduction,
-            weights=weights,
-            has_aux=has_aux,
-            key_argnums=key_argnums,
-            carry_argnums=carry_argnums,
-            group=group,
-            axis_name=axis_name,
-        )
-        call = partial(self._microbatched, f, options)
+        options = _Microbatches(
+            self._backend, chunk_size, argnums, in_axes, reduction, weights, has_aux, key_argnums,
+            carry_argnums, group, axis_name,
+        )  # fmt: skip
+        call = partial(options.value_and_grads, f)
         if options.of_ranks:  # dynamo cannot trace collectives and reads of weights
             call = partial(self._backend.compiler.uncompiled, call)
         return like_function("microbatched_", f, call)
-
-    def _microbatched(
-        self, f: Callable[..., Any], options: _Microbatched, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        backend, argnums = self._backend, options.argnums
-        positions = normalized_argnums(_MICROBATCHED, argnums, len(args))
-        opened: Any = backend.opened(_MICROBATCHED, f, args, kwargs, positions)
-        repeat = partial(self._microbatched, f, options, *args, **kwargs)
-        if opened is not None and opened.opens_once:
-            f, args = opened, opened.args
-        given = arguments_of_call(_MICROBATCHED, f, args, kwargs, options.in_axes, positions)
-        special = options.key_argnums, options.carry_argnums
-        keys, carried = _keys_and_carries(_MICROBATCHED, args, given, *special, positions)
-        call = _Microbatches(backend, given, positions, options)
-        derivatives, has_aux = Derivatives(backend), options.has_aux
-        run = like_function("", f, partial(_with_carry, f, has_aux)) if carried else f
-        spec = GradientSpec(_MICROBATCHED, run, argnums, has_aux or bool(carried))
-        layout: list[Any] = []  # the structures and dtypes of value, grads and aux
-
-        def terms(*chunk: Any, **kwargs: Any) -> Any:
-            own = None if call.weights is None else chunk[-1]
-            own_args = chunk[: len(args)]
-            if options.of_ranks:
-                own_args = options.per_rank(backend, own_args, positions)
-            value, aux, grads = derivatives._scalar_gradient(spec, own_args, kwargs)
-            aux, carry = aux if carried else (aux, None)
-            aux = call.metrics(aux) if has_aux else None
-            parts = [backend.flatten(part) for part in (value, grads, aux)]
-            flat = [x for leaves, _ in parts for x in leaves]
-            names = [backend.dtype_name(x) for x in flat]
-            layout[:] = [[(treedef, len(leaves)) for leaves, treedef in parts], names]
-            wide = [call.wide(x, name) for x, name in zip(flat, names, strict=True)]
-            if options.reduction == "mean":
-                size = call.batch.size_of((*chunk, *kwargs.values()))
-                w = call.weight(chunk[: len(args)], kwargs, own, size)
-                w = backend.cast(w, wide[0])
-                if not backend.weighs_sums:
-                    wide = [call.weighted(w, x) for x in wide]
-                wide = [w, *wide]
-            return (wide, carry) if carried else wide
-
-        chunks = call.cut(like_function("", f, terms), keys, carried)
-        weigh = call.weighted if options.reduction == "mean" and backend.weighs_sums else None
-        with shared_examples_named(_MICROBATCHED, given):
-            sums, carry = backend.sum_chunks(chunks, weigh)
-        if opened is not None and opened.opens_once:
-            opened.refuse_changes()
-        if options.of_ranks:
-            if weigh is not None:
-                sums = [sums[0], *[call.weighted(sums[0], x) for x in sums[1:]]]
-            where = options.axis_name, options.group
-            sums = backend.sum_over_ranks(_MICROBATCHED, sums, *where)
-        if options.reduction == "mean":
-            total, *sums = sums
-            call.check_total(total)
-            if weigh is None or options.of_ranks:
-                sums = [x / backend.real_scalar(total, x) for x in sums]
-        parts, dtypes = layout
-        left = iter([backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)])
-        value, grads, aux = [
-            backend.unflatten(treedef, [*islice(left, count)]) for treedef, count in parts
-        ]
-        outcome: Any = ((value, aux) if has_aux else value), grads
-        if carried:
-            outcome = outcome, backend.unflatten(chunks.call.carry_def, carry)
-        if opened is None:
-            return outcome
-        return backend.attaching(opened, _MICROBATCHED, repeat)(outcome)
 
     def all_gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
         """The rows of all processes (PyTorch) or devices (JAX), one after the other.
@@ -375,9 +298,10 @@ class Chunking(Operators):
 
 
 @dataclass(frozen=True)
-class _Microbatched:
-    """The options of `microbatched_value_and_grad`."""
+class _Microbatches:
+    """The options of `microbatched_value_and_grad`, and what a call does with them."""
 
+    backend: Backend
     chunk_size: int
     argnums: Argnums
     in_axes: Any
@@ -394,17 +318,151 @@ class _Microbatched:
         """Whether the sums run over ranks."""
         return self.group is not None or self.axis_name is not None
 
-    def per_rank(
-        self, backend: Backend, args: Sequence[Any], positions: tuple[int, ...]
-    ) -> tuple[Any, ...]:
-        """The arguments, marked at `positions` so that gradients are not summed over ranks."""
-        result = list(args)
+    def value_and_grads(self, f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The result of one call: sums over chunks of weighted terms, over the sum of weights."""
+        backend, has_aux, is_mean = self.backend, self.has_aux, self.reduction == "mean"
+        positions = normalized_argnums(_MICROBATCHED, self.argnums, len(args))
+        opened: Any = backend.opened(_MICROBATCHED, f, args, kwargs, positions)
+        repeat = partial(self.value_and_grads, f, *args, **kwargs)
+        if opened is not None and opened.opens_once:
+            f, args = opened, opened.args
+        given = arguments_of_call(_MICROBATCHED, f, args, kwargs, self.in_axes, positions)
+        special = self.key_argnums, self.carry_argnums
+        keys, carried = _keys_and_carries(_MICROBATCHED, args, given, *special, positions)
+        batch, count = self._batch(given, positions), len(args)
+        run = like_function("", f, partial(_with_carry, f, has_aux)) if carried else f
+        spec = GradientSpec(_MICROBATCHED, run, self.argnums, has_aux or bool(carried))
+        layout: list[Any] = []  # the structures and dtypes of value, grads and aux
+
+        def weighted(w: Array, x: Array) -> Array:
+            """w times x; zero where w is zero, even if x, a mean over no examples, is NaN."""
+            w = backend.real_scalar(w, x)
+            if self.weights is None and batch.size != 0:
+                return w * x
+            return w * backend.xp.where(w == 0, backend.zeros_like(x), x)
+
+        def terms(*chunk: Any, **kwargs: Any) -> Any:
+            own = [*chunk[:count]]
+            for i in positions if self.of_ranks else ():  # so that ranks keep their own gradients
+                leaves, treedef = backend.flatten(own[i])
+                leaves = backend.per_rank(_MICROBATCHED, leaves, self.axis_name, self.group)
+                own[i] = backend.unflatten(treedef, leaves)
+            value, aux, grads = Derivatives(backend)._scalar_gradient(spec, tuple(own), kwargs)
+            aux, carry = aux if carried else (aux, None)
+            aux = self._metrics(aux) if has_aux else None
+            parts = [backend.flatten(part) for part in (value, grads, aux)]
+            flat = [x for leaves, _ in parts for x in leaves]
+            names = [backend.dtype_name(x) for x in flat]
+            layout[:] = [[(treedef, len(leaves)) for leaves, treedef in parts], names]
+            # At least 32 bits, so that sums of narrow dtypes do not round at each chunk.
+            pairs, narrow = zip(flat, names, strict=True), ("float16", "bfloat16")
+            wide = [backend.cast(x, "float32") if n in narrow else x for x, n in pairs]
+            if is_mean:
+                size = batch.size_of((*chunk, *kwargs.values()))
+                w = backend.cast(self.weight(chunk[:count], kwargs, chunk[-1], size), wide[0])
+                if not backend.weighs_sums:
+                    wide = [weighted(w, x) for x in wide]
+                wide = [w, *wide]
+            return (wide, carry) if carried else wide
+
+        cut = Partition(batch.size, self.chunk_size).checked(_MICROBATCHED)
+        summand = like_function("", f, terms)
+        chunks = Chunks.of(summand, batch, cut, ChunkOptions(0), keys=keys, carried=carried)
+        weigh = weighted if is_mean and backend.weighs_sums else None
+        with shared_examples_named(_MICROBATCHED, given):
+            sums, carry = backend.sum_chunks(chunks, weigh)
+        if opened is not None and opened.opens_once:
+            opened.refuse_changes()
+        if self.of_ranks:
+            if weigh is not None:
+                sums = [sums[0], *[weighted(sums[0], x) for x in sums[1:]]]
+            sums = backend.sum_over_ranks(_MICROBATCHED, sums, self.axis_name, self.group)
+        if is_mean:
+            total, *sums = sums
+            self._check_total(total)
+            if weigh is None or self.of_ranks:
+                sums = [x / backend.real_scalar(total, x) for x in sums]
+        parts, dtypes = layout
+        left = iter([backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)])
+        value, grads, aux = [backend.unflatten(treedef, [*islice(left, n)]) for treedef, n in parts]
+        outcome: Any = ((value, aux) if has_aux else value), grads
+        if carried:
+            outcome = outcome, backend.unflatten(chunks.call.carry_def, carry)
+        return (
+            outcome if opened is None else backend.attaching(opened, _MICROBATCHED, repeat)(outcome)
+        )
+
+    def _batch(self, given: list[Argument], positions: tuple[int, ...]) -> Batch:
+        """The arguments, with weights of examples as another positional argument."""
+        backend, every = self.backend, list(given)
+        if self.weights is not None and not callable(self.weights):
+            weights = as_array(backend, _MICROBATCHED, self.weights, "weights")
+            if backend.is_complex(weights):
+                raise GradtoolsError(f"{_MICROBATCHED}: weights is complex; expected real numbers.")
+            if len(weights.shape) != 1:
+                raise GradtoolsError(
+                    f"{_MICROBATCHED}: weights has shape {tuple(weights.shape)}; "
+                    "expected one number for each example, shape (n,), or a function of a chunk's "
+                    "arguments."
+                )
+            count = sum(isinstance(a.key, int) for a in given)
+            every.insert(count, Argument(count, weights, 0, named=True, label="weights"))
         for i in positions:
-            leaves, treedef = backend.flatten(args[i])
-            where = self.axis_name, self.group
-            own = backend.per_rank(_MICROBATCHED, leaves, *where)
-            result[i] = backend.unflatten(treedef, own)
-        return tuple(result)
+            if given[i].axes is not None:
+                raise GradtoolsError(
+                    f"{_MICROBATCHED}: argument {i} is differentiated, so all chunks "
+                    f"share it; in_axes[{i}] is {given[i].axes!r}, expected None. For gradients to "
+                    "the batch itself use chunked."
+                )
+        return Batch(backend, _MICROBATCHED, every, lists=True, may_be_empty=self.of_ranks)
+
+    def _metrics(self, aux: Any) -> Any:
+        """f's aux, checked to be arrays of numbers, which are reduced like the loss."""
+        backend = self.backend
+        leaves, treedef = backend.flatten(aux)
+        arrays = []
+        for x, path in zip(leaves, backend.leaf_paths(aux), strict=True):
+            if not is_numeric(backend, x):
+                raise GradtoolsError(
+                    f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected "
+                    "an array of numbers, which is reduced over chunks as the loss is. Hand other "
+                    "state on by carry_argnums."
+                )
+            x = x if backend.is_array(x) else backend.asarray(x)
+            if self.reduction == "mean" and not backend.is_inexact(x):
+                raise GradtoolsError(
+                    f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected a "
+                    "floating array, the mean over the chunk's examples, as the loss is. Counts "
+                    "are summed with reduction='sum', or passed on by carry_argnums."
+                )
+            arrays.append(x)
+        return backend.unflatten(treedef, arrays)
+
+    def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
+        """The weight of the chunk with these arguments. given: The weights of its examples."""
+        if not callable(self.weights):
+            return size if self.weights is None else given.sum()
+        result, backend = self.weights(*args, **takes(self.weights, kwargs)), self.backend
+        shape = tuple(getattr(result, "shape", ()))
+        real = is_numeric(backend, result) and not backend.is_complex(backend.asarray(result))
+        if shape != () or not real:
+            came = describe(backend, result) if shape == () else f"shape {shape}"
+            raise GradtoolsError(
+                f"{_MICROBATCHED}: the weights function returned {came}; expected "
+                "one real number, the weight of the chunk."
+            )
+        return result
+
+    def _check_total(self, total: Array) -> None:
+        """Raises if concrete weights sum to zero; traced ones then give NaN."""
+        if self.weights is None and not self.of_ranks:
+            return
+        number = self.backend.as_number(total)
+        if isinstance(number, (int, float)) and number == 0:
+            raise GradtoolsError(
+                f"{_MICROBATCHED}: the weights sum to 0, so there is no mean. Give "
+                "weights with a sum other than 0, or use reduction='sum'."
+            )
 
 
 def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> Any:
@@ -418,118 +476,10 @@ def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any)
     return loss, (aux, result[1])
 
 
-class _Microbatches:
-    """One call of a microbatched function: its batch, weights and reduction."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        given: list[Argument],
-        positions: tuple[int, ...],
-        options: _Microbatched,
-    ) -> None:
-        self.backend, self.given, self.options = backend, given, options
-        weights = options.weights
-        self.weigh = weights if callable(weights) else None
-        self.weights = None
-        if weights is not None and not callable(weights):
-            self.weights = as_array(backend, _MICROBATCHED, weights, "weights")
-        for i in positions:
-            if given[i].axes is not None:
-                raise GradtoolsError(
-                    f"{_MICROBATCHED}: argument {i} is differentiated, so all chunks "
-                    f"share it; in_axes[{i}] is {given[i].axes!r}, expected None. For gradients to "
-                    "the batch itself use chunked."
-                )
-        if self.weights is not None and backend.is_complex(self.weights):
-            raise GradtoolsError(f"{_MICROBATCHED}: weights is complex; expected real numbers.")
-        if self.weights is not None and len(self.weights.shape) != 1:
-            raise GradtoolsError(
-                f"{_MICROBATCHED}: weights has shape {tuple(self.weights.shape)}; "
-                "expected one number for each example, shape (n,), or a function of a chunk's "
-                "arguments."
-            )
-
-    def metrics(self, aux: Any) -> Any:
-        """f's aux, checked to be arrays of numbers, which are reduced like the loss."""
-        backend = self.backend
-        leaves, treedef = backend.flatten(aux)
-        arrays = []
-        for x, path in zip(leaves, backend.leaf_paths(aux), strict=True):
-            if not is_numeric(backend, x):
-                raise GradtoolsError(
-                    f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected "
-                    "an array of numbers, which is reduced over chunks as the loss is. Hand other "
-                    "state on by carry_argnums."
-                )
-            x = x if backend.is_array(x) else backend.asarray(x)
-            if self.options.reduction == "mean" and not backend.is_inexact(x):
-                raise GradtoolsError(
-                    f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected a "
-                    "floating array, the mean over the chunk's examples, as the loss is. Counts "
-                    "are summed with reduction='sum', or passed on by carry_argnums."
-                )
-            arrays.append(x)
-        return backend.unflatten(treedef, arrays)
-
-    def cut(
-        self, terms: Callable[..., Any], keys: tuple[int, ...], carried: tuple[int, ...]
-    ) -> Chunks:
-        """The arguments, with the weights as another positional argument, cut into chunks."""
-        given, empty = list(self.given), self.options.of_ranks
-        if self.weights is not None:
-            count = sum(isinstance(a.key, int) for a in given)
-            given.insert(count, Argument(count, self.weights, 0, named=True, label="weights"))
-        self.batch = Batch(self.backend, _MICROBATCHED, given, lists=True, may_be_empty=empty)
-        cut = Partition(self.batch.size, self.options.chunk_size).checked(_MICROBATCHED)
-        return Chunks.of(terms, self.batch, cut, ChunkOptions(0), keys=keys, carried=carried)
-
-    def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
-        """The weight of the chunk with these arguments."""
-        if self.weigh is None:
-            return size if given is None else given.sum()
-        result = self.weigh(*args, **takes(self.weigh, kwargs))
-        shape = tuple(getattr(result, "shape", ()))
-        if shape != () or not _is_real(self.backend, result):
-            came = describe(self.backend, result) if shape == () else f"shape {shape}"
-            raise GradtoolsError(
-                f"{_MICROBATCHED}: the weights function returned {came}; expected "
-                "one real number, the weight of the chunk."
-            )
-        return result
-
-    def weighted(self, w: Array, x: Array) -> Array:
-        """w times x; zero where w is zero, even if x, a mean over no examples, is NaN."""
-        backend = self.backend
-        w = backend.real_scalar(w, x)
-        if self.weigh is None and self.weights is None and self.batch.size != 0:
-            return w * x
-        return w * backend.xp.where(w == 0, backend.zeros_like(x), x)
-
-    def check_total(self, total: Array) -> None:
-        """Raises if concrete weights sum to zero; traced ones then give NaN."""
-        if self.weigh is None and self.weights is None and not self.options.of_ranks:
-            return
-        number = self.backend.as_number(total)
-        if isinstance(number, (int, float)) and number == 0:
-            raise GradtoolsError(
-                f"{_MICROBATCHED}: the weights sum to 0, so there is no mean. Give "
-                "weights with a sum other than 0, or use reduction='sum'."
-            )
-
-    def wide(self, x: Array, dtype: str) -> Array:
-        """x in at least 32 bits, so that sums of narrow dtypes do not round at each chunk."""
-        return self.backend.cast(x, "float32") if dtype in ("float16", "bfloat16") else x
-
-
 def _selected(
     select: Callable[[Any], Any], f: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     return select(f(*args, **kwargs))
-
-
-def _is_real(backend: Backend, x: Any) -> bool:
-    return is_numeric(backend, x) and not backend.is_complex(backend.asarray(x))
 
 
 def _keys_and_carries(

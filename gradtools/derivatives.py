@@ -28,7 +28,7 @@ from gradtools.arguments.checks import (
 from gradtools.arguments.in_axes import Argument, arguments_of_call
 from gradtools.backend import Operators, P, R, T
 from gradtools.boundary import like_function
-from gradtools.disconnected_inputs import Connection, is_missing, refuse_cut
+from gradtools.disconnected_inputs import check_connected, is_missing, refuse_cut
 from gradtools.freezing import Freezing
 from gradtools.gradient_types import Gradient, ValueAndGradient
 
@@ -38,21 +38,14 @@ Argnums = int | Sequence[int]
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """The options of one gradient operator.
+    """The options of one gradient operator."""
 
-    Attributes:
-        operator: The name of the public function, for messages.
-        f: The function to differentiate.
-        argnums: The arguments to differentiate with respect to.
-        has_aux: Whether f returns a pair `(value, aux)`; None if the operator does not take it.
-        disconnected_inputs: What happens if an argument does not reach the value; see `grad`.
-    """
-
-    operator: str
+    operator: str  # the name of the public function, for messages
     f: Callable[..., Any]
     argnums: Argnums
-    has_aux: bool | None = None
+    has_aux: bool | None = None  # None if the operator does not take it
     disconnected_inputs: str = "raise"
+    minimizing: int | None = None  # how many of argnums are descended, the others ascended
 
 
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
@@ -136,16 +129,7 @@ class Derivatives(Operators):
             >>> gt.to_numpy(g["w"]).tolist()
             [2.0, 4.0]
         """
-        if disconnected_inputs != "raise":
-            check_choice("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
-        if mode != "auto":
-            f = self._forward_over_reverse("grad", f, mode)
-        spec = GradientSpec("grad", f, argnums, has_aux, disconnected_inputs)
-        return derivative_function("grad", f, argnums, partial(self._gradient_at, spec))
-
-    def _gradient_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:
-        _, aux, grads = self._scalar_gradient(spec, args, kwargs)
-        return (grads, aux) if spec.has_aux else grads
+        return self._gradient_of("grad", f, argnums, has_aux, disconnected_inputs, mode)
 
     @overload
     def value_and_grad(
@@ -203,16 +187,7 @@ class Derivatives(Operators):
             >>> float(value), float(g)
             (9.0, 6.0)
         """
-        check_choice("value_and_grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
-        if mode != "auto":
-            f = self._forward_over_reverse("value_and_grad", f, mode)
-        spec = GradientSpec("value_and_grad", f, argnums, has_aux, disconnected_inputs)
-        call = partial(self._value_and_gradient_at, spec)
-        return derivative_function("value_and_grad", f, argnums, call)
-
-    def _value_and_gradient_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:
-        value, aux, grads = self._scalar_gradient(spec, args, kwargs)
-        return ((value, aux) if spec.has_aux else value), grads
+        return self._gradient_of("value_and_grad", f, argnums, has_aux, disconnected_inputs, mode)
 
     def minimax_value_and_grad(
         self,
@@ -251,18 +226,12 @@ class Derivatives(Operators):
         pass of Ganin and Lempitsky, Unsupervised domain adaptation by backpropagation, 2015.
         """
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
-        spec = GradientSpec("minimax_value_and_grad", f, (*down, *up), has_aux)
-        call = partial(self._value_and_signed_gradients, spec, len(down))
-        return derivative_function("minimax_value_and_grad", f, spec.argnums, call)
-
-    def _value_and_signed_gradients(
-        self, spec: GradientSpec, count: int, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        value, aux, grads = self._scalar_gradient(spec, args, kwargs)
-        signed = [g if i < count else self._negated(g) for i, g in enumerate(grads)]
-        order = normalized_argnums("minimax_value_and_grad", spec.argnums, len(args))
-        ordered = tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
-        return ((value, aux) if spec.has_aux else value), ordered
+        spec = GradientSpec(
+            "minimax_value_and_grad", f, (*down, *up), has_aux, minimizing=len(down)
+        )
+        return derivative_function(
+            "minimax_value_and_grad", f, spec.argnums, partial(self._gradient_at, spec)
+        )
 
     @overload
     def vjp(
@@ -482,11 +451,31 @@ class Derivatives(Operators):
 
     # --- helpers that need the backend
 
-    def _forward_over_reverse(self, operator: str, f: Any, mode: str) -> Any:
-        """f, whose gradient is differentiated forward over reverse, by a jvp of the gradient."""
-        check_function(operator, f)
-        check_choice(operator, "mode", mode, _GRAD_MODES)
-        return Freezing(self._backend).frozen_for(f"{operator}(mode={mode!r})", f)
+    def _gradient_of(
+        self, operator: str, f: Any, argnums: Argnums, has_aux: bool, disconnected: str, mode: str
+    ) -> Callable[..., Any]:
+        if disconnected != "raise":
+            check_choice(operator, "disconnected_inputs", disconnected, _DISCONNECTED)
+        if mode != "auto":  # the gradient is differentiated forward over reverse
+            check_function(operator, f)
+            check_choice(operator, "mode", mode, _GRAD_MODES)
+            f = Freezing(self._backend).frozen_for(f"{operator}(mode={mode!r})", f)
+        spec = GradientSpec(operator, f, argnums, has_aux, disconnected)
+        return derivative_function(operator, f, argnums, partial(self._gradient_at, spec))
+
+    def _gradient_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:
+        value, aux, grads = self._scalar_gradient(spec, args, kwargs)
+        if spec.operator == "grad":
+            return (grads, aux) if spec.has_aux else grads
+        if spec.minimizing is not None:
+            signed = list(grads)
+            for i in range(spec.minimizing, len(signed)):
+                leaves, treedef = self._backend.flatten(signed[i])
+                leaves = [None if x is None else -x for x in leaves]
+                signed[i] = self._backend.unflatten(treedef, leaves)
+            order = normalized_argnums(spec.operator, spec.argnums, len(args))
+            grads = tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
+        return ((value, aux) if spec.has_aux else value), grads
 
     def _scalar_gradient(
         self, spec: GradientSpec, args: Sequence[Any], kwargs: dict[str, Any]
@@ -509,7 +498,7 @@ class Derivatives(Operators):
         grads: Sequence[Any] = evaluation.pullback([self._backend.ones_like(value)])
         if not evaluation.checked or any(map(is_missing, grads)):
             if disconnected != "zeros":
-                Connection(self._backend, call, evaluation, grads).check(disconnected)
+                check_connected(self._backend, call, evaluation, grads, disconnected)
             grads = self._backend.filled(grads, call.leaves)
         aux = None
         if spec.has_aux:
@@ -521,10 +510,6 @@ class Derivatives(Operators):
         if call.opened is None:
             return results
         return call.attaching(self._scalar_gradient, spec, args, kwargs)(results)
-
-    def _negated(self, tree: Any) -> Any:
-        leaves, treedef = self._backend.flatten(tree)
-        return self._backend.unflatten(treedef, [None if x is None else -x for x in leaves])
 
 
 def derivative_function(

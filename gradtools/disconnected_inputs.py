@@ -23,71 +23,58 @@ is_missing = partial(operator.is_, None)
 """Whether a leaf has no cotangent."""
 
 
-class Connection:
-    """Finds the differentiated arguments that do not reach the output, and reports them."""
+def check_connected(
+    backend: Backend, call: Call, evaluation: Evaluation, grads: Sequence[Array | None], policy: str
+) -> None:
+    """Raises or warns if a differentiated argument (or leaf) does not reach the output.
 
-    def __init__(
-        self, backend: Backend, call: Call, evaluation: Evaluation, grads: Sequence[Array | None]
-    ) -> None:
-        self.backend, self.call, self.evaluation, self.grads = backend, call, evaluation, grads
-
-    def check(self, policy: str) -> None:
-        """Raises or warns according to `policy`, a value of `disconnected_inputs`."""
-        if not self.evaluation.checked:
-            return self._warn_of_zeros()
-        lost = self._lost_leaves() if policy == "strict" else self._lost_arguments()
-        if not lost:
-            self.evaluation.cut(self.grads)  # raises for parameters read by another reference
-            return None
-        message = self._message(lost)
-        if policy != "warn":
-            raise DisconnectedInputError(message)
-        return warn(message)
-
-    def _lost_leaves(self) -> list[tuple[str, int]]:
-        named = enumerate(zip(self.call.paths, self.grads, strict=True))
-        return [(path, i) for i, (path, g) in named if g is None]
-
-    def _lost_arguments(self) -> list[tuple[str, int]]:
-        lost, start = [], 0
-        for i, count in zip(self.call.argnums, self.call.counts, strict=True):
-            if count and all(g is None for g in self.grads[start : start + count]):
-                lost.append((f"argument {i}", start))
-            start += count
-        return lost
-
-    def _message(self, lost: list[tuple[str, int]]) -> str:
-        names = ", ".join(name for name, _ in lost)
-        cuts = [self.evaluation.where_lost(i) for _, i in lost]
-        places = "; ".join(dict.fromkeys(cut for each in cuts for cut in each))
-        where = f" It is cut by {places}." if places else ""
-        if not all(cuts):
-            where += (
-                " It may be unused, stopped or detached, cast to an integer, compared, or it may "
-                "leave the framework (.item(), .numpy(), no_grad)."
-            )
-        else:
-            where += " Remove that operation from the path, or replace it (see why_zero)."
-        verb = "does" if len(lost) == 1 else "do"
-        fix = 'If zero is what you mean, pass disconnected_inputs="zeros".'
-        if self.call.caller not in _WITH_POLICY:
-            fix = "Leave it out of what is differentiated, or let it reach the output."
-        return (
-            f"{self.call.caller}: {names} {verb} not reach the output of f by a differentiable "
-            f"path.{where} {fix}"
-        )
-
-    def _warn_of_zeros(self) -> None:
-        start = 0
-        for i, count in zip(self.call.argnums, self.call.counts, strict=True):
-            grads = self.grads[start : start + count]
-            start += count
-            if count and all(g is None or self.backend.is_known_zero(g) for g in grads):
+    policy: A value of `disconnected_inputs`.
+    """
+    arguments: list[tuple[int, range]] = []
+    caller, start = call.caller, 0
+    for i, count in zip(call.argnums, call.counts, strict=True):
+        if count:
+            arguments.append((i, range(start, start + count)))
+        start += count
+    if not evaluation.checked:
+        for i, places in arguments:
+            if all(grads[k] is None or backend.is_known_zero(grads[k]) for k in places):
                 warn(
-                    f"{self.call.caller}: the gradient of argument {i} is zero everywhere, and f "
+                    f"{caller}: the gradient of argument {i} is zero everywhere, and f "
                     "could not be traced to see whether the argument reaches the output (it "
                     "branches on values, or leaves the framework)."
                 )
+        return
+    if policy == "strict":
+        lost = [(path, k) for k, path in enumerate(call.paths) if grads[k] is None]
+    else:
+        lost = [
+            (f"argument {i}", places[0])
+            for i, places in arguments
+            if all(grads[k] is None for k in places)
+        ]
+    if not lost:
+        evaluation.cut(grads)  # raises for parameters read by another reference
+        return
+    cuts = [evaluation.where_lost(k) for _, k in lost]
+    places_cut = "; ".join(dict.fromkeys(cut for each in cuts for cut in each))
+    where = f" It is cut by {places_cut}." if places_cut else ""
+    where += (
+        " Remove that operation from the path, or replace it (see why_zero)."
+        if all(cuts)
+        else " It may be unused, stopped or detached, cast to an integer, compared, or it may "
+        "leave the framework (.item(), .numpy(), no_grad)."
+    )
+    fix = 'If zero is what you mean, pass disconnected_inputs="zeros".'
+    if caller not in _WITH_POLICY:
+        fix = "Leave it out of what is differentiated, or let it reach the output."
+    names, verb = ", ".join(name for name, _ in lost), "does" if len(lost) == 1 else "do"
+    message = (
+        f"{caller}: {names} {verb} not reach the output of f by a differentiable path.{where} {fix}"
+    )
+    if policy != "warn":
+        raise DisconnectedInputError(message)
+    warn(message)
 
 
 def refuse_cut(fun: Any, cut: Sequence[int]) -> None:

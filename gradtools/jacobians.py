@@ -298,13 +298,8 @@ class Jacobians(Operators):
             return rows[0], []
 
         def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
-            evaluation = self._backend.vjp(fun, list(leaves), groups=None, once=True)
-            out = call.scalar(evaluation.outs, evaluation.extras)
-            grads = evaluation.pullback([self._backend.ones_like(out)])
-            refuse_cut(call, evaluation.cut(grads))
-            return self._backend.filled(
-                grads, call.leaves
-            ), evaluation.extras if call.opened is not None else []
+            grads, extras = _gradient_at(call, fun, leaves, call.leaves)
+            return grads, extras if call.opened is not None else []
 
         chosen = pushed if mode == "forward_over_forward" else gradient
         chosen.caller = call.caller  # type: ignore[attr-defined]
@@ -328,40 +323,52 @@ class Jacobians(Operators):
         if not us:
             return []
         backend = self._backend
-        g, ws = self._pushed_through(G, z, us, names)
+        of_z = call_of_primals(backend, "mixed_partial", G, (z,), names=("z",))
+        directions = [of_z.from_trees((u,), name) for u, name in zip(us, names, strict=True)]
+        outs, extras, pushed = backend.jvps(of_z, of_z.leaves, directions)  # G(z) and J u
+        g = of_z.output(outs, extras)[0]
+        if not outs:
+            hint = " Is a return statement missing?" if g is None else ""
+            raise GradtoolsError(
+                "mixed_partial: G must return a floating or complex array; got "
+                f"{describe(backend, g)}.{hint}"
+            )
+        ws = [of_z.tangent_output(dys) for dys in pushed]
         call = call_of_primals(backend, "mixed_partial", f, (y, g), names=("y", "G(z)"))
         count = call.counts[0]
         many = [[x for x in backend.flatten(w)[0] if x is not None] for w in ws]
         mode, fun = self._second_order(call, "auto")
         if mode == "forward_over_reverse":
-            by_y = _partial_of(backend, call, fun, 0)
+            by_y = _partial_of(call, fun, 0)
             rows = backend.jvps(by_y, call.leaves[count:], many)[2]
         else:
-            by_g = _partial_of(backend, call, fun, 1)
+            by_g = _partial_of(call, fun, 1)
             evaluation = backend.vjp(by_g, call.leaves[:count], groups=None, once=len(many) == 1)
             rows = [backend.filled(evaluation.pullback(w), call.leaves[:count]) for w in many]
         call.refuse_changes()
         return [call.to_trees([*row, *call.leaves[count:]])[0] for row in rows]
 
-    def _pushed_through(
-        self, G: Any, z: Any, us: list[Any], names: Sequence[str]
-    ) -> tuple[Any, list[Any]]:
-        """G(z) and its tangent along each of us, in forward mode."""
-        backend = self._backend
-        call = call_of_primals(backend, "mixed_partial", G, (z,), names=("z",))
-        many = [call.from_trees((u,), name) for u, name in zip(us, names, strict=True)]
-        outs, extras, pushed = backend.jvps(call, call.leaves, many)
-        if not outs:
-            came = call.output(outs, extras)[0]
-            hint = " Is a return statement missing?" if came is None else ""
-            raise GradtoolsError(
-                "mixed_partial: G must return a floating or complex array; got "
-                f"{describe(backend, came)}.{hint}"
-            )
-        return call.output(outs, extras)[0], [call.tangent_output(dys) for dys in pushed]
+
+def _gradient_at(
+    call: Call, fun: Fun, leaves: Sequence[Array], likes: Sequence[Array], first: int = 0
+) -> tuple[list[Array], list[Array]]:
+    """The gradient of the number that fun computes at some of the call's leaves, and its extras.
+
+    Args:
+        call: The call.
+        fun: The call as a function of these leaves.
+        leaves: The leaves, from number `first` on.
+        likes: Arrays of their shapes and dtypes.
+        first: The number of the first one.
+    """
+    evaluation = call.backend.vjp(fun, list(leaves), groups=None, once=True)
+    out = call.scalar(evaluation.outs, evaluation.extras)
+    grads = evaluation.pullback([call.backend.ones_like(out)])
+    refuse_cut(call, [i + first for i in evaluation.cut(grads)])
+    return call.backend.filled(grads, likes), evaluation.extras
 
 
-def _partial_of(backend: Backend, call: Call, fun: Fun, which: int) -> Fun:
+def _partial_of(call: Call, fun: Fun, which: int) -> Fun:
     """For f(y, g): its gradient in argument `which`, as a function of the other's leaves."""
     count = call.counts[0]
     leaves = call.leaves[:count] if which == 0 else call.leaves[count:]
@@ -370,11 +377,7 @@ def _partial_of(backend: Backend, call: Call, fun: Fun, which: int) -> Fun:
         def restricted(*xs: Array) -> tuple[list[Array], list[Array]]:
             return fun(*xs, *others) if which == 0 else fun(*others, *xs)
 
-        evaluation = backend.vjp(restricted, leaves, groups=None, once=True)
-        out = call.scalar(evaluation.outs, evaluation.extras)
-        pulled = evaluation.pullback([backend.ones_like(out)])
-        refuse_cut(call, [i + (count if which else 0) for i in evaluation.cut(pulled)])
-        return backend.filled(pulled, leaves), []
+        return _gradient_at(call, restricted, leaves, leaves, count if which else 0)[0], []
 
     return gradient
 
@@ -402,7 +405,15 @@ def blocks(
         through the transposed pullback.
     """
     if mode == "forward":
-        return _forward(backend, fun, leaves, chunk_size)
+        restart = backend.restarting(
+            fun, leaves, -(-_size(leaves) // chunk_size) if chunk_size else 1
+        )
+
+        def pushed(tangents: list[Array]) -> list[Array]:
+            restart()
+            return backend.jvp(fun, leaves, tangents)[2]
+
+        return _columns(backend, pushed, leaves, chunk_size)
     evaluation = backend.vjp(fun, leaves, groups=None, once=False)
     push = None
     if mode == "auto":
@@ -435,34 +446,21 @@ def _rows(
 
         return backend.map_batches(pull, [basis], chunk_size)
 
-    def block_row(k: int, y: Array) -> list[Array]:
-        if _is_empty(y) or not full:
-            return [_empty_block(backend, y, x) for x in leaves]
-        rows = rows_of(k, backend.unit_basis(y))
-        if backend.is_complex(y):  # the inputs are real, so each part needs its own pullback
+    table = []
+    for k, y in enumerate(evaluation.outs):
+        rows: list[Array] = []
+        if full and not _is_empty(y):
+            rows = rows_of(k, backend.unit_basis(y))
+        if rows and backend.is_complex(y):  # the inputs are real: each part has its own pullback
             imaginary = rows_of(k, 1j * backend.unit_basis(y))
             rows = [re + 1j * im for re, im in zip(rows, imaginary, strict=True)]
-        left = iter(rows)
-        return [
-            _empty_block(backend, y, x)
-            if _is_empty(x)
-            else next(left).reshape((*y.shape, *x.shape))
-            for x in leaves
-        ]
-
-    return [block_row(k, y) for k, y in enumerate(evaluation.outs)]
-
-
-def _forward(
-    backend: Backend, fun: Fun, leaves: list[Array], chunk_size: int | None
-) -> list[list[Array]]:
-    restart = backend.restarting(fun, leaves, -(-_size(leaves) // chunk_size) if chunk_size else 1)
-
-    def push(tangents: list[Array]) -> list[Array]:
-        restart()
-        return backend.jvp(fun, leaves, tangents)[2]
-
-    return _columns(backend, push, leaves, chunk_size)
+        left, row = iter(rows), []
+        for x in leaves:
+            empty = y if _is_empty(y) else x if _is_empty(x) else None
+            block = next(left) if empty is None else backend.zeros_like(empty)
+            row.append(block.reshape((*y.shape, *x.shape)))
+        table.append(row)
+    return table
 
 
 def _columns(
@@ -497,9 +495,3 @@ def in_precision_of(backend: Backend, x: Array, block: Array) -> Array:
 
 def _is_empty(x: Array) -> bool:
     return 0 in x.shape
-
-
-def _empty_block(backend: Backend, y: Array, x: Array) -> Array:
-    """The Jacobian of an empty y, or in an empty x."""
-    empty = y if _is_empty(y) else x
-    return backend.zeros_like(empty).reshape((*y.shape, *x.shape))

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from math import comb, factorial
+from math import comb, factorial, log, pi, prod, sqrt
 from operator import add
 from typing import Any
 
@@ -39,26 +39,18 @@ Linear = Callable[..., list[Array]]
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """An array with its derivative terms.
-
-    Attributes:
-        primal: The value.
-        terms: For `jet` the derivatives, each of the value's shape. For `laplacian` (J, L), where
-            J has an axis for the inputs in front.
-    """
+    """An array with its derivative terms."""
 
     primal: Array
+    # For `jet` the derivatives, each of the value's shape. For `laplacian` (J, L), where J has an
+    # axis for the inputs in front.
     terms: tuple[Term, ...]
 
 
 class Jets:
-    """The algebra of derivatives along a curve, up to an order, for an operator.
+    """The algebra of derivatives along a curve, up to an order, for an operator."""
 
-    Attributes:
-        returned: Those of the terms that the operator returns.
-    """
-
-    returned = slice(None)
+    returned = slice(None)  # those of the terms that the operator returns
 
     def __init__(self, backend: Backend, order: int, caller: str = "jet") -> None:
         self.backend, self.order, self.caller = backend, order, caller
@@ -68,13 +60,12 @@ class Jets:
 
         leading: Whether f also accepts arrays with an additional leading axis.
         """
-        return _by_output([self._along(f, xs, k) for k in range(self.order)])
-
-    def _along(self, f: Linear, xs: Sequence[Series], k: int) -> list[Array] | None:
-        terms = [x.terms[k] for x in xs]
-        if all(t is None for t in terms):
-            return None
-        return f(*self.backend.filled(terms, [x.primal for x in xs]))
+        primals, along = [x.primal for x in xs], list[Any]()
+        for k in range(self.order):
+            terms = [x.terms[k] for x in xs]
+            still = all(t is None for t in terms)
+            along.append(None if still else f(*self.backend.filled(terms, primals)))
+        return _by_output(along)
 
     def product(
         self, f: Callable[[Array, Array], Array], x: Series, y: Series, leading: bool
@@ -119,8 +110,15 @@ class Jets:
         extras: list[Any] = []
 
         def curve(t: Array) -> tuple[list[Array], list[Any]]:
-            outs, others = f(*[_polynomial(x, t) for x in xs])
-            return outs, others
+            values = []
+            for x in xs:  # the sum of x_k t^k / k!, in x's dtype
+                value, power = x.primal, t
+                for k, term in enumerate(x.terms, 1):
+                    if term is not None:
+                        value = value + term * (power / factorial(k))
+                    power = power * t
+                values.append(value)
+            return f(*values)
 
         g: Any = curve
         for k in range(self.order):
@@ -154,7 +152,7 @@ class Laplacians:
         jacobians, laplacians = ([x.terms[k] for x in xs] for k in (0, 1))
         rows = total = None
         if any(j is not None for j in jacobians):
-            rows = self._mapped(f, leading)(*self._rows(jacobians, primals))
+            rows = self._each(f, leading, *self._rows(jacobians, primals))
         if any(t is not None for t in laplacians):
             total = f(*self.backend.filled(laplacians, primals))
         return _by_output([rows, total])
@@ -201,25 +199,24 @@ class Laplacians:
             second: Sequence[Term] = first
         else:
             rows = self._rows(jacobians, primals)
-            first, second = self._one_by_one(along, rows) if in_loop else backend.vmap(along)(*rows)
+            if in_loop:
+                parts = zip(*[along(*row) for row in zip(*rows, strict=True)], strict=True)
+                first, second = (
+                    [backend.xp.stack(ys) for ys in zip(*part, strict=True)] for part in parts
+                )
+            else:
+                first, second = backend.vmap(along)(*rows)
             second = [y.sum(0) for y in second if y is not None]
         if any(t is not None for t in laplacians):
             _, _, pushed = backend.jvp(f, primals, backend.filled(laplacians, primals))
             second = [p if s is None else s + p for s, p in zip(second, pushed, strict=True)]
         return [Series(y, (j, t)) for y, j, t in zip(outs, first, second, strict=True)], extras
 
-    def _one_by_one(self, along: Callable[..., Any], rows: list[Array]) -> Any:
-        results = [along(*row) for row in zip(*rows, strict=True)]
-        stacked = self.backend.xp.stack
-        return [
-            [stacked(ys) for ys in zip(*part, strict=True)] for part in zip(*results, strict=True)
-        ]
-
-    def _mapped(self, f: Callable[..., Any], leading: bool) -> Callable[..., Any]:
-        return f if leading else self.backend.vmap(f)
-
     def _each(self, f: Callable[..., Any], leading: bool, *rows: Term) -> Any:
-        return None if rows[0] is None else self._mapped(f, leading)(*rows)
+        """f at each row of Jacobians. leading: Whether f itself accepts the leading axis."""
+        if rows[0] is None:
+            return None
+        return f(*rows) if leading else self.backend.vmap(f)(*rows)
 
     def _rows(self, jacobians: Sequence[Term], primals: Sequence[Array]) -> list[Array]:
         count = next(j.shape[0] for j in jacobians if j is not None)
@@ -247,16 +244,6 @@ def _sum(terms: Any) -> Term:
 
 def _scaled(count: int, x: Array) -> Array:
     return x if count == 1 else count * x
-
-
-def _polynomial(x: Series, t: Array) -> Array:
-    """The sum of x_k t^k / k!, in x's dtype."""
-    result, power = x.primal, t
-    for k, term in enumerate(x.terms, 1):
-        if term is not None:
-            result = result + term * (power / factorial(k))
-        power = power * t
-    return result
 
 
 def powers(x: Array, p: float, order: int) -> list[Any]:
@@ -296,7 +283,46 @@ def _by_horner(y: Array, p: Sequence[float]) -> Any:
     return value
 
 
-TANH, LOGISTIC = (1.0, 0.0, -1.0), (0.0, 1.0, -1.0)  # 1 - y^2 and y - y^2
+LOGISTIC = (0.0, 1.0, -1.0)  # y' = y - y^2
+
+
+def _turning(other: str, *signs: int) -> Any:
+    """The derivatives of the sine or cosine; `other` names the other one."""
+
+    def slopes(xp: Any, x: Array, y: Array, order: int) -> list[Any]:
+        z = getattr(xp, other)(x)
+        return [signs[k % 4] * (z if k % 2 == 0 else y) for k in range(order)]
+
+    return slopes
+
+
+def _error_function(xp: Any, x: Array, y: Array, order: int) -> list[Any]:
+    """Derivatives by Hermite polynomials times the normal density."""
+    p, before = xp.ones_like(x), xp.zeros_like(x)
+    slopes, density = [], 2 / sqrt(pi) * xp.exp(-x * x)
+    for k in range(order):
+        slopes.append(p * density)
+        p, before = -2 * (x * p + k * before), p
+    return slopes
+
+
+SLOPES: dict[str, Callable[[Any, Array, Array, int], list[Any]]] = {
+    "exp": lambda xp, x, y, n: [y] * n,
+    "exp2": lambda xp, x, y, n: [y * log(2) ** (k + 1) for k in range(n)],
+    "expm1": lambda xp, x, y, n: [y + 1] * n,
+    "log": lambda xp, x, y, n: [1 / x, *powers(x, -1.0, n - 1)],
+    "log1p": lambda xp, x, y, n: [1 / (1 + x), *powers(1 + x, -1.0, n)[: n - 1]],
+    "sqrt": lambda xp, x, y, n: powers(x, 0.5, n),
+    "rsqrt": lambda xp, x, y, n: powers(x, -0.5, n),
+    "reciprocal": lambda xp, x, y, n: powers(x, -1.0, n),
+    "square": lambda xp, x, y, n: powers(x, 2.0, n),
+    "tanh": lambda xp, x, y, n: polynomials(y, (1.0, 0.0, -1.0), n),  # y' = 1 - y^2
+    "logistic": lambda xp, x, y, n: polynomials(y, LOGISTIC, n),
+    "erf": _error_function,
+    "sin": _turning("cos", 1, -1, -1, 1),
+    "cos": _turning("sin", -1, -1, 1, 1),
+}
+"""`slopes(xp, x, y, n)`: the first n derivatives of elementwise functions y = f(x)."""
 
 
 class Taylor(Operators):
@@ -335,14 +361,27 @@ class Taylor(Operators):
         in JAX, 2019.
         """
         check_function("jet", f, curried=False)
-        order = _order(primals, series)
+        if len(primals) != len(series):
+            raise GradtoolsError(
+                f"jet: {len(primals)} primals and {len(series)} lists of derivatives; give one "
+                "list for each primal."
+            )
+        lengths = {len(terms) for terms in series}
+        if len(lengths) != 1 or 0 in lengths:
+            raise GradtoolsError(
+                f"jet: the lists in series have the lengths {sorted(lengths)}; expected the "
+                "same number of derivatives for each argument, at least one."
+            )
+        (order,) = lengths
         call = Call(self._backend, "jet", f, primals, {}, tuple(range(len(primals))))
         along = [
             call.from_trees([terms[k] for terms in series], "an entry of series")
             for k in range(order)
         ]
         moved = [Series(x, tuple(terms)) for x, *terms in zip(call.leaves, *along, strict=True)]
-        outs, extras = self._run(call, moved, Jets(self._backend, order))
+        carry = self._backend.carry_series
+        jets = Jets(self._backend, order)
+        outs, extras = self._backend.compiler.uncompiled(carry, call, moved, jets)
         out, _ = call.output([y.primal for y in outs], extras)
         lists = [self._backend.filled(y.terms, [y.primal] * order) for y in outs]
         return out, call.tangent_output(lists)
@@ -388,35 +427,11 @@ class Taylor(Operators):
                     f"laplacian: {path} is complex; pass its real and imaginary parts as two real "
                     "arguments."
                 )
-        sizes = [_size(x) for x in call.leaves]
+        sizes = [prod(x.shape) for x in call.leaves]
         moved = [
             Series(x, (backend.unit_basis(x, sum(sizes[:i]), sum(sizes[i + 1 :])), None))
             for i, x in enumerate(call.leaves)
         ]
-        outs, _ = self._run(call, moved, Laplacians(backend))
+        carry = backend.carry_series
+        outs, _ = backend.compiler.uncompiled(carry, call, moved, Laplacians(backend))
         return call.tangent_output([backend.filled([y.terms[1]], [y.primal])[0] for y in outs])
-
-    def _run(
-        self, call: Call, moved: list[Series], algebra: Algebra
-    ) -> tuple[list[Series], list[Any]]:
-        return self._backend.compiler.uncompiled(self._backend.carry_series, call, moved, algebra)
-
-
-def _size(x: Array) -> int:
-    return reduce(lambda a, b: a * b, x.shape, 1)
-
-
-def _order(primals: Sequence[Any], series: Sequence[Any]) -> int:
-    """The length of the lists in series, or an error."""
-    if len(primals) != len(series):
-        raise GradtoolsError(
-            f"jet: {len(primals)} primals and {len(series)} lists of derivatives; give one list "
-            "for each primal."
-        )
-    lengths = {len(terms) for terms in series}
-    if len(lengths) != 1 or 0 in lengths:
-        raise GradtoolsError(
-            f"jet: the lists in series have the lengths {sorted(lengths)}; expected the "
-            "same number of derivatives for each argument, at least one."
-        )
-    return int(lengths.pop())

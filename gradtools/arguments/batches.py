@@ -18,36 +18,22 @@ from gradtools.errors import GradtoolsError, refusal
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A leaf of an argument.
+    """A leaf of an argument."""
 
-    Attributes:
-        value: An array or any other object.
-        axis: The axis that it is split on; None if it is shared.
-        is_array: Whether it is an array.
-        place: Its index among the argument's leaves.
-    """
-
-    value: Any
-    axis: Any
+    value: Any  # an array or any other object
+    axis: Any  # the axis that it is split on; None if it is shared
     is_array: bool
-    place: int
+    place: int  # its index among the argument's leaves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatArgument:
-    """An argument as its leaves.
-
-    Attributes:
-        argument: The argument.
-        treedef: Its structure; None if it is one array.
-        leaves: Its leaves.
-        is_list: Whether it is a list of examples, of which each chunk gets a slice.
-    """
+    """An argument as its leaves."""
 
     argument: Argument
-    treedef: Any
+    treedef: Any  # its structure; None if it is one array
     leaves: list[Leaf]
-    is_list: bool
+    is_list: bool  # whether it is a list of examples, of which each chunk gets a slice
 
 
 Place = tuple[FlatArgument, Leaf | None]  # a split leaf, or None for a list of examples
@@ -70,7 +56,7 @@ class Batch:
     ) -> None:
         self.backend, self.caller, self.may_be_empty = backend, caller, may_be_empty
         self.arguments = [self._flat(a, lists, True) for a in arguments]
-        self.size = self._checked_size()
+        self.size, self._counted = self._checked_size()
 
     @classmethod
     def whole(cls, backend: Backend, caller: str, args: Sequence[Any], kwargs: Any) -> Batch:
@@ -105,39 +91,33 @@ class Batch:
             if isinstance(value, np.ndarray):
                 values[k], are_arrays[k] = backend.asarray(value), True
         is_list = lists and type(x) is list and isinstance(argument.axes, int)
-        axes = [None] * len(values)
+        axes: list[Any] = [None] * len(values)
         if not is_list and argument.axes is not None:
-            axes = self._axes(argument, treedef, values, are_arrays)
+            if isinstance(argument.axes, int):
+                least = 0 if argument.named else 1  # the rank that an array needs to be split
+                pairs = zip(values, are_arrays, strict=True)
+                axes = [argument.axes if a and _rank(x) >= least else None for x, a in pairs]
+            elif treedef is None:
+                axes = [argument.axes]
+            else:
+                try:
+                    axes = treedef.flatten_up_to(argument.axes)
+                except (ValueError, TypeError) as error:
+                    raise GradtoolsError(
+                        f"{self.caller}: in_axes[{argument.key!r}] is {argument.axes!r}; expected "
+                        f"an integer, None, or a tree of them like {argument.name}, "
+                        f"{in_words(treedef)}."
+                    ) from error
+            axes = [  # non-negative if the leaf has that axis
+                axis + _rank(x) if type(axis) is int and -_rank(x) <= axis < 0 else axis
+                for axis, x in zip(axes, values, strict=True)
+            ]
         triples = zip(values, axes, are_arrays, strict=True)
         leaves = [Leaf(*triple, place) for place, triple in enumerate(triples)]
         return FlatArgument(argument, treedef, leaves, is_list)
 
-    def _axes(
-        self, argument: Argument, treedef: Any, values: list[Any], are_arrays: list[bool]
-    ) -> list[Any]:
-        """The axis of each leaf, non-negative if the leaf has that axis."""
-        axes = argument.axes
-        if isinstance(axes, int):
-            least = 0 if argument.named else 1  # the rank that an array needs to be split
-            pairs = zip(values, are_arrays, strict=True)
-            leaf_axes = [axes if a and _rank(x) >= least else None for x, a in pairs]
-        elif treedef is None:
-            leaf_axes = [axes]
-        else:
-            try:
-                leaf_axes = treedef.flatten_up_to(axes)
-            except (ValueError, TypeError) as error:
-                raise GradtoolsError(
-                    f"{self.caller}: in_axes[{argument.key!r}] is {axes!r}; expected an integer, "
-                    f"None, or a tree of them like {argument.name}, {in_words(treedef)}."
-                ) from error
-        return [
-            axis + _rank(x) if type(axis) is int and -_rank(x) <= axis < 0 else axis
-            for axis, x in zip(leaf_axes, values, strict=True)
-        ]
-
-    def _checked_size(self) -> int:
-        """How many examples there are, the same in every split axis."""
+    def _checked_size(self) -> tuple[int, tuple[int, Leaf | None]]:
+        """How many examples there are, the same in every split axis, and one place that says it."""
         places: dict[int, list[Place]] = {}
         for flat in self.arguments:
             if flat.is_list:
@@ -152,7 +132,10 @@ class Batch:
                     size = self._size(flat, leaf, leaf.axis)
                     places.setdefault(size, []).append((flat, leaf))
         if not places:
-            self._refuse_numbers()
+            for flat in self.arguments:
+                for leaf in flat.leaves:
+                    if isinstance(flat.argument.axes, int) and leaf.is_array:
+                        self._size(flat, leaf, flat.argument.axes)  # which refuses a scalar
             shared = ""
             if self.caller == "microbatched_value_and_grad":
                 shared = " Arguments in argnums are shared by all chunks."
@@ -161,7 +144,14 @@ class Batch:
                 "batch as an array, and name its axis in in_axes."
             )
         if len(places) > 1:
-            self._refuse_sizes(places)
+            listed = ", ".join(f"{n} in {self._name_of(*at[0])}" for n, at in places.items())
+            flat, _ = min(reversed(places.values()), key=len)[0]
+            odd = flat.argument.key
+            how = f": in_axes={{{odd!r}: None}}" if isinstance(odd, str) else ""
+            raise GradtoolsError(
+                f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
+                f"axis has one entry for each example; None shares an argument{how}."
+            )
         if 0 in places and not self.may_be_empty:
             name = self._name_of(*places[0][0])
             raise GradtoolsError(
@@ -170,25 +160,7 @@ class Batch:
         [(size, [(flat, leaf), *_])] = places.items()
         # By identity, since dynamo cannot compare dataclasses.
         at = next(i for i, each in enumerate(self.arguments) if each is flat)
-        self._counted = at, leaf
-        return size
-
-    def _refuse_numbers(self) -> None:
-        """Raises for a scalar array that in_axes splits, if there is one."""
-        for flat in self.arguments:
-            for leaf in flat.leaves:
-                if isinstance(flat.argument.axes, int) and leaf.is_array:
-                    self._size(flat, leaf, flat.argument.axes)
-
-    def _refuse_sizes(self, places: dict[int, list[Place]]) -> None:
-        listed = ", ".join(f"{n} in {self._name_of(*at[0])}" for n, at in places.items())
-        flat, _ = min(reversed(places.values()), key=len)[0]
-        odd = flat.argument.key
-        how = f": in_axes={{{odd!r}: None}}" if isinstance(odd, str) else ""
-        raise GradtoolsError(
-            f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
-            f"axis has one entry for each example; None shares an argument{how}."
-        )
+        return size, (at, leaf)
 
     def _size(self, flat: FlatArgument, leaf: Leaf, axis: Any) -> int:
         name = partial(self._name_of, flat, leaf)

@@ -24,21 +24,13 @@ Attach = Callable[..., Any]
 
 
 class Call:
-    """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`.
+    """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`."""
 
-    Attributes:
-        has_aux: Whether f returns `(output, aux)`.
-        takes_aux: Whether the operator has an argument has_aux at all.
-        returns_output: Whether the operator returns f's output. If not, it need not be detached.
-        may_transpose: Whether the pullback may be transposed, which skips f's gradient hooks.
-        deferred: Whether results are attached to the leaves afterwards (see `attaching`), so that
-            f is evaluated as if they required no gradient.
-        names: The operator's own names of the arguments; without them "argument 0" and so on.
-    """
-
-    returns_output = True
-    may_transpose = deferred = False
-    names: Sequence[str] = ()
+    returns_output = True  # whether the operator returns f's output; else it is not detached
+    may_transpose = False  # whether the pullback may be transposed, which skips f's gradient hooks
+    # Whether results are attached to the leaves afterwards (see `attaching`), so that f is
+    # evaluated as if they required no gradient.
+    deferred = False
 
     def __init__(
         self,
@@ -52,7 +44,9 @@ class Call:
         elsewhere: str = NOT_NAMED,
         names: Sequence[str] = (),
     ) -> None:
-        self.backend, self.caller, self.names = backend, caller, names
+        self.backend, self.caller = backend, caller
+        self.names = names  # the operator's own; without them "argument 0" and so on
+        # Whether f returns `(output, aux)`, and whether the operator has that argument at all.
         self.has_aux, self.takes_aux = bool(has_aux), has_aux is not None
         self.f: Any = f
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
@@ -114,8 +108,14 @@ class Call:
         args, backend = list(self.args), self.backend
         for i, tree in zip(self.argnums, self.to_trees(leaves), strict=True):
             args[i] = tree
-        result = self.f(*args, **self.kwargs)
-        out, aux = self._parted(result) if self.has_aux else (result, None)
+        out, aux = self.f(*args, **self.kwargs), None
+        if self.has_aux:
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise GradtoolsError(
+                    f"{self.caller}: with has_aux=True f must return a pair (output, aux), got "
+                    f"{describe(backend, out)}. Return both, or leave has_aux out."
+                )
+            out, aux = out
         # Only the tree is stored: arrays would leak tracers and hold memory.
         self._out_is_leaf = not isinstance(out, _TREES)
         out_leaves, self._out_def, self._kinds = backend.flatten_arrays(out)
@@ -123,7 +123,14 @@ class Call:
         extras: list[Array] = []
         for k, y in enumerate(out_leaves):
             if self._kinds[k] is None:
-                y = self._as_output(k, y)
+                try:
+                    y = backend.asarray(y)
+                except (TypeError, ValueError, GradtoolsError) as error:
+                    aux_hint = ", and anything else through has_aux=True" if self.takes_aux else ""
+                    raise GradtoolsError(
+                        f"{self.caller}: f returned {describe(backend, y)} at "
+                        f"{self._out_paths[k]}, expected an array. Return arrays{aux_hint}."
+                    ) from error
                 self._kinds[k] = backend.flatten_arrays(y)[2][0]
             (outs if self._kinds[k] in _INEXACT else extras).append(y)
         self._aux_static: list[tuple[Any] | None] = []
@@ -132,24 +139,6 @@ class Call:
             self._aux_static = [None if backend.is_array(x) else (x,) for x in aux_leaves]
             extras += [x for x in aux_leaves if backend.is_array(x)]
         return outs, extras if self.opened is None else extras + self.opened.effects()
-
-    def _parted(self, result: Any) -> tuple[Any, Any]:
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise GradtoolsError(
-                f"{self.caller}: with has_aux=True f must return a pair (output, aux), got "
-                f"{describe(self.backend, result)}. Return both, or leave has_aux out."
-            )
-        return result
-
-    def _as_output(self, k: int, x: Any) -> Array:
-        try:
-            return self.backend.asarray(x)
-        except (TypeError, ValueError, GradtoolsError) as error:
-            aux_hint = ", and anything else through has_aux=True" if self.takes_aux else ""
-            raise GradtoolsError(
-                f"{self.caller}: f returned {describe(self.backend, x)} at "
-                f"{self._out_paths[k]}, expected an array. Return arrays{aux_hint}."
-            ) from error
 
     @property
     def _out_paths(self) -> list[str]:
@@ -175,6 +164,7 @@ class Call:
         what: What the trees are, for messages: "tangent" for "tangent 0" and so on, or the name of
             the only one if arguments have names.
         """
+        own = self.names[0] if self.names else "argument"
         flat: list[Array] = []
         for i, tree, treedef in zip(self.argnums, trees, self.treedefs, strict=True):
             leaves = _leaves_like(treedef, tree)
@@ -188,14 +178,11 @@ class Call:
                     "for each of its leaves."
                 )
             flat += leaves
+        names = lambda k: (self.paths[k].replace(own, what, 1), self.paths[k])
         return [
-            matching(self.backend, self.caller, x, like, partial(self._names, what, k))
+            matching(self.backend, self.caller, x, like, partial(names, k))
             for k, (x, like) in enumerate(zip(flat, self.leaves, strict=True))
         ]
-
-    def _names(self, what: str, k: int) -> tuple[str, str]:
-        like = self.names[0] if self.names else "argument"
-        return self.paths[k].replace(like, what, 1), self.paths[k]
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
         """`(out, aux)` of f from the flat lists. Also writes f's changes to the user's modules."""
@@ -242,14 +229,12 @@ class Call:
                 f"output, {in_words(self._out_def)}. Give one leaf for each of its leaves."
             )
         places = [k for k, kind in enumerate(self._kinds) if kind in _INEXACT]
+        paths = lambda k: self._out_paths[k]
+        names = lambda k: (paths(k).replace("output", "cotangent", 1), paths(k))
         return [
-            matching(self.backend, self.caller, leaves[k], y, partial(self._ct_names, k))
+            matching(self.backend, self.caller, leaves[k], y, partial(names, k))
             for k, y in zip(places, outs, strict=True)
         ]
-
-    def _ct_names(self, k: int) -> tuple[str, str]:
-        name = self._out_paths[k]
-        return name.replace("output", "cotangent", 1), name
 
     def scalar(self, outs: Sequence[Array], extras: Sequence[Array]) -> Array:
         """The one real scalar that f returned, or an error that describes f's output."""

@@ -88,8 +88,12 @@ def normalized_argnums(
         if not -count <= i < count:
             few = ("no positional argument", "one positional argument, number 0")
             called = few[count] if count < 2 else f"{count} arguments, numbers 0 to {count - 1}"
+            fix = "Keyword arguments are not differentiated; pass what is to be differentiated by "
+            fix += "position."
+            if name in ("key_argnums", "carry_argnums"):
+                fix = "Keyword arguments cannot be named; pass them by position."
             raise GradtoolsError(
-                f"{caller}: {name} holds {i}, but f was called with {called}. {_by_position(name)}"
+                f"{caller}: {name} holds {i}, but f was called with {called}. {fix}"
             )
         positions.append(i % count)
     if len(set(positions)) < len(positions):
@@ -125,14 +129,6 @@ def refuse_arguments(caller: str, argnums: Any) -> None:
                 f"{caller}: argnums holds an array of shape {tuple(i.shape)}; expected positions. "
                 f"{caller} returns a function, which takes f's arguments: {caller}(f)(x)."
             )
-
-
-def _by_position(name: str) -> str:
-    if name in ("key_argnums", "carry_argnums"):
-        return "Keyword arguments cannot be named; pass them by position."
-    return (
-        "Keyword arguments are not differentiated; pass what is to be differentiated by position."
-    )
 
 
 def as_array(

@@ -33,17 +33,14 @@ class OutputShapes(NamedTuple):
 
 
 class Outputs:
-    """The structure and constants of f's output, which must be the same for all chunks.
-
-    Attributes:
-        axes: The axis on which each array is joined. None before f was called, if outputs are
-            summed, and if f maps a list of examples to a list.
-    """
+    """The structure and constants of f's output, which must be the same for all chunks."""
 
     def __init__(
         self, backend: Backend, caller: str, out_axes: Any, cut: Partition, of_lists: bool
     ) -> None:
         self.backend, self.caller, self.cut = backend, caller, cut
+        # The axis on which each array is joined. None before f was called, if outputs are summed,
+        # and if f maps a list of examples to a list.
         self.axes: list[int] | None = None
         self._out_axes, self._of_lists = out_axes, of_lists
         self._treedef: Any = _UNKNOWN  # None if the output is one array
@@ -57,13 +54,31 @@ class Outputs:
 
     def arrays_in(self, number: int, out: Any) -> list[Array]:
         """The arrays in a chunk's output, checked against the structure of the chunks before."""
+        backend = self.backend
         if self._of_lists and type(out) is list and len(out) == self.cut.sizes[number]:
-            flat = [self.backend.flatten(x) for x in out]
+            flat = [backend.flatten(x) for x in out]
             self._lists[number] = [(treedef, len(leaves)) for leaves, treedef in flat]
             return [leaf for leaves, _ in flat for leaf in leaves]
-        leaves, kinds = self._flattened(number, out)
+        leaves, treedef, kinds = [out], None, ["array"]  # the common case, an array
+        if type(out) is not backend.array_type and not backend.is_array(out):
+            leaves, treedef, kinds = backend.flatten_arrays(out)
+        if self._treedef is _UNKNOWN:
+            self._treedef = treedef
+        elif treedef != self._treedef:
+            array = backend.flatten(backend.asarray(0.0))[1]
+            now, known = (array if t is None else t for t in (treedef, self._treedef))
+            raise other_structure("output", now, known, number)
         if self._out_axes is SUMMED:
-            self._check_numeric(leaves, out)
+            for k, leaf in enumerate(leaves):
+                # checkpoint lets what is no array pass through
+                if self.caller == "checkpoint" or is_numeric(backend, leaf):
+                    continue
+                cached = type(leaf).__name__.endswith("Cache")  # transformers' key-value cache
+                raise GradtoolsError(
+                    f"{self.caller}: the function returned {describe(backend, leaf)} at "
+                    f"output{backend.leaf_paths(out)[k]}, expected an array. "
+                    f"{'Call the model with use_cache=False.' if cached else 'Return arrays.'}"
+                )
             return leaves
         if self.axes is None:
             self.axes = self._axes_of(leaves, kinds, out)
@@ -73,24 +88,22 @@ class Outputs:
             if kinds[k] is None:
                 self._note_constant(leaf, out, k, number)
                 continue
-            axis, shape = self.axes[len(arrays)], leaf.shape
-            if not -len(shape) <= axis < len(shape) or size not in (None, shape[axis]):
-                raise self._unjoinable(tuple(shape), axis, out, k, number)
+            axis, shape = self.axes[len(arrays)], tuple(leaf.shape)
+            if not -len(shape) <= axis < len(shape):
+                raise GradtoolsError(
+                    f"chunked: f's output{backend.leaf_paths(out)[k]} has shape {shape}, which has "
+                    f"no axis {axis} to join chunks on. f must return one entry for each example; "
+                    "for a loss that is a mean or a sum over examples use "
+                    f"microbatched_value_and_grad.{self._without(out, self.cut.sizes[number])}"
+                )
+            if size not in (None, shape[axis]):
+                raise GradtoolsError(
+                    f"chunked: f's output{backend.leaf_paths(out)[k]} has {shape[axis]} entries on "
+                    f"axis {axis} for {size} examples; with interleaved=True f must return one for "
+                    "each, so that their order can be restored."
+                )
             arrays.append(leaf)
         return arrays
-
-    def _flattened(self, number: int, out: Any) -> tuple[list[Any], list[Any]]:
-        """The leaves of an output, and the kind of each."""
-        leaves, treedef, kinds = [out], None, ["array"]  # the common case, an array
-        if type(out) is not self.backend.array_type and not self.backend.is_array(out):
-            leaves, treedef, kinds = self.backend.flatten_arrays(out)
-        if self._treedef is _UNKNOWN:
-            self._treedef = treedef
-        elif treedef != self._treedef:
-            array = self.backend.flatten(self.backend.asarray(0.0))[1]
-            now, known = (array if t is None else t for t in (treedef, self._treedef))
-            raise other_structure("output", now, known, number)
-        return leaves, kinds
 
     def _axes_of(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
         if leaves and kinds.count(None) == len(kinds):
@@ -105,35 +118,6 @@ class Outputs:
         if type(self._out_axes) is not int:
             axes = _axes_of(self.backend, self._out_axes, out)
         return [*compress(axes, kinds)]  # of arrays only
-
-    def _check_numeric(self, leaves: list[Any], out: Any) -> None:
-        if self.caller == "checkpoint":
-            return  # non-arrays pass through
-        for k, leaf in enumerate(leaves):
-            if not is_numeric(self.backend, leaf):
-                cached = type(leaf).__name__.endswith("Cache")  # transformers' key-value cache
-                raise GradtoolsError(
-                    f"{self.caller}: the function returned {describe(self.backend, leaf)} at "
-                    f"output{self.backend.leaf_paths(out)[k]}, expected an array. "
-                    f"{'Call the model with use_cache=False.' if cached else 'Return arrays.'}"
-                )
-
-    def _unjoinable(
-        self, shape: tuple[int, ...], axis: int, out: Any, k: int, number: int
-    ) -> GradtoolsError:
-        """The error of an array without the axis, or with a wrong length on it."""
-        name = f"chunked: f's output{self.backend.leaf_paths(out)[k]} has"
-        size = self.cut.sizes[number]
-        if -len(shape) <= axis < len(shape):
-            return GradtoolsError(
-                f"{name} {shape[axis]} entries on axis {axis} for {size} examples; with "
-                "interleaved=True f must return one for each, so that their order can be restored."
-            )
-        return GradtoolsError(
-            f"{name} shape {shape}, which has no axis {axis} to join chunks on. f must return one "
-            "entry for each example; for a loss that is a mean or a sum over examples use "
-            f"microbatched_value_and_grad.{self._without(out, size)}"
-        )
 
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
         """Stores a non-array leaf; raises unless it is a constant, equal for all chunks."""
@@ -177,66 +161,54 @@ class Outputs:
             by_data: Whether lengths may depend on values, as that of `x[mask]`.
         """
         axes, known = self.axes or [], chunks[0]
-        for chunk in chunks:
-            if chunk.shapes == known.shapes:
-                continue
+
+        def check_rest(chunk: OutputShapes, differs: Callable[..., bool]) -> None:
+            """Raises if an output's other axes differ from the first chunk's."""
             for axis, shape, first in zip(axes, chunk.shapes, known.shapes, strict=True):
-                if _rest(shape, axis) != _rest(first, axis):
-                    raise self._other_shape(axis, chunk.size, shape, known.size, first)
+                if differs(_rest(shape, axis), chunk.size, _rest(first, axis), known.size):
+                    raise GradtoolsError(
+                        f"chunked: an output of f has shape {tuple(shape)} for {chunk.size} "
+                        f"examples and {tuple(first)} for {known.size}; they cannot be joined on "
+                        f"axis {axis}. Only that axis may depend on the size of a chunk. Leave "
+                        "such outputs out with select=...; to reduce scores of all pairs use "
+                        "pairwise_reduce."
+                    )
+
+        for chunk in chunks:
+            if chunk.shapes != known.shapes:
+                check_rest(chunk, lambda rest, _, first, of_first: rest != first)
         if self.cut.count != 1 and all(chunk == known for chunk in chunks):
             other = again()
             if other is None or len(other.shapes) != len(axes):
                 return
-            for axis, shape, first in zip(axes, other.shapes, known.shapes, strict=True):
-                if _grows(_rest(shape, axis), other.size, _rest(first, axis), known.size):
-                    raise self._other_shape(axis, other.size, shape, known.size, first)
+            check_rest(other, _grows)
             chunks = [*chunks, other]
         elif len({chunk.size for chunk in chunks}) == 1:
             return
-        follows = self._follow(chunks, by_data)
-        if not all(follows) and by_data and len(chunks) < 3 and (other := again()) is not None:
-            chunks = [*chunks, other]
-            follows = self._follow(chunks, by_data)
-        if not all(follows) and by_data and (other := again()) is not None:  # at other examples
-            chunks = [*chunks, other]
-            follows = self._follow(chunks, by_data)
-        if not all(follows):
-            raise self._not_rows(follows, chunks)
-
-    def _follow(self, chunks: Sequence[OutputShapes], by_data: bool) -> list[bool]:
-        """Which arrays have a length proportional to the number of examples."""
-        return [
-            _follows([(c.size, c.shapes[k][axis]) for c in chunks], by_data)
-            for k, axis in enumerate(self.axes or [])
-        ]
-
-    def _not_rows(self, follows: list[bool], chunks: Sequence[OutputShapes]) -> GradtoolsError:
-        k, known = follows.index(False), chunks[0]
-        axis, other = (self.axes or [])[k], next(c for c in chunks if c.size != known.size)
-        tree = self._tree()
+        tries = 0 if not by_data else 1 if len(chunks) >= 3 else 2  # each at other examples
+        while True:
+            lengths = [[(c.size, c.shapes[k][axis]) for c in chunks] for k, axis in enumerate(axes)]
+            follows = [_follows(of_array, by_data) for of_array in lengths]
+            if all(follows):
+                return
+            other = again() if tries else None
+            if other is None:
+                break
+            chunks, tries = [*chunks, other], tries - 1
+        k, tree = follows.index(False), self._tree()
+        other = next(c for c in chunks if c.size != known.size)
         arrays = [i for i in range(len(follows) + len(self._constants)) if i not in self._constants]
         good = {arrays[i] for i, f in enumerate(follows) if f}
         paths = self.backend.leaf_paths(tree)
         means = (
             "" if good else " For a mean or a sum over examples use microbatched_value_and_grad."
         )
-        known_length, length = (c.shapes[k][axis] for c in (known, other))
-        return GradtoolsError(
-            f"chunked: f's output{paths[arrays[k]]} has length {known_length} on axis {axis} for "
-            f"{known.size} examples and {length} for {other.size}; only rows of examples can be "
-            "joined. State that goes from chunk to chunk, such as batch statistics, belongs in an "
-            f"argument that carry_argnums names.{_without(paths, tree, good)}{means}"
-        )
-
-    def _other_shape(
-        self, axis: int, size: int, shape: Sequence[int], of_first: int, first: Sequence[int]
-    ) -> GradtoolsError:
-        """The error of an output whose other axes differ from the first chunk's."""
-        return GradtoolsError(
-            f"chunked: an output of f has shape {tuple(shape)} for {size} examples and "
-            f"{tuple(first)} for {of_first}; they cannot be joined on axis {axis}. Only that axis "
-            "may depend on the size of a chunk. Leave such outputs out with select=...; to reduce "
-            "scores of all pairs use pairwise_reduce."
+        known_length, length = (c.shapes[k][axes[k]] for c in (known, other))
+        raise GradtoolsError(
+            f"chunked: f's output{paths[arrays[k]]} has length {known_length} on axis {axes[k]} "
+            f"for {known.size} examples and {length} for {other.size}; only rows of examples can "
+            "be joined. State that goes from chunk to chunk, such as batch statistics, belongs in "
+            f"an argument that carry_argnums names.{_without(paths, tree, good)}{means}"
         )
 
     def _tree(self) -> Any:

@@ -23,18 +23,15 @@ _CONTAINERS = (list, dict, tuple)
 
 @dataclass(frozen=True)
 class ChunkOptions:
-    """The options of `chunked`.
-
-    verify: None verifies the first backward pass of each kind; a boolean each, or none.
-    latest: A cache for the next call of the same function.
-    """
+    """The options of `chunked`."""
 
     never_changes = True  # searches for mutable state that a function captures skip it
 
     keep_graphs: int | None = None
     memory_budget: int | None = None
-    verify: bool | None = None
+    verify: bool | None = None  # None: the first backward pass of each kind; else each, or none
     progress: bool = False
+    # A cache for the next call of the same function.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,33 +113,20 @@ class Partition:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """One call of a chunked function as plain data, which a backend runs.
-
-    Attributes:
-        call: f on one chunk.
-        outputs: The structure, axes and constants of f's output, filled in as `call` runs.
-        cut: The rows of each chunk.
-        splits: `(leaf, axis)` of every array that is split.
-        lists: For each chunk the leaves of its slices of lists.
-        shared: The leaves that all chunks share, arrays or not.
-        carry: The leaves of the initial carry.
-        carry_names: Their names, for messages.
-        arguments: The values of f's arguments.
-        recut: Makes the same call with other chunks.
-    """
+    """One call of a chunked function as plain data, which a backend runs."""
 
     caller: str
-    call: ChunkFunction
-    outputs: Outputs
-    cut: Partition
+    call: ChunkFunction  # f on one chunk
+    outputs: Outputs  # the structure, axes and constants of f's output, filled in as `call` runs
+    cut: Partition  # the rows of each chunk
     options: ChunkOptions
-    splits: list[tuple[Any, int]]
-    lists: list[list[Any]]
-    shared: list[Any]
-    carry: list[Any]
-    carry_names: list[str]
-    arguments: tuple[Any, ...]
-    recut: Callable[[Partition], Chunks]
+    splits: list[tuple[Any, int]]  # `(leaf, axis)` of every array that is split
+    lists: list[list[Any]]  # for each chunk the leaves of its slices of lists
+    shared: list[Any]  # the leaves that all chunks share, arrays or not
+    carry: list[Any]  # the leaves of the initial carry
+    carry_names: list[str]  # their names, for messages
+    arguments: tuple[Any, ...]  # the values of f's arguments
+    recut: Callable[[Partition], Chunks]  # makes the same call with other chunks
 
     @classmethod
     def of(
@@ -159,23 +143,36 @@ class Chunks:
 
         keys, carried: The arguments that are random keys and carries.
         """
-        backend = batch.backend
-        leaves, plan = _sorted(batch, carried)
-        plans, lists = _with_lists(batch, cut, plan, len(leaves[_PIECES]))
-        carries = [batch.arguments[i].argument for i in carried]
+        backend, every = batch.backend, batch.arguments
+        leaves: tuple[list[Any], ...] = ([], [], [])  # by kind: _PIECES, _SHARED, _CARRY
+        plan, containers = list[ArgumentPlan](), list[int]()
+        for i, flat in enumerate(every):
+            places = []
+            for leaf in () if flat.is_list else flat.leaves:
+                kind = _CARRY if i in carried else _SHARED if leaf.axis is None else _PIECES
+                places.append((kind, len(leaves[kind])))
+                leaves[kind].append((leaf.value, leaf.axis) if kind == _PIECES else leaf.value)
+            plan.append(ArgumentPlan(flat.treedef, places))
+            holds = type(x := flat.argument.value) in _CONTAINERS and x and not flat.is_list
+            if holds and all(kind == _SHARED for kind, _ in places):
+                containers.append(i)
+        plans, lists = list[list[ArgumentPlan]](), list[list[Any]]()
+        for rows in cut.rows:  # each chunk's slices of lists follow its other pieces
+            own, of_lists = list(plan), list[Any]()
+            for i, flat in enumerate(every):
+                if flat.is_list:
+                    more, treedef = backend.flatten([flat.argument.value[k] for k in rows])
+                    first = len(leaves[_PIECES]) + len(of_lists)
+                    own[i] = ArgumentPlan(treedef, [(_PIECES, first + k) for k in range(len(more))])
+                    of_lists += more
+            plans.append(own)
+            lists.append(of_lists)
+        carries = [every[i].argument for i in carried]
         trees = [carry.value for carry in carries]
-        containers = [
-            i
-            for i, (flat, (_, places)) in enumerate(zip(batch.arguments, plan, strict=True))
-            if type(x := flat.argument.value) in _CONTAINERS and x and not flat.is_list
-            if all(kind == _SHARED for kind, _ in places)
-        ]
-        outputs = Outputs(
-            backend, batch.caller, out_axes, cut, any(flat.is_list for flat in batch.arguments)
-        )
+        carry_def = backend.flatten(trees[0] if len(trees) == 1 else tuple(trees))[1]
+        outputs = Outputs(backend, batch.caller, out_axes, cut, any(flat.is_list for flat in every))
         call = ChunkFunction(
-            backend, f, batch.keywords, plans, keys, containers,
-            backend.flatten(trees[0] if len(trees) == 1 else tuple(trees))[1] if trees else None,
+            backend, f, batch.keywords, plans, keys, containers, carry_def if trees else None,
             outputs,
         )  # fmt: skip
         names = [f"{carry.name}{p}" for carry in carries for p in backend.leaf_paths(carry.value)]
@@ -223,10 +220,6 @@ class Chunks:
         self.outputs.check_rows([OutputShapes(*s) for s in shapes], elsewhere, by_data)
         seen.add(key)
 
-    def structure_of(self, number: int) -> tuple[Any, ...]:
-        """A key, equal for chunks of the same size and structure. Shapes in `lists` may differ."""
-        return self.cut.sizes[number], *[treedef for treedef, _ in self.call.plans[number]]
-
     def result(self, outs: list[Array], carry: list[Array]) -> Any:
         """The chunked function's result, from joined leaves (or all chunks' leaves of lists)."""
         out, carry_def = self.outputs.joined(outs), self.call.carry_def
@@ -237,50 +230,10 @@ _PIECES, _SHARED, _CARRY = range(3)
 
 
 class ArgumentPlan(NamedTuple):
-    """How to rebuild an argument from a chunk's leaves.
+    """How to rebuild an argument from a chunk's leaves."""
 
-    Attributes:
-        treedef: Its structure; None if it is one array.
-        places: For each leaf its list (`_PIECES`, `_SHARED` or `_CARRY`) and its index there.
-    """
-
-    treedef: Any
-    places: list[tuple[int, int]]
-
-
-def _sorted(
-    batch: Batch, carried: tuple[int, ...]
-) -> tuple[tuple[list[Any], ...], list[ArgumentPlan]]:
-    """The split leaves with axes, the shared leaves, the carries; and each argument's plan."""
-    sorted_leaves: tuple[list[Any], ...] = ([], [], [])
-    plan = []
-    for i, flat in enumerate(batch.arguments):
-        places = []
-        for leaf in () if flat.is_list else flat.leaves:
-            kind = _CARRY if i in carried else _SHARED if leaf.axis is None else _PIECES
-            places.append((kind, len(sorted_leaves[kind])))
-            of_kind = (leaf.value, leaf.axis) if kind == _PIECES else leaf.value
-            sorted_leaves[kind].append(of_kind)
-        plan.append(ArgumentPlan(flat.treedef, places))
-    return sorted_leaves, plan
-
-
-def _with_lists(
-    batch: Batch, cut: Partition, plan: list[ArgumentPlan], start: int
-) -> tuple[list[list[ArgumentPlan]], list[list[Any]]]:
-    """Each chunk's plans, with slices of lists after its other pieces; and the slices' leaves."""
-    plans, lists = [], []
-    for rows in cut.rows:
-        own, leaves = list(plan), list[Any]()
-        for i, flat in enumerate(batch.arguments):
-            if flat.is_list:
-                more, treedef = batch.backend.flatten([flat.argument.value[k] for k in rows])
-                first = start + len(leaves)
-                own[i] = ArgumentPlan(treedef, [(_PIECES, first + k) for k in range(len(more))])
-                leaves += more
-        plans.append(own)
-        lists.append(leaves)
-    return plans, lists
+    treedef: Any  # its structure; None if it is one array
+    places: list[tuple[int, int]]  # each leaf's list (_PIECES, _SHARED or _CARRY) and index there
 
 
 # --- one chunk -----------------------------------------------------------------------------------
@@ -288,23 +241,15 @@ def _with_lists(
 
 @dataclass(frozen=True, eq=False)
 class ChunkFunction:
-    """f as a function of the flat leaves of one chunk; it holds no array.
-
-    Attributes:
-        keywords: The names of the last arguments.
-        plans: For each chunk how to rebuild its arguments from leaves.
-        keys: The arguments that are random keys.
-        containers: The arguments that are lists or dictionaries shared by all chunks.
-        carry_def: The structure of the carry; None if there is none.
-    """
+    """f as a function of the flat leaves of one chunk; it holds no array."""
 
     backend: Backend
     f: Callable[..., Any]
-    keywords: list[str]
-    plans: list[list[ArgumentPlan]]
-    keys: tuple[int, ...]
-    containers: list[int]
-    carry_def: Any
+    keywords: list[str]  # the names of the last arguments
+    plans: list[list[ArgumentPlan]]  # for each chunk how to rebuild its arguments from leaves
+    keys: tuple[int, ...]  # the arguments that are random keys
+    containers: list[int]  # the arguments that are containers shared by all chunks
+    carry_def: Any  # the structure of the carry; None if there is none
     outputs: Outputs
 
     def __call__(
@@ -319,12 +264,15 @@ class ChunkFunction:
             shared: The leaves that all chunks share.
             carry: The carry from the chunk before.
         """
-        values = self._values(self.plans[number], (pieces, shared, carry))
+        backend, values, leaves = self.backend, list[Any](), (pieces, shared, carry)
+        for treedef, places in self.plans[number]:
+            own = [leaves[kind][k] for kind, k in places]
+            values.append(own[0] if treedef is None else backend.unflatten(treedef, own))
         for i in self.keys:
             if values[i] is not None:
-                fold_in = self.backend.submodule("arrays", "key_argnums").fold_in
+                fold_in = backend.submodule("arrays", "key_argnums").fold_in
                 values[i] = fold_in(values[i], index)
-        containers = [(values[i], *self.backend.flatten(values[i])) for i in self.containers]
+        containers = [(values[i], *backend.flatten(values[i])) for i in self.containers]
         if self.keywords:
             count = len(values) - len(self.keywords)
             out = self.f(*values[:count], **dict(zip(self.keywords, values[count:], strict=True)))
@@ -332,43 +280,25 @@ class ChunkFunction:
             out = self.f(*values)
         new_carry: list[Any] = []
         if self.carry_def is not None:
-            out, new_carry = self._parted(out, number)
-        for x, leaves, treedef in containers:
-            self._check_unchanged(x, leaves, treedef)
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise GradtoolsError(
+                    "chunked: with carry_argnums f returns a pair (output, new_carry); got "
+                    f"{describe(backend, out)}."
+                )
+            new_carry, treedef = backend.flatten(out[1])
+            if treedef != self.carry_def:
+                raise other_structure("carry", treedef, self.carry_def, number)
+            out = out[0]
+        for x, before, treedef in containers:
+            now, of_now = backend.flatten(x)
+            if of_now != treedef or not all(map(is_, now, before)):
+                # f's own container is a copy that nobody else would see.
+                raise GradtoolsError(
+                    f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "
+                    "and what it gets is a copy. Return what is new, or keep it in an attribute "
+                    "or a variable outside of f."
+                )
         return self.outputs.arrays_in(number, out), new_carry
-
-    def _values(self, plan: list[ArgumentPlan], leaves: tuple[list[Any], ...]) -> list[Any]:
-        values = []
-        for treedef, places in plan:
-            if treedef is None:
-                ((kind, k),) = places
-                values.append(leaves[kind][k])
-            else:
-                own = [leaves[kind][k] for kind, k in places]
-                values.append(self.backend.unflatten(treedef, own))
-        return values
-
-    def _check_unchanged(self, x: Any, leaves: list[Any], treedef: Any) -> None:
-        """Raises if f changed a shared container, which is a copy that nobody else would see."""
-        now, of_now = self.backend.flatten(x)
-        if of_now != treedef or not all(map(is_, now, leaves)):
-            raise GradtoolsError(
-                f"{self.outputs.caller}: f changes a list or dictionary that is an argument, and "
-                "what it gets is a copy. Return what is new, or keep it in an attribute or a "
-                "variable outside of f."
-            )
-
-    def _parted(self, result: Any, number: int) -> tuple[Any, list[Any]]:
-        """f's output, and the leaves of the new carry."""
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise GradtoolsError(
-                "chunked: with carry_argnums f returns a pair (output, new_carry); got "
-                f"{describe(self.backend, result)}."
-            )
-        leaves, treedef = self.backend.flatten(result[1])
-        if treedef != self.carry_def:
-            raise other_structure("carry", treedef, self.carry_def, number)
-        return result[0], leaves
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:

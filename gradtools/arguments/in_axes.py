@@ -18,21 +18,13 @@ _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Argument(NamedTuple):
-    """One argument of a call.
+    """One argument of a call."""
 
-    Attributes:
-        key: Its position, or its keyword.
-        value: Its value.
-        axes: The axis that it is split on, None if it is shared, or a tree of these.
-        named: Whether the user gave the axes explicitly.
-        label: Its name in messages, if it is no argument of f.
-    """
-
-    key: int | str
+    key: int | str  # its position, or its keyword
     value: Any
-    axes: Any = None
-    named: bool = False
-    label: str | None = None
+    axes: Any = None  # the axis that it is split on, None if it is shared, or a tree of these
+    named: bool = False  # whether the user gave the axes explicitly
+    label: str | None = None  # its name in messages, if it is no argument of f
 
     @property
     def name(self) -> str:
@@ -99,28 +91,11 @@ def _named(
     caller: str, f: Callable[..., Any], given: list[Argument], in_axes: dict[Any, Any]
 ) -> dict[int | str, Any]:
     """The axes of the arguments that a dictionary names, by the arguments' keys."""
-    places, parameters = _places(f, given)
-    axes_by_key: dict[int | str, Any] = {}
-    for name, axes in sorted(in_axes.items(), key=lambda item: item[0] in parameters):
-        if name not in places:
-            _refuse(caller, name, f, given)
-        if name in parameters:  # *args or **kwargs, without those that other entries name
-            rest = [key for key in places[name] if key not in axes_by_key]
-            axes_by_key |= _spread(caller, name, axes, rest)
-        else:
-            axes_by_key |= dict.fromkeys(places[name], axes)
-    return axes_by_key
-
-
-def _places(
-    f: Callable[..., Any], given: list[Argument]
-) -> tuple[dict[Any, list[int | str]], set[str]]:
-    """The keys of the arguments bound to each of f's parameters, and the variadic parameters."""
     positions = [a.key for a in given if isinstance(a.key, int)]
     keywords = [a.key for a in given if isinstance(a.key, str)]
-    places: dict[Any, list[int | str]] = {}
-    variadic = set()
-    for p in _parameters(f):
+    places: dict[Any, list[int | str]] = {}  # the keys of what is bound to each parameter
+    variadic, parameters = set[str](), _parameters(f)
+    for p in parameters:
         if p.kind is Parameter.VAR_POSITIONAL:
             places[p.name], positions = list(positions), []
         elif p.kind is Parameter.VAR_KEYWORD:
@@ -135,7 +110,33 @@ def _places(
         if key in variadic or key not in places:
             places[key] = [key]
             variadic.discard(key)
-    return places, variadic
+    axes_by_key: dict[int | str, Any] = {}
+    for name, axes in sorted(in_axes.items(), key=lambda item: item[0] in variadic):
+        if name not in places:
+            known = [p.name for p in parameters]
+            known += [key for key in keywords if key not in known]
+            listed = f"Its parameters are {', '.join(known)}"
+            raise GradtoolsError(
+                f"{caller}: in_axes names {name!r}, which is no parameter of "
+                f"{getattr(f, '__name__', type(f).__name__)} and no keyword of this call. "
+                f"{listed if known else 'It has no named parameters'}; name one of them, or pass "
+                "what you mean by keyword."
+            )
+        keys = places[name]
+        if name in variadic:  # *args or **kwargs, without those that other entries name
+            keys = [key for key in keys if key not in axes_by_key]
+        if name not in variadic or axes is None or isinstance(axes, int):
+            axes_by_key |= dict.fromkeys(keys, axes)
+        elif type(axes) is dict and axes.keys() <= set(keys):
+            axes_by_key |= axes
+        elif isinstance(axes, tuple | list) and len(axes) == len(keys):
+            axes_by_key |= dict(zip(keys, axes, strict=True))
+        else:
+            raise GradtoolsError(
+                f"{caller}: in_axes[{name!r}] is {axes!r} for {len(keys)} arguments; expected an "
+                "integer, None, or one entry for each of them."
+            )
+    return axes_by_key
 
 
 def _parameters(f: Callable[..., Any]) -> list[Parameter]:
@@ -151,30 +152,6 @@ def _parameters(f: Callable[..., Any]) -> list[Parameter]:
         if any(p.kind not in _VARIADIC for p in parameters):
             break
     return parameters
-
-
-def _spread(caller: str, name: str, axes: Any, keys: list[int | str]) -> dict[int | str, Any]:
-    if axes is None or isinstance(axes, int):
-        return dict.fromkeys(keys, axes)
-    if type(axes) is dict and axes.keys() <= set(keys):
-        return axes
-    if isinstance(axes, tuple | list) and len(axes) == len(keys):
-        return dict(zip(keys, axes, strict=True))
-    raise GradtoolsError(
-        f"{caller}: in_axes[{name!r}] is {axes!r} for {len(keys)} arguments; expected an integer, "
-        "None, or one entry for each of them."
-    )
-
-
-def _refuse(caller: str, name: Any, f: Callable[..., Any], given: list[Argument]) -> None:
-    known = [p.name for p in _parameters(f)]
-    known += [a.key for a in given if isinstance(a.key, str) and a.key not in known]
-    listed = f"Its parameters are {', '.join(known)}" if known else "It has no named parameters"
-    raise GradtoolsError(
-        f"{caller}: in_axes names {name!r}, which is no parameter of "
-        f"{getattr(f, '__name__', type(f).__name__)} and no keyword of this call. {listed}; "
-        "name one of them, or pass what you mean by keyword."
-    )
 
 
 def check_names(

@@ -29,21 +29,14 @@ def _signature(fun: Any) -> inspect.Signature | None:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Splits a call's arguments into static and dynamic ones, each in the signature's order.
+    """Splits a call's arguments into static and dynamic ones, each in the signature's order."""
 
-    Attributes:
-        signature: The function's signature; None if it has none or takes *args only.
-        names: The parameters.
-        static: Which of them are static.
-        keyword_only: Which are keyword-only.
-        star: The name of *args, which come before the keyword-only arguments.
-    """
-
+    # The function's signature; None if it has none or takes *args only.
     signature: inspect.Signature | None
-    names: tuple[str, ...]
-    static: tuple[bool, ...]
-    keyword_only: tuple[bool, ...]
-    star: str | None = None
+    names: tuple[str, ...]  # the parameters
+    static: tuple[bool, ...]  # which of them are static
+    keyword_only: tuple[bool, ...]  # which are keyword-only
+    star: str | None = None  # the name of *args, which come before the keyword-only arguments
 
     @classmethod
     def positional(cls, name: str, fun: Any) -> Parameters:

@@ -113,22 +113,16 @@ def _checked(caller: str, entry: TargetLeaf) -> tuple[jax.Array, jax.Array]:
     g: Any = _array(entry.grad)
     for side, array, given in (("target", p, entry.target), ("grads", g, entry.grad)):
         if array is None or not jnp.issubdtype(array.dtype, jnp.inexact):
-            result = with_article(type(given).__name__) if array is None else spec(array)
-            refuse(
-                caller,
-                f"{side}{entry.path} is {result}",
-                "a floating or complex array",
-                "Leave what has no gradient out of grads, or put None there.",
-            )
+            came = with_article(type(given).__name__) if array is None else spec(array)
+            fix = "Leave what has no gradient out of grads, or put None there."
+            refuse(caller, f"{side}{entry.path} is {came}", "a floating or complex array", fix)
     if (p.shape, p.dtype) != (g.shape, g.dtype):
-        refuse(
-            caller,
-            f"grads{entry.path} is {spec(g)}",
-            f"{spec(p)}, as the buffer",
+        fix = (
             "Convert it to the buffer's dtype, or start the buffer with None."
             if p.shape == g.shape
-            else "Reduce it over the batch first, or give it under another name.",
+            else "Reduce it over the batch first, or give it under another name."
         )
+        refuse(caller, f"grads{entry.path} is {spec(g)}", f"{spec(p)}, as the buffer", fix)
     return p, g
 
 

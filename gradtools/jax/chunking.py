@@ -62,8 +62,16 @@ def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Ar
 
 def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[Array], list[Array]]:
     """`program(steps, carry)`, compiled once; writes the state of f's modules."""
-    steps = _Steps(chunks)
-    carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
+    steps, carry = _Steps(chunks), list[Array]()
+    for name, x in zip(chunks.carry_names, chunks.carry, strict=True):
+        try:
+            x = jnp.asarray(x) if _is_array(x) else asarray(x)
+        except GradtoolsError as error:
+            raise GradtoolsError(
+                f"chunked: the carry at {name} is a {type(x).__name__}; expected an array, which "
+                "f can hand from chunk to chunk."
+            ) from error
+        carry.append(jax.lax.stop_gradient(_strong(x)))  # a scan's carry keeps its type
     leaves = [] if steps.modules is None else steps.modules.leaves
     state = [jax.lax.stop_gradient(_strong(jnp.asarray(x))) for x in leaves]
     outs, carry = run_compiled(chunks.call.f, partial(program, steps), [*carry, *state])
@@ -73,10 +81,22 @@ def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[A
 
 
 def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Array]]:
-    chunks = steps.chunks
+    chunks, options, kept = steps.chunks, steps.chunks.options, 0
     _refuse_shared_draws(steps, carry)
+    # How many of the last chunks keep their residuals. If symbolic, all chunks are one scan.
+    if options.memory_budget is not None and not chunks.cut.is_symbolic:
+        left = options.memory_budget
+        for kind in reversed(steps.kinds):
+            left -= steps.traced(kind, carry).graph_bytes
+            if left < 0:
+                break
+            kept += 1
+    elif not chunks.cut.is_symbolic:
+        # By default none of several: what is kept beside a loop is compiled a second time.
+        count, wanted = chunks.cut.count, options.keep_graphs
+        kept = int(count == 1) if wanted is None else min(wanted, count)
     bar, parts = _Bar(chunks), []
-    for run in _runs(steps, _how_many_kept(steps, carry)):
+    for run in _runs(steps, kept):
         outs, carry = _run(steps, run, carry, bar)
         if not chunks.cut.is_symbolic:
             chunks.outputs.same_as(steps.kinds.index(run.kind), run.numbers)
@@ -217,17 +237,13 @@ def _run(
 
 @dataclass(frozen=True, eq=False)
 class _ChunkProgram:
-    """f on a chunk of some shape, traced once and then evaluated from its jaxpr.
-
-    Attributes:
-        wide: The constants of the jaxpr, possibly in float32 instead of 16 bits.
-    """
+    """f on a chunk of some shape, traced once and then evaluated from its jaxpr."""
 
     closed: Any
     treedef: Any
     out_avals: list[Any]
     carry_avals: list[Any]
-    wide: list[Any]
+    wide: list[Any]  # the constants of the jaxpr, possibly in float32 instead of 16 bits
 
     def __call__(self, *args: Any) -> Any:
         *inputs, carry = args
@@ -239,12 +255,10 @@ class _ChunkProgram:
 
     def summing_widely(self) -> _ChunkProgram:
         """The program with 16-bit constants in float32, whose cotangents a scan then sums so."""
-
-        def in_32_bits(x: Any) -> Any:  # concrete constants are not differentiated
-            narrow = isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
-            return x.astype(jnp.float32) if narrow else x
-
-        return replace(self, wide=[*map(in_32_bits, self.closed.consts)])
+        narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
+        # Concrete constants are not differentiated.
+        wide = [x.astype(jnp.float32) if narrow(x) else x for x in self.closed.consts]
+        return replace(self, wide=wide)
 
     def widened(self, carry: list[Array]) -> list[Array]:
         """A carry promoted to its type after a step, since a scan's carry keeps its type."""
@@ -298,7 +312,8 @@ class _Steps:
         self.kinds: list[int] = []  # equal for chunks of equal structure and shapes
         for number in range(len(chunks.cut.rows)):
             each = [jax.typeof(x) if _is_array(x) else (type(x), x) for x in self.lists[number]]
-            signature = chunks.structure_of(number), each
+            treedefs = [treedef for treedef, _ in chunks.call.plans[number]]
+            signature = chunks.cut.sizes[number], treedefs, each
             if signature not in known:
                 known.append(signature)
             self.kinds.append(known.index(signature))
@@ -379,18 +394,6 @@ def _is_array(x: Any) -> bool:
 # --- carries
 
 
-def _as_carry(chunks: Chunks, k: int, x: Any) -> Array:
-    """A leaf of a carry as a strongly typed array, since a scan's carry keeps its type."""
-    try:
-        x = jnp.asarray(x) if _is_array(x) else asarray(x)
-    except GradtoolsError as error:
-        raise GradtoolsError(
-            f"chunked: the carry at {chunks.carry_names[k]} is a {type(x).__name__}; expected "
-            "an array, which f can hand from chunk to chunk."
-        ) from error
-    return jax.lax.stop_gradient(_strong(x))
-
-
 def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
     """The new carry leaf, or an error if its shape or dtype differs from the old one's."""
     new = jnp.asarray(new)
@@ -418,26 +421,6 @@ def _sum(x: Array, y: Array) -> Array:
 def promoted(x: Array, aval: Any) -> Array:
     """x with the varying axes and sharding of `aval`, since a scan's carry keeps its type."""
     return shardings.like(varying(x, varies(aval)), aval)
-
-
-# --- how many chunks keep their residuals
-
-
-def _how_many_kept(steps: _Steps, carry: list[Array]) -> int:
-    options, count = steps.chunks.options, steps.chunks.cut.count
-    if steps.chunks.cut.is_symbolic:  # all chunks are one scan
-        return 0
-    if options.memory_budget is None:
-        # What is kept beside a loop is compiled a second time.
-        default = int(count == 1)
-        return default if options.keep_graphs is None else min(options.keep_graphs, count)
-    left, kept = options.memory_budget, 0
-    for kind in reversed(steps.kinds):
-        left -= steps.traced(kind, carry).graph_bytes
-        if left < 0:
-            break
-        kept += 1
-    return kept
 
 
 # --- the progress bar

@@ -83,10 +83,6 @@ class _TracedOnce:
     Each derivative evaluates the jaxpr again. (Tracing the function again would take exponential
     time in nested frozen functions.) At other avals, such as arrays that vary over a mesh, the
     function itself runs.
-
-    Attributes:
-        captured: The arrays that the program closes over, if none is a tracer. They are its last
-            inputs, so that compiled code holds them once for all derivatives.
     """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
@@ -95,6 +91,8 @@ class _TracedOnce:
         consts = [np.array(c) if isinstance(c, np.ndarray) else c for c in constants_of(closed)]
         self.fun, self.closed = fun, ClosedJaxpr(closed.jaxpr, consts)
         self.avals = [_strong(aval) for aval in self.closed.in_avals]
+        # The arrays that the program closes over, if none is a tracer. They are its last inputs,
+        # so that compiled code holds them once for all derivatives.
         self.captured: list[Any] = consts if all(map(_is_plain, consts)) else []
 
     def __call__(self, *xs: Array) -> list[Array]:
@@ -118,20 +116,15 @@ def _strong(aval: Any) -> Any:
 
 
 class _Use:
-    """One use of a frozen function of flat arrays.
-
-    Attributes:
-        captured: The captured arrays, which are passed after the arguments.
-        user_functions: The objects that may capture further arrays.
-    """
+    """One use of a frozen function of flat arrays."""
 
     def __init__(
         self, caller: str, fun: Callable[..., list[Array]], xs: list[Array], budget: int
     ) -> None:
         self.caller, self.name = caller, name_of_function(caller)
         self.fun, self.moving, self.budget = fun, [is_inexact(x) for x in xs], budget
-        self.user_functions: Any = (fun,)
-        self.captured: list[Any] = []
+        self.user_functions: Any = (fun,)  # the objects that may capture further arrays
+        self.captured: list[Any] = []  # arrays that are passed after the arguments
         if any(isinstance(x, jax.core.Tracer) for x in xs):  # else G may branch on values
             self.fun = _TracedOnce(fun, xs)
             self.captured = self.fun.captured
@@ -268,19 +261,12 @@ class _Use:
 
 @dataclass(frozen=True)
 class _KeptLinearMap:
-    """A linear map of an evaluation, as flat residual arrays.
+    """A linear map of an evaluation, as flat residual arrays."""
 
-    Attributes:
-        count: The number of arguments.
-        size: The number of residuals.
-        treedef: The structure of the map.
-        kept: Whether it is the pushforward, kept until the second derivative; else the pullback.
-    """
-
-    count: int
-    size: int
-    treedef: Any
-    kept: bool
+    count: int  # the number of arguments
+    size: int  # the number of residuals
+    treedef: Any  # the structure of the map
+    kept: bool  # whether it is the pushforward, kept until the second derivative; else the pullback
 
     @property
     def stop(self) -> int:

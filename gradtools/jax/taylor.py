@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from gradtools.backend import Fun
 from gradtools.jax import jaxprs
 from gradtools.jax.engines import DERIVATIVE_SCOPE, note_derivative
-from gradtools.taylor import LOGISTIC, TANH, Algebra, Series, polynomials, powers
+from gradtools.taylor import SLOPES, Algebra, Series, powers
 
 _LINEAR = frozenset(
     "add add_any sub neg reshape transpose broadcast_in_dim squeeze expand_dims slice "
@@ -26,6 +26,10 @@ _IN_ITS_FIRST = {  # linear in so many first operands, if the others are constan
     "pad": 2,
     "div": 1,
 }
+_ELEMENTWISE = frozenset(
+    "abs acos acosh asin asinh atan atanh cbrt ceil cosh digamma erfc erf_inv floor integer_pow "
+    "lgamma round sign sinh tan".split()
+)
 _INLINED = ("jit", "pjit", "closed_call", "core_call")
 
 
@@ -81,10 +85,21 @@ def _step(eqn: Any, xs: list[Any], algebra: Algebra) -> Sequence[Any]:
         return [Series(at(x.primal, y.primal)[0], tuple(terms))]
     if name == "div":
         return [_quotient(xs[0], xs[1], algebra)]
-    if len(moved) == 1 and (name in _DERIVED or not jnp.iscomplexobj(movers[0].primal)):
-        slopes = _slopes(name, eqn, movers[0].primal, moved[0], primals, algebra.order)
-        if slopes is not None:
-            return [Series(at(movers[0].primal)[0], tuple(algebra.elementwise(slopes, movers[0])))]
+    x, order = movers[0].primal, algebra.order
+    real = name in _ELEMENTWISE and not jnp.iscomplexobj(x)
+    if len(moved) == 1 and (name in SLOPES or real):
+        y, slopes = at(x)[0], list[Any]()  # f', f'', ... at x
+        if name in SLOPES:
+            slopes = SLOPES[name](jnp, x, y, order)
+        elif name == "integer_pow":
+            slopes = powers(x, eqn.params["y"], order)
+        else:
+            one = jnp.ones_like(x)
+            f: Any = lambda x: at(x)[0]
+            for _ in range(order):
+                f = partial(lambda g, x: jax.jvp(g, (x,), (one,))[1], f)
+                slopes.append(f(x))
+        return [Series(y, tuple(algebra.elementwise(slopes, movers[0])))]
     return _any(eqn, movers, at, algebra)
 
 
@@ -134,48 +149,3 @@ def _any(eqn: Any, movers: list[Series], at: Any, algebra: Algebra) -> Sequence[
     outs, extras = algebra.general(fun, movers)
     left, rest = iter(outs), iter(extras)
     return [next(left) if keeps else next(rest) for keeps in inexact]
-
-
-# --- elementwise functions: f', f'', ... at x ---------------------------------------------------
-
-
-def _slopes(
-    name: str, eqn: Any, x: Any, position: int, primals: list[Any], order: int
-) -> list[Any] | None:
-    if name in _DERIVED:
-        return _DERIVED[name](x, order)
-    if name == "integer_pow":
-        return powers(x, eqn.params["y"], order)
-    if name not in _ELEMENTWISE:
-        return None
-    one = jnp.ones_like(x)
-    f: Callable[..., Any] = lambda x: jaxprs.bound(eqn, [*primals[:position], x])[0]
-    slopes = []
-    for _ in range(order):
-        f = partial(lambda g, x: jax.jvp(g, (x,), (one,))[1], f)
-        slopes.append(f(x))
-    return slopes
-
-
-def _turning(x: Any, order: int, first: int) -> list[Any]:
-    """The derivatives of the sine, from the one of order `first` on."""
-    s, c = jnp.sin(x), jnp.cos(x)
-    cycle = s, c, -s, -c
-    return [cycle[(first + k) % 4] for k in range(order)]
-
-
-_DERIVED: dict[str, Callable[[Any, int], list[Any]]] = {
-    "exp": lambda x, order: [jnp.exp(x)] * order,
-    "log": lambda x, order: [1 / x, *powers(x, -1, order - 1)],
-    "sin": partial(_turning, first=1),
-    "cos": partial(_turning, first=2),
-    "tanh": lambda x, order: polynomials(jnp.tanh(x), TANH, order),
-    "logistic": lambda x, order: polynomials(jax.nn.sigmoid(x), LOGISTIC, order),
-    "sqrt": lambda x, order: powers(x, 0.5, order),
-    "rsqrt": lambda x, order: powers(x, -0.5, order),
-    "square": lambda x, order: powers(x, 2.0, order),
-}
-_ELEMENTWISE = frozenset(
-    "abs acos acosh asin asinh atan atanh cbrt ceil cosh digamma erf erfc erf_inv exp2 expm1 "
-    "floor lgamma log1p round sign sinh tan".split()
-)

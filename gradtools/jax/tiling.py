@@ -48,7 +48,8 @@ def _run(program: Sweep, xs: Sequence[Any]) -> States:
     entry, mesh = whole.entries[side], whole.mesh(side)
     count = getattr(program.cut, side) // shardings.device_count(mesh, entry)
     part = replace(program, cut=replace(program.cut, **{side: count}))
-    groups = whole.traced_groups()
+    whole.avals(whole.rows[0][1], whole.columns[0][1])  # traces the program, which knows its groups
+    groups = program.groups()
 
     def run(*xs: Any) -> States:
         states = _SweepRun(part, xs).run()
@@ -89,16 +90,16 @@ class _SweepRun:
 
     def run(self) -> States:
         first, bands = (self.rows[0][1], self.columns[0][1]), []
-        avals = self._avals(*first)
+        avals = self.avals(*first)
         self.groups = self.program.groups()
         of_columns = []
         for _, size, count in self.columns:
-            like = avals if size == first[1] else self._avals(first[0], size)
+            like = avals if size == first[1] else self.avals(first[0], size)
             repeated = lambda x, count=count: jnp.repeat(x[None], count, axis=0)
             of_columns.append(jax.tree.map(repeated, self._empty(like, COLUMNS)))
         carry = self._empty(avals, SHARED), of_columns
         for start, size, count in self.rows:
-            like = avals if size == first[0] else self._avals(size, first[1])
+            like = avals if size == first[0] else self.avals(size, first[1])
             band = partial(self._band, self._empty(like, ROWS))
             carry, states = _loop(band, carry, self._blocks(ROWS, start, size, count), count)
             bands.append(states)
@@ -126,11 +127,6 @@ class _SweepRun:
     def mesh(self, side: str) -> Any:
         mine = (x for x, role in zip(self.given, self.roles, strict=True) if role == side)
         return next(jax.typeof(x).sharding.mesh for x in mine if shardings.entries(x)[0])
-
-    def traced_groups(self) -> Sequence[MergeGroup]:
-        """The groups, which the program knows once it has been traced."""
-        self._avals(self.rows[0][1], self.columns[0][1])
-        return self.program.groups()
 
     def _band(self, none: States, carry: Any, rows: Arrays) -> tuple[Any, States]:
         shared, of_columns = carry
@@ -162,7 +158,7 @@ class _SweepRun:
         mine = [x for x, role in zip(self.xs, self.roles, strict=True) if role == side]
         return [_cut(x[start : start + size * count], count) for x in mine]
 
-    def _avals(self, rows: int, columns: int) -> States:
+    def avals(self, rows: int, columns: int) -> States:
         """The avals of the states of a tile of this size."""
         sizes, counts = {ROWS: rows, COLUMNS: columns}, list[int]()
 
@@ -174,27 +170,23 @@ class _SweepRun:
             return [x for group in result for x in group]
 
         closed = jax.make_jaxpr(states)(*map(jax.typeof, self.xs))
-        if _draws(closed):
-            self._refuse_draws(rows, columns)
-        avals = iter(closed.out_avals)
-        return [[next(avals) for _ in range(n)] for n in counts]
-
-    def _refuse_draws(self, rows: int, columns: int) -> None:
-        """Raises if f draws more random numbers for a larger tile, which each tile would repeat."""
         call = self.program.call
 
         def drawn(rows: int, columns: int) -> Any:
+            """f's draws for a tile of this size: each tile repeats them, so none may be its own."""
             sizes = {ROWS: rows, COLUMNS: columns, SHARED: None}
             pairs = zip(self.xs, call.roles[:-2], strict=False)
             tile = [_with_length(x, sizes[role]) for x, role in pairs]
             return _draws(jax.make_jaxpr(call.call)(tile))
 
-        if drawn(rows, columns) != drawn(rows + 1, columns + 1):
+        if _draws(closed) and drawn(rows, columns) != drawn(rows + 1, columns + 1):
             raise GradtoolsError(
                 f"{call.caller}: f draws random numbers for a whole tile by one key, so that each "
                 "tile would get the same. Draw outside, and pass what was drawn, or draw by a key "
                 "for each pair: fold the indices of its row and column in, which are arguments."
             )
+        avals = iter(closed.out_avals)
+        return [[next(avals) for _ in range(n)] for n in counts]
 
     def _empty(self, avals: States, side: str) -> States:
         """The identity elements of the merges, for the groups of one side."""

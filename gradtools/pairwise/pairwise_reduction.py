@@ -270,7 +270,15 @@ class TiledCall:
                 xs.append(x)
                 call.roles.append(role)
         rows, columns = (_length(caller, side, of_side) for side, of_side in lengths.items())
-        flat = _FlatTile(backend, f, statics, backend.flatten(values)[1], tuple(kwargs))
+        treedef, count, keywords = backend.flatten(values)[1], len(args), [*kwargs]
+
+        def flat(xs: Sequence[Array]) -> Any:
+            """f at one tile's arrays; it does not refer to the call."""
+            left = iter(xs)
+            full = [next(left) if s is _ARRAY else s for s in statics]
+            values = backend.unflatten(treedef, full)
+            return f(*values[:count], **dict(zip(keywords, values[count:], strict=True)))
+
         call.call = backend.tiles.as_now(flat, xs)
         call.cut = TileGrid(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
@@ -463,24 +471,6 @@ def _length(caller: str, role: str, lengths: dict[int, str]) -> int:
             "more."
         )
     return next(iter(lengths))
-
-
-@dataclass(frozen=True)
-class _FlatTile:
-    """f as a function of one tile's flat arrays; without a reference cycle through the call."""
-
-    backend: Backend
-    f: Callable[..., Any]
-    statics: Sequence[Any]
-    treedef: Any
-    keywords: tuple[str, ...]
-
-    def __call__(self, xs: Sequence[Array]) -> Any:
-        left = iter(xs)
-        full = [next(left) if s is _ARRAY else s for s in self.statics]
-        values = self.backend.unflatten(self.treedef, full)
-        count = len(values) - len(self.keywords)
-        return self.f(*values[:count], **dict(zip(self.keywords, values[count:], strict=True)))
 
 
 _ARRAY = object()

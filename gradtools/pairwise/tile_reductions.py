@@ -41,18 +41,12 @@ def wide(backend: Backend, x: Array) -> Array:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The sum, and base class of all reductions.
-
-    Attributes:
-        backend: The backend.
-        caller: The operator, for messages.
-        count: The number of entries of a whole row.
-        owned: Whether a tile's scores may be overwritten, as nothing else references them.
-    """
+    """The sum, and base class of all reductions."""
 
     backend: Backend
-    caller: str
-    count: int
+    caller: str  # the operator, for messages
+    count: int  # the number of entries of a whole row
+    # Whether a tile's scores may be overwritten, as nothing else references them.
     owned: bool = False
     real = False  # whether scores must be real
     indexed = False  # whether a tile's last array is the index along the reduced axis

@@ -77,21 +77,15 @@ class MergeGroup:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A program over all tiles.
+    """A program over all tiles."""
 
-    Attributes:
-        tile: A function from a tile's arrays to the state of each group.
-        roles: The role of each array: ROWS, COLUMNS or SHARED.
-        groups: Returns the groups, with their merge functions; called after a tile is computed.
-        cut: The partition into tiles.
-        call: The `TiledCall`.
-    """
-
+    # A function from a tile's arrays to the state of each group.
     tile: Callable[[Arrays], list[Arrays]]
-    roles: Sequence[str]
+    roles: Sequence[str]  # the role of each array: ROWS, COLUMNS or SHARED
+    # Returns the groups, with their merge functions; called after a tile is computed.
     groups: Callable[[], Sequence[MergeGroup]]
-    cut: TileGrid
-    call: Any
+    cut: TileGrid  # the partition into tiles
+    call: Any  # a `TiledCall`
 
 
 def added(a: Arrays, b: Arrays) -> Arrays:
@@ -113,10 +107,19 @@ def reduced_second(backend: Backend, x: Array, side: str) -> Array:
 
 def apply_over_tiles(backend: Backend, of: SumOverTiles | Reduced, xs: Sequence[Array]) -> Arrays:
     """The rule's outputs at xs."""
+
+    def linearized(*xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
+        """The outputs, with their tangent and cotangent maps, which are sums over tiles."""
+        moving, ys = moving_inputs(of.call, of.name, xs, perturbed), of.primal(*xs)
+        if of.is_call:
+            moving = [i for i in moving if i not in of.call.unreached]
+        saves = tuple(range(len(xs) + (len(ys) if of.reads_results else 0)))
+        return Linearized(ys, [], saves, of._tangent, partial(of._cotangent, moving))
+
     rule = Rule(
         of.name,
         primal=of.primal,
-        linearize=partial(_linearized, of),
+        linearize=linearized,
         user_functions=of.call.user_functions,
         nondifferentiable=of.call.unreached if of.is_call else (),
         symbolic_zeros=frozenset({"cotangent"}),
@@ -124,40 +127,19 @@ def apply_over_tiles(backend: Backend, of: SumOverTiles | Reduced, xs: Sequence[
     return backend.apply_rule(rule, *xs)
 
 
-def _linearized(
-    of: SumOverTiles | Reduced, *xs: Array, perturbed: tuple[bool, ...] | None = None
-) -> Linearized:
-    """The outputs, with their tangent and cotangent maps, which are sums over tiles."""
-    moving, ys = moving_inputs(of.call, of.name, xs, perturbed), of.primal(*xs)
-    if of.is_call:
-        moving = [i for i in moving if i not in of.call.unreached]
-    saves = tuple(range(len(xs) + (len(ys) if of.reads_results else 0)))
-    return Linearized(ys, [], saves, of._tangent, partial(of._cotangent, moving))
-
-
 @dataclass(frozen=True, eq=False)
 class SumOverTiles:
-    """T[h], a sum over tiles.
-
-    Attributes:
-        call: The `TiledCall`.
-        h: A function from a tile's arrays to arrays.
-        roles: The role of each argument.
-        sides: The side of each result, or one side for all.
-        cut: The partition into tiles.
-        name: The name in messages.
-        dtypes: The dtypes of h's results, set when h is evaluated on a tile.
-        is_call: Whether it is the call itself, not one of its derivatives.
-    """
+    """T[h], a sum over tiles."""
 
     call: TiledCall
-    h: Callable[[Arrays], Arrays]
-    roles: tuple[str, ...]
-    sides: Sequence[str] | str
-    cut: TileGrid
-    name: str = "pairwise_reduce"
+    h: Callable[[Arrays], Arrays]  # a function from a tile's arrays to arrays
+    roles: tuple[str, ...]  # the role of each argument
+    sides: Sequence[str] | str  # the side of each result, or one side for all
+    cut: TileGrid  # the partition into tiles
+    name: str = "pairwise_reduce"  # the name in messages
+    # The dtypes of h's results, set when h is evaluated on a tile.
     dtypes: list[str] = field(default_factory=list)
-    is_call: bool = False
+    is_call: bool = False  # whether it is the call itself, not one of its derivatives
     reads_results = False  # whether the derivatives read the outputs
 
     def apply(self, xs: Sequence[Array]) -> Arrays:

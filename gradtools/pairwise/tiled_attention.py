@@ -98,24 +98,15 @@ def tile_size_of(batch: Sequence[int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Attention:
-    """One call with heads first; the query heads of a group become rows of one head.
-
-    Attributes:
-        batch: The leading axes of the keys.
-        groups: The number of query heads that share a key head.
-        rows: The number of queries.
-        columns: The number of keys.
-        causal: Whether row i attends to columns j <= i only.
-        scale: The factor of the scores.
-    """
+    """One call with heads first; the query heads of a group become rows of one head."""
 
     backend: Backend
-    batch: tuple[int, ...]
-    groups: int
-    rows: int
-    columns: int
-    causal: bool
-    scale: float
+    batch: tuple[int, ...]  # the leading axes of the keys
+    groups: int  # the number of query heads that share a key head
+    rows: int  # the number of queries
+    columns: int  # the number of keys
+    causal: bool  # whether row i attends to columns j <= i only
+    scale: float  # the factor of the scores
 
     @classmethod
     def of(

@@ -22,15 +22,10 @@ _LARGEST = 5 * 10**7  # pairs that a matrix product may list; beyond, its operan
 
 
 class Entries(NamedTuple):
-    """An array whose entries depend on the input.
+    """An array whose entries depend on the input."""
 
-    Attributes:
-        shape: The array's shape.
-        matrix: The dependence, of shape (size of the array, size of the input).
-    """
-
-    shape: tuple[int, ...]
-    matrix: Csr
+    shape: tuple[int, ...]  # the array's shape
+    matrix: Csr  # the dependence, of shape (size of the array, size of the input)
 
 
 class AbstractArray:

@@ -30,22 +30,14 @@ _EDGES = 2 * 10**7  # of the column graph; beyond, each column gets a colour of 
 
 @dataclass(frozen=True)
 class Colouring:
-    """A colouring of rows and columns: how a sparse matrix is recovered from a few products.
+    """A colouring of rows and columns: how a sparse matrix is recovered from a few products."""
 
-    Attributes:
-        rows: The row of each nonzero entry, sorted by rows, then by columns.
-        columns: The column of each nonzero entry.
-        shape: The matrix's shape.
-        row_colours: The colour of each row, which is the index of its cotangent; -1 for rows that
-            are recovered from tangents.
-        column_colours: The colour of each column, which is the index of its tangent; -1 for columns
-            that need none.
-    """
-
-    rows: np.ndarray
-    columns: np.ndarray
+    rows: np.ndarray  # the row of each nonzero entry, sorted by rows, then by columns
+    columns: np.ndarray  # the column of each nonzero entry
     shape: tuple[int, int]
+    # The colour of each row is the index of its cotangent; -1 if tangents recover it.
     row_colours: np.ndarray
+    # The colour of each column is the index of its tangent; -1 if it needs none.
     column_colours: np.ndarray
 
     @property
@@ -75,8 +67,33 @@ def pattern_of(
         GradtoolsError: It is none of these, or has another shape.
     """
     sparse = scipy_sparse(caller)
-    shape, index = _read(caller, sparsity)
-    size, outs = math.prod(ins), None
+    shown = repr(sparsity) if isinstance(sparsity, str) else type(sparsity).__name__
+    none = GradtoolsError(
+        f"{caller}: sparsity is {shown}; expected 'detect', a boolean array, or a sparse matrix of "
+        "SciPy, PyTorch or JAX (BCOO)."
+    )
+    # The indices of the nonzero entries, one row for each axis.
+    if hasattr(sparsity, "tocoo"):
+        coo = sparsity.tocoo()
+        axes = getattr(coo, "coords", None) or (coo.row, coo.col)  # SciPy before 1.13 has no coords
+        shape, index = coo.shape, np.stack(axes)[:, np.asarray(coo.data) != 0]
+    elif hasattr(sparsity, "layout") and str(sparsity.layout) != "torch.strided":
+        coo = sparsity.detach().to_sparse_coo().coalesce()
+        kept = (coo.values() != 0).cpu().numpy()
+        shape, index = coo.shape, coo.indices().cpu().numpy()[:, kept]
+    elif type(sparsity).__name__ == "BCOO":
+        kept = np.asarray(sparsity.data) != 0
+        shape, index = sparsity.shape, np.asarray(sparsity.indices)[kept].T
+    else:
+        try:
+            dense = np.asarray(sparsity.detach().cpu() if hasattr(sparsity, "detach") else sparsity)
+        except Exception as error:
+            raise none from error
+        if dense.dtype.kind not in "biuf":
+            raise none
+        shape = dense.shape
+        index = np.stack(np.nonzero(dense)) if dense.ndim else np.zeros((0, 0), int)
+    shape, size, outs = tuple(shape), math.prod(ins), None
     if shape[len(shape) - len(ins) :] == ins and len(shape) >= len(ins):
         outs = shape[: len(shape) - len(ins)]
     elif len(shape) != 2 or shape[1] != size:
@@ -91,38 +108,6 @@ def pattern_of(
     )
     matrix.sum_duplicates()
     return matrix, outs
-
-
-def _read(caller: str, sparsity: Any) -> tuple[tuple[int, ...], np.ndarray]:
-    """The shape, and the indices of the nonzero entries, one row for each axis."""
-    if hasattr(sparsity, "tocoo"):
-        coo = sparsity.tocoo()
-        kept = np.asarray(coo.data) != 0
-        axes = getattr(coo, "coords", None) or (coo.row, coo.col)  # SciPy before 1.13 has no coords
-        return tuple(coo.shape), np.stack([axis[kept] for axis in axes])
-    if hasattr(sparsity, "layout") and str(sparsity.layout) != "torch.strided":
-        coo = sparsity.detach().to_sparse_coo().coalesce()
-        kept = (coo.values() != 0).cpu().numpy()
-        return tuple(coo.shape), coo.indices().cpu().numpy()[:, kept]
-    if type(sparsity).__name__ == "BCOO":
-        kept = np.asarray(sparsity.data) != 0
-        index = np.asarray(sparsity.indices)[kept]
-        return tuple(sparsity.shape), index.T
-    try:
-        dense = np.asarray(sparsity.detach().cpu() if hasattr(sparsity, "detach") else sparsity)
-    except Exception as error:
-        raise _no_pattern(caller, sparsity) from error
-    if dense.dtype.kind not in "biuf":
-        raise _no_pattern(caller, sparsity)
-    return dense.shape, np.stack(np.nonzero(dense)) if dense.ndim else np.zeros((0, 0), int)
-
-
-def _no_pattern(caller: str, sparsity: Any) -> GradtoolsError:
-    shown = repr(sparsity) if isinstance(sparsity, str) else type(sparsity).__name__
-    return GradtoolsError(
-        f"{caller}: sparsity is {shown}; expected 'detect', a boolean array, or a sparse matrix of "
-        "SciPy, PyTorch or JAX (BCOO)."
-    )
 
 
 def coloured(pattern: Csr, mode: str, symmetric: bool = False) -> Colouring:
@@ -215,11 +200,11 @@ def random_signs(size: int) -> np.ndarray:
 
 
 class Compressed:
-    """One call whose Jacobian is computed from a few products.
+    """One call, with one array as its leaf, whose Jacobian is computed from a few products.
 
     Args:
-        call: The call, with one array to differentiate with respect to.
-        fun: The function to differentiate: the call, or its gradient.
+        call: The call.
+        fun: The function to differentiate: the call, or its gradient for a symmetric Hessian.
         sparsity: The user's argument.
         mode: As in `coloured`.
         chunk_size: How many products are computed at once.

@@ -165,18 +165,12 @@ _MEAN = "GradientAccumulator.mean"
 
 
 class _Layout(NamedTuple):
-    """The structure of a process's sums.
-
-    paths: The leaf paths.
-    leaves: The kind, dtype and shape of each leaf.
-    tree: The pickled tree with indices as leaves; empty if it cannot be pickled.
-    device: The device type.
-    """
+    """The structure of a process's sums."""
 
     paths: tuple[str, ...]
-    leaves: list[tuple[str, torch.dtype, tuple[int, ...]]]
-    tree: bytes
-    device: str
+    leaves: list[tuple[str, torch.dtype, tuple[int, ...]]]  # the kind, dtype and shape of each
+    tree: bytes  # the pickled tree with indices as leaves; empty if it cannot be pickled
+    device: str  # the device's type
 
 
 def _layout_of(own: State) -> _Layout:
@@ -306,60 +300,44 @@ def _check(caller: str, entry: TargetLeaf) -> None:
     p, g, path = entry.target, entry.grad, entry.path
     if _fits(p, g):
         return
+    name = with_article(type(g if isinstance(p, torch.Tensor) else p).__name__)
     if not isinstance(p, torch.Tensor):
-        refuse(
-            caller,
-            f"target{path} is {with_article(type(p).__name__)}",
-            "a leaf tensor",
-            "Give parameters.",
-        )
-    if not isinstance(g, torch.Tensor):
-        refuse(
-            caller,
-            f"grads{path} is {with_article(type(g).__name__)}",
-            "a tensor",
-            "Convert it with asarray.",
-        )
-    if _is_traced(p) or _is_traced(g):
+        came, expected, fix = f"target{path} is {name}", "a leaf tensor", "Give parameters."
+    elif not isinstance(g, torch.Tensor):
+        came, expected, fix = f"grads{path} is {name}", "a tensor", "Convert it with asarray."
+    elif _is_traced(p) or _is_traced(g):
         raise GradtoolsError(
             f"{caller}: grads{path} belongs to a torch.func transform that is still running; .grad "
             "would outlive it. Return the gradients from the transformed function and write them "
             "outside."
         )
-    if not p.is_leaf:
-        refuse(
-            caller,
+    elif not p.is_leaf:
+        came, expected = (
             f"target{path} is the result of {type(p.grad_fn).__name__}",
             "a leaf tensor",
-            "Give the parameter it was computed from; an intermediate result keeps no .grad.",
         )
-    if not (p.is_floating_point() or p.is_complex()):
-        refuse(
-            caller,
-            f"target{path} is {_short(p.dtype)} of shape {tuple(p.shape)}",
-            "a floating or complex tensor",
-            "Leave it out of grads, or put None there.",
-        )
-    if not p.requires_grad:
-        refuse(
-            caller,
-            f"target{path} has requires_grad=False",
-            "a tensor that requires grad",
-            "Call requires_grad_() on the module's own parameter (make_functional returns detached "
-            "aliases), or leave its name out of grads.",
-        )
-    dtype = _expected_dtype(p, g)
-    if g.shape == p.shape and g.dtype == dtype and g.device == p.device:
-        return
-    expected = f"{_short(dtype)} of shape {tuple(p.shape)} on {p.device}"
-    advice = f"Convert it with .to({dtype}), or set the parameter's grad_dtype."
-    if g.device != p.device:
-        advice = f"Move it with .to({str(p.device)!r})."
-    if g.shape != p.shape:
-        advice = "Reduce it over the batch first, or give it under another name."
-    refuse(
-        caller, f"grads{path} is {spec_in_words(spec(g))}", f"{expected}, as the parameter", advice
-    )
+        fix = "Give the parameter it was computed from; an intermediate result keeps no .grad."
+    elif not (p.is_floating_point() or p.is_complex()):
+        came = f"target{path} is {_short(p.dtype)} of shape {tuple(p.shape)}"
+        expected = "a floating or complex tensor"
+        fix = "Leave it out of grads, or put None there."
+    elif not p.requires_grad:
+        came = f"target{path} has requires_grad=False"
+        expected = "a tensor that requires grad"
+        fix = "Call requires_grad_() on the module's own parameter (make_functional returns "
+        fix += "detached aliases), or leave its name out of grads."
+    else:
+        dtype = _expected_dtype(p, g)
+        if g.shape == p.shape and g.dtype == dtype and g.device == p.device:
+            return
+        came = f"grads{path} is {spec_in_words(spec(g))}"
+        expected = f"{_short(dtype)} of shape {tuple(p.shape)} on {p.device}, as the parameter"
+        fix = f"Convert it with .to({dtype}), or set the parameter's grad_dtype."
+        if g.device != p.device:
+            fix = f"Move it with .to({str(p.device)!r})."
+        if g.shape != p.shape:
+            fix = "Reduce it over the batch first, or give it under another name."
+    refuse(caller, came, expected, fix)
 
 
 def _fits(p: Any, g: Any) -> bool:

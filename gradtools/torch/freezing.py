@@ -286,21 +286,16 @@ class _Pushforward(Pushed):
 
 
 class _FrozenBackward(Backward):
-    """The pullback of a use, linear in the cotangents: its pullback is the pushforward.
+    """The pullback of a use, linear in the cotangents: its pullback is the pushforward."""
 
-    Attributes:
-        arguments: In eager mode the arguments themselves. As inputs of the node they pass through
-            `_PullbackInputs`, which gets the cotangents of the arguments and differentiates.
-        constant: Whether no cotangent has a derivative, such as the 1 of a gradient.
-        graph: The kept graph, if it fits into the budget.
-        is_linear: Whether linearity was checked, if hooks or Functions may break it.
-        pulled_first: The result of the first pullback with its versions, for the comparison.
-    """
-
+    # In eager mode the arguments themselves. As inputs of the node they pass through
+    # `_PullbackInputs`, which gets the cotangents of the arguments and differentiates.
     arguments: list[Any] | None = None
-    constant = False
+    constant = False  # whether no cotangent has a derivative, such as the 1 of a gradient
+    # The kept graph, if it fits into the budget.
     graph: tuple[list[Any], list[Any], list[Any]] | None = None
-    is_linear = False
+    is_linear = False  # whether linearity was checked, if hooks or Functions may break it
+    # The result of the first pullback with its versions, for the comparison.
     pulled_first: Sequence[tuple[Any, int]] = ()
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:

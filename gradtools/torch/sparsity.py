@@ -140,23 +140,14 @@ def _wrapped(result: Any) -> Any:
 
 
 class _Operation(NamedTuple):
-    """One operation of the graph, some of whose operands depend on the input.
-
-    Attributes:
-        target: The operator.
-        name: Its name.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        active: The dependences of those operands.
-        shapes: The shapes of the results.
-    """
+    """One operation of the graph, some of whose operands depend on the input."""
 
     target: Any
     name: str
     args: Any
     kwargs: Any
-    active: list[Entries]
-    shapes: list[tuple[int, ...]]
+    active: list[Entries]  # the dependences of those operands
+    shapes: list[tuple[int, ...]]  # the shapes of the results
 
     def entries(self) -> list[Any]:
         """The dependences of the results."""

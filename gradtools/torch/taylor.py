@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
 from gradtools.rules import replaced_at
-from gradtools.taylor import LOGISTIC, TANH, Algebra, Laplacians, Series, polynomials, powers
+from gradtools.taylor import LOGISTIC, SLOPES, Algebra, Laplacians, Series, polynomials, powers
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import engines
 from gradtools.torch.autograd_graph import graph_of, node_of
@@ -308,23 +308,19 @@ def _elementwise(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
     fun: Fun = lambda x: ([call.at(x)], [])
     ones = torch.ones_like(x)
     for _ in range(call.algebra.order):
-        fun = partial(_slope, fun, ones)
+        fun = partial(lambda f, x: (engines.jvp(f, [x], [ones])[2], []), fun)
         slopes.append(fun(x)[0][0])
     return call.elementwise(call.at(x), slopes)
 
 
-def _slope(fun: Fun, ones: Tensor, x: Tensor) -> tuple[list[Tensor], list[Any]]:
-    return engines.jvp(fun, [x], [ones])[2], []
-
-
-def _known_slopes(slopes: Callable[[Tensor, Tensor, int], list[Any]]) -> Any:
+def _known_slopes(slopes: Callable[[Any, Tensor, Tensor, int], list[Any]]) -> Any:
     """Elementwise functions of one operand, with closed derivatives in x and y."""
 
     def rule(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return None
         y = call.at(x)
-        return call.elementwise(y, slopes(x, y, call.algebra.order))
+        return call.elementwise(y, slopes(torch, x, y, call.algebra.order))
 
     return rule
 
@@ -338,16 +334,6 @@ def _power(call: _Operation, x: Any, p: Any = 2, *args: Any, **kwargs: Any) -> A
     if not isinstance(p, int | float) or _series(x) is None:
         return None
     return call.elementwise(call.at(x), powers(x, float(p), call.algebra.order))
-
-
-def _error_function(x: Tensor, y: Tensor, order: int) -> list[Tensor]:
-    """Derivatives by Hermite polynomials times the normal density."""
-    p, before = torch.ones_like(x), torch.zeros_like(x)
-    slopes, density = [], 2 / math.sqrt(math.pi) * torch.exp(-x * x)
-    for k in range(order):
-        slopes.append(p * density)
-        p, before = -2 * (x * p + k * before), p
-    return slopes
 
 
 def _softplus(call: _Operation, x: Any, beta: Any = 1, threshold: Any = 20, **kwargs: Any) -> Any:
@@ -408,14 +394,6 @@ def _einsum(call: _Operation, equation: Any, *operands: Any, **kwargs: Any) -> A
     x, y = call.moved
     terms = call.algebra.product(lambda a, b: torch.einsum(equation, a, b), x, y, False)
     return carrying(call.at(x.primal, y.primal), terms)
-
-
-def _circular(signs: Sequence[int], other: Any) -> Any:
-    def slopes(x: Tensor, y: Tensor, order: int) -> list[Tensor]:
-        z = other(x)
-        return [signs[k % 4] * (z if k % 2 == 0 else y) for k in range(order)]
-
-    return slopes
 
 
 # --- compositions, run inside of the mode --------------------------------------------------------
@@ -517,8 +495,6 @@ _QUESTIONS = frozenset(
 )
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 _SCALES = frozenset(("mul", "rmul", "multiply"))
-_SIN = _circular((1, -1, -1, 1), torch.cos)
-_COS = _circular((-1, -1, 1, 1), torch.sin)
 _ALIKE: dict[Any, str] = {
     _linear: (
         "cat concat concatenate stack hstack vstack neg negative reshape view reshape_as view_as "
@@ -539,27 +515,15 @@ _ALIKE: dict[Any, str] = {
         "asinh acosh atanh log2 log10 digamma lgamma"
     ),
     _absolute: "abs absolute",
-    _power: "pow square",
+    _power: "pow",
     _softplus: "softplus",
     _clamped: "clamp clip clamp_min",
     lambda call, x, max: _clamped(call, x, None, max): "clamp_max",
     _where: "where",
     _masked_fill: "masked_fill",
     _einsum: "einsum",
-    _known_slopes(lambda x, y, n: [y] * n): "exp",
-    _known_slopes(lambda x, y, n: [1 / x, *powers(x, -1.0, n - 1)]): "log",
-    _known_slopes(lambda x, y, n: powers(x, 0.5, n)): "sqrt",
-    _known_slopes(lambda x, y, n: powers(x, -0.5, n)): "rsqrt",
-    _known_slopes(lambda x, y, n: powers(x, -1.0, n)): "reciprocal",
-    _known_slopes(lambda x, y, n: polynomials(y, TANH, n)): "tanh",
-    _known_slopes(lambda x, y, n: polynomials(y, LOGISTIC, n)): "sigmoid",
-    _known_slopes(_error_function): "erf",
-    _known_slopes(lambda x, y, n: [(x > 0).to(x.dtype), *[0.0] * (n - 1)]): "relu",
-    _known_slopes(lambda x, y, n: [1 / (1 + x), *powers(1 + x, -1.0, n)[: n - 1]]): "log1p",
-    _known_slopes(lambda x, y, n: [y + 1] * n): "expm1",
-    _known_slopes(lambda x, y, n: [y * math.log(2) ** (k + 1) for k in range(n)]): "exp2",
-    _known_slopes(_SIN): "sin",
-    _known_slopes(_COS): "cos",
+    _known_slopes(lambda _, x, y, n: [(x > 0).to(x.dtype), *[0.0] * (n - 1)]): "relu",
+    **{_known_slopes(f): {"logistic": "sigmoid"}.get(name, name) for name, f in SLOPES.items()},
     _composed(lambda x, y, *, alpha=1: (-x if alpha == 1 else x * -alpha) + y): "rsub",
     _composed(_gelu): "gelu",
     _composed(programs.silu): "silu",

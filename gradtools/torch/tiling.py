@@ -107,20 +107,14 @@ def as_now(fun: Callable[..., Any], xs: Sequence[Tensor]) -> Callable[..., Any]:
 
 
 class Watch:
-    """Verifies that f is pure, in one call of a tiled function and in its derivatives.
-
-    Args:
-        call: The call.
-        captured: The tensors that f closes over.
-        numbers: The run key under which f's values are verified; None if they are not.
-        reads: The run key under which is verified that f does not write to its arguments; or None.
-    """
+    """Verifies that f is pure, in one call of a tiled function and in its derivatives."""
 
     def __init__(
         self, call: Any, captured: Sequence[Tensor], numbers: RunKey | None, reads: RunKey | None
     ) -> None:
         self.caller, self.each = call.caller, call.options.verify is True
-        self._captured = [(x, _version(x)) for x in captured]
+        self._captured = [(x, _version(x)) for x in captured]  # tensors that f closes over
+        # The run keys under which f's values are verified, and that f does not write to arguments.
         self._numbers, self._reads = numbers, reads
         self._seen = dict[Any, list[Figures]]()
         self._first = True

@@ -215,7 +215,7 @@ def unweighted(patch, gt):
     patch.setattr(
         gradtools.chunking._Microbatches,
         "weight",
-        lambda self, args, given, value, size: whole(self, args, given, value, 2),
+        lambda self, args, kwargs, given, size: whole(self, args, kwargs, given, 2),
     )
 
 

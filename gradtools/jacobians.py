@@ -28,7 +28,7 @@ from gradtools.arguments.checks import (
     whole_or_none,
 )
 from gradtools.arguments.wording import describe
-from gradtools.backend import Array, Backend, CannotPush, Evaluation, Fun, Operators, P, R, T
+from gradtools.backend import Array, Backend, CannotPush, Fun, Operators, P, R, T
 from gradtools.derivatives import derivative_function
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
@@ -423,17 +423,7 @@ def blocks(
     if push is not None:
         with suppress(CannotPush):
             return _columns(backend, push, leaves, chunk_size)
-    return _rows(backend, fun, leaves, evaluation, chunk_size)
-
-
-def _size(xs: list[Array]) -> int:
-    return sum([math.prod(x.shape) for x in xs])
-
-
-def _rows(
-    backend: Backend, fun: Fun, leaves: list[Array], evaluation: Evaluation, chunk_size: int | None
-) -> list[list[Array]]:
-    """The blocks in reverse mode: the pullback of a batch of unit cotangents per output leaf."""
+    # In reverse mode each output leaf has a batch of unit cotangents.
     full = [x for x in leaves if not _is_empty(x)]
 
     def rows_of(k: int, basis: Array) -> list[Array]:
@@ -461,6 +451,10 @@ def _rows(
             row.append(block.reshape((*y.shape, *x.shape)))
         table.append(row)
     return table
+
+
+def _size(xs: list[Array]) -> int:
+    return sum([math.prod(x.shape) for x in xs])
 
 
 def _columns(

@@ -81,6 +81,7 @@ def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[A
 
 
 def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Array]]:
+    """The joined outputs, and the carry after all chunks; each run of chunks is one scan."""
     chunks, options, kept = steps.chunks, steps.chunks.options, 0
     _refuse_shared_draws(steps, carry)
     # How many of the last chunks keep their residuals. If symbolic, all chunks are one scan.
@@ -97,7 +98,30 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
         kept = int(count == 1) if wanted is None else min(wanted, count)
     bar, parts = _Bar(chunks), []
     for run in _runs(steps, kept):
-        outs, carry = _run(steps, run, carry, bar)
+        if run.count == 1:
+            inputs = steps.inputs(run.first)
+            if run.kept:
+                once = steps.at(run.kind, carry)
+            else:
+                step = steps.traced(run.kind, carry)
+                refuse_to_repeat("chunked", step.closed)
+                once = rematerialized(step)
+            pair = once(bar.advance(inputs[0]), *inputs[1:], carry)
+            outs, carry = jax.tree.map(jnp.asarray, pair)  # eval_jaxpr returns constants as numbers
+            outs = [x[None] for x in outs]
+        else:
+            step = steps.traced(run.kind, carry)
+            refuse_to_repeat("chunked", step.closed)  # also if kept: a scan's reverse mode is wrong
+            step = step.summing_widely()
+            # XLA does not merge the bodies of two loops, so CSE needs no barrier.
+            many = step if run.kept else rematerialized(step, prevent_cse=False)
+
+            @marked_as_chunk
+            def body(carry: list[Array], inputs: Any, many: Any = many) -> Any:
+                outs, carry = many(bar.advance(inputs[0]), *inputs[1:], carry)
+                return carry, outs
+
+            carry, outs = jax.lax.scan(body, step.widened(carry), steps.stacked(run))
         if not chunks.cut.is_symbolic:
             chunks.outputs.same_as(steps.kinds.index(run.kind), run.numbers)
         parts.append((run, outs))
@@ -200,36 +224,6 @@ def _runs(steps: _Steps, kept: int) -> Iterator[_ChunkRun]:
         count = len(list(members))
         yield _ChunkRun(kind, start, count, keeps)
         start += count
-
-
-def _run(
-    steps: _Steps, run: _ChunkRun, carry: list[Array], bar: _Bar
-) -> tuple[list[Array], list[Array]]:
-    """The output leaves of a run, stacked, and the carry after it."""
-    if run.count == 1:
-        inputs = steps.inputs(run.first)
-        if run.kept:
-            once = steps.at(run.kind, carry)
-        else:
-            step = steps.traced(run.kind, carry)
-            refuse_to_repeat("chunked", step.closed)
-            once = rematerialized(step)
-        pair = once(bar.advance(inputs[0]), *inputs[1:], carry)
-        outs, carry = jax.tree.map(jnp.asarray, pair)  # eval_jaxpr returns constants as numbers
-        return [x[None] for x in outs], carry
-    step = steps.traced(run.kind, carry)
-    refuse_to_repeat("chunked", step.closed)  # also if kept: a scan's reverse mode is wrong, too
-    step = step.summing_widely()
-    # XLA does not merge the bodies of two loops, so CSE needs no barrier
-    many = step if run.kept else rematerialized(step, prevent_cse=False)
-
-    @marked_as_chunk
-    def body(carry: list[Array], inputs: Any) -> tuple[list[Array], list[Array]]:
-        outs, carry = many(bar.advance(inputs[0]), *inputs[1:], carry)
-        return carry, outs
-
-    carry, outs = jax.lax.scan(body, step.widened(carry), steps.stacked(run))
-    return outs, carry
 
 
 # --- one chunk

@@ -182,10 +182,7 @@ class _Use:
 
     def reverse_only(self, xs: Entries) -> str | None:
         """A custom_vjp in G, which has no forward mode; None if its tangents are not needed."""
-        known = (
-            self.fun.closed if isinstance(self.fun, _TracedOnce) else jax.make_jaxpr(self.fun)(*xs)
-        )
-        if not _holds(known.jaxpr, "custom_vjp_call", "custom_vjp_call_jaxpr"):
+        if not self.may_hold(xs, "custom_vjp_call", "custom_vjp_call_jaxpr"):
             return None
         moved = self.chosen(xs)
         pushed = jax.make_jaxpr(lambda *dxs: self.pushed(xs, spread(dxs, self.moving)))(*moved)

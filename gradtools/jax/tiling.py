@@ -105,10 +105,16 @@ class _SweepRun:
             bands.append(states)
         shared, of_columns = carry
         runs = {ROWS: bands, COLUMNS: of_columns}
-        return [
-            shared[k] if g.side == SHARED else self.placed(_joined(runs[g.side], k), g)
-            for k, g in enumerate(self.groups)
-        ]
+        merged = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+        result = []
+        for k, group in enumerate(self.groups):
+            if group.side == SHARED:
+                result.append(shared[k])
+                continue
+            columns = zip(*[map(merged, run[k]) for run in runs[group.side]], strict=True)
+            joined = [jnp.concatenate(xs) if len(xs) > 1 else xs[0] for xs in columns]
+            result.append(self.placed(joined, group))
+        return result
 
     def placed(self, state: Arrays, group: MergeGroup) -> Arrays:
         """A group's states, sharded as the arrays of its side are."""
@@ -219,14 +225,6 @@ def _loop(body: Callable[..., Any], carry: Any, xs: Any, count: int) -> Any:
         return jax.lax.scan(body, carry, xs)
     carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
     return carry, jax.tree.map(lambda x: x[None], out)
-
-
-def _joined(runs: Sequence[States], k: int) -> Arrays:
-    merge = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-    flat = [[merge(x) for x in run[k]] for run in runs]
-    return [
-        jnp.concatenate(parts) if len(parts) > 1 else parts[0] for parts in zip(*flat, strict=True)
-    ]
 
 
 def fold(step: Any, state: Arrays, xs: Sequence[Any], count: int) -> Arrays:

@@ -269,7 +269,20 @@ class TiledCall:
                 statics.append(_ARRAY)
                 xs.append(x)
                 call.roles.append(role)
-        rows, columns = (_length(caller, side, of_side) for side, of_side in lengths.items())
+        for side, of_side in lengths.items():
+            if len(of_side) > 1:
+                listed = ", ".join(f"{n} in {path}" for n, path in of_side.items())
+                raise GradtoolsError(
+                    f"{caller}: the {side} differ in number: {listed}. Their first axes must have "
+                    "the same length."
+                )
+            if not of_side or 0 in of_side:
+                where = f" ({of_side[0]} has length 0 on axis 0)" if of_side else ""
+                raise GradtoolsError(
+                    f"{caller}: there are no {side}{where}. Pass an array whose axis 0 has length "
+                    "1 or more."
+                )
+        (rows,), (columns,) = lengths.values()
         treedef, count, keywords = backend.flatten(values)[1], len(args), [*kwargs]
 
         def flat(xs: Sequence[Array]) -> Any:
@@ -454,23 +467,6 @@ def _roles(caller: str, f: Any, sides: Any, args: Any, kwargs: Any) -> list[str]
                 )
             roles[at] = side
     return roles
-
-
-def _length(caller: str, role: str, lengths: dict[int, str]) -> int:
-    """The only one of the lengths of the rows or columns, each with an argument that has it."""
-    if len(lengths) > 1:
-        listed = ", ".join(f"{n} in {path}" for n, path in lengths.items())
-        raise GradtoolsError(
-            f"{caller}: the {role} differ in number: {listed}. Their first axes must have the same "
-            "length."
-        )
-    if not lengths or 0 in lengths:
-        where = f" ({lengths[0]} has length 0 on axis 0)" if lengths else ""
-        raise GradtoolsError(
-            f"{caller}: there are no {role}{where}. Pass an array whose axis 0 has length 1 or "
-            "more."
-        )
-    return next(iter(lengths))
 
 
 _ARRAY = object()

@@ -39,7 +39,13 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         merged = _pairs_by_name(target, grads)
         if merged is None:
-            entries = paired(trees, caller, _parameters(caller, target), grads)
+            if target is None:
+                raise GradtoolsError(
+                    f"{caller}: target is None; expected the parameters whose .grad is to be "
+                    "written. Give them as a pytree of leaf tensors or a torch.nn.Module."
+                )
+            named = with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
+            entries = paired(trees, caller, named, grads)
             entries = [entry for entry in entries if entry.grad is not None]
             for entry in entries:
                 _check(caller, entry)
@@ -144,14 +150,26 @@ def sums_over_ranks(
             f"{_MEAN}: sums over processes are taken outside of torch.func's transforms. Use "
             "mean() inside, and add its result to an accumulator outside."
         )
-    layout = None if own is None else _layout_of(own)
+    layout = None
+    if own is not None:
+        kinds = ["DTensor" if _is_distributed(x) else _short(x.layout) for x in own.totals]
+        pairs = zip(kinds, own.totals, strict=True)
+        leaves = [(kind, x.dtype, tuple(x.shape)) for kind, x in pairs]
+        try:
+            tree = pickle.dumps(trees.unflatten(own.treedef, [*range(len(leaves))]))
+        except (pickle.PicklingError, AttributeError, TypeError):
+            tree = b""  # needed only by a process without sums
+        device = own.totals[0].device.type if own.totals else "cpu"
+        layout = _Layout(own.paths, leaves, tree, device)
     ranks = values_of_ranks((layout, 0 if own is None else own.weight), group)
     _check_ranks(ranks)
     weights = [weight for _, weight in ranks]
     first = next(h for h, _ in ranks if h is not None)
     if own is None:
-        kind, treedef = first.device, trees.flatten(pickle.loads(first.tree))[1]
-        totals = [torch.zeros(shape, dtype=dtype, device=kind) for _, dtype, shape in first.leaves]
+        device, treedef = first.device, trees.flatten(pickle.loads(first.tree))[1]
+        totals = [
+            torch.zeros(shape, dtype=dtype, device=device) for _, dtype, shape in first.leaves
+        ]
     else:
         treedef, totals = own.treedef, list(own.totals)
     add_over_ranks_([x for x in totals if not _is_distributed(x)], group)
@@ -171,18 +189,6 @@ class _Layout(NamedTuple):
     leaves: list[tuple[str, torch.dtype, tuple[int, ...]]]  # the kind, dtype and shape of each
     tree: bytes  # the pickled tree with indices as leaves; empty if it cannot be pickled
     device: str  # the device's type
-
-
-def _layout_of(own: State) -> _Layout:
-    leaves = [
-        ("DTensor" if _is_distributed(x) else _short(x.layout), x.dtype, tuple(x.shape))
-        for x in own.totals
-    ]
-    try:
-        tree = pickle.dumps(trees.unflatten(own.treedef, [*range(len(leaves))]))
-    except (pickle.PicklingError, AttributeError, TypeError):
-        tree = b""  # needed only by a process without sums
-    return _Layout(own.paths, leaves, tree, own.totals[0].device.type if own.totals else "cpu")
 
 
 def _check_ranks(ranks: Sequence[tuple[_Layout | None, Any]]) -> None:
@@ -234,16 +240,6 @@ def _is_distributed(x: Any) -> bool:
 
 
 # --- what is written, and how ------------------------------------------------------------
-
-
-def _parameters(caller: str, target: Any) -> Any:
-    """The pytree of parameters in target, with modules replaced by their parameter dicts."""
-    if target is None:
-        raise GradtoolsError(
-            f"{caller}: target is None; expected the parameters whose .grad is to be written. Give "
-            "them as a pytree of leaf tensors or a torch.nn.Module."
-        )
-    return with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
 
 
 def _merged(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple[Any, Any]]:

@@ -40,13 +40,23 @@ left_to_python(__name__)
 
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     with marked(chunks.caller):
-        if not (upstream.is_exporting() or is_plain()):  # exported programs cannot recompute
-            return _run(chunks)
-        rows, carry = [], [untracked(x) for x in chunks.carry]
-        for i, piece in enumerate(pieces_of(chunks)):
-            outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
-            rows.append(outs)
-        _check_rows(chunks, rows)
+        if upstream.is_exporting() or is_plain():  # exported programs cannot recompute
+            rows, carry = [], [untracked(x) for x in chunks.carry]
+            for i, piece in enumerate(pieces_of(chunks)):
+                outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
+                rows.append(outs)
+            _check_rows(chunks, rows)
+            return _joined(chunks, rows), carry
+        in_functorch = upstream.peek_interpreter_stack() is not None
+        kind = PushedForward if isinstance(chunks.call.f, Pushforward) else Forward
+        forward = kind(chunks, in_functorch, chunks.options.latest.get("start"))
+        if not in_functorch:
+            chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
+        rerun = None if in_functorch or chunks.cut.count == 1 else Rerun(forward)
+        known = None if in_functorch else forward.evaluate(forward.xs, forward.shared)
+        rows, carry = node_of(forward, forward.xs, forward.shared, known)
+        _check_rows(chunks, rows, rerun)
+        carry = [*map(untracked, carry)] if in_functorch else forward.carry
         return _joined(chunks, rows), carry
 
 
@@ -77,19 +87,6 @@ def _is_doubtful(size: int, axis: int, y: Tensor, of_next: Tensor) -> bool:
     if not single and (length != size or size == 1 or not rest or size in rest):
         return True
     return is_readable(y) and y.data_ptr() == of_next.data_ptr()
-
-
-def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    in_functorch = upstream.peek_interpreter_stack() is not None
-    kind = PushedForward if isinstance(chunks.call.f, Pushforward) else Forward
-    forward = kind(chunks, in_functorch, chunks.options.latest.get("start"))
-    if not in_functorch:
-        chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
-    rerun = None if in_functorch or chunks.cut.count == 1 else Rerun(forward)
-    known = None if in_functorch else forward.evaluate(forward.xs, forward.shared)
-    rows, carry = node_of(forward, forward.xs, forward.shared, known)
-    _check_rows(chunks, rows, rerun)
-    return _joined(chunks, rows), [*map(untracked, carry)] if in_functorch else forward.carry
 
 
 # --- f at another number of examples, to see which outputs are rows of examples ------------------

@@ -21,7 +21,7 @@ import torch
 
 from gradtools.arguments.chunks import Chunks
 from gradtools.boundary import user_facing
-from gradtools.errors import GradtoolsError, refusal, warn
+from gradtools.errors import GradtoolsError, refusal, warn_once
 from gradtools.freezing import name_of_function
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
@@ -182,14 +182,8 @@ class _Use(Forward):
         zs, dzs = list(shared[:width]), spread(shared[width:], layout.present[-1])
         fast = lambda use: tangents(use, zs, dzs)
         slow = lambda use: outputs_of(Pushed(use, layout), rows, shared)
-        if upstream.forward_level() >= 0 or not self.shows_numbers():
-            return self.guarded(self.by_any_kernel("values", None, slow))
-        with torch.no_grad():
-            dys = self.by_any_kernel("values", fast, slow)
-        if not torch.is_grad_enabled():
-            return dys
-        program = _Pushforward(self, layout)
-        return self.guarded(node_of(program, rows, shared, ([dys], []))[0][0])
+        node = lambda dys: node_of(_Pushforward(self, layout), rows, shared, ([dys], []))[0][0]
+        return self.attached("values", fast, slow, node)
 
     def may_use_graph(self) -> bool:
         """Whether the result is not differentiated, so that the kept graph serves."""
@@ -200,6 +194,17 @@ class _Use(Forward):
         batched = batchings() > 0  # of is_grads_batched
         in_functorch = upstream.peek_interpreter_stack() is not None
         return not (in_functorch or batched or self.batches or upstream.is_traced_by_make_fx())
+
+    def attached(self, quantity: str, fast: Any, slow: Any, node: Any) -> list[Any]:
+        """The quantity by forward mode without a graph, then as outputs of a node.
+
+        Where there are no numbers to compute with, double backward makes it differentiable.
+        """
+        if upstream.forward_level() >= 0 or not self.shows_numbers():
+            return self.guarded(self.by_any_kernel(quantity, None, slow))
+        with torch.no_grad():
+            values = self.by_any_kernel(quantity, fast, slow)
+        return self.guarded(node(values)) if torch.is_grad_enabled() else values
 
     def by_any_kernel(
         self, quantity: str, fast: Any, slow: Callable[[_Use], list[Any]]
@@ -486,13 +491,8 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
 
     fast = lambda use: pullback_tangents(use, zs, us, full)
     slow = lambda use: outputs_of(pushed(use), [list(cts)], given)
-    if upstream.forward_level() >= 0 or not use.shows_numbers():
-        return use.guarded(use.by_any_kernel("along", None, slow))
-    with torch.no_grad():
-        grads = use.by_any_kernel("along", fast, slow)
-    if not torch.is_grad_enabled():
-        return grads
-    return use.guarded(node_of(pushed(use), [list(cts)], given, ([[]], grads))[1])
+    node = lambda grads: node_of(pushed(use), [list(cts)], given, ([[]], grads))[1]
+    return use.attached("along", fast, slow, node)
 
 
 # --- nodes ------------------------------------------------------------------------------------
@@ -542,18 +542,11 @@ def _instead(caller: str) -> str:
     return "use G itself" if caller == "frozen" else "leave out the mode"
 
 
-_WARNED: set[tuple[str, bool]] = set()
-
-
 def _warn_of_fallback(caller: str, kernel: str, again: bool) -> None:
     """Warns once for each kernel. again: Whether forward mode is tried with other kernels."""
-    if (kernel, again) in _WARNED:
-        return
-    _WARNED.add((kernel, again))
     done = "uses PyTorch's own alternatives to fused kernels."
     if not again:
         graph = f"a graph of {name_of_function(caller)} while it runs."
         done = f"takes double backward, and keeps {graph}"
-    warn(
-        f"{caller}: {kernel} lacks the derivative that forward over reverse needs; that pass {done}"
-    )
+    text = f"{caller}: {kernel} lacks the derivative that forward over reverse needs; that pass"
+    warn_once(("frozen", kernel, again), f"{text} {done}")

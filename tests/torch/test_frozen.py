@@ -20,9 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
+from gradtools.errors import WARNED
 from gradtools.torch.forward_mode.one_tangent import OneTangent
 from gradtools.torch.forward_mode.recomputed_tangents import NoProductsOfZero
-from gradtools.torch.freezing import _WARNED, _Use
+from gradtools.torch.freezing import _Use
 from gradtools.torch.modes import Modes
 
 D = torch.float64
@@ -31,7 +32,7 @@ CPU = {"cpu"}
 
 @pytest.fixture(autouse=True)
 def nothing_told_yet():
-    _WARNED.clear()
+    WARNED.clear()
 
 
 def loss(y, g):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -73,7 +74,11 @@ def _run(jaxpr: Jaxpr, values: Sequence[AbstractArray]) -> list[AbstractArray]:
 def _step(_: int, eqn: Eqn, ins: list[AbstractArray]) -> Sequence[AbstractArray]:
     shapes = [v.aval.shape for v in eqn.outvars]
     if all(x.entries is None for x in ins):
-        return _constants(eqn, ins, shapes)
+        outs: list[Any] = [None for _ in shapes]
+        if not eqn.effects and all(x.value is not None for x in ins):
+            with suppress(Exception):  # what cannot run outside of its program stays unknown
+                outs = [*map(_concrete, _evaluated(eqn, [x.value for x in ins]))]
+        return [AbstractArray(shape, None, y) for shape, y in zip(shapes, outs, strict=True)]
     if not any(map(is_inexact, eqn.outvars)):  # an integer has no derivative
         return [AbstractArray(shape, None) for shape in shapes]
     name = eqn.primitive.name
@@ -90,16 +95,6 @@ def _step(_: int, eqn: Eqn, ins: list[AbstractArray]) -> Sequence[AbstractArray]
     results = make(eqn, ins, active, shapes)
     pairs = zip(eqn.outvars, results, strict=True)
     return [AbstractArray(v.aval.shape, entries if is_inexact(v) else None) for v, entries in pairs]
-
-
-def _constants(eqn: Eqn, ins: list[AbstractArray], shapes: Sequence[Any]) -> list[AbstractArray]:
-    if any(x.value is None for x in ins) or eqn.effects:
-        return [AbstractArray(shape, None) for shape in shapes]
-    try:
-        outs = _evaluated(eqn, [x.value for x in ins])
-    except Exception:  # it cannot run outside of its program, so its value stays unknown
-        return [AbstractArray(shape, None) for shape in shapes]
-    return [AbstractArray(shape, None, _concrete(y)) for shape, y in zip(shapes, outs, strict=True)]
 
 
 def _called(programs: Sequence[HeldJaxpr], ins: list[AbstractArray]) -> list[AbstractArray] | None:

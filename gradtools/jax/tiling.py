@@ -337,24 +337,22 @@ class _ClosureConverted:
     def trace(self, avals: Sequence[Any]) -> Any:
         """Traces the program of a tile size; captured tracers become positions in `captured`."""
         closed, shapes = jax.make_jaxpr(self._fun, return_shape=True)(list(avals))
-        consts = [(self._place(x), x) for x in closed.consts]
-        constants = [(k, None if k is not None else x) for k, x in consts]
+        constants: list[Any] = []  # `(position in captured, None)`, or `(None, constant)`
+        for x in closed.consts:
+            if not isinstance(x, jax.core.Tracer):
+                constants.append((None, x))
+                continue
+            at = next((k for k, y in enumerate(self.captured) if y is x), len(self.captured))
+            constants.append((at, None))
+            if at == len(self.captured):
+                if self.complete:
+                    raise GradtoolsError(
+                        f"{self._operator}: f closes over another array in a tile of another size. "
+                        "Pass it as an argument."
+                    )
+                self.captured.append(x)
         program = closed.jaxpr, constants, jax.tree.structure(shapes)
         return self._programs.setdefault(_avals(avals), program)
-
-    def _place(self, x: Any) -> int | None:
-        if not isinstance(x, jax.core.Tracer):
-            return None
-        at = next((k for k, y in enumerate(self.captured) if y is x), None)
-        if at is not None:
-            return at
-        if self.complete:
-            raise GradtoolsError(
-                f"{self._operator}: f closes over another array in a tile of another size. Pass it "
-                "as an argument."
-            )
-        self.captured.append(x)
-        return len(self.captured) - 1
 
     def __call__(self, xs: Arrays) -> Any:
         if not self.captured:

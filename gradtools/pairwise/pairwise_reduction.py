@@ -143,11 +143,20 @@ class Tiling(Operators):
         check_function("pairwise_reduce", f, curried=False)
         budget = whole_or_none("pairwise_reduce", "memory_budget", memory_budget, 1, "bytes")
         verify = checked_verify("pairwise_reduce", verify)
-        sizes = _sizes("pairwise_reduce", tile_size)
+        sizes: tuple[int, ...] | None = None
+        if tile_size is not None:
+            pair = tile_size if isinstance(tile_size, tuple | list) else (tile_size, tile_size)
+            if len(pair) != 2:
+                raise GradtoolsError(
+                    f"pairwise_reduce: tile_size is {tile_size!r}; expected one number, or one of "
+                    "rows and one of columns."
+                )
+            sides = "rows and columns"
+            sizes = tuple([whole_number("pairwise_reduce", "tile_size", n, 1, sides) for n in pair])
         options = TileOptions("pairwise_reduce", reduce, over, sizes, budget, verify, progress)
         options.check()
-        sides = _names("rows", rows), _names("columns", columns)
-        return like_function("tiled_", f, partial(self._tiled, f, options, sides))
+        roles = _names("rows", rows), _names("columns", columns)
+        return like_function("tiled_", f, partial(self._tiled, f, options, roles))
 
     def _tiled(self, f: Any, options: TileOptions, sides: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self._backend.compiler.uncompiled(self._run_tiled, f, options, sides, args, kwargs)
@@ -164,7 +173,7 @@ class TileOptions:
     caller: str
     reduce: Any = "sum"
     over: Any = COLUMNS
-    sizes: tuple[int, int] | None = None
+    sizes: tuple[int, ...] | None = None
     budget: int | None = None
     verify: bool | None = None
     progress: bool = False
@@ -190,19 +199,6 @@ class TileOptions:
                 f"{self.caller}: tile_size and memory_budget were both given; the second chooses "
                 "the first."
             )
-
-
-def _sizes(caller: str, tile_size: Any) -> tuple[int, int] | None:
-    if tile_size is None:
-        return None
-    pair = tile_size if isinstance(tile_size, tuple | list) else (tile_size, tile_size)
-    if len(pair) != 2:
-        raise GradtoolsError(
-            f"{caller}: tile_size is {tile_size!r}; expected one number, or one of rows and one of "
-            "columns."
-        )
-    rows, columns = (whole_number(caller, "tile_size", n, 1, "rows and columns") for n in pair)
-    return rows, columns
 
 
 def _names(what: str, names: Any) -> tuple[int | str, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.calls import Call
-from gradtools.backend import Array, Backend, CannotPush, Evaluation, Fun
+from gradtools.backend import Array, CannotPush, Evaluation, Fun
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.sparse.entry_dependence import Csr, scipy_sparse
@@ -262,20 +262,6 @@ class Compressed:
         self.dtypes.append(like.dtype)
         return self.backend.xp.astype(array, like.dtype)
 
-    def pull(self, result: Evaluation, checking: bool) -> Array:
-        """The products with the cotangents of the rows that are pulled."""
-        self._settle(result.outs)
-
-        def pulled(unit: Array) -> list[Array]:
-            grads = result.pullback([unit])
-            if isinstance(self.fun, Call):  # not for a gradient: cuts were refused inside
-                refuse_cut(self.fun, result.cut(grads))
-            return self.backend.filled(grads, [self.x])
-
-        assert self.outs is not None
-        seeds = self.seeds(self.colouring.row_colours, checking, self.outs, result.outs[0])
-        return self.backend.map_batches(pulled, [seeds], self.chunk_size)[0]
-
     def push(self, seeds: Array, result: Evaluation | None = None) -> Array:
         """The products with tangents, by the transposed pullback if there is one, else by jvp."""
         push = None if result is None else result.transposed()
@@ -293,10 +279,10 @@ class Compressed:
 
     def _mapped(self, push: Callable[[Array], list[Array]], seeds: Array) -> Array:
         products = self.backend.map_batches(push, [seeds], self.chunk_size, one_draw=True)
-        self._settle([x[0] for x in products])
+        self.settle([x[0] for x in products])
         return products[0]
 
-    def _settle(self, outs: Sequence[Array]) -> None:
+    def settle(self, outs: Sequence[Array]) -> None:
         """Records the output's shape, and checks it against the pattern."""
         self.outs = tuple(self._only(outs, "the output").shape)
         if math.prod(self.outs) != self.colouring.shape[0]:
@@ -354,7 +340,9 @@ class Compressed:
         finite = xp.isfinite(sizes)
         # Relative to the largest entry: a small one may be a difference of large terms.
         size = xp.max(xp.where(finite, sizes, xp.zeros_like(sizes)))
-        slack = max(_slack(backend, y) for y in (values, product, self.x, vector))
+        eps = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}
+        names = map(backend.dtype_name, (values, product, self.x, vector))
+        slack = max(eps.get(name, 2.0**-7) for name in names) ** 0.75
         off = ~(abs(expected - wanted) <= slack * size)
         off = off & finite
         if backend.is_traced(off):
@@ -371,19 +359,24 @@ class Compressed:
         )
 
 
-def _slack(backend: Backend, x: Array) -> float:
-    eps = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}
-    return float(eps.get(backend.dtype_name(x), 2.0**-7) ** 0.75)
-
-
 def sparse_jacobian(call: Call, fun: Fun, sparsity: Any, mode: str, chunk_size: int | None) -> Any:
     """The Jacobian of a call as the framework's sparse array."""
     plan = Compressed(call, fun, sparsity, mode, chunk_size, symmetric=False)
-    colouring = plan.colouring
-    result = pulled = pushed = None
+    colouring, result, pulled, pushed = plan.colouring, None, None, None
     if colouring.pulled:
         result = call.backend.vjp(fun, call.leaves, groups=None, once=False)
-        pulled = plan.pull(result, checking=not colouring.pushed)
+        plan.settle(result.outs)
+
+        def pull(unit: Array) -> list[Array]:
+            grads = result.pullback([unit])
+            if isinstance(fun, Call):
+                refuse_cut(fun, result.cut(grads))
+            return call.backend.filled(grads, [plan.x])
+
+        assert plan.outs is not None
+        checking, out = not colouring.pushed, result.outs[0]
+        seeds = plan.seeds(colouring.row_colours, checking, plan.outs, out)
+        pulled = call.backend.map_batches(pull, [seeds], chunk_size)[0]
     if colouring.pushed or pulled is None:
         seeds = plan.seeds(colouring.column_colours, True, plan.x.shape)
         pushed = plan.push(seeds, result)
@@ -401,7 +394,7 @@ def sparse_hessian(call: Call, gradient: Fun, sparsity: Any, mode: str) -> Any:
         products = plan.push(seeds)
     else:
         result = call.backend.vjp(gradient, call.leaves, groups=None, once=False)
-        plan._settle(result.outs)
+        plan.settle(result.outs)
         pulled = lambda unit: call.backend.filled(result.pullback([unit]), [plan.x])
         products = call.backend.map_batches(pulled, [seeds], None)[0]
     count = colours.pulled

@@ -35,10 +35,19 @@ Write = tuple[Callable[[Any, Any], Any], torch.Tensor, torch.Tensor]
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     """Adds to, or sets, `.grad` of every parameter that grads names; atomic if anything fails."""
+    from gradtools.torch.modules import ModuleTree
+
     caller = "accumulate_gradients" if add else "assign_gradients"
     with _LOCK, torch.inference_mode(False), torch.no_grad():
-        merged = _pairs_by_name(target, grads)
-        if merged is None:
+        # The common case: a module or a flat dict, of which each gradient fits and occurs once.
+        module, merged = isinstance(target, torch.nn.Module), list[tuple[Any, Any]]()
+        named = ModuleTree.of(target).parameters if module else target
+        fits = type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()
+        if fits:
+            merged = [(named[k], g) for k, g in grads.items() if g is not None]
+            once = len({id(p) for p, _ in merged}) == len(merged)
+            fits = once and all(starmap(_fits, merged))
+        if not fits:
             if target is None:
                 raise GradtoolsError(
                     f"{caller}: target is None; expected the parameters whose .grad is to be "
@@ -60,18 +69,6 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
         for write, of, grad in writes:
             write(of, grad)
     return target
-
-
-def _pairs_by_name(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
-    """`(parameter, gradient)` pairs of a module or a flat dict, if each fits and occurs once."""
-    from gradtools.torch.modules import ModuleTree
-
-    named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
-    if type(named) is not dict or type(grads) is not dict or not grads.keys() <= named.keys():
-        return None
-    pairs = [(named[k], g) for k, g in grads.items() if g is not None]
-    once = len({id(p) for p, _ in pairs}) == len(pairs)
-    return pairs if once and all(starmap(_fits, pairs)) else None
 
 
 # --- what the accumulator needs ----------------------------------------------------------

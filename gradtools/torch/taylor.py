@@ -176,9 +176,17 @@ class _Operation:
         """y = f(x) for an elementwise f of the one operand with a series; slopes: f', f'', ..."""
         return carrying(y, self.algebra.elementwise(slopes, self.moved[0]))
 
-    def linear(self, f: Callable[..., Any] | None = None, leading: bool = False) -> Any:
-        """The result of a call that is affine in its operands with series; f is its linear part."""
-        result = self.at(*[x.primal for x in self.moved])
+    def linear(
+        self, f: Callable[..., Any] | None = None, leading: bool = False, y: Tensor | None = None
+    ) -> Any:
+        """The result of a call that is affine in its operands with series.
+
+        Args:
+            f: Its linear part.
+            leading: As in `Jets.linear`.
+            y: The result, if it is known.
+        """
+        result = self.at(*[x.primal for x in self.moved]) if y is None else y
         part = self.at if f is None else f
         flat = lambda *xs: [y for y in upstream.tree_leaves(part(*xs)) if isinstance(y, Tensor)]
         ys = [y for y in upstream.tree_leaves(result) if isinstance(y, Tensor)]
@@ -234,33 +242,21 @@ def _series(x: Any) -> Series | None:
 # --- rules: each returns the result, or None to use nested forward mode --------------------------
 
 
-def _linear(call: _Operation, *args: Any, **kwargs: Any) -> Any:
-    return call.linear()
-
-
-def _in_its_first(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Operations that are linear in the first operand, if the others are constant."""
-    return call.linear() if len(call.moved) == 1 and _series(x) else None
-
-
 def _sum(sign: int) -> Any:
     def rule(call: _Operation, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 2:
             return None
         a, b = map(_series, args)
-        y = call.at(*[x.primal for x in call.moved])
         if a and b:
             return call.linear() if len(call.moved) == 2 else None
-        moving, factor = (a, 1) if a else (b, sign)
-        assert moving is not None
+        y = call.at(*[x.primal for x in call.moved])
 
-        def broadcast(term: Tensor) -> list[Tensor]:
-            term = term if factor > 0 else -term
+        def broadcast(term: Tensor) -> Tensor:
+            term = term if a or sign > 0 else -term
             term = term if term.shape == y.shape else term.expand(y.shape)
-            return [term.to(y.dtype)]
+            return term.to(y.dtype)
 
-        terms = call.algebra.linear(broadcast, [moving], False)
-        return carrying(y, terms[0]) if terms else y
+        return call.linear(broadcast, y=y)
 
     return rule
 
@@ -496,7 +492,7 @@ _QUESTIONS = frozenset(
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 _SCALES = frozenset(("mul", "rmul", "multiply"))
 _ALIKE: dict[Any, str] = {
-    _linear: (
+    lambda call, *args, **kwargs: call.linear(): (
         "cat concat concatenate stack hstack vstack neg negative reshape view reshape_as view_as "
         "transpose swapaxes permute t flatten unflatten unsqueeze squeeze expand expand_as "
         "broadcast_to movedim moveaxis sum mean cumsum select narrow flip roll tile repeat "
@@ -504,7 +500,10 @@ _ALIKE: dict[Any, str] = {
         "clone contiguous to double float half bfloat16 type type_as view_as_real "
         "view_as_complex resolve_conj resolve_neg unfold T mT H mH"
     ),
-    _in_its_first: "getitem index_select gather take_along_dim masked_select",
+    # Linear in the first operand, if the others are constant.
+    lambda call, x, *args, **kwargs: (
+        call.linear() if len(call.moved) == 1 and _series(x) else None
+    ): "getitem index_select gather take_along_dim masked_select",
     _sum(1): "add radd",
     _sum(-1): "sub subtract",
     _product: "mul rmul multiply matmul rmatmul mm bmm mv dot",

@@ -447,7 +447,7 @@ class Recomputation(Programs):
         if axes is None:
             return [x for row in rows for x in row], carry
         shapes = [[x.shape for x in row] for row in rows]
-        chunks.check_rows([*zip(chunks.cut.sizes, shapes, strict=True)])
+        chunks.outputs.check_rows(chunks, [*zip(chunks.cut.sizes, shapes, strict=True)])
         columns = zip(zip(*rows, strict=True), axes, strict=True)
         joined = [self.xp.concatenate(column, axis=axis) for column, axis in columns]
         if chunks.cut.interleaved:

@@ -12,12 +12,13 @@ from itertools import compress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gradtools.arguments.batches import may_be_of_shapes
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
 if TYPE_CHECKING:
-    from gradtools.arguments.chunks import Partition
+    from gradtools.arguments.chunks import Chunks, Partition
 
 SUMMED = object()  # out_axes of outputs that are summed instead of joined
 _BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
@@ -147,20 +148,41 @@ class Outputs:
 
     def check_rows(
         self,
-        chunks: Sequence[OutputShapes],
-        again: Callable[[], OutputShapes | None] = lambda: None,
+        call: Chunks,
+        shapes: Sequence[tuple[int, Sequence[Sequence[int]]]],
+        again: Callable[[Chunks], Sequence[Sequence[int]] | None] | None = None,
+        sizes: Sequence[int] = (),
         by_data: bool = False,
     ) -> None:
-        """Raises unless the outputs of all chunks are rows of examples.
+        """Raises unless the outputs of all chunks are rows of examples, once for each shape.
 
         Args:
-            chunks: The shapes of each chunk's arrays, or of each kind of chunk.
-            again: Evaluates f at another number of examples, at other examples in each call; None
-                if f accepts no other number. Called if all chunks have equal shapes, and before an
-                error is raised.
+            call: The call.
+            shapes: The size of each chunk, or kind of chunk, and the shapes of its arrays.
+            again: Returns the shapes of the first chunk's arrays of a recut call, at other examples
+                in each call, or None. Called if all chunks have equal shapes, and before an error.
+            sizes: The numbers of examples for which f may be called again.
             by_data: Whether lengths may depend on values, as that of `x[mask]`.
         """
-        axes, known = self.axes or [], chunks[0]
+        if self.axes is None or self.cut.count == 1:
+            return
+        seen = call.options.latest.setdefault("rows", set())
+        key = self.cut, *[(size, *map(tuple, of_size)) for size, of_size in shapes]
+        if key in seen:
+            return
+        axes, chunks = self.axes, [OutputShapes(*of_chunk) for of_chunk in shapes]
+        known = chunks[0]
+
+        def elsewhere() -> OutputShapes | None:
+            for size in () if again is None else sizes:
+                try:
+                    other = call.recut(self.cut.with_chunks_of(size))
+                    others = again(other)
+                    return None if others is None else OutputShapes(other.cut.sizes[0], others)
+                except Exception as error:
+                    if not (may_be_of_shapes(error) or isinstance(error, GradtoolsError)):
+                        raise
+            return None
 
         def check_rest(chunk: OutputShapes, differs: Callable[..., bool]) -> None:
             """Raises if an output's other axes differ from the first chunk's."""
@@ -177,21 +199,19 @@ class Outputs:
         for chunk in chunks:
             if chunk.shapes != known.shapes:
                 check_rest(chunk, lambda rest, _, first, of_first: rest != first)
-        if self.cut.count != 1 and all(chunk == known for chunk in chunks):
-            other = again()
-            if other is None or len(other.shapes) != len(axes):
-                return
+        other = elsewhere() if all(chunk == known for chunk in chunks) else None
+        if other is not None and len(other.shapes) == len(axes):
             check_rest(other, _grows)
-            chunks = [*chunks, other]
-        elif len({chunk.size for chunk in chunks}) == 1:
-            return
+            chunks.append(other)
+        is_told = len({chunk.size for chunk in chunks}) > 1
         tries = 0 if not by_data else 1 if len(chunks) >= 3 else 2  # each at other examples
         while True:
             lengths = [[(c.size, c.shapes[k][axis]) for c in chunks] for k, axis in enumerate(axes)]
             follows = [_follows(of_array, by_data) for of_array in lengths]
-            if all(follows):
+            if all(follows) or not is_told:
+                seen.add(key)
                 return
-            other = again() if tries else None
+            other = elsewhere() if tries else None
             if other is None:
                 break
             chunks, tries = [*chunks, other], tries - 1

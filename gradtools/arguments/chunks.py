@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gradtools.arguments.batches import Batch, may_be_of_shapes
+from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import check_function, whole_number, whole_or_none
-from gradtools.arguments.chunk_outputs import SUMMED, Outputs, OutputShapes, other_structure
+from gradtools.arguments.chunk_outputs import SUMMED, Outputs, other_structure
 from gradtools.arguments.wording import describe
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, warn_once
@@ -181,44 +181,6 @@ class Chunks:
             leaves[_CARRY], names, batch.args,
             lambda cut: cls.of(f, batch, cut, options, out_axes, keys, carried),
         )  # fmt: skip
-
-    def check_rows(
-        self,
-        shapes: Sequence[tuple[int, Sequence[Sequence[int]]]],
-        again: Callable[[Chunks], Sequence[Sequence[int]] | None] | None = None,
-        sizes: Sequence[int] = (),
-        by_data: bool = False,
-    ) -> None:
-        """Raises unless outputs of these shapes are rows of examples, once for each shape.
-
-        Args:
-            shapes: The size of each chunk, or kind of chunk, and the shapes of its arrays.
-            again: Returns the shapes of the first chunk's arrays of a recut call.
-            sizes: The numbers of examples for which f may be called again.
-            by_data: Whether lengths may depend on values.
-        """
-        if self.outputs.axes is None or self.cut.count == 1:
-            return
-        seen = self.options.latest.setdefault("rows", set())
-        key = self.cut, *[(size, *map(tuple, of_size)) for size, of_size in shapes]
-        if key in seen:
-            return
-
-        def elsewhere() -> OutputShapes | None:
-            if again is None:
-                return None
-            for size in sizes:
-                try:
-                    other = self.recut(self.cut.with_chunks_of(size))
-                    others = again(other)
-                    return None if others is None else OutputShapes(other.cut.sizes[0], others)
-                except Exception as error:
-                    if not (may_be_of_shapes(error) or isinstance(error, GradtoolsError)):
-                        raise
-            return None
-
-        self.outputs.check_rows([OutputShapes(*s) for s in shapes], elsewhere, by_data)
-        seen.add(key)
 
     def result(self, outs: list[Array], carry: list[Array]) -> Any:
         """The chunked function's result, from joined leaves (or all chunks' leaves of lists)."""

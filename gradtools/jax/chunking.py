@@ -137,7 +137,8 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
 
     shapes = [(chunks.cut.sizes[run.first], [x.shape[1:] for x in outs]) for run, outs in parts]
     size = chunks.cut.sizes[0]
-    chunks.check_rows(shapes, shapes_again, (2 * size, size // 2 or 2, size + 1))
+    sizes = 2 * size, size // 2 or 2, size + 1
+    chunks.outputs.check_rows(chunks, shapes, shapes_again, sizes)
     columns = [[outs[k] for _, outs in parts] for k in range(len(axes))]
     entry = next((s.entry for s in steps.splits if s.entry is not None), None)
     pairs = zip(axes, columns, strict=True)

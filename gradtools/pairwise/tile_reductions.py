@@ -59,22 +59,19 @@ class Reduction:
 
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         """Raises if a tile has the wrong shape or dtype."""
-        for x in tile:
-            self._check_scores(x, shape)
-
-    def _check_scores(self, x: Any, shape: tuple[int, int]) -> None:
         backend = self.backend
-        if tuple(x.shape[:2]) != shape or not backend.is_inexact(x):
-            raise GradtoolsError(
-                f"{self.caller}: f's scores are of shape {tuple(x.shape)} and dtype "
-                f"{backend.dtype_name(x)}; expected floating numbers of shape {shape}: one for "
-                "each row and column of the tile, then any further axes."
-            )
-        if self.real and backend.is_complex(x):
-            raise GradtoolsError(
-                f"{self.caller}: f's scores are complex, which have no order; a maximum or "
-                "exponential weights need real ones. Take the real part in f."
-            )
+        for x in tile:
+            if tuple(x.shape[:2]) != shape or not backend.is_inexact(x):
+                raise GradtoolsError(
+                    f"{self.caller}: f's scores are of shape {tuple(x.shape)} and dtype "
+                    f"{backend.dtype_name(x)}; expected floating numbers of shape {shape}: one for "
+                    "each row and column of the tile, then any further axes."
+                )
+            if self.real and backend.is_complex(x):
+                raise GradtoolsError(
+                    f"{self.caller}: f's scores are complex, which have no order; a maximum or "
+                    "exponential weights need real ones. Take the real part in f."
+                )
 
     def dtypes(self, names: list[str]) -> list[str]:
         """The dtypes of the results, from those of a tile."""
@@ -260,7 +257,7 @@ class _Softmax(_LogSumExp):
                 f"{self.caller}: for reduce='softmax' f must return a pair (scores, values); got "
                 "scores alone."
             )
-        self._check_scores(tile[0], shape)
+        super().check(tile[:1], shape)
         if len(tile[0].shape) != 2:
             raise GradtoolsError(
                 f"{self.caller}: f's scores have the shape {tuple(tile[0].shape)}; with "
@@ -376,7 +373,7 @@ class _Take(Reduction):
                 f"of shape {shape} and an integer array of shape {shape[:1]}; got "
                 f"{' and '.join(came)}."
             )
-        self._check_scores(tile[0], shape)
+        super().check(tile[:1], shape)
 
     def lift(self, tile: Arrays) -> Arrays:
         x, at, index = tile

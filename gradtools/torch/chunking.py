@@ -70,7 +70,8 @@ def _check_rows(chunks: Chunks, rows: Rows, rerun: Rerun | None = None) -> None:
         rerun = None
     # few examples are cheap, but f may not accept a single one
     sizes = size // 2 or 2, size + 1
-    chunks.check_rows([*zip(chunks.cut.sizes, shapes, strict=True)], rerun, sizes, by_data=True)
+    pairs = [*zip(chunks.cut.sizes, shapes, strict=True)]
+    chunks.outputs.check_rows(chunks, pairs, rerun, sizes, by_data=True)
     if rerun is not None and rerun.run_key is not None:
         rerun.run_key.mark_verified()  # so that f is not run again for it
 

@@ -183,7 +183,7 @@ class _Use(Forward):
         fast = lambda use: tangents(use, zs, dzs)
         slow = lambda use: outputs_of(Pushed(use, layout), rows, shared)
         node = lambda dys: node_of(_Pushforward(self, layout), rows, shared, ([dys], []))[0][0]
-        return self.attached("values", fast, slow, node)
+        return self.as_outputs("values", fast, slow, node)
 
     def may_use_graph(self) -> bool:
         """Whether the result is not differentiated, so that the kept graph serves."""
@@ -195,7 +195,7 @@ class _Use(Forward):
         in_functorch = upstream.peek_interpreter_stack() is not None
         return not (in_functorch or batched or self.batches or upstream.is_traced_by_make_fx())
 
-    def attached(self, quantity: str, fast: Any, slow: Any, node: Any) -> list[Any]:
+    def as_outputs(self, quantity: str, fast: Any, slow: Any, node: Any) -> list[Any]:
         """The quantity by forward mode without a graph, then as outputs of a node.
 
         Where there are no numbers to compute with, double backward makes it differentiable.
@@ -492,7 +492,7 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
     fast = lambda use: pullback_tangents(use, zs, us, full)
     slow = lambda use: outputs_of(pushed(use), [list(cts)], given)
     node = lambda grads: node_of(pushed(use), [list(cts)], given, ([[]], grads))[1]
-    return use.attached("along", fast, slow, node)
+    return use.as_outputs("along", fast, slow, node)
 
 
 # --- nodes ------------------------------------------------------------------------------------

@@ -224,9 +224,6 @@ class TiledCall:
         self.backend, self.options, self.caller, self.f = backend, options, options.caller, f
         self.roles: list[str] = []
         self.kinds: list[Reduction] = []
-        self.places: list[tuple[int, ...]] = []  # each reduction's arrays in f's flat output
-        self.sides: list[str] = []  # the side of each reduction's results
-        self.dtypes: list[list[str]] = []  # the dtype of each returned result
         self._template: Any = None
         self.cut = TileGrid(1, 1, 1, 1)
         self.call: Callable[[Arrays], Any] = f  # f at one tile, once its arguments are known
@@ -313,12 +310,21 @@ class TiledCall:
     def of_tile(self, xs: Sequence[Array]) -> Arrays:
         """f's flat output at one tile, validated."""
         out, treedef = self.backend.flatten(self.evaluated(xs))
-        if self._template is None:
-            self._read(out, treedef)
+        if self._template is None:  # determines the reduction of each array of f's output
+            for x in out:
+                if not self.backend.is_array(x):
+                    came = describe(self.backend, x)
+                    raise GradtoolsError(
+                        f"{self.caller}: f's output contains {came}; return arrays."
+                    )
+            tree = self.backend.unflatten(treedef, list(range(len(out))))
+            names = [self.backend.dtype_name(x) for x in out]
+            reduce, over = self.options.reduce, self.options.over
+            self._template = self._pair(tree, names, reduce, over, "")
         shape = self.shape_of(xs)
-        for kind, side, places in zip(self.kinds, self.sides, self.places, strict=True):
-            tile = [reduced_second(self.backend, out[i], side) for i in places]
-            kind.check(tile, shape if side == ROWS else shape[::-1])
+        for kind in self.kinds:
+            tile = [reduced_second(self.backend, out[i], kind.side) for i in kind.places]
+            kind.check(tile, shape if kind.side == ROWS else shape[::-1])
         return out
 
     def evaluated(self, xs: Sequence[Array]) -> Any:
@@ -339,22 +345,10 @@ class TiledCall:
         rows, columns = (xs[self.roles.index(side)].shape[0] for side in (ROWS, COLUMNS))
         return rows, columns
 
-    def _read(self, out: Arrays, treedef: Any) -> None:
-        """Determines the reduction of each array of f's output."""
-        for x in out:
-            if not self.backend.is_array(x):
-                came = describe(self.backend, x)
-                raise GradtoolsError(f"{self.caller}: f's output contains {came}; return arrays.")
-        tree = self.backend.unflatten(treedef, list(range(len(out))))
-        self._template = self._pair(tree, self.options.reduce, self.options.over, "")
-        for kind, places in zip(self.kinds, self.places, strict=True):
-            names = [self.backend.dtype_name(out[i]) for i in places]
-            self.dtypes.append(kind.dtypes(names))
-
-    def _pair(self, tree: Any, reduce: Any, over: Any, path: str) -> Any:
-        """A pytree like f's output, with a `_Result` at each leaf."""
+    def _pair(self, tree: Any, names: list[str], reduce: Any, over: Any, path: str) -> Any:
+        """A pytree like f's output, with a `_Result` at each leaf. names: The arrays' dtypes."""
         if isinstance(reduce, str):
-            return self._leaf(tree, reduce, over, path)
+            return self._leaf(tree, names, reduce, over, path)
         if isinstance(reduce, dict | list | tuple):
             same = isinstance(tree, dict | list | tuple) and len(tree) == len(reduce)
             if not same or isinstance(tree, dict) != isinstance(reduce, dict):
@@ -372,11 +366,11 @@ class TiledCall:
                         f"{self.caller}: over is {over!r}; expected 'columns', 'rows', or a tree "
                         f"of these like reduce, {reduce!r}."
                     ) from None
-                parts[k] = self._pair(tree[k], reduce[k], side, f"{path}[{k!r}]")
+                parts[k] = self._pair(tree[k], names, reduce[k], side, f"{path}[{k!r}]")
             return parts if isinstance(reduce, dict) else type(reduce)(parts.values())
         raise _unknown(self.caller, f"reduce{path}", reduce)
 
-    def _leaf(self, tree: Any, name: str, over: Any, path: str) -> Any:
+    def _leaf(self, tree: Any, names: list[str], name: str, over: Any, path: str) -> Any:
         if name not in KINDS:
             raise _unknown(self.caller, f"reduce{path}", name)
         if over not in (ROWS, COLUMNS):
@@ -393,9 +387,9 @@ class TiledCall:
         first = len(self.kinds)
         owned = self.options.reduce == name and getattr(self.f, "gives_new_scores", False)
         for group in groups:
-            self.kinds.append(KINDS[name](self.backend, self.caller, count, owned))
-            self.places.append(group)
-            self.sides.append(side)
+            of_group = [names[i] for i in group]
+            kind = KINDS[name](self.backend, self.caller, count, side, group, of_group, owned)
+            self.kinds.append(kind)
         if not is_pair:
             results = [_Result(first + k, 0) for k in range(len(groups))]
             return self.backend.unflatten(treedef, results)
@@ -416,9 +410,10 @@ class TiledCall:
     def reduced(self, xs: Arrays) -> Any:
         """f's output with reduced results in place of scores."""
         flat = apply_over_tiles(self.backend, Reduced(self), xs)
-        ys = parted(flat, [len(dtypes) for dtypes in self.dtypes])
+        ys = parted(flat, [len(kind.dtypes) for kind in self.kinds])
         at, treedef = self.backend.flatten(self._template)
-        result = [self.backend.cast(ys[k][i], self.dtypes[k][i]) for k, i in (x.at for x in at)]
+        pairs, cast = [x.at for x in at], self.backend.cast
+        result = [cast(ys[k][i], self.kinds[k].dtypes[i]) for k, i in pairs]
         return self.backend.unflatten(treedef, result)
 
     def _within(self, xs: Arrays, budget: int) -> TileGrid:

@@ -46,6 +46,9 @@ class Reduction:
     backend: Backend
     caller: str  # the operator, for messages
     count: int  # the number of entries of a whole row
+    side: str  # the side of its results
+    places: tuple[int, ...]  # its arrays in f's flat output
+    names: list[str]  # their dtypes
     # Whether a tile's scores may be overwritten, as nothing else references them.
     owned: bool = False
     real = False  # whether scores must be real
@@ -73,9 +76,10 @@ class Reduction:
                     "exponential weights need real ones. Take the real part in f."
                 )
 
-    def dtypes(self, names: list[str]) -> list[str]:
-        """The dtypes of the results, from those of a tile."""
-        return [*names, *names[:1] * self.more]
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of the results."""
+        return [*self.names, *self.names[:1] * self.more]
 
     def states(self, count: int) -> list[float]:
         """The identity of `merge`, for a state with this many leaves."""
@@ -361,8 +365,9 @@ class _Take(Reduction):
 
     indexed = True
 
-    def dtypes(self, names: list[str]) -> list[str]:
-        return names[:1]
+    @property
+    def dtypes(self) -> list[str]:
+        return self.names[:1]
 
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         whole = len(tile) == 2 and "int" in self.backend.dtype_name(tile[1])

@@ -236,26 +236,20 @@ class Reduced:
         return [kind.lift(part) for kind, part in self._parts(self.call.of_tile(xs), xs)]
 
     def _groups(self) -> list[MergeGroup]:
-        pairs = zip(self.call.kinds, self.call.sides, strict=True)
-        return [MergeGroup(side, kind.merge, kind.states) for kind, side in pairs]
+        return [MergeGroup(kind.side, kind.merge, kind.states) for kind in self.call.kinds]
 
     def _parts(self, out: Arrays, xs: Sequence[Array]) -> list[tuple[Reduction, Arrays]]:
         """Each reduction with its arrays of f's output at a tile."""
-        call, index = self.call, {COLUMNS: xs[-2], ROWS: xs[-1]}
-        triples = zip(call.kinds, call.places, call.sides, strict=True)
-        return [
-            (
-                kind,
-                [reduced_second(call.backend, out[i], side) for i in places]
-                + [index[side]] * kind.indexed,
-            )
-            for kind, places, side in triples
-        ]
+        index, parts = {COLUMNS: xs[-2], ROWS: xs[-1]}, []
+        for kind in self.call.kinds:
+            arrays = [reduced_second(kind.backend, out[i], kind.side) for i in kind.places]
+            parts.append((kind, arrays + [index[kind.side]] * kind.indexed))
+        return parts
 
     def _read(self, saved: Sequence[Array]) -> tuple[Arrays, list[Arrays], list[Arrays]]:
         """The saved arguments, results, and the results that are read at each tile."""
         call, n = self.call, len(self.call.roles)
-        ys = parted(saved[n:], [len(dtypes) for dtypes in call.dtypes])
+        ys = parted(saved[n:], [len(kind.dtypes) for kind in call.kinds])
         stats = [kind.stats(group) for kind, group in zip(call.kinds, ys, strict=True)]
         return list(saved[:n]), ys, stats
 
@@ -272,8 +266,7 @@ class Reduced:
             return [x for (kind, o), (_, do), s in triples for x in kind.push(o, do, s)]
 
         roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in present))
-        pairs = zip(call.kinds, call.dtypes, strict=True)
-        sizes = [len(dtypes) - kind.more for kind, dtypes in pairs]
+        sizes = [len(kind.dtypes) - kind.more for kind in call.kinds]
         total = SumOverTiles(
             call, pushed, roles, self._spread(sizes), call.cut, "pairwise_reduce (tangent)"
         )
@@ -283,12 +276,14 @@ class Reduced:
 
     def _spread(self, counts: Sequence[int]) -> list[str]:
         """The side of each reduction, repeated `counts` times."""
-        return [s for s, n in zip(self.call.sides, counts, strict=True) for _ in range(n)]
+        return [
+            kind.side for kind, n in zip(self.call.kinds, counts, strict=True) for _ in range(n)
+        ]
 
     def _cotangent(self, moving: list[int], saved: Sequence[Array], cts: Sequence[Any]) -> Arrays:
         call = self.call
         xs, ys, stats = self._read(saved)
-        n, groups = len(xs), parted(cts, [len(dtypes) for dtypes in call.dtypes])
+        n, groups = len(xs), parted(cts, [len(kind.dtypes) for kind in call.kinds])
         known = [
             [*s, *kind.pulling(y, g)] if _present(g) else []
             for kind, s, y, g in zip(call.kinds, stats, ys, groups, strict=True)
@@ -307,8 +302,8 @@ class Reduced:
                 for k, (kind, part) in enumerate(self._parts(out, xs)):
                     if at_tile[k]:
                         result = kind.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
-                        turned = [reduced_second(call.backend, ct, call.sides[k]) for ct in result]
-                        full = replaced_at(full, call.places[k], turned)
+                        turned = [reduced_second(call.backend, ct, kind.side) for ct in result]
+                        full = replaced_at(full, kind.places, turned)
                 return full
 
             at = _at(call.of_tile, xs, moving)

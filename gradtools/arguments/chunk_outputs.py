@@ -174,7 +174,9 @@ class Outputs:
         known = chunks[0]
 
         def elsewhere() -> OutputShapes | None:
-            for size in () if again is None else sizes:
+            if again is None:
+                return None
+            for size in sizes:
                 try:
                     other = call.recut(self.cut.with_chunks_of(size))
                     others = again(other)

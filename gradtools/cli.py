@@ -141,7 +141,7 @@ def _add(
 
 
 def _add_seeing(commands: Commands) -> None:
-    """Adds the commands that see one function; `gradtools.command_inputs.Given.by` reads it."""
+    """Adds the commands on one function, which `CommandInputs.of` reads from their arguments."""
     why_zero = _add(
         *(commands, "why-zero", "seeing.commands:print_why_zero"),
         "find the lines at which a gradient is lost or becomes NaN, and how to fix them",

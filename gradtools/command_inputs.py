@@ -1,8 +1,8 @@
 """The functions and arrays that a command line names, for all commands.
 
 A program is ``package.module:name``, imported from the working directory. Arrays are read from a
-file or drawn at random by shape. `Given` converts them to the program's framework, which by default
-is the one that its module imports.
+file or drawn at random by shape. `CommandInputs` converts them to the program's framework: by
+default the one that its module imports.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_JAX = ("jax", "jaxlib", "flax", "equinox", "optax")
 
 
 @dataclass(frozen=True)
-class Given:
+class CommandInputs:
     """The function and arguments of a command.
 
     Attributes:
@@ -45,7 +45,7 @@ class Given:
     gt: ModuleType
 
     @classmethod
-    def by(cls, options: argparse.Namespace) -> Given:
+    def of(cls, options: argparse.Namespace) -> CommandInputs:
         """The function ``options.function`` at ``options.args`` or ``options.shapes``.
 
         Random arrays are float32 by default.

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from gradtools.command_inputs import Given
+from gradtools.command_inputs import CommandInputs
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas import Formula
 from gradtools.seeing.formulas.derivation import FORMS as FORMULA_FORMS
@@ -17,8 +17,8 @@ from gradtools.seeing.measures import Measurement
 
 def print_why_zero(options: argparse.Namespace) -> int:
     """Prints where gradients are lost; returns the exit status, 1 if any is."""
-    given = Given.by(options)
-    report = given.gt.why_zero(given.f, *given.args, argnums=tuple(options.argnums))
+    inputs = CommandInputs.of(options)
+    report = inputs.gt.why_zero(inputs.f, *inputs.args, argnums=tuple(options.argnums))
     print(report.to_json() if options.json else report.text(colour=in_colour()))
     return 1 if report else 0
 
@@ -43,9 +43,9 @@ def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[
             raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {expected}.")
         if not folder.is_dir():
             raise GradtoolsError(f"-o {out}: there is no folder {folder}. Make it first.")
-    given, argnums = Given.by(options), tuple(options.argnums)
-    drawn: Graph | Formula = getattr(given.gt, operator)(
-        given.f, *given.args, order=options.order, argnums=argnums
+    inputs, argnums = CommandInputs.of(options), tuple(options.argnums)
+    drawn: Graph | Formula = getattr(inputs.gt, operator)(
+        inputs.f, *inputs.args, order=options.order, argnums=argnums
     )
     if out is None:
         print(drawn)
@@ -61,26 +61,26 @@ def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[
 def print_measure(options: argparse.Namespace) -> int:
     """Prints the cost of a call."""
     try:
-        given = Given.by(options)
-        f = given.f
+        inputs = CommandInputs.of(options)
+        f = inputs.f
         if options.grad:
-            kinds = [given.gt.to_numpy(x).dtype.kind for x in given.args]
+            kinds = [inputs.gt.to_numpy(x).dtype.kind for x in inputs.args]
             places = tuple(i for i, kind in enumerate(kinds) if kind in "fc")
             if not places:
                 raise GradtoolsError(
                     f"--grad: {options.function} is given no floating array to take a gradient "
                     'along. Give one: --shapes "3x4", or --args file.npz.'
                 )
-            f = given.gt.value_and_grad(f, argnums=places)
-        result: Measurement = given.gt.measure(f, *given.args)
+            f = inputs.gt.value_and_grad(f, argnums=places)
+        result: Measurement = inputs.gt.measure(f, *inputs.args)
     except Exception as error:
-        kind, inputs = type(error).__name__, options.args or options.shapes or "no arguments"
-        error.add_note(f"gradtools measure: {options.function} raised {kind} on {inputs}")
+        kind, arrays = type(error).__name__, options.args or options.shapes or "no arguments"
+        error.add_note(f"gradtools measure: {options.function} raised {kind} on {arrays}")
         raise
     if options.json:
         print(result.to_json())
         return 0
-    backend = given.gt.__name__.rpartition(".")[2]
+    backend = inputs.gt.__name__.rpartition(".")[2]
     module = str(options.function).partition(":")[0]
     how = "" if options.backend else f" (imported by {module}; or pass --backend)"
     print(f"backend      {backend}{how}\n{result.text(colour=in_colour())}")

@@ -14,8 +14,8 @@ from typing import Any
 
 from gradtools.seeing.graphs.nodes import Node
 
-_BESIDE = ("shape", "name", "size", "rule")  # written elsewhere
-_PLAIN = ("dtype", "subscripts", "permutation")  # written without their names
+_LEFT_OUT = ("shape", "name", "size", "rule")  # printed elsewhere in a box
+_WITHOUT_NAMES = ("dtype", "subscripts", "permutation")
 _LONGEST = 48
 
 
@@ -28,11 +28,11 @@ def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) ->
     if is_slice:
         pieces.append(f"[{_slices(attributes, shape)}]")
     for key, value in attributes.items():
-        if key in _BESIDE or (is_slice and key in ("start", "limit", "stride", "drop")):
+        if key in _LEFT_OUT or (is_slice and key in ("start", "limit", "stride", "drop")):
             continue
         if key == "axes" and isinstance(value, tuple) and len(value) == 1:
             pieces.append(f"axis={text_of(value[0])}")
-        elif key in _PLAIN:
+        elif key in _WITHOUT_NAMES:
             is_plain_transpose = key == "permutation" and value == (1, 0)
             pieces.append("" if is_plain_transpose else text_of(value))
         else:

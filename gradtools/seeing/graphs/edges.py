@@ -45,14 +45,14 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
     nodes, phases = [node for node in graph.nodes if not node.phase], phases_of(graph.nodes)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
     for i in needed(nodes, graph.outputs):  # others, as of an inner derivative, keep none
-        if nodes[i].mark not in _HOLDING_NOTHING:
+        if nodes[i].mark not in _RECOMPUTED:
             read.update(nodes[i].saved)
     kept = {memory_of(graph.values, v) for node in nodes for v in node.outputs if v in read}
     return {v: graph.values[v].bytes for v in sorted(kept - alive_anyway(graph))}
 
 
-# What computes a part of f again keeps none of its residuals.
-_HOLDING_NOTHING = ("chunked", "frozen", "checkpoint")
+# Marks of operations that are recomputed in the backward pass: their residuals are not kept.
+_RECOMPUTED = ("chunked", "frozen", "checkpoint")
 
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:

@@ -114,9 +114,9 @@ def _suspects(graph: PlainGraph, full: Mapping[int, int], some: Mapping[int, int
 
 
 def _stopped_elsewhere(graph: PlainGraph, reached: Strengths) -> set[int]:
-    """The inputs that are stopped where what is looked at is not: only what is trained is.
+    """The inputs that are stopped at places where the analysed values are not; they are trained.
 
-    reached: How strongly each value depends on what is looked at.
+    reached: How strongly each value depends on the analysed values.
     """
     if graph not in _stops:  # for each input what the operations that stop it read
         stopping = [node for node in graph.nodes if node.loss in _STOPPED]
@@ -313,8 +313,8 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
 def _reaches(graph: PlainGraph, loss: Loss, term: int, by_derivative: bool) -> bool:
     """Whether the result at a loss reaches a term.
 
-    by_derivative: Whether a derivative must flow, stops and edits aside; else any data may that no
-    stop cuts.
+    by_derivative: Whether a derivative must flow on the way, where stops and edits pass it on;
+        otherwise data must flow, and stops end it.
     """
     reached = set(_place(graph, loss).outputs)
     for node in graph.nodes:

@@ -18,8 +18,7 @@ import numpy as np
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.jax import trees
-from gradtools.jax._upstream import Literal
-from gradtools.jax.jaxprs import Jaxpr, live
+from gradtools.jax.jaxprs import Jaxpr, interpreted, live
 from gradtools.rules import replaced_at
 from gradtools.seeing import measures as costs
 from gradtools.seeing.jax.flops import bodies, counted, is_call
@@ -112,7 +111,8 @@ def _saved_bytes(
 
     try:
         closed = jax.make_jaxpr(kept)(*leaves)
-        own = dict(zip(_origins(closed.jaxpr), closed.jaxpr.outvars, strict=True))
+        origins = _origins(closed.jaxpr, range(len(leaves)))
+        own = dict(zip(origins, closed.jaxpr.outvars, strict=True))
     except Exception as error:  # f cannot be differentiated
         first = str(error).strip().partition("\n")[0]
         return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
@@ -120,27 +120,20 @@ def _saved_bytes(
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in made), []
 
 
-def _origins(jaxpr: Jaxpr) -> list[Any]:
-    """For each output its origin; equal for several names of one array.
+def _origins(jaxpr: Jaxpr, entering: Sequence[Any]) -> list[Any]:
+    """For each output its origin, equal for several names of one array: that of an input, or new.
 
-    The origin is the index of an input, -1 for a captured array, else the variable. Calls may
-    return their inputs unchanged.
+    Calls may return their inputs unchanged. The origin of a captured array is -1.
     """
-    origins: dict[Any, Any] = dict.fromkeys(jaxpr.constvars, -1)
-    origins.update((var, i) for i, var in enumerate(jaxpr.invars))
 
-    def of(atom: Any) -> Any:
-        return -1 if isinstance(atom, Literal) else origins[atom]
+    def step(i: int, eqn: Any, operands: list[Any]) -> list[Any]:
+        if not is_call(eqn.primitive.name):
+            return [object() for _ in eqn.outvars]
+        (body,) = bodies(eqn)
+        return _origins(body.jaxpr, operands)
 
-    for eqn in jaxpr.eqns:
-        made: list[Any] = list(eqn.outvars)
-        if is_call(eqn.primitive.name):
-            (body,) = bodies(eqn)
-            own = [of(v) for v in eqn.invars] + [-1]
-            inner = _origins(body.jaxpr)
-            made = [own[o] if isinstance(o, int) else (id(eqn), o) for o in inner]
-        origins.update(zip(eqn.outvars, made, strict=True))
-    return [of(v) for v in jaxpr.outvars]
+    entries = [*[-1 for _ in jaxpr.constvars], *entering]
+    return interpreted(jaxpr, entries, step, lambda literal: -1)
 
 
 def _is_array(x: Any) -> bool:

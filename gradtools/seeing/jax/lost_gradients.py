@@ -12,7 +12,7 @@ zeros there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -166,6 +166,7 @@ class _Backward:
             if not given:
                 continue
             passed = self._pulled(step, given)
+            tiny = [4 * float(jnp.finfo(ct.dtype).tiny) for ct in given.values()]
             for x, ct in zip(step.operands.values(), passed, strict=True):
                 add(x, ct)
             passes.append(
@@ -176,7 +177,7 @@ class _Backward:
                     given=[given.get(k) for k in step.results],
                     passed=passed,
                     explained=None if step.packs else partial(_explained, step, given),
-                    least=partial(_least, given.values()),
+                    least=partial(max, tiny),
                 )
             )
         self._known[draw] = cts, passes[::-1]
@@ -235,10 +236,6 @@ def _shaken(ct: Any, seed: tuple[int, int, int]) -> Any:
     uniform = np.random.default_rng(seed).uniform(-1.0, 1.0, ct.shape)
     shaken = bad_gradients.shaken(ct, uniform.astype(info.dtype), float(info.eps))
     return shaken.astype(ct.dtype)
-
-
-def _least(cts: Iterable[Any]) -> float:
-    return max(4 * float(jnp.finfo(ct.dtype).tiny) for ct in cts)
 
 
 def _size(x: Any) -> float:

@@ -157,8 +157,7 @@ def _probed(tx: Any, state: Any, part: Any) -> Optimised:
     if strangers:  # the state is that of another model
         return Optimised(lambda one: None, strangers)
 
-    leaves = jax.tree.leaves(part)
-    treedef: Any = jax.tree.structure(part)
+    leaves, treedef = jax.tree.flatten(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(tx.update(ones, state, part)[0])
     moved, raw = set[int](), set[int]()  # by id; raw: the update is the gradient itself
@@ -169,11 +168,8 @@ def _probed(tx: Any, state: Any, part: Any) -> Optimised:
     if not moved:  # a schedule that starts at zero
         return Optimised(lambda one: None)
     as_is = raw if len(raw) < len(leaves) else set()
-
-    def why(one: HeldArray) -> str:
-        handed_on = "a mask hands its gradient on as it is, so a step ascends"
-        return handed_on if id(one.array) in as_is else ""
-
+    handed_on = "a mask hands its gradient on as it is, so a step ascends"
+    why = lambda one: handed_on if id(one.array) in as_is else ""
     return Optimised(lambda one: id(one.array) in moved - as_is, why=why)
 
 

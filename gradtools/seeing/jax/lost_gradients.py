@@ -60,10 +60,10 @@ def _examined(traced: Traced, leaves: Sequence[Any]) -> dict[int, list[Vanished]
     closed, graph, tape = traced.closed, traced.graph, Tape()
     args = [tape.moving(x, 1 << i) for i, x in enumerate(leaves)]
     outs = tape.run(closed, graph, args)
-    back = _Backward(tape.steps, args, outs)
+    back = _Backward(tape, args, outs)
     grads = back.gradients([*back.leaves])
     if any(map(_is_nan, grads.values())) and not _is_nan_at_once(closed, leaves):
-        back = _Backward(tape.steps, args, outs, zeros=False)
+        back = _Backward(tape, args, outs, zeros=False)
     places = bad_gradients.examined(back)
     if any(map(_is_nan, back.outs)):
         origins = bad_gradients.ValueOrigins()
@@ -93,20 +93,16 @@ class _Backward:
     """A program on a tape, with its backward pass: see `bad_gradients.Differentiated`.
 
     Args:
-        steps: The tape.
+        tape: The tape.
         args: The leaves.
         outs: The results, whose cotangents are random.
         zeros: Whether zeros are propagated.
     """
 
     def __init__(
-        self,
-        steps: Sequence[TapeStep],
-        args: Sequence[Moving],
-        outs: Sequence[Moving],
-        zeros: bool = True,
+        self, tape: Tape, args: Sequence[Moving], outs: Sequence[Moving], zeros: bool = True
     ) -> None:
-        self._steps, self._args, self._zeros = steps, args, zeros
+        self._steps, self._args, self._zeros = tape.steps, args, zeros
         self._ends = [y for y in outs if is_inexact(y.array)]
         self.outs = [y.array for y in self._ends]
         # what no output depends on differentiably has its own findings
@@ -115,28 +111,22 @@ class _Backward:
         self._known: dict[int | None, tuple[dict[int, Any], list[PassedCotangents]]] = {}
 
     def gradients(self, leaves: Sequence[int], draw: int | None = None) -> dict[int, Any]:
-        """As in `Differentiated`."""
         cts = self._run(draw)[0]
         return {k: cts.get(self.key_of(k), jnp.zeros_like(self.leaves[k])) for k in leaves}
 
     def backward(self, leaves: Sequence[int], draw: int | None) -> Sequence[PassedCotangents]:
-        """As in `Differentiated`."""
         return self._run(draw)[1]
 
     def key_of(self, leaf: int) -> int:
-        """As in `Differentiated`."""
         return self._args[leaf].number
 
     def size(self, x: Any) -> float:
-        """As in `Differentiated`."""
         return _size(x)
 
     def eps(self, x: Any) -> float:
-        """As in `Differentiated`."""
         return float(jnp.finfo(x.dtype).eps)
 
     def is_noise(self, ct: Any, other: Any) -> bool:
-        """As in `Differentiated`."""
         if ct is None:
             return False
         change = ct if other is None else other - ct
@@ -169,17 +159,12 @@ class _Backward:
             tiny = [4 * float(jnp.finfo(ct.dtype).tiny) for ct in given.values()]
             for x, ct in zip(step.operands.values(), passed, strict=True):
                 add(x, ct)
-            passes.append(
-                PassedCotangents(
-                    key=at,
-                    results=[y.number for y in step.results.values()],
-                    operands=[x.number for x in step.operands.values()],
-                    given=[given.get(k) for k in step.results],
-                    passed=passed,
-                    explained=None if step.packs else partial(_explained, step, given),
-                    least=partial(max, tiny),
-                )
-            )
+            explained = None if step.packs else partial(_explained, step, given)
+            results = [y.number for y in step.results.values()]
+            operands = [x.number for x in step.operands.values()]
+            of_results = [given.get(k) for k in step.results]
+            ends = results, operands, of_results, passed
+            passes.append(PassedCotangents(at, *ends, explained, partial(max, tiny)))
         self._known[draw] = cts, passes[::-1]
         return self._known[draw]
 

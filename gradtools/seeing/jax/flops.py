@@ -173,20 +173,15 @@ class Count:
         return trips * sum(self.cost(body.jaxpr) for body in inner if trips)
 
 
-_OTHERS = """
+_ELEMENTWISE = frozenset(
+    """
+    add add_any sub mul div neg square
     rem max min abs sign floor ceil round nextafter exp exp2 expm1 log log1p logistic sqrt rsqrt
     cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erf_inv
     lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad
     regularized_incomplete_beta bessel_i0e bessel_i1e mul_no_nan
-""".split()
-# One operation per element, by its kind in `costs.weight`.
-_ELEMENTWISE = {
-    **dict.fromkeys(("add", "add_any"), "add"),
-    **{name: name for name in ("sub", "mul", "div", "neg", "square")},
-    **dict.fromkeys(_OTHERS, "other"),
-}
-_REDUCTIONS = {"reduce_sum": "sum", "reduce_prod": "prod", "reduce_max": "max", "reduce_min": "max"}
-_REDUCTIONS |= {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "max"}
+    """.split()
+)
 _FREE = frozenset(
     """
     reshape broadcast_in_dim transpose slice dynamic_slice squeeze rev dynamic_update_slice
@@ -210,7 +205,7 @@ def _cost(eqn: Eqn) -> int | None:
     is_complex = jnp.issubdtype(out.dtype, jnp.complexfloating)
     one = lambda kind: costs.weight(kind, is_complex)
     if name in _ELEMENTWISE:
-        return out.size * one(_ELEMENTWISE[name])
+        return out.size * one(name.removesuffix("_any"))
     avals = [v.aval for v in eqn.invars] or [out]
     x, last = avals[0], avals[-1]
     match name:
@@ -251,7 +246,8 @@ def _cost(eqn: Eqn) -> int | None:
             return costs.lu(x.shape)
         case "triangular_solve":
             return costs.triangular_solve(x.shape, out.size)
-    if name in _REDUCTIONS:
-        results = x.size // x.shape[p["axis"]] if name.startswith("cum") else out.size
-        return max(x.size - results, 0) * one(_REDUCTIONS[name])
+        case "reduce_sum" | "reduce_prod" | "reduce_max" | "reduce_min":
+            return max(x.size - out.size, 0) * one(name.removeprefix("reduce_"))
+        case "cumsum" | "cumprod" | "cummax" | "cummin":
+            return max(x.size - x.size // x.shape[p["axis"]], 0) * one(name.removeprefix("cum"))
     return None

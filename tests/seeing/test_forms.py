@@ -82,8 +82,9 @@ def test_a_theme_is_chosen():
     for theme, colours in (("light", palette.LIGHT), ("dark", palette.DARK)):
         svg = graph.to_svg(theme=theme)
         assert "prefers-color-scheme" not in svg and colours.paper in svg
-    with pytest.raises(GradtoolsError, match="theme='pink' is not known"):
-        graph.to_svg(theme="pink")
+    for draw in (graph.to_svg, graph.to_html):
+        with pytest.raises(GradtoolsError, match=f"^{draw.__name__}: theme='pink' is not known"):
+            draw(theme="pink")
 
 
 def test_expand_opens_what_it_names():

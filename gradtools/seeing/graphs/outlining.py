@@ -47,7 +47,7 @@ _LEAVES_NEAR = 24  # so many are drawn next to the blocks that make them
 _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
 
-def shown(
+def opened_outline(
     graph: PlainGraph,
     *,
     depth: int | None = None,

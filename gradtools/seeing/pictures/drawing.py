@@ -53,12 +53,15 @@ def to_svg(
     Raises:
         GradtoolsError: an unknown theme; quickjs-ng is not installed.
     """
-    if theme not in _THEMES:
-        raise GradtoolsError(f"to_svg: theme={theme!r} is not known; expected one of {_THEMES}.")
-    outline = outline_of(graph, title=title)
-    data = json.dumps(data_of(outline, depth, expand))
+    _check_theme("to_svg", theme)
+    data = json.dumps(data_of(outline_of(graph, title=title), depth, expand))
     document: str = json.loads(interpreter().eval(_FILE)(data, style_sheet(theme)))
     return document
+
+
+def _check_theme(caller: str, theme: str) -> None:
+    if theme not in _THEMES:
+        raise GradtoolsError(f"{caller}: theme={theme!r} is not known; expected one of {_THEMES}.")
 
 
 def interpreter() -> Any:
@@ -88,6 +91,7 @@ def to_html(
     title: str = "",
 ) -> str:
     """A graph as a self-contained HTML page, in which blocks open and close; as `to_svg`."""
+    _check_theme("to_html", theme)
     outline = outline_of(graph, title=title)
     names = " and ".join(column.title for column in outline.columns)
     data = json.dumps(data_of(outline, depth, expand), separators=(",", ":"))

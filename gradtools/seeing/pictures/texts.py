@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradtools.seeing.graphs import outlining
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.outline import Block, Box, counted
+from gradtools.seeing.graphs.outlining import opened_outline
 from gradtools.seeing.pictures.box_text import card_of, short, shown
 from gradtools.seeing.pictures.palette import LIGHT
 
@@ -24,7 +24,7 @@ _WIDEST = 56  # characters; the greatest column of the shapes
 
 def to_text(graph: PlainGraph, **view: Any) -> str:
     """A graph as text; the options are those of `drawing.to_svg`."""
-    outline, opened = outlining.shown(graph, limit=_FIT, **view)
+    outline, opened = opened_outline(graph, limit=_FIT, **view)
     kept: dict[int, set[int]] = {}
     for arrow in outline.seen_arrows(opened):
         if arrow.saved:
@@ -65,7 +65,7 @@ _SAFE = " .,_-+=×…▸→'?✕≠∂"
 
 def to_mermaid(graph: PlainGraph, **view: Any) -> str:
     """A graph as a Mermaid flowchart; the options are those of `drawing.to_svg`."""
-    outline, opened = outlining.shown(graph, **view)
+    outline, opened = opened_outline(graph, **view)
     arrows = outline.seen_arrows(opened)
     lines = ["---", f"title: {_in_mermaid(outline.title)}", "---"] if outline.title else []
     lines += ["flowchart TD"]
@@ -112,7 +112,7 @@ def _in_mermaid(*lines: str) -> str:
 
 def to_dot(graph: PlainGraph, **view: Any) -> str:
     """A graph in Graphviz' language; the options are those of `drawing.to_svg`."""
-    outline, opened = outlining.shown(graph, **view)
+    outline, opened = opened_outline(graph, **view)
     lines = [
         "digraph gradtools {",
         f"  graph [fontname=monospace, fontsize=11, newrank=true, label={_in_dot(outline.title)},",

@@ -183,6 +183,3 @@ def _shut(name: str) -> Callable[..., Any]:
 
 for _name in ("__index__", "__int__", "item", "tolist"):
     setattr(_AnsweringTracer, _name, _shut(_name))
-
-
-__all__ = ["jaxpr_with_answers"]

@@ -374,6 +374,3 @@ def _inside(eqn: Eqn, place: _Place) -> _Place:
     if not result and not place.scope:
         result = source_lines.modules_around(eqn)
     return replace(place, scope=(*place.scope, *result), phase=place.phase + phase)
-
-
-__all__ = ["graph_of"]

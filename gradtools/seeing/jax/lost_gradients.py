@@ -248,6 +248,3 @@ def _seeds(outs: Sequence[Any]) -> list[Any]:
     if len(outs) == 1 and outs[0].size == 1:
         return [jnp.ones_like(outs[0])]
     return [jnp.asarray(rng.uniform(0.5, 1.5, y.shape), y.dtype) for y in outs]
-
-
-__all__ = ["vanishing"]

@@ -348,4 +348,3 @@ _NAMES = {
     """.strip().splitlines()
     for native in line.split()[1:]
 }
-__all__ = ["attributes_of", "exponent_of", "name_of", "order_of", "subscripts"]

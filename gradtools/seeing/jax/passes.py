@@ -271,6 +271,3 @@ def _saved(
             if kept and keeper is not None and value not in result.get(keeper, ()):
                 result[keeper] = (*result.get(keeper, ()), value)
     return result
-
-
-__all__ = ["gradient_graph"]

@@ -246,6 +246,3 @@ def _held(x: Any, name: str) -> Iterable[tuple[Any, str]]:
 
 def _items(xs: Sequence[Any], name: str) -> list[tuple[Any, str]]:
     return [(x, f"{name}[{i}]") for i, x in enumerate(xs)]
-
-
-__all__ = ["captured_arrays", "record", "trace"]

@@ -269,6 +269,3 @@ def _key(eqn: Any) -> Hashable:
     except TypeError:  # an unhashable parameter: compile each time
         return None
     return key
-
-
-__all__ = ["Moving", "TapeStep", "Tape"]

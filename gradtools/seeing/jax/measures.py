@@ -22,13 +22,8 @@ from gradtools.jax.jaxprs import Jaxpr, interpreted, live
 from gradtools.rules import replaced_at
 from gradtools.seeing import measures as costs
 from gradtools.seeing.jax.flops import bodies, counted, is_call
+from gradtools.seeing.jax.recorded_run import LEAVING
 from gradtools.seeing.measures import Measurement
-
-_NO_JIT = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
@@ -56,7 +51,7 @@ def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
 
     try:
         closed = jax.make_jaxpr(run)(*leaves)
-    except _NO_JIT as error:
+    except LEAVING as error:
         raise GradtoolsError(
             "measure: f cannot be traced by jax.jit, and in JAX it is the compiled program "
             "that is measured. What decides on Python values must not be an array: pass it as "

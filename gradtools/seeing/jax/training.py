@@ -157,7 +157,8 @@ def _probed(tx: Any, state: Any, part: Any) -> Optimised:
     if strangers:  # the state is that of another model
         return Optimised(lambda one: None, strangers)
 
-    leaves, treedef = jax.tree.flatten(part)
+    leaves = jax.tree.leaves(part)
+    treedef: Any = jax.tree.structure(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(tx.update(ones, state, part)[0])
     moved, raw = set[int](), set[int]()  # by id; raw: the update is the gradient itself

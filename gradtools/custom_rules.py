@@ -18,7 +18,7 @@ import numpy as np
 
 from gradtools.arguments.checks import check_function
 from gradtools.arguments.static_arguments import Parameters
-from gradtools.arguments.wording import describe
+from gradtools.arguments.wording import describe, name_of
 from gradtools.backend import Backend, F, Operators
 from gradtools.boundary import trimmed, user_facing_methods
 from gradtools.custom_structure import Specialization, avals_of
@@ -136,7 +136,7 @@ class CustomRule:
         check: str = "first",
     ) -> None:
         update_wrapper(self, fun)
-        self.__name__ = _name(fun)
+        self.__name__ = name_of(fun)
         self.fun = fun
         self.fwd: Callable[..., Any] | None = None
         self.bwd: Callable[..., Any] | None = None
@@ -453,7 +453,7 @@ class CustomRule:
         return Contract(
             f"{self._kind} {self.__name__}",
             self.check,
-            functions={role: _name(f) for role, f in self._maps().items()},
+            functions={role: name_of(f) for role, f in self._maps().items()},
             remat=self.remat and "cotangent" not in self.symbolic_zeros,
         )
 
@@ -474,10 +474,6 @@ def _is_hashable(x: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _name(f: Any) -> str:
-    return getattr(f, "__name__", None) or type(f).__name__
 
 
 def _static_names(given: Any) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from gradtools.arguments.checks import as_array, check_function
-from gradtools.arguments.wording import describe, in_words, is_numeric
+from gradtools.arguments.wording import describe, in_words, is_numeric, name_of
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.boundary import user_facing
 from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype
@@ -156,7 +156,7 @@ class Edits(Operators):
                 )
             return backend.apply_rule(SCALE, leaf, factor if sign > 0 else -factor)[0]
 
-        return _map_inexact(backend, name, one, x)
+        return _edit(backend, name, lambda leaves, places: [*map(one, leaves, places)], x)
 
     def stop_gradient(self, x: T) -> T:
         """The identity without a derivative: y = x, dy = 0, in both modes.
@@ -175,8 +175,7 @@ class Edits(Operators):
             >>> float(gt.grad(lambda x: x * gt.stop_gradient(x))(x))
             3.0
         """
-        stopped = lambda leaf, i: self._backend.stop_gradient(leaf)
-        return _map_inexact(self._backend, "stop_gradient", stopped, x)
+        return _stopped(self._backend, "stop_gradient", x)
 
     def clip_gradient(self, x: T, max_norm: Any = None, max_value: Any = None) -> T:
         """The identity, whose cotangent is clipped by modulus and by global norm.
@@ -212,7 +211,7 @@ class Edits(Operators):
         bounds = max_norm, max_value
         kinds = bound_of(backend, "max_norm", max_norm), bound_of(backend, "max_value", max_value)
 
-        def edit(leaves: list[Array]) -> list[Array]:
+        def edit(leaves: list[Array], places: list[int]) -> list[Array]:
             if ARRAY not in kinds:
                 return backend.apply_rule(self._clip_rule(len(leaves), *kinds), *leaves)
             limits = [
@@ -220,7 +219,7 @@ class Edits(Operators):
             ]
             return backend.apply_rule_by_key(self._clip_key(len(leaves), *kinds), *leaves, *limits)
 
-        return _edit_jointly(backend, "clip_gradient", edit, x)
+        return _edit(backend, "clip_gradient", edit, x)
 
     def transform_gradient(self, x: T, fn: Callable[[Any], Any]) -> T:
         """The identity whose cotangent becomes `fn(cotangent)`. Reverse mode only.
@@ -269,7 +268,7 @@ class Edits(Operators):
             reverse_only=True,
             user_functions=(fn,),
         )
-        return _edit_jointly(backend, rule.name, lambda xs: backend.apply_rule(rule, *xs), x)
+        return _edit(backend, rule.name, lambda xs, places: backend.apply_rule(rule, *xs), x)
 
     def replace_gradient(self, x: T, dx: Any) -> T:
         """The identity, whose cotangent is replaced by `dx` (Theano's known_grads).
@@ -373,31 +372,24 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
         )
 
 
-def _map_inexact(backend: Backend, name: str, one: Callable[[Array, int], Array], x: Any) -> Any:
-    """`one(leaf, i)` at every leaf of x that is a floating or complex array."""
-    if _edited(backend, x):
-        return one(x, 0)
-    leaves, treedef = backend.flatten(x)
-    _check_editable(backend, name, x, leaves)
-    pairs = enumerate(leaves)
-    return backend.unflatten(
-        treedef, [one(leaf, i) if _edited(backend, leaf) else leaf for i, leaf in pairs]
-    )
-
-
-def _edit_jointly(
-    backend: Backend, name: str, edit: Callable[[list[Array]], list[Array]], x: Any
+def _edit(
+    backend: Backend, name: str, edit: Callable[[list[Array], list[int]], Any], x: Any
 ) -> Any:
-    """One edit of all floating and complex leaves of x together."""
+    """x, with `edit(leaves, places)` in place of its floating and complex leaves."""
     if _edited(backend, x):
-        return edit([x])[0]
+        return edit([x], [0])[0]
     leaves, treedef = backend.flatten(x)
     places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
     if not places:
         _check_editable(backend, name, x, leaves)
-        return x
-    edited = edit([leaves[i] for i in places])
+        return backend.unflatten(treedef, leaves)
+    edited = edit([leaves[i] for i in places], places)
     return backend.unflatten(treedef, replaced_at(leaves, places, edited))
+
+
+def _stopped(backend: Backend, name: str, x: Any) -> Any:
+    stop = lambda leaves, places: [*map(backend.stop_gradient, leaves)]
+    return _edit(backend, name, stop, x)
 
 
 def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> list[Array]:
@@ -445,16 +437,16 @@ class _StraightThrough:
 
     def __init__(self, backend: Backend, f: Any, surrogate: Any) -> None:
         self._backend, self._f, self._surrogate = backend, f, surrogate
-        self._through = "identity" if surrogate is None else _name(surrogate)
-        self.__name__ = f"straight_through({_name(f)})"
+        self._through = "identity" if surrogate is None else name_of(surrogate)
+        self.__name__ = f"straight_through({name_of(f)})"
         self.__wrapped__ = f
 
     def __repr__(self) -> str:
-        return f"<straight_through {_name(self._f)}, derivative of {self._through}>"
+        return f"<straight_through {name_of(self._f)}, derivative of {self._through}>"
 
     @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        backend, name, hint = self._backend, _name(self._f), ""
+        backend, name, hint = self._backend, name_of(self._f), ""
         if self._surrogate is not None:
             through = self._surrogate(*args, **kwargs)
         elif len(args) == 1 and not kwargs:
@@ -466,11 +458,7 @@ class _StraightThrough:
                 "the identity, which has one argument. Give a surrogate."
             )
         leaves, treedef = backend.flatten(through)
-        stop = lambda leaf, i: backend.stop_gradient(leaf)
-        stopped = [
-            tree and _map_inexact(backend, "straight_through", stop, tree)
-            for tree in (args, kwargs)
-        ]
+        stopped = [tree and _stopped(backend, "straight_through", tree) for tree in (args, kwargs)]
         value = backend.call_on_host(lambda both: self._f(*both[0], **both[1]), stopped, through)
         values, value_def = backend.flatten(value)
         if value_def != treedef:
@@ -482,7 +470,7 @@ class _StraightThrough:
         return backend.unflatten(treedef, [self._leaf(i, v, s, hint) for i, (v, s) in pairs])
 
     def _leaf(self, i: int, value: Any, through: Array, hint: str) -> Array:
-        backend, f = self._backend, _name(self._f)
+        backend, f = self._backend, name_of(self._f)
         if not backend.is_array(through):
             who = f"straight_through: the surrogate {self._through}"
             _check_array(backend, who, i, through)
@@ -504,7 +492,3 @@ class _StraightThrough:
                 "is exactly what you mean."
             )
         return backend.apply_rule(STRAIGHT_THROUGH, value, through)[0]
-
-
-def _name(f: Any) -> str:
-    return getattr(f, "__name__", None) or type(f).__name__

@@ -308,10 +308,7 @@ class _KernelMaps:
 
     def back(self, xs: Entries, at: Entries, cts: Entries, vs: Entries) -> Any:
         """The pullback of `pulled`, to the inputs and to the cotangents."""
-
-        def run(*values: Array) -> list[Array]:
-            return self.evaluated(xs, values[: len(at)], values[len(at) :])
-
+        run = lambda *values: self.evaluated(xs, values[: len(at)], values[len(at) :])
         result = self.backend.pull(run, [*at, *cts], vs)
         return result[: len(at)], result[len(at) :]
 
@@ -319,10 +316,7 @@ class _KernelMaps:
 
     def pushed(self, *operands: Array) -> list[Array]:
         xs, saved, dxs = self.parted(operands)
-
-        def pull(at: Entries, *cts: Array) -> list[Array]:
-            return self.backend.apply_rule(self.pull, *at, *cts)
-
+        pull = lambda at, *cts: self.backend.apply_rule(self.pull, *at, *cts)
         return self.transposed(pull, [*xs, *saved], dxs)
 
     def transposed(self, pull: Any, at: Entries, dxs: Entries) -> list[Array]:
@@ -342,13 +336,8 @@ class _KernelMaps:
             terms.append(self.backend.apply_rule(self.push, *xs, *saved, *filled))
         if any(d is not None for d in along):
             at = self.moved(xs)
-
-            def pull(at: Entries, *cts: Array) -> list[Array]:
-                return self.evaluated(at[: self.n], at[self.n :], cts)
-
-            def run(*values: Array) -> list[Array]:
-                return self.transposed(pull, [*xs, *values], dxs)
-
+            pull = lambda at, *cts: self.evaluated(at[: self.n], at[self.n :], cts)
+            run = lambda *values: self.transposed(pull, [*xs, *values], dxs)
             steps = self.backend.filled(self.moved(along), at)
             terms.append(self.backend.attempt(partial(self._pushed, run), *at, *steps))
         return [total(parts) for parts in zip(*terms, strict=True)]

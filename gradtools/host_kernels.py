@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gradtools.arguments.checks import check_function
-from gradtools.arguments.wording import in_words, with_article
+from gradtools.arguments.wording import in_words, name_of, with_article
 from gradtools.boundary import user_facing
 from gradtools.code_origin import definition_of
 from gradtools.errors import GradtoolsError
@@ -128,8 +128,7 @@ class Kernel:
     def __post_init__(self) -> None:
         check_function("host_function", self.fun, "kernel")
         if not self.name:
-            name = getattr(self.fun, "__name__", None) or type(self.fun).__name__
-            object.__setattr__(self, "name", name)
+            object.__setattr__(self, "name", name_of(self.fun))
 
     def __repr__(self) -> str:
         return f"<host kernel {self.name}>"

@@ -305,24 +305,22 @@ def batched(
     """
     x_axes = tuple(x_axes)
 
-    def tangent_of(one: Map | None, axes: tuple[Any, ...]) -> Map | None:
-        if one is None:
-            return None
-        return lambda saved, dxs: _mapped(one, backend, axes, x_axes, size)(saved, dxs)
+    def mapped(one: Any, axes: tuple[Any, ...]) -> dict[str, Map | None]:
+        """The maps of a rule or an evaluation, whose residuals have these axes, for a batch."""
+        push, pull = one.tangent, one.cotangent
 
-    def cotangent_of(one: Map | None, axes: tuple[Any, ...]) -> Map | None:
-        if one is None:
-            return None
+        def tangent(saved: Entries, dxs: Entries) -> list[Any]:
+            return _mapped(push, backend, (saved, axes), (dxs, x_axes), size)
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
             own_axes = axes[: len(saved)]  # without the residuals of the tangent map alone
-            pulled = _mapped(one, backend, own_axes, (0,) * len(cts), size)(saved, cts)
+            pulled = _mapped(pull, backend, (saved, own_axes), (cts, (0,) * len(cts)), size)
             return [
                 ct if ct is None or axis == 0 else ct.sum(0)
                 for ct, axis in zip(pulled, x_axes, strict=True)
             ]
 
-        return cotangent
+        return {"tangent": push and tangent, "cotangent": pull and cotangent}
 
     def linearize(*xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         one, counts = list[Linearized](), list[int]()
@@ -338,15 +336,8 @@ def batched(
         run = backend.vmap_extras(example, x_axes, size, lambda: counts[1])
         out, out_axes = run(*xs)
         linearized, (count, _) = one[0], counts
-        axes = saved_from(linearized.saves, x_axes, out_axes)
-        return replace(
-            linearized,
-            ys=out[:count],
-            extras=out[count:],
-            tangent=tangent_of(linearized.tangent, axes),
-            cotangent=cotangent_of(linearized.cotangent, axes),
-            example=linearized,
-        )
+        maps = mapped(linearized, saved_from(linearized.saves, x_axes, out_axes))
+        return replace(linearized, ys=out[:count], extras=out[count:], example=linearized, **maps)
 
     def jvp(xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
         assert isinstance(rule, JvpRule)
@@ -357,7 +348,7 @@ def batched(
             counts[:] = [len(ys)]
             return [*ys, *dys]
 
-        out = _mapped(example, backend, x_axes, x_axes, size)(xs, dxs)
+        out = _mapped(example, backend, (xs, x_axes), (dxs, x_axes), size)
         return out[: counts[0]], out[counts[0] :]
 
     def reaches(*specs: ArraySpec) -> Matrix | None:
@@ -367,12 +358,12 @@ def batched(
 
     if isinstance(rule, JvpRule):
         more["jvp"] = jvp
-    axes = tuple(saved_from(rule.saves, x_axes) if saved_axes is None else saved_axes)
+    more |= mapped(
+        rule, tuple(saved_from(rule.saves, x_axes) if saved_axes is None else saved_axes)
+    )
     return replace(
         rule,
         primal=lambda *xs: backend.vmap_list(lambda *x: rule.primal(*x), x_axes, size)(*xs),
-        tangent=tangent_of(rule.tangent, axes),
-        cotangent=cotangent_of(rule.cotangent, axes),
         linearize=None if rule.linearize is None else linearize,
         reaches=reaches if callable(rule.reaches) else rule.reaches,
         **more,
@@ -409,25 +400,25 @@ def saved_from(saves: tuple[int, ...] | None, x_axes: Entries, out_axes: Entries
     return tuple([everything[i] if i < len(everything) else 0 for i in saves])
 
 
-def _mapped(linear: Any, backend: Any, x_axes: Entries, v_axes: Entries, size: int) -> Any:
-    """`vmap` of a linear map whose entries, in and out, may be None."""
+def _mapped(linear: Any, backend: Any, at: Any, vectors: Any, size: int) -> list[Any]:
+    """`vmap` of a linear map at residuals and vectors; entries, in and out, may be None.
 
-    def run(xs: Entries, vs: Entries) -> list[Any]:
-        entries, axes = [*xs, *vs], [*x_axes, *v_axes]
-        mask = [e is not None for e in entries]
-        out_mask: list[bool] = []
+    at, vectors: Pairs of the entries and their batch axes.
+    """
+    (xs, x_axes), (vs, v_axes) = at, vectors
+    entries, axes = [*xs, *vs], [*x_axes, *v_axes]
+    mask = [e is not None for e in entries]
+    out_mask: list[bool] = []
 
-        def one(*flat: Array) -> list[Array]:
-            full = spread(flat, mask)
-            out = linear(full[: len(xs)], full[len(xs) :])
-            out_mask[:] = [o is not None for o in out]
-            return [o for o in out if o is not None]
+    def one(*flat: Array) -> list[Array]:
+        full = spread(flat, mask)
+        out = linear(full[: len(xs)], full[len(xs) :])
+        out_mask[:] = [o is not None for o in out]
+        return [o for o in out if o is not None]
 
-        in_axes = tuple(a for a, m in zip(axes, mask, strict=True) if m)
-        outs = backend.vmap_list(one, in_axes, size)(*(e for e in entries if e is not None))
-        return spread(outs, out_mask)
-
-    return run
+    in_axes = tuple(a for a, m in zip(axes, mask, strict=True) if m)
+    outs = backend.vmap_list(one, in_axes, size)(*(e for e in entries if e is not None))
+    return spread(outs, out_mask)
 
 
 def total(terms: Iterable[Any]) -> Any:

@@ -39,6 +39,11 @@ def type_in_words(x: Any) -> str:
     return with_article(f"{module}{kind.__qualname__}")
 
 
+def name_of(f: Any) -> str:
+    """A function's name, or that of its type."""
+    return getattr(f, "__name__", None) or type(f).__name__
+
+
 def with_article(name: str) -> str:
     """The name of a type after "a" or "an"; None as it is written."""
     if name == "NoneType":

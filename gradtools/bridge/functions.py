@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.static_arguments import Parameters
-from gradtools.arguments.wording import in_words
+from gradtools.arguments.wording import in_words, name_of
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.disconnected_inputs import refuse_cut
@@ -329,7 +329,7 @@ class Bridged(CustomRule):
         self.guest, self.out = guest, out
         super().__init__(guest.host, _of_trees, (), "never")
         self.fun = self.__wrapped__ = f
-        self.__name__ = getattr(f, "__name__", None) or type(f).__name__
+        self.__name__ = name_of(f)
         self.__doc__, self.__module__ = f.__doc__, f.__module__
 
     def _make_binding(self) -> Parameters:

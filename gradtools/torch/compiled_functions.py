@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gradtools.arguments.wording import name_of
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
@@ -60,25 +61,21 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         def run_eagerly() -> list[Tensor]:
             if before is not None and not before.equals(after):
                 raise GradtoolsError(
-                    f"compile: {_name(f)} draws random numbers, and outside of the compiled graph "
-                    "it would draw others, so its double backward cannot be had by running it "
-                    "again. Compile the derivative instead: " + NO_DOUBLE_BACKWARD
+                    f"compile: {name_of(f)} draws random numbers, and outside of the compiled "
+                    "graph it would draw others, so its double backward cannot be had by running "
+                    "it again. Compile the derivative instead: " + NO_DOUBLE_BACKWARD
                 )
             eager = trees.flatten(f(*args, **kwargs))[0]
             return [eager[i] for i in tracked]
 
         after = Randomness.now(given)
         ys = [outs[i] for i in tracked]
-        point = _CompiledCall(_name(f), run_eagerly, [get_gradient_edge(y) for y in ys])
+        point = _CompiledCall(name_of(f), run_eagerly, [get_gradient_edge(y) for y in ys])
         for i, y in zip(tracked, _Twice.apply(point, ys, *own.values()), strict=True):
             outs[i] = y
         return trees.unflatten(treedef, outs)
 
     return call
-
-
-def _name(f: Any) -> str:
-    return getattr(f, "__name__", None) or type(f).__name__
 
 
 @dataclass

@@ -44,8 +44,8 @@ from gradtools.torch.rules.maps import (
     pulled_back,
     real_tensors_too,
     tangent_at,
-    unusual,
 )
+from gradtools.torch.rules.transposing import other_layout
 
 Tensor = torch.Tensor
 
@@ -188,7 +188,7 @@ class RuleFunction(torch.autograd.Function):
             ctx.save_for_backward(*map(everything.__getitem__, point.pulling))
         if point.pushing is not None:
             ctx.save_for_forward(*map(everything.__getitem__, point.pushing))
-            ctx.unusual = unusual((*compress(xs, ctx.needs_input_grad[2:]), *outputs))
+            ctx.layout = other_layout((*compress(xs, ctx.needs_input_grad[2:]), *outputs))
             if None in point.like_ys:
                 ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
 

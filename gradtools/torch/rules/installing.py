@@ -49,8 +49,8 @@ from gradtools.torch.rules.functions import (
     undifferentiated,
     without_aliases,
 )
-from gradtools.torch.rules.maps import real_tensors_too, tangent_at, unusual
-from gradtools.torch.rules.transposing import in_eager, in_own_transpose
+from gradtools.torch.rules.maps import real_tensors_too, tangent_at
+from gradtools.torch.rules.transposing import in_eager, in_own_transpose, other_layout
 
 Tensor = torch.Tensor
 
@@ -214,7 +214,7 @@ def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tens
                 point.note(xs, out)
                 assert point.like_ys is not None and point.pushing is not None
                 everything = (*xs, *out)
-                ctx = SimpleNamespace(point=point, unusual=unusual(everything))
+                ctx = SimpleNamespace(point=point, layout=other_layout(everything))
                 fixed = rule.nondifferentiable
                 moving = [None if i in fixed else dx for i, dx in enumerate(dxs)]
                 with torch.no_grad():

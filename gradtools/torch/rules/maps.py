@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradtools.errors import GradtoolsError, LostDerivativeError
+from gradtools.errors import LostDerivativeError
 from gradtools.rules import Linearized, Map, Rule, evaluating_again, spread, total
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import (
@@ -32,17 +32,9 @@ from gradtools.torch.plain_programs.backward_nodes import corrected_vjp, vjp
 from gradtools.torch.randomness import restored
 from gradtools.torch.rules.captures import closed_over_error, other_leaves, reaches
 from gradtools.torch.rules.checking import CheckedMap, check_linear, check_zero, lost_in_results
-from gradtools.torch.rules.transposing import in_eager, is_nonzero, transposed
+from gradtools.torch.rules.transposing import in_eager, is_nonzero, refuse_layout, transposed
 
 Tensor = torch.Tensor
-
-
-def unusual(xs: Sequence[Any]) -> torch.layout | None:
-    """The first layout that is neither strided nor sparse_coo; maps cannot be transposed in it."""
-    for x in xs:
-        if x is not None and x.layout is not torch.strided and x.layout is not torch.sparse_coo:
-            return x.layout
-    return None
 
 
 def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
@@ -128,13 +120,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
 
 def _by_transposing(ctx: Any, checked: CheckedMap, run: Map, values: Sequence[Any]) -> list[Any]:
     """The transpose of `vs -> run(residuals, vs)`, which is the checked map, at `values`."""
-    if ctx.unusual is not None:
-        name = str(ctx.unusual).removeprefix("torch.").lstrip("_")
-        raise GradtoolsError(
-            f"rule {checked.rule.name!r}: the other mode follows by transposing its "
-            f"{checked.which} map, which takes strided tensors, and one is {name}. Give the "
-            "missing map as well, or pass the tensor's values as an argument."
-        )
+    refuse_layout(checked.rule, ctx.layout)
     check_linear(checked)
     mask = [like is not None for like in checked.likes]
     examples = [ones(*like) for like in checked.likes if like]

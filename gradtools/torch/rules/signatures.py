@@ -30,11 +30,12 @@ from gradtools.torch.rules.captures import closed_over_error, closures_of, other
 from gradtools.torch.rules.checking import CheckedMap, check_linear
 from gradtools.torch.rules.functions import RuleApplication, attach
 from gradtools.torch.rules.installing import apply_rule, pushed
-from gradtools.torch.rules.maps import pulled_back, unusual
+from gradtools.torch.rules.maps import pulled_back
 from gradtools.torch.rules.transposing import (
     EAGER,
     ONGOING,
     Transposing,
+    other_layout,
     transposed_by_backward,
 )
 from gradtools.torch.trees import flatten
@@ -135,7 +136,7 @@ class Signature:
         """The backward pass of a shared application: bwd alone, once its checks have passed."""
         point, ct = ctx.point, cts[0]
         if not point.checked or type(ct) is not Tensor or _graphs():
-            ctx.unusual = unusual(cts)
+            ctx.layout = other_layout(cts)
             result = pulled_back(ctx, cts)
             if self.bwd is not None and None not in self.likes and ct is not None:
                 point.checked = True
@@ -147,7 +148,7 @@ class Signature:
     def pull_recorded(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
         """The backward pass of a `_recorded` application, whose last input is a tangent."""
         if _graphs():
-            ctx.unusual = unusual(cts)
+            ctx.layout = other_layout(cts)
             return *pulled_back(ctx, cts), None
         if _is_compiling():  # compiled autograd cannot add a tensor to None
             return *[torch.zeros_like(x) for x in ctx.saved_tensors], cts[0]

@@ -50,16 +50,10 @@ def transposed(
         return []
     if in_eager() and not torch.is_grad_enabled():
         return transposed_by_backward(rule, linear, at, examples, values)
-    for x in at:  # torch.func works under any transform
-        if x.layout not in (torch.strided, torch.sparse_coo):
-            name = str(x.layout).removeprefix("torch.").lstrip("_")
-            raise GradtoolsError(
-                f"rule {rule.name!r}: one of its maps is transposed at a {name} tensor, which "
-                "torch.func does not take. Give the missing map as well, or use sparse_coo."
-            )
+    refuse_layout(rule, other_layout(at))  # torch.func works under any transform
     present: list[int] = []
 
-    def dense(*vs: Tensor) -> tuple[Tensor, ...]:
+    def dense(*vs: Tensor) -> Sequence[Tensor]:
         own.level = upstream.peek_interpreter_stack().level()
         try:
             out = linear(at, vs)
@@ -67,14 +61,29 @@ def transposed(
             own.level = None
         _refuse_cut(rule, out, values)
         present[:] = [i for i, o in enumerate(out) if o is not None]
-        return tuple(out[i] for i in present) or (torch.zeros(()),)  # vjp needs an output
+        return [out[i] for i in present] or [torch.zeros(())]  # vjp needs an output
 
     with Transposing(rule) as own:
-        outs, pullback = corrected_vjp(dense, *examples)
-        cts = [values[i] for i in present] or [None]
-        filled = [torch.zeros_like(o) if v is None else v for o, v in zip(outs, cts, strict=True)]
-        # A view, since a tensor that the map returns unchanged may be a wrapper of a dead level.
-        return [v.view_as(v) for v in pullback(tuple(filled))]
+        return pull(dense, examples, lambda outs: [values[i] for i in present] or [None])
+
+
+def other_layout(xs: Sequence[Any]) -> torch.layout | None:
+    """The first layout that is neither strided nor sparse_coo; maps cannot be transposed in it."""
+    for x in xs:
+        if x is not None and x.layout is not torch.strided and x.layout is not torch.sparse_coo:
+            return x.layout
+    return None
+
+
+def refuse_layout(rule: Rule, layout: torch.layout | None) -> None:
+    """Raises if a map must be transposed at a tensor of an unsupported layout."""
+    if layout is not None:
+        name = str(layout).removeprefix("torch.").lstrip("_")
+        raise GradtoolsError(
+            f"rule {rule.name!r}: the other mode follows by transposing one of its maps, which "
+            f"takes strided tensors, and one is {name}. Give the missing map as well, use "
+            "sparse_coo, or pass the tensor's values as an argument."
+        )
 
 
 def transposed_by_backward(
@@ -137,7 +146,7 @@ def vjp_of_inexact(
 
 
 def pull(
-    fun: Callable[..., list[Tensor]],
+    fun: Callable[..., Sequence[Tensor]],
     xs: Sequence[Tensor],
     cts: Any,
     reached: list[bool] | None = None,
@@ -147,7 +156,7 @@ def pull(
     reached: An empty list to fill with whether each of xs reaches the outputs.
     """
 
-    def noting(*xs: Tensor) -> list[Tensor]:
+    def noting(*xs: Tensor) -> Sequence[Tensor]:
         outs = fun(*xs)
         assert reached is not None
         if is_compiling():  # dynamo shows no graph
@@ -161,6 +170,7 @@ def pull(
     triples = zip(outs, cts(outs) if callable(cts) else cts, carried, strict=True)
     full = [torch.zeros_like(y) if ct is None else ct for y, ct, c in triples if c]
     del outs, triples  # frees the memory of a tile
+    # Views, since a tensor that fun returns unchanged may be a wrapper of a dead level.
     return [v.view_as(v) for v in pullback(tuple(full))]
 
 

@@ -219,11 +219,8 @@ class CustomRule:
                 pass, which is recomputed later, runs f instead of fwd. No effect with
                 symbolic_zeros, and in PyTorch, whose checkpoint runs the forward pass unchanged.
         """
-        for name, rule in (("fwd", fwd), ("bwd", bwd)):
-            if not callable(rule):
-                raise GradtoolsError(
-                    f"{self.__name__}.defvjp: {name} must be a function, got {rule!r}."
-                )
+        check_function(f"{self.__name__}.defvjp", fwd, "fwd", curried=False)
+        check_function(f"{self.__name__}.defvjp", bwd, "bwd", curried=False)
         self._check_count("defvjp", "bwd", bwd, "residuals", "cotangent")
         self.fwd, self.bwd, self.remat = fwd, bwd, optimize_remat
         self._is_symbolic("cotangent", symbolic_zeros)
@@ -272,10 +269,7 @@ class CustomRule:
         Returns:
             The rule, so this may be used as a decorator.
         """
-        if not callable(rule):
-            raise GradtoolsError(
-                f"{self.__name__}.defjvp: the rule must be a function, got {rule!r}."
-            )
+        check_function(f"{self.__name__}.defjvp", rule, "the rule", curried=False)
         self._check_count("defjvp", "rule", rule, "primals", "tangents")
         self.jvp = rule
         self._is_symbolic("tangent", symbolic_zeros)

@@ -277,23 +277,35 @@ class _KernelMaps:
         return self.pulled(*at, *saved, *cts, bwd=self.guarded)
 
     def d_pulled(self, operands: Entries, moved: Entries) -> list[Any]:
-        xs, saved, cts = self.parted(operands)
-        dxs, _, dcts = self.parted(moved)
-        terms = []
-        if any(ct is not None for ct in dcts):
-            filled = self.backend.filled(dcts, cts)
-            terms.append(self.backend.apply_rule(self.pull, *xs, *saved, *filled))
-        if any(dx is not None for dx in dxs):
-            at = self.moved(xs)
-            along = self.backend.filled(self.moved(dxs), at)
+        xs, _, cts = self.parted(operands)
+
+        def along(at: Entries, dxs: Entries) -> list[Array]:
             run = lambda *values: self.evaluated(xs, values, cts)
-            term = None
             if not self.host.opaque:
                 try:
-                    term = self.backend.attempt(partial(self._pushed, run), *at, *along)
+                    return self.backend.attempt(partial(self._pushed, run), *at, *dxs)
                 except MissingRuleError:
                     self.host.opaque = True
-            terms.append(self.backend.pull(run, at, along) if term is None else term)
+            return self.backend.pull(run, at, dxs)
+
+        return self._differentiated(self.pull, operands, moved, along)
+
+    def _differentiated(
+        self, rule: Rule, operands: Entries, moved: Entries, along: Callable[..., list[Array]]
+    ) -> list[Any]:
+        """The tangents of one of the maps, which is linear in the vectors.
+
+        along: `along(at, dxs)`: its derivative along tangents of the differentiated inputs.
+        """
+        xs, saved, vs = self.parted(operands)
+        dxs, _, dvs = self.parted(moved)
+        terms = []
+        if any(dv is not None for dv in dvs):
+            filled = self.backend.filled(dvs, vs)
+            terms.append(self.backend.apply_rule(rule, *xs, *saved, *filled))
+        if any(dx is not None for dx in dxs):
+            at = self.moved(xs)
+            terms.append(along(at, self.backend.filled(self.moved(dxs), at)))
         return [total(parts) for parts in zip(*terms, strict=True)]
 
     def _pushed(self, run: Any, *both: Array) -> list[Array]:
@@ -328,19 +340,11 @@ class _KernelMaps:
         return [self.backend.zeros(aval, like) for aval in self.outs if aval is not None]
 
     def d_pushed(self, operands: Entries, moved: Entries) -> list[Any]:
-        xs, saved, dxs = self.parted(operands)
-        along, _, ddxs = self.parted(moved)
-        terms = []
-        if any(d is not None for d in ddxs):
-            filled = self.backend.filled(ddxs, dxs)
-            terms.append(self.backend.apply_rule(self.push, *xs, *saved, *filled))
-        if any(d is not None for d in along):
-            at = self.moved(xs)
-            pull = lambda at, *cts: self.evaluated(at[: self.n], at[self.n :], cts)
-            run = lambda *values: self.transposed(pull, [*xs, *values], dxs)
-            steps = self.backend.filled(self.moved(along), at)
-            terms.append(self.backend.attempt(partial(self._pushed, run), *at, *steps))
-        return [total(parts) for parts in zip(*terms, strict=True)]
+        xs, _, dxs = self.parted(operands)
+        pull = lambda at, *cts: self.evaluated(at[: self.n], at[self.n :], cts)
+        run = lambda *values: self.transposed(pull, [*xs, *values], dxs)
+        along = lambda at, steps: self.backend.attempt(partial(self._pushed, run), *at, *steps)
+        return self._differentiated(self.push, operands, moved, along)
 
     def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
         """<v, J dx> = <bwd(x, v), dx>: its gradient in x is the pullback of bwd, of dx."""

@@ -235,15 +235,6 @@ class Results:
         object.__setattr__(self, "avals", tuple(avals))
         object.__setattr__(self, "widened", any(s.dtype in _CARRIED for s in self.specs))
 
-    def are(self, ys: Sequence[Any], batch: Shape) -> bool:
-        """Whether arrays have the expected shapes and dtypes."""
-        for y, (shape, dtype) in zip(ys, self.avals, strict=True):
-            if batch:
-                shape = (*batch, *shape)
-            if type(y) is not np.ndarray or y.dtype != dtype or y.shape != shape:
-                return False
-        return True
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KernelCall:
@@ -321,10 +312,8 @@ class KernelCall:
         full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs] if batch else xs
         if self.kernel.raw:
             return self._checked(self._called(full), expected, batch)
-        if not batch:
-            return self.fresh(xs, expected)
-        if self.kernel.vectorized:
-            return self.fresh([read_only(x) for x in full], expected, batch)
+        if not batch or self.kernel.vectorized:
+            return self.fresh([*map(read_only, full)] if batch else xs, expected, batch)
         ys = [np.empty((*batch, *s.shape), carrier(s.dtype)) for s in expected.specs]
         for i in np.ndindex(*batch):
             example = self._checked(self._called([x[(*i, ...)] for x in full]), expected)
@@ -374,7 +363,10 @@ class KernelCall:
                 raise self.error(
                     f"it returned the structure {came}, expected {in_words(wanted)}, that of out."
                 )
-        if expected.are(ys, batch):
+        for y, (shape, dtype) in zip(ys, expected.avals, strict=True):
+            if type(y) is not np.ndarray or y.dtype != dtype or y.shape != (*batch, *shape):
+                break
+        else:
             return ys
         for i, (y, spec) in enumerate(zip(ys, expected.specs, strict=True)):
             if wrong := _wrong(y, spec, batch):

@@ -38,7 +38,7 @@ from gradtools.torch.double_backward_trials import (
     InnerGraphs,
     Key,
     TrialCall,
-    Untried,
+    Untestable,
     is_tracked,
     key_of,
     lost_in_rerun,
@@ -184,7 +184,7 @@ def _gated_at_node(
         if fine is None:
             try:
                 fine = not tried(False)
-            except Untried:
+            except Untestable:
                 fine = False
         if fine:
             return None
@@ -207,7 +207,7 @@ def refuse_if_lost(caller: str, key: Key, tried: Tried, which: str, forward: boo
     gives, method = ("tangent", "jvp") if key.pushed else ("gradient", "backward")
     try:
         lost = which in tried(forward)
-    except Untried as why:
+    except Untestable as why:
         raise LostDerivativeError(
             f"{caller}: f holds {key.name}, whose {gives} is to be differentiated with respect to "
             f"its {along}. PyTorch may lose that in silence, so a class is tried once, by finite "
@@ -258,7 +258,7 @@ def loses_inputs(node: Any, kind: Any, args: Args, outs: Sequence[Tensor], leaf:
         return False
     try:
         return "inputs" in (verdict_on(key, TrialCall.of(args), False) or ())
-    except Untried:  # undecided: no loss is reported
+    except Untestable:  # undecided: no loss is reported
         return False
 
 
@@ -395,7 +395,7 @@ def _needs(args: Args) -> tuple[bool, ...]:
 def _lost_by(key: Key, call: TrialCall, forward: bool) -> set[str]:
     """What a call with these values loses."""
     if any(x is None and needed for x, needed in zip(call.args, key.needs, strict=True)):
-        raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
+        raise Untestable("inside of torch.func a tensor of a subclass hides its numbers")
     with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
         return verdict_on(key, call, forward) or set()
 

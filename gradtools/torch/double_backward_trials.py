@@ -46,7 +46,7 @@ Tensor = torch.Tensor
 Args = tuple[Any, ...]
 
 
-class Untried(Exception):
+class Untestable(Exception):
     """A call cannot be tested; the text is the reason."""
 
 
@@ -152,7 +152,7 @@ class Trial:
         None if undecided: differentiating g raises, or g is zero.
 
         Raises:
-            Untried: g cannot be evaluated for finite differences.
+            Untestable: g cannot be evaluated for finite differences.
         """
         result: set[str] | None = None
         errors: list[Exception] = []
@@ -171,7 +171,7 @@ class Trial:
                 errors.append(error)
         if result is not None or len(errors) < 2 or any(isinstance(e, _Raises) for e in errors):
             return result
-        raise Untried(f"near its arguments it raises {on_one_line(errors[0])}") from errors[0]
+        raise Untestable(f"near its arguments it raises {on_one_line(errors[0])}") from errors[0]
 
     def _loses(self, point: list[Tensor], k: int, forward: bool) -> bool:
         """Whether autograd's derivative in entry k differs from finite differences."""
@@ -397,13 +397,13 @@ def verdict_on(
     """Tests a call and records the verdict of its class: what it loses, or None if undecided.
 
     Raises:
-        Untried: The call cannot be tested.
+        Untestable: The call cannot be tested.
     """
     if call.held is None:
-        raise Untried(_HELD)
+        raise Untestable(_HELD)
     trial = Trial(apply or key.kind.apply, call, key.pushed)
     if trial.is_unread():
-        raise Untried(_HELD)
+        raise Untestable(_HELD)
     result = trial.lost(forward)
     if result is not None and noted:
         key.record(FINE if not result else LOSES, forward)
@@ -424,7 +424,7 @@ def lost_in_rerun(fun: Fun, leaves: Sequence[Tensor], key: Key, forward: bool) -
     """What calls of a class in fun lose. Reruns fun to record them, and undoes its side effects.
 
     Raises:
-        Untried: No call could be tested.
+        Untestable: No call could be tested.
     """
     result: list[set[str] | None] = []
     why: list[str] = []
@@ -433,7 +433,7 @@ def lost_in_rerun(fun: Fun, leaves: Sequence[Tensor], key: Key, forward: bool) -
         if len(result) < _CALLS:
             try:
                 result.append(verdict_on(key, call, forward, apply, noted=False))
-            except Untried as error:
+            except Untestable as error:
                 why.append(str(error))
 
     operators = _OperatorCalls(key, tried)
@@ -449,7 +449,7 @@ def lost_in_rerun(fun: Fun, leaves: Sequence[Tensor], key: Key, forward: bool) -
         for call in calls.recorded:
             tried(call)
     if not result or _HELD in why:
-        raise Untried((*why, key.unseen)[0])
+        raise Untestable((*why, key.unseen)[0])
     lost = set[str]().union(*[each for each in result if each is not None])
     if any(each is not None for each in result) and not (lost and key.attaches):
         key.record(LOSES if lost else FINE, forward)

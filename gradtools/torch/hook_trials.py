@@ -294,7 +294,7 @@ class _Trial:
     """The hooks of f as a map of its inputs, of its captured leaves, and of cotangents."""
 
     def __init__(self, fun: Fun, leaves: Sequence[Tensor], captured: Sequence[Tensor]) -> None:
-        self.fun, self.captured = fun, captured
+        self.captured = captured
         with upstream.DisableTorchFunction():  # a trial around this one sees no cut here
             self.xs = [x.detach().clone() for x in leaves]
         self.randomness = Randomness.now([*self.xs, *captured])

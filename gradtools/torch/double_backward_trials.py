@@ -200,18 +200,7 @@ class Trial:
     def _pulled_along(self, point: list[Tensor], k: int, v: Tensor) -> float:
         point = [x.detach() for x in point]
         point[k] = point[k].requires_grad_()
-        total = self._paired(self._derivative(point, True))
-        if not total.requires_grad:
-            return 0.0
-        try:
-            (slope,) = torch.autograd.grad(total, [point[k]], allow_unused=True)
-        except NotImplementedError:
-            raise
-        except RuntimeError as error:  # once_differentiable raises on some ways only
-            if not is_of("torch", error):
-                raise
-            return 0.0
-        return 0.0 if slope is None else float((slope.conj() * v).real.sum())
+        return slope(self._paired(self._derivative(point, True)), [point[k]], [v])
 
     def _pushed_along(self, point: list[Tensor], k: int, v: Tensor) -> float:
         point = [*point[:k], forward_ad.make_dual(point[k], v), *point[k + 1 :]]
@@ -546,6 +535,22 @@ def paired(ys: Sequence[Tensor | None], ws: Sequence[Any] | None = None) -> Tens
     ws = ws or [None if y is None else wave(torch.ones_like(y), 3.0) for y in ys]
     terms = [(y.conj() * w).real.sum() for y, w in zip(ys, ws, strict=True) if y is not None]
     return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+
+
+def slope(total: Tensor, xs: Sequence[Tensor], vs: Sequence[Tensor]) -> float:
+    """Autograd's derivative of a number along vs; 0 where it has no graph."""
+    if not (total.requires_grad and xs):
+        return 0.0
+    try:
+        grads = torch.autograd.grad(total, xs, allow_unused=True, retain_graph=True)
+    except NotImplementedError:
+        raise
+    except RuntimeError as error:  # once_differentiable raises on some ways only
+        if not is_of("torch", error):
+            raise
+        return 0.0
+    pairs = [(g, v) for g, v in zip(grads, vs, strict=True) if g is not None]
+    return sum(float((g.conj() * v).real.sum()) for g, v in pairs)
 
 
 def on_one_line(error: BaseException) -> str:

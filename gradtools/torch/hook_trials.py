@@ -23,7 +23,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
-from gradtools.errors import LostDerivativeError, is_of
+from gradtools.errors import LostDerivativeError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import OWN, all_behind, graph_of, surveyed
 from gradtools.torch.double_backward_trials import (
@@ -31,6 +31,7 @@ from gradtools.torch.double_backward_trials import (
     is_tracked,
     on_one_line,
     paired,
+    slope,
     wave,
 )
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_pushed
@@ -334,8 +335,8 @@ class _Trial:
     def _differs(self, cts: Sequence[Any], along: str) -> bool:
         """Whether autograd's derivative of a hook along these differs from central differences."""
 
-        def at(step: float, slope: bool) -> list[float]:
-            """Re<w, h> of each hook, moved by a step; with `slope` the derivative there."""
+        def at(step: float, derivative: bool) -> list[float]:
+            """Re<w, h> of each hook, moved by a step, or its derivative there."""
             with self.hooks(step if along == "inputs" else 0.0) as (xs, hooks, _):
                 moved = cts
                 if along == "cotangents":
@@ -343,7 +344,10 @@ class _Trial:
                     moved = [[None if ct is None else move(ct) for ct in one] for one in cts]
                     xs = [ct for one in moved for ct in one if ct is not None]
                 totals = _numbers(hooks, moved)
-                return [_slope(y, xs) if slope else float(y.detach()) for y in totals]
+                if not derivative:
+                    return [float(y.detach()) for y in totals]
+                moving = [x for x in xs if x.requires_grad]
+                return [slope(y, moving, [wave(x, 1.5) for x in moving]) for y in totals]
 
         eps = [torch.finfo(x.dtype).eps for x in self.xs if is_inexact(x)]
         eps = max(eps, default=torch.finfo(torch.get_default_dtype()).eps)
@@ -393,17 +397,3 @@ def _numbers(hooks: Sequence[_Hook], cts: Sequence[Any], scale: float = 1.0) -> 
     pairs = zip(reversed(hooks), reversed(cts), strict=True)
     scaled = lambda ct: ct if ct is None or scale == 1.0 else scale * ct
     return [hook.number([*map(scaled, ct)]) for hook, ct in pairs]
-
-
-def _slope(total: Tensor, xs: Sequence[Tensor]) -> float:
-    xs = [x for x in xs if x.requires_grad]
-    if not (total.requires_grad and xs):
-        return 0.0
-    try:
-        grads = torch.autograd.grad(total, xs, allow_unused=True, retain_graph=True)
-    except RuntimeError as error:  # once_differentiable raises on some ways only
-        if not is_of("torch", error):
-            raise
-        return 0.0
-    pairs = [(x, g) for x, g in zip(xs, grads, strict=True) if g is not None]
-    return sum(float((g.conj() * wave(x, 1.5)).real.sum()) for x, g in pairs)

@@ -254,17 +254,17 @@ class Specialization:
 
         A container of one array may be given as the array alone.
         """
-        backend, count = self.backend, treedef.num_leaves
+        backend = self.backend
         if tree is None:
-            return [None] * count
+            return [None] * treedef.num_leaves
 
         def with_zeros() -> list[Any]:
-            whole = backend.unflatten(treedef, [_ZERO] * count)
+            whole = backend.unflatten(treedef, [_ZERO] * treedef.num_leaves)
             leaves = treedef.flatten_up_to(_without_none(tree, whole))
             return [None if x is _ZERO else x for x in leaves]
 
         def of_arrays_alone() -> list[Any]:
-            leaves, came = backend.flatten(tree)
+            (leaves, came), count = backend.flatten(tree), treedef.num_leaves
             inside = came.flatten_up_to(backend.unflatten(treedef, [ARRAY] * count))
             if len(leaves) != count or any(backend.flatten(x)[0] != [ARRAY] for x in inside):
                 raise ValueError

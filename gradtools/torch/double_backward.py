@@ -158,40 +158,43 @@ def _gates(
         if key.fine(upstream.forward_level() >= 0) is not True:
             tried = partial(lost_in_rerun, fun, leaves, key)
             parents = [parent for parent, _ in node.next_functions]
-            gated = partial(_gated_at_node, caller, key, tried, parents, aliases)
-            handles.append(node.register_hook(gated))
+            handles.append(node.register_hook(_gating(caller, key, tried, parents, aliases)))
     return handles
 
 
-def _gated_at_node(
-    caller: str, key: Key, tried: Tried, parents: Any, aliases: Any, given: Any, cts: Any
-) -> Any:
-    """The gradients that a node of custom code gives, with gates; None leaves them as they are."""
-    there, pushed = [g for g in given if isinstance(g, Tensor)], upstream.forward_level() >= 0
+def _gating(
+    caller: str, key: Key, tried: Tried, parents: Sequence[Any], aliases: Sequence[Tensor]
+) -> Callable[[Any, Any], Any]:
+    """A hook on a node of custom code with these parents, which adds gates to its gradients."""
     refuse = partial(refuse_if_lost, caller, key, tried)
-    if not there or key.fine(pushed):
-        return None
-    if pushed:
-        refuse("inputs", forward=True)
-        refuse("cotangents", forward=True)
-    if not torch.is_grad_enabled():
-        return None
-    behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
-    inputs = tracked_in(parents, aliases)
-    # A gate would give a constant gradient a graph.
-    if not any(g.requires_grad for g in there) and (behind or inputs):
-        fine = key.fine(False)
-        if fine is None:
-            try:
-                fine = not tried(False)
-            except Untestable:
-                fine = False
-        if fine:
+
+    def hook(given: Any, cts: Any) -> Any:
+        there, pushed = [g for g in given if isinstance(g, Tensor)], upstream.forward_level() >= 0
+        if not there or key.fine(pushed):
             return None
-        attached = key.attaches and _with_inner_graphs(given, cts)
-        if attached:
-            return attached
-    return tuple(gated_where_lost(given, behind, inputs, refuse))
+        if pushed:
+            refuse("inputs", forward=True)
+            refuse("cotangents", forward=True)
+        if not torch.is_grad_enabled():
+            return None
+        behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
+        inputs = tracked_in(parents, aliases)
+        # A gate would give a constant gradient a graph.
+        if not any(g.requires_grad for g in there) and (behind or inputs):
+            fine = key.fine(False)
+            if fine is None:
+                try:
+                    fine = not tried(False)
+                except Untestable:
+                    fine = False
+            if fine:
+                return None
+            attached = key.attaches and _with_inner_graphs(given, cts)
+            if attached:
+                return attached
+        return tuple(gated_where_lost(given, behind, inputs, refuse))
+
+    return hook
 
 
 def refuse_if_lost(caller: str, key: Key, tried: Tried, which: str, forward: bool = False) -> None:

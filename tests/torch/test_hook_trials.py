@@ -5,6 +5,7 @@ import torch
 
 import gradtools.torch as gt
 from gradtools.errors import GradtoolsError, LostDerivativeError
+from gradtools.torch import double_backward, hook_trials
 
 D = torch.float64
 
@@ -354,3 +355,23 @@ def test_a_hook_that_f_sets_on_a_parameter_stays_one(operator):
     operator(f)(torch.ones(2, 2)).sum().backward()
     assert len(net.weight._backward_hooks) == 1
     torch.testing.assert_close(net.weight.grad, torch.full((1, 2), 4.0))
+
+
+def test_a_gate_at_custom_code_is_no_hook_of_the_user():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, ct):
+            (x,) = ctx.saved_tensors
+            return 3 * x**2 * ct
+
+    y = Cube.apply(_x().requires_grad_())
+    double_backward.gate_graph("grad", lambda x: ([Cube.apply(x)], []), [_x()], [y], [])
+    handle = y.grad_fn.register_hook(print)
+    assert len(handle.hooks_dict_ref()) == 2
+    handle.remove()
+    assert hook_trials._set_on_nodes([y], 0) == []

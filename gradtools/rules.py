@@ -305,7 +305,7 @@ def batched(
     """
     x_axes = tuple(x_axes)
 
-    def mapped(one: Any, axes: tuple[Any, ...]) -> dict[str, Map | None]:
+    def mapped(one: Any, axes: tuple[Any, ...]) -> dict[str, Any]:
         """The maps of a rule or an evaluation, whose residuals have these axes, for a batch."""
         push, pull = one.tangent, one.cotangent
 

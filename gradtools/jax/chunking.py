@@ -329,7 +329,7 @@ class _Steps:
         made, shapes = jax.make_jaxpr(lambda: self.inputs(number), return_shape=True)()
         shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
         closed, out = jax.make_jaxpr(self.of(number), return_shape=True)(*shapes, carry)
-        if jaxprs.uses_primitive(closed, is_batch_statistic):
+        if any(map(is_batch_statistic, jaxprs.equations(closed))):
             warn_of_batch_norm(("jax", self.name), f"{self.chunks.caller}: {self.name} holds")
         outs, count = closed.out_avals, len(out[0])
         closed, treedef = owning(closed), jax.tree.structure(out)
@@ -342,10 +342,9 @@ class _Steps:
     def shared_draws(self, number: int, carry: list[Array]) -> set[Any]:
         """The random draws of a chunk whose keys do not depend on the chunk's number."""
         try:
-            closed = self.traced(self.kinds[number], carry).closed
+            return reachability.draws(self.traced(self.kinds[number], carry).closed)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
             return set()  # f reads values, which is allowed for a single chunk
-        return jaxprs.draws(closed, reachability.Flow(raw=True).propagate)
 
     def inputs(self, number: int) -> tuple[Any, ...]:
         size = len(self.chunks.cut.rows[number])

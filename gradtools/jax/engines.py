@@ -40,7 +40,7 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
         return Staged(fun)
     traced.refuse_signs(fun)
     outs, inputs = (sum(x.size for x in xs) for xs in (traced.out_avals, leaves))
-    pushes = jaxprs.moves_a_while(traced.jaxpr) and not traced.reverse_only
+    pushes = reachability.moves_a_while(traced.jaxpr) and not traced.reverse_only
     wide = inputs < outs and not traced.reverse_only
     mode = "forward" if pushes or wide else "reverse"
 
@@ -309,7 +309,7 @@ def _traced(fun: Fun, leaves: list[Array]) -> _TracedFunction | None:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*leaves)
     except _UNTRACEABLE:
         return None
-    jaxpr, eqns = jaxprs.open_jaxpr(closed), jaxprs.equations(closed)
+    jaxpr, eqns = jaxprs.open_jaxpr(closed), [*jaxprs.equations(closed)]
     outs = closed.out_avals[: len(shapes[0])]
     return _TracedFunction(closed, jaxpr, eqns, jax.tree.structure(shapes), outs)
 

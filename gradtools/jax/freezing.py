@@ -25,7 +25,7 @@ from gradtools.errors import GradtoolsError, is_of, warn
 from gradtools.freezing import name_of_function
 from gradtools.jax._upstream import ClosedJaxpr, constants_of
 from gradtools.jax.arrays import asarray
-from gradtools.jax.jaxprs import named_after, uses_primitive
+from gradtools.jax.jaxprs import holds, named_after
 from gradtools.jax.known_errors import explained
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.rules.installing import apply_rule
@@ -186,14 +186,14 @@ class _Use:
             return None
         moved = self.chosen(xs)
         pushed = jax.make_jaxpr(lambda *dxs: self.pushed(xs, spread(dxs, self.moving)))(*moved)
-        return f"a jax.custom_vjp in {self.name}" if _holds(pushed.jaxpr, *_TO_TRANSPOSE) else None
+        return f"a jax.custom_vjp in {self.name}" if holds(pushed.jaxpr, *_TO_TRANSPOSE) else None
 
     def may_hold(self, xs: Entries, *names: str) -> bool:
         """Whether G may contain such a primitive; True if G cannot be traced."""
         if isinstance(self.fun, _TracedOnce):
-            return _holds(self.fun.closed.jaxpr, *names)
+            return holds(self.fun.closed.jaxpr, *names)
         try:
-            return _holds(jax.make_jaxpr(self.fun)(*xs).jaxpr, *names)
+            return holds(jax.make_jaxpr(self.fun)(*xs).jaxpr, *names)
         except jax.errors.JAXTypeError:
             return True
 
@@ -207,7 +207,7 @@ class _Use:
         given = set(map(id, (*closed.jaxpr.invars, *closed.jaxpr.constvars)))
         own = {id(x): x.aval for x in closed.jaxpr.outvars if id(x) not in given}
         size = sum(x.size * x.dtype.itemsize for x in own.values())
-        return size <= self.budget and not _holds(closed.jaxpr, "while")
+        return size <= self.budget and not holds(closed.jaxpr, "while")
 
     def pushed(self, xs: Entries, dxs: Entries) -> list[Any]:
         """The tangents of the outputs."""
@@ -416,11 +416,6 @@ def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[A
 
     run = lambda *new: fun(*replaced_at(xs, moved, new))
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])
-
-
-def _holds(jaxpr: Any, *names: str) -> bool:
-    """Whether a jaxpr contains one of these primitives, at any depth."""
-    return uses_primitive(jaxpr, lambda eqn: eqn.primitive.name in names)
 
 
 _TO_TRANSPOSE = ("custom_lin", "unreachable")  # a custom_vjp's tangents, which cannot be evaluated

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
@@ -63,30 +63,30 @@ def targets(eqn: Eqn) -> list[Any]:
     return [*eqn.outvars, *filter(_is_ref, eqn.invars)]
 
 
-def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> bool:
-    """Is there an equation, at any depth, for which the predicate holds?
+def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
+    """The equations at any depth; each sub-jaxpr is read once.
 
     Args:
         closed_jaxpr: As ``jax.make_jaxpr(f)(*args)`` returns it.
-        predicate: Called with each equation until it is true; each sub-jaxpr is visited once.
-
-    Returns:
-        Whether it was true for any.
+        within_rules: Whether to trace and read also what gradtools' primitives evaluate.
     """
-    return any(map(predicate, equations(closed_jaxpr)))
-
-
-def equations(closed_jaxpr: Jaxpr) -> list[Eqn]:
-    """The equations at any depth; each sub-jaxpr is read once."""
-    pending, seen, eqns = [open_jaxpr(closed_jaxpr)], set[int](), list[Eqn]()
+    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # holds jaxprs: ids are reused
     while pending:
         jaxpr = pending.pop()
-        if id(jaxpr) not in seen:
-            seen.add(id(jaxpr))
-            eqns += jaxpr.eqns
-            for eqn in jaxpr.eqns:
-                pending += sub_jaxprs(eqn.params)
-    return eqns
+        if id(jaxpr) in seen:
+            continue
+        seen[id(jaxpr)] = jaxpr
+        for eqn in jaxpr.eqns:
+            yield eqn
+            pending += sub_jaxprs(eqn.params)
+            program = getattr(eqn.primitive, "gradtools_program", None)
+            if within_rules and program is not None:
+                pending.append(open_jaxpr(program(eqn)))
+
+
+def holds(jaxpr: Jaxpr, *names: str) -> bool:
+    """Whether a jaxpr contains one of these primitives, at any depth."""
+    return any(eqn.primitive.name in names for eqn in equations(jaxpr))
 
 
 def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
@@ -140,31 +140,6 @@ def live(jaxpr: Jaxpr) -> Jaxpr:
 
 
 DRAWS = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
-
-
-def draws(closed: Jaxpr, flow: Callable[[Jaxpr, list[int]], dict[Any, int]]) -> set[Any]:
-    """The random draws whose keys do not depend on the inputs, as pairs (primitive, shape).
-
-    flow: Returns for each variable whether data of the inputs flows to it (`Flow.propagate`).
-    """
-    result = set[Any]()
-
-    def visit(jaxpr: Jaxpr, inputs: list[int]) -> None:
-        env = flow(jaxpr, inputs)
-        at = lambda atom: 0 if isinstance(atom, Literal) else env.get(atom, 0)
-        for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
-            if name in DRAWS and not any(map(at, eqn.invars)):
-                result.add((name, eqn.params["shape"]))
-            for body in bodies(eqn):
-                entering = [at(eqn.invars[i]) for i in body.inputs]
-                for k, i in body.carries:
-                    entering[i] |= at(eqn.outvars[k])
-                visit(body.jaxpr, entering)
-
-    jaxpr = open_jaxpr(closed)
-    visit(jaxpr, [1] * len(jaxpr.invars))
-    return result
 
 
 def named_after(f: Any, program: F) -> F:
@@ -237,37 +212,10 @@ CALLS = (
 RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 """Calls of functions with a custom_jvp or custom_vjp rule."""
 
-_OTHERS = ("shard_map", "custom_vmap_call")
-
 
 def is_ruled(eqn: Eqn) -> bool:
     """Whether an equation calls a function with one of JAX's custom rules."""
     return eqn.primitive.name in RULED
-
-
-def moves_a_while(jaxpr: Jaxpr, moved: Sequence[bool] | None = None) -> bool:
-    """Whether a `while`, which has no reverse mode, depends on inexact inputs.
-
-    A `while` that only draws random numbers, or inside a custom rule, does not count.
-
-    moved: Which of the inputs count; all by default.
-    """
-    pairs = zip(jaxpr.invars, moved or [True] * len(jaxpr.invars), strict=True)
-    moving = {var for var, moves in pairs if moves and is_inexact(var)}
-    for eqn in jaxpr.eqns:
-        enters = [not isinstance(x, Literal) and x in moving for x in eqn.invars]
-        outs = [y for y in eqn.outvars if is_inexact(y)]
-        if not (any(enters) and outs):
-            continue
-        if eqn.primitive.name == "while":
-            return True
-        if not (is_ruled(eqn) or eqn.primitive.name == "custom_linear_solve"):
-            for inner in sub_jaxprs(eqn.params):
-                fits = len(inner.invars) == len(enters)
-                if moves_a_while(inner, enters if fits else None):
-                    return True
-        moving.update(outs)
-    return False
 
 
 def may_not_run(eqn: Eqn) -> bool:
@@ -299,83 +247,37 @@ class InnerJaxpr:
     gate: bool = False
 
 
-class Step(NamedTuple):
-    """An equation, for data-flow analyses.
-
-    Attributes:
-        eqn: The equation.
-        targets: The variables that it writes.
-        inexact: Which of these are floating or complex.
-        is_leaf: Whether it has no inner jaxpr.
-    """
-
-    eqn: Eqn
-    targets: list[Any]
-    inexact: list[bool]
-    is_leaf: bool
-
-
-def steps(eqns: Sequence[Eqn]) -> list[Step]:
-    """The equations as `Step`s."""
-    flow = []
-    for eqn in eqns:
-        primitive, written = eqn.primitive, targets(eqn)
-        opaque = len(written) > len(eqn.outvars)
-        inner = primitive.name in _STRUCTURED or hasattr(primitive, "gradtools_flow")
-        flow.append(Step(eqn, written, inexact(written), opaque or not inner))
-    return flow
-
-
 def bodies(eqn: Eqn) -> list[InnerJaxpr]:
-    """The inner jaxprs of an equation; none if it is opaque, so that every input flows anywhere."""
+    """The inner jaxprs of an equation; none if it is opaque, so that every input flows anywhere.
+
+    The body of one of gradtools' own primitives is the jaxpr that its `gradtools_flow` returns.
+    """
+    name, count = eqn.primitive.name, len(eqn.invars)
     if any(map(_is_ref, eqn.invars)):
         return []
-    return _STRUCTURED.get(eqn.primitive.name, _own_body)(eqn)
-
-
-def _own_body(eqn: Eqn) -> list[InnerJaxpr]:
-    """The body of gradtools' own primitives, whose `gradtools_flow` returns a jaxpr."""
-    jaxpr = getattr(eqn.primitive, "gradtools_flow", lambda _: None)(eqn)
-    return [] if jaxpr is None else [InnerJaxpr(open_jaxpr(jaxpr), range(len(eqn.invars)))]
-
-
-def _call_body(eqn: Eqn) -> list[InnerJaxpr]:
-    inner = [program.jaxpr for program in programs_of(eqn)]
-    return [InnerJaxpr(jaxpr, range(len(eqn.invars))) for jaxpr in inner if _fits(jaxpr, eqn)]
-
-
-def _fits(jaxpr: Jaxpr, eqn: Eqn) -> bool:
-    return (len(jaxpr.invars), len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))
-
-
-def _cond_bodies(eqn: Eqn) -> list[InnerJaxpr]:
-    inputs = range(1, len(eqn.invars))
-    return [InnerJaxpr(branch.jaxpr, inputs) for branch in programs_of(eqn)]
-
-
-def _scan_body(eqn: Eqn) -> list[InnerJaxpr]:
-    consts, carried = scan_counts(eqn)
-    carries = tuple((k, consts + k) for k in range(carried))
-    return [InnerJaxpr(programs_of(eqn)[0].jaxpr, range(len(eqn.invars)), carries)]
-
-
-def _while_bodies(eqn: Eqn) -> list[InnerJaxpr]:
-    """The condition, then the body; the inputs are their constants, then the carry."""
-    gates, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    carry = range(gates + consts, len(eqn.invars))
-
-    owned = range(gates), range(gates, gates + consts)
-
-    def body(program: HeldJaxpr, own: range, gate: bool) -> InnerJaxpr:
-        carries = tuple((k, len(own) + k) for k in range(len(carry)))
-        return InnerJaxpr(program.jaxpr, [*own, *carry], carries, gate)
-
-    return list(map(body, programs_of(eqn), owned, (True, False)))
-
-
-_STRUCTURED: dict[str, Callable[[Eqn], list[InnerJaxpr]]] = {
-    **dict.fromkeys((*CALLS, *RULED, *_OTHERS), _call_body),
-    "cond": _cond_bodies,
-    "scan": _scan_body,
-    "while": _while_bodies,
-}
+    if name == "cond":
+        return [InnerJaxpr(branch.jaxpr, range(1, count)) for branch in programs_of(eqn)]
+    if name == "scan":
+        consts, carried = scan_counts(eqn)
+        carries = tuple((k, consts + k) for k in range(carried))
+        return [InnerJaxpr(programs_of(eqn)[0].jaxpr, range(count), carries)]
+    if name == "while":  # the condition, then the body: their constants, then the carry
+        gates, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        carry = range(gates + consts, count)
+        inner = []
+        owned = range(gates), range(gates, gates + consts)
+        for program, own, gate in zip(programs_of(eqn), owned, (True, False), strict=True):
+            carries = tuple((k, len(own) + k) for k in range(len(carry)))
+            inner.append(InnerJaxpr(program.jaxpr, [*own, *carry], carries, gate))
+        return inner
+    flow = getattr(eqn.primitive, "gradtools_flow", None)
+    if flow is not None:
+        jaxpr = flow(eqn)
+        called = [] if jaxpr is None else [open_jaxpr(jaxpr)]
+    elif name in (*CALLS, *RULED, "shard_map", "custom_vmap_call"):
+        called = [program.jaxpr for program in programs_of(eqn)]
+    else:
+        return []
+    sizes = count, len(eqn.outvars)
+    fitting = [x for x in called if (len(x.invars), len(x.outvars)) == sizes]
+    return [InnerJaxpr(jaxpr, range(count)) for jaxpr in fitting]

@@ -13,7 +13,7 @@ flow is the same analysis without cuts and with control dependence.
 `seeing/jax/graphs.py` finds where on the way a gradient is lost.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
 from operator import or_
@@ -26,17 +26,17 @@ import numpy as np
 from gradtools.jax import _upstream as upstream
 from gradtools.jax._upstream import Literal, get_opaque_trace_state
 from gradtools.jax.jaxprs import (
+    DRAWS,
     RULED,
     Eqn,
     InnerJaxpr,
     Jaxpr,
-    Step,
     bodies,
     inexact,
     is_inexact,
     open_jaxpr,
     scan_counts,
-    steps,
+    targets,
 )
 
 
@@ -211,31 +211,43 @@ class Flow:
     def propagate(self, jaxpr: Jaxpr, bits: Sequence[int]) -> dict[Any, int]:
         """The bits of every variable, given those of the inputs."""
         env = dict(zip(jaxpr.invars, bits, strict=True))
-        for step in steps(jaxpr.eqns):
-            inputs = _read(env, step.eqn.invars)
+        for eqn in jaxpr.eqns:
+            inputs = _read(env, eqn.invars)
             if any(inputs):
-                env.update(zip(step.targets, self.through(step, inputs), strict=True))
+                env.update(zip(targets(eqn), self.step(eqn, inputs), strict=True))
         return env
 
-    def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
-        """The bits of an equation's results, given those of its operands."""
-        return self.through(steps([eqn])[0], bits)
+    def visited(
+        self, jaxpr: Jaxpr, bits: Sequence[int], enters: Callable[[Eqn], bool] = lambda eqn: True
+    ) -> Iterator[tuple[Eqn, list[int]]]:
+        """The equations at any depth, with the bits of their operands in any step of a loop.
 
-    def through(self, step: Step, bits: Sequence[int]) -> list[int]:
-        """The bits of a step's targets, given those of its operands."""
-        eqn = step.eqn
-        inner = [] if step.is_leaf else bodies(eqn)
+        enters: Whether the bodies of an equation are visited.
+        """
+        env = self.propagate(jaxpr, bits)
+        for eqn in jaxpr.eqns:
+            inputs = _read(env, eqn.invars)
+            yield eqn, inputs
+            for body in bodies(eqn) if enters(eqn) else ():
+                entering = [inputs[i] for i in body.inputs]
+                for k, i in body.carries:
+                    entering[i] |= env.get(eqn.outvars[k], 0)
+                yield from self.visited(body.jaxpr, entering, enters)
+
+    def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
+        """The bits of an equation's targets, given those of its operands."""
+        inner, written = bodies(eqn), inexact(targets(eqn))
         if inner:
             return [_union(mask, bits) for mask in self._edges(eqn, inner)]
         edges = _leaf_edges(eqn, self.raw)
-        if edges is not None and len(step.targets) == len(eqn.outvars):
+        if edges is not None and len(written) == len(eqn.outvars):
             outputs = [_union(mask, bits) for mask in edges]
-            return [b if self.raw or i else 0 for i, b in zip(step.inexact, outputs, strict=True)]
+            return [b if self.raw or i else 0 for i, b in zip(written, outputs, strict=True)]
         total = _any(bits)  # every input to every output, but no float to an integer or a bool
-        if self.raw or all(step.inexact) or is_activation_rule(eqn):
-            return [total] * len(step.targets)
+        if self.raw or all(written) or is_activation_rule(eqn):
+            return [total] * len(written)
         floats = [b for var, b in zip(eqn.invars, bits, strict=True) if is_inexact(var)]
-        return [total if i else total & ~_any(floats) for i in step.inexact]
+        return [total if i else total & ~_any(floats) for i in written]
 
     def _edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
         """For each output of a structured equation the mask of its inputs that flow to it."""
@@ -250,19 +262,35 @@ class Flow:
                 inputs = [1 << i for i in body.inputs]
                 outputs = [_union(_closure(mask, back), inputs) for mask in inner]
                 masks = [a | b for a, b in zip(masks, outputs, strict=True)]
-        gates = self._gates(eqn, bodies, masks) if self.raw else 0
+        gates = 0  # the inputs that determine which branch runs, or how often a loop does
+        if self.raw and eqn.primitive.name == "cond":
+            gates = 1
+        for gate in (body for body in bodies if self.raw and body.gate):
+            carried = {i: masks[k] for k, i in gate.carries}
+            inputs = [carried.get(i, 1 << at) for i, at in enumerate(gate.inputs)]
+            gates = _any([_union(mask, inputs) for mask in self.of_jaxpr(gate.jaxpr)])
         return [mask | gates for mask in masks]
 
-    def _gates(self, eqn: Eqn, bodies: list[InnerJaxpr], masks: Sequence[int]) -> int:
-        """The inputs that determine which branch runs, or how often a loop does."""
-        if eqn.primitive.name == "cond":
-            return 1
-        gate = next((body for body in bodies if body.gate), None)
-        if gate is None:
-            return 0
-        carried = {i: masks[k] for k, i in gate.carries}
-        inputs = [carried.get(i, 1 << at) for i, at in enumerate(gate.inputs)]
-        return _any([_union(mask, inputs) for mask in self.of_jaxpr(gate.jaxpr)])
+
+def moves_a_while(jaxpr: Jaxpr) -> bool:
+    """Whether a `while`, which has no reverse mode, depends on inexact inputs.
+
+    A `while` that only draws random numbers, or inside a custom rule, does not count.
+    """
+    is_call = lambda eqn: eqn.primitive.name not in RULED
+    visited = Flow(raw=False).visited(jaxpr, [*map(int, inexact(jaxpr.invars))], is_call)
+    whiles = ((eqn, bits) for eqn, bits in visited if eqn.primitive.name == "while")
+    return any(any(bits) and any(inexact(eqn.outvars)) for eqn, bits in whiles)
+
+
+def draws(closed: Jaxpr) -> set[Any]:
+    """The random draws whose keys do not depend on the inputs, as pairs (primitive, shape)."""
+    jaxpr = open_jaxpr(closed)
+    return {
+        (eqn.primitive.name, eqn.params["shape"])
+        for eqn, bits in Flow(raw=True).visited(jaxpr, [1] * len(jaxpr.invars))
+        if eqn.primitive.name in DRAWS and not any(bits)
+    }
 
 
 def constants_and_cuts(
@@ -283,36 +311,19 @@ def constants_and_cuts(
     class CutOutside(Flow):
         """A flow that ignores the cuts inside of equations of derivatives."""
 
-        def through(self, step: Step, bits: Sequence[int]) -> list[int]:
-            if is_derivative(step.eqn):
-                return self.uncut.through(step, bits)
-            return super().through(step, bits)
-
-    def entered(jaxpr: Jaxpr) -> int:
-        """The mask of the inputs that enter a derivative."""
-        env = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
-        total = 0
-        for step in steps(jaxpr.eqns):
-            eqn = step.eqn
-            bits = _read(env, eqn.invars)
-            if not any(bits):
-                continue
-            written = flow.through(step, bits)
-            env.update(zip(step.targets, written, strict=True))
+        def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
             if is_derivative(eqn):
-                total |= _any(written)
-                continue
-            for body in bodies(eqn):
-                inner, back = flow.of_jaxpr(body.jaxpr), entered(body.jaxpr)
-                back = _closure(back, {i: inner[k] for k, i in body.carries})
-                total |= _union(back, [bits[i] for i in body.inputs])
-        return total
+                return self.uncut.step(eqn, bits)
+            return super().step(eqn, bits)
 
     jaxpr, flow = open_jaxpr(closed_jaxpr), Flow(raw=False)
+    bits = [1 << i for i in range(len(jaxpr.invars))]
+    visited = flow.visited(jaxpr, bits, lambda eqn: not is_derivative(eqn))
+    entered = _any([_any(flow.step(eqn, xs)) for eqn, xs in visited if is_derivative(eqn)])
     within, raw, known = (
         _any(way.of_jaxpr(jaxpr)[:outs]) for way in (CutOutside(raw=False), Flow(raw=True), flow)
     )
-    lost = entered(jaxpr) & ~known
+    lost = entered & ~known
     constant = lost & (within | ~raw)
     cut = lost & ~constant
     count = range(len(jaxpr.invars))

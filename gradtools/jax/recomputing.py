@@ -17,8 +17,6 @@ from gradtools.jax._upstream import ClosedJaxpr, Primitive, constants_of
 from gradtools.jax.compiled_once import compiled, own
 from gradtools.jax.known_errors import NO_CONSTANT, NO_EFFECTS, flax_explained, says
 
-_NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
-
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
     """f with the state of the flax.nnx modules in it and in its arguments; None without any."""
@@ -108,7 +106,7 @@ def refuse_to_repeat(caller: str, closed: Any) -> None:
     `jax.checkpoint` fails on one with a bare KeyError, and a scan over one returns a wrong value
     without an error in reverse mode.
     """
-    if jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name in _NEW_REFS):
+    if jaxprs.holds(closed, "new_ref", "ref", "mutable_array", "empty_ref"):
         raise GradtoolsError(
             f"{caller}: f makes a mutable array (jax.new_ref), which JAX does not differentiate in "
             "what is repeated. Write x = x.at[i].set(y) instead."

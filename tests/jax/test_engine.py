@@ -336,6 +336,16 @@ def test_the_policy_holds_under_jit_and_costs_nothing_at_run_time():
     assert mine["bytes accessed"] == plain["bytes accessed"]
 
 
+@pytest.mark.parametrize("operator", [gt.jvp, lambda f, xs, dxs: gt.linearize(f, *xs)[1](*dxs)])
+def test_an_inner_derivative_may_enter_a_while_with_several_carries(operator):
+    def f(x):
+        slope = gt.grad(lambda y: y**2)(x)
+        step = lambda carry: (carry[0] * slope, carry[1] + 1, carry[2])
+        return jax.lax.while_loop(lambda carry: carry[1] < 3, step, (x, 0, x))[0]
+
+    assert np.ravel(operator(f, (2.0,), (1.0,)))[-1] == 32 * 2.0**3
+
+
 def test_either_branch_of_a_cond_connects():
     f = lambda x, p: jax.lax.cond(p, lambda x: jnp.sum(x), lambda x: 1.0, x)
     _same(gt.grad(f)(X, False), 0 * X)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -47,12 +46,12 @@ def outside_of_trace(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[A
     if isinstance(jax.lax.neg(0.0), jax.core.Tracer):  # a program is being traced
         return fun(*xs)
     untraced = jax.custom_jvp(fun)
-    untraced.defjvp(_no_tangents)
+
+    @untraced.defjvp
+    def no_tangents(xs: Any, dxs: Any) -> Any:
+        raise AssertionError("concrete inputs have no tangents")
+
     return list(untraced(*xs))
-
-
-def _no_tangents(xs: Any, dxs: Any) -> Any:
-    raise AssertionError("concrete inputs have no tangents")
 
 
 def check_maps(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> bool:
@@ -60,19 +59,85 @@ def check_maps(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> bool:
 
     Returns False if a cotangent map with kernels must be checked after the forward pass.
     """
-    contract = rule.contract
+    contract, likes, avals = rule.contract, likes_of(xs), avals_of(xs)
     if contract is None:
         return True
     if isinstance(rule, JvpRule):
-        avals = (avals_of(xs), perturbed)
-        contract.check_once(
-            "tangent", avals, check=lambda: _check_tangent_map(contract, rule, xs, perturbed)
-        )
-    if rule.linearize is not None and rule.fills("cotangent"):
-        return contract.check_once(
-            "cotangent", avals_of(xs), check=lambda: _check_cotangent_map(contract, rule, xs)
-        )
-    return True
+        jvp, moving = rule.jvp, differentiated_inputs(rule, likes, perturbed)
+
+        def push(*operands: Any) -> list[Any]:
+            dxs = spread(operands[len(xs) :], moving)
+            return jvp(operands[: len(xs)], filled(dxs, likes) if rule.fills("tangent") else dxs)[1]
+
+        def check_tangent() -> bool:
+            steps = [like for like, m in zip(likes, moving, strict=True) if m]
+            closed, decided = _check_zero(contract, "tangent", push, xs, steps)
+            lost = None if closed is None else lost_input(closed, len(xs))
+            if lost is not None:
+                contract.lost_tangents[avals] = [i for i, m in enumerate(moving) if m][lost]
+            return decided
+
+        contract.check_once("tangent", (avals, perturbed), check=check_tangent)
+    if rule.linearize is None or not rule.fills("cotangent"):
+        return True
+
+    def pull(*xs: Any) -> list[Any]:
+        result = rule.at(*xs)
+        assert result.cotangent is not None
+        cts = [None if like is None else zeros_of(like) for like in likes_of(result.ys)]
+        return result.cotangent(result.saved(xs), cts) if without_none(cts) else []
+
+    check = lambda: _check_zero(contract, "cotangent", pull, xs, kernels=False)[1]
+    return contract.check_once("cotangent", avals, check=check)
+
+
+def _check_zero(
+    contract: Contract,
+    which: str,
+    run: Callable[..., list[Any]],
+    xs: Sequence[Any],
+    likes: Sequence[Any] = (),
+    kernels: bool = True,
+) -> tuple[Any, bool]:
+    """Raises if `run(*xs, *zeros)`, a user's map, has a result that is not zero.
+
+    Args:
+        contract: The rule's.
+        which: "tangent" or "cotangent", what the map is linear in.
+        run: The map; its results may be None.
+        xs: Arrays; tracers among them are replaced by made-up numbers.
+        likes: The avals of the zeros.
+        kernels: Whether host functions may run. They run at concrete arrays only.
+
+    Returns:
+        The map's jaxpr (None if it reads values of arrays), and whether the check is decided.
+    """
+    places = list[int]()
+
+    def present(*operands: Any) -> list[Any]:
+        results = run(*operands)
+        places[:] = [i for i, y in enumerate(results) if y is not None]
+        return without_none(results)
+
+    wrong, decided = None, True
+    try:
+        closed = jax.make_jaxpr(present)(*map(jax.typeof, xs), *likes)
+    except READS_A_VALUE:
+        closed = None
+        if all_known(xs):
+            wrong = nonzero_at(present(*xs, *map(zeros_of, likes)))
+    else:
+        proved = proved_zero(closed, [False] * len(xs) + [True] * len(likes))
+        if not all(proved):
+            may_run = kernels or not _contains(closed, "gradtools_kernel")
+            values = [*xs, *[np.zeros(a.shape, a.dtype) for a in likes]]
+            outs = computed(closed, values) if may_run else None
+            if outs is None:
+                decided = may_run and not _contains(closed, "gradtools_kernel")
+            else:
+                wrong = nonzero_at([0.0 if p else y for p, y in zip(proved, outs, strict=True)])
+    contract.check_zero(which, wrong, places)
+    return closed, decided
 
 
 def check_evaluated(rule: Rule, xs: Sequence[Any], maps: Linearized, out: Sequence[Any]) -> None:
@@ -93,58 +158,6 @@ def check_evaluated(rule: Rule, xs: Sequence[Any], maps: Linearized, out: Sequen
     contract.check_once("cotangent", avals_of(xs), check=check)
 
 
-def _check_tangent_map(
-    contract: Contract, rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None
-) -> bool:
-    """Returns False if it is undecided because a kernel has no concrete inputs."""
-    full_like, places = likes_of(xs), list[int]()
-
-    def push(xs: Any, dxs: Any) -> list[Any]:
-        full = spread(dxs, moving)
-        dys = rule.jvp(xs, filled(full, full_like) if rule.fills("tangent") else full)[1]
-        places[:] = [i for i, dy in enumerate(dys) if dy is not None]
-        return without_none(dys)
-
-    moving = differentiated_inputs(rule, full_like, perturbed)
-    likes = [like for like, m in zip(full_like, moving, strict=True) if m]
-    try:
-        closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], likes)
-    except READS_A_VALUE:
-        known = all_known(xs)
-        wrong = nonzero_at(push(xs, [*map(zeros_of, likes)])) if known else None
-        contract.check_zero("tangent", wrong, places)
-        return True
-    mask = [False] * len(xs) + [True] * len(likes)
-    wrong, decided = first_nonzero(closed, mask, [*xs, *likes])
-    contract.check_zero("tangent", wrong, places)
-    lost = lost_input(closed, mask)
-    if lost is not None:
-        contract.lost_tangents[avals_of(xs)] = [i for i, m in enumerate(moving) if m][lost]
-    return decided
-
-
-def _check_cotangent_map(contract: Contract, rule: Rule, xs: Sequence[Any]) -> bool:
-    places: list[int] = []
-
-    def pull(*xs: Any) -> list[Any]:
-        result = rule.at(*xs)
-        assert result.cotangent is not None
-        cts = [None if like is None else zeros_of(like) for like in likes_of(result.ys)]
-        if not without_none(cts):
-            return []
-        pulled = result.cotangent(result.saved(xs), cts)
-        places[:] = [i for i, ct in enumerate(pulled) if ct is not None]
-        return without_none(pulled)
-
-    try:
-        closed = jax.make_jaxpr(pull)(*[jax.typeof(x) for x in xs])
-        wrong, decided = first_nonzero(closed, [False] * len(xs), xs, kernels=False)
-    except READS_A_VALUE:
-        wrong, decided = nonzero_at(pull(*xs)) if all_known(xs) else None, True
-    contract.check_zero("cotangent", wrong, places)
-    return decided
-
-
 def check_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) -> None:
     """Raises if transposing bwd would lose one of its cotangents."""
     contract = rule.contract
@@ -153,7 +166,7 @@ def check_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) ->
 
     def transposed() -> None:
         closed = jax.make_jaxpr(pull)(*map(zeros_of, likes))
-        lost = lost_input(closed, [True] * len(likes))
+        lost = lost_input(closed)
         if lost is not None:
             raise contract.not_transposable("cotangent", lost)
 
@@ -161,16 +174,10 @@ def check_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) ->
 
 
 def check_symbolic(contract: Contract, at: Sequence[Any], n: int, params: Any) -> None:
-    """Checks that a bwd with symbolic zeros is zero at zero."""
-
-    def check() -> bool:
-        closed = jax.make_jaxpr(partial(eval_cotangent, **params))(*map(jax.typeof, at))
-        zero = [i >= n for i in range(len(at))]
-        wrong, decided = first_nonzero(closed, zero, at)
-        places = [i for i, w in enumerate(params["wanted"]) if w]
-        contract.check_zero("cotangent", wrong, places)
-        return decided
-
+    """Checks that a bwd with symbolic zeros is zero at zero; at: n residuals, then cotangents."""
+    run = lambda *at: spread(eval_cotangent(*at, **params), params["wanted"])
+    likes = [jax.typeof(ct) for ct in at[n:]]
+    check = lambda: _check_zero(contract, "cotangent", run, at[:n], likes)[1]
     contract.check_once("cotangent", avals_of(at), params["given"], params["wanted"], check=check)
 
 
@@ -188,9 +195,7 @@ def loses_tangents(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any
         closed = jax.make_jaxpr(push)(*map(zeros_of, likes))
     except READS_A_VALUE:
         return True
-    zero = [True] * len(likes)
-    lost = lost_input(closed, zero)
-    return lost is not None or not all(proved_zero(closed, zero))
+    return lost_input(closed) is not None or not all(proved_zero(closed, [True] * len(likes)))
 
 
 _LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -268,11 +273,7 @@ _ZERO_IF_THESE: dict[str, Callable[[int], Sequence[int]]] = {
 
 def proved_zero(closed: Any, zero: Sequence[bool]) -> list[bool]:
     """Which outputs of a jaxpr are zero if the inputs marked `zero` are, for any other inputs."""
-    jaxpr = jaxprs.open_jaxpr(closed)
-    return _outputs(jaxpr, zero, [_is_zero(c) for c in getattr(closed, "consts", ())])
-
-
-def _outputs(jaxpr: Any, zero: Sequence[bool], consts: Sequence[bool] = ()) -> list[bool]:
+    jaxpr, consts = jaxprs.open_jaxpr(closed), [*map(_is_zero, getattr(closed, "consts", ()))]
     unknown = [False] * (len(jaxpr.constvars) - len(consts))
     literal = lambda atom: _is_zero(atom.val)
     return jaxprs.interpreted(jaxpr, [*consts, *unknown, *zero], _step, literal)
@@ -295,9 +296,9 @@ def _step(_: int, eqn: Any, zero: list[bool]) -> list[bool]:
         return [all(moved)] * outs
     if name == "gradtools_value":
         return zero[eqn.params["xs"] :][:outs]
-    program = _program(eqn)
+    program = getattr(eqn.primitive, "gradtools_program", None)
     if program is not None:
-        return proved_zero(program, zero)
+        return proved_zero(program(eqn), zero)
     inner = jaxprs.bodies(eqn)
     if inner:
         return _through(inner, zero, outs)
@@ -318,7 +319,7 @@ def _through(inner: Sequence[Any], zero: list[bool], outs: int) -> list[bool]:
             continue
         entering = [zero[i] for i in body.inputs]
         while True:  # to a fixpoint: a carry is zero if it starts and ends each step as zero
-            leaving = _outputs(body.jaxpr, entering)
+            leaving = proved_zero(body.jaxpr, entering)
             wrong = [i for k, i in body.carries if entering[i] and not leaving[k]]
             if not wrong:
                 break
@@ -331,30 +332,6 @@ def _through(inner: Sequence[Any], zero: list[bool], outs: int) -> list[bool]:
 
 
 # --- numerically -------------------------------------------------------------------------
-
-
-def first_nonzero(
-    closed: Any, zero: Sequence[bool], values: Sequence[Any], kernels: bool = True
-) -> tuple[int | None, bool]:
-    """The first output that is not zero if these inputs are (or None), and whether it is decided.
-
-    Args:
-        closed: The jaxpr.
-        zero: The inputs that are set to zero.
-        values: The inputs; tracers among them are replaced by made-up numbers.
-        kernels: Whether host functions may run. They run at concrete arrays only.
-    """
-    proved = proved_zero(closed, zero)
-    if all(proved):
-        return None, True
-    if not kernels and _contains(closed, "gradtools_kernel"):
-        return None, False
-    each = zip(zero, values, closed.in_avals, strict=True)
-    outs = computed(closed, [np.zeros(a.shape, a.dtype) if z else x for z, x, a in each])
-    if outs is None:
-        return None, not _contains(closed, "gradtools_kernel")
-    pairs = zip(outs, proved, strict=True)
-    return nonzero_at([np.zeros(()) if p else y for y, p in pairs]), True
 
 
 def nonzero_at(ys: Sequence[Any]) -> int | None:
@@ -386,14 +363,8 @@ def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
 
 def _contains(closed: Any, *parts: str) -> bool:
     """Whether a primitive's name has one of these parts, at any depth and in gradtools' rules."""
-
-    def matches(eqn: Any) -> bool:
-        program = _program(eqn)
-        return any(part in eqn.primitive.name for part in parts) or (
-            program is not None and jaxprs.uses_primitive(program, matches)
-        )
-
-    return jaxprs.uses_primitive(closed, matches)
+    names = (eqn.primitive.name for eqn in jaxprs.equations(closed, within_rules=True))
+    return any(part in name for name in names for part in parts)
 
 
 def can_be_tried(closed: Any, known: bool) -> bool:
@@ -407,10 +378,6 @@ def can_be_tried(closed: Any, known: bool) -> bool:
     return not closed.effects and not _contains(closed, *names)
 
 
-def _program(eqn: Any) -> Any:
-    return getattr(eqn.primitive, "gradtools_program", lambda _: None)(eqn)
-
-
 def wave(x: Any, shift: float, around: float) -> Any:
     """Made-up numbers shaped like x: multiples of 1/16, so that small sums of them are exact."""
     if not is_inexact(x):
@@ -422,14 +389,12 @@ def wave(x: Any, shift: float, around: float) -> Any:
 # --- transposing twice -------------------------------------------------------------------
 
 
-def lost_input(closed: Any, moved: Sequence[bool]) -> int | None:
-    """The first of these inputs from which the transpose would lose a path, or None.
+def lost_input(closed: Any, first: int = 0) -> int | None:
+    """The index of an input, from `first` on, from which the transpose would lose a path, or None.
 
     JAX either transposes exactly or raises, except for a path through an integer, which it
     silently treats as zero.
     """
-    pairs = zip(reachability.raw_matrix(closed), reachability.reached_matrix(closed), strict=True)
-    rows = [[r and not k for r, k in zip(*pair, strict=True)] for pair in pairs]
-    lost = [any(column) for column in zip(*rows, strict=True)]
-    at = [i for i, m in enumerate(moved) if m]
-    return next((k for k, i in enumerate(at) if lost and lost[i]), None)
+    rows = [*zip(reachability.raw_matrix(closed), reachability.reached_matrix(closed), strict=True)]
+    is_lost = lambda i: any(flows[i] and not reached[i] for flows, reached in rows)
+    return next((i - first for i in range(first, len(closed.in_avals)) if is_lost(i)), None)

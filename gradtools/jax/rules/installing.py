@@ -136,17 +136,9 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
     """`fun(*xs)`; errors of the rules in it are raised at once, not when the result is lowered."""
     closed = jax.make_jaxpr(fun)(*xs)
-    _check_runs(closed)
+    for _ in jaxprs.equations(closed, within_rules=True):  # traces them all
+        pass
     return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs))
-
-
-def _check_runs(closed: Any) -> None:
-    def expand(eqn: Any) -> bool:
-        if eqn.primitive in (tangent_p, cotangent_p, primal_p):
-            _check_runs(eqn.primitive.gradtools_program(eqn))
-        return False
-
-    jaxprs.uses_primitive(closed, expand)
 
 
 def _primal_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:

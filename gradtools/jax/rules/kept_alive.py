@@ -33,12 +33,12 @@ class MortalPrimitive(Primitive):
 
     Attributes:
         gradtools_flow: From an equation to the jaxpr of its data flow, or None; for `reachability`.
-        gradtools_program: From an equation to the jaxpr that it evaluates; for `checking`.
+        gradtools_program: From an equation to the jaxpr that it evaluates, or None; for `checking`.
     """
 
     multiple_results = True
-    gradtools_flow: Callable[[Any], Any]
-    gradtools_program: Callable[[Any], Any]
+    gradtools_flow: Callable[[Any], Any] | None = None
+    gradtools_program: Callable[[Any], Any] | None = None
 
     def __init__(self, name: str, owner: str) -> None:
         super().__init__(name)

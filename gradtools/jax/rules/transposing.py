@@ -39,7 +39,7 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
         if not is_of("jax", error):
             raise
         closed = jax.make_jaxpr(linear)(*map(struct_of, examples))
-        if jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name == "custom_linear_solve"):
+        if jaxprs.holds(closed, "custom_linear_solve"):
             raise GradtoolsError(
                 f"rule {rule.name!r}: the other mode was to follow by transposing its {which} "
                 "map, but JAX cannot transpose a linear solver whose tolerance depends on the "

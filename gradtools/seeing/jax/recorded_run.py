@@ -24,7 +24,7 @@ import numpy as np
 from gradtools.code_origin import USER, whose
 from gradtools.function_variables import cells_of, globals_of
 from gradtools.jax.known_errors import refused_number
-from gradtools.jax.module_arguments import is_module
+from gradtools.jax.module_arguments import module_kinds
 from gradtools.jax.recomputing import stateful
 from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.nodes import PlainGraph
@@ -74,7 +74,7 @@ def repeatable(caller: str, f: Any) -> Any:
 
 def is_model(x: Any) -> bool:
     """Whether x is a module of a library."""
-    return is_module(x)
+    return isinstance(x, module_kinds())
 
 
 def where_lost(closed: Any, outs: int, index: int) -> list[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -40,19 +41,21 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 _DATA = (type, CodeType, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, and yet data
 
 
-def compiled(f: Any, closed: Jaxpr, derive: Callable[[Program], Any] | None = None) -> Any:
+def compiled(f: Any, closed: Jaxpr, derive: Callable[[Program], Any] = jax.jit) -> Any:
     """`derive(run)` of a program `run(consts, xs)`; the same object for equal programs.
 
     Args:
-        f: The user's function that the program was traced from.
+        f: The user's function that the program was traced from. Its code (or its type, without
+            any) is part of the key, for errors name its lines.
         closed: The program.
-        derive: Transforms the program's function; by default `jax.jit`.
+        derive: Transforms the program's function.
     """
-    derive = derive or _jitted
     jaxpr = without_consts(closed)
+    source = inspect.unwrap(getattr(f.func if isinstance(f, partial) else f, "__func__", f))
     try:
-        key = _Key(jaxpr, (_source(f), _program(jaxpr)))
-    except _NotComparable:
+        key = _Key((getattr(source, "__code__", None) or type(source), _program(jaxpr)), jaxpr)
+        hash(key)
+    except TypeError:  # not comparable, or not hashable
         return derive(partial(_run, jaxpr))
     return _derived(key, derive)
 
@@ -77,38 +80,21 @@ def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr, consts, *xs)
 
 
-def _jitted(run: Program) -> Program:
-    return jax.jit(run)
-
-
 @lru_cache(maxsize=_KEPT)
 def _derived(key: _Key, derive: Callable[[Program], Any]) -> Any:
     return derive(partial(_run, key.jaxpr))
 
 
+@dataclass(frozen=True)
 class _Key:
     """A program that compares equal to programs which compute the same."""
 
-    def __init__(self, jaxpr: Any, key: Hashable) -> None:
-        self.jaxpr, self.key = jaxpr, key
-        self._hash = hash(key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.key == other.key
+    key: Hashable
+    jaxpr: Any = field(compare=False)
 
 
-class _NotComparable(Exception):
+class _NotComparable(TypeError):
     """A program contains arrays or unknown objects, which a cache must not keep alive."""
-
-
-def _source(f: Any) -> Any:
-    """A function's code, or its type without one. Part of the key, for errors name its lines."""
-    f = f.func if isinstance(f, partial) else f
-    f = inspect.unwrap(getattr(f, "__func__", f))
-    return getattr(f, "__code__", None) or type(f)
 
 
 def _program(jaxpr: Any) -> Hashable:
@@ -153,15 +139,7 @@ def _value(x: Any, is_callback: bool = False) -> Hashable:
     if (callable(x) or hasattr(x, "call_wrapped")) and not isinstance(x, _DATA):
         reads = tuple(_read([x]))
         return (x, reads) if is_callback else reads  # a callback is called, and not traced
-    _check_hash(x)
     return type(x), x
-
-
-def _check_hash(x: Any) -> None:
-    try:
-        hash(x)
-    except TypeError as error:
-        raise _NotComparable from error
 
 
 def _bits(x: Any) -> Hashable:
@@ -194,7 +172,6 @@ def _read(functions: Sequence[Any]) -> Iterator[Hashable]:
                 users = isinstance(x, Rule) and type(x) in (Rule, JvpRule) and x.contract
                 if isinstance(x, Rule) and not (users or captures_nothing(x)):
                     raise _NotComparable  # made by this call only
-                _check_hash(x)
                 yield x
             else:
                 yield (type(x),)

@@ -25,9 +25,9 @@ from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import is_in_scope
-from gradtools.jax.known_errors import REFUSALS, explain, explained
+from gradtools.jax.known_errors import explained
 from gradtools.jax.rules.primitives import reverse_only_p
-from gradtools.jax.trees import LinearMap, all_known, zeros_of
+from gradtools.jax.trees import LinearMap, all_known, conj, zeros_of
 
 DERIVATIVE_SCOPE = "gradtools_derivative"
 _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError)
@@ -120,12 +120,8 @@ def _evaluated(fun: Fun, leaves: list[Array], caller: str | None = None) -> Eval
     if caller is None:
         _refuse_signs(fun, leaves)
         caller = _caller(fun)
-    try:
-        with jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
-            outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
-    except REFUSALS as error:
-        explain(caller, error)
-        raise
+    with explained(caller), jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
+        outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
     cut = cache(lambda: _cut_of(fun, leaves) if nested else [])
     pulled = LinearMap(_pulled(outs, caller), pull)
     return Evaluation(outs, extras, pulled, lambda _: cut(), checked=False)
@@ -137,31 +133,29 @@ def _pulled(outs: Sequence[Array], caller: str) -> Callable[..., list[Array]]:
 
     def pulled(pull: Any, cts: Sequence[Array | None]) -> list[Array]:
         filled = [zeros_of(x) if ct is None else ct for ct, x in zip(cts, likes, strict=True)]
-        try:
-            with jax.named_scope(DERIVATIVE_SCOPE):
-                return _conjugated(pull(_conjugated(filled)))
-        except REFUSALS as error:
-            explain(caller, error)
-            raise
+        with explained(caller), jax.named_scope(DERIVATIVE_SCOPE):
+            return [conj(x) for x in pull([conj(ct) for ct in filled])]
 
     return pulled
-
-
-def _conjugated(xs: Sequence[Array]) -> list[Array]:
-    return [jnp.conj(x) if jnp.iscomplexobj(x) else x for x in xs]
 
 
 def jvp(
     fun: Fun, leaves: list[Array], tangents: list[Array]
 ) -> tuple[list[Array], list[Array], list[Array]]:
+    with _forward(fun, leaves, getattr(fun, "caller", "jvp")):
+        outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
+    return outs, extras, pushed
+
+
+@contextmanager
+def _forward(fun: Fun, leaves: list[Array], caller: str) -> Iterator[None]:
+    """Around forward mode: explains errors, refuses cuts after inner derivatives."""
     note_derivative()
-    caller = getattr(fun, "caller", "jvp")
     _refuse_signs(fun, leaves)
     with explained(caller), jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
-        outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
+        yield
     if nested:
         refuse_cut(fun, _cut_of(fun, leaves))
-    return outs, extras, pushed
 
 
 def jvps(
@@ -181,13 +175,8 @@ def linearize(
     fun: Fun, leaves: list[Array]
 ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
     """`(outs, extras, pushforward)`. A reverse-only rule raises when the pushforward is called."""
-    note_derivative()
-    _refuse_signs(fun, leaves)
-    with explained("linearize"), jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
+    with _forward(fun, leaves, "linearize"):
         outs, push, extras = jax.linearize(fun, *leaves, has_aux=True)
-    if nested:
-        refuse_cut(fun, _cut_of(fun, leaves))
-
     return outs, extras, LinearMap(_pushed, push)
 
 
@@ -221,13 +210,9 @@ class _TracedFunction:
     @cached_property
     def connected(self) -> list[bool]:
         """For each leaf, whether it reaches an output, or an inner derivative constant in it."""
-        return [r or c for r, c in zip(self.reached, self._inside[0], strict=True)]
-
-    @cached_property
-    def reached(self) -> list[bool]:
-        """For each leaf, whether it reaches one of the differentiated outputs."""
         rows = reachability.reached_matrix(self.closed)[: len(self.out_avals)]
-        return [any(row[i] for row in rows) for i in range(len(self.closed.in_avals))]
+        constant = self._inside[0]
+        return [any(row[i] for row in rows) or constant[i] for i in range(len(constant))]
 
     def where_lost(self, index: int) -> list[str]:
         """The operations at which leaf `index` is lost, one for each line."""

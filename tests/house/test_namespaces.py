@@ -166,10 +166,8 @@ torch/plain_programs/: what PyTorch differentiates wrongly; JAX has no such seam
 seeing/torch/recording/: a run is recorded as it happens; JAX traces a jaxpr
 seeing/torch/translating/: aten's operations
 seeing/jax/translating/: JAX's primitives
-jax/rules/batching.py: a rule under vmap; in PyTorch it is a method of the Function
 jax/rules/primitives.py: what a rule is in a jaxpr; in PyTorch it is one Function
 jax/rules/linearizing.py: a rule's maps as a program; PyTorch runs them as they are
-jax/rules/closure_conversion.py: arrays of a trace that a rule would outlive; PyTorch refuses them
 jax/jaxprs.py: what a jaxpr's equations run; PyTorch's run is recorded
 torch/patches.py: classes of PyTorch whose calls are seen; JAX's are in the jaxpr
 torch/rules/functions.py: what a rule is in a graph; in JAX it is three primitives

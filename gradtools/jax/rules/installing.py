@@ -18,8 +18,8 @@ A fourth primitive, `evaluation`, contains the whole forward pass of a rule with
 code elimination replaces it by the primal if its extras are not used, as in a forward pass that
 will be recomputed.
 
-`primitives` defines what each primitive computes, `linearizing` how a rule is linearized, and
-`batching` how they are batched; this module defines how they are differentiated and transposed.
+`primitives` defines what each primitive computes and how it is batched, `linearizing` how a rule is
+linearized; this module defines how the primitives are differentiated and transposed.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.jet import jet_rules
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from gradtools.errors import NotImplementedRefusal
 from gradtools.jax import jaxprs, shardings
-from gradtools.jax.rules.batching import batching_rule
 from gradtools.jax.rules.checking import check_linear, check_symbolic, proved_zero
-from gradtools.jax.rules.closure_conversion import (
-    ValueLiftedRule,
+from gradtools.jax.rules.kept_alive import memoized, mortal, owned_by
+from gradtools.jax.rules.linearizing import (
     captured_tracers,
+    forward_pass,
     lift_captured,
     lift_value,
+    local_list,
 )
-from gradtools.jax.rules.kept_alive import memoized, mortal, owned_by
-from gradtools.jax.rules.linearizing import forward_pass, local_list
 from gradtools.jax.rules.primitives import (
     LinearizedRule,
     Mask,
     PartialRule,
     TracedRule,
+    ValueLiftedRule,
     as_arrays,
     cotangent_p,
     eval_cotangent,
@@ -403,7 +403,6 @@ def _no_series(*_: Any, **params: Any) -> Any:
 
 
 for _p in (primal_p, evaluation_p, value_p, tangent_p, cotangent_p):
-    batching.fancy_primitive_batchers[_p] = mortal(batching_rule(_p))
     jet_rules[_p] = _no_series
 
 

@@ -105,16 +105,12 @@ def _apply(
     if takes_key:
         kwargs = {"key": key, **kwargs}
     model = eqx.combine(params, static)
-    if not stateful:
-        return _call(model, args, kwargs), state
     # equinox invalidates a State that is written to: pass a copy
-    return _call(model, (*args, fresh(state)), kwargs)
-
-
-def _call(model: Any, args: tuple, kwargs: dict) -> Any:
+    given = (*args, fresh(state)) if stateful else args
     try:
-        return model(*args, **kwargs)
+        out = model(*given, **kwargs)
     except RuntimeError as error:
         if kwargs.get("key", True) is None and says(error, NEEDS_KEY, package="equinox"):
             raise no_key(error) from error
         raise
+    return out if stateful else (out, state)

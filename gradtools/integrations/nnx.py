@@ -169,7 +169,7 @@ class Stateful:
         copies = {id(old): new for old, new in zip(self._own, own, strict=True)}
         with flax_explained(self.caller):
             nnx.update(given, of_given)
-            out = _Copies(copies).of(self.f)(*args, **kwargs)
+            out = _with_copies(self.f, copies)(*args, **kwargs)
         result = self._kept(self._state(own), 0), self._kept(self._state(given), 1)
         self.after = jax.tree.leaves(result)
         pairs = zip(self.changed, self.after, self.now, strict=True)
@@ -209,29 +209,24 @@ def _modules(x: Any) -> list[Any]:
     return held_in(x, (nnx.Pytree, nnx.Variable))
 
 
-class _Copies:
-    def __init__(self, copies: dict[int, Any]) -> None:
-        self.made, self.open = dict(copies), set[int]()
+def _with_copies(f: Any, copies: dict[int, Any]) -> Any:
+    """f with the modules that it refers to replaced by their copies, which are given by id."""
+    entered = set[int]()
 
-    def of(self, x: Any) -> Any:
-        if id(x) in self.made:
-            return self.made[id(x)]
-        if id(x) in self.open:  # a recursive function
-            return x
-        self.open.add(id(x))
-        new = self._function(x) if isinstance(x, FunctionType) else with_parts(x, self.of)
-        self.open.discard(id(x))
+    def of(x: Any) -> Any:
+        if id(x) in copies or id(x) in entered:  # the latter: a recursive function
+            return copies.get(id(x), x)
+        entered.add(id(x))
+        new = with_parts(x, of)
+        if isinstance(x, FunctionType) and not is_of_framework(x):
+            cells, named = changed(cells_of(x)), changed(globals_of(x))
+            defaults = of(x.__defaults__)
+            if cells or named or defaults is not x.__defaults__:
+                new = with_variables(x, cells, named, defaults)
+        entered.discard(id(x))
         return new
 
-    def _function(self, f: FunctionType) -> Any:
-        """The function with replaced closure and globals, if any of them is replaced."""
-        if is_of_framework(f):
-            return f
-        cells, named = self._replaced(cells_of(f)), self._replaced(globals_of(f))
-        defaults = self.of(f.__defaults__)
-        same = not cells and not named and defaults is f.__defaults__
-        return f if same else with_variables(f, cells, named, defaults)
+    def changed(variables: dict[str, Any]) -> dict[str, Any]:
+        return {name: new for name, x in variables.items() if (new := of(x)) is not x}
 
-    def _replaced(self, held: dict[str, Any]) -> dict[str, Any]:
-        """The entries that are replaced: those with a copy, or that contain one."""
-        return {name: new for name, x in held.items() if (new := self.of(x)) is not x}
+    return of(f)

@@ -26,6 +26,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import is_in_scope
 from gradtools.jax.known_errors import explained
+from gradtools.jax.rules.checking import avals_of
 from gradtools.jax.rules.primitives import reverse_only_p
 from gradtools.jax.trees import LinearMap, all_known, conj, zeros_of
 
@@ -62,7 +63,24 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         return _evaluated(fun, leaves)
     known = all_known(leaves) and not reachability.within_a_trace()
     if known and _takes_no_sign(fun, leaves):
-        return _traced_if_zero(fun, leaves, groups)
+        evaluation = _evaluated(fun, leaves)
+        whole = evaluation.pullback
+
+        def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
+            """Traces fun if all gradients of a group are zero."""
+            pulled, ends = whole(cts), [*accumulate(groups)]
+            parts = [pulled[e - count : e] for e, count in zip(ends, groups, strict=True)]
+            if all(not part or any(map(_is_nonzero, part)) for part in parts):
+                return pulled
+            traced = _traced(fun, leaves)
+            if traced is None:
+                evaluation.checked = False
+                return pulled
+            evaluation.where_lost = traced.where_lost
+            return traced.of_connected(pulled)
+
+        evaluation.pullback, evaluation.checked = pullback, True
+        return evaluation
     traced = _refusing_signs(fun, leaves)
     if traced is None:
         return _evaluated(fun, leaves)
@@ -79,29 +97,6 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         lambda _: traced.cut(),
         where_lost=traced.where_lost,
     )
-
-
-def _traced_if_zero(fun: Fun, leaves: list[Array], groups: Sequence[int]) -> Evaluation:
-    """The evaluation; its pullback traces fun if all gradients of a group are zero."""
-    evaluation = _evaluated(fun, leaves)
-    native = evaluation.pullback
-
-    def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
-        pulled, starts = native(cts), accumulate(groups, initial=0)
-        parts = [
-            pulled[start : start + count] for start, count in zip(starts, groups, strict=False)
-        ]
-        if all(not part or any(map(_is_nonzero, part)) for part in parts):
-            return pulled
-        traced = _traced(fun, leaves)
-        if traced is None:
-            evaluation.checked = False
-            return pulled
-        evaluation.where_lost = traced.where_lost
-        return traced.of_connected(pulled)
-
-    evaluation.pullback, evaluation.checked = pullback, True
-    return evaluation
 
 
 def _is_nonzero(x: Any) -> bool:
@@ -325,7 +320,7 @@ def _refusing_signs(fun: Fun, leaves: list[Array]) -> _TracedFunction | None:
     if traced is not None:
         traced.refuse_signs(fun)
     with suppress(AttributeError, TypeError):  # f has no weak reference, or no hash
-        _signless.setdefault(fun.f, set()).add(_signature(leaves))  # type: ignore[attr-defined]
+        _signless.setdefault(fun.f, set()).add(avals_of(leaves))  # type: ignore[attr-defined]
     return traced
 
 
@@ -334,10 +329,6 @@ def _takes_no_sign(fun: Any, leaves: list[Array]) -> bool:
     if not reachability.complex_sign_is_a_step():
         return True
     try:
-        return _signature(leaves) in _signless.get(fun.f, ())
+        return avals_of(leaves) in _signless.get(fun.f, ())
     except (AttributeError, TypeError):
         return False
-
-
-def _signature(leaves: list[Array]) -> tuple[Any, ...]:
-    return tuple((x.shape, str(x.dtype)) for x in leaves)

@@ -34,8 +34,8 @@ from gradtools.jax.jaxprs import (
     bodies,
     inexact,
     is_inexact,
+    may_not_run,
     open_jaxpr,
-    scan_counts,
     targets,
 )
 
@@ -254,7 +254,10 @@ class Flow:
         if eqn.primitive.name in RULED and not self.raw:  # the rule overrides cuts in its function
             masks = self.uncut._edges(eqn, bodies)
             return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
-        masks = _untouched(eqn)
+        name, masks = eqn.primitive.name, [0] * len(eqn.outvars)
+        if may_not_run(eqn):  # without a step, a loop returns the initial values of its carry
+            for k, i in bodies[-1].carries:
+                masks[k] = 1 << bodies[-1].inputs[i]
         for body in bodies:
             if not body.gate:
                 inner = self.of_jaxpr(body.jaxpr)
@@ -263,7 +266,7 @@ class Flow:
                 outputs = [_union(_closure(mask, back), inputs) for mask in inner]
                 masks = [a | b for a, b in zip(masks, outputs, strict=True)]
         gates = 0  # the inputs that determine which branch runs, or how often a loop does
-        if self.raw and eqn.primitive.name == "cond":
+        if self.raw and name == "cond":
             gates = 1
         for gate in (body for body in bodies if self.raw and body.gate):
             carried = {i: masks[k] for k, i in gate.carries}
@@ -332,19 +335,6 @@ def constants_and_cuts(
 
 def _read(env: dict[Any, int], atoms: Sequence[Any]) -> list[int]:
     return [0 if isinstance(atom, Literal) else env.get(atom, 0) for atom in atoms]
-
-
-def _untouched(eqn: Eqn) -> list[int]:
-    """The mask of the carry's initial values that a loop returns unchanged if it runs no step."""
-    if eqn.primitive.name == "while":
-        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        return [1 << first + k for k in range(len(eqn.outvars))]
-    masks = [0] * len(eqn.outvars)
-    if eqn.primitive.name == "scan" and not eqn.params["length"]:
-        consts, carried = scan_counts(eqn)
-        for k in range(carried):
-            masks[k] = 1 << consts + k
-    return masks
 
 
 def _closure(mask: int, back: dict[int, int]) -> int:

@@ -7,6 +7,7 @@ custom rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -84,14 +85,16 @@ def zeros_of(aval: Any) -> Any:
     return shardings.varying(zeros, shardings.varies(aval))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(eq=False, repr=False)
 class LinearMap:
     """A pullback or pushforward as a pytree: a static function, and JAX's own map with residuals.
 
     Two have the same structure if their functions are the same object.
     """
 
-    def __init__(self, run: Callable[..., Any], native: Any) -> None:
-        self.run, self.native = run, native
+    run: Callable[..., Any] = field(metadata={"static": True})
+    native: Any
 
     @user_facing
     def __call__(self, *args: Any) -> Any:
@@ -99,13 +102,6 @@ class LinearMap:
 
     def __repr__(self) -> str:
         return f"<{getattr(self.run, '__name__', 'linear map')}>"
-
-
-jax.tree_util.register_pytree_node(
-    LinearMap,
-    lambda linear: ((linear.native,), linear.run),
-    lambda run, children: LinearMap(run, *children),
-)
 
 
 def likes_of(xs: Sequence[Any]) -> list[Any]:

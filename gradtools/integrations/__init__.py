@@ -6,14 +6,6 @@ from typing import Any
 
 from gradtools.errors import GradtoolsError
 
-_FILES = {
-    "equinox": "equinox",
-    "flax.linen": "linen",
-    "flax.nnx": "nnx",
-    "haiku": "haiku",
-    "keras": "keras",
-}
-
 
 def refusal(caller: str, name: str, x: Any) -> Exception | None:
     """An error with advice, if x is a library's object that was passed in place of arrays."""
@@ -32,4 +24,5 @@ def refusal(caller: str, name: str, x: Any) -> Exception | None:
 
 def integration(library: str) -> Any:
     """The integration module of a library; None if the program has not imported the library."""
-    return import_module(f"{__name__}.{_FILES[library]}") if library in modules else None
+    name = library.removeprefix("flax.")
+    return import_module(f"{__name__}.{name}") if library in modules else None

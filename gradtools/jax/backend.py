@@ -84,7 +84,10 @@ class JaxBackend(FrameworkBackend):
     def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
         count = before + x.size + after
         basis = jnp.eye(count, x.size, k=-before, dtype=x.dtype).reshape(count, *x.shape)
-        return shardings.varying(shardings.many_like(basis, x), shardings.varies(x))
+        spec = shardings.entries(x)
+        if any(spec):
+            basis = shardings.on_mesh(basis, jax.typeof(x).sharding.mesh, (None, *spec))
+        return shardings.varying(basis, shardings.varies(x))
 
     def is_known_zero(self, x: Array) -> bool:
         return not isinstance(x, jax.core.Tracer) and not bool(jnp.any(x != 0))

@@ -21,9 +21,12 @@ def explained(caller: str) -> Iterator[None]:
     """Re-raises known errors of JAX with what to do about them."""
     try:
         yield
-    except REFUSALS as error:
-        explain(caller, error)
-        raise
+    except (TypeError, ValueError, NotImplementedError) as error:
+        advice = next((a for part, a in _ADVICE.items() if says(error, part)), None)
+        if advice is None:
+            raise
+        message = f"{caller}: {advice} JAX says{place_of(error)}: {error}"
+        raise refusal(error, message) from error
 
 
 @contextmanager
@@ -41,17 +44,6 @@ def flax_explained(caller: str) -> Iterator[None]:
             "through flax's own transforms (nnx.jit, nnx.grad) or as an argument, or use "
             "gt.make_functional and pass its state on."
         ) from error
-
-
-REFUSALS = TypeError, ValueError, NotImplementedError
-
-
-def explain(caller: str, error: Exception) -> None:
-    """Raises a GradtoolsError from a known error of JAX; returns if it is not known."""
-    advice = next((a for part, a in _ADVICE.items() if says(error, part)), None)
-    if advice is not None:
-        message = f"{caller}: {advice} JAX says{place_of(error)}: {error}"
-        raise refusal(error, message) from error
 
 
 def says(error: BaseException, *parts: str, package: str = "jax") -> bool:

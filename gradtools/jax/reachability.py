@@ -16,6 +16,7 @@ flow is the same analysis without cuts and with control dependence.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
+from itertools import compress, repeat
 from operator import or_
 from typing import Any
 
@@ -53,27 +54,15 @@ def _outside() -> Any:
 
 
 def reached(closed_jaxpr: Jaxpr) -> list[bool]:
-    """For each input of a jaxpr: does it reach an inexact output?
-
-    Args:
-        closed_jaxpr: What ``jax.make_jaxpr(f)(*args)`` returns.
-
-    Returns:
-        One bool for each input. An input that is not inexact reaches nothing.
-    """
-    columns = zip(*reached_matrix(closed_jaxpr), strict=True)
-    return [any(column) for column in columns] or [False] * len(open_jaxpr(closed_jaxpr).invars)
+    """For each input of a jaxpr: does it reach an inexact output?"""
+    matrix = reached_matrix(closed_jaxpr)
+    return [any(row[i] for row in matrix) for i in range(len(open_jaxpr(closed_jaxpr).invars))]
 
 
 def reached_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
     """For each output and each input of a jaxpr: does the input reach the output?
 
-    Args:
-        closed_jaxpr: What ``jax.make_jaxpr(f)(*args)`` returns.
-
-    Returns:
-        ``matrix[output][input]``. The row of an output that is not inexact is False, and so is
-        the column of an input that is not.
+    Inputs and outputs that are not inexact reach nothing and are reached by nothing.
     """
     jaxpr = open_jaxpr(closed_jaxpr)
     active, given = inexact(jaxpr.invars), inexact(jaxpr.outvars)
@@ -105,24 +94,7 @@ def _any(bits: Sequence[int]) -> int:
     return reduce(or_, bits, 0)
 
 
-# --- equations of gradtools' rules -------------------------------------------------------
-
-
-def nondifferentiable_inputs(eqn: Eqn) -> set[int]:
-    """The nondifferentiable inputs of an equation of gradtools' rules."""
-    if eqn.primitive.name not in ("gradtools_primal", "gradtools_value"):
-        return set()
-    return set(eqn.params["rule"].nondifferentiable)
-
-
-def reaches(eqn: Eqn) -> Sequence[Sequence[bool]] | None:
-    """The reachability matrix that a rule of gradtools declares; None for any other equation."""
-    if eqn.primitive.name != "gradtools_primal" or not callable(eqn.params["rule"].reaches):
-        return None
-    from gradtools.host_kernels import ArraySpec
-
-    avals = [v.aval for v in eqn.invars]
-    return eqn.params["rule"].reaches(*[ArraySpec(a.shape, str(a.dtype)) for a in avals])
+# --- leaf equations ----------------------------------------------------------------------
 
 
 @cache
@@ -140,13 +112,7 @@ def is_complex_sign(eqn: Eqn) -> bool:
     return complex_sign_is_a_step()
 
 
-# --- leaf equations ----------------------------------------------------------------------
-
-_STOPS = {
-    "stop_gradient": "the gradient is stopped",
-    "pure_callback": "the computation leaves JAX",
-    "io_callback": "the computation leaves JAX",
-}
+_STOPS = ("stop_gradient", "pure_callback", "io_callback")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ONE_TO_ONE = (
     *("optimization_barrier", "device_put", "gradtools_reverse_only"),
@@ -156,23 +122,26 @@ ONE_TO_ONE = (
 
 def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
     """For each output the mask of the inputs that flow to it; None if all flow to all."""
-    name = eqn.primitive.name
+    name, count, outs = eqn.primitive.name, len(eqn.invars), len(eqn.outvars)
     if not raw and hasattr(eqn.primitive, "gradtools_connects"):
         return [_mask(row) for row in eqn.primitive.gradtools_connects(eqn)]
-    if not raw and name in _STOPS:
-        return [0] * len(eqn.outvars)
-    if not raw and is_complex_sign(eqn):
-        return [0]
-    if not raw and (matrix := reaches(eqn)) is not None:
-        return [_mask(row) for row in matrix]
-    if not raw and nondifferentiable_inputs(eqn):
-        active = [i not in nondifferentiable_inputs(eqn) for i in range(len(eqn.invars))]
-        return [_mask(active)] * len(eqn.outvars)
+    if not raw and (name in _STOPS or is_complex_sign(eqn)):
+        return [0] * outs
+    if not raw and name in ("gradtools_primal", "gradtools_value"):
+        from gradtools.host_kernels import ArraySpec
+
+        rule, avals, matrix = eqn.params["rule"], [v.aval for v in eqn.invars], None
+        if name == "gradtools_primal" and callable(rule.reaches):
+            matrix = rule.reaches(*[ArraySpec(a.shape, str(a.dtype)) for a in avals])
+        if matrix is not None:
+            return [_mask(row) for row in compress(matrix, eqn.params.get("used") or repeat(True))]
+        if rule.nondifferentiable:
+            return [_mask([i not in rule.nondifferentiable for i in range(count)])] * outs
     if name == "sort":
         keys = (1 << eqn.params["num_keys"]) - 1 if raw else 0
-        return [1 << i | keys for i in range(len(eqn.invars))]
-    if name in ONE_TO_ONE and len(eqn.invars) == len(eqn.outvars):
-        return [1 << i for i in range(len(eqn.invars))]
+        return [1 << i | keys for i in range(count)]
+    if name in ONE_TO_ONE and count == outs:
+        return [1 << i for i in range(count)]
     return None
 
 

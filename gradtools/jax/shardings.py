@@ -60,14 +60,6 @@ def like(x: Array, other: Any) -> Array:
     return on_mesh(x, _aval(other if any(wanted) else x).sharding.mesh, wanted)
 
 
-def many_like(xs: Array, other: Array) -> Array:
-    """Arrays stacked along axis 0, each sharded like `other`."""
-    result = entries(other)
-    if not any(result):
-        return xs
-    return on_mesh(xs, _aval(other).sharding.mesh, (None, *result))
-
-
 def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
     """The sharding of a callback's result, which JAX cannot infer.
 
@@ -119,17 +111,23 @@ def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) 
 
 
 def without_axis(aval: Any, axis: int) -> Any:
-    return _with_axes(aval, lambda xs, _: (*xs[:axis], *xs[axis + 1 :]))
+    left = lambda xs: (*xs[:axis], *xs[axis + 1 :])
+    return _resized(aval, left(aval.shape), left(entries(aval)), aval)
 
 
 def with_leading(aval: Any, size: int, like: Any = None) -> Any:
     """The aval with a new axis 0, sharded like axis 0 of `like`; replicated without `like`."""
     entry = None if like is None else entries(like)[0]
-    if entry is None:
-        return _with_axes(aval, lambda xs, new: (new, *xs), size)
-    spec = PartitionSpec(entry, *entries(aval))
-    sharding = NamedSharding(_aval(like).sharding.mesh, spec)
-    return aval.update(shape=(size, *aval.shape), sharding=sharding)
+    spec = entry, *entries(aval)
+    return _resized(aval, (size, *aval.shape), spec, aval if entry is None else like)
+
+
+def _resized(aval: Any, shape: tuple[int, ...], spec: tuple[Any, ...], on: Any) -> Any:
+    """The aval with another shape and sharding, over the mesh of `on`."""
+    if not any(spec):
+        return aval.update(shape=shape)
+    sharding = NamedSharding(_aval(on).sharding.mesh, PartitionSpec(*spec))
+    return aval.update(shape=shape, sharding=sharding)
 
 
 def spread(x: Array, size: int, like: Array) -> Array:
@@ -139,14 +137,6 @@ def spread(x: Array, size: int, like: Array) -> Array:
 
 def _aval(x: Any) -> Any:
     return x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
-
-
-def _with_axes(aval: Any, change: Any, size: int = 0) -> Any:
-    shape = change(aval.shape, size)
-    if not any(entries(aval)):
-        return aval.update(shape=shape)
-    spec = PartitionSpec(*change(entries(aval), None))
-    return aval.update(shape=shape, sharding=NamedSharding(aval.sharding.mesh, spec))
 
 
 def _fits(x: Array, axis: int, entry: Any, entries: list[Any], mesh: Any) -> bool:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import compress, repeat
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ from jax.interpreters import partial_eval as pe
 from gradtools.errors import NotImplementedRefusal
 from gradtools.jax import jaxprs, shardings
 from gradtools.jax.rules.checking import check_linear, check_symbolic, proved_zero
-from gradtools.jax.rules.kept_alive import memoized, mortal, owned_by
+from gradtools.jax.rules.kept_alive import memoized, mortal
 from gradtools.jax.rules.linearizing import (
     captured_tracers,
     forward_pass,
@@ -49,7 +50,6 @@ from gradtools.jax.rules.linearizing import (
 from gradtools.jax.rules.primitives import (
     LinearizedRule,
     Mask,
-    PartialRule,
     TracedRule,
     ValueLiftedRule,
     as_arrays,
@@ -58,7 +58,6 @@ from gradtools.jax.rules.primitives import (
     eval_forward,
     eval_primal,
     eval_tangent,
-    evaluate_live,
     evaluation_p,
     flow_of,
     jaxpr_of,
@@ -109,17 +108,18 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
     `jax.custom_vjp` demands, it is kept on the first device and zero on the others.
     """
 
-    def on_first_device(ct: Any, axes: frozenset[Any]) -> Any:
-        if ct is None or not hasattr(ct, "dtype"):
-            return ct
-        summed = axes - varies(ct)
-        first = [jax.lax.axis_index(axis) == 0 for axis in sorted(summed)]
-        return jnp.where(jnp.stack(first).all(), ct, jnp.zeros_like(ct)) if first else ct
-
     def summed_once(cotangent: Any) -> Any:
-        if cotangent is None:
-            return None
-        return lambda saved, cts: [*map(on_first_device, cotangent(saved, cts), shared)]
+        def summed(saved: Any, cts: Any) -> list[Any]:
+            result = list(cotangent(saved, cts))
+            for i, axes in enumerate(shared):
+                ct = result[i]
+                summed = axes - varies(ct) if hasattr(ct, "dtype") else ()
+                first = [jax.lax.axis_index(axis) == 0 for axis in sorted(summed)]
+                if first:
+                    result[i] = jnp.where(jnp.stack(first).all(), ct, jnp.zeros_like(ct))
+            return result
+
+        return None if cotangent is None else summed
 
     def linearize(*xs: Any, **options: Any) -> Any:
         assert rule.linearize is not None
@@ -150,37 +150,19 @@ def _primal_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
     if not any(used):
         return [False] * len(eqn.invars), None
     if not all(used):
-        outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
-        rule = eqn.params["rule"]
-        part = memoized(rule, ("part", *used), lambda: _restricted(rule, tuple(used)))
-        eqn = eqn.replace(outvars=outvars, params=owned_by(part, "rule"))
+        outvars, left = list(compress(eqn.outvars, used)), iter(used)
+        before = eqn.params.get("used") or repeat(True, len(used))
+        now = tuple([u and next(left) for u in before])
+        eqn = eqn.replace(outvars=outvars, params={**eqn.params, "used": now})
     return [True] * len(eqn.invars), eqn
 
 
-def _restricted(rule: Rule, used: Mask) -> PartialRule:
-    """The rule restricted to the outputs that are used."""
-
-    def reaches(*specs: Any) -> Any:
-        assert callable(rule.reaches)
-        result = rule.reaches(*specs)
-        return result and part.pick(result)
-
-    flow = flow_of(rule)
-    part: PartialRule = PartialRule.of(
-        rule,
-        primal=lambda *xs: evaluate_live(lambda *xs: part.pick(rule.primal(*xs)), xs),
-        flow=None if flow is None else lambda *xs: part.pick(flow(*xs)),
-        reaches=reaches if callable(rule.reaches) else rule.reaches,
-        used=used,
-        whole=rule,
-    )
-    return part
-
-
-def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
-    if isinstance(rule, PartialRule):
-        ys, dys = _primal_jvp(xs, dxs, rule=rule.whole)
-        return rule.pick(ys), rule.pick(dys)
+def _primal_jvp(
+    xs: Any, dxs: Any, *, rule: Rule, used: Mask | None = None
+) -> tuple[list[Any], list[Any]]:
+    if used is not None:
+        ys, dys = _primal_jvp(xs, dxs, rule=rule)
+        return list(compress(ys, used)), list(compress(dys, used))
     given, xs = _perturbed(rule, dxs), as_arrays(xs)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
@@ -347,17 +329,15 @@ def _cotangent_transpose(
     return [None] * n + [dy for dy, g in zip(dys, given, strict=True) if g]
 
 
-def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
+def _primal_transpose(cts: Any, *xs: Any, rule: Rule, used: Mask | None = None) -> list[Any]:
     """The transpose of a rule inside a linear function: its pullback, linearized at zero."""
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
-    if isinstance(rule, PartialRule):  # the unused outputs of the whole rule have zero cotangents
+    if used is not None:  # the unused outputs have zero cotangents
         avals = tuple([x.aval if u else jax.typeof(x) for x, u in zip(xs, unknown, strict=True)])
-        outs = jaxpr_of(eval_primal, avals, {"rule": rule.whole}).out_avals
-        left = iter(cts)
+        outs, left = jaxpr_of(eval_primal, avals, {"rule": rule}).out_avals, iter(cts)
         zeros = [ad.Zero(aval.to_tangent_aval()) for aval in outs]
-        full = [next(left) if u else zero for zero, u in zip(zeros, rule.used, strict=True)]
-        return _primal_transpose(full, *xs, rule=rule.whole)
-    if (rule.contract or rule) in local_list("linearizing"):
+        cts = [next(left) if u else zero for zero, u in zip(zeros, used, strict=True)]
+    if rule.origin in local_list("linearizing"):
         # A linear function that its own forward rule calls: transposing by the rule would recurse
         # without end, so the primal's code is transposed.
         likes = [struct_of(x.aval) for x, u in zip(xs, unknown, strict=True) if u]

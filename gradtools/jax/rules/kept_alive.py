@@ -63,11 +63,6 @@ def _life_of(owner: Any) -> Any:
     return life
 
 
-def owned_by(owner: Any, name: str) -> dict[str, Any]:
-    """The parameters that replace an equation's owner; `name` is the owner's parameter."""
-    return {name: owner, LIFE: ((_life_of(owner),),)}
-
-
 def mortal(run: Callable[..., T]) -> Callable[..., T]:
     """Wraps a function of a primitive's parameters: drops `LIFE` from them."""
 

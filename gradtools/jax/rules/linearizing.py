@@ -133,7 +133,7 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
         return rule
     perturbed = perturbed if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, perturbed)
-    with pushed_on(local_list("linearizing"), rule.contract or rule):
+    with pushed_on(local_list("linearizing"), rule.origin):
         check_maps(rule, xs, perturbed)
         with naming_rule(rule):
             closed = jax.make_jaxpr(forward)(*map(jax.typeof, xs))
@@ -145,7 +145,7 @@ def _evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any
     """The outputs and extras at concrete inputs, and the maps, without tracing."""
     perturbed = perturbed if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, perturbed)
-    with pushed_on(local_list("linearizing"), rule.contract or rule):
+    with pushed_on(local_list("linearizing"), rule.origin):
         decided = check_maps(rule, xs, perturbed)
         out = outside_of_trace(forward, xs)
         if not decided:

@@ -2,16 +2,18 @@
 
 The operands of a linear primitive are the residuals, then the tangents (or cotangents) that are
 not symbolic zeros. Its parameters: `given`, the mask of these tangents; `wanted`, the mask of the
-input cotangents to be computed; `xs` and `ys`, the avals of inputs and outputs. `installing.py`
-defines how the primitives are differentiated.
+input cotangents to be computed; `xs` and `ys`, the avals of inputs and outputs. After dead code
+elimination the primal has the parameter `used`, the mask of its outputs that are used.
+`installing.py` defines how the primitives are differentiated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress, repeat
 from types import FunctionType
 from typing import Any
 
@@ -121,18 +123,6 @@ class LinearizedRule(TracedRule):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class PartialRule(TracedRule):
-    """A rule that returns the `used` outputs only; its derivative is that of `whole`."""
-
-    used: Mask
-    whole: Rule
-
-    def pick(self, full: Iterable[Any]) -> list[Any]:
-        """The entries of `full` (one for each output of `whole`) at the used outputs."""
-        return [y for y, u in zip(full, self.used, strict=True) if u]
-
-
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ValueLiftedRule(TracedRule):
     """A rule whose primal has been lifted, but not its maps.
 
@@ -154,9 +144,12 @@ def promoting(rule: Rule) -> Any:
     return jax.numpy_dtype_promotion("standard") if rule.reaches == "identity" else nullcontext()
 
 
-def eval_primal(*xs: Any, rule: Rule) -> list[Any]:
-    """The outputs of the rule's function."""
-    return list(rule.primal(*as_arrays(xs)))
+def eval_primal(*xs: Any, rule: Rule, used: Mask | None = None) -> list[Any]:
+    """The outputs of the rule's function, or those that are used."""
+    arrays = as_arrays(xs)
+    if used is None:
+        return list(rule.primal(*arrays))
+    return evaluate_live(lambda *xs: list(compress(rule.primal(*xs), used)), arrays)
 
 
 def _evaluation(*xs: Any, rule: LinearizedRule) -> list[Any]:
@@ -257,11 +250,12 @@ def _define(
     return primitive
 
 
-def _flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
+def _flow(*operands: Any, rule: Rule, xs: int | None = None, used: Mask | None = None) -> list[Any]:
     """The rule's data flow, from its inputs to its outputs."""
     flow = flow_of(rule)
     assert flow is not None
-    return list(flow(*operands[:xs]))
+    outs = list(flow(*operands[:xs]))
+    return list(compress(outs, used or repeat(True)))
 
 
 primal_p = _define("gradtools_primal", eval_primal, flow=_flow)
@@ -355,13 +349,13 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any, run: Any = Non
         more: dict[str, Any] = {}
         if isinstance(rule, LinearizedRule):
             more |= {"forward": run or forward, "source": None}
+            if rule.whole is not None:
+                more["whole"] = _batched(rule.whole, x_axes, None, axis)
         flow = flow_of(rule)
         if flow is not None:
             more["flow"] = lists.vmap_list(lambda *x: flow(*x), x_axes, size)
         if isinstance(rule, ValueLiftedRule):
             more["lift"] = lift
-        if isinstance(rule, LinearizedRule | PartialRule) and rule.whole is not None:
-            more["whole"] = _batched(rule.whole, x_axes, None, axis)
         return batched(rule, lists, x_axes, saved_axes, size, **more)
 
     return memoized(rule, ("batched", x_axes, saved_axes, axis, run is None), make)
@@ -424,8 +418,8 @@ def _printed_primal(eqn: Any) -> dict[str, Any]:
     """The printed parameters, as a `custom_jvp` has them: name, program, the user's functions."""
     rule, avals = eqn.params["rule"], tuple([v.aval for v in eqn.invars])
     run = eval_primal if eqn.primitive is primal_p else _evaluation
-    used = {"used": list(rule.used)} if isinstance(rule, PartialRule) else {}
-    program = memo_of(rule.whole if used else rule, _jaxpr_key(run, avals, eqn.params))
+    used = {"used": list(eqn.params["used"])} if "used" in eqn.params else {}
+    program = memo_of(rule, _jaxpr_key(run, avals, {"rule": rule}))
     shown = used if program is None else used | {"call_jaxpr": program}
     if rule.contract is not None:
         shown |= {**rule.contract.functions, "symbolic_zeros": bool(rule.symbolic_zeros)}

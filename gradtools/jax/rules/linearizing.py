@@ -389,14 +389,15 @@ def lift_captured(
             cotangent = lift(maps.cotangent, saved, cts)
     if not consts:
         return rule, []
-    count, more = len(consts), dict[str, Any]()
+    # The maps must not reference the rule, whose functions close over the tracers.
+    name, count, more = rule.name, len(consts), dict[str, Any]()
     positions = range(n) if maps.saves is None else maps.saves
     saves = [i if i < n else i + count for i in positions]
     dxs, cts = ([None if x is None else jax.typeof(x) for x in vs] for vs in (dxs, cts))
 
     def run_tangent(a: Any, v: Any) -> list[Any]:
         if tangent is None:  # no input moves but a captured one
-            raise closed_over_error(rule.name)
+            raise closed_over_error(name)
         return tangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v[:n], dxs))
 
     def run_cotangent(a: Any, v: Any) -> list[Any]:

@@ -40,7 +40,13 @@ class OpenedContainer:
         """A container with these parts."""
         pairs = list(zip(self.keys, parts, strict=True))
         if self.pattern is None:
-            return _constructed(self.kind, dict(pairs))
+            try:
+                return self.kind(dict(pairs))  # type: ignore[call-arg]
+            except TypeError as error:
+                raise GradtoolsError(
+                    f"a {self.kind.__name__} is a mapping that is not made of a dict, as "
+                    f"{self.kind.__name__}(dict): {error}. Pass a dict instead."
+                ) from error
         new = copy(self.pattern)
         if isinstance(new, UserDict):
             new.data = dict(pairs)
@@ -201,13 +207,3 @@ def _pattern(x: Any) -> Any:
         if hasattr(new, name):
             object.__setattr__(new, name, None)
     return new
-
-
-def _constructed(kind: type, parts: dict[Any, Any]) -> Any:
-    try:
-        return kind(parts)  # type: ignore[call-arg]
-    except TypeError as error:
-        raise GradtoolsError(
-            f"a {kind.__name__} is a mapping that is not made of a dict, as {kind.__name__}(dict): "
-            f"{error}. Pass a dict instead."
-        ) from error

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gradtools.host_kernels import Kernel, KernelCall, Results, Shape
 from gradtools.jax import shardings
@@ -51,12 +51,8 @@ def call_now(
 ) -> Any:
     """The results at concrete arrays outside of all traces; else NotImplemented.
 
-    Args:
-        backend: The backend.
-        kernel: The kernel.
-        count: The number of its arguments; 0 for any number.
-        args: The arguments.
-        statics: The static arguments: none.
+    count: The number of the kernel's arguments; 0 for any number.
+    statics: The static arguments: none.
     """
     if within_a_trace() or not args or len(args) != (count or len(args)):
         return NotImplemented
@@ -107,36 +103,28 @@ def _run(
 
 
 def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:
+    """The results, each on the devices to which the arguments are committed."""
     committed = [x for x in xs if isinstance(x, jax.Array) and x.committed]
-    places = _placements(call, expected, committed, batch) if committed else None
+    sets = [x.sharding.device_set for x in committed]
+    other = next((devices for devices in sets if devices != sets[0]), None)
+    if other is not None:
+        names = [", ".join(sorted(map(str, devices))) for devices in (sets[0], other)]
+        raise call.error(
+            f"its arguments are committed to different devices, {names[0]} and {names[1]}. Move "
+            "them together with jax.device_put."
+        )
     bridged = call.kernel.inside is not None  # and no callback of JAX's: nothing waits for it
     result = _run(*xs, call=call, expected=expected, batch=batch, may_call_jax=bridged)
-    if places is None:
+    if not committed:
         return [jnp.asarray(y) for y in result]
-    return [jax.device_put(y, place) for y, place in zip(result, places, strict=True)]
-
-
-def _placements(
-    call: KernelCall, expected: Results, xs: Sequence[jax.Array], batch: Shape
-) -> list[Sharding]:
-    """The sharding of each result; raises if the arguments are committed to different devices."""
-    devices = xs[0].sharding.device_set
-    other = next((x for x in xs if x.sharding.device_set != devices), None)
-    if other is not None:
-        names = [sorted(map(str, x.sharding.device_set)) for x in (xs[0], other)]
-        raise call.error(
-            f"its arguments are committed to different devices, {', '.join(names[0])} and "
-            f"{', '.join(names[1])}. Move them together with jax.device_put."
-        )
-    if len(devices) == 1:
-        return [xs[0].sharding] * len(expected.specs)
-    named = [(x, s) for x in xs if isinstance(s := x.sharding, NamedSharding)]
-    mesh = named[0][1].mesh if named else jax.sharding.Mesh(list(devices), ("devices",))
+    if len(sets[0]) == 1:
+        return [jax.device_put(y, committed[0].sharding) for y in result]
+    named = [(x, s) for x in committed if isinstance(s := x.sharding, NamedSharding)]
+    mesh = named[0][1].mesh if named else jax.sharding.Mesh(list(sets[0]), ("devices",))
     args = [(x.shape, shardings.padded(s.spec, x.ndim)) for x, s in named]
-    return [
-        NamedSharding(mesh, PartitionSpec(*shardings.of_result((*batch, *s.shape), batch, args)))
-        for s in expected.specs
-    ]
+    specs = [shardings.of_result((*batch, *s.shape), batch, args) for s in expected.specs]
+    places = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
+    return [jax.device_put(y, place) for y, place in zip(result, places, strict=True)]
 
 
 def _staged(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:

@@ -66,9 +66,7 @@ def targets(eqn: Eqn) -> list[Any]:
 def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
     """The equations at any depth; each sub-jaxpr is read once.
 
-    Args:
-        closed_jaxpr: As ``jax.make_jaxpr(f)(*args)`` returns it.
-        within_rules: Whether to trace and read also what gradtools' primitives evaluate.
+    within_rules: Whether to trace and read also what gradtools' primitives evaluate.
     """
     pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # holds jaxprs: ids are reused
     while pending:

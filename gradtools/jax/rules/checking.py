@@ -99,18 +99,11 @@ def _check_zero(
     likes: Sequence[Any] = (),
     kernels: bool = True,
 ) -> tuple[Any, bool]:
-    """Raises if `run(*xs, *zeros)`, a user's map, has a result that is not zero.
+    """Raises if `run(*xs, *zeros)`, a user's map, has a result that is neither zero nor None.
 
-    Args:
-        contract: The rule's.
-        which: "tangent" or "cotangent", what the map is linear in.
-        run: The map; its results may be None.
-        xs: Arrays; tracers among them are replaced by made-up numbers.
-        likes: The avals of the zeros.
-        kernels: Whether host functions may run. They run at concrete arrays only.
-
-    Returns:
-        The map's jaxpr (None if it reads values of arrays), and whether the check is decided.
+    Tracers among xs are replaced by made-up numbers; `likes` are the avals of the zeros. Host
+    functions run at concrete arrays only, and only if `kernels` is true. Returns the map's jaxpr
+    (None if it reads values of arrays), and whether the check is decided.
     """
     places = list[int]()
 
@@ -299,22 +292,9 @@ def _step(_: int, eqn: Any, zero: list[bool]) -> list[bool]:
     program = getattr(eqn.primitive, "gradtools_program", None)
     if program is not None:
         return proved_zero(program(eqn), zero)
-    inner = jaxprs.bodies(eqn)
-    if inner:
-        return _through(inner, zero, outs)
-    if name == "custom_linear_solve":
-        return [all(zero[len(zero) - outs :])] * outs
-    if name in _ZERO_IF_ANY:
-        return [any(zero)] * outs
-    if name in _ZERO_IF_ALL:
-        return [all(zero)] * outs
-    read = _ZERO_IF_THESE.get(name)
-    return [read is not None and all(zero[i] for i in read(len(zero)))] * outs
-
-
-def _through(inner: Sequence[Any], zero: list[bool], outs: int) -> list[bool]:
-    result = [True] * outs
-    for body in inner:
+    result = None
+    for body in jaxprs.bodies(eqn):
+        result = result or [True] * outs
         if body.gate:
             continue
         entering = [zero[i] for i in body.inputs]
@@ -328,7 +308,16 @@ def _through(inner: Sequence[Any], zero: list[bool], outs: int) -> list[bool]:
         carried = {k: entering[i] for k, i in body.carries}
         both = enumerate(zip(result, leaving, strict=True))
         result = [f and y and carried.get(k, True) for k, (f, y) in both]
-    return result
+    if result is not None:
+        return result
+    if name == "custom_linear_solve":
+        return [all(zero[len(zero) - outs :])] * outs
+    if name in _ZERO_IF_ANY:
+        return [any(zero)] * outs
+    if name in _ZERO_IF_ALL:
+        return [all(zero)] * outs
+    read = _ZERO_IF_THESE.get(name)
+    return [read is not None and all(zero[i] for i in read(len(zero)))] * outs
 
 
 # --- numerically -------------------------------------------------------------------------

@@ -224,11 +224,8 @@ def _define(
 ) -> MortalPrimitive:
     """A primitive that evaluates `run`.
 
-    Args:
-        name: Its name.
-        run: What it computes, from its operands and parameters.
-        outs: The avals of its results; None: they are traced.
-        flow: Like `run`, with the data flow of a rule that has one; None: all flows to all.
+    outs: The avals of its results; None: they are traced.
+    flow: Like `run`, with the data flow of a rule that has one; None: all flows to all.
     """
 
     def program(eqn: Any, run: Any = run) -> Any:

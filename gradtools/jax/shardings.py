@@ -124,7 +124,7 @@ def with_leading(aval: Any, size: int, like: Any = None) -> Any:
 
 def _resized(aval: Any, shape: tuple[int, ...], spec: tuple[Any, ...], on: Any) -> Any:
     """The aval with another shape and sharding, over the mesh of `on`."""
-    if not any(spec):
+    if not any((*spec, *entries(aval))):
         return aval.update(shape=shape)
     sharding = NamedSharding(_aval(on).sharding.mesh, PartitionSpec(*spec))
     return aval.update(shape=shape, sharding=sharding)

@@ -6,7 +6,7 @@ own derivatives `double_backward.py` checks, and the nodes whose gradient PyTorc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from gradtools.backend import Fun
 from gradtools.errors import LostDerivativeError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import COMPILED, LOST, nodes_of
+from gradtools.torch.compiling import COMPILED, LOST, nodes_behind, nodes_of
 from gradtools.torch.functorch_wrappers import unwrapped
 from gradtools.torch.patches import scripts_called
 from gradtools.torch.plain_programs.backward_nodes import (
@@ -64,10 +64,7 @@ def surveyed(outs: Sequence[Tensor], made: int = 0) -> Survey:
     made: How many nodes the function made. Those of a derivative inside are not in its graph.
     """
     result, plain, accumulates = Survey([], [], [], [], []), _PLAIN, upstream.AccumulateGrad
-    todo: list[Any] = []
-    for y in outs:
-        if y.requires_grad:
-            todo.append(y.grad_fn or get_gradient_edge(y).node)
+    todo: list[Any] = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
     seen = set(todo)
     for node in todo:  # inlined `nodes_of`, since every derivative runs this
         kind = type(node)
@@ -115,13 +112,17 @@ def is_torchscript(node: Any) -> bool:
 
 
 def tracked(xs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that require grad."""
     return [x for x in xs if x.requires_grad]
 
 
 def graph_of(outs: Sequence[Tensor]) -> set[Any]:
     """The nodes of the graph of outs."""
     return all_behind([node_of(y) for y in outs if y.requires_grad])
+
+
+def all_behind(nodes: Iterable[Any], ends: Collection[Any] = ()) -> set[Any]:
+    """`nodes_behind` as a set."""
+    return {*nodes_behind(nodes, ends)}
 
 
 def node_of(x: Tensor) -> Any:
@@ -138,19 +139,6 @@ def node_of(x: Tensor) -> Any:
     elif level is not None and x.grad_fn is None:  # a leaf outside of the transform that runs
         return None
     return x.grad_fn or get_gradient_edge(x).node
-
-
-def all_behind(nodes: Sequence[Any], ends: Collection[Any] = ()) -> set[Any]:
-    """These nodes and their ancestors, except for those that only the nodes `ends` lead to."""
-    seen: set[Any] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if node not in ends:
-                todo += [parent for parent, _ in node.next_functions]
-    return seen
 
 
 def guarded(
@@ -203,6 +191,5 @@ TORCHSCRIPT_LOSES = (
     "f holds a function of TorchScript (torch.jit), in which PyTorch loses tangents, and second "
     "derivatives inside of torch.func's transforms, without an error (torch#73972). Call the "
     "function that was scripted or traced; or stay in reverse mode outside of torch.func: "
-    "linearize for "
-    "jvp, hvp(mode='reverse_over_reverse')."
+    "linearize for jvp, hvp(mode='reverse_over_reverse')."
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from importlib.abc import MetaPathFinder
@@ -81,9 +81,7 @@ def as_written() -> AbstractContextManager[None]:
 
     Compiled code silently drops tangents, and modes do not see its operations.
     """
-    if not upstream.dynamo_is_loaded() or is_compiling():
-        return nullcontext()
-    return _AS_WRITTEN
+    return _AS_WRITTEN if upstream.dynamo_is_loaded() and not is_compiling() else nullcontext()
 
 
 def runs_as_written() -> bool:
@@ -154,7 +152,7 @@ class _WhenDynamoArrives(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
-        loader: Any = None if spec is None else spec.loader
+        loader: Any = getattr(spec, "loader", None)
         if loader is None:
             return spec
         execute = loader.exec_module
@@ -186,9 +184,8 @@ NO_DOUBLE_BACKWARD = (
 
 def refuse_lost(caller: str, outs: Sequence[Tensor]) -> None:
     """Raises if the graph of outs holds a compiled backward pass, which loses derivatives."""
-    if upstream.DYNAMO in sys.modules and any(
-        type(node).__name__ == LOST for node in nodes_of(outs)
-    ):
+    nodes = nodes_of(outs) if upstream.dynamo_is_loaded() else []
+    if any(type(node).__name__ == LOST for node in nodes):
         raise GradtoolsError(f"{caller}: {NO_DOUBLE_BACKWARD}")
 
 
@@ -210,9 +207,7 @@ def mark_lost(nodes: Sequence[Any]) -> None:
     PyTorch before 2.13 saves an input that is a view detached, so that the second derivative would
     silently be zero.
     """
-    if not upstream.saved_views_are_detached:
-        return
-    for node in nodes:
+    for node in nodes if upstream.saved_views_are_detached else ():
         if type(node).__name__ == COMPILED and LOST not in node.metadata:
             node.metadata[LOST] = True
             node.register_hook(partial(_marked, node.saved_tensors))
@@ -224,8 +219,7 @@ def _marked(saved: Sequence[Any], cts: Sequence[Any], _: Any) -> Any:
     depends = any(x is not None and x.is_floating_point() for x in saved)
     if not torch.is_grad_enabled() or not depends or any(ct.requires_grad for ct in given):
         return None
-    tracked = torch.zeros((), requires_grad=True)
-    apply = CompiledFunctionBackward.apply
+    apply, tracked = CompiledFunctionBackward.apply, torch.zeros((), requires_grad=True)
     return tuple([apply(ct, tracked) if isinstance(ct, Tensor) else ct for ct in cts])
 
 
@@ -238,24 +232,23 @@ def not_exported(caller: str) -> GradtoolsError:
     )
 
 
-def nodes_of(outs: Sequence[Tensor]) -> list[Any]:
-    """The nodes of the autograd graph of outs, including leaves."""
-    found: list[Any] = []
-    seen: set[Any] = set()
-    todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        found.append(node)
-        for parent, _ in node.next_functions:
-            if parent is not None:
-                todo.append(parent)
+def nodes_of(outs: Iterable[Tensor], ends: Collection[Any] = ()) -> list[Any]:
+    """The nodes of the autograd graph of outs, including leaves, not followed past `ends`."""
+    tracked = [y for y in outs if y.requires_grad]
+    return nodes_behind([y.grad_fn or get_gradient_edge(y).node for y in tracked], ends)
+
+
+def nodes_behind(nodes: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
+    """These nodes and their ancestors, except for those that only the nodes `ends` lead to."""
+    found = [*dict.fromkeys(node for node in nodes if node is not None)]
+    seen = {None, *found}
+    for node in found:  # appended to below
+        for parent, _ in node.next_functions if node not in ends else ():
+            if parent not in seen:
+                seen.add(parent)
+                found.append(parent)
     return found
 
 
-def leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
-    for node in nodes_of(outs):
-        if type(node).__name__ == "AccumulateGrad":
-            yield node.variable
+def leaves_of(outs: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (node.variable for node in nodes_of(outs) if type(node) is upstream.AccumulateGrad)

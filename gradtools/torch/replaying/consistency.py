@@ -16,26 +16,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from operator import itemgetter
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.coefficients import HERE, closed_over, coefficients_noted
-from gradtools.torch.compiling import left_to_python
+from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_wrapped, unwrapped
 from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.patches import hooks_set
 from gradtools.torch.replaying.recomputing import is_recorded, was_queried
-from gradtools.torch.replaying.slicing import Entries, primal_of
+from gradtools.torch.replaying.slicing import Entries, primal_of, tensors_of
 from gradtools.torch.state import contents_of
 
 if TYPE_CHECKING:
@@ -56,7 +54,7 @@ _KEEPS = (
 _EDITS = {"scale_gradient": "scale_gradient or reverse_gradient"}  # which share a rule
 _PRODUCTS = ("MulBackward0", "DivBackward0")
 _RULES = ("gradtools.torch.rules.", "gradtools.torch.hooks")  # the modules of rules' Functions
-_AccumulateGrad, _first_of = upstream.AccumulateGrad, itemgetter(0)
+_AccumulateGrad = upstream.AccumulateGrad
 
 
 class Coefficient(NamedTuple):
@@ -112,10 +110,6 @@ class NodeKind(NamedTuple):
             with upstream.disable_current_modes():  # which would see the reading of a number
                 numbers = " and ".join([str(x.item()) for x in scalars if not is_wrapped(x)])
         return cls(name, numbers, sum(x is not None for x, _ in node.next_functions))
-
-    def without_factors(self) -> NodeKind:
-        """The kind without the factors of a product, which saved tensors hooks may have packed."""
-        return self._replace(numbers="") if self.name in _PRODUCTS else self
 
     def __str__(self) -> str:
         held = f" that holds {self.numbers}" if self.numbers else ""
@@ -269,7 +263,13 @@ class Verification:
         if asynchronous := [x for x in differences if isinstance(x, Tensor)]:
             self._pending.append((i, torch.stack(asynchronous).any()))
         if not was_queried():
-            self._compare_coefficients(i, first.coefficients, seen.coefficients)
+            old, later = first.coefficients, seen.coefficients
+            # An edit may run once more in one of them, in a check of a rule.
+            same_edits = [x.edit for x in old] == [x.edit for x in later]
+            for k, x in enumerate(later):
+                known = [old[k]] if same_edits else [a for a in old if a.edit == x.edit]
+                if all(bool(a.differs(x)) for a in known):
+                    raise self._other_coefficient(i, _EDITS.get(x.edit, x.edit))
         if own is not None and torch.is_grad_enabled() and first.leaves is not None:
             is_packed = upstream.saved_tensors_hooks_on(False) is not None
             seen.note_graph(*graph_of(outs, own), is_packed)
@@ -304,19 +304,6 @@ class Verification:
             "be wrong. Make it a buffer of a module or an argument."
         )
 
-    def _compare_coefficients(
-        self, i: int, first: list[Coefficient], new: list[Coefficient]
-    ) -> None:
-        if [x.edit for x in first] == [x.edit for x in new]:
-            others = [(b.edit, a.differs(b)) for a, b in zip(first, new, strict=True)]
-        else:  # an edit may run once more in one of them, in a check of a rule
-            others = [
-                (b.edit, all(bool(a.differs(b)) for a in first if a.edit == b.edit)) for b in new
-            ]
-        for edit, other in others:
-            if bool(other):
-                raise self._other_coefficient(i, _EDITS.get(edit, edit))
-
     # --- graphs
 
     def _compare_graphs(self, i: int, first: ChunkRecord, new: ChunkRecord) -> None:
@@ -350,11 +337,9 @@ class Verification:
         old, kinds = first.kinds, new.kinds
         if any(kind.name.startswith("CompiledFunction") for kind in (*old, *kinds)):
             return  # compiled in the first pass, but not in the recomputation, or vice versa
-        if first.is_packed != new.is_packed:
-            old, kinds = (
-                Counter([kind.without_factors() for kind in counts.elements()])
-                for counts in (old, kinds)
-            )
+        if first.is_packed != new.is_packed:  # hooks may have packed the factors of products
+            bare = lambda kind: kind._replace(numbers="") if kind.name in _PRODUCTS else kind
+            old, kinds = (Counter([*map(bare, each.elements())]) for each in (old, kinds))
         other = (old - kinds) + (kinds - old)
         if other:
             kind = min(other)
@@ -369,20 +354,10 @@ class Verification:
 
 def graph_of(outs: Entries, inputs: Entries) -> tuple[list[Any], dict[int, Tensor]]:
     """The nodes of the outputs' graph from the inputs on, and its other leaves, by their ids."""
-    ends, leaves, nodes = {*map(id, inputs)}, dict[int, Tensor](), list[Any]()
-    seen = {None, *[x.grad_fn for x in inputs if isinstance(x, Tensor)]}
-    tracked = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
-    todo: list[Any] = [y.grad_fn or get_gradient_edge(y).node for y in tracked]
-    for node in todo:  # appended to below
-        if node in seen:
-            continue
-        seen.add(node)
-        nodes.append(node)
-        if type(node) is not _AccumulateGrad:
-            todo += map(_first_of, node.next_functions)
-        elif id(node.variable) not in ends and not is_spent(node.variable):
-            leaves[id(node.variable)] = node.variable
-    return nodes, leaves
+    ends, own = {x.grad_fn for x in tensors_of(inputs)}, {*map(id, inputs)}
+    nodes = [node for node in nodes_of(tensors_of(outs), ends) if node not in ends]
+    leaves = [node.variable for node in nodes if type(node) is _AccumulateGrad]
+    return nodes, {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
 
 
 def register_own_hook(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
@@ -416,29 +391,23 @@ def figures(x: Tensor, sample: int | None = None) -> Figures:
         rows = x.reshape(len(x) if x.ndim > 1 else 1, -1)
         if sample is not None and x.numel() > sample:
             rows = rows.reshape(1, -1)[:, :: x.numel() // sample]
-        width = min(rows.shape[1], _BLOCK)
-        weights = torch.arange(width, device=x.device, dtype=_wide(x))
-        weights = torch.cos(weights * 1.618033988749895)
+        width, dtype = min(rows.shape[1], _BLOCK), torch.float64
+        dtype = torch.float32 if x.device.type == "mps" else dtype
+        weights = torch.cos(torch.arange(width, device=x.device, dtype=dtype) * 1.618033988749895)
         totals = []
         for some in rows.split(max(1, _BLOCK // width)):
-            parts = [_sums(part, weights) for part in some.split(width, 1)]
+            parts = list[Tensor]()
+            for part in some.split(width, 1):
+                wide = part.to(dtype)
+                if part.dtype == torch.float64:
+                    wide = wide * 2.0**-64  # so that sums do not overflow
+                wide = wide.nan_to_num(nan=1.25, posinf=1.5, neginf=-1.75)
+                weighted = wide @ weights[: wide.shape[1]]
+                parts.append(torch.stack([wide.abs().sum(1), weighted, wide.sum(1)]))
             totals.append(sum(parts[1:], parts[0]))
-        total = torch.cat(totals, 1)
-        # On an accelerator it stays there, without synchronization, until it is compared.
-        return *aval, total.numpy().copy() if total.device.type == "cpu" else total
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.device.type != "mps" else torch.float32
-
-
-def _sums(part: Tensor, weights: Tensor) -> Tensor:
-    """For each row the sums of the moduli, of the weighted entries, and of the entries."""
-    wide = part.to(_wide(part))
-    if part.dtype == torch.float64:
-        wide = wide * 2.0**-64  # so that sums do not overflow
-    wide = wide.nan_to_num(nan=1.25, posinf=1.5, neginf=-1.75)
-    return torch.stack([wide.abs().sum(1), wide @ weights[: wide.shape[1]], wide.sum(1)])
+        sums = torch.cat(totals, 1)
+        # On an accelerator they stay there, without synchronization, until they are compared.
+        return *aval, sums.numpy().copy() if sums.device.type == "cpu" else sums
 
 
 def differences_of(old: list[Figures], new: list[Figures]) -> list[bool | Tensor]:
@@ -503,8 +472,7 @@ class RunKey:
         return RunKey(self._known, (what, self._key))
 
     def is_verified(self) -> bool:
-        known = self._known.get(self._key)
-        return known is not None and known() is not None
+        return self._known.get(self._key, lambda: None)() is not None
 
     def mark_pending(self, verifier: Any) -> None:
         """Records that `verifier` will verify it: while that is alive, nothing else needs to."""
@@ -563,14 +531,24 @@ def part_of(x: Any, depth: int = 0) -> Any:
     closure: tensors by shape and dtype, numbers by type, lists and tuples by their entries, other
     objects by identity.
     """
-    kind = type(x)
+    kind, parts, space = type(x), (), None
     if kind in (bool, str, type(None)):
         return x
     if isinstance(x, Tensor):
         return kind, x.shape, x.dtype, x.requires_grad
-    parts = _parts(x) if depth <= _DEPTH else ()
+    if depth > _DEPTH:
+        pass
+    elif kind is FunctionType:
+        defaults = *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
+        parts = x.__code__, *map(contents_of, x.__closure__ or ()), *defaults
+        space = id(x.__globals__)
+    elif kind is MethodType:
+        parts = x.__func__, x.__self__
+    elif isinstance(x, partial):
+        parts = x.func, *x.args, *x.keywords, *x.keywords.values()
+    elif kind in (list, tuple) and len(x) <= _PARTS:
+        parts = tuple(x)
     if parts:
-        space = id(x.__globals__) if kind is FunctionType else None
         return kind, space, *[part_of(y, depth + 1) for y in parts]
     if kind in (int, float, complex, list, dict, tuple, set):
         return kind
@@ -578,16 +556,3 @@ def part_of(x: Any, depth: int = 0) -> Any:
         return _WeakIdentity(x)
     except TypeError:  # x does not support weak references
         return kind
-
-
-def _parts(x: Any) -> tuple[Any, ...]:
-    """The objects that a function, a list or a tuple is made of."""
-    if type(x) is FunctionType:
-        cells = [contents_of(cell) for cell in x.__closure__ or ()]
-        defaults = *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
-        return (x.__code__, *cells, *defaults)
-    if type(x) is MethodType:
-        return x.__func__, x.__self__
-    if isinstance(x, partial):
-        return (x.func, *x.args, *x.keywords, *x.keywords.values())
-    return tuple(x) if type(x) in (list, tuple) and len(x) <= _PARTS else ()

@@ -12,11 +12,11 @@ effects are undone. It must reproduce f's values, so a change of other state rai
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -40,15 +40,15 @@ Start = tuple[Modes, Randomness | None]
 
 
 class _Recomputing(threading.local):
-    """The pending recomputation of this thread, until the operator's call takes it."""
+    """The pending second evaluation of this thread, until the operator's call takes it."""
 
-    pending: RecomputedDerivative | None = None
+    pending: SecondEvaluation | None = None
 
 
 _here = _Recomputing()
 
 
-def current() -> DeferredGraph | RecomputedDerivative | None:
+def current() -> DeferredGraph | SecondEvaluation | None:
     """How a call that begins here treats parameters; None if graphs are built eagerly.
 
     They are built eagerly inside of functorch's transforms and of forward mode, whose levels no
@@ -121,7 +121,8 @@ class DeferredGraph:
             results: The tree.
             select: Selects the tree from the results; by default all of them.
         """
-        if not (self.parameters and torch.is_grad_enabled()):
+        ps = self.parameters
+        if not (ps and torch.is_grad_enabled()):
             return results
         # Part by part: most parts are single tensors, which flatten fast.
         parts = results if type(results) is tuple else (results,)
@@ -134,111 +135,35 @@ class DeferredGraph:
             if isinstance(x, Tensor) and is_inexact(x) and id(x) not in constants
         ]
         run = again if select is None else lambda: select(again())
-        program = RecomputedDerivative(caller, self, places, run)
-        chosen = [leaves[k] for k in places]
-        outs = program.attach(self.parameters, chosen)
+        program = Recomputed(
+            caller, self.start, lambda xs: self._evaluated(caller, run, xs, places), (run, ps)
+        )
+        outs = program.attach(ps, [leaves[k] for k in places])
         for k, y in zip(places, outs, strict=True):
             leaves[k] = y
         left = iter(leaves)
         rebuilt = [trees.unflatten(treedef, [*islice(left, len(xs))]) for xs, treedef in flat]
         return tuple(rebuilt) if parts is results else rebuilt[0]
 
-
-class Recomputed:
-    """Results of a derivative, recomputed with a graph in the backward pass.
-
-    Attributes:
-        caller: The operator's name.
-        start: The modes and random state of the first evaluation.
-        captured: The sources that f closes over, last in `sources`; f gets aliases of the others.
-    """
-
-    captured: Sequence[Tensor] = ()
-
-    def __init__(self, caller: str, start: Start | None) -> None:
-        self.caller, self.start = caller, start
-        self.sources: list[Tensor] = []
-        self._source_versions: list[int] = []
-
-    def attach(self, sources: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
-        """The results, attached to the sources by one node, which recomputes them."""
-        self.sources = list(sources)  # plain references, not saved tensors of autograd
-        self._source_versions = [*map(upstream.version_of, sources)]
-        apply: Any = _apply if not any(map(is_wrapped, (*sources, *results))) else _Deferred.apply
-        if not any(x.requires_grad for x in results):
-            return list(apply(self, results, *sources))
-        return list(apply(self, (), *sources, *results))
-
-    def evaluated(self, aliases: Sequence[Tensor]) -> list[Tensor]:
-        """The results at aliases of the sources."""
-        raise NotImplementedError
-
-    def roots(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
-        """The function and tensors that reach all state which an evaluation may change."""
-        raise NotImplementedError
-
-    def pulled(self, cts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The pullback of the results at the sources."""
-        if [*map(upstream.version_of, self.sources)] != self._source_versions:
-            raise GradtoolsError(
-                f"{self.caller}: a parameter or an argument was changed in place after "
-                f"{self.caller} was called (by a step of an optimizer?), and its result is "
-                "differentiated with respect to it. Call backward() before that."
-            )
-        create = torch.is_grad_enabled()
-        given = self.sources[: len(self.sources) - len(self.captured)]
-        # The cotangents may be batched by vmap; f must not run under it.
-        with _beneath_transforms(self._from_the_start()):
-            with upstream.temporarily_clear_interpreter_stack():
-                aliases = [p.view_as(p) if create else p.detach().requires_grad_() for p in given]
-                ys = self.evaluated(aliases)
-            pairs = [
-                (y, ct) for y, ct in zip(ys, cts, strict=True) if ct is not None and y.requires_grad
-            ]
-            if not pairs:
-                return [None] * len(self.sources)
-            outs, grads = zip(*pairs, strict=True)
-            ends = (*aliases, *self.captured)
-            with _ending_at(ends):  # their graphs belong to others
-                return torch.autograd.grad(outs, ends, grads, True, create, allow_unused=True)
-
-    @contextmanager
-    def _from_the_start(self) -> Iterator[None]:
-        """Context that restores the state of the first evaluation, and undoes side effects."""
-        with put_back(*self.roots()), torch.inference_mode(False):
-            if self.start is None:
-                yield
-                return
-            modes, randomness = self.start
-            if randomness is not None:
-                randomness.restore()
-            with modes.restored():
-                yield
-
-
-class RecomputedDerivative(Recomputed):
-    """Results of an operator at modules, recomputed with a graph."""
-
-    def __init__(
-        self, caller: str, first: DeferredGraph, places: list[int], again: Callable[[], Any]
-    ) -> None:
-        super().__init__(caller, first.start)
-        self._first, self._places, self._again = first, places, again
-        self._aliases: dict[int, Tensor] = {}
-
-    def roots(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
-        return self._again, self._first.parameters
-
-    def evaluated(self, aliases: Sequence[Tensor]) -> list[Tensor]:
-        first = self._first
-        pairs = zip(first.parameters, aliases, strict=True)
-        self._aliases, self._left = {id(p): x for p, x in pairs}, list(first.values)
-        _here.pending = self
+    def _evaluated(
+        self, caller: str, run: Callable[[], Any], aliases: Sequence[Tensor], places: list[int]
+    ) -> list[Tensor]:
+        """The results at these places, with a graph from aliases of the parameters."""
+        _here.pending = SecondEvaluation(caller, self, aliases)
         try:
-            leaves = trees.flatten(self._again())[0]
+            leaves = trees.flatten(run())[0]
         finally:
-            _here.pending, self._aliases = None, {}
-        return [leaves[k] for k in self._places]
+            _here.pending = None
+        return [leaves[k] for k in places]
+
+
+class SecondEvaluation:
+    """The evaluation of a derivative at modules that builds the graph; it has the same methods."""
+
+    def __init__(self, caller: str, first: DeferredGraph, aliases: Sequence[Tensor]) -> None:
+        self._caller, self._first, self._left = caller, first, list(first.values)
+        pairs = zip(first.parameters, aliases, strict=True)
+        self._aliases = {id(p): x for p, x in pairs}
 
     def alias(self, p: Tensor) -> Tensor:
         """The alias of a parameter in this evaluation."""
@@ -258,7 +183,7 @@ class RecomputedDerivative(Recomputed):
             known, version = self._left.pop(0)
             if upstream.version_of(known) == version and not agree(value, known):
                 raise GradtoolsError(
-                    f"{self.caller}: {ANOTHER_VALUE} Pass that as an argument; or differentiate "
+                    f"{self._caller}: {ANOTHER_VALUE} Pass that as an argument; or differentiate "
                     "with respect to a dict of the parameters that require grad "
                     "(torch.func.functional_call takes one): then the graph is built at once."
                 )
@@ -268,34 +193,93 @@ class RecomputedDerivative(Recomputed):
         return results
 
 
-@contextmanager
-def _beneath_transforms(context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enters and exits a context beneath functorch's transforms; the body runs under them."""
-    with upstream.temporarily_clear_interpreter_stack():
-        context.__enter__()
-    try:
-        yield
-    finally:
-        with upstream.temporarily_clear_interpreter_stack():
-            context.__exit__(*sys.exc_info())
-
-
-@contextmanager
-def _ending_at(xs: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which a backward pass stops at these tensors."""
-    nodes = {x.grad_fn for x in xs if x.grad_fn is not None}
-    handles = [node.register_prehook(lambda cts: (None,) * len(cts)) for node in nodes]
-    OWN_HOOKS[0] += len(handles)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _tensors(tree: Any) -> list[Tensor]:
     leaves = trees.flatten(tree)[0]
     return [x for x in leaves if isinstance(x, Tensor) and is_inexact(x)]
+
+
+# --- results whose graph is built in the backward pass ---------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class Recomputed:
+    """Results of a derivative, recomputed with a graph in the backward pass.
+
+    Attributes:
+        caller: The operator's name.
+        start: The modes and random state of the first evaluation.
+        evaluated: Computes the results at aliases of the sources.
+        roots: The function and tensors that reach all state which an evaluation may change.
+        captured: The sources that f closes over, last in `sources`; f gets aliases of the others.
+    """
+
+    caller: str
+    start: Start | None
+    evaluated: Callable[[Sequence[Tensor]], list[Tensor]]
+    roots: tuple[Callable[..., Any], Sequence[Tensor]]
+    captured: Sequence[Tensor] = ()
+
+    def attach(self, sources: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
+        """The results, attached to the sources by one node, which recomputes them."""
+        self.sources = list(sources)  # plain references, not saved tensors of autograd
+        self._source_versions = [*map(upstream.version_of, sources)]
+        apply: Any = _apply if not any(map(is_wrapped, (*sources, *results))) else _Deferred.apply
+        if not any(x.requires_grad for x in results):
+            return list(apply(self, results, *sources))
+        return list(apply(self, (), *sources, *results))
+
+    def pulled(self, cts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The pullback of the results at the sources."""
+        if [*map(upstream.version_of, self.sources)] != self._source_versions:
+            raise GradtoolsError(
+                f"{self.caller}: a parameter or an argument was changed in place after "
+                f"{self.caller} was called (by a step of an optimizer?), and its result is "
+                "differentiated with respect to it. Call backward() before that."
+            )
+        create = torch.is_grad_enabled()
+        given = self.sources[: len(self.sources) - len(self.captured)]
+        # The cotangents may be batched by vmap; f must not run under it.
+        with self._from_the_start():
+            with upstream.temporarily_clear_interpreter_stack():
+                aliases = [p.view_as(p) if create else p.detach().requires_grad_() for p in given]
+                ys = self.evaluated(aliases)
+            pairs = [
+                (y, ct) for y, ct in zip(ys, cts, strict=True) if ct is not None and y.requires_grad
+            ]
+            if not pairs:
+                return [None] * len(self.sources)
+            outs, grads = zip(*pairs, strict=True)
+            ends = (*aliases, *self.captured)
+            # The pass stops at the ends, whose own graphs belong to others.
+            nodes = {x.grad_fn for x in ends if x.grad_fn is not None}
+            handles = [node.register_prehook(lambda cts: (None,) * len(cts)) for node in nodes]
+            OWN_HOOKS[0] += len(handles)
+            try:
+                return torch.autograd.grad(outs, ends, grads, True, create, allow_unused=True)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    @contextmanager
+    def _from_the_start(self) -> Iterator[None]:
+        """Context that restores the state of the first evaluation, and undoes side effects.
+
+        It is entered and exited beneath functorch's transforms; the body runs under them.
+        """
+        inside = ExitStack()
+        try:
+            with upstream.temporarily_clear_interpreter_stack():
+                inside.enter_context(put_back(*self.roots))
+                inside.enter_context(torch.inference_mode(False))
+                modes, randomness = self.start or (None, None)
+                if randomness is not None:
+                    randomness.restore()
+                if modes is not None:
+                    inside.enter_context(modes.restored())
+            yield
+        finally:
+            with upstream.temporarily_clear_interpreter_stack():
+                inside.close()
 
 
 ANOTHER_VALUE = (

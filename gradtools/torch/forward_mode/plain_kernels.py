@@ -21,7 +21,6 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.deferred_graphs import (
     ANOTHER_VALUE,
     Recomputed,
-    Start,
     agree,
     started,
 )
@@ -54,7 +53,8 @@ def jvps(
     nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
     if is_compiling() or nested or not torch.is_grad_enabled():
         return _pushed(fun, leaves, many)
-    given = [x for xs in (leaves, *many) for x in xs]
+    points = [leaves, *many]
+    given = [x for xs in points for x in xs]
     start = started(given)
     reads = Reads(lambda x: x.requires_grad)
     reads.records = False
@@ -67,7 +67,21 @@ def jvps(
     if not (sources or others):
         return outs, extras, pushed
     values = [x.detach() for xs in (outs, *pushed) for x in xs]
-    program = _Pushed(fun, [leaves, *many], start, others, values)
+    versions = [*map(upstream.version_of, values)]
+
+    def evaluated(aliases: Sequence[Tensor]) -> list[Tensor]:
+        left = iter(aliases)
+        again = [[next(left) if x.requires_grad else x for x in xs] for xs in points]
+        with torch.enable_grad():
+            outs, _, pushed = _pushed(fun, again[0], again[1:])
+        result = [x for xs in (outs, *pushed) for x in xs]
+        for x, value, version in zip(result, values, versions, strict=True):
+            unchanged = upstream.version_of(value) == version
+            if unchanged and not agree(x.detach(), value, True):
+                raise GradtoolsError(f"{program.caller}: {ANOTHER_VALUE}")
+        return result
+
+    program = Recomputed(caller_of(fun), start, evaluated, (fun, leaves), others)
     flat = program.attach([*sources, *others], values)
     rows = [flat[k : k + len(outs)] for k in range(0, len(flat), len(outs))] if outs else []
     return (rows[0], extras, rows[1:]) if outs else (outs, extras, pushed)
@@ -82,46 +96,6 @@ def _pushed(fun: Fun, leaves: list[Tensor], many: Sequence[list[Tensor]]) -> Any
             result.append(jvp(fun, leaves, tangents))
     outs, extras, _ = result[0]
     return outs, extras, [pushed for _, _, pushed in result]
-
-
-class _Pushed(Recomputed):
-    """Outputs of a function and their tangents, from one forward pass for each tangent.
-
-    Args:
-        fun: The function.
-        points: Its arguments, and tangents of theirs.
-        start: The state before the first evaluation.
-        captured: The tensors that require grad which the function reads besides.
-        values: The results, which a second evaluation must reproduce.
-    """
-
-    def __init__(
-        self,
-        fun: Fun,
-        points: list[list[Tensor]],
-        start: Start,
-        captured: list[Tensor],
-        values: list[Tensor],
-    ) -> None:
-        super().__init__(caller_of(fun), start)
-        self.captured = captured
-        self._fun, self._points = fun, points
-        self._values = [(x, upstream.version_of(x)) for x in values]
-
-    def roots(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
-        return self._fun, self._points[0]
-
-    def evaluated(self, aliases: Sequence[Tensor]) -> list[Tensor]:
-        left = iter(aliases)
-        points = [[next(left) if x.requires_grad else x for x in xs] for xs in self._points]
-        with torch.enable_grad():
-            outs, _, pushed = _pushed(self._fun, points[0], points[1:])
-        result = [x for xs in (outs, *pushed) for x in xs]
-        for x, (value, version) in zip(result, self._values, strict=True):
-            unchanged = upstream.version_of(value) == version
-            if unchanged and not agree(x.detach(), value, True):
-                raise GradtoolsError(f"{self.caller}: {ANOTHER_VALUE}")
-        return result
 
 
 class _Recorded:

@@ -70,12 +70,9 @@ class _Patch:
             return self._blocks()[depth - 1](owner, beneath, args, kwargs)
         before: Any = self._before
         if before is None:
-            plain = getattr(super(self._holder, owner), self._name)
-        elif self._kind is classmethod:
-            plain = before.__get__(None, owner)
-        else:
-            plain = before.__get__(owner)
-        return plain(*args, **kwargs)
+            return getattr(super(self._holder, owner), self._name)(*args, **kwargs)
+        bound = (None, owner) if self._kind is classmethod else (owner,)
+        return before.__get__(*bound)(*args, **kwargs)
 
 
 _FUNCTIONS = [_Patch(kind, "apply", classmethod) for kind in upstream.Functions]
@@ -162,7 +159,8 @@ class Substituted(TorchFunctionMode):
 
     def __enter__(self) -> Substituted:
         # A bound `apply` bypasses the patch; then the graph reaches the captured tensor: an error.
-        self._functions = functions_applied(self._applied, of_rules=False)
+        applied = lambda kind, beneath, args, kwargs: beneath(*self.within(args), **kwargs)
+        self._functions = functions_applied(applied, of_rules=False)
         self._functions.__enter__()
         super().__enter__()
         return self
@@ -170,9 +168,6 @@ class Substituted(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._functions.__exit__(*error)
-
-    def _applied(self, kind: Any, beneath: Any, args: Any, kwargs: Any) -> Any:
-        return beneath(*self.within(args), **kwargs)
 
     def within(self, tree: Any) -> Any:
         return upstream.tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)

@@ -38,27 +38,19 @@ def rerun(run: Run, leaves: Sequence[Any]) -> list[Any]:
 @contextmanager
 def put_back(run: Callable[..., Any], leaves: Sequence[Any]) -> Iterator[Undo]:
     """Undoes, at the end of the block, all changes to state that f can reach."""
+    # The last root of the search is visited first, and names what it reaches.
+    owner: Any = getattr(run, "__self__", None)
+    roots = run.roots if isinstance(run, Rerunnable) else [run]
+    if hasattr(owner, "f"):
+        roots = [getattr(owner, "statics", None), owner.f]
     with _LOCK:
-        undo = Undo(Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)]))
+        undo = Undo(Snapshot.of(roots, [x for x in leaves if isinstance(x, Tensor)]))
         try:
             with as_written(), coefficients_noted(None), undo:
                 yield undo
         finally:
             undo.put_back()
             undo.start.restore()
-
-
-def _roots(run: Callable[..., Any]) -> list[Any]:
-    """The roots of the search for state: the user's function and its arguments.
-
-    The last root is searched first, and names what it reaches.
-    """
-    if isinstance(run, Rerunnable):
-        return run.roots
-    owner: Any = getattr(run, "__self__", None)
-    if not hasattr(owner, "f"):
-        return [run]
-    return [getattr(owner, "statics", None), owner.f]
 
 
 class Rerunnable(NamedTuple):
@@ -119,27 +111,24 @@ class Undo(TorchFunctionMode):
                 if grad is not None:
                     self.keep(grad)
         elif raw in _EXPOSES_MEMORY or changes_in_place(raw, kwargs):
-            self._keep_all(name_of(fun), args, kwargs)
+            name = name_of(fun)
+            with upstream.disable_current_modes(), upstream.DisableTorchFunction():
+                every = map(unwrapped, tensors_in((args, kwargs)))
+                known = [x for x in every if memory_of(x) in self._owners]
+                if name in ("requires_grad", "set_requires_grad"):
+                    self._flags += [(x, x.requires_grad) for x in known if x.is_leaf]
+                    known = []
+                elif name == "set_data" and known and known[0] is args[0]:  # replaces the storage
+                    self._data.append((args[0], args[0].data))
+            for x in known:
+                self.keep(x)
         return fun(*args, **kwargs)
-
-    def _keep_all(self, name: str, args: Any, kwargs: Any) -> None:
-        with upstream.disable_current_modes(), upstream.DisableTorchFunction():
-            known = [x for x in map(unwrapped, tensors_in((args, kwargs))) if self._is_known(x)]
-            if name in ("requires_grad", "set_requires_grad"):
-                self._flags += [(x, x.requires_grad) for x in known if x.is_leaf]
-                return
-            if name == "set_data" and known and known[0] is args[0]:  # replaces the storage
-                self._data.append((args[0], args[0].data))
-        for x in known:
-            self.keep(x)
-
-    def _is_known(self, x: Tensor) -> bool:
-        return memory_of(x) in self._owners
 
     def keep(self, x: Tensor) -> None:
         """Backs up x, which is about to be written to, if it existed before."""
         key = memory_of(x)
-        if not self._is_known(x) or key in self._memory or key in self._sparse or x.is_meta:
+        kept = key in self._memory or key in self._sparse
+        if kept or key not in self._owners or x.is_meta:
             return
         with upstream.disable_current_modes(), upstream.DisableTorchFunction():
             if x.layout is torch.strided:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -82,8 +82,7 @@ class Snapshot:
         kinds = {x.device.type for x in tensors}
         if like is not None:
             known = like.reached
-            alike = len(roots) == len(known.roots) and all(map(is_, roots, known.roots))
-            if alike and kinds <= known.kinds and known.is_unchanged():
+            if _same(roots, known.roots) and kinds <= known.kinds and known.is_unchanged():
                 return like._retaken()
         reached = _Search(roots, kinds).run()
         contents = [x.detach().clone() for x in reached.owned]
@@ -93,26 +92,25 @@ class Snapshot:
 
     def now(self) -> Snapshot:
         """A snapshot of the same objects now; self if nothing changed."""
-        start = self if self.reached.is_unchanged() else replace(self, reached=self.reached.now())
-        return start._retaken()
+        same = self.reached.is_unchanged()
+        return (self if same else replace(self, reached=self.reached.now()))._retaken()
 
     def watched_now(self) -> list[tuple[Tensor, str]]:
         return _Search(self.reached.roots, self.reached.kinds).run().watched
 
     def _retaken(self) -> Snapshot:
         reached = self.reached
-        versions = reached.versions()
+        versions, states = reached.versions(), [get() for get, _ in reached.generators]
         changed = changed_contents(reached.owned, self._contents)
-        contents, states = self._contents, [get() for get, _ in reached.generators]
+        streams = self.streams and self.streams.current()
+        contents = self._contents
         if any(changed):
             triples = zip(reached.owned, contents, changed, strict=True)
             contents = [x.detach().clone() if c else old for x, old, c in triples]
         if versions == self.versions:
+            if contents is self._contents and streams is self.streams and not states:
+                return self
             versions = self.versions
-        streams = self.streams and self.streams.current()
-        pairs = (contents, self._contents), (streams, self.streams), (versions, self.versions)
-        if not states and all(new is old for new, old in pairs):
-            return self
         return Snapshot(streams, reached, versions, contents, states)
 
     def without_unused_streams(self) -> Snapshot:
@@ -129,29 +127,26 @@ class Snapshot:
                 put_back(tensor, contents)
         for (_, put), state in zip(reached.generators, self._states, strict=True):
             put(state)
-        if reached.versions() != self.versions:
-            # The version counters of restored tensors, so that graphs that saved them work.
-            owned = {id(x) for x in reached.owned}
-            pairs = zip(reached.tensors, self.versions, strict=True)
-            counters = [(x, v) for x, v in pairs if id(x) in owned and upstream.version_of(x) != v]
-            if counters:
-                upstream.set_version_counters(*zip(*counters, strict=True))
+        # The version counters of restored tensors, so that graphs that saved them work.
+        counters = [(x, version) for (x, _), version, is_owned in self._moved() if is_owned]
+        if counters:
+            upstream.set_version_counters(*zip(*counters, strict=True))
         if self.streams is not None:
             self.streams.restore()
 
     def changed(self, parameters: bool) -> list[str]:
         """The names of tensors that were changed in place since, and cannot be restored."""
+        moved = [watched for watched, _, is_owned in self._moved() if not is_owned]
+        return [name for x, name in moved if parameters or not x.requires_grad]
+
+    def _moved(self) -> list[tuple[tuple[Tensor, str], int, bool]]:
+        """The watched tensors with another version now, the version then, and whether owned."""
         reached = self.reached
         if reached.versions() == self.versions:
             return []
-        owned = {id(x) for x in reached.owned}
-        return [
-            name
-            for (x, name), version in zip(reached.watched, self.versions, strict=True)
-            if upstream.version_of(x) != version
-            and id(x) not in owned
-            and (parameters or not x.requires_grad)
-        ]
+        owned, every = {*map(id, reached.owned)}, zip(reached.watched, self.versions, strict=True)
+        moved = [(w, version) for w, version in every if upstream.version_of(w[0]) != version]
+        return [(w, version, id(w[0]) in owned) for w, version in moved]
 
     def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
         return next((name for x, name in self.reached.watched if wanted(x)), None)
@@ -240,7 +235,7 @@ class Reached:
                 put(held)
 
 
-def _same(xs: tuple[Any, ...], held: tuple[Any, ...]) -> bool:
+def _same(xs: Sequence[Any], held: Sequence[Any]) -> bool:
     return len(xs) == len(held) and all(map(is_, xs, held))
 
 
@@ -254,12 +249,7 @@ def contents_of(cell: CellType) -> Any:
 
 def _variable(read: Get, write: Put) -> tuple[Get, Put]:
     """The getter and setter of a variable that may be unbound."""
-
-    def put(held: tuple[Any]) -> None:
-        if held[0] is not _UNBOUND:
-            write(held[0])
-
-    return partial(_entry, read), put
+    return partial(_entry, read), lambda held: None if held[0] is _UNBOUND else write(held[0])
 
 
 def _entry(read: Get) -> tuple[Any]:
@@ -377,11 +367,9 @@ class _Search:
             # as `h.matmul`, `seen.append`, and a Function's `apply` from PyTorch 2.14 on
             if isinstance(x.__self__, (Tensor, type, *_CONTAINERS)):
                 self.visit(x.__self__, name, owned)
-        elif isinstance(x, partial):
-            for part in (x.func, x.args, x.keywords):
-                self.visit(part, name, owned)
-        elif isinstance(x, MethodType):
-            for part in (x.__func__, x.__self__):
+        elif isinstance(x, partial | MethodType):
+            of = isinstance(x, partial)
+            for part in (x.func, x.args, x.keywords) if of else (x.__func__, x.__self__):
                 self.visit(part, name, owned)
         elif isinstance(x, np.ndarray):
             if x.flags.writeable and (owned or x.nbytes <= _LARGE):
@@ -404,8 +392,8 @@ class _Search:
         elif isinstance(x, dict):
             items = _paired(self._record(_place(x)))
         else:
-            constant = next((kind for kind in (tuple, frozenset) if isinstance(x, kind)), None)
-            items = dict(enumerate(constant.__iter__(x) if constant else self._record(_place(x))))
+            kind, constant = _kind_of(x), isinstance(x, tuple | frozenset)
+            items = dict(enumerate(kind.__iter__(x) if constant else self._record(_place(x))))
         for key, part in items.items():
             if type(part) not in ATOMS:
                 self.visit(part, f"{name}[{key!r}]", owned)
@@ -460,8 +448,8 @@ class _Search:
         if names is not None:
             self.reached.functions.append(x)
             self._attributes(x, x.__name__, owned)
-            cells = [contents_of(cell) for cell in x.__closure__ or ()]
-            for space in (x.__globals__, *[vars(m) for m in cells if _is_users_module(m)]):
+            held = filter(_is_users_module, map(contents_of, x.__closure__ or ()))
+            for space in (x.__globals__, *map(vars, held)):
                 self._globals(space, names, owned)
 
     def _globals(self, space: dict[str, Any], names: frozenset[str], owned: bool) -> None:
@@ -541,9 +529,8 @@ def changed_contents(tensors: list[Tensor], contents: list[Tensor]) -> list[bool
     differing: list[Any] = [_differs(x, c) for x, c in zip(tensors, contents, strict=True)]
     for device in {x.device for x in differing if isinstance(x, Tensor)}:
         which = [k for k, x in enumerate(differing) if isinstance(x, Tensor) and x.device == device]
-        for k, differs in zip(
-            which, torch.stack([differing[k] for k in which]).tolist(), strict=True
-        ):
+        numbers = torch.stack([differing[k] for k in which]).tolist()
+        for k, differs in zip(which, numbers, strict=True):
             differing[k] = differs
     return differing
 

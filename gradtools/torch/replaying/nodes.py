@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -69,8 +69,7 @@ def applied(kind: Any, *args: Any) -> Any:
     Skips the argument binding and checks of `Function.apply`. It is in a module that dynamo does
     not trace, since dynamo compiles no other `apply` than that of `torch.autograd.Function`.
     """
-    wrapped = map(upstream.is_wrapped, [x for x in args if isinstance(x, Tensor)])
-    if any(wrapped):  # a wrapper whose transform may have ended
+    if any(map(upstream.is_wrapped, tensors_of(args))):  # by a transform that may have ended
         return kind.apply(*args)
     return super(torch.autograd.Function, kind).apply(*args)  # type: ignore[misc]
 
@@ -147,13 +146,8 @@ class ChunkProgram:
 
 def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
     """Splits a flat list into rows of these widths, and a last row of the rest."""
-    rows: Rows = []
-    at = 0
-    for width in widths:
-        rows.append([*flat[at : at + width]])
-        at += width
-    rows.append([*flat[at:]])
-    return rows
+    left = iter(flat)
+    return [*([*islice(left, width)] for width in widths), [*left]]
 
 
 class _Derived(ChunkProgram):
@@ -171,10 +165,9 @@ class _Derived(ChunkProgram):
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result, widths = copy.copy(self), [*self.layout.widths, self.layout.shared]
-        own = [row[:k] for row, k in zip(on, widths, strict=True)]
+        own = wanted = [row[:k] for row, k in zip(on, widths, strict=True)]
         alone = not whole and not any(map(any, own))
         result.vectors_only = (alone, *self.vectors_only)
-        wanted = own
         if not alone:
             result.of, wanted = self.of.batched(size, own, randomness, True)
             result.forward = result.of.forward
@@ -227,10 +220,6 @@ class _Derived(ChunkProgram):
     def advance(self, i: int, xs: Entries, shared: Entries) -> None:
         self.of.advance(i, *self.split(i, xs, shared)[:2])
 
-    def from_retained(self, rows: Rows, shared: Entries, results: Rows, sums: Sums) -> set[int]:
-        """Fills `results` and `sums` for chunks with kept graphs; returns their indices."""
-        return set()
-
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         (widths, width, present), leaves, forward = self.layout, self.leaves, self.forward
         sums = Sums()
@@ -250,7 +239,8 @@ class _Derived(ChunkProgram):
             sums.begin(width + len(leaves))
             adding = LeafHooks(sums, width, leaves)
         with bare, torch.set_grad_enabled(False), adding as self.adding:
-            done = self.from_retained(rows, shared, result, sums)
+            pulls = isinstance(self, Backward)
+            done = self.from_retained(rows, shared, result, sums) if pulls else set[int]()
             rest = {i for i, t in enumerate(needed) if t and i not in done}
             with first_pass_state(forward) if rest else NOTHING:
                 count = max(rest) + 1 if rest else 0
@@ -305,12 +295,11 @@ class Backward(_Derived):
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Cotangents of the chunk's inputs, then of shared inputs and leaves."""
-        create = torch.is_grad_enabled()
+        create, forward = torch.is_grad_enabled(), self.forward
         xs, shared, cts, shared_cts = self.split(i, xs, shared)
         inputs, ys, terms = self._within(i, xs, shared)
         own, outs = len(xs) + len(shared), [*ys, *terms] if terms else ys
         cts = [*cts, *shared_cts] if terms else cts
-        forward = self.forward
         # A recomputed graph has the same nodes as in the first pass, where they were examined.
         same = self.of is self.forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
@@ -342,8 +331,9 @@ class Backward(_Derived):
         return grads
 
     def from_retained(self, rows: Rows, shared: Entries, results: Rows, sums: Sums) -> set[int]:
+        """Fills `results` and `sums` for chunks with kept graphs; returns their indices."""
         forward = self.forward
-        retained = forward.retained if self.of is self.forward else {}
+        retained = forward.retained if self.of is forward else {}
         if not retained:
             return set()
         keep = upstream.keeps_graph()
@@ -384,20 +374,19 @@ class Pushed(_Derived):
         edits = map(reverse_only_at, nodes_of(tensors_of(outs)))
         if edit := next(filter(None, edits), None):  # whose pullback cannot be transposed
             raise GradtoolsError(reverse_only_text("chunked", edit))
+        tracked = [isinstance(y, Tensor) and y.requires_grad for y in outs]
+        dummies = spread(
+            [torch.zeros_like(y, requires_grad=True) for y in compress(outs, tracked)], tracked
+        )
         with torch.enable_grad():
-            tracked = [isinstance(y, Tensor) and y.requires_grad for y in outs]
-            dummies = [
-                torch.zeros_like(y, requires_grad=True) if t else None
-                for y, t in zip(outs, tracked, strict=True)
-            ]
             pulled = pulled_back(outs, inputs, dummies, True, True)
             if self.forward.hooked:
                 given = inputs[: len(xs) + len(shared)]
                 pulled = self._gated_at_hooks(i, given, xs, outs, dummies, pulled)
         wanted = [*compress(dummies, tracked)]
         own = sum(tracked[: len(tracked) - self.of_leaves])
-        pushed = self.pulled(pulled, wanted, [*dxs, *dshared], own, create, create)
-        pushed = spread(pushed, tracked)
+        vectors = [*dxs, *dshared]
+        pushed = spread(self.pulled(pulled, wanted, vectors, own, create, create), tracked)
         return pushed[: len(ys)], pushed[len(ys) :]
 
 
@@ -451,8 +440,8 @@ def node_of(
     counts, mask = maps.shape
     flat = spread(results, mask)
     if known is not None and not all(mask):
-        everything = [*chain(*known[0]), *known[1]]
-        flat = [y if t else e for y, t, e in zip(flat, mask, everything, strict=True)]
+        every = zip(flat, mask, [*chain(*known[0]), *known[1]], strict=True)
+        flat = [y if is_output else value for y, is_output, value in every]
     parts = cut_up(flat, counts)
     return parts[:-1], parts[-1]
 
@@ -527,10 +516,8 @@ class _ProgramNode(torch.autograd.Function):
     @staticmethod
     @user_facing
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        living, joint = list(cts), joint_of(ctx) if ctx.leaves else None
-        for k, ct in enumerate(cts):
-            if ct is not None and upstream.is_wrapped(ct):
-                living[k] = alive(ct)
+        joint = joint_of(ctx) if ctx.leaves else None
+        living = [ct if ct is None else alive(ct) for ct in cts]
         try:
             saved, run = ctx.saved_tensors, ctx.maps.cotangent
         except RuntimeError as error:
@@ -574,11 +561,9 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
         ]
 
         def axes_of(out: Entries) -> tuple[int | None, ...]:
-            batched, count = [True] * len(shape[1]), result.of_leaves
-            if isinstance(result, _Derived) and not result.vectors_only[0]:
-                batched[len(batched) - count :] = [False] * count
-            pairs = zip(batched, shape[1], strict=True)
-            return tuple([0 if b else None for b, m in pairs if m])
+            are_sums = isinstance(result, _Derived) and not result.vectors_only[0]
+            count = len(shape[1]) - (result.of_leaves if are_sums else 0)
+            return tuple([0 if k < count else None for k, m in enumerate(shape[1]) if m])
 
         batch = _rule(_Maps(result, widths, width, shape))
         return batch, [*front, *xs[count:]], axes_of

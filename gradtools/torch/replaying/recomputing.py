@@ -19,16 +19,15 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.overrides import TorchFunctionMode
 
 from gradtools.arguments.chunks import progress_bar, warn_of_batch_norm
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.known_errors import NO_SAVED_TENSORS_HOOKS, says
 from gradtools.torch.operation_marks import OWN_HOOKS
+from gradtools.torch.patches import Reads
 from gradtools.torch.state import Snapshot
 
 if TYPE_CHECKING:
@@ -137,8 +136,9 @@ def check_storages(forward: Forward) -> None:
 def first_pass_state(forward: Forward) -> Iterator[None]:
     """Restores the state of the first pass for the block, and the current state after it."""
     check_storages(forward)
-    changed = [name for x, version, name in forward.versions if upstream.version_of(x) != version]
-    changed += forward.start.changed(parameters=not forward.saves_parameters)
+    changed = forward.start.changed(parameters=not forward.saves_parameters)
+    if any(upstream.version_of(x) != version for x, version in forward.versions):
+        changed = ["an argument"]
     if changed:
         raise GradtoolsError(
             f"{forward.caller}: {changed[0]} was changed in place after the forward pass, and the "
@@ -208,20 +208,19 @@ def differentiating(forward: Forward, again: bool = False) -> Iterator[None]:
 def without_hooks(leaves: list[torch.Tensor]) -> Iterator[None]:
     """Removes the leaves' hooks for the block, so that they run once on the sum of all chunks."""
     with REPLAYS:
-        hook_dicts = [hooks for x in leaves if (hooks := upstream.tensor_hooks(x)) is not None]
-        bare = [x for x in leaves if upstream.tensor_hooks(x) is None]
-        kept = [dict(hooks) for hooks in hook_dicts]
+        every = [(x, upstream.tensor_hooks(x)) for x in leaves]
+        kept = [(x, hooks, dict(hooks or ())) for x, hooks in every]
         try:
-            for hooks in hook_dicts:
-                hooks.clear()
+            for _, hooks, _ in kept:
+                if hooks:
+                    hooks.clear()
             yield
         finally:
-            # The recomputation sets f's hooks a second time: they are dropped.
-            for hooks, original in zip(hook_dicts, kept, strict=True):
-                hooks.clear()
-                hooks.update(original)
-            for x in bare:
-                if upstream.tensor_hooks(x) is not None:
+            for x, hooks, before in kept:
+                if hooks is not None:  # the recomputation sets f's hooks a second time
+                    hooks.clear()
+                    hooks.update(before)
+                elif upstream.tensor_hooks(x) is not None:
                     upstream.set_tensor_hooks(x, None)
 
 
@@ -231,8 +230,7 @@ def check_end(forward: Forward, count: int) -> None:
     f then draws more or fewer numbers, or another thread draws from them, or calls f's modules.
     """
     (versions, expected), (now, streams) = forward.ends[count], forward.end()
-    moved = [stream for stream, state in streams.items() if state != expected[stream]]
-    if moved:
+    if moved := [stream for stream, state in streams.items() if state != expected[stream]]:
         raise GradtoolsError(
             f"{forward.caller}: {moved[0]} is elsewhere after f was computed again than after "
             "it was computed first. f draws from it only once (what it keeps in a cache, say), "
@@ -240,11 +238,10 @@ def check_end(forward: Forward, count: int) -> None:
             "that thread a generator of its own."
         )
     # An f that asks `is_recomputing` may skip updates of buffers.
-    off = operator.gt if was_queried() else operator.ne
-    moved_too = [k for k, pair in enumerate(zip(now, versions, strict=True)) if off(*pair)]
-    if forward.compares_bits and moved_too:
-        k = moved_too[0]
-        name = forward.start.name_of(lambda x: x is forward.start.reached.counted[k]) or "a buffer"
+    off, counted = operator.gt if was_queried() else operator.ne, forward.start.reached.counted
+    others = [x for x, a, b in zip(counted, now, versions, strict=True) if off(a, b)]
+    if forward.compares_bits and others:
+        name = forward.start.name_of(lambda x: x is others[0]) or "a buffer"
         raise GradtoolsError(
             f"{forward.caller}: {name} is not changed as often when f is computed again as when "
             "it was computed first. f changes it by a way of its own each time, or another "
@@ -353,7 +350,7 @@ def check_modules(forward: Forward) -> bool:
 def check_cached(caller: str, start: Snapshot) -> None:
     """Raises if `parametrize.cached` is active for a parametrization that updates buffers."""
     for module, name in start.reached.modules.values():
-        if isinstance(module, ParametrizationList) and any(True for _ in module.buffers()):
+        if isinstance(module, ParametrizationList) and [*module.buffers()]:
             raise GradtoolsError(
                 f"{caller}: {name} computes a weight by a parametrization with buffers, inside of "
                 "parametrize.cached, which computes it once; here it is computed for each chunk, "
@@ -361,23 +358,17 @@ def check_cached(caller: str, start: Snapshot) -> None:
             )
 
 
-class Captures(TorchFunctionMode):
+def captures_refused(forward: Forward) -> Reads:
     """Mode that raises if f uses a captured functorch wrapper, whose derivative would be lost."""
+    # Under vmap, or transforms within f, there are wrappers that are not captured.
+    captured = {id(x) for x, _ in forward.start.reached.watched if is_wrapped(x)}
 
-    def __init__(self, forward: Forward) -> None:
-        super().__init__()
-        self.forward = forward
-        # Under vmap, or transforms within f, there are wrappers that are not captured.
-        self.known = {id(x) for x, _ in forward.start.reached.watched if is_wrapped(x)}
+    def refuse(x: Tensor) -> bool:
+        if is_wrapped(x) and (upstream.peek_interpreter_stack() is None or id(x) in captured):
+            raise captured_error(forward, x)
+        return False
 
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = upstream.peek_interpreter_stack() is None
-        if getattr(fun, "__name__", "") == "__get__":  # attributes such as shape
-            return fun(*args, **(kwargs or {}))
-        for x in trees.flatten((args, kwargs))[0]:
-            if isinstance(x, Tensor) and is_wrapped(x) and (plain or id(x) in self.known):
-                raise captured_error(self.forward, x)
-        return fun(*args, **(kwargs or {}))
+    return Reads(refuse)
 
 
 def captured_error(forward: Forward, what: Any) -> GradtoolsError:

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import tracked
 from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.known_errors import LEAF_CHANGED, says
@@ -31,9 +32,9 @@ from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import Verification, graph_of, register_own_hook
 from gradtools.torch.replaying.nodes import ChunkProgram, cut_up
 from gradtools.torch.replaying.recomputing import (
-    Captures,
     bytes_saved,
     captured_error,
+    captures_refused,
     check_cached,
     check_end,
     check_modules,
@@ -76,6 +77,7 @@ class Forward(ChunkProgram):
     differentiates_leaves = True  # those that f reaches besides its arguments
     saves_parameters = True  # so that autograd detects in-place changes of them
     compares_leaves = compares_bits = True  # in the verification
+    attaches: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")  # a derivative
     may_reach_sharded = True  # whether f may reach modules of FSDP2, without calling them
     mark = property(lambda self: self.caller)  # of its operations in graphs
     forward = property(lambda self: self)
@@ -127,7 +129,7 @@ class Forward(ChunkProgram):
         self.hooked = False  # whether f sets gradient hooks
         self.counts = self.compares_bits and bool(self.start.reached.counted)
         self.accumulates = False  # whether f itself accumulates into its leaves' .grad
-        self.versions: list[tuple[Tensor, int, str]] = []
+        self.versions: list[tuple[Tensor, int]] = []  # of the arguments
         self.storages: list[tuple[Tensor, Any]] = []  # the leaves' storages
         self.drawn: Randomness | None = None  # generator states after the chunk before
         # What f's graph holds:
@@ -177,11 +179,26 @@ class Forward(ChunkProgram):
         if self.in_functorch and i == 0:
             carry_at = len(self.moving_shared) + len(self.captured)
             self.carry = [untracked(x) for x in shared[carry_at:]]
-        call = partial(self._function(), i, i, *self._arguments(i, xs, shared))
-        if self.is_bare and self.verification is None:
-            outs, carry = call(self.carry)
-        else:
-            outs, carry = self._one_within(i, call, [*xs, *shared])
+        call, check = self._function(), self.verification
+        pieces, own = self._arguments(i, xs, shared)
+        if self.is_bare and check is None:
+            outs, carry = call(i, i, pieces, own, self.carry)
+        else:  # in the modes of the first pass, and verified
+            modes = self.modes.restored() if self.is_recomputing_chunks else NOTHING
+            cached = without_cached_weights() if upstream.caches_weights() else NOTHING
+            watched: Any = check.watching(i) if check else NOTHING
+            inside = self.within() if self.within else NOTHING
+            with modes, cached as weights, watched as seen, inside:
+                outs, carry = call(i, i, pieces, own, self.carry)
+                if weights:
+                    check_cached(self.caller, self.start)
+            given = [*xs, *shared]
+            if check is not None and self.is_recomputing_chunks:
+                inputs = given if self.compares_leaves else None
+                again = None if self.compares_bits else partial(self._with_first_kernels, i, given)
+                check.compare(i, outs, seen, inputs, self.batches, again)
+            elif check is not None:
+                check.keep(i, outs, seen, self.batches)
         self.carry = [untracked(x) for x in carry] if carry else carry
         if self.is_recomputing_chunks:
             if i + 1 in self.ends and not self.batches:
@@ -189,26 +206,6 @@ class Forward(ChunkProgram):
             if self.start.streams and i + 1 < self.count:
                 self.drawn = self.start.streams.current()
         return outs, []
-
-    def _one_within(
-        self, i: int, call: Callable[..., Any], given: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """f at one chunk in the modes of the first pass, verified if required."""
-        check, inside = self.verification, self.within() if self.within else NOTHING
-        modes = self.modes.restored() if self.is_recomputing_chunks else NOTHING
-        cached = without_cached_weights() if upstream.caches_weights() else NOTHING
-        watched: Any = check.watching(i) if check else NOTHING
-        with modes, cached as weights, watched as seen, inside:
-            outs, carry = call(self.carry)
-            if weights:
-                check_cached(self.caller, self.start)
-        if check is not None and self.is_recomputing_chunks:
-            inputs = given if self.compares_leaves else None
-            again = None if self.compares_bits else partial(self._with_first_kernels, i, given)
-            check.compare(i, outs, seen, inputs, self.batches, again)
-        elif check is not None:
-            check.keep(i, outs, seen, self.batches)
-        return outs, carry
 
     def _with_first_kernels(self, i: int, given: list[Any]) -> list[Any]:
         """The outputs of the only chunk, computed once more as in the first pass."""
@@ -266,7 +263,7 @@ class Forward(ChunkProgram):
         if not count:
             return False
         modules = [module for module, _ in self.start.reached.modules.values()]
-        keys = [key for m in modules for key in upstream.forward_hook_numbers(m)]
+        keys = [key for m in modules for key in upstream.forward_hooks_of(m)]
         return count != sum(key >= first for key in keys)
 
     def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
@@ -281,22 +278,20 @@ class Forward(ChunkProgram):
         fun = substituted if self.captured else call
         return partial(self._batched_call, fun) if self.batches else fun
 
-    def _batched_call(
-        self, call: Any, i: int, index: int, pieces: Any, own: Any, carry: Any
-    ) -> Any:
+    def _batched_call(self, call: Any, i: int, at: int, pieces: Any, own: Any, carry: Any) -> Any:
         """f at one chunk, under one vmap for each of `batches`."""
         flat = [*pieces, *own, *carry]
         there = [isinstance(x, Tensor) for x in flat]
-        axes = [0 if self.in_functorch or k in self.moving[i] else None for k in range(len(pieces))]
         moving = {*self.moving_shared, *range(len(own) - len(self.captured), len(own))}
-        axes += [0 if self.in_functorch or k in moving else None for k in range(len(own))]
-        axes += [0 if self.in_functorch or i > 0 else None for _ in carry]
+        mapped = [k in self.moving[i] for k in range(len(pieces))]
+        mapped += [k in moving for k in range(len(own))] + [i > 0] * len(carry)
+        axes = [0 if self.in_functorch or m else None for m in mapped]
         counts: list[int] = []
 
         def one(*xs: Tensor) -> tuple[Tensor, ...]:
             left = iter(xs)
             full = [next(left) if t else x for x, t in zip(flat, there, strict=True)]
-            outs, after = call(i, index, *cut_up(full, [len(pieces), len(own)]))
+            outs, after = call(i, at, *cut_up(full, [len(pieces), len(own)]))
             counts[:] = [len(outs)]
             return (*outs, *after)
 
@@ -345,7 +340,7 @@ class Forward(ChunkProgram):
         if self.verification is None:  # else that of the unbatched program
             self.verification = Verification.of(self, self.chunks.options.verify)
         if grad and kept and self.caller == "chunked":
-            _refuse_other_differentiation(self.in_kept_graph, *own, *chain(*inputs))
+            _refuse_other_differentiation(self.in_kept_graph, [*own, *chain(*inputs)])
         hooks = upstream.hooks_made(), hooks_of_users()
         self.compare_modes()
         for i in steps(self.count, self.chunks.options.progress):
@@ -356,7 +351,7 @@ class Forward(ChunkProgram):
             xs = inputs[i]
             measured = i == 0 and kept > 0 and budget is not None
             originals = self.originals.noted(i, self.verification is not None)
-            captures = Captures(self) if self.in_functorch else NOTHING
+            captures = captures_refused(self) if self.in_functorch else NOTHING
             try:
                 with originals, bytes_saved(self) if measured else NOTHING as size, captures:
                     outs, _ = self.one(i, xs, own)
@@ -372,7 +367,7 @@ class Forward(ChunkProgram):
                 leaves.update(reached)
                 if i >= self.count - kept:
                     self.retained[i] = (xs, own, outs)
-            self.attached.append([*map(self._is_attached, outs)])
+            self.attached.append([isinstance(y, Tensor) and self.attaches(y) for y in outs])
             pairs = zip(outs, self.attached[i], strict=True)
             result.append([detach(y) if a else y for y, a in pairs])
             del outs  # frees the graph before the next chunk
@@ -434,13 +429,12 @@ class Forward(ChunkProgram):
 
     def _note_versions(self) -> None:
         """Records versions and storages, which must be the same in the backward pass."""
-        given = self._given()
-        for x in (*(x for x, _ in self.chunks.splits), *chain(*self.chunks.lists), *given):
-            if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
-                self.versions.append((x, upstream.version_of(x), "an argument"))
-        split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
-        own = [] if self.in_functorch else [*self.shared, *given, *split]  # other rows are views
-        leaves = (*self.reached_leaves, *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
+        given, split = self._given(), tensors_of([x for x, _ in self.chunks.splits])
+        constants = [*split, *tensors_of([*chain(*self.chunks.lists)]), *given]
+        constants = [x for x in constants if not (x.requires_grad or x.is_inference())]
+        self.versions = [(x, upstream.version_of(x)) for x in constants]
+        own = tensors_of([*self.shared, *given, *tracked(split)])  # other rows are views
+        leaves = [*self.reached_leaves, *filter(_is_leaf, [] if self.in_functorch else own)]
         plain = [x for x in leaves if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
         self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
 
@@ -459,7 +453,7 @@ class Forward(ChunkProgram):
             )
 
     def _note_end(self, count: int) -> None:
-        """Records buffer versions and generator states after `count` chunks of the first pass."""
+        """Records the first pass's end of `count` chunks, for `check_end`."""
         if self.verifies and not self.in_functorch:
             self.ends[count] = self.end()
 
@@ -474,9 +468,8 @@ class Forward(ChunkProgram):
         if packed or self.in_functorch or not self.modes.grad:
             return 0  # saved tensors hooks (checkpoint, offloading) may unpack only once
         options = self.chunks.options
-        if options.keep_graphs is None or options.memory_budget is not None:
-            return 1
-        return options.keep_graphs
+        asked = None if options.memory_budget is not None else options.keep_graphs
+        return 1 if asked is None else asked
 
     def _in_place(self, more: str) -> GradtoolsError:
         return GradtoolsError(
@@ -528,16 +521,9 @@ class Forward(ChunkProgram):
             self.verification.first[i].note_graph(nodes, leaves, is_packed)
         return leaves
 
-    def _is_attached(self, y: Any) -> bool:
-        """Whether an output of the first pass has a derivative."""
-        return isinstance(y, Tensor) and y.requires_grad
 
-
-def _refuse_other_differentiation(in_kept_graph: list[bool], *xs: Any) -> None:
-    """Hooks on xs that raise if a kept chunk graph is differentiated outside of its node.
-
-    in_kept_graph: A cell that holds True while the node differentiates the graph.
-    """
+def _refuse_other_differentiation(in_kept_graph: list[bool], xs: Entries) -> None:
+    """Hooks on xs that raise if a kept chunk graph is differentiated outside of its node."""
 
     def refuse(ct: Tensor) -> None:
         if not in_kept_graph[0]:
@@ -547,15 +533,15 @@ def _refuse_other_differentiation(in_kept_graph: list[bool], *xs: Any) -> None:
                 "detach it, or use keep_graphs=0."
             )
 
-    for x in xs:
-        if isinstance(x, Tensor) and x.requires_grad:
-            register_own_hook(x, refuse)
+    for x in tracked(tensors_of(xs)):
+        register_own_hook(x, refuse)
 
 
 class PushedForward(Forward):
     """A `Pushforward`, whose first pass records no graph: all that f can reach are its leaves."""
 
     compares_leaves = compares_bits = False
+    attaches = staticmethod(is_inexact)
 
     def _with_first_kernels(self, i: int, given: list[Any]) -> list[Any]:
         f: Any = self.chunks.call.f
@@ -572,6 +558,3 @@ class PushedForward(Forward):
         if self.verification is not None:
             self.verification.first[i].leaves = leaves
         return leaves
-
-    def _is_attached(self, y: Any) -> bool:
-        return isinstance(y, Tensor) and is_inexact(y)

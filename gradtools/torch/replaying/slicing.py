@@ -15,7 +15,7 @@ from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.operation_marks import CHUNK, data_of, detached
 from gradtools.torch.state import is_other
 
@@ -36,7 +36,13 @@ def pieces_of(chunks: Chunks, own_versions: bool = True) -> list[list[Any]]:
     own_versions: Whether the pieces have version counters of their own, so that in-place changes
         of one do not invalidate the graphs of others, if several live at a time.
     """
-    one: Callable[[Any], Any] = _with_own_version if own_versions else lambda x: x
+
+    def one(x: Any) -> Any:
+        if not own_versions or upstream.is_exporting():  # which does not trace `.data`
+            return x
+        plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or is_wrapped(x))
+        return data_of(x, CHUNK) if plain and not is_dual(x) else x
+
     columns = [_parts(chunks, x, axis, one) for x, axis in chunks.splits]
     return [
         [*(column[i] for column in columns), *map(one, chunks.lists[i])]
@@ -60,13 +66,6 @@ def _parts(chunks: Chunks, x: Tensor, axis: int, one: Callable[[Any], Any]) -> S
     return [one(x[*before, rows.start : rows.stop : rows.step]) for rows in cut.rows]
 
 
-def _with_own_version(x: Any) -> Any:
-    if upstream.is_exporting():  # which does not trace `.data`
-        return x
-    plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or is_wrapped(x))
-    return data_of(x, CHUNK) if plain and not is_dual(x) else x
-
-
 class Originals:
     """Copies of the pieces that f changes in place, from which they are recomputed.
 
@@ -84,10 +83,9 @@ class Originals:
     ) -> None:
         self._chunks, self._pieces, self._moving = chunks, pieces if recomputes else [], moving
         self._copies: dict[int, dict[int, Tensor]] = {}
-        count = len(chunks.splits)
-        every = [(0, k) for k in range(count)]
-        every += [(i, k) for i, row in enumerate(pieces) for k in range(count, len(row))]
-        fixed = [(i, k) for i, k in every if recomputes and k not in moving[i]]
+        count = len(chunks.splits)  # pieces of lists are arguments of their own
+        every = [(i, k) for i, row in enumerate(self._pieces) for k in range(len(row))]
+        fixed = [(i, k) for i, k in every if k not in moving[i] and (i == 0 or k >= count)]
         self._sources = [x for i, k in fixed if _may_change(x := self._source(i, k))]
         self._versions = [*map(upstream.version_of, self._sources)]
 
@@ -151,7 +149,6 @@ def primal_of(x: Any) -> Any:
 
 
 def untracked(x: Any) -> Any:
-    """x detached."""
     return detached(x, CHUNK) if isinstance(x, Tensor) else x
 
 
@@ -162,7 +159,7 @@ def is_observed() -> bool:
 
 def alias_of(x: Tensor) -> Tensor:
     """x as a new leaf that requires grad; integers unchanged."""
-    if not (x.is_floating_point() or x.is_complex()):
+    if not is_inexact(x):
         return x
     if not (torch.is_inference_mode_enabled() or x.is_inference()):
         if upstream.forward_level() < 0 and not is_observed():

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -103,9 +102,7 @@ class Sums:
         number = w.item()
         if not self.terms:
             # With weight zero, xs may be NaN: means over no examples.
-            scaled = (
-                [*upstream.multiply_each(xs, number)] if number else [*map(torch.zeros_like, xs)]
-            )
+            scaled = upstream.multiply_each(xs, number) if number else map(torch.zeros_like, xs)
             self.terms, self.in_place = [w, *scaled], True
             self._dtypes, self._owned = [x.dtype for x in terms], [False, *[True] * len(xs)]
             return
@@ -160,20 +157,19 @@ class LeafHooks:
             upstream.set_tensor_hooks(x, None)
 
     def takes(self, k: int) -> bool:
-        """Whether a hook takes the gradient of leaf k."""
         return any(k == place for place, _ in self._large)
 
     def roots(self, outs: Sequence[Any]) -> Sequence[Any]:
         """Views of the outputs, with hooks by which an engine call is recognized."""
         self.added.clear()
-        tracked = [isinstance(y, Tensor) and y.requires_grad for y in outs]
-        if any(t and y.layout is not torch.strided for y, t in zip(outs, tracked, strict=True)):
+        tracked = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
+        if any(y.layout is not torch.strided for y in tracked):
             return outs  # without hooks: gradients are added at the end
         with torch.enable_grad():
-            roots = [y.view_as(y) if t else y for y, t in zip(outs, tracked, strict=True)]
-        for y in compress(roots, tracked):
-            register_own_hook(y, lambda ct: self._calls.add(_task()))
-        return roots
+            views = {id(y): y.view_as(y) for y in tracked}
+        for view in views.values():
+            register_own_hook(view, lambda ct: self._calls.add(_task()))
+        return [views.get(id(y), y) for y in outs]
 
     def _take(self, k: int, grad: Tensor) -> Tensor | None:
         if _task() not in self._calls or type(grad) is not Tensor or grad.is_sparse:

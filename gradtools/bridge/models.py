@@ -44,7 +44,7 @@ def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -
     def fun(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
         state = {name: t.detach().to(dtypes[name]) for name, t in state.items()}
         if key is not None:  # fake tensors, which only determine shapes, need no key
-            key = None if upstream.is_fake(key) else key.to(torch.int64)[:2]
+            key = None if upstream.detect_fake_mode([key]) else key.to(torch.int64)[:2]
         out, after = run(params, state, *args, key=key, **kwargs)
         return out, {name: _narrow(t) for name, t in after.items()}
 

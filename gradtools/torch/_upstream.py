@@ -90,21 +90,15 @@ tree_map_only = pytree.tree_map_only
 # --- levels of torch.func ----------------------------------------------------------------------
 
 peek_interpreter_stack: Callable[[], Any] = _functorch.peek_interpreter_stack
-"""The innermost level of torch.func, or None. Checked at every call, so it is a plain alias. Gone:
-there is no public way; apply a transform to a number and check whether it is wrapped."""
-
 get_interpreter_stack: Callable[[], Any] = _functorch.get_interpreter_stack
-"""All levels of torch.func, outermost first, with their kinds. Gone: as above."""
-
 TransformType: Any = _functorch.TransformType
-"""The kinds of levels: Grad, Jvp, Vmap, Functionalize."""
+"""The innermost level of torch.func, or None; all levels, outermost first; their kinds. Gone: there
+is no public way; apply a transform to a number and check whether it is wrapped."""
 
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is a wrapper of a torch.func level. Gone:
-`torch.func.debug_unwrap(x, recurse=False) is not x`, which is slower and meant for debugging."""
-
 get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
-"""The tensor beneath one level. Gone: `torch.func.debug_unwrap(x, recurse=False)`."""
+"""Whether a tensor is a wrapper of a torch.func level; the tensor beneath one level. Gone:
+`torch.func.debug_unwrap(x, recurse=False)`, which is slower and meant for debugging."""
 
 unwrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._unwrap_for_grad
 """The tensor beneath one level of `torch.func.grad`, which requires grad if it does outside of the
@@ -126,15 +120,12 @@ is_legacy_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
 
 enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
-"""Enter and leave a level of the legacy vmap; each returns the number of open levels. Gone: with
-that vmap."""
-
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""Wrap a tensor in the legacy vmap's batches, and unwrap it. Gone: together with that vmap."""
+"""Enter and leave a level of the legacy vmap, which return the number of open levels; wrap a tensor
+in its batches, and unwrap it. Gone: together with that vmap."""
 
 # --- forward mode ------------------------------------------------------------------------------
-
 
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
 """The open level of forward mode, -1 if none. Gone: `forward_ad.make_dual` raises outside of a
@@ -169,7 +160,6 @@ def leave_forward_level(level: int) -> None:
 _load_decompositions = cache(forward_ad._maybe_load_decompositions)
 """The decompositions that `forward_ad.make_dual` loads at its first call. Gone: see below."""
 
-
 make_dual: Callable[..., Tensor] = torch._make_dual
 unpack_dual: Callable[..., Any] = torch._unpack_dual
 """`forward_ad.make_dual` and `unpack_dual` without their checks, for the operations of a
@@ -183,23 +173,6 @@ have no tangents. Gone: detach each tensor instead."""
 
 softmax_pullback: Callable[..., Tensor] = torch._softmax_backward_data
 """y (g - sum(g y)) in one kernel. Gone: by that formula, three kernels and a copy."""
-
-fp32_precision: Any = getattr(_c, "_get_fp32_precision_getter", None)
-"""The float32 precision setting of a library and operation, read several times in each call of a
-frozen function; None before PyTorch 2.9. Gone: the attributes `fp32_precision` of
-`torch.backends`, which are slower."""
-
-flag_getters: dict[str, Callable[[], Any]] = {
-    "deterministic": _c._get_deterministic_algorithms,
-    "warn only": _c._get_deterministic_algorithms_warn_only,
-    "float32 products": _c._get_float32_matmul_precision,
-    "flash": _c._get_flash_sdp_enabled,
-    "lean": _c._get_mem_efficient_sdp_enabled,
-    "plain": _c._get_math_sdp_enabled,
-    "cudnn": _c._get_cudnn_sdp_enabled,
-}
-"""Getters of flags that change numbers, called several times in each call of a frozen function.
-Gone: the equivalent public functions of `torch` and `torch.backends.cuda`, which are slower."""
 
 is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 """Whether autocast is on for any device. Gone: `torch.is_autocast_enabled(kind)` for each."""
@@ -216,13 +189,10 @@ engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engi
 time for a small function; the second also skips the context that compiled code reads and the
 logging of nodes. Gone: `torch.autograd.grad`."""
 
-
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
-"""The id of the running backward pass, -1 if none: nodes of one pass share sums of gradients.
-Gone: each node sums on its own, so sums are not shared between towers."""
-
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
-"""Whether the running backward pass will execute a node. Gone: as above."""
+"""The id of the running backward pass, -1 if none, and whether it will execute a node: nodes of one
+pass share sums of gradients. Gone: each node sums on its own, without the sums of other towers."""
 
 keeps_graph: Callable[[], bool] = _c._autograd._get_current_graph_task_keep_graph
 """Whether the running backward pass has retain_graph=True. Gone: always keep, and document it."""
@@ -232,7 +202,9 @@ current_node: Callable[[], Any] = _c._current_autograd_node
 source line of the forward pass. Gone: backward operations have no line."""
 
 nodes_made: Callable[[], int] = _c._autograd._get_sequence_nr
-"""How many nodes this thread has created: captured tensors have earlier ones. Gone: walk graphs."""
+sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""How many nodes this thread has created, and how many it had when it created a node: captured
+tensors have earlier ones. Gone: walk graphs."""
 
 saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors_default_hooks
@@ -246,13 +218,11 @@ set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_cou
 the graphs that saved it. `torch.autograd.graph.increment_version` is the public half. Gone:
 recomputing a program with changing state raises autograd's own error."""
 
-EnableTorchFunction: Any = _c._EnableTorchFunction
-"""Enables function modes in the backward pass of a tensor subclass, which disables them. Gone:
-refuse subclasses there."""
-
 DisableTorchFunction: Any = _c.DisableTorchFunction
-"""Reads attributes of the tensor itself, not of what a mode substitutes for it. The variant for
-subclasses, `torch._C.DisableTorchFunctionSubclass`, is documented. Gone: a flag in our modes."""
+EnableTorchFunction: Any = _c._EnableTorchFunction
+"""The first reads attributes of the tensor itself, not of what a mode substitutes for it. (For
+subclasses, `torch._C.DisableTorchFunctionSubclass` is documented.) Gone: a flag in our modes. The
+second enables modes in the backward pass of a subclass, which disables them. Gone: refuse these."""
 
 Functions: tuple[Any, ...] = (function._SingleLevelFunction,)
 """The classes whose `apply` is patched for the time of a call. Patching the base of
@@ -302,25 +272,27 @@ def bookkeeping() -> tuple[Any, ...]:
 OPERATORS = "torch._ops"
 """The module whose submodules, one for each namespace, define the operators."""
 
-
-def checkpoint_operator() -> Any:
-    """The operator as which dynamo traces `torch.utils.checkpoint`. Gone: a graph break there."""
-    module = sys.modules.get("torch._higher_order_ops.wrap")
-    return None if module is None else module.tag_activation_checkpoint
-
-
-def flex_attention_module() -> Any:
-    """The module in which `flex_attention` rejects CPU operands that require grad, if imported.
-
-    Gone: forward mode through it is refused on the CPU, as reverse mode is.
-    """
-    return sys.modules.get("torch.nn.attention.flex_attention")
+flex_attention_module: Callable[[], Any] = partial(
+    sys.modules.get, "torch.nn.attention.flex_attention"
+)
+"""The module in which `flex_attention` rejects CPU operands that require grad, if imported. Gone:
+forward mode through it is refused on the CPU, as reverse mode is."""
 
 
-def flex_operator() -> Any:
-    """The operator that `flex_attention` calls, if imported. Gone: find it by name."""
-    module = sys.modules.get("torch._higher_order_ops.flex_attention")
-    return None if module is None else module.flex_attention
+def _if_imported(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
+
+
+_HIGHER = "torch._higher_order_ops"
+flex_operator: Callable[[], Any] = partial(
+    _if_imported, f"{_HIGHER}.flex_attention", "flex_attention"
+)
+"""The operator that `flex_attention` calls, if imported. Gone: find it by name."""
+
+checkpoint_operator: Callable[[], Any] = partial(
+    _if_imported, f"{_HIGHER}.wrap", "tag_activation_checkpoint"
+)
+"""The operator as which dynamo traces `torch.utils.checkpoint`. Gone: a graph break there."""
 
 
 def gathers_parameters(hook: Any) -> bool:
@@ -421,10 +393,6 @@ AccumulateGrad: Any = _c._functions.AccumulateGrad
 """The class of the nodes of leaves. Gone: compare the name of the class."""
 
 
-sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""A node's sequence number, as counted by `nodes_made`. Gone: walk both graphs."""
-
-
 def factors_of(node: Any) -> list[Any]:
     """The operands that a product's or quotient's node saved, packed if hooks did so.
 
@@ -455,11 +423,6 @@ backward_class: Callable[[Any], Any] = attrgetter("_backward_cls")
 """The class of the nodes that a `torch.autograd.Function` makes. Gone: `type(y.grad_fn)`."""
 
 
-def saves(node: Any, name: str) -> bool:
-    """Whether a node of the graph has a saved value of this name."""
-    return hasattr(node, f"_saved_{name}")
-
-
 def saved(node: Any, name: str, *default: Any) -> Any:
     """A saved value of a node: documented ("Autograd mechanics"), though with an underscore.
 
@@ -485,10 +448,8 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often x was changed in place. `Tensor._version` is documented, but its name is private. Gone:
 compare contents instead of versions."""
 
-
 is_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 """Whether x is a zero tensor without memory, as forward mode creates. Gone: clone."""
-
 
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 """Whether autograd tracks x as a view of another tensor. Gone: copy the results of rules."""
@@ -497,9 +458,6 @@ tensor_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 """The hooks that edit x's gradient; None if there never was one. They must run once, on the sum
 over chunks, so recomputations remove them from the leaves and restore them afterwards. Gone: a hook
 would run for each chunk; refuse leaves with hooks."""
-
-tracing_state: Callable[[], Any] = _c._get_tracing_state
-"""As `torch.jit.is_tracing`: TorchScript does not trace hooks."""
 
 
 def set_tensor_hooks(x: Tensor, hooks: Any) -> None:
@@ -522,16 +480,8 @@ def fake_tensors(**options: Any) -> Any:
     return FakeTensorMode(**options)
 
 
-def is_fake(x: Tensor) -> bool:
-    """Whether a tensor is a fake tensor. Gone: `detect_fake_mode`."""
-    from torch._subclasses import fake_tensor
-
-    return bool(fake_tensor.is_fake(x))
-
-
 is_alias_of: Callable[[Tensor, Tensor], bool] = _c._is_alias_of
 """Whether two tensors share a storage. Gone: compare `untyped_storage()`, which wrappers refuse."""
-
 
 add_each_: Any = torch._foreach_add_
 multiply_each: Any = torch._foreach_mul
@@ -567,7 +517,6 @@ def storage_key(x: Tensor) -> int:
 make_subclass: Callable[[type, Tensor], Tensor] = Tensor._make_subclass  # type: ignore[attr-defined]
 """A tensor of a class in the memory of another. Gone: `x.as_subclass(kind)`, which is a view."""
 
-
 indices_of: Callable[[Tensor], Tensor] = methodcaller("_indices")
 values_of: Callable[[Tensor], Tensor] = methodcaller("_values")
 """Indices and values of a sparse tensor that may be uncoalesced. Gone: coalesce first."""
@@ -588,43 +537,37 @@ def decompositions() -> Any:
 
 # --- modules -----------------------------------------------------------------------------------
 
-
 SLOTS = ("_parameters", "_buffers", "_modules")
-"""The fields of a module that hold its parameters, buffers and children, as `slots_of`.
-A module is copied, put back, and shared with its wrapper by them. Gone: by their new names."""
+slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
+"""The fields with a module's own parameters, buffers and children, by which it is copied, put back
+and shared with its wrapper; they include entries that are None. Gone:
+`named_parameters(recurse=False)` and so on, which omit None and cannot be assigned to."""
 
 NOT_SAVED = "_non_persistent_buffers_set"
 """The field with the names of buffers that no `state_dict` holds."""
-
 
 COMPILED_CALL = "_compiled_call_impl"
 """The field for the code of `module.compile()`, which is specialized to the module's own tensors: a
 copy gets None. Gone: a copy would run the original's code."""
 
-slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
-"""A module's own parameters, buffers and children, including entries that are None. Gone:
-`named_parameters(recurse=False)` and so on, which omit None and cannot be assigned to."""
 
+def forward_hooks_of(module: torch.nn.Module) -> dict[int, Any]:
+    """A module's forward hooks and pre-hooks, by their ids from a counter of the process.
 
-def forward_hooks_of(module: torch.nn.Module) -> list[Any]:
-    """A module's forward hooks and pre-hooks. PyTorch has no public list of them."""
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-
-
-def forward_hook_numbers(module: torch.nn.Module) -> list[int]:
-    """The ids of a module's forward hooks, from a counter of the process."""
-    return [*module._forward_hooks, *module._forward_pre_hooks]
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module has a hook of any kind."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+    PyTorch has no public list of them.
+    """
+    return {**module._forward_hooks, **module._forward_pre_hooks}
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether a module has a hook that may edit gradients."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has a hook of any kind."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward) or has_backward_hooks(module)
 
 
 def takes_whole_gradients(module: torch.nn.Module) -> bool:
@@ -655,17 +598,11 @@ class ModuleLike(torch.nn.Module):
 
 cached_weights: Callable[[], dict[Any, Any]] = partial(getattr, parametrize, "_cache")
 caches_weights: Callable[[], int] = partial(getattr, parametrize, "_cache_enabled")
-"""The cache of `torch.nn.utils.parametrize.cached`, and how many of these contexts are open. Gone:
-as below."""
-
-
-def set_cached_weights(kept: dict[Any, Any]) -> None:
-    """Replaces the parametrization cache, whose tensors belong to another graph. Gone: refuse."""
-    parametrize._cache = kept  # type: ignore[assignment]
-
+set_cached_weights: Callable[[Any], None] = partial(setattr, parametrize, "_cache")
+"""The cache of `torch.nn.utils.parametrize.cached`, whose tensors belong to another graph; how many
+of these contexts are open; and the cache's replacement. Gone: refuse recomputations there."""
 
 # --- the process -------------------------------------------------------------------------------
-
 
 device_set: Callable[[], Any] = partial(
     getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None
@@ -680,13 +617,6 @@ def default_device() -> torch.device:
     if getattr(context, "device_context", context) is None:
         del context.device_context
     return torch.get_default_device()
-
-
-def operator_tables(name: str) -> Any:
-    """A table of PyTorch's own tests (OpInfo), for the sweeps. Needs the packages of the tests."""
-    from importlib import import_module
-
-    return import_module(f"torch.testing._internal.{name}")
 
 
 # --- dynamo, which is not imported until someone compiles ---------------------------------------
@@ -711,12 +641,9 @@ def break_graph(reason: str) -> None:
 COMPILED_CODE = "torch._functorch."
 """The modules whose Functions hold compiled code, not a user's backward."""
 
-
 saved_views_are_detached: bool = torch.__version__ < "2.13"
 """Whether compiled code saves an input that is a view without its graph, so that a second
-derivative is lost: in 2.8 to 2.12. There is no flag to check.
-"""
-
+derivative is lost: in 2.8 to 2.12. There is no flag to check."""
 
 is_exporting: Callable[[], bool] = torch.compiler.is_exporting
 """Whether `torch.export` is tracing. Before PyTorch 2.12 dynamo assumes that the public function

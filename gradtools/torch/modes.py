@@ -161,7 +161,7 @@ def without_cached_weights() -> Iterator[dict[Any, Any]]:
 class Modes:
     """Autocast, grad mode, default device and flags in a function's first run."""
 
-    flags: list[Any]  # in the order of `_NAMES`
+    flags: list[Any]  # in the order of `_FLAGS`
     autocast: list[tuple[str, bool, torch.dtype]]
     cached: bool
     grad: bool
@@ -171,7 +171,7 @@ class Modes:
     def now(cls, kinds: Iterable[str]) -> Modes:
         return cls(
             _current_flags(),
-            _casts(sorted({"cpu", *kinds} - {"meta"})),
+            _casts(kinds),
             torch.is_autocast_cache_enabled(),
             torch.is_grad_enabled(),
             default_device(),
@@ -182,7 +182,7 @@ class Modes:
         fused = ("flash attention", "lean attention", "cudnn attention", "encoder fast path")
         others = dict.fromkeys((*fused, "cudnn.enabled", "mkldnn.enabled"), False)
         others["plain attention"] = True
-        pairs = zip(_NAMES, self.flags, strict=True)
+        pairs = zip(_FLAGS, self.flags, strict=True)
         return replace(self, flags=[others.get(name, flag) for name, flag in pairs])
 
     def are_current(self) -> bool:
@@ -225,9 +225,7 @@ class Modes:
 
 def casts_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:
     """The device types for which autocast is on, and its dtypes."""
-    if not upstream.is_any_autocast_enabled():
-        return ()
-    casts = _casts(sorted({"cpu", *kinds} - {"meta"}))
+    casts = _casts(kinds) if upstream.is_any_autocast_enabled() else ()
     return tuple([(kind, dtype) for kind, on, dtype in casts if on])
 
 
@@ -271,69 +269,27 @@ _CPU = torch.device("cpu")
 
 
 def _casts(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
+    """The settings of autocast for the CPU and these device types."""
+    kinds = sorted({"cpu", *kinds} - {"meta"})
     return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
 
 
-def _current_flags() -> list[Any]:
-    """The flags, in the order of `_NAMES`."""
-    return [*map(operator.call, _GETTERS)]
+# --- flags that select kernels and precisions --------------------------------------------------
+
+Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""The getter and the setter of a flag."""
 
 
-def _set(now: list[Any], wanted: list[Any]) -> None:
-    if now != wanted:
-        for put, old, new in zip(_SETTERS, now, wanted, strict=True):
-            if old != new:
-                put(new)
+def _attribute(holder: Any, name: str) -> Flag:
+    """The flag of a property, bypassing `torch.backends.disable_global_flags`.
 
-
-def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """The flags that change results, with their getters and setters, in the order of setting."""
-    cuda, mha, read = torch.backends.cuda, torch.backends.mha, upstream.flag_getters
-    result: dict[str, Any] = {
-        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        **PRECISIONS,
-        "deterministic": (
-            lambda: (read["deterministic"](), read["warn only"]()),
-            lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
-        ),
-        "encoder fast path": (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
-        "flash attention": (read["flash"], cuda.enable_flash_sdp),
-        "lean attention": (read["lean"], cuda.enable_mem_efficient_sdp),
-        "plain attention": (read["plain"], cuda.enable_math_sdp),
-        "cudnn attention": (read["cudnn"], cuda.enable_cudnn_sdp),
-    }
-    for name in ("enabled", "benchmark", "deterministic"):
-        result[f"cudnn.{name}"] = _attribute(torch.backends.cudnn, name)
-    result["mkldnn.enabled"] = _attribute(torch.backends.mkldnn, "enabled")
-    return result
-
-
-def _precisions() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """The getters and setters of the flags that allow reduced precision in float32 products.
-
-    Two legacy flags, for matrices and for cuDNN, write the newer ones (by library and operation),
-    and so come first. A legacy flag that contradicts the newer ones cannot be read, and is None.
+    (`torch.testing._internal` calls that, after which assigning to the property raises.)
     """
-    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
-    newer: dict[str, Any] = {}
-    if upstream.fp32_precision is not None:
-        newer = {
-            "cuda.matmul": cuda.matmul,
-            **{f"cudnn.{name}": getattr(cudnn, name) for name in ("conv", "rnn")},
-            **{f"mkldnn.{name}": getattr(mkldnn, name) for name in ("matmul", "conv", "rnn")},
-        }
-    return {
-        "float32_matmul_precision": _if_readable(
-            upstream.flag_getters["float32 products"], torch.set_float32_matmul_precision
-        ),
-        "cudnn.allow_tf32": _if_readable(*_attribute(cudnn, "allow_tf32")),
-        **{f"{name}.fp32_precision": _newer(name, where) for name, where in newer.items()},
-    }
+    flag = vars(type(holder))[name]
+    return flag.getter, flag.setter
 
 
-def _if_readable(
-    get: Callable[[], Any], put: Callable[[Any], Any]
-) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _if_readable(get: Callable[[], Any], put: Callable[[Any], Any]) -> Flag:
     def read() -> Any:
         try:
             return get()
@@ -343,24 +299,58 @@ def _if_readable(
     return read, lambda value: None if value is None else put(value)
 
 
-def _newer(name: str, where: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    library, _, operation = name.partition(".")
-    library = library.replace("cudnn", "cuda")  # as PyTorch names it within
-    get = partial(upstream.fp32_precision, library, operation)
-    return get, lambda value: setattr(where, "fp32_precision", value)
+_cuda, _cudnn, _mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+_mha = torch.backends.mha
+
+PRECISIONS: dict[str, Flag] = {
+    "float32_matmul_precision": _if_readable(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    ),
+    "cudnn.allow_tf32": _if_readable(*_attribute(_cudnn, "allow_tf32")),
+}
+"""The flags that allow reduced precision in float32 products, in the order of setting.
+
+Two legacy flags, for matrices and for cuDNN, write the newer ones (by library and operation), and
+so come first. A legacy flag that contradicts the newer ones cannot be read, and is None.
+"""
+_NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+for _name in _NEWER if hasattr(_cudnn, "conv") else ():  # from PyTorch 2.9 on
+    _at = operator.attrgetter(_name)(torch.backends), "fp32_precision"
+    PRECISIONS[f"{_name}.fp32_precision"] = partial(getattr, *_at), partial(setattr, *_at)
+
+_FLAGS: dict[str, Flag] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    **PRECISIONS,
+    "deterministic": (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
+    ),
+    "encoder fast path": (_mha.get_fastpath_enabled, _mha.set_fastpath_enabled),
+    "flash attention": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    "lean attention": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    "plain attention": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    "cudnn attention": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    **{
+        f"cudnn.{name}": _attribute(_cudnn, name)
+        for name in ("enabled", "benchmark", "deterministic")
+    },
+    "mkldnn.enabled": _attribute(_mkldnn, "enabled"),
+}
+"""All flags that change results, in the order of setting. Each use of a frozen function reads them
+several times."""
+_GETTERS, _SETTERS = zip(*_FLAGS.values(), strict=True)
 
 
-def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """The getter and setter of a flag, bypassing `torch.backends.disable_global_flags`.
-
-    (`torch.testing._internal` calls that, after which assigning to the property raises.)
-    """
-    flag = vars(type(holder))[name]
-    return flag.getter, flag.setter
+def _current_flags() -> list[Any]:
+    """The flags, in the order of `_FLAGS`."""
+    return [*map(operator.call, _GETTERS)]
 
 
-# Computed once, since each use of a frozen function reads the flags several times. Not a cached
-# function, about which dynamo warns.
-PRECISIONS = _precisions()
-_NAMES = [*_flags()]
-_GETTERS, _SETTERS = zip(*_flags().values(), strict=True)
+def _set(now: list[Any], wanted: list[Any]) -> None:
+    if now != wanted:
+        for put, old, new in zip(_SETTERS, now, wanted, strict=True):
+            if old != new:
+                put(new)

@@ -323,7 +323,7 @@ def _check_closures(module: nn.Module, held: dict, places: dict) -> None:
                 "over the module or its tensors, so it would not see the given parameters. Make it "
                 "a method, or pass what it needs as an argument."
             )
-    hooks = upstream.forward_hooks_of(module)
+    hooks = upstream.forward_hooks_of(module).values()
     if any(_closes_over(hook, places) for hook in hooks):
         warn(
             f"make_functional: a forward hook of {kind} closes over the module; it sees the "

@@ -15,7 +15,6 @@ import torch
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.torch import _upstream as upstream
 from tests.support.sweeps import (
     AGREES,
     DIFFERS,
@@ -202,7 +201,7 @@ def test_without_expecttest_the_sweep_says_what_to_install(monkeypatch):
     def absent(name):
         raise ModuleNotFoundError(f"No module named {name!r}", name="expecttest")
 
-    monkeypatch.setattr(upstream, "operator_tables", absent)
+    monkeypatch.setattr(torch_programs, "operator_tables", absent)
     with pytest.raises(GradtoolsError, match="pip install expecttest"):
         list(in_torch.sweep())
 

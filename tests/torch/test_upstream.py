@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -253,42 +252,6 @@ def test_the_first_level_loads_what_pytorch_loads_at_the_first_dual_number():
     assert said.stdout.split() == ["True"]
 
 
-@pytest.mark.skipif(upstream.fp32_precision is None, reason="from PyTorch 2.9 on")
-def test_the_precision_of_products_is_read():
-    matmul = torch.backends.mkldnn.matmul
-    before = matmul.fp32_precision
-    try:
-        matmul.fp32_precision = "bf16"
-        assert upstream.fp32_precision("mkldnn", "matmul") == "bf16"
-    finally:
-        matmul.fp32_precision = before
-    assert upstream.fp32_precision("mkldnn", "matmul") == before
-
-
-FLAGS = {
-    "flash": torch.backends.cuda.enable_flash_sdp,
-    "lean": torch.backends.cuda.enable_mem_efficient_sdp,
-    "plain": torch.backends.cuda.enable_math_sdp,
-    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
-    "deterministic": torch.use_deterministic_algorithms,
-    "warn only": lambda on: torch.use_deterministic_algorithms(False, warn_only=on),
-    "float32 products": torch.set_float32_matmul_precision,
-}
-
-
-@pytest.mark.parametrize("name", upstream.flag_getters)
-def test_a_flag_is_read_as_it_was_set(name):
-    read, put = upstream.flag_getters[name], FLAGS[name]
-    before = read()
-    other = "high" if name == "float32 products" else not before
-    try:
-        put(other)
-        assert read() == other
-    finally:
-        put(before)
-    assert read() == before
-
-
 def test_a_level_that_another_is_about_to_enter_is_left_again(monkeypatch):
     """As between the two lines of `forward_ad.enter_dual_level` in another thread."""
     monkeypatch.setattr(forward_ad, "_current_level", 3)
@@ -367,7 +330,6 @@ def test_the_factors_of_a_product_are_read_and_no_hook_runs():
 def test_what_a_node_saved_is_read_by_its_name():
     x = _x()
     node = x.exp().grad_fn
-    assert upstream.saves(node, "result") and not upstream.saves(node, "other")
     assert torch.equal(upstream.saved(node, "result"), x.exp())
     assert upstream.saved(node, "other", "none") == "none"
 
@@ -548,7 +510,6 @@ def test_fake_tensors_have_shapes_and_devices_alone():
     with upstream.fake_tensors():
         y = torch.ones(2, 3) @ torch.ones(3, 4)
     assert y.shape == (2, 4) and y.device.type == "cpu"
-    assert upstream.is_fake(y) and not upstream.is_fake(torch.ones(2))
 
 
 def test_a_subclass_is_made_in_the_same_memory_and_is_no_view():
@@ -558,19 +519,6 @@ def test_a_subclass_is_made_in_the_same_memory_and_is_no_view():
     x = torch.ones(2)
     y = upstream.make_subclass(Mine, x)
     assert type(y) is Mine and y.data_ptr() == x.data_ptr() and not upstream.is_view(y)
-
-
-def test_tracing_is_told():
-    seen = []
-
-    def f(x):
-        seen.append(upstream.tracing_state() is not None)
-        return x + 1
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated
-        torch.jit.trace(f, torch.ones(1), check_trace=False)
-    assert upstream.tracing_state() is None and seen == [True]
 
 
 def test_a_sparse_tensor_that_is_not_coalesced_shows_its_entries():
@@ -759,11 +707,6 @@ def test_conversion_and_loading_of_a_wrapper_reach_what_it_wraps():
     assert wrapper._own.weight.dtype == torch.float64 and wrapper._own.weight.item() == 7.0
 
 
-def test_the_tables_of_pytorchs_own_tests_are_there():
-    pytest.importorskip("expecttest")
-    assert len(upstream.operator_tables("common_methods_invocations").op_db) > 500
-
-
 def test_operators_say_what_they_write():
     aten = torch.ops.aten
     writes = [a.alias_info is not None for a in upstream.arguments_of(aten.add_.Tensor)]
@@ -783,8 +726,7 @@ def test_a_module_shows_its_slots_and_hooks():
     assert vars(m)[upstream.NOT_SAVED] == set()
     assert not upstream.has_hooks(m) and not upstream.has_backward_hooks(m)
     forward = m.register_forward_hook(lambda *a: None)
-    assert upstream.has_hooks(m) and len(upstream.forward_hooks_of(m)) == 1
-    assert upstream.forward_hook_numbers(m) == [forward.id]
+    assert upstream.has_hooks(m) and [*upstream.forward_hooks_of(m)] == [forward.id]
     forward.remove()
     m.register_full_backward_hook(lambda *a: None)
     assert upstream.has_backward_hooks(m) and upstream.takes_whole_gradients(m)

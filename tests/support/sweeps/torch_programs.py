@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from gradtools.errors import GradtoolsError
@@ -94,11 +95,14 @@ def entries(
     return result
 
 
+def operator_tables(name: str) -> Any:
+    """A module with tables of PyTorch's own tests (OpInfo). It needs the packages of the tests."""
+    return import_module(f"torch.testing._internal.{name}")
+
+
 def _table(name: str) -> Any:
     try:
         with _as_before():
-            from gradtools.torch._upstream import operator_tables
-
             return getattr(operator_tables(TABLES[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "expecttest":
@@ -285,8 +289,6 @@ def _integers(args: Any) -> Any:
 
 def _alone(op: Any, leaves: list[Any], primals: tuple[Any, ...]) -> bool:
     import torch
-
-    from gradtools.torch._upstream import operator_tables
 
     core = operator_tables("opinfo.core")
     if not isinstance(op, core.UnaryUfuncInfo | core.BinaryUfuncInfo):

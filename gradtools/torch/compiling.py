@@ -240,13 +240,13 @@ def nodes_of(outs: Iterable[Tensor], ends: Collection[Any] = ()) -> list[Any]:
 
 def nodes_behind(nodes: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
     """These nodes and their ancestors, except for those that only the nodes `ends` lead to."""
-    found = [*dict.fromkeys(node for node in nodes if node is not None)]
-    seen = {None, *found}
-    for node in found:  # appended to below
-        for parent, _ in node.next_functions if node not in ends else ():
-            if parent not in seen:
-                seen.add(parent)
-                found.append(parent)
+    found, seen, todo = list[Any](), {None}, [*nodes]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            found.append(node)
+            todo += [parent for parent, _ in node.next_functions] if node not in ends else []
     return found
 
 

@@ -24,14 +24,17 @@ from gradtools.torch.modes import NOTHING, without_cached_weights
 from gradtools.torch.replaying.consistency import RunKey, is_compiled, is_readable, run_key
 from gradtools.torch.replaying.nodes import node_of
 from gradtools.torch.replaying.recomputing import (
+    Rows,
     first_pass_state,
+    flattened,
     is_plain,
     is_recomputing,
     is_recorded,
     marked,
+    pieces_of,
+    untracked,
 )
 from gradtools.torch.replaying.replay import Forward, PushedForward
-from gradtools.torch.replaying.slicing import Rows, flattened, pieces_of, untracked
 from gradtools.torch.replaying.summing import Sums, Weigh
 
 Tensor = torch.Tensor

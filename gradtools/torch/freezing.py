@@ -43,9 +43,17 @@ from gradtools.torch.replaying.nodes import (
     outputs_of,
     pulled_back,
 )
-from gradtools.torch.replaying.recomputing import bytes_saved, is_plain, marked
+from gradtools.torch.replaying.recomputing import (
+    Entries,
+    Rows,
+    alias_of,
+    bytes_saved,
+    flattened,
+    is_plain,
+    marked,
+    primal_of,
+)
 from gradtools.torch.replaying.replay import Forward
-from gradtools.torch.replaying.slicing import Entries, Rows, alias_of, flattened, primal_of
 from gradtools.torch.replaying.summing import Sums
 from gradtools.torch.state import Snapshot
 

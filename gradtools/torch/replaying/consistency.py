@@ -32,8 +32,13 @@ from gradtools.torch.functorch_wrappers import is_wrapped, unwrapped
 from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.patches import hooks_set
-from gradtools.torch.replaying.recomputing import is_recorded, was_queried
-from gradtools.torch.replaying.slicing import Entries, primal_of, tensors_of
+from gradtools.torch.replaying.recomputing import (
+    Entries,
+    is_recorded,
+    primal_of,
+    tensors_of,
+    was_queried,
+)
 from gradtools.torch.state import contents_of
 
 if TYPE_CHECKING:

@@ -31,22 +31,20 @@ from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING, batchings, by_new_vmap
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.replaying.recomputing import (
-    check_storages,
-    differentiating,
-    first_pass_state,
-    marked,
-    steps,
-    without_hooks,
-)
-from gradtools.torch.replaying.slicing import (
     Entries,
     Rows,
     Tensor,
     alias_of,
+    check_storages,
+    differentiating,
+    first_pass_state,
     flattened,
+    marked,
     primal_of,
+    steps,
     tensors_of,
     view_of,
+    without_hooks,
 )
 from gradtools.torch.replaying.summing import (
     Joint,

@@ -32,6 +32,12 @@ from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import Verification, graph_of, register_own_hook
 from gradtools.torch.replaying.nodes import ChunkProgram, cut_up
 from gradtools.torch.replaying.recomputing import (
+    Entries,
+    Originals,
+    Rows,
+    Tensor,
+    alias_of,
+    as_input,
     bytes_saved,
     captured_error,
     captures_refused,
@@ -39,23 +45,15 @@ from gradtools.torch.replaying.recomputing import (
     check_end,
     check_modules,
     edge_error,
+    is_observed,
     is_recorded,
     parameters_of,
-    steps,
-    without_sharded_calls,
-)
-from gradtools.torch.replaying.slicing import (
-    Entries,
-    Originals,
-    Rows,
-    Tensor,
-    alias_of,
-    as_input,
-    is_observed,
     pieces_of,
     primal_of,
+    steps,
     tensors_of,
     untracked,
+    without_sharded_calls,
 )
 from gradtools.torch.rerunning import Rerunnable
 from gradtools.torch.rules.functions import reverse_only_at

@@ -280,6 +280,7 @@ forward mode through it is refused on the CPU, as reverse mode is."""
 
 
 def _if_imported(module: str, name: str) -> Any:
+    """A name of a module of PyTorch, None while that is not imported."""
     return getattr(sys.modules.get(module), name, None)
 
 

@@ -34,25 +34,16 @@ CPP_FUNCTION = "torch::autograd::CppNode<"
 
 
 class Survey(NamedTuple):
-    """The findings of one walk over a graph.
-
-    Attributes:
-        leaves: The leaf tensors.
-        custom: Nodes of code that is neither PyTorch's nor gradtools' own.
-        lost: Nodes of operators without a backward pass, for which PyTorch only warns; and nodes
-            that may treat a standard deviation as a constant, as PyTorch's vmap of a
-            normalization's gradient does.
-        wrong: Nodes of operations whose gradient PyTorch computes wrongly.
-        compiled: Nodes of compiled code, whose backward passes lose derivatives.
-        hooked: Whether gradient hooks were set during the evaluation.
-    """
+    """The findings of one walk over a graph: its leaves, and lists of nodes."""
 
     leaves: list[Tensor]
-    custom: list[Any]
+    custom: list[Any]  # of code that is neither PyTorch's nor gradtools' own
+    # Of operators without a backward pass, for which PyTorch only warns; and nodes that may treat a
+    # standard deviation as a constant, as PyTorch's vmap of a normalization's gradient does.
     lost: list[Any]
-    wrong: list[Any]
-    compiled: list[Any]
-    hooked: bool = False
+    wrong: list[Any]  # of operations whose gradient PyTorch computes wrongly
+    compiled: list[Any]  # of compiled code, whose backward passes lose derivatives
+    hooked: bool = False  # whether gradient hooks were set during the evaluation
 
 
 _PLAIN: set[type] = set()  # PyTorch's own nodes

@@ -203,21 +203,14 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @dataclass(eq=False, repr=False)
 class Recomputed:
-    """Results of a derivative, recomputed with a graph in the backward pass.
+    """Results of a derivative, recomputed with a graph in the backward pass."""
 
-    Attributes:
-        caller: The operator's name.
-        start: The modes and random state of the first evaluation.
-        evaluated: Computes the results at aliases of the sources.
-        roots: The function and tensors that reach all state which an evaluation may change.
-        captured: The sources that f closes over, last in `sources`; f gets aliases of the others.
-    """
-
-    caller: str
-    start: Start | None
-    evaluated: Callable[[Sequence[Tensor]], list[Tensor]]
+    caller: str  # the operator's name
+    start: Start | None  # of the first evaluation
+    evaluated: Callable[[Sequence[Tensor]], list[Tensor]]  # the results at aliases of the sources
+    # The function and the tensors that reach all state which an evaluation may change.
     roots: tuple[Callable[..., Any], Sequence[Tensor]]
-    captured: Sequence[Tensor] = ()
+    captured: Sequence[Tensor] = ()  # the last sources, which f closes over; no aliases of them
 
     def attach(self, sources: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
         """The results, attached to the sources by one node, which recomputes them."""

@@ -55,19 +55,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(eq=False)
 class Snapshot:
-    """The state behind a function at one time.
+    """The state behind a function at one time."""
 
-    Attributes:
-        streams: The states of random generators; None if the function draws from none.
-        reached: The objects that were reached, and their contents.
-        versions: The version counters of the watched tensors.
-    """
-
-    streams: Randomness | None
+    streams: Randomness | None  # of random generators; None if the function draws from none
     reached: Reached
-    versions: list[int]
-    _contents: list[Tensor]
-    _states: list[Any]
+    versions: list[int]  # of the watched tensors
+    _contents: list[Tensor]  # copies of the owned tensors
+    _states: list[Any]  # of the generators
 
     @classmethod
     def of(
@@ -157,40 +151,26 @@ class Snapshot:
 
 @dataclass(eq=False)
 class Reached:
-    """The objects behind a function, and their contents at one time.
+    """The objects behind a function, and their contents at one time."""
 
-    Attributes:
-        roots: The roots of the search.
-        kinds: The device types of reached tensors.
-        modules: Every module, with its name.
-        functions: Every function in user code.
-        watched: Tensors, with their names.
-        owned: Tensors whose contents are restored, such as buffers of modules.
-        generators: Getters and setters of random generators, and of NumPy arrays.
-        empty: Empty containers in attributes, of which modules have many.
-        maps: Dictionaries with string keys, such as `__dict__`, and copies of them.
-        places: Other containers, and variables: getter, setter and contents.
-        lasts: Whether the next call may find the same objects, so that the snapshot is kept. It is
-            not if that would keep graphs or arguments alive.
-        tensors: The watched tensors.
-        counted: The owned tensors with a version counter.
-        is_sharded: Whether modules of FSDP2 are among the modules; None if that was not checked.
-    """
-
-    roots: list[Any]
-    kinds: set[str]
-    modules: dict[int, tuple[torch.nn.Module, str]] = field(default_factory=dict)
-    functions: list[FunctionType] = field(default_factory=list)
-    watched: list[tuple[Tensor, str]] = field(default_factory=list)
-    owned: list[Tensor] = field(default_factory=list)
-    generators: list[tuple[Get, Put]] = field(default_factory=list)
-    empty: list[Any] = field(default_factory=list)
+    roots: list[Any]  # of the search
+    kinds: set[str]  # the device types of reached tensors
+    modules: dict[int, tuple[torch.nn.Module, str]] = field(default_factory=dict)  # with names
+    functions: list[FunctionType] = field(default_factory=list)  # in user code
+    watched: list[tuple[Tensor, str]] = field(default_factory=list)  # tensors, with their names
+    owned: list[Tensor] = field(default_factory=list)  # whose contents are restored: buffers
+    generators: list[tuple[Get, Put]] = field(default_factory=list)  # and NumPy arrays
+    empty: list[Any] = field(default_factory=list)  # containers in attributes: modules have many
+    # Dictionaries with string keys, such as `__dict__`, and copies of them.
     maps: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    # Other containers, and variables: getter, setter and contents.
     places: list[tuple[Get, Put, tuple[Any, ...]]] = field(default_factory=list)
+    # Whether the next call may find the same objects, so that the snapshot is kept. It is not if
+    # that would keep graphs or arguments alive.
     lasts: bool = False
-    tensors: list[Tensor] = field(default_factory=list)
-    counted: list[Tensor] = field(default_factory=list)
-    is_sharded: bool | None = None
+    tensors: list[Tensor] = field(default_factory=list)  # the watched ones
+    counted: list[Tensor] = field(default_factory=list)  # the owned ones with a version counter
+    is_sharded: bool | None = None  # whether a module is one of FSDP2; None if not checked
 
     def versions(self) -> list[int]:
         return [*map(upstream.version_of, self.tensors)]

@@ -63,17 +63,11 @@ _AccumulateGrad = upstream.AccumulateGrad
 
 
 class Coefficient(NamedTuple):
-    """A coefficient of an edit.
+    """A coefficient of an edit."""
 
-    Attributes:
-        edit: The edit's name.
-        figures: Its checksum, or a number; None if it is something else.
-        variable: Returns the variable or tensor that holds it; both passes may share it.
-    """
-
-    edit: str
-    figures: Any
-    variable: Callable[[], Any]
+    edit: str  # its name
+    figures: Any  # the checksum, or a number; None if it is something else
+    variable: Callable[[], Any]  # returns what holds it; both passes may share that
 
     def differs(self, new: Coefficient) -> bool | Tensor:
         same = self.variable()
@@ -86,18 +80,13 @@ class Coefficient(NamedTuple):
 
 
 class NodeKind(NamedTuple):
-    """What is compared of a node of autograd's graph.
+    """What is compared of a node of autograd's graph."""
 
-    Attributes:
-        name: The name of its class. All Functions of gradtools' rules count as one class.
-        numbers: The numbers that a user's Function holds in its ctx, or the scalar factors of a
-            product: outputs need not depend on them.
-        inputs: How many of its inputs are connected.
-    """
-
-    name: str
+    name: str  # of its class; all Functions of gradtools' rules count as one class
+    # The numbers that a user's Function holds in its ctx, or the scalar factors of a product:
+    # outputs need not depend on them.
     numbers: str
-    inputs: int
+    inputs: int  # how many of them are connected
 
     @classmethod
     def of(cls, node: Any) -> NodeKind:
@@ -123,25 +112,15 @@ class NodeKind(NamedTuple):
 
 @dataclass(eq=False)
 class ChunkRecord:
-    """What is kept of one computation of a chunk, to compare the other one with.
+    """What is kept of one computation of a chunk, to compare the other one with."""
 
-    Attributes:
-        coefficients: Those of edits.
-        hooks: The numbers and tensors that hooks on tensors close over.
-        places: The positions of the compared outputs.
-        figures: The figures of these outputs.
-        leaves: The leaves that the graph reaches, by their ids; None without a graph.
-        kinds: The kinds of the graph's nodes without its leaves, counted.
-        is_packed: Whether saved tensors hooks packed what the nodes saved.
-    """
-
-    coefficients: list[Coefficient] = field(default_factory=list)
-    hooks: list[list[Coefficient]] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    figures: list[Figures] = field(default_factory=list)
-    leaves: dict[int, Tensor] | None = None
-    kinds: Counter[NodeKind] = field(default_factory=Counter)
-    is_packed: bool = False
+    coefficients: list[Coefficient] = field(default_factory=list)  # of edits
+    hooks: list[list[Coefficient]] = field(default_factory=list)  # what hooks close over
+    places: list[int] = field(default_factory=list)  # the positions of the compared outputs
+    figures: list[Figures] = field(default_factory=list)  # of these outputs
+    leaves: dict[int, Tensor] | None = None  # of the graph, by their ids; None without a graph
+    kinds: Counter[NodeKind] = field(default_factory=Counter)  # of the graph's other nodes
+    is_packed: bool = False  # whether saved tensors hooks packed what the nodes saved
 
     def note_graph(self, nodes: list[Any], leaves: dict[int, Tensor], is_packed: bool) -> None:
         counted = [NodeKind.of(node) for node in nodes if type(node) is not _AccumulateGrad]

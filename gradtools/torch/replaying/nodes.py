@@ -73,36 +73,23 @@ def applied(kind: Any, *args: Any) -> Any:
 
 
 class Layout(NamedTuple):
-    """The inputs of a derived program: those of the program that it is derived from, then vectors.
+    """The inputs of a derived program: those of the other program, then vectors."""
 
-    Attributes:
-        widths: The number of the other program's inputs at each chunk.
-        shared: The number of its shared inputs.
-        present: Which of the vectors are not None, chunk by chunk, then those of the shared inputs
-            (or of the sums).
-    """
-
-    widths: list[int]
-    shared: int
+    widths: list[int]  # the number of the other program's inputs at each chunk
+    shared: int  # the number of its shared inputs
+    # Which of the vectors are not None, chunk by chunk, then those of the shared inputs or sums.
     present: list[list[bool]]
 
 
 class ChunkProgram:
-    """A function of each chunk's tensors and of shared ones, which is run chunk by chunk.
+    """A function of each chunk's tensors and of shared ones, which is run chunk by chunk."""
 
-    Attributes:
-        caller: The operator.
-        forward: The `Forward` from which it is derived, possibly itself.
-        leaves: The captured leaves that it reaches.
-        attached: Which outputs of each chunk have a derivative.
-        of_leaves: How many of the last outputs are gradients of the leaves, or tangents of these,
-            which are summed over a batch as well.
-    """
-
-    caller: str
-    forward: Any
-    leaves: list[Tensor]
-    attached: list[list[bool]] | None = None
+    caller: str  # the operator
+    forward: Any  # the `Forward` from which it is derived, possibly itself
+    leaves: list[Tensor]  # the captured leaves that it reaches
+    attached: list[list[bool]] | None = None  # which outputs of each chunk have a derivative
+    # How many of the last outputs are gradients of the leaves, or tangents of these, which are
+    # summed over a batch as well.
     of_leaves = 0
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:

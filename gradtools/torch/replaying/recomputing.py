@@ -45,29 +45,21 @@ REPLAYS = threading.RLock()  # recomputations set process-wide state: generators
 
 
 class _ThreadState(threading.local):
-    """Thread-local flags, with class attributes as defaults, which are read fastest.
+    """Thread-local flags, with class attributes as defaults, which are read fastest."""
 
-    Attributes:
-        replaying: Whether the thread recomputes a chunk.
-        was_queried: Whether user code called `is_recomputing` in this recomputation.
-        mark: The operator whose own machinery is running, or "".
-        recorded: Whether a recorder writes down each operation.
-        plain: Whether chunks run as a plain loop, without recomputation.
-    """
-
-    replaying = was_queried = recorded = plain = False
-    mark = ""
+    replaying = False  # whether the thread recomputes a chunk
+    was_queried = False  # whether user code called `is_recomputing` in this recomputation
+    recorded = False  # whether a recorder writes down each operation
+    plain = False  # whether chunks run as a plain loop, without recomputation
+    mark = ""  # the operator whose own machinery is running
 
 
 thread_state = _ThreadState()
 is_recomputing: Callable[[], bool] = partial(getattr, thread_state, "replaying")
-"""Whether this thread recomputes a chunk."""
 was_queried: Callable[[], bool] = partial(getattr, thread_state, "was_queried")
-"""Whether user code called `is_recomputing` in this recomputation."""
-mark: Callable[[], str] = partial(getattr, thread_state, "mark")
-"""The operator whose own machinery this thread runs, or ""."""
 is_recorded: Callable[[], bool] = partial(getattr, thread_state, "recorded")
 is_plain: Callable[[], bool] = partial(getattr, thread_state, "plain")
+mark: Callable[[], str] = partial(getattr, thread_state, "mark")
 
 
 def user_is_recomputing() -> bool:
@@ -166,13 +158,8 @@ def _parts(chunks: Chunks, x: Tensor, axis: int, one: Callable[[Any], Any]) -> S
 class Originals:
     """Copies of the pieces that f changes in place, from which they are recomputed.
 
-    Pieces that are inputs of the node are none of these: f may change its alias only.
-
-    Args:
-        chunks: The call.
-        pieces: Each chunk's part of every argument.
-        moving: For each chunk, which of its pieces are inputs of the node.
-        recomputes: Whether chunks are recomputed; without it nothing is kept.
+    moving: For each chunk, which of its pieces are inputs of the node, of which f has aliases.
+    recomputes: Whether chunks are recomputed; without it nothing is kept.
     """
 
     def __init__(
@@ -415,7 +402,7 @@ def check_end(forward: Forward, count: int) -> None:
 @contextmanager
 def bytes_saved(forward: Forward) -> Iterator[list[int]]:
     """Yields a cell with the bytes that the graph saves besides inputs, parameters and buffers."""
-    known = [*forward.tensors, *(x for x, _ in forward.start.reached.watched)]
+    known = [*forward.tensors, *forward.start.reached.tensors]
     for module, _ in forward.start.reached.modules.values():
         known += module.buffers()
     seen = {x.untyped_storage().data_ptr() for x in known if x.layout is torch.strided}
@@ -448,8 +435,8 @@ _WRAPPERS = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
 
 def own_wrapper(module: Any) -> str | None:
     """The class name of a PyTorch wrapper that manages parameters itself (DDP, FSDP, ...)."""
-    kinds = [kind for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS]
-    return next((k.__name__ for k in kinds if k.__module__.startswith("torch.")), None)
+    of_torch = [k.__name__ for k in type(module).__mro__ if k.__module__.startswith("torch.")]
+    return next((name for name in of_torch if name in _WRAPPERS), None)
 
 
 def wrapper_error(caller: str, name: str, kind: str) -> GradtoolsError:
@@ -563,5 +550,5 @@ def edge_error(forward: Forward, i: int, node: Any) -> GradtoolsError:
 
 def parameters_of(start: Snapshot) -> list[Tensor]:
     """The leaves that require grad among the tensors that f can reach."""
-    tensors = [x for x, _ in start.reached.watched if not is_wrapped(x)]
+    tensors = [x for x in start.reached.tensors if not is_wrapped(x)]
     return [x for x in tensors if x.requires_grad and x.is_leaf]

@@ -149,7 +149,7 @@ class Forward(ChunkProgram):
 
     def _captured(self) -> list[Tensor]:
         """The computed tensors, or functorch wrappers, that f closes over: implicit arguments."""
-        tensors = [x for x, _ in self.start.reached.watched]
+        tensors = self.start.reached.tensors
         if self.in_functorch:
             return [x for x in tensors if is_wrapped(x)]
         with upstream.DisableTorchFunction():  # an outer `Substituted` would replace them
@@ -158,17 +158,14 @@ class Forward(ChunkProgram):
     def _given(self) -> list[Tensor]:
         """The tensors that are passed to all chunks uncopied: in-place changes persist."""
         own = [x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared]
-        return [x for x in (*own, *self.first_carry) if isinstance(x, Tensor)]
+        return tensors_of([*own, *self.first_carry])
 
     def _moving(self, xs: Entries) -> list[int]:
         """The indices of those of xs that are inputs of the node."""
-        pushed, in_functorch = upstream.forward_level() >= 0, self.in_functorch
-        return [
-            k
-            for k, x in enumerate(xs if in_functorch or self.modes.grad else ())
-            if isinstance(x, Tensor)
-            and (in_functorch or x.requires_grad or (pushed and is_dual(x)))
-        ]
+        every = [(k, x) for k, x in enumerate(xs) if isinstance(x, Tensor)]
+        if self.in_functorch:
+            return [k for k, _ in every]
+        return [k for k, x in every if self.modes.grad and (x.requires_grad or is_dual(x))]
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """f at one chunk; its carry is stored for the next one."""
@@ -258,11 +255,8 @@ class Forward(ChunkProgram):
         before: The count of the user's hooks before f ran.
         """
         count = hooks_of_users() - before
-        if not count:
-            return False
-        modules = [module for module, _ in self.start.reached.modules.values()]
-        keys = [key for m in modules for key in upstream.forward_hooks_of(m)]
-        return count != sum(key >= first for key in keys)
+        modules = [m for m, _ in self.start.reached.modules.values()] if count else []
+        return count != sum(key >= first for m in modules for key in upstream.forward_hooks_of(m))
 
     def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
         """f at one chunk, like `ChunkFunction`, with captured tensors after the shared leaves."""
@@ -361,8 +355,7 @@ class Forward(ChunkProgram):
             if size and budget is not None:
                 kept = min(budget // max(size[0], 1), self.count)
             if grad:
-                reached = self._find_leaves(i, outs, began, [*xs, *own])
-                leaves.update(reached)
+                leaves.update(self._find_leaves(i, outs, began, [*xs, *own]))
                 if i >= self.count - kept:
                     self.retained[i] = (xs, own, outs)
             self.attached.append([isinstance(y, Tensor) and self.attaches(y) for y in outs])
@@ -385,7 +378,7 @@ class Forward(ChunkProgram):
         if not self.in_functorch:
             self.reached_leaves = leaves
             self.leaves = leaves if self.differentiates_leaves else []
-        elif leaves:  # they are those of the node, which is made before f is evaluated
+        else:  # they are those of the node, which is made before f is evaluated
             known = {*map(id, self.reached_leaves)}
             for leaf in leaves:
                 if id(leaf) not in known:
@@ -418,10 +411,9 @@ class Forward(ChunkProgram):
             ]
             self.shared[len(self.moving_shared) :] = self.captured
             self.begun.clear()
+        self._note_end(self.count)
         if self.start.streams is None and not reached.counted:
             self.ends.clear()  # there is nothing to compare
-        else:
-            self._note_end(self.count)
         if self.verification is not None and not unchanged:
             self.verification.later = self.start.watched_now()
 

@@ -39,14 +39,10 @@ _task = upstream.current_graph_task  # the id of the engine call that runs a hoo
 
 @dataclass(eq=False, repr=False)
 class Sums:
-    """Running sums, in float32 for 16-bit terms, in place where the memory is owned.
+    """Running sums, in float32 for 16-bit terms, in place where the memory is owned."""
 
-    terms: The sums so far; empty before the first terms.
-    in_place: Whether weighted terms are added in place.
-    """
-
-    terms: list[Any] = field(default_factory=list)
-    in_place: bool = False
+    terms: list[Any] = field(default_factory=list)  # so far; empty before the first ones
+    in_place: bool = False  # whether weighted terms are added in place
 
     def begin(self, count: int) -> None:
         """Starts `count` empty sums, unless they were started before."""
@@ -193,22 +189,18 @@ def adds_leaves(leaves: Sequence[Tensor]) -> bool:
 
 # --- one sum for several nodes --------------------------------------------------------------
 
-_will_run = upstream.will_run  # whether the current engine call will run a node
 _LOCK = threading.Lock()  # the engine has a thread for each device
 _NODES: weakref.WeakSet[Any] = weakref.WeakSet()
-_JOINTS: weakref.WeakValueDictionary[int, Joint]
+_JOINTS: weakref.WeakValueDictionary[int, Joint] = weakref.WeakValueDictionary()
 
 
 class Joint:
-    """The partial sums that the nodes of one backward pass share.
-
-    left: How many nodes have yet to contribute to a leaf, by the leaf's id.
-    sums: The sum so far of each leaf, and the stream on which it is computed.
-    """
+    """The partial sums that the nodes of one backward pass share, by the leaves' ids."""
 
     def __init__(self, nodes: Sequence[Any]) -> None:
+        # How many nodes have yet to contribute to a leaf.
         self.left = Counter(id(x) for node in nodes for x in node.leaves)
-        self.sums: dict[int, tuple[Tensor, Any]] = {}
+        self.sums: dict[int, tuple[Tensor, Any]] = {}  # so far, and the stream that computes it
 
     def take(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """Removes and returns the sums of earlier nodes for these leaves."""
@@ -238,9 +230,6 @@ class Joint:
         return grads
 
 
-_JOINTS = weakref.WeakValueDictionary()
-
-
 def join(node: Any, leaves: Sequence[Tensor]) -> None:
     """Registers a node. Waiting nodes hold the joint, so that it dies with them.
 
@@ -262,7 +251,7 @@ def joint_of(node: Any) -> Joint | None:
     with _LOCK:
         result = _JOINTS.get(task)
         if result is None:
-            nodes = [other for other in _NODES if _will_run(other)]
+            nodes = [other for other in _NODES if upstream.will_run(other)]
             result = Joint(nodes)
             for other in nodes:
                 other.joints[task] = result

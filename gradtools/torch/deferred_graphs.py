@@ -115,11 +115,7 @@ class DeferredGraph:
     ) -> Any:
         """The tree of results, differentiable with respect to the parameters.
 
-        Args:
-            caller: The operator's name.
-            again: Computes the results once more; `select(again())` is the same tree.
-            results: The tree.
-            select: Selects the tree from the results; by default all of them.
+        again: Computes them once more; `select(again())` is the same tree, or `again()`.
         """
         ps = self.parameters
         if not (ps and torch.is_grad_enabled()):
@@ -129,11 +125,8 @@ class DeferredGraph:
         flat = [trees.flatten(part) for part in parts]
         leaves = [x for xs, _ in flat for x in xs]
         constants = {id(x) for x in self._constants}
-        places = [
-            k
-            for k, x in enumerate(leaves)
-            if isinstance(x, Tensor) and is_inexact(x) and id(x) not in constants
-        ]
+        inexact = [(k, x) for k, x in enumerate(leaves) if isinstance(x, Tensor) and is_inexact(x)]
+        places = [k for k, x in inexact if id(x) not in constants]
         run = again if select is None else lambda: select(again())
         program = Recomputed(
             caller, self.start, lambda xs: self._evaluated(caller, run, xs, places), (run, ps)
@@ -236,9 +229,8 @@ class Recomputed:
             with upstream.temporarily_clear_interpreter_stack():
                 aliases = [p.view_as(p) if create else p.detach().requires_grad_() for p in given]
                 ys = self.evaluated(aliases)
-            pairs = [
-                (y, ct) for y, ct in zip(ys, cts, strict=True) if ct is not None and y.requires_grad
-            ]
+            every = zip(ys, cts, strict=True)
+            pairs = [(y, ct) for y, ct in every if ct is not None and y.requires_grad]
             if not pairs:
                 return [None] * len(self.sources)
             outs, grads = zip(*pairs, strict=True)

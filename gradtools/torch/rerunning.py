@@ -76,8 +76,7 @@ class Undo(TorchFunctionMode):
     Whole storages are backed up, which works for views, expanded tensors and inference tensors
     alike.
 
-    Args:
-        start: The snapshot of the state before; `watch` adds more tensors.
+    start: The snapshot of the state before; `watch` adds more tensors.
     """
 
     def __init__(self, start: Snapshot) -> None:

@@ -138,8 +138,8 @@ class Verification:
         self.run_key, self.exact = key, exact
         self.is_compiled = is_compiled(forward)
         # Code that is compiled again, by torch.compile or TorchScript, may have other nodes.
-        modules = [module for module, _ in self.reached.modules.values()]
-        scripted = any(isinstance(m, torch.jit.ScriptModule) for m in modules)
+        modules = self.reached.modules.values()
+        scripted = any(isinstance(m, torch.jit.ScriptModule) for m, _ in modules)
         self._compares_nodes = not (self.is_compiled or scripted)
         self.first: dict[int, ChunkRecord] = {}  # of the first pass, by chunk
         self.batches: Any = ()
@@ -168,11 +168,11 @@ class Verification:
         Synchronizes with an accelerator here, once for all chunks.
         """
         pending, self._pending = self._pending, []
-        if pending:
-            on_device = torch.stack([x.to(pending[0][1].device) for _, x in pending])
-            for (i, _), differs in zip(pending, on_device.tolist(), strict=True):
-                if differs:
-                    raise self._other(i)
+        on_device = [x.to(pending[0][1].device) for _, x in pending]
+        numbers = torch.stack(on_device).tolist() if pending else []
+        for (i, _), differs in zip(pending, numbers, strict=True):
+            if differs:
+                raise self._other(i)
         if self.run_key is not None and self.compared:
             self.run_key.mark_verified()
 
@@ -183,11 +183,8 @@ class Verification:
 
         def coefficient(edit: str, x: Any, variable: Any) -> Coefficient:
             if isinstance(x, Tensor):
-                return Coefficient(
-                    edit,
-                    self._figures(unwrapped(x)),
-                    lambda: None if variable is None else weakref.ref(x)(),
-                )
+                holder: Any = (lambda: None) if variable is None else weakref.ref(x)
+                return Coefficient(edit, self._figures(unwrapped(x)), holder)
             number = repr(x) if isinstance(x, bool | int | float | complex) else None
             return Coefficient(edit, number, lambda: variable)
 

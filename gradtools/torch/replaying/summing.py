@@ -109,10 +109,10 @@ class Sums:
     def means(self) -> list[Any]:
         """The sum of the weights, and the other sums divided by it."""
         total, *sums = self.total()
-        if self.in_place:
-            upstream.divide_each_(sums, total.item())
-            return [total, *sums]
-        return [total, *[x / total.to(x.real.dtype) for x in sums]]
+        if not self.in_place:
+            return [total, *[x / total.to(x.real.dtype) for x in sums]]
+        upstream.divide_each_(sums, total.item())
+        return [total, *sums]
 
     def total(self) -> list[Any]:
         """The sums, in the terms' dtypes."""
@@ -128,10 +128,7 @@ class LeafHooks:
     The hooks are set once for all chunks of a backward pass. They ignore other engine calls, such
     as another thread's backward pass through the same leaves.
 
-    Args:
-        sums: The sums.
-        at: The index of the first leaf's sum.
-        leaves: The leaves.
+    at: The index of the first leaf's sum.
     """
 
     def __init__(self, sums: Sums, at: int, leaves: Sequence[Tensor]) -> None:

@@ -461,6 +461,10 @@ over chunks, so recomputations remove them from the leaves and restore them afte
 would run for each chunk; refuse leaves with hooks."""
 
 
+tracing_state: Callable[[], Any] = _c._get_tracing_state
+"""As `torch.jit.is_tracing`, which is not exported: TorchScript does not trace hooks."""
+
+
 def set_tensor_hooks(x: Tensor, hooks: Any) -> None:
     """Restores a tensor's hooks attribute to None after our hook: only None can be pickled."""
     x._backward_hooks = hooks

@@ -42,7 +42,7 @@ def scaled(x: Any, factor: float) -> Tensor | None:
         and not upstream.count_of_function_modes()
         and not upstream.count_of_dispatch_modes()
         and not upstream.is_wrapped(x)
-        and not torch.jit.is_tracing()
+        and upstream.tracing_state() is None
     ):
         if HERE.note is not None:
             note_edit(HERE.note, _scaling(factor.hex()).rule, (x,))

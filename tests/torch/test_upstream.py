@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -519,6 +520,19 @@ def test_a_subclass_is_made_in_the_same_memory_and_is_no_view():
     x = torch.ones(2)
     y = upstream.make_subclass(Mine, x)
     assert type(y) is Mine and y.data_ptr() == x.data_ptr() and not upstream.is_view(y)
+
+
+def test_tracing_is_told():
+    seen = []
+
+    def f(x):
+        seen.append(upstream.tracing_state() is not None)
+        return x + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated
+        torch.jit.trace(f, torch.ones(1), check_trace=False)
+    assert upstream.tracing_state() is None and seen == [True]
 
 
 def test_a_sparse_tensor_that_is_not_coalesced_shows_its_entries():

@@ -512,7 +512,8 @@ def part_of(x: Any, depth: int = 0) -> Any:
     closure: tensors by shape and dtype, numbers by type, lists and tuples by their entries, other
     objects by identity.
     """
-    kind, parts, space = type(x), (), None
+    kind = type(x)
+    parts: tuple[Any, ...] = ()
     if kind in (bool, str, type(None)):
         return x
     if isinstance(x, Tensor):
@@ -522,7 +523,6 @@ def part_of(x: Any, depth: int = 0) -> Any:
     elif kind is FunctionType:
         defaults = *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
         parts = x.__code__, *map(contents_of, x.__closure__ or ()), *defaults
-        space = id(x.__globals__)
     elif kind is MethodType:
         parts = x.__func__, x.__self__
     elif isinstance(x, partial):
@@ -530,6 +530,7 @@ def part_of(x: Any, depth: int = 0) -> Any:
     elif kind in (list, tuple) and len(x) <= _PARTS:
         parts = tuple(x)
     if parts:
+        space = id(x.__globals__) if kind is FunctionType else None
         return kind, space, *[part_of(y, depth + 1) for y in parts]
     if kind in (int, float, complex, list, dict, tuple, set):
         return kind

@@ -224,8 +224,7 @@ class _Derived(ChunkProgram):
             sums.begin(width + len(leaves))
             adding = LeafHooks(sums, width, leaves)
         with bare, torch.set_grad_enabled(False), adding as self.adding:
-            pulls = isinstance(self, Backward)
-            done = self.from_retained(rows, shared, result, sums) if pulls else set[int]()
+            done = self.from_retained(rows, shared, result, sums)
             rest = {i for i, t in enumerate(needed) if t and i not in done}
             with first_pass_state(forward) if rest else NOTHING:
                 count = max(rest) + 1 if rest else 0
@@ -241,6 +240,10 @@ class _Derived(ChunkProgram):
         if sums.terms:
             return result, sums.total()
         return result, [] if self.transposes else [None] * (width + len(leaves))
+
+    def from_retained(self, rows: Rows, shared: Entries, results: Rows, sums: Sums) -> set[int]:
+        """Fills `results` and `sums` for chunks with kept graphs; returns their indices."""
+        return set()
 
     def _within(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], Any, Any]:
         """The other program's inputs, outputs and sums, with a graph between them."""
@@ -316,9 +319,8 @@ class Backward(_Derived):
         return grads
 
     def from_retained(self, rows: Rows, shared: Entries, results: Rows, sums: Sums) -> set[int]:
-        """Fills `results` and `sums` for chunks with kept graphs; returns their indices."""
         forward = self.forward
-        retained = forward.retained if self.of is forward else {}
+        retained = forward.retained if self.of is self.forward else {}
         if not retained:
             return set()
         keep = upstream.keeps_graph()

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -238,6 +239,9 @@ def nodes_of(outs: Iterable[Tensor], ends: Collection[Any] = ()) -> list[Any]:
     return nodes_behind([y.grad_fn or get_gradient_edge(y).node for y in tracked], ends)
 
 
+_parent = itemgetter(0)  # of an edge: a comprehension is a call of Python for each node
+
+
 def nodes_behind(nodes: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
     """These nodes and their ancestors, except for those that only the nodes `ends` lead to."""
     found, seen, todo = list[Any](), {None}, [*nodes]
@@ -246,7 +250,7 @@ def nodes_behind(nodes: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
         if node not in seen:
             seen.add(node)
             found.append(node)
-            todo += [parent for parent, _ in node.next_functions] if node not in ends else []
+            todo += map(_parent, node.next_functions) if node not in ends else ()
     return found
 
 

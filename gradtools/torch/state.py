@@ -347,9 +347,11 @@ class _Search:
             # as `h.matmul`, `seen.append`, and a Function's `apply` from PyTorch 2.14 on
             if isinstance(x.__self__, (Tensor, type, *_CONTAINERS)):
                 self.visit(x.__self__, name, owned)
-        elif isinstance(x, partial | MethodType):
-            of = isinstance(x, partial)
-            for part in (x.func, x.args, x.keywords) if of else (x.__func__, x.__self__):
+        elif isinstance(x, partial):
+            for part in (x.func, x.args, x.keywords):
+                self.visit(part, name, owned)
+        elif isinstance(x, MethodType):
+            for part in (x.__func__, x.__self__):
                 self.visit(part, name, owned)
         elif isinstance(x, np.ndarray):
             if x.flags.writeable and (owned or x.nbytes <= _LARGE):
@@ -429,7 +431,7 @@ class _Search:
             self.reached.functions.append(x)
             self._attributes(x, x.__name__, owned)
             held = filter(_is_users_module, map(contents_of, x.__closure__ or ()))
-            for space in (x.__globals__, *map(vars, held)):
+            for space in (x.__globals__, *[vars(module) for module in held]):
                 self._globals(space, names, owned)
 
     def _globals(self, space: dict[str, Any], names: frozenset[str], owned: bool) -> None:

@@ -23,7 +23,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 
@@ -41,6 +42,11 @@ DTYPES = ("float64", "float32", "bfloat16", "complex128", "complex64")
 TRANSFORMS = ("eager", "compile", "vmap")
 _FORGET = 250  # cells after which JAX forgets what it compiled: of a thousand it is gigabytes
 _STENCIL = ((1, 3 / 4), (2, -3 / 20), (3, 1 / 60))
+try:  # NumPy with the names of the array API, which it has by itself from 2.1 on
+    _array_api: Any = import_module("array_api_compat.numpy")
+except ModuleNotFoundError:  # JAX alone
+    _array_api = np
+_NUMPY = SimpleNamespace(xp=_array_api, asarray=np.asarray)  # what scenarios use of `gt`
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def _reason(cell: Cell) -> str:
     operator, torch = cell.operator, cell.backend == "torch"
     if OPERATORS[operator].real and cell.dtype.startswith("complex"):
         return "a Jacobian of a complex function is not a complex matrix; refused by name"
-    if cell.scenario.name == "cumulative sum" and not hasattr(_array_api(), "cumulative_sum"):
+    if cell.scenario.name == "cumulative sum" and not hasattr(_array_api, "cumulative_sum"):
         return "NumPy before 2.1 has no cumulative_sum, and array-api-compat is not installed"
     if cell.dtype == "bfloat16" and "linear algebra" in cell.scenario.tags:
         return "the framework has no linear algebra in bfloat16"
@@ -115,22 +121,6 @@ def _reason(cell: Cell) -> str:
 # --- one cell ----------------------------------------------------------------------------
 
 
-@lru_cache
-def _array_api() -> Any:
-    """NumPy with the names of the array API, which it has by itself from 2.1 on."""
-    try:
-        return import_module("array_api_compat.numpy")
-    except ModuleNotFoundError:  # JAX alone
-        return np
-
-
-class _Numpy:
-    """The part of `gt` that scenarios use, in NumPy."""
-
-    xp = _array_api()
-    asarray = staticmethod(np.asarray)
-
-
 class Problem:
     """A cell's loss, in its framework and in NumPy.
 
@@ -141,21 +131,16 @@ class Problem:
         tangents: The same in the framework.
     """
 
-    gt: Any
-    backend: Any
-    positions: tuple[int, ...]
-    tangents: tuple[Any, ...]
-
     def __init__(self, cell: Cell) -> None:
-        self.cell, self.gt = cell, import_module(f"gradtools.{cell.backend}")
-        self.backend = self.gt._api._backend
+        self.cell, self.gt = cell, cast(Any, import_module(f"gradtools.{cell.backend}"))
+        self.backend: Any = self.gt._api._backend
         leaves, self._tree = self.backend.flatten(cell.scenario.args)
         self._leaves = [np.asarray(x) for x in leaves]
         self._moving = [i for i, x in enumerate(self._leaves) if x.dtype.kind in "fc"]
         self.positions = tuple(range(len(self._moving)))
         self.xs = [self._rounded(self._leaves[i]) for i in self._moving]
         self.ts, self.ss = self._drawn(1, self.xs), self._drawn(2, self.xs)
-        self._weights = self._drawn(3, self._outputs(_Numpy, self._leaves, self.xs))
+        self._weights = self._drawn(3, self._outputs(_NUMPY, self._leaves, self.xs))
         self._constants = [self.array(x) for x in self._leaves]
         self._weights_there = [self.array(w) for w in self._weights]
         self.tangents = tuple([self.array(t) for t in self.ts])
@@ -194,10 +179,9 @@ class Problem:
 
     def total(self, outputs: Sequence[Any]) -> Any:
         """The loss as a function of the outputs."""
-        xp, cast = self.gt.xp, self.backend.cast
-        parts = []
+        xp, parts = self.gt.xp, []
         for y, w in zip(outputs, self._weights_there, strict=True):
-            v = cast(w, y)
+            v = self.backend.cast(w, y)
             if self.backend.is_complex(y):
                 square = xp.real(y) ** 2 + xp.imag(y) ** 2
                 parts.append(xp.sum(xp.real(xp.conj(v) * y) + square / 2))
@@ -228,7 +212,7 @@ class Problem:
             moved = self.xs
             for step, ts in steps:
                 moved = [x + step * t for x, t in zip(moved, ts, strict=True)]
-            outs = self._outputs(_Numpy, self._leaves, [through(x) for x in moved])
+            outs = self._outputs(_NUMPY, self._leaves, [through(x) for x in moved])
             pairs = zip(outs, self._weights, strict=True)
             parts = [np.sum(np.real(np.conj(w) * y) + np.abs(y) ** 2 / 2) for y, w in pairs]
             return float(sum(parts))
@@ -253,8 +237,19 @@ def error_of(cell: Cell) -> float:
     flat = lambda *xs: list(p.backend.flatten(operator.compute(p, xs))[0])
     expected, scale = p.expected(operator)
     along = p.ss if operator.order == 2 else p.ts
+    xs = [p.array(x) for x in p.xs]
+    if cell.transform == "eager":
+        rows = [flat(*xs)]
+    elif cell.transform == "vmap":  # over two equal rows
+        mapped = p.gt.vmap(flat)(*[p.gt.xp.stack([x, x]) for x in xs])
+        rows = [[y[i] for y in mapped] for i in range(2)]
+    elif cell.backend == "jax":
+        rows = [p.gt.compile(flat)(*xs)]
+    else:  # dynamo runs eagerly after eight recompilations of one code object
+        import_module("torch").compiler.reset()
+        rows = [p.gt.compile(flat, backend="aot_eager")(*xs)]
     errors = []
-    for row in _transformed(p, flat):
+    for row in rows:
         result = [p.gt.to_numpy(y) for y in row]
         found = float(np.real(result[0])) if operator.number else inner(result, along)
         sizes = scale if operator.number else max(scale, size(result, along))
@@ -264,22 +259,6 @@ def error_of(cell: Cell) -> float:
     if dtype == "float64":
         allowed = FINITE_DIFFERENCES[dtype] * (10 if operator.order == 2 else 1)
     return float(np.max(errors)) / allowed
-
-
-def _transformed(p: Problem, flat: Callable[..., list[Any]]) -> list[Any]:
-    """The results under the cell's transform; vmap maps over two equal rows."""
-    xs = [p.array(x) for x in p.xs]
-    if p.cell.transform == "eager":
-        return [flat(*xs)]
-    if p.cell.transform == "vmap":
-        mapped = p.gt.vmap(flat)(*[p.gt.xp.stack([x, x]) for x in xs])
-        return [[y[i] for y in mapped] for i in range(2)]
-    if p.cell.backend == "jax":
-        return [p.gt.compile(flat)(*xs)]
-    import torch
-
-    torch.compiler.reset()  # dynamo runs eagerly after eight recompilations of one code object
-    return [p.gt.compile(flat, backend="aot_eager")(*xs)]
 
 
 def judged(cell: Cell) -> Cell:
@@ -357,26 +336,20 @@ def _progress(cells: Sequence[Cell]) -> Iterator[Cell]:
 
 
 def _print(options: argparse.Namespace, devices: list[str], done: Sequence[Cell]) -> None:
+    """Prints all cells as JSON, or the worst errors in a table, what was left out, what failed."""
     run = [c for c in done if not c.left_out]
     failed = [c for c in run if c.failure]
     if options.json:
-        record = {"devices": devices, "held": not failed, "cells": [_record(c) for c in done]}
-        print(json.dumps(record, indent=1))
+        rows = []
+        for c in done:
+            more = {"program": c.scenario.name, "order": OPERATORS[c.operator].order}
+            more |= {"worst": c.worst if np.isfinite(c.worst) else None}
+            rows.append({k: v for k, v in vars(c).items() if k != "scenario"} | more)
+        print(json.dumps({"devices": devices, "held": not failed, "cells": rows}, indent=1))
         return
-    print("\n".join([*devices, "", *_table(run), "", "left out:"]))
-    for (backend, reason), number in Counter((c.backend, c.left_out) for c in done).items():
-        if reason:
-            print(f"{number:>5}  {backend:<6} {reason}")
-    for c in failed:
-        print(f"FAILED {c.backend}: {c}\n       {c.failure}")
-    programs = len({c.scenario.name for c in run})
-    print(f"\n{len(run)} cells run over {programs} programs; {len(failed)} failed")
-
-
-def _table(run: Sequence[Cell]) -> Iterator[str]:
-    """The worst error, in units of the tolerance, of each operator by transform and dtype."""
-    columns = [*TRANSFORMS, *DTYPES]
-    yield f"{'operator':<27}{'backend':<8}{'held':>8}" + "".join(f"{c:>11}" for c in columns)
+    columns = [*TRANSFORMS, *DTYPES]  # in each the worst error, in units of the tolerance
+    head = f"{'operator':<27}{'backend':<8}{'held':>8}" + "".join(f"{c:>11}" for c in columns)
+    print("\n".join([*devices, "", head]))
     for operator in OPERATORS:
         for backend in BACKENDS:
             mine = [c for c in run if (c.operator, c.backend) == (operator, backend)]
@@ -384,19 +357,12 @@ def _table(run: Sequence[Cell]) -> Iterator[str]:
                 held = f"{sum(not c.failure for c in mine)}/{len(mine)}"
                 per = [[c.worst for c in mine if x in (c.transform, c.dtype)] for x in columns]
                 worst = "".join(f"{np.max(e):>11.0e}" if e else f"{'-':>11}" for e in per)
-                yield f"{operator:<27}{backend:<8}{held:>8}{worst}"
-
-
-def _record(cell: Cell) -> dict[str, Any]:
-    """A cell as JSON data, with null for NaN."""
-    return {
-        "backend": cell.backend,
-        "operator": cell.operator,
-        "program": cell.scenario.name,
-        "order": OPERATORS[cell.operator].order,
-        "dtype": cell.dtype,
-        "transform": cell.transform,
-        "left_out": cell.left_out,
-        "worst": cell.worst if np.isfinite(cell.worst) else None,
-        "failure": cell.failure,
-    }
+                print(f"{operator:<27}{backend:<8}{held:>8}{worst}")
+    print("\nleft out:")
+    for (backend, reason), number in Counter((c.backend, c.left_out) for c in done).items():
+        if reason:
+            print(f"{number:>5}  {backend:<6} {reason}")
+    for c in failed:
+        print(f"FAILED {c.backend}: {c}\n       {c.failure}")
+    programs = len({c.scenario.name for c in run})
+    print(f"\n{len(run)} cells run over {programs} programs; {len(failed)} failed")

@@ -72,10 +72,9 @@ def _clipped(p: Problem, xs: Any) -> list[Any]:
     return [p.backend.cast(back, g) * g for g in clipped]
 
 
-def _known(p: Problem, xs: Any) -> Any:
+def _replaced(p: Problem, xs: Any) -> Any:
     given = [2 * g for g in p.grad(p.loss)(*xs)]
-    known = lambda *xs: map(p.gt.replace_gradient, xs, given)
-    return p.grad(lambda *xs: p.loss(*known(*xs)))(*xs)
+    return p.grad(lambda *xs: p.loss(*map(p.gt.replace_gradient, xs, given)))(*xs)
 
 
 def _minimax(p: Problem, xs: Any) -> list[Any]:
@@ -96,19 +95,15 @@ def _accumulated(p: Problem, xs: Any) -> Any:
     return accumulator.mean()
 
 
-def _weighted_rows(p: Problem, rows: Callable[[Loss], Loss]) -> Loss:
+def _chunked(p: Problem) -> Loss:
     """The weighted sum of the losses of three equal rows."""
     weights = p.array(np.array(_WEIGHTS))
 
     def loss(*xs: Any) -> Any:
-        values = rows(p.loss)(*[p.gt.xp.stack([x, x, x]) for x in xs])
+        values = p.gt.chunked(p.gt.vmap(p.loss), 2)(*[p.gt.xp.stack([x, x, x]) for x in xs])
         return p.gt.xp.sum(p.backend.cast(weights, values) * values)
 
     return loss
-
-
-def _chunked(p: Problem) -> Loss:
-    return _weighted_rows(p, lambda loss: p.gt.chunked(p.gt.vmap(loss), 2))
 
 
 def _over_rows(p: Problem, xs: Any, grad: Callable[[Loss], Loss]) -> Any:
@@ -150,14 +145,6 @@ def _ruled(p: Problem, kind: str, reverse: bool = True) -> Loss:
     return _edited(p, rule)
 
 
-def _straight(p: Problem) -> Loss:
-    return _edited(p, p.gt.straight_through(lambda x: x + 0, surrogate=lambda x: 1.5 * x))
-
-
-def _jacobian(p: Problem, xs: Any, mode: str) -> Any:
-    return p.gt.jacobian(p.loss, p.positions, mode=mode)(*xs)
-
-
 def _slope(p: Problem, loss: Loss, xs: Any) -> Any:
     return p.gt.jvp(loss, xs, p.tangents)[1]
 
@@ -180,6 +167,9 @@ def _forward(loss: Callable[[Problem], Loss], factor: float = 1.0, **more: Any) 
 _scaled = lambda p: _edited(p, lambda x: p.gt.scale_gradient(x, _SCALE))
 _reversed = lambda p: _edited(p, lambda x: p.gt.reverse_gradient(x, _SCALE))
 _doubled = lambda p: lambda x: p.gt.transform_gradient(x, lambda ct: 2.5 * ct)
+_straight = lambda p: _edited(
+    p, p.gt.straight_through(lambda x: x + 0, surrogate=lambda x: 1.5 * x)
+)
 _frozen = lambda p: _wrapped(p, p.gt.frozen)
 _checkpoint = lambda p: _wrapped(p, p.gt.checkpoint)
 
@@ -194,7 +184,9 @@ OPERATORS: dict[str, Operator] = {
     "jvp": _forward(lambda p: p.loss),
     "linearize": Operator(lambda p, xs: p.gt.linearize(p.loss, *xs)[1](*p.tangents), number=True),
     **{
-        f"jacobian, {mode}": Operator(partial(_jacobian, mode=mode), real=True)
+        f"jacobian, {mode}": Operator(
+            lambda p, xs, mode=mode: p.gt.jacobian(p.loss, p.positions, mode=mode)(*xs), real=True
+        )
         for mode in ("forward", "reverse")
     },
     "hvp, forward over reverse": Operator(
@@ -217,7 +209,7 @@ OPERATORS: dict[str, Operator] = {
     "stop_gradient": _of(lambda p: lambda *xs: p.loss(*xs) + _edited(p, p.gt.stop_gradient)(*xs)),
     "clip_gradient": Operator(_clipped),
     "transform_gradient": _of(lambda p: _edited(p, _doubled(p)), 2.5),
-    "replace_gradient": Operator(_known, 2.0),
+    "replace_gradient": Operator(_replaced, 2.0),
     "straight_through": _of(_straight, 1.5),
     "straight_through, twice": _twice(_straight, 1.5**2),
     **{

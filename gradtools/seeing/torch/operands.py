@@ -65,10 +65,12 @@ class AtenCall:
         """Its neutral name and its attributes; `out`: what it returned."""
         self.outs = [*tensors_in(out)]
         operation = _NAMES.get(self.name) or operations.neutral(self.name)
-        form = _FORMS.get(self.name) or _FORMS.get(operation)
         attributes = self._attributes()
-        if form is not None:
-            operation, attributes = form(self, operation, attributes)
+        for key in (self.name, operation):
+            for form in (_of_entries, _of_numbers, _of_layers):
+                formed = form(key, self, operation, attributes)
+                if formed is not None:
+                    return formed[0], MappingProxyType(formed[1])
         return operation, MappingProxyType(attributes)
 
     @property
@@ -187,281 +189,207 @@ _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     "polygamma": lambda xs: xs[-1:],
     **dict.fromkeys(("clamp_min", "clamp_max"), lambda xs: [x for x in xs if not _number(x)]),
 }
-_Form = Callable[[AtenCall, str, Attributes], Translated]
+_RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_RELATIONS |= {"equal": "==", "not_equal": "!=", "less": "<", "less_equal": "<="}
+_RELATIONS |= {"greater": ">", "greater_equal": ">="}
+_FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 
 
-def _out_shape(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    return operation, {"shape": tuple(call.out.shape)} if call.out is not None else attributes
+# --- names and attributes that are not as in the schema -------------------------------------
+# Each function returns the neutral name and attributes of an operation, or None if it does not know
+# the key: PyTorch's name or the neutral name. `said` are the attributes as in the schema.
 
 
-def _permuted(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    order = [*range(call.rank)]
+def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> Translated | None:
+    """Operations that move, select or fill entries."""
+    given, rank, x, y = call.given, call.rank, call.first, call.out
+    match key:
+        case "reshape" | "broadcast":
+            return operation, {"shape": tuple(y.shape)} if y is not None else said
+        case "transpose":
+            return operation, {"permutation": _permutation(call)}
+        case "slice" | "select" | "slice_scatter" | "select_scatter":
+            return operation, _window(call)
+        case "tile":
+            return operation, {"reps": said["repeats"]}
+        case "pad":
+            widths = given["pad"]
+            missing = rank - len(widths) // 2
+            low, high = ((*[0] * missing, *widths[k::2][::-1]) for k in (0, 1))
+            value = given.get("value", 0) or 0
+            return operation, {"low": low, "high": high} | ({"value": value} if value else {})
+        case "split":  # the sizes of consecutive parts along an axis
+            axis = said["axis"]
+            return operation, {"sizes": tuple(part.shape[axis] for part in call.outs), "axis": axis}
+        case "diagonal" | "diagonal_matrix":  # the axes unless they are the last two; the offset
+            full, rank = dict(call.arguments()), rank + (operation == "diagonal_matrix")
+            axes = tuple(full[name] % rank for name in ("dim1", "dim2"))
+            said = {"axes": axes} if axes != (rank - 2, rank - 1) else {}
+            return operation, said | ({"offset": full["offset"]} if full["offset"] else {})
+        case "triangle":
+            offset = said.get("diagonal", 0)
+            return operation, {"upper": call.name == "triu"} | (
+                {"offset": offset} if offset else {}
+            )
+        case "index" | "scatter":
+            indices = given.get("indices")
+            if isinstance(indices, list | tuple):
+                said["axes"] = tuple(i for i, index in enumerate(indices) if index is not None)
+            elif "axis" in said:
+                said["axes"] = (said.pop("axis"),)
+            if said.pop("accumulate", False):
+                said["mode"] = "add"
+            return operation, said
+        case "roll":
+            return operation, {**said, "axes": tuple(a % rank for a in given.get("dims", ()))}
+        case "constant":  # what it is filled with; its shape and dtype are those of its value
+            if call.name == "lift_fresh" and y is not None:
+                held = numbers_text(y.shape, y.tolist)
+                return operation, {"value": held} if held else {}
+            if call.name in operations.NO_DATA and "fill_value" in given:
+                return operation, {"value": given["fill_value"]}
+            return operation, {"value": _FILLED[call.name]} if call.name in _FILLED else {}
+        case "as_strided":  # a reshape if it covers a contiguous array in order
+            in_order = [z is not None and z.is_contiguous() for z in (x, y)]
+            if x is not None and y is not None and all(in_order) and x.numel() == y.numel():
+                return "reshape", {"shape": tuple(y.shape)}
+            return operation, said
+    return None
+
+
+def _permutation(call: AtenCall) -> tuple[int, ...]:
+    """The axes of the operand, in the order of the result's."""
+    order, given, rank = [*range(call.rank)], call.given, call.rank
     if call.name in ("movedim", "moveaxis"):
-        ends = [x if isinstance(x, list | tuple) else [x] for x in map(call.given.get, _ENDS)]
-        moved = {to % call.rank: a % call.rank for a, to in zip(*ends, strict=True)}
+        ends = [x if isinstance(x, list | tuple) else [x] for x in map(given.get, _ENDS)]
+        moved = {to % rank: a % rank for a, to in zip(*ends, strict=True)}
         left = iter([a for a in order if a not in moved.values()])
         order = [moved[p] if p in moved else next(left) for p in order]
     elif call.name == "permute":
-        order = [a % call.rank for a in call.given["dims"]]
-    elif call.rank > 1:
+        order = [a % rank for a in given["dims"]]
+    elif rank > 1:
         default = (-2, -1) if call.name in ("mT", "mH", "adjoint") else (0, 1)
-        a, b = call.given.get("dim0", default[0]), call.given.get("dim1", default[1])
+        a, b = given.get("dim0", default[0]), given.get("dim1", default[1])
         order[a], order[b] = order[b], order[a]
-    return operation, {"permutation": tuple(order)}
+    return tuple(order)
 
 
 _ENDS = ("source", "destination")  # of movedim
 
 
-def _sliced(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
+def _window(call: AtenCall) -> Attributes:
+    """Start, limit and stride on each axis of a slice; the axis that a selection drops."""
     assert call.first is not None
-    shape = call.first.shape
-    axis = call.given.get("dim", 0) % max(1, call.rank)
+    shape, given = call.first.shape, call.given
+    axis = given.get("dim", 0) % max(1, call.rank)
     start, limit, stride = [0] * len(shape), [*map(int, shape)], [1] * len(shape)
+    dropped = {}
     if call.name in ("select", "select_scatter"):
-        start[axis] = call.given["index"] % shape[axis]
+        start[axis] = given["index"] % shape[axis]
         limit[axis] = start[axis] + 1
         dropped = {"drop": (axis,)}
     else:
-        lower, upper, step = slice(
-            call.given.get("start"), call.given.get("end"), call.given.get("step", 1)
-        ).indices(shape[axis])
-        start[axis], limit[axis], stride[axis] = lower, upper, step
-        dropped = {}
-    attributes = {"start": tuple(start), "limit": tuple(limit)}
+        along = slice(given.get("start"), given.get("end"), given.get("step", 1))
+        start[axis], limit[axis], stride[axis] = along.indices(shape[axis])
+    attributes: Attributes = {"start": tuple(start), "limit": tuple(limit)}
     if any(n != 1 for n in stride):
         attributes["stride"] = tuple(stride)
-    return operation, attributes | dropped
+    return attributes | dropped
 
 
-def _compared(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    relation = _RELATIONS.get(call.name)
-    return operation, {**attributes, "relation": relation} if relation else attributes
+def _of_numbers(key: str, call: AtenCall, operation: str, said: Attributes) -> Translated | None:
+    """Elementwise operations, reductions and linear algebra."""
+    given, x = call.given, call.first
+    match key:
+        case "compare":
+            relation = _RELATIONS.get(call.name)
+            return operation, {**said, "relation": relation} if relation else said
+        case "bitwise_and" | "bitwise_or" | "bitwise_xor" | "bitwise_not":
+            of_truth = x is not None and x.dtype == torch.bool  # else bitwise, of integers
+            return (operation if of_truth else call.name), said
+        case "polygamma":
+            return operation, {"order": given["n"]}
+        case "clip":  # bounds by name; with one array as its bound it is a minimum or maximum
+            ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
+            limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
+            is_bound = lambda a, x: a.name in ends and (isinstance(x, Tensor) or _is_number(a, x))
+            bounds = {a.name: value for a, value in call.bound if is_bound(a, value)}
+            if len(bounds) == 1:
+                ((name, bound),) = bounds.items()
+                if not isinstance(bound, Tensor):
+                    return operation, {ends[name]: bound}
+                operation = "minimum" if name == "max" else "maximum"
+                said.pop("without", None)
+            named = {ends.get(name, name): value for name, value in said.items()}
+            return operation, limits.get(call.name, {}) | named
+        case "norm":
+            ord_ = given.get("ord", given.get("p", 2))
+            said = {name: value for name, value in said.items() if name not in ("ord", "p")}
+            if ord_ not in (2, 2.0, None):
+                said["ord"] = ord_ if abs(ord_) != inf else float(ord_)
+            return operation, said
+        case "variance" | "deviation":
+            corrected = said.pop("correction", None if "unbiased" not in said else 1)
+            corrected = int(said.pop("unbiased", True)) if corrected is None else corrected
+            return operation, {**said, "correction": corrected}
+        case "triangular_solve":  # which triangle is read, and on which side the matrix is
+            full = dict(call.arguments())
+            sides = {"lower": not full["upper"], "left": full.get("left", True)}
+            said = {name: False for name, value in sides.items() if not value}
+            said |= {"unit": True} if full["unitriangular"] else {}
+            return operation, said | ({"transpose": True} if full.get("transpose") else {})
+        case "linalg_qr" if x is not None:  # "qr": reduced, with no more columns than rows
+            rows, columns = x.shape[-2:]
+            is_reduced = said.get("mode", "reduced") == "reduced" or rows == columns
+            return ("qr", {}) if rows >= columns and is_reduced else (operation, said)
+        case "fft_c2c" | "fft_r2c" | "fft_c2r":  # the direction, axes and normalization
+            halved = call.name == "fft_r2c" and given["onesided"]
+            forward = call.name == "fft_r2c" or bool(given.get("forward"))
+            name = "irfft" if call.name == "fft_c2r" else "r" * halved + "i" * (not forward) + "fft"
+            divisor = given["normalization"] if forward else 2 - given["normalization"]
+            norm = ("backward", "ortho", "forward")[divisor]
+            said = {"axes": tuple(a % call.rank for a in given["dim"])}
+            said |= {"length": given["last_dim_size"]} if call.name == "fft_c2r" else {}
+            return name, said | ({"norm": norm} if norm != "backward" else {})
+    return None
 
 
-_RELATIONS = {
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "equal": "==",
-    "not_equal": "!=",
-    "less": "<",
-    "less_equal": "<=",
-    "greater": ">",
-    "greater_equal": ">=",
-}
+def _of_layers(key: str, call: AtenCall, operation: str, said: Attributes) -> Translated | None:
+    """Convolutions, pools and normalizations."""
+    match key:
+        case "convolution" | "convolution_backward":  # settings that differ from their defaults
+            if said.get("transposed") and not call.name.endswith("backward"):
+                operation = "convolution_transposed"
+            usual = {"stride": 1, "dilation": 1, "padding": 0, "output_padding": 0, "groups": 1}
+            kept: Attributes = {}
+            for name, default in usual.items():
+                value = said.get(name, default)
+                values = value if isinstance(value, tuple) else (value,)
+                if any(n != default for n in values):
+                    kept[name] = tuple((n, n) for n in values) if name == "padding" else value
+            return operation, kept
+        case (
+            "max_pool" | "avg_pool" | "max_pool2d_with_indices_backward" | "avg_pool2d_backward"
+        ):  # window, stride and padding; an adaptive pool has a window if equal windows fit
+            count = int(next(letter for letter in call.name if letter.isdigit()))
+            each = lambda values: values * count if len(values) == 1 else values
+            if "kernel_size" in said:
+                window = said["window"] = each(said.pop("kernel_size"))
+                if each(said.get("stride", ())) in (window, ()):
+                    said.pop("stride", None)
+                padding = each(said.pop("padding", ()))
+                if any(padding):
+                    said["padding"] = tuple((n, n) for n in padding)
+            elif call.out is not None and call.first is not None:
+                sizes = [*zip(call.first.shape[-count:], call.out.shape[-count:], strict=True)]
+                if not any(n % m for n, m in sizes):
+                    said = {"window": tuple(n // m for n, m in sizes)}
+            return operation, said
+        case "layer_norm" | "rms_norm" | "native_layer_norm_backward":
+            if shape := said.pop("normalized_shape", ()):
+                said["axes"] = tuple(range(call.rank - len(shape), call.rank))
+            return operation, said
+    return None
 
-
-def _convolved(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """Stride, padding, dilation and groups that differ from their defaults."""
-    if attributes.get("transposed") and not call.name.endswith("backward"):
-        operation = "convolution_transposed"
-    usual = {"stride": 1, "dilation": 1, "padding": 0, "output_padding": 0, "groups": 1}
-    kept: dict[str, Any] = {}
-    for name, default in usual.items():
-        value = attributes.get(name, default)
-        values = value if isinstance(value, tuple) else (value,)
-        if any(n != default for n in values):
-            kept[name] = tuple((n, n) for n in values) if name == "padding" else value
-    return operation, kept
-
-
-def _pooled(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """Window, stride and padding; an adaptive pool has a window if equal windows fit."""
-    attributes = dict(attributes)
-    count = int(next(letter for letter in call.name if letter.isdigit()))
-    each = lambda values: values * count if len(values) == 1 else values
-    if "kernel_size" in attributes:
-        window = attributes["window"] = each(attributes.pop("kernel_size"))
-        if each(attributes.get("stride", ())) in (window, ()):
-            attributes.pop("stride", None)
-        padding = each(attributes.pop("padding", ()))
-        if any(padding):
-            attributes["padding"] = tuple((n, n) for n in padding)
-    elif call.out is not None and call.first is not None:
-        sizes = [*zip(call.first.shape[-count:], call.out.shape[-count:], strict=True)]
-        if not any(n % m for n, m in sizes):
-            attributes = {"window": tuple(n // m for n, m in sizes)}
-    return operation, attributes
-
-
-def _normed(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    attributes = dict(attributes)
-    shape = attributes.pop("normalized_shape", ())
-    if shape:
-        attributes["axes"] = tuple(range(call.rank - len(shape), call.rank))
-    return operation, attributes
-
-
-def _clipped(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """Bounds by name; with a single array as its bound, a clip is a minimum or maximum."""
-    ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
-    limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
-    known = limits.get(call.name, {})
-    is_bound = lambda a, x: a.name in ends and (isinstance(x, Tensor) or _is_number(a, x))
-    bounds = {a.name: x for a, x in call.bound if is_bound(a, x)}
-    if len(bounds) == 1:
-        ((name, bound),) = bounds.items()
-        if not isinstance(bound, Tensor):
-            return operation, {ends[name]: bound}
-        operation = "minimum" if name == "max" else "maximum"
-        attributes = {key: value for key, value in attributes.items() if key != "without"}
-    return operation, known | {ends.get(key, key): value for key, value in attributes.items()}
-
-
-def _padded(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    widths = call.given["pad"]
-    missing = call.rank - len(widths) // 2
-    low = [0] * missing + list(widths[0::2])[::-1]
-    high = [0] * missing + list(widths[1::2])[::-1]
-    value = call.given.get("value", 0) or 0
-    attributes = {"low": tuple(low), "high": tuple(high)}
-    return operation, attributes | ({"value": value} if value else {})
-
-
-def _parted(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """The sizes of consecutive parts along an axis."""
-    axis = attributes["axis"]
-    return operation, {"sizes": tuple(y.shape[axis] for y in call.outs), "axis": axis}
-
-
-def _on_diagonal(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """The two axes unless they are the last ones, and the offset."""
-    rank = call.rank + (operation == "diagonal_matrix")
-    given = dict(call.arguments())
-    axes = tuple(given[name] % rank for name in ("dim1", "dim2"))
-    attributes = {"axes": axes} if axes != (rank - 2, rank - 1) else {}
-    return operation, attributes | ({"offset": given["offset"]} if given["offset"] else {})
-
-
-def _bits(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """A logical operation for booleans, a bitwise one for integers."""
-    of_truth = call.first is not None and call.first.dtype == torch.bool
-    return (operation if of_truth else call.name), attributes
-
-
-def _triangle(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    offset = attributes.get("diagonal", 0)
-    return operation, {"upper": call.name == "triu"} | ({"offset": offset} if offset else {})
-
-
-def _indexed(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    indices = call.given.get("indices")
-    if isinstance(indices, list | tuple):
-        attributes = {
-            **attributes,
-            "axes": tuple(i for i, x in enumerate(indices) if x is not None),
-        }
-    elif "axis" in attributes:
-        attributes = dict(attributes)
-        attributes["axes"] = (attributes.pop("axis"),)
-    if attributes.pop("accumulate", False):
-        attributes["mode"] = "add"
-    return operation, attributes
-
-
-def _of_triangle(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """Which triangle of the matrix is read, and on which side the matrix is."""
-    given = dict(call.arguments())
-    attributes = {"lower": not given["upper"], "left": given.get("left", True)}
-    attributes = {key: False for key, value in attributes.items() if not value}
-    attributes |= {"unit": True} if given["unitriangular"] else {}
-    return operation, attributes | ({"transpose": True} if given.get("transpose") else {})
-
-
-def _factored(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """The name "qr", for a reduced factorisation with at least as many rows as columns."""
-    assert call.first is not None
-    rows, columns = call.first.shape[-2:]
-    plain = rows >= columns and (attributes.get("mode", "reduced") == "reduced" or rows == columns)
-    return ("qr", {}) if plain else (operation, attributes)
-
-
-def _transformed(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """The transform's direction, axes and normalization."""
-    given = call.given
-    halved = call.name == "fft_r2c" and given["onesided"]
-    forward = call.name == "fft_r2c" or bool(given.get("forward"))
-    operation = "irfft" if call.name == "fft_c2r" else "r" * halved + "i" * (not forward) + "fft"
-    divisor = given["normalization"] if forward else 2 - given["normalization"]
-    norm = ("backward", "ortho", "forward")[divisor]
-    attributes = {"axes": tuple(a % call.rank for a in given["dim"])}
-    attributes |= {"length": given["last_dim_size"]} if call.name == "fft_c2r" else {}
-    return operation, attributes | ({"norm": norm} if norm != "backward" else {})
-
-
-def _norm(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    ord_ = call.given.get("ord", call.given.get("p", 2))
-    attributes = {key: value for key, value in attributes.items() if key not in ("ord", "p")}
-    if ord_ not in (2, 2.0, None):
-        attributes["ord"] = ord_ if abs(ord_) != inf else float(ord_)
-    return operation, attributes
-
-
-def _variance(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    attributes = dict(attributes)
-    corrected = attributes.pop("correction", None if "unbiased" not in attributes else 1)
-    corrected = int(attributes.pop("unbiased", True)) if corrected is None else corrected
-    return operation, {**attributes, "correction": corrected}
-
-
-def _rolled(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    return operation, {
-        **attributes,
-        "axes": tuple(a % call.rank for a in call.given.get("dims", ())),
-    }
-
-
-def _constant(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """A constant: what it is filled with; its shape and dtype are those of its value."""
-    values = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
-    if call.name == "lift_fresh" and call.out is not None:
-        held = numbers_text(call.out.shape, call.out.tolist)
-        return operation, {"value": held} if held else {}
-    if call.name in operations.NO_DATA and "fill_value" in call.given:
-        return operation, {"value": call.given["fill_value"]}
-    filled = {"value": values[call.name]} if call.name in values else {}
-    return operation, filled
-
-
-def _strided(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
-    """A reshape if it covers a contiguous array in order; else as_strided."""
-    x, y = call.first, call.out
-    in_order = [z is not None and z.is_contiguous() for z in (x, y)]
-    if x is not None and y is not None and all(in_order) and x.shape.numel() == y.shape.numel():
-        return "reshape", {"shape": tuple(y.shape)}
-    return operation, attributes
-
-
-_FORMS: Mapping[str, _Form] = {
-    **dict.fromkeys(("reshape", "broadcast"), _out_shape),
-    "transpose": _permuted,
-    **dict.fromkeys(("slice", "select", "slice_scatter", "select_scatter"), _sliced),
-    "tile": lambda call, operation, attributes: (operation, {"reps": attributes["repeats"]}),
-    "compare": _compared,
-    **dict.fromkeys(("convolution", "convolution_backward"), _convolved),
-    **dict.fromkeys(("max_pool", "avg_pool", "max_pool2d_with_indices_backward"), _pooled),
-    **dict.fromkeys(("avg_pool2d_backward",), _pooled),
-    **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm_backward"), _normed),
-    "clip": _clipped,
-    "split": _parted,
-    **dict.fromkeys(("diagonal", "diagonal_matrix"), _on_diagonal),
-    "triangular_solve": _of_triangle,
-    "linalg_qr": _factored,
-    **dict.fromkeys(("fft_c2c", "fft_r2c", "fft_c2r"), _transformed),
-    **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"), _bits),
-    "polygamma": lambda call, operation, attributes: (operation, {"order": call.given["n"]}),
-    "pad": _padded,
-    "triangle": _triangle,
-    **dict.fromkeys(("index", "scatter"), _indexed),
-    "norm": _norm,
-    **dict.fromkeys(("variance", "deviation"), _variance),
-    "roll": _rolled,
-    "constant": _constant,
-    "as_strided": _strided,
-}
 
 __all__ = ["SAME", "AtenCall", "written"]

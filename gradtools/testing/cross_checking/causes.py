@@ -17,7 +17,7 @@ import numpy as np
 from gradtools.testing.checking.kinks import Convention, explaining
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.quantities import CrossCheck, Result
-from gradtools.testing.relations import ArrayPair, Cause, equal, shape_cause
+from gradtools.testing.relations import Cause, array_cause, equal, shape_cause
 from gradtools.testing.report import (
     CONVENTION,
     DIFFERS,
@@ -205,8 +205,7 @@ class Causes:
         near = min(1e3 * leaf.record.tolerance, 0.03)
         if equal(a, b, near):  # every relation close to the identity would hold
             return None
-        sizes = self.check.sizes()
-        return ArrayPair(a, b, self.names, leaf.record.order, near, sizes).cause()
+        return array_cause(a, b, self.names, leaf.record.order, near, self.check.sizes())
 
     # --- precision
 

@@ -94,11 +94,6 @@ def _attention(gt: Any, q: Any, k: Any, v: Any) -> Any:
     return (weights / gt.xp.sum(weights, axis=-1, keepdims=True)) @ v
 
 
-def _network(gt: Any, params: Any, x: Any) -> Any:
-    hidden = gt.xp.tanh(x @ params["w"][0] + params["b"])
-    return gt.xp.mean((hidden @ params["w"][1]) ** 2)
-
-
 def _layer_norm(gt: Any, x: Any, scale: Any) -> Any:
     centred = x - gt.xp.mean(x, axis=-1, keepdims=True)
     return scale * centred / gt.xp.sqrt(gt.xp.mean(centred**2, axis=-1, keepdims=True) + 1e-5)
@@ -114,34 +109,21 @@ def _softmax(gt: Any, x: Any) -> Any:
     return e / gt.xp.sum(e, axis=-1, keepdims=True)
 
 
-def _recurrence(gt: Any, h: Any, w: Any) -> Any:
-    for _ in range(4):
-        h = gt.xp.tanh(w @ h)
-    return h
-
-
-def _at(
-    name: str, f: Program, args: tuple[Any, ...], tags: Collection[str] = (), order: int = 2
-) -> Scenario:
-    """The scenario of a program at these arguments."""
-    first = args[0]
-    if isinstance(first, dict | list | tuple):
-        shape = "pytree"
-    else:
+def _at(name: str, f: Program, args: Any, tags: Collection[str] = (), order: int = 2) -> Scenario:
+    """The scenario of a program at these arguments, a tuple, or at this single one."""
+    args = args if isinstance(args, tuple) else (args,)
+    first = leaf = args[0]
+    while isinstance(leaf, dict | list | tuple):
+        leaf = next(iter(leaf.values() if isinstance(leaf, dict) else leaf))
+    shape = "pytree"
+    if first is leaf:
         shape = ("number", "vector", "matrix")[first.ndim] if first.size else "empty"
-    return Scenario(name, f, args, shape, _dtype(first), order, frozenset(tags))
+    return Scenario(name, f, args, shape, str(leaf.dtype), order, frozenset(tags))
 
 
 def _each(rows: dict[str, tuple[Any, ...]]) -> Iterator[Scenario]:
     """The scenarios of a table: by name the program, its arguments, tags and order."""
     return (_at(name, *row) for name, row in rows.items())
-
-
-def _dtype(tree: Any) -> str:
-    """The dtype of a pytree's first leaf."""
-    if isinstance(tree, dict | list | tuple):
-        return _dtype(next(iter(tree.values() if isinstance(tree, dict) else tree)))
-    return str(tree.dtype)
 
 
 def _all() -> Iterator[Scenario]:
@@ -157,16 +139,14 @@ def _all() -> Iterator[Scenario]:
 def _elementwise() -> Iterator[Scenario]:
     """Smooth functions of one array."""
     vector, positive = _draw(4), np.abs(_draw(4)) + 0.5
-    for name in ("sin", "cos", "tan", "exp", "expm1", "tanh", "sinh", "cosh", "square"):
-        yield _at(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), (vector,))
-    for name in ("log", "log1p", "sqrt", "acosh", "asinh", "atan"):
-        shift = 1.0 if name == "acosh" else 0.0
-        args = (positive + shift,)
-        yield _at(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), args)
-    single = vector.astype("float32")
+    points = dict.fromkeys("sin cos tan exp expm1 tanh sinh cosh square".split(), vector)
+    points |= dict.fromkeys("log log1p sqrt".split(), positive)
+    points |= {"acosh": positive + 1.0, "asinh": positive, "atan": positive}
+    for name, x in points.items():
+        yield _at(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), x)
     for name in ("sin", "exp", "tanh", "square"):
         f = lambda gt, x, name=name: getattr(gt.xp, name)(x)
-        yield _at(f"{name} in float32", f, (single,))
+        yield _at(f"{name} in float32", f, vector.astype("float32"))
 
 
 def _of_shapes() -> Iterator[Scenario]:
@@ -176,6 +156,16 @@ def _of_shapes() -> Iterator[Scenario]:
     x, v, square = _draw(3, 4), _draw(4), _draw(3, 3) + 4 * np.eye(3)
     qkv = (x, _draw(5, 4, seed=1), _draw(5, 2, seed=2))
     params = {"w": [_draw(4, 5), _draw(5, 2)], "b": _draw(5)}
+
+    def two_layers(gt: Any, params: Any, x: Any) -> Any:
+        hidden = gt.xp.tanh(x @ params["w"][0] + params["b"])
+        return gt.xp.mean((hidden @ params["w"][1]) ** 2)
+
+    def recurrence(gt: Any, h: Any, w: Any) -> Any:
+        for _ in range(4):
+            h = gt.xp.tanh(w @ h)
+        return h
+
     taken = lambda gt, table, rows: gt.xp.sin(gt.xp.take(table, rows, axis=0))
     masked = lambda gt, x, mask: gt.xp.sum(gt.xp.where(mask, x**2, 0.5 * x))
     mask = np.array([True, False, True, False])
@@ -192,13 +182,13 @@ def _of_shapes() -> Iterator[Scenario]:
             "logsumexp": (_logsumexp, (v,)),
             "layer norm": (_layer_norm, (x, v), network),
             "attention": (_attention, qkv, network),
-            "network of two layers": (_network, (params, x), network),
-            "recurrence": (_recurrence, (_draw(3), _draw(3, 3)), network),
+            "network of two layers": (two_layers, (params, x), network),
+            "recurrence": (recurrence, (_draw(3), _draw(3, 3)), network),
             "product of matrices": (lambda gt, a, b: a @ b, (x, x.T), linalg),
             "solve": (lambda gt, a, b: gt.xp.linalg.solve(a, b), (square, _draw(3, 2)), linalg),
             "inverse": (lambda gt, a: gt.xp.linalg.inv(a), (square,), linalg),
             "determinant": (lambda gt, a: gt.xp.linalg.det(a), (square,), linalg),
-            "norm away from 0": (lambda gt, x: gt.xp.linalg.vector_norm(x), (v,), linalg),
+            "norm away from 0": (lambda gt, x: gt.xp.linalg.vector_norm(x), v, linalg),
             "output of a tree": (tree, (v,)),
             "integer output beside a float": (lambda gt, x: (x**2, gt.xp.argmax(x)), (v,), integer),
             "rows taken by integers": (taken, (_draw(5, 2), np.array([0, 3, 3])), integer),
@@ -214,33 +204,9 @@ def _of_shapes() -> Iterator[Scenario]:
 
 def _rearranged() -> Iterator[Scenario]:
     """Programs that rearrange, sum or select entries."""
-    x, v = _draw(3, 4), _draw(4)
+    x, v, several = _draw(3, 4), _draw(4), {"several"}
     apart = np.array([1.2, -2.1, 0.1, 2.3])  # far from kinks and from each other
-    made: dict[str, tuple[Program, Any]] = {
-        "transposed and reshaped": (lambda gt, x: gt.xp.reshape(x.T**2, (2, 6)), x),
-        "slices of a matrix": (lambda gt, x: gt.xp.sin(x[1:, ::2]) * x[0, 1], x),
-        "rolled and flipped": (lambda gt, x: gt.xp.roll(x, 1) * gt.xp.flip(x, axis=0), v),
-        "joined with itself": (lambda gt, x: gt.xp.concat([x, x**2]), v),
-        "stacked": (lambda gt, x: gt.xp.stack([x, gt.xp.exp(x)], axis=1), v),
-        "broadcast": (lambda gt, x: gt.xp.broadcast_to(x, (2, 4)) * x, v),
-        "cumulative sum": (lambda gt, x: gt.xp.cumulative_sum(x**2, axis=0), v),
-        "outer product": (lambda gt, x: gt.xp.tensordot(x, x**2, axes=0), v),
-        "lower triangle": (lambda gt, x: gt.xp.tril(x[:, :3]) ** 2, x),
-        "sorted": (lambda gt, x: gt.xp.sort(x) * gt.xp.sin(x), apart),
-        "largest of each row": (lambda gt, x: gt.xp.max(x, axis=1) ** 2, x + 3 * np.eye(3, 4)),
-        "clipped, both sides": (lambda gt, x: gt.xp.clip(x, -0.6, 0.6) * x, apart),
-        "chosen by sign": (lambda gt, x: gt.xp.where(x > 0.6, gt.xp.exp(x), x**3), apart),
-        "product of entries": (lambda gt, x: gt.xp.prod(x + 2), v),
-        "variance of columns": (lambda gt, x: gt.xp.var(x, axis=0), x),
-        "picked by integers": (
-            lambda gt, x: gt.xp.take(x, gt.asarray(np.array([3, 0, 0])), axis=0) ** 2,
-            v,
-        ),
-        "differences": (lambda gt, x: (x[1:] - x[:-1]) ** 3, v),
-        "convolved by hand": (lambda gt, x: x[:-2] * 0.5 + x[1:-1] ** 2 - x[2:], v),
-    }
-    for name, (f, at) in made.items():
-        yield _at(name, f, (at,))
+    picked = lambda gt, x: gt.xp.take(x, gt.asarray(np.array([3, 0, 0])), axis=0) ** 2
     tree = {"a": [_draw(2), _draw(2, seed=3)], "b": (_draw(2, 2),)}
     nested = lambda gt, p: {"y": (p["b"][0] @ p["a"][0], gt.xp.sin(p["a"][1]) * p["a"][0])}
     angle = lambda gt, x, y: gt.xp.atan2(x, y) * gt.xp.hypot(x, y)
@@ -249,29 +215,49 @@ def _rearranged() -> Iterator[Scenario]:
     three = (_draw(2, 3), _draw(3, 4, seed=5), _draw(2, 4, seed=6))
     yield from _each(
         {
-            "nested tree in and out": (nested, (tree,), {"several"}),
-            "power of two arrays": (lambda gt, x, a: x**a + a**x, args, {"several"}),
-            "angle and length": (angle, args, {"several"}),
-            "bilinear form": (bilinear, three, {"several"}),
-            "a number without axes": (lambda gt, x: gt.xp.exp(x) * x, (_draw(),)),
+            "transposed and reshaped": (lambda gt, x: gt.xp.reshape(x.T**2, (2, 6)), x),
+            "slices of a matrix": (lambda gt, x: gt.xp.sin(x[1:, ::2]) * x[0, 1], x),
+            "rolled and flipped": (lambda gt, x: gt.xp.roll(x, 1) * gt.xp.flip(x, axis=0), v),
+            "joined with itself": (lambda gt, x: gt.xp.concat([x, x**2]), v),
+            "stacked": (lambda gt, x: gt.xp.stack([x, gt.xp.exp(x)], axis=1), v),
+            "broadcast": (lambda gt, x: gt.xp.broadcast_to(x, (2, 4)) * x, v),
+            "cumulative sum": (lambda gt, x: gt.xp.cumulative_sum(x**2, axis=0), v),
+            "outer product": (lambda gt, x: gt.xp.tensordot(x, x**2, axes=0), v),
+            "lower triangle": (lambda gt, x: gt.xp.tril(x[:, :3]) ** 2, x),
+            "sorted": (lambda gt, x: gt.xp.sort(x) * gt.xp.sin(x), apart),
+            "largest of each row": (lambda gt, x: gt.xp.max(x, axis=1) ** 2, x + 3 * np.eye(3, 4)),
+            "clipped, both sides": (lambda gt, x: gt.xp.clip(x, -0.6, 0.6) * x, apart),
+            "chosen by sign": (lambda gt, x: gt.xp.where(x > 0.6, gt.xp.exp(x), x**3), apart),
+            "product of entries": (lambda gt, x: gt.xp.prod(x + 2), v),
+            "variance of columns": (lambda gt, x: gt.xp.var(x, axis=0), x),
+            "picked by integers": (picked, v),
+            "differences": (lambda gt, x: (x[1:] - x[:-1]) ** 3, v),
+            "convolved by hand": (lambda gt, x: x[:-2] * 0.5 + x[1:-1] ** 2 - x[2:], v),
+            "nested tree in and out": (nested, tree, several),
+            "power of two arrays": (lambda gt, x, a: x**a + a**x, args, several),
+            "angle and length": (angle, args, several),
+            "bilinear form": (bilinear, three, several),
+            "a number without axes": (lambda gt, x: gt.xp.exp(x) * x, _draw()),
         }
     )
 
 
 def _factored() -> Iterator[Scenario]:
     """Linear algebra beyond products."""
-    x = _draw(3, 3) / 2 + np.diag([3.0, 0.5, -1.5])
+    x, linalg = _draw(3, 3) / 2 + np.diag([3.0, 0.5, -1.5]), {"linear algebra"}
     positive = lambda gt, a: a @ a.T + 3 * gt.xp.eye(3, dtype=a.dtype)
-
-    made: dict[str, Program] = {
-        "log determinant": lambda gt, a: gt.xp.linalg.slogdet(positive(gt, a))[1],
-        "Cholesky factor": lambda gt, a: gt.xp.linalg.cholesky(positive(gt, a)),
-        "eigenvalues": lambda gt, a: gt.xp.linalg.eigvalsh(positive(gt, a)),
-        "trace of a cube": lambda gt, a: gt.xp.linalg.trace(a @ a @ a),
-        "singular values": lambda gt, a: gt.xp.linalg.svdvals(a),
-    }
-    for name, f in made.items():
-        yield _at(name, f, (x,), {"linear algebra"})
+    log_det = lambda gt, a: gt.xp.linalg.slogdet(positive(gt, a))[1]
+    cholesky = lambda gt, a: gt.xp.linalg.cholesky(positive(gt, a))
+    eigenvalues = lambda gt, a: gt.xp.linalg.eigvalsh(positive(gt, a))
+    yield from _each(
+        {
+            "log determinant": (log_det, x, linalg),
+            "Cholesky factor": (cholesky, x, linalg),
+            "eigenvalues": (eigenvalues, x, linalg),
+            "trace of a cube": (lambda gt, a: gt.xp.linalg.trace(a @ a @ a), x, linalg),
+            "singular values": (lambda gt, a: gt.xp.linalg.svdvals(a), x, linalg),
+        }
+    )
 
 
 def _scales() -> Iterator[Scenario]:
@@ -324,24 +310,20 @@ def _kinks() -> Iterator[Scenario]:
 
 def _complex() -> Iterator[Scenario]:
     """Complex arguments: real and complex outputs, holomorphic and not."""
-    z = _draw(4, dtype="complex128")
-    made: dict[str, Program] = {
-        "squared modulus": lambda gt, z: gt.xp.sum(gt.xp.abs(z) ** 2),
-        "complex square": lambda gt, z: z * z,
-        "complex conjugate": lambda gt, z: gt.xp.conj(z) * z**2,
-        "real part": lambda gt, z: gt.xp.real(z) ** 2,
-        "complex exponential": lambda gt, z: gt.xp.exp(z),
-    }
-    for name, f in made.items():
-        yield _at(name, f, (z,), {"complex"})
-    w, x, single = _draw(2, 4, dtype="complex128"), _draw(4), z.astype("complex64")
+    z, tags, both = _draw(4, dtype="complex128"), {"complex"}, {"complex", "several"}
+    squared = lambda gt, z: gt.xp.sum(gt.xp.abs(z) ** 2)
     phase = lambda gt, z: gt.xp.abs(z) * gt.xp.sin(gt.xp.imag(z))
-    affine, both = lambda gt, w, z, x: w @ (z * x), {"complex", "several"}
+    affine = (lambda gt, w, z, x: w @ (z * x), (_draw(2, 4, dtype="complex128"), z, _draw(4)))
     yield from _each(
         {
-            "modulus and phase": (phase, (z,), {"complex"}),
-            "Fourier transform": (lambda gt, z: gt.xp.fft.fft(z) * z, (z,), {"complex"}),
-            "complex affine": (affine, (w, z, x), both),
-            "squared modulus in complex64": (made["squared modulus"], (single,), {"complex"}),
+            "squared modulus": (squared, z, tags),
+            "complex square": (lambda gt, z: z * z, z, tags),
+            "complex conjugate": (lambda gt, z: gt.xp.conj(z) * z**2, z, tags),
+            "real part": (lambda gt, z: gt.xp.real(z) ** 2, z, tags),
+            "complex exponential": (lambda gt, z: gt.xp.exp(z), z, tags),
+            "modulus and phase": (phase, z, tags),
+            "Fourier transform": (lambda gt, z: gt.xp.fft.fft(z) * z, z, tags),
+            "complex affine": (*affine, both),
+            "squared modulus in complex64": (squared, z.astype("complex64"), tags),
         }
     )

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gradtools.code_origin import Source, definition_of
+from gradtools.arguments.keyword_hints import passed_on
+from gradtools.code_origin import Source, definition_of, place_of
+from gradtools.errors import GradtoolsError
 from gradtools.seeing.diagnostics.findings import KINDS, NOISE, Finding
 from gradtools.seeing.graphs.derivative_flow import backward, behind, forward
 from gradtools.seeing.graphs.losing_operations import Loss, overwritten
@@ -24,7 +26,7 @@ from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.graphs.recording import Recording, Refusal, Vanished
+from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Refusal, Vanished
 
 # --- the diagnosis -----------------------------------------------------------------------
 
@@ -46,6 +48,26 @@ _FLAT = frozenset(
     {"relu", "clip", "maximum", "minimum", "max", "min", "where", "select", "leaky_relu", "abs"}
     | {"relu6", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink", "max_pool"}
 )
+
+
+def recorded(program: LeafProgram) -> Recording:
+    """One recorded run of a program.
+
+    Raises:
+        GradtoolsError: f raised for reasons of its own.
+    """
+    try:
+        return program.framework.recorded_run.record(  # type: ignore[no-any-return]
+            program.run, program.leaves, program.names
+        )
+    except GradtoolsError:
+        raise
+    except Exception as error:
+        message = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
+        raise GradtoolsError(
+            f"{program.caller}: f raised {message}{place_of(error)}. It must run at the given "
+            "arguments." + passed_on(error)
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -93,7 +115,7 @@ def diagnosed(
     graph, findings = recording.graph, list[Finding]()
     matters = behind(graph, tuple(graph.outputs))
     trained = [graph.inputs[k] for k in recording.wanted]
-    trained += [value for _, value in recording.parameters if value is not None]
+    trained += [p.number for p in recording.parameters if p.number is not None]
     trained += [number for one in examined for number in one.numbers]
     for one in examined:
         best = max((matters.get(n, Dependence.NONE) for n in one.numbers), default=Dependence.NONE)
@@ -137,6 +159,12 @@ def from_losses(
     return _without_repeats(findings)
 
 
+def _called(node: Node) -> str:
+    """An operation in the framework's own word; a rule by the name of its function."""
+    name = node.attributes.get("name") if node.mark == CUSTOM else ""
+    return str(name or node.native or node.operation)
+
+
 def _is_slope(graph: PlainGraph, node: Node) -> bool:
     """Whether a comparison is the derivative of a piecewise linear operation, as JAX traces it."""
     if node.operation not in ("compare", "sign"):
@@ -148,12 +176,6 @@ def _is_slope(graph: PlainGraph, node: Node) -> bool:
         and not {*other.inputs, *other.outputs}.isdisjoint(node.inputs)
         for other in inside.nodes
     )
-
-
-def _called(node: Node) -> str:
-    """An operation in the framework's own word; a rule by the name of its function."""
-    name = node.attributes.get("name") if node.mark == CUSTOM else ""
-    return str(name or node.native or node.operation)
 
 
 def _causes(graph: PlainGraph, loss: Loss) -> list[Node]:
@@ -295,27 +317,26 @@ _NO_EFFECT = (
 
 
 def _numerical_kind(vanished: Vanished) -> str:
+    node = vanished.node
     if vanished.kind:
         return vanished.kind
     if vanished.cancelled:
         return "cancelled"
-    if vanished.node.loss == "rule":
+    if node.loss == "rule":
         return "rule"
-    if vanished.node.native in _DERIVATIVES and vanished.node.operation in _FLAT | {
-        "threshold_backward"
-    }:
+    if node.native in _DERIVATIVES and node.operation in _FLAT | {"threshold_backward"}:
         return "piecewise_linear"
     if vanished.empty:
         return "empty"
     if vanished.underflow:
         return "underflow"
-    if vanished.node.native in _SETTING and vanished.operands == (0,):
+    if node.native in _SETTING and vanished.operands == (0,):
         return "overwritten"
-    if _ZEROING & {vanished.node.operation, vanished.node.native}:
+    if _ZEROING & {node.operation, node.native}:
         return "multiplied_by_zero"
-    if vanished.node.operation in _SELECTING:
+    if node.operation in _SELECTING:
         return "empty"
-    return "dead" if vanished.node.operation in _FLAT else "saturated"
+    return "dead" if node.operation in _FLAT else "saturated"
 
 
 def source_of(f: Any) -> Source | None:
@@ -333,20 +354,20 @@ def source_of(f: Any) -> Source | None:
 def differentiated(program: LeafProgram, recording: Recording) -> list[Examined]:
     """The leaves and parameters that should get a gradient."""
     is_model = hasattr(program.f, "parameters")
-    parameters = [*recording.parameters] if is_model else of_modules_in_use(recording.parameters)
+    parameters = recording.parameters if is_model else of_modules_in_use(recording.parameters)
     wanted = recording.wanted or (() if parameters else program.wrt)
     leaves = [Examined(program.names[k], (recording.graph.inputs[k],)) for k in wanted]
-    return leaves + [Examined(n, () if v is None else (v,)) for n, v in parameters]
+    return leaves + [Examined(p.name, () if p.number is None else (p.number,)) for p in parameters]
 
 
-def of_modules_in_use(parameters: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
+def of_modules_in_use(parameters: Sequence[CapturedParameter]) -> list[CapturedParameter]:
     """The parameters of modules of which f reads at least one parameter.
 
     A module that is merely reachable from f's closure or globals is not part of f.
     """
-    root = lambda name: name.partition(".")[0]
-    used = {root(name) for name, value in parameters if value is not None}
-    return [(name, value) for name, value in parameters if root(name) in used]
+    root = lambda p: p.name.partition(".")[0]
+    used = {root(p) for p in parameters if p.number is not None}
+    return [p for p in parameters if root(p) in used]
 
 
 def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:

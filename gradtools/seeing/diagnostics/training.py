@@ -19,6 +19,7 @@ from gradtools.seeing.diagnostics.diagnosis import (
     apart,
     diagnosed,
     of_modules_in_use,
+    recorded,
     refused,
 )
 from gradtools.seeing.diagnostics.findings import Finding
@@ -27,7 +28,7 @@ from gradtools.seeing.graphs.derivative_flow import behind, forward
 from gradtools.seeing.graphs.lost_terms import trains_others
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.graphs.recording import Recording, Vanished
+from gradtools.seeing.graphs.recording import Vanished
 
 _FULL = Dependence.DIFFERENTIABLE
 PARAMETER, FROZEN, TABLE, LOOSE = "parameter", "frozen", "table", "loose"
@@ -76,11 +77,13 @@ class TrainingDiagnosis:
         findings: The lost gradients.
         names: The names of the arrays that were examined.
         notes: What may be intended and is worth a look, each with its arrays.
+        held: The arrays of the model.
     """
 
     findings: list[Finding] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     notes: list[tuple[str, list[str]]] = field(default_factory=list)
+    held: list[HeldArray] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -93,48 +96,33 @@ class Loop:
         kwargs: Its keyword arguments.
         model: The model, or a pytree of models and arrays; None if f is the model or holds it.
         optimizer: The optimizer, or several.
-        is_named: Whether the user named the model.
     """
 
+    backend: Backend
     caller: str
     f: Any
     args: Sequence[Any]
     kwargs: dict[str, Any]
     model: Any = None
     optimizer: Any = None
-    is_named: bool = True
 
-    def with_model(self, backend: Backend) -> Loop:
-        """The loop with the model that f is or holds, unless one was passed."""
-        if self.model is not None:
-            return self
-        return replace(self, model=_training(backend, self).model_of(self.f), is_named=False)
-
-
-Record = Callable[[LeafProgram], Recording]
 
 _CUT_OR_UNREAD = "or its path is cut, which a finished graph does not show; with a closure that \
 computes the loss, why_zero names the line"
 
 
-def _training(backend: Backend, loop: Loop) -> Any:
-    """The backend's module that finds the model and arrays of a training loop."""
-    return Framework(backend, loop.caller).training
-
-
-def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -> TrainingDiagnosis:
+def trained(loop: Loop, values: bool = True) -> TrainingDiagnosis:
     """The findings on the loop's trained arrays; `values` includes zero gradients at the values."""
-    run = _LossRun(backend, loop, record)
-    diagnosis = TrainingDiagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
-    run.look(diagnosis, values)
-    diagnosis.findings, notes = apart(diagnosis.findings, [diagnosis.names])
-    diagnosis.notes += notes
-    _optimised(backend, loop, run, diagnosis)
-    _note_targets(run, diagnosis, loop.is_named)
-    return diagnosis
+    run = _LossRun(loop)
+    run.look(values)
+    run.findings, notes = apart(run.findings, [run.names])
+    run.notes += notes
+    run.compare_with_optimizer()
+    run.note_targets()
+    return run
 
 
-def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiagnosis:
+def after_backward(loop: Loop) -> TrainingDiagnosis:
     """The findings on a loss after its backward pass, from its graph and the parameters' .grad."""
     loss = loop.f
     if loop.model is None:
@@ -149,45 +137,43 @@ def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiag
         )
     if not loss.requires_grad:
         return TrainingDiagnosis([Finding("the loss", "no_graph", "backward")], ["the loss"])
-    diagnosis = trained(backend, replace(loop, f=lambda: loss), record, values=False)
+    diagnosis = trained(replace(loop, f=lambda: loss), values=False)
     diagnosis.findings = [
         replace(f, detail=_CUT_OR_UNREAD) if f.kind == "unread" else f for f in diagnosis.findings
     ]
-    for held in _training(backend, loop).held(loop.caller, loop.model):
+    lost = {finding.argument for finding in diagnosis.findings}
+    for held in diagnosis.held:
         grad = getattr(held.array, "grad", None)
-        has_outs = any(finding.argument == held.name for finding in diagnosis.findings)
-        if held.role != PARAMETER or grad is None or has_outs:
+        if held.role != PARAMETER or grad is None or held.name in lost:
             continue
-        if not backend.to_numpy(grad.detach()).any():
+        if not loop.backend.to_numpy(grad.detach()).any():
             diagnosis.findings.append(Finding(held.name, "zero_gradient", "backward"))
     return diagnosis
 
 
-class _LossRun:
-    """One recorded run of the loss, with the arrays of the model.
+class _LossRun(TrainingDiagnosis):
+    """One recorded run of the loss with the arrays of the model, and what it shows."""
 
-    Attributes:
-        held: The arrays of the model.
-    """
-
-    def __init__(self, backend: Backend, loop: Loop, record: Record) -> None:
-        own = _training(backend, loop)
-        held = None if loop.model is None else own.held(loop.caller, loop.model)
-        arrays = [h.array for h in held or ()]
-        lifted = own.lifted(loop.caller, loop.f, loop.args, loop.kwargs, arrays)
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        backend, caller = loop.backend, loop.caller
+        self._loop, self._framework = loop, Framework(backend, caller).training
+        model = self._framework.model_of(loop.f) if loop.model is None else loop.model
+        self.model = model
+        self.held = [] if model is None else self._framework.held(caller, model)
+        arrays = [h.array for h in self.held]
+        lifted = self._framework.lifted(caller, loop.f, loop.args, loop.kwargs, arrays)
         self._is_lifted = lifted is not None
         if lifted is None:
-            self.program = LeafProgram(backend, loop.caller, loop.f, loop.args, loop.kwargs)
+            self.program = LeafProgram(backend, caller, loop.f, loop.args, loop.kwargs)
         else:
-            self.program = LeafProgram(backend, loop.caller, lifted, (arrays,), {}, (0,))
-            self.program.names[:] = [h.name for h in held or ()]
-        self.recording = record(self.program)
-        if held is None:  # what f itself holds and asks for a gradient
-            parameters = self.recording.parameters
-            names = [name for name, _ in parameters]
-            of_name = dict(zip(names, self.recording.held, strict=True))
-            held = [HeldArray(name, of_name[name]) for name, _ in of_modules_in_use(parameters)]
-        self.held: list[HeldArray] = held
+            self.program = LeafProgram(backend, caller, lifted, (arrays,), {}, (0,))
+            self.program.names[:] = [h.name for h in self.held]
+        self.recording = recorded(self.program)
+        if model is None:  # what f itself holds and asks for a gradient
+            parameters = of_modules_in_use(self.recording.parameters)
+            self.held = [HeldArray(p.name, p.array) for p in parameters]
+        self.names = [h.name for h in self.held if h.role not in _NO_PARAMETER]
 
     def _numbers(self, k: int) -> Sequence[int]:
         """The graph's values that carry the gradient of array k."""
@@ -195,14 +181,12 @@ class _LossRun:
             return self.recording.graph.inputs[k : k + 1]
         return self.recording.reads.get(id(self.held[k].array), ())
 
-    def look(self, diagnosis: TrainingDiagnosis, values: bool) -> None:
+    def look(self, values: bool) -> None:
         """Adds what the run says of each array."""
         graph = self.recording.graph
         if self.recording.refusal is not None:
             lost = refused(self.program, self.recording.refusal)
-            diagnosis.findings += [
-                replace(lost, argument=n) for n in diagnosis.names or ["the loss"]
-            ]
+            self.findings += [replace(lost, argument=n) for n in self.names or ["the loss"]]
             return
         moving = [h.array for h in self.held if h.role == PARAMETER]
         spent = list[str]()
@@ -227,17 +211,17 @@ class _LossRun:
             for k, h in enumerate(self.held)
             if h.role == PARAMETER
         ]
-        diagnosis.findings += [
+        self.findings += [
             Finding(h.name, h.role, "module") for h in self.held if h.role in _NOT_LISTED
         ]
-        diagnosis.findings += diagnosed(self.program, self.recording, examined, values)
+        self.findings += diagnosed(self.program, self.recording, examined, values)
         matters = behind(graph, tuple(graph.outputs))
         reaches = lambda k: any(matters.get(n) == _FULL for n in self._numbers(k))
         for role, text in _NOTES:  # arrays that would get a gradient, and ask for none
             names = [h.name for k, h in enumerate(self.held) if h.role == role and reaches(k)]
             if names:
-                diagnosis.notes.append((text, names))
-        diagnosis.notes += [(text, []) for text in spent]
+                self.notes.append((text, names))
+        self.notes += [(text, []) for text in spent]
 
     def twins(self, stopped: set[str]) -> set[str]:
         """The stopped parameters of networks that have a trained twin, such as target networks.
@@ -272,6 +256,60 @@ class _LossRun:
                         result |= names
         return result
 
+    def compare_with_optimizer(self) -> None:
+        """Adds the parameters that the optimizer lacks, and the frozen ones that it holds."""
+        loop = self._loop
+        if loop.optimizer is None:
+            asking = [h for h in self.held if h.role not in (TABLE, LOOSE, STATIC)]
+            if self.held and all(h.role == FROZEN for h in asking):
+                self._add_frozen([h.name for h in asking])
+                self.notes = [note for note in self.notes if note[0] != _NOTES[0][1]]
+            return
+        optimised = self._framework.optimised(loop.caller, loop.optimizer, self.model, self.held)
+        frozen = []
+        for held in self.held:
+            holds = optimised.holds(held)
+            if held.role == PARAMETER and holds is False:
+                detail = optimised.why(held)
+                self.findings.append(
+                    Finding(held.name, "not_optimized", "optimizer", detail=detail)
+                )
+            elif held.role == FROZEN and holds:
+                frozen.append(held.name)
+        self._add_frozen(frozen)
+        for name, detail in optimised.strangers:
+            self.findings.append(Finding(name, "other_model", "optimizer", detail=detail))
+            self.names.append(name)
+        notes = [(text, [n for n in names if n not in frozen]) for text, names in self.notes]
+        self.notes = [note for note in notes if note[1]]
+
+    def _add_frozen(self, names: list[str]) -> None:
+        self.findings += [Finding(name, "frozen", "requires_grad") for name in names]
+        self.names += names
+
+    def note_targets(self) -> None:
+        """Makes notes of parameters that are stopped on purpose: of target networks and teachers.
+
+        They are stopped as a whole, by a stop or no_grad alone; and they are the twin of a network
+        that is trained, or nobody named them and no step of the optimizer changes them.
+        """
+        kinds: dict[str, set[str]] = {}
+        for finding in self.findings:
+            kinds.setdefault(finding.argument, set()).add(finding.kind)
+        stopped = {name for name, of in kinds.items() if of <= _STOPS | {"not_optimized"}}
+        stopped = {name for name in stopped if kinds[name] & _STOPS}
+        is_named = self._loop.model is not None
+        unstepped = {n for n in stopped if "not_optimized" in kinds[n] and not is_named}
+        for text, names in ((_TWIN, self.twins(stopped)), (_UNSTEPPED, unstepped)):
+            places: dict[str, list[str]] = {}
+            for finding in self.findings:
+                if finding.argument in names and finding.kind in _STOPS:
+                    place = f"{finding.kind} at {finding.source or 'a line of f'}: {text}"
+                    places.setdefault(place, []).append(finding.argument)
+            self.notes += [(place, list(dict.fromkeys(of))) for place, of in places.items()]
+            self.findings = [f for f in self.findings if f.argument not in names]
+            self.names = [name for name in self.names if name not in names]
+
 
 _SPENT = (
     "no backward pass goes through the graph, which was freed or holds a reentrant checkpoint: "
@@ -283,69 +321,6 @@ _NOTES = (
     (STATIC, "it is in a static field, so it is a constant: no optimizer changes it"),
     (LOOSE, "a tensor that the loss depends on and the model does not hold as a parameter"),
 )
-
-
-def _optimised(backend: Backend, loop: Loop, run: _LossRun, diagnosis: TrainingDiagnosis) -> None:
-    """Adds the parameters that the optimizer lacks, and the frozen ones that it holds."""
-    if loop.optimizer is None:
-        if run.held and all(
-            held.role == FROZEN for held in run.held if held.role not in (TABLE, LOOSE, STATIC)
-        ):
-            names = [held.name for held in run.held if held.role == FROZEN]
-            diagnosis.findings += [Finding(name, "frozen", "requires_grad") for name in names]
-            diagnosis.names += names
-            diagnosis.notes = [note for note in diagnosis.notes if note[0] != _NOTES[0][1]]
-        return
-    optimised = _training(backend, loop).optimised(
-        loop.caller, loop.optimizer, loop.model, run.held
-    )
-    frozen = []
-    for held in run.held:
-        holds = optimised.holds(held)
-        if held.role == PARAMETER and holds is False:
-            detail = optimised.why(held)
-            diagnosis.findings.append(
-                Finding(held.name, "not_optimized", "optimizer", detail=detail)
-            )
-        elif held.role == FROZEN and holds:
-            frozen.append(held.name)
-    diagnosis.findings += [Finding(name, "frozen", "requires_grad") for name in frozen]
-    diagnosis.names += frozen
-    for name, detail in optimised.strangers:
-        diagnosis.findings.append(Finding(name, "other_model", "optimizer", detail=detail))
-        diagnosis.names.append(name)
-    diagnosis.notes = [
-        (text, [name for name in names if name not in frozen]) for text, names in diagnosis.notes
-    ]
-    diagnosis.notes = [note for note in diagnosis.notes if note[1]]
-
-
-# --- networks that are not trained on purpose --------------------------------------------
-
-
-def _note_targets(run: _LossRun, diagnosis: TrainingDiagnosis, is_named: bool) -> None:
-    """Makes notes of parameters that are stopped on purpose: of target networks and teachers.
-
-    They are stopped as a whole, by a stop or no_grad alone; and they are the twin of a network that
-    is trained, or nobody named them and no step of the optimizer changes them.
-    """
-    kinds: dict[str, set[str]] = {}
-    for finding in diagnosis.findings:
-        kinds.setdefault(finding.argument, set()).add(finding.kind)
-    stopped = {name for name, of in kinds.items() if of <= _STOPS | {"not_optimized"}}
-    stopped = {name for name in stopped if kinds[name] & _STOPS}
-    unstepped = {n for n in stopped if "not_optimized" in kinds[n] and not is_named}
-    for text, names in ((_TWIN, run.twins(stopped)), (_UNSTEPPED, unstepped)):
-        places: dict[str, list[str]] = {}
-        for finding in diagnosis.findings:
-            if finding.argument in names and finding.kind in _STOPS:
-                place = f"{finding.kind} at {finding.source or 'a line of f'}: {text}"
-                places.setdefault(place, []).append(finding.argument)
-        diagnosis.notes += [(place, list(dict.fromkeys(of))) for place, of in places.items()]
-        diagnosis.findings = [f for f in diagnosis.findings if f.argument not in names]
-        diagnosis.names = [name for name in diagnosis.names if name not in names]
-
-
 _STOPS = {"detached", "no_grad"}
 _UNSTEPPED = (
     "not trained, and no optimizer steps it, as a target network, a teacher, what is frozen"

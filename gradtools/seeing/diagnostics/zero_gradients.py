@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from gradtools.arguments.checks import check_function
-from gradtools.arguments.keyword_hints import passed_on
 from gradtools.backend import Operators, P, R
 from gradtools.boundary import like_function
-from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError, warn
 from gradtools.seeing.diagnostics.diagnosis import (
     apart,
@@ -18,13 +16,14 @@ from gradtools.seeing.diagnostics.diagnosis import (
     diagnosed,
     differentiated,
     of_arguments,
+    recorded,
 )
+from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.diagnostics.report import DependenceTable, GradientReport, by_weight, grouped
 from gradtools.seeing.diagnostics.training import Loop, after_backward, trained
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.graphs.recording import Recording
 
 
 class SeeingOperators(Operators):
@@ -67,7 +66,7 @@ class SeeingOperators(Operators):
         Source: data-flow analysis over the recorded program; requested in jax#10867.
         """
         program = LeafProgram(self._backend, "dependence", f, args, kwargs)
-        recording = self._recorded(program)
+        recording = recorded(program)
         if recording.refusal is not None:
             refusal = recording.refusal
             raise GradtoolsError(
@@ -136,35 +135,26 @@ class SeeingOperators(Operators):
 
         Source: requested in jax#10867.
         """
-        is_model = Framework(self._backend, "why_zero").recorded_run.is_model(f)
+        backend = self._backend
+        is_model = Framework(backend, "why_zero").recorded_run.is_model(f)
         in_training = model is not None or optimizer is not None or is_model or not args
-        of_arguments = not in_training or (is_model and model is None and self._has_floats(args))
-        result = (
-            self._of_arguments(f, args, kwargs, argnums) if of_arguments else GradientReport((), ())
-        )
-        if not in_training:
-            return result
-        loop = Loop("why_zero", f, args, kwargs, model, optimizer).with_model(self._backend)
-        spent = not callable(f) and self._backend.is_array(f)
-        more = (after_backward if spent else trained)(self._backend, loop, self._recorded)
-        return GradientReport(
-            by_weight((*result.findings, *more.findings)),
-            (*result.arguments, *more.names),
-            (*result.notes, *_noted(more.notes)),
-        )
-
-    def _of_arguments(self, f: Any, args: Any, kwargs: Any, argnums: Any) -> GradientReport:
-        program = LeafProgram(self._backend, "why_zero", f, args, kwargs, argnums).with_values()
-        recording = self._recorded(program)
-        examined = of_arguments(program, recording)
-        findings = diagnosed(program, recording, examined)
-        findings, notes = apart(findings, program.wrt_names())
-        names = tuple(program.names[k] for k in program.wrt)
-        return GradientReport(by_weight(findings), names, _noted(notes))
-
-    def _has_floats(self, args: Any) -> bool:
-        leaves = [x for arg in args for x in self._backend.flatten(arg)[0]]
-        return any(self._backend.is_array(x) and self._backend.is_inexact(x) for x in leaves)
+        leaves = [x for arg in args for x in backend.flatten(arg)[0]]
+        has_floats = any(backend.is_array(x) and backend.is_inexact(x) for x in leaves)
+        findings, names, notes = list[Finding](), list[str](), list[tuple[str, list[str]]]()
+        if not in_training or (is_model and model is None and has_floats):
+            program = LeafProgram(backend, "why_zero", f, args, kwargs, argnums).with_values()
+            recording = recorded(program)
+            findings = diagnosed(program, recording, of_arguments(program, recording))
+            findings, notes = apart(findings, program.wrt_names())
+            findings, names = [*by_weight(findings)], [program.names[k] for k in program.wrt]
+        if in_training:
+            loop = Loop(backend, "why_zero", f, args, kwargs, model, optimizer)
+            is_spent = not callable(f) and backend.is_array(f)
+            more = (after_backward if is_spent else trained)(loop)
+            findings = [*by_weight((*findings, *more.findings))]
+            names, notes = [*names, *more.names], [*notes, *more.notes]
+        noted = tuple((text, tuple(of)) for text, of in notes)
+        return GradientReport(tuple(findings), tuple(names), noted)
 
     def guard_gradients(
         self,
@@ -222,59 +212,36 @@ class SeeingOperators(Operators):
         failed = None
         if first and Framework(self._backend, "guard_gradients").recorded_run.watchable():
             first.clear()
-            failed = self._guard(f, args, kwargs, *options)
+            try:
+                self._warn_of_lost(f, args, kwargs, *options)
+            except GradtoolsError as error:
+                if error.__cause__ is None:
+                    raise
+                failed = error  # f raised under observation
         out = f(*args, **kwargs)  # where f raises, the error is f's own
         if failed is not None:
             warn(f"guard_gradients: nothing was checked. {failed}")
         return out
 
-    def _guard(
+    def _warn_of_lost(
         self, f: Any, args: Any, kwargs: Any, argnums: Any, model: Any, optimizer: Any
-    ) -> GradtoolsError | None:
-        """Warns of lost gradients. Returns the error if f raised under observation."""
-        backend, predicate = self._backend, "not reach the output of f"
-        try:
-            if model is not None or optimizer is not None or not args:
-                loop = Loop("guard_gradients", f, args, kwargs, model, optimizer)
-                loop = loop.with_model(backend)
-                diagnosis = trained(backend, loop, self._recorded, values=False)
-                lost, known = briefly(diagnosis.findings), diagnosis.names
-                predicate = "not trained"
-            else:
-                program = LeafProgram(
-                    backend, "guard_gradients", f, args, kwargs, argnums, strict=False
-                )
-                recording = self._recorded(program)
-                examined = differentiated(program, recording)
-                findings = diagnosed(program, recording, examined, values=False)
-                lost, known = briefly(findings), [one.name for one in examined]
-        except GradtoolsError as error:
-            if error.__cause__ is None:
-                raise
-            return error
-        if lost:
-            verbs = {"not trained": ("is", "are")}.get(predicate, ("does", "do"))
+    ) -> None:
+        """Warns of lost gradients."""
+        caller, backend = "guard_gradients", self._backend
+        if model is not None or optimizer is not None or not args:
+            diagnosis = trained(Loop(backend, caller, f, args, kwargs, model, optimizer), False)
+            findings, known = diagnosis.findings, diagnosis.names
+            noun, verbs, predicate = "parameters", ("is", "are"), "not trained"
+        else:
+            program = LeafProgram(backend, caller, f, args, kwargs, argnums, strict=False)
+            recording = recorded(program)
+            examined = differentiated(program, recording)
+            findings = diagnosed(program, recording, examined, values=False)
+            known = [one.name for one in examined]
+            noun, verbs, predicate = "leaves", ("does", "do"), "not reach the output of f"
+        if lost := briefly(findings):
             lines = "\n".join(f"  {line}" for line in grouped(lost, known))
-            noun = "parameters" if predicate == "not trained" else "leaves"
             warn(
                 f"guard_gradients: {len(lost)} of {max(1, len(known))} {noun} "
                 f"{verbs[len(lost) > 1]} {predicate}:\n{lines}"
             )
-        return None
-
-    def _recorded(self, program: LeafProgram) -> Recording:
-        try:
-            record = program.framework.recorded_run.record
-            return record(program.run, program.leaves, program.names)
-        except GradtoolsError:
-            raise
-        except Exception as error:
-            message = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
-            raise GradtoolsError(
-                f"{program.caller}: f raised {message}{place_of(error)}. It must run at the given "
-                "arguments." + passed_on(error)
-            ) from error
-
-
-def _noted(notes: Sequence[tuple[str, Sequence[str]]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return tuple((text, tuple(names)) for text, names in notes)

@@ -37,6 +37,15 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class CapturedParameter:
+    """A captured array with requires_grad, and the number of its value; None if f never read it."""
+
+    name: str
+    number: int | None
+    array: Any
+
+
+@dataclass(frozen=True)
 class Recording:
     """One run of a function of flat leaves.
 
@@ -48,9 +57,7 @@ class Recording:
         stand_ins: For each leaf the name of a captured array that f reads instead: the same
             array, reached by closure, global or attribute. Empty if there is none.
         wanted: The leaves with PyTorch's requires_grad.
-        parameters: The captured arrays with requires_grad: name, and number of the value, or None
-            if f never read it.
-        held: The arrays of `parameters`, in the same order.
+        parameters: The captured arrays with requires_grad.
         reads: For tensors that existed before the run, by id, the numbers of the values that carry
             their gradient: their own, and those of tensors computed from them before.
     """
@@ -60,8 +67,7 @@ class Recording:
     host_outputs: tuple[int, ...] = ()
     stand_ins: tuple[str, ...] = ()
     wanted: tuple[int, ...] = ()
-    parameters: tuple[tuple[str, int | None], ...] = ()
-    held: tuple[Any, ...] = ()
+    parameters: tuple[CapturedParameter, ...] = ()
     reads: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 

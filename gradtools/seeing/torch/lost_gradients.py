@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, _Places] = weakref.WeakKeyDictionary()
 
 
 def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> _Places:
-    with observed(run, leaves, [""] * len(leaves)) as seen:
+    with observed(run, leaves) as seen:
         outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
         xs = [*seen.aliases, *held]
         floating = {k: x for k, x in enumerate(xs) if isinstance(x, Tensor) and is_inexact(x)}
@@ -65,7 +66,7 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> _Places:
         places |= bad_gradients.examined(_Backward(seen.recorder, outs, floating))
     if all(math.isfinite(_size(y)) for y in outs):
         return places
-    with observed(run, leaves, [""] * len(leaves), _ValueRecorder) as seen:
+    with observed(run, leaves, recorder_of=_ValueRecorder) as seen:
         assert isinstance(seen.recorder, _ValueRecorder)
         origins = seen.recorder.origins.of(map(seen.output, seen.outs))
     return {k: bad_gradients.at_origins(of, origins) for k, of in places.items()}
@@ -103,7 +104,6 @@ class _Backward:
         return result
 
     def backward(self, leaves: Sequence[int], draw: int | None) -> list[PassedCotangents]:
-        """As in `Differentiated`."""
         seen: dict[Any, tuple[Cotangents, Cotangents]] = {}  # by node: given, passed
 
         def hook(node: Any) -> Callable[[Any, Any], None]:
@@ -135,19 +135,15 @@ class _Backward:
         return PassedCotangents(node, results, operands, given, passed, explained, least)
 
     def key_of(self, leaf: int) -> Any:
-        """As in `Differentiated`."""
         return self._ends.get(id(self.leaves[leaf])), 0
 
     def size(self, x: Any) -> float:
-        """As in `Differentiated`."""
         return _size(x)
 
     def eps(self, x: Tensor) -> float:
-        """As in `Differentiated`."""
         return torch.finfo(x.dtype).eps
 
     def is_noise(self, ct: Any, other: Any) -> bool:
-        """As in `Differentiated`."""
         if not (_is_plain(ct) and _is_plain(other)) or ct.is_meta:
             return False
         return bad_gradients.is_noise(_size(ct), _size(other - ct), self.eps(ct))
@@ -218,19 +214,13 @@ def _size(x: Any) -> float:
     return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
-def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
-    """Random cotangents from a generator of their own; 1 for a real scalar output."""
-    if len(outs) == 1 and outs[0].numel() == 1 and not outs[0].is_complex():
-        return [torch.ones_like(outs[0])]
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(y.shape, dtype=y.dtype, generator=generator, device="cpu").to(y.device)
-        for y in outs
-    ]
-
-
 def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    cts = _cotangents(outs)
+    """The gradients, for random cotangents from a generator of their own; 1 for a real number."""
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator, device="cpu")
+    cts = [draw(y.shape, dtype=y.dtype).to(y.device) for y in outs]
+    if len(outs) == 1 and outs[0].numel() == 1 and not outs[0].is_complex():
+        cts = [torch.ones_like(outs[0])]
     return torch.autograd.grad(outs, leaves, cts, retain_graph=True, allow_unused=True)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +24,11 @@ from gradtools.backend import Fun
 from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
-from gradtools.seeing.graphs.recording import Recording, Run
+from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run
 from gradtools.seeing.torch.recording.autograd_functions import looked_up
 from gradtools.seeing.torch.recording.calls import CallRecorder, Leaving
 from gradtools.seeing.torch.recording.observation import ObservedRun, observed, watchable
+from gradtools.torch.compiling import leaves_of
 from gradtools.torch.rerunning import Rerunnable, rerun
 
 Tensor = torch.Tensor
@@ -39,23 +41,50 @@ __all__ = ["is_model", "record", "repeatable", "rerun", "watchable", "where_lost
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     """Records one run as a graph and undoes its effects."""
     with observed(run, leaves, names) as seen:
+        recorder = seen.recorder
         if seen.refusal is not None:
-            return Recording(seen.recorder.graph(seen.inputs, []), seen.refusal)
+            return Recording(recorder.graph(seen.inputs, []), seen.refusal)
         outputs = [seen.output(y) for y in seen.outs]
-        hosts = tuple([k for k, y in enumerate(seen.outs) if isinstance(y, _NUMBERS)])
         before = _copies(seen.outs)
     _follow(run, seen, outputs, before)
+
+    stand_ins = []
+    reads: dict[int, list[int]] = {}
+    for leaf in leaves:
+        captured = recorder.captured.values() if isinstance(leaf, Tensor) else ()
+        same = [x for x in captured if _is_same_memory(x, leaf)]
+        stand_ins.append(recorder.names.get(id(same[0]), "a captured tensor") if same else "")
+    for number, x in recorder.captured.items():
+        reads.setdefault(id(x), []).append(number)
+        for leaf in leaves_of([x]) if x.grad_fn is not None else ():
+            reads.setdefault(id(leaf), []).append(number)
+
+    numbers = {id(x): number for number, x in recorder.captured.items()}
+    own = {id(x) for x in leaves}
+    # f[0]['argument 1'][0].weight, which the arguments hold, is argument 1.weight
+    of_argument = re.compile(r"^f(\[\d+\])?\['(argument [^']*)'\](\[0\])?")
+    parameters = [
+        CapturedParameter(of_argument.sub(r"\2", recorder.names[key]), numbers.get(key), x)
+        for key, x in recorder.reachable.items()
+        if x.requires_grad and x.is_leaf and key not in own
+    ]
+    wanted = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     return Recording(
-        seen.recorder.graph(seen.inputs, outputs),
-        host_outputs=hosts,
-        stand_ins=seen.stand_ins(),
-        wanted=tuple(
-            [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-        ),
-        parameters=seen.parameters(),
-        held=seen.held(),
-        reads=seen.reads(),
+        recorder.graph(seen.inputs, outputs),
+        host_outputs=tuple([k for k, y in enumerate(seen.outs) if isinstance(y, _NUMBERS)]),
+        stand_ins=tuple(stand_ins),
+        wanted=tuple(wanted),
+        parameters=tuple(parameters),
+        reads=reads,
     )
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    if a.layout is not torch.strided or b.layout is not torch.strided or a.numel() == 0:
+        return False
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.device == b.device
 
 
 def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
@@ -67,7 +96,7 @@ def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
         return []
     run: Any = Rerunnable(lambda xs: fun(*xs)[0], [None, getattr(fun, "f", fun)])
     try:
-        result = record(run, leaves, [""] * len(leaves))
+        result = record(run, leaves, ())
     except Exception:  # f does not run twice: the error is raised without places
         return []
     lost = [loss.node for loss in losses(result.graph, result.graph.inputs[index])]
@@ -184,7 +213,7 @@ def _perturbed(
         if moved is not None and (moved.any() or not which or abs(size) < 1):
             break
         other = partial(CallRecorder, replace=(which, partial(_other, size=size)))
-        again = observed(run, first.leaves, first.names, other)
+        again = observed(run, first.leaves, recorder_of=other)
         with contextlib.ExitStack() as inside:
             inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed already
             try:

@@ -237,8 +237,10 @@ def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> lis
 def convention_table(rows: Sequence[Convention] | None = None, colour: bool = False) -> str:
     """The table as text, with a star at rows that differ."""
     rows = conventions() if rows is None else rows
-    star = lambda row: "*" if row.differs else ""
-    cells = [(star(row), row.name, *map(_values, (*row.at(1), *row.at(2)))) for row in rows]
+    text = lambda values: "-" if values is None else ", ".join(f"{v:.4g}" for v in values)
+    cells = [
+        ("*" if row.differs else "", row.name, *map(text, (*row.at(1), *row.at(2)))) for row in rows
+    ]
     head = ("", "function and point", "torch", "jax", "torch, twice", "jax, twice")
     first, *lines = aligned([head, *cells])
     painted = [colour and row.differs for row in rows]
@@ -247,46 +249,41 @@ def convention_table(rows: Sequence[Convention] | None = None, colour: bool = Fa
     return "\n".join([first, *lines, f"{different} of {len(rows)} differ (*)"])
 
 
-def _values(values: Derivative | None) -> str:
-    return "-" if values is None else ", ".join(f"{v:.4g}" for v in values)
-
-
 def _measure_torch(kink: Kink) -> tuple[Derivative, Derivative | None]:
     torch = import_module("torch")
     with torch.enable_grad():
         x = torch.tensor(kink.point, dtype=_dtype(torch, kink), requires_grad=True)
         out = eval(kink.torch, {"t": torch, "f": torch.nn.functional, "inf": np.inf, "x": x})
         (g,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
-        second = None if g.is_complex() else _torch_twice(torch, g, x)
-    return tuple(g.detach().reshape(-1).resolve_conj().tolist()), second
-
-
-def _torch_twice(torch: Any, g: Any, x: Any) -> Derivative | None:
-    if not g.requires_grad:
-        return tuple(0 * v for v in g.reshape(-1).tolist())
-    try:
-        (h,) = torch.autograd.grad(g, x, torch.ones_like(g), allow_unused=True)
-    except RuntimeError:  # some backward formulas are not differentiable
-        return None
+        first = tuple(g.detach().reshape(-1).resolve_conj().tolist())
+        if g.is_complex():
+            return first, None
+        if not g.requires_grad:
+            return first, tuple(0 * v for v in first)
+        try:
+            (h,) = torch.autograd.grad(g, x, torch.ones_like(g), allow_unused=True)
+        except RuntimeError:  # some backward formulas are not differentiable
+            return first, None
     h = torch.zeros_like(x) if h is None else h.clone()
-    return tuple(h.reshape(-1).tolist())
+    return first, tuple(h.reshape(-1).tolist())
 
 
 def _measure_jax(kink: Kink) -> tuple[Derivative, Derivative | None]:
     jax = import_module("jax")
     ones = jax.numpy.ones_like
-    names = {"j": jax, "n": jax.numpy, "inf": np.inf}
 
     def gradient(x: Any) -> Any:
+        names = {"j": jax, "n": jax.numpy, "inf": np.inf}
         out, pullback = jax.vjp(lambda x: eval(kink.jax, {**names, "x": x}), x)
         return pullback(ones(out))[0]
 
     with in_double_precision(True):
         x = jax.numpy.asarray(kink.point, _dtype(jax.numpy, kink))
         g, pullback = jax.vjp(gradient, x)
-        twice = None if np.iscomplexobj(g) else pullback(ones(g))[0]
-        second = None if twice is None else tuple(twice.reshape(-1).tolist())
-        return tuple(g.reshape(-1).tolist()), second
+        first = tuple(g.reshape(-1).tolist())
+        if np.iscomplexobj(g):
+            return first, None
+        return first, tuple(pullback(ones(g))[0].reshape(-1).tolist())
 
 
 def _dtype(library: Any, kink: Kink) -> Any:

@@ -7,7 +7,7 @@ each framework's default. Inside `placed` new arrays are created on the device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from gradtools.errors import GradtoolsError
@@ -40,8 +40,31 @@ def placed(backend: str, device: str = "auto") -> Iterator[None]:
         raise GradtoolsError(
             f"device {device!r}: expected auto, {', '.join(KINDS)}, or one of several, as gpu:1."
         )
-    inside = _torch_placed if backend == "torch" else _jax_placed
-    with inside(kind, int(index or 0)):
+    number = int(index or 0)
+    if backend == "torch":
+        import torch
+
+        from gradtools.torch.modes import default_device
+
+        counts = {"cpu": 1, "gpu": torch.cuda.device_count(), "tpu": 0}
+    else:
+        import jax
+
+        counts = {name: len(_jax_devices(name)) for name in KINDS}
+    if number >= counts[kind]:
+        framework = "PyTorch" if backend == "torch" else "JAX"
+        present = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
+        raise GradtoolsError(
+            f"device {kind}:{number}: {framework} has no such device here; it has {present}. Name "
+            "one of these, or auto."
+        )
+    if backend == "jax":
+        inside: AbstractContextManager[Any] = jax.default_device(_jax_devices(kind)[number])
+    elif kind == "cpu" and default_device().type == "cpu":
+        inside = nullcontext()  # avoids the overhead of the default-device mode
+    else:
+        inside = torch.device("cuda" if kind == "gpu" else "cpu", number)
+    with inside:
         yield
 
 
@@ -66,36 +89,6 @@ def described(backend: str) -> str:
     return f"{version}, run on the {where}{there}; absent: {absent or 'none'}"
 
 
-# --- PyTorch -----------------------------------------------------------------------------
-
-
-@contextmanager
-def _torch_placed(kind: str, index: int) -> Iterator[None]:
-    import torch
-
-    from gradtools.torch.modes import default_device
-
-    counts = {"cpu": 1, "gpu": torch.cuda.device_count(), "tpu": 0}
-    _refuse_absent("PyTorch", kind, index, counts)
-    if kind == "cpu" and default_device().type == "cpu":
-        yield  # avoids the overhead of the default-device mode
-        return
-    with torch.device("cuda" if kind == "gpu" else "cpu", index):
-        yield
-
-
-# --- JAX ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def _jax_placed(kind: str, index: int) -> Iterator[None]:
-    import jax
-
-    _refuse_absent("JAX", kind, index, {k: len(_jax_devices(k)) for k in KINDS})
-    with jax.default_device(_jax_devices(kind)[index]):
-        yield
-
-
 def _jax_devices(kind: str) -> list[Any]:
     import jax
 
@@ -103,13 +96,3 @@ def _jax_devices(kind: str) -> list[Any]:
         return list(jax.local_devices(backend=kind))
     except RuntimeError:  # JAX has no such platform here
         return []
-
-
-def _refuse_absent(framework: str, kind: str, index: int, counts: dict[str, int]) -> None:
-    if index < counts[kind]:
-        return
-    present = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
-    raise GradtoolsError(
-        f"device {kind}:{index}: {framework} has no such device here; it has {present}. Name "
-        "one of these, or auto."
-    )

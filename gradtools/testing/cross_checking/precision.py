@@ -32,10 +32,19 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
         ...     lowered(name)
         {}
     """
-    inside = {"torch": _torch_highest, "jax": _jax_highest}
-    with ExitStack() as stack:
+    with ExitStack() as inside:
         for backend in backends:
-            stack.enter_context(inside[backend]())
+            if backend == "jax" and lowered("jax"):
+                import jax
+
+                inside.enter_context(jax.default_matmul_precision("highest"))
+            elif backend == "torch" and _torch_lowered():
+                from gradtools.torch.modes import PRECISIONS
+
+                before = {name: get() for name, (get, _) in PRECISIONS.items()}
+                inside.callback(_put, before)
+                _put({name: _HIGHEST[name] for name in _HIGHEST if before[name] is not None})
+                _put(dict.fromkeys(_torch_lowered(), "ieee"))
         yield
 
 
@@ -69,7 +78,13 @@ def lowered(backend: str) -> dict[str, str]:
     `jax_default_matmul_precision`, whose default loses bits on every device except the CPU.
     """
     if backend == "jax":
-        return _jax_lowered()
+        import jax
+
+        name = "jax_default_matmul_precision"
+        value = getattr(jax.config, name)
+        is_cpu = lambda: all(d.platform == "cpu" for d in jax.numpy.zeros(()).devices())
+        full = value in _FULL or (value is None and is_cpu())
+        return {} if full else {name: str(value)}
     import torch
 
     gpu = torch.cuda.is_available()
@@ -92,10 +107,8 @@ def described_precision(backend: str) -> str:
     return f"float32's products: {words or 'highest'}"
 
 
-# --- PyTorch -----------------------------------------------------------------------------
-
-
 def _torch_lowered() -> dict[str, str]:
+    """PyTorch's settings that allow products to lose bits on some device, with their values."""
     from gradtools.torch.modes import PRECISIONS
 
     current = {name: get() for name, (get, _) in PRECISIONS.items()}
@@ -105,55 +118,10 @@ def _torch_lowered() -> dict[str, str]:
     return {name: value for name, value in newer.items() if value not in _FULL}
 
 
-@contextmanager
-def _torch_highest() -> Iterator[None]:
-    if not _torch_lowered():
-        yield
-        return
-    from gradtools.torch.modes import PRECISIONS
-
-    before = {name: get() for name, (get, _) in PRECISIONS.items()}
-    try:
-        _put({name: _HIGHEST[name] for name in _HIGHEST if before[name] is not None})
-        _put(dict.fromkeys(_torch_lowered(), "ieee"))
-        yield
-    finally:
-        _put(before)
-
-
 def _put(wanted: dict[str, Any]) -> None:
+    """Changes these settings of PyTorch, in the order in which the older write the newer ones."""
     from gradtools.torch.modes import PRECISIONS
 
     for name, (get, put) in PRECISIONS.items():
         if name in wanted and get() != wanted[name]:
             put(wanted[name])
-
-
-# --- JAX ---------------------------------------------------------------------------------
-
-
-def _jax_lowered() -> dict[str, str]:
-    import jax
-
-    name = "jax_default_matmul_precision"
-    value = getattr(jax.config, name)
-    full = value in _FULL or (value is None and _on_the_cpu())
-    return {} if full else {name: str(value)}
-
-
-def _on_the_cpu() -> bool:
-    import jax
-
-    (where,) = jax.numpy.zeros(()).devices()
-    return bool(where.platform == "cpu")
-
-
-@contextmanager
-def _jax_highest() -> Iterator[None]:
-    import jax
-
-    if not _jax_lowered():
-        yield
-        return
-    with jax.default_matmul_precision("highest"):
-        yield

@@ -107,14 +107,9 @@ class Causes:
                 "Two runs at the same point differ. Turn dropout off (eval mode), or fix the noise "
                 "and pass it as an argument.",
             )
-        if c.order and self.values_agree and self._agrees_nearby(leaf):
-            return self._at_a_kink(leaf, allow)
-        cause, detail = (
-            self._not_finite(leaf)
-            or self._related(leaf)
-            or self._precision(leaf)
-            or ("no known pattern", "")
-        )
+        if c.order and self.values_agree and (kink := self._at_a_kink(leaf, allow)) is not None:
+            return kink
+        cause, detail = self._related(leaf) or self._precision(leaf) or ("no known pattern", "")
         wrong = self.wrong_side(c.quantity)
         if wrong:
             detail = f"{detail} Finite differences say that {wrong} is wrong.".lstrip()
@@ -140,19 +135,16 @@ class Causes:
         result = self.check.evaluated_nearby(leaf.result.quantity, k, purpose, size)
         return None if result is None else result[leaf.i]
 
-    def _agrees_nearby(self, leaf: DifferingLeaf) -> bool:
-        size = _STEPS.get(leaf.dtype, 0.05)
+    def _at_a_kink(self, leaf: DifferingLeaf, allow: bool) -> Comparison | None:
+        """The comparison with a kink as its cause, if the two sides agree nearby."""
+        c, size = leaf.record, _STEPS.get(leaf.dtype, 0.05)
         for draw in range(2):
             a, b = (self._nearby(leaf, k, ("kink", draw), size) for k in (0, 1))
             if a is None or b is None or a.shape != b.shape or not np.isfinite(widened(a)).all():
-                return False
+                return None
             if not equal(a, b, 10 * leaf.record.tolerance):
-                return False
-        return True
-
-    def _at_a_kink(self, leaf: DifferingLeaf, allow: bool) -> Comparison:
-        """A kink: derivatives differ here and agree nearby."""
-        c, seen = leaf.record, [bool(np.isfinite(widened(x)).all()) for x in leaf.arrays]
+                return None
+        seen = [bool(np.isfinite(widened(x)).all()) for x in leaf.arrays]
 
         def fits(row: Convention) -> bool:
             """Whether the same sides are NaN or infinite as in the convention."""
@@ -186,26 +178,22 @@ class Causes:
 
     # --- relations of the two arrays
 
-    def _not_finite(self, leaf: DifferingLeaf) -> Cause | None:
-        (a, b), (first, second) = map(widened, leaf.arrays), self.names
+    def _related(self, leaf: DifferingLeaf) -> Cause | None:
+        """One side that is NaN or infinite, or a relation of the two arrays."""
+        c, (a, b), (first, second) = leaf.record, map(widened, leaf.arrays), self.names
         for x, y, mine, other in ((a, b, first, second), (b, a, second, first)):
             if (np.isnan(x) & ~np.isnan(y)).any():
-                if leaf.record.order and self.values_agree:
+                why = "A root or logarithm of a negative number, or a guard such as nan_to_num."
+                if c.order and self.values_agree:
                     why = "The value is finite: 0 times infinity in the branch that where discards."
-                else:
-                    why = "A root or logarithm of a negative number, or a guard such as nan_to_num."
                 return f"NaN in {mine}", why
             if (np.isinf(x) & np.isfinite(y)).any():
                 why = f"{other} is finite there: an overflow, or a division by 0, in {mine}."
                 return f"infinity in {mine}", why
-        return None
-
-    def _related(self, leaf: DifferingLeaf) -> Cause | None:
-        a, b = map(widened, leaf.arrays)
-        near = min(1e3 * leaf.record.tolerance, 0.03)
+        near = min(1e3 * c.tolerance, 0.03)
         if equal(a, b, near):  # every relation close to the identity would hold
             return None
-        return array_cause(a, b, self.names, leaf.record.order, near, self.check.sizes())
+        return array_cause(a, b, self.names, c.order, near, self.check.sizes())
 
     # --- precision
 

@@ -121,24 +121,20 @@ def _name(x: Any) -> str:
 
 
 def _validate(args: Any, order: Any, dtype: Any, conventions: Any, tolerance: Any) -> None:
+    names = tolerances.TOLERANCES
     if not isinstance(args, tuple | list):
-        raise GradtoolsError(
-            f"cross_check: args must be a tuple with one entry for each argument, got a "
-            f"{type(args).__name__}. For one argument write args=(x,)."
+        problem = (
+            f"args must be a tuple with one entry for each argument, got a {type(args).__name__}. "
+            "For one argument write args=(x,)."
         )
-    if order not in (0, 1, 2):
-        raise GradtoolsError(f"cross_check: order is {order!r}; expected 0, 1 or 2.")
-    if dtype is not None and dtype not in tolerances.TOLERANCES:
-        raise GradtoolsError(
-            f"cross_check: dtype is {dtype!r}; expected None or one of "
-            f"{', '.join(tolerances.TOLERANCES)}."
-        )
-    if conventions not in ("allow", "raise"):
-        raise GradtoolsError(
-            f"cross_check: conventions is {conventions!r}; expected 'allow' or 'raise'."
-        )
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise GradtoolsError(
-            f"cross_check: tolerance is {tolerance!r}; expected None or a relative error between "
-            "0 and 1."
-        )
+    elif order not in (0, 1, 2):
+        problem = f"order is {order!r}; expected 0, 1 or 2."
+    elif dtype is not None and dtype not in names:
+        problem = f"dtype is {dtype!r}; expected None or one of {', '.join(names)}."
+    elif conventions not in ("allow", "raise"):
+        problem = f"conventions is {conventions!r}; expected 'allow' or 'raise'."
+    elif tolerance is not None and not 0 < tolerance < 1:
+        problem = f"tolerance is {tolerance!r}; expected None or a relative error between 0 and 1."
+    else:
+        return
+    raise GradtoolsError(f"cross_check: {problem}")

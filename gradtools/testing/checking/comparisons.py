@@ -138,7 +138,13 @@ class Comparisons:
     ) -> Comparison:
         """Compares Re<J^H v, u> with Re<v, D_u f>; entry by entry if that fails or is undecided."""
         mine = np.array(inner([u], [gradient]))
-        along = self._contracted(measured)
+        value = slopes.shaped_like(measured.value, self.probe.out)  # of f; below, of Re<v, f>
+        rounding = self._tolerance() * size(self.vs, value) / 10
+        sizes = np.abs(flattened(self.vs))
+        error = float(np.sum(sizes[sizes > 0] * measured.error[sizes > 0])) + rounding
+        error = error if math.isfinite(error) else math.inf
+        number = np.array(inner(self.vs, value))
+        along = slopes.Slope(number, np.array(error), np.array(0.0), measured.smallest)
         if not np.isfinite(along.error) or (self.holes and not np.isfinite(mine)):
             return self._entrywise(i, gradient)
         weights = (self.vs, self.vs, [np.abs(v) for v in self.vs])
@@ -151,16 +157,6 @@ class Comparisons:
             return record
         entries = self._entrywise(i, gradient)
         return record if entries.agrees else entries
-
-    def _contracted(self, measured: slopes.Slope) -> slopes.Slope:
-        """The slope of Re<v, f> from the slopes of f."""
-        value = slopes.shaped_like(measured.value, self.probe.out)
-        rounding = self._tolerance() * size(self.vs, value) / 10
-        weights = np.abs(flattened(self.vs))
-        error = float(np.sum(weights[weights > 0] * measured.error[weights > 0])) + rounding
-        error = error if math.isfinite(error) else math.inf
-        number = np.array(inner(self.vs, value))
-        return slopes.Slope(number, np.array(error), np.array(0.0), measured.smallest)
 
     def _against_slope(
         self,
@@ -201,7 +197,12 @@ class Comparisons:
             f"Analytic {show(record.first)}, numeric {show(record.second)} "
             f"(steps down to {measured.smallest:.1e} of the argument's size)."
         )
-        return record.because(wrong_derivative(mine, value), detail)
+        cause = relation(mine, value, ("the derivative", "the numeric one")) or ""
+        if (~np.isfinite(mine) & np.isfinite(value)).any():
+            cause = "the derivative is not finite"
+        elif not np.any(mine) and np.any(value):
+            cause = "the derivative is zero: a gradient is stopped"
+        return record.because(cause, detail)
 
     def _entrywise(self, i: int, gradient: np.ndarray) -> Comparison:
         """Compares the gradient of a leaf with the slope along each of its entries."""
@@ -306,15 +307,6 @@ def _between(
     outside = np.abs(left - analytic) + np.abs(right - analytic) - gap
     agree = np.abs(analytic - numeric) <= limit * np.max(np.abs(numeric), initial=0.0)
     return bool(np.all(agree | (kinked & (outside <= 10 * slack + 4 * np.abs(off)))))
-
-
-def wrong_derivative(analytic: np.ndarray, numeric: np.ndarray) -> str:
-    """How a derivative differs from the numeric one, in a few words; empty if unknown."""
-    if (~np.isfinite(analytic) & np.isfinite(numeric)).any():
-        return "the derivative is not finite"
-    if not np.any(analytic) and np.any(numeric):
-        return "the derivative is zero: a gradient is stopped"
-    return relation(analytic, numeric, ("the derivative", "the numeric one")) or ""
 
 
 def scale_of(x: np.ndarray) -> float:

@@ -43,7 +43,18 @@ class DerivativeCheck(Comparisons):
             for us in self._directions(i):
                 pushed = self._if_present("forward", partial(probe.forward, self.xs, us))
                 self._slopes(i, us, gradient, pushed)
-                self._dot_product(i, us, gradient, pushed)
+                if gradient is None or pushed is None:
+                    continue
+                terms = max(size(self.vs, pushed), size(us, gradient))
+                self._compare(
+                    f"{self._name('reverse')} | {self._name('forward')}", probe.paths[i],
+                    inner(us, gradient), inner(self.vs, pushed), 1, self._exact(1) * terms,
+                    "the dot-product test fails: the two modes are not adjoint",
+                    "Left Re<J^H v, u>, right Re<v, J u>.",
+                    lambda xs, us=us: [
+                        *probe.forward(xs, us), inner(us, probe.reverse(xs, self.vs))
+                    ],
+                )  # fmt: skip
         if self.present.get("reverse"):
             draw = lambda: [self._draw(y.shape, y.dtype) for y in probe.out]
             self._linear("reverse", "cotangent", probe.reverse, draw, probe.paths)
@@ -69,27 +80,6 @@ class DerivativeCheck(Comparisons):
         if gradient is not None:
             record = self._reverse_against_slope(i, us[i], gradient[i], line, result)
             self.report.comparisons.append(record)
-
-    def _dot_product(self, i: int, us: Arrays, gradient: Any, pushed: Any) -> None:
-        if gradient is None or pushed is None:
-            return
-        limit = self._exact(1)
-        terms = max(size(self.vs, pushed), size(us, gradient))
-        path = self.probe.paths[i]
-        self._compare(
-            f"{self._name('reverse')} | {self._name('forward')}",
-            path,
-            inner(us, gradient),
-            inner(self.vs, pushed),
-            1,
-            limit * terms,
-            "the dot-product test fails: the two modes are not adjoint",
-            "Left Re<J^H v, u>, right Re<v, J u>.",
-            lambda xs: [
-                *self.probe.forward(xs, us),
-                inner(us, self.probe.reverse(xs, self.vs)),
-            ],
-        )
 
     def _linear(
         self,
@@ -171,23 +161,40 @@ class DerivativeCheck(Comparisons):
         """Compares every mix of modes with slopes of the gradient and each other; symmetry."""
         if not self.report:
             return
+        probe, vs = self.probe, self.vs
         d, e = self._everywhere(by_entry=True), self._everywhere()
         products = self._products(d)
         others = self._products(e) if products else {}
         along = None  # the slope of the gradient
         if self.against_values and self.present.get("reverse"):
-            line = lambda t: flattened(self.probe.reverse(self._moved(d, t), self.vs))
-            along = slopes.slope(line, self.probe.eps).parts(self.xs)
+            line = lambda t: flattened(probe.reverse(self._moved(d, t), vs))
+            along = slopes.slope(line, probe.eps).parts(self.xs)
         for mode, product in products.items():
             if along is not None:
                 self._hessian_against_slope(mode, product, along, d)
-            self._symmetry(mode, product, others[mode], d, e)
-        if products:
-            self._mixes(products, d)
-        curved = self._if_present(
-            "forward_over_forward",
-            lambda: self.probe.curvature(self.xs, d, e, self.vs),
-        )
+            other = others[mode]
+            self._compare(
+                f"{self._name(mode)}: <w, H u> | <u, H w>", "all arguments", inner(e, product),
+                inner(d, other), 2, self._exact(2) * max(size(e, product), size(d, other)),
+                "the Hessian is not symmetric",
+                again=lambda xs, mode=mode: [
+                    inner(w, probe.product(mode, xs, u, vs)) for u, w in ((d, e), (e, d))
+                ],
+            )  # fmt: skip
+        modes = [*products]
+        for first, mode in ((modes[0], mode) for mode in modes[1:]):
+            biggest = max(np.max(np.abs(widened(h)), initial=0) for h in products[first])
+            for i, path in enumerate(probe.paths):
+                self._compare(
+                    f"{self._name(first)} | {self._name(mode)}", path, products[first][i],
+                    products[mode][i], 2, 16 * probe.eps * float(biggest),
+                    "two mixes of modes differ",
+                    again=lambda xs, i=i, modes=(first, mode): [
+                        probe.product(each, xs, d, vs)[i] for each in modes
+                    ],
+                )  # fmt: skip
+        curve = lambda: probe.curvature(self.xs, d, e, vs)
+        curved = self._if_present("forward_over_forward", curve)
         if curved is not None:
             self._curvature(curved, products, d, e)
         self.note_undecided()
@@ -220,31 +227,6 @@ class DerivativeCheck(Comparisons):
                     "is taken as constant.",
                 )
             self.report.comparisons.append(record)
-
-    def _symmetry(self, mode: str, h_d: Arrays, h_e: Arrays, d: Arrays, e: Arrays) -> None:
-        noise = self._exact(2) * max(size(e, h_d), size(d, h_e))
-        self._compare(
-            f"{self._name(mode)}: <w, H u> | <u, H w>", "all arguments", inner(e, h_d),
-            inner(d, h_e), 2, noise, "the Hessian is not symmetric",
-            again=lambda xs: [
-                inner(w, self.probe.product(mode, xs, u, self.vs))
-                for u, w in ((d, e), (e, d))
-            ],
-        )  # fmt: skip
-
-    def _mixes(self, products: dict[str, Arrays], d: Arrays) -> None:
-        first, *others = products
-        for mode in others:
-            for i, path in enumerate(self.probe.paths):
-                a, b = products[first][i], products[mode][i]
-                biggest = max(np.max(np.abs(widened(h)), initial=0) for h in products[first])
-                again = lambda xs, i=i, modes=(first, mode): [
-                    self.probe.product(each, xs, d, self.vs)[i] for each in modes
-                ]
-                self._compare(
-                    f"{self._name(first)} | {self._name(mode)}", path, a, b, 2,
-                    16 * self.probe.eps * float(biggest), "two mixes of modes differ", again=again,
-                )  # fmt: skip
 
     def _curvature(self, curved: Any, products: dict[str, Arrays], d: Arrays, e: Arrays) -> None:
         name = self._name("forward_over_forward")

@@ -104,7 +104,13 @@ def check_rule(
         check.report.notes += notes
         check.parts(order)
         check.report.require()
-        check.whole(order)
+        probe = Probe(CALLER, check.call, check.args, check.backend)
+        whole = DerivativeCheck(probe, None, seed=seed)  # of the rule as users call it
+        whole.report = check.report
+        whole.first_order()
+        if order == 2:
+            whole.second_order()
+        _check_batch(probe, whole)
     return check.report.require()
 
 
@@ -139,19 +145,7 @@ class RuleCheck:
             zeros = [np.zeros_like(x) for x in values.leaves]
             self._same_value("jvp", lambda *a: values.jvp(a, zeros)[0])
         self.check.first_order()
-        self._advise()
-        if order == 2 and self.report and self.rule.bwd is not None:
-            self._residuals()
-            names = [f"bwd's cotangent of {path}" for path in values.paths]
-            self._second("bwd", names, lambda *xs: values.cotangents(xs, vs))
-        if order == 2 and self.report and self.rule.jvp is not None:
-            names = [f"jvp's tangent of {path}" for path in values.out_paths]
-            self._second("jvp", names, lambda *xs: values.pushed(values.rebuilt(xs), us))
-
-    def _advise(self) -> None:
-        """Adds to each disagreement of bwd or jvp with finite differences where to look."""
-        values, records = self.values, self.report.comparisons
-        for n, c in enumerate(records):
+        for n, c in enumerate(self.report.comparisons):  # say where to look
             if c.agrees or not c.quantity.endswith("| finite differences"):
                 continue
             if c.quantity.startswith("bwd"):
@@ -163,7 +157,15 @@ class RuleCheck:
                 none, is_none = "jvp returned None, a zero, for the tangent", values.none_pushed
             if any(x.dtype.kind == "c" for x in values.leaves):
                 look += " Is a conjugate missing? The cotangent is J^H v, the tangent J u."
-            records[n] = c.because(none if is_none else c.cause or "", f"{c.detail} {look}")
+            cause = none if is_none else c.cause or ""
+            self.report.comparisons[n] = c.because(cause, f"{c.detail} {look}")
+        if order == 2 and self.report and self.rule.bwd is not None:
+            self._residuals()
+            names = [f"bwd's cotangent of {path}" for path in values.paths]
+            self._second("bwd", names, lambda *xs: values.cotangents(xs, vs))
+        if order == 2 and self.report and self.rule.jvp is not None:
+            names = [f"jvp's tangent of {path}" for path in values.out_paths]
+            self._second("jvp", names, lambda *xs: values.pushed(values.rebuilt(xs), us))
 
     def _same_value(self, part: str, run: Callable[..., Any]) -> None:
         other = Probe(CALLER, run, self.args, self.backend)
@@ -241,16 +243,6 @@ class RuleCheck:
                 )  # fmt: skip
             self.report.comparisons.append(record)
         self.report.left_out += [f"over {part}: {reason}" for reason in check.report.left_out]
-
-    def whole(self, order: int) -> None:
-        """Runs the checks of `check_derivatives` on the rule as users call it."""
-        probe = Probe(CALLER, self.call, self.args, self.backend)
-        check = DerivativeCheck(probe, None, seed=self.seed)
-        check.report = self.report
-        check.first_order()
-        if order == 2:
-            check.second_order()
-        _check_batch(probe, check)
 
 
 # --- parts that are no functions ---------------------------------------------------------

@@ -20,7 +20,7 @@ with an exact inverse, so gradients and directions are converted as well.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -274,7 +274,12 @@ class _Matching:
             self._group()
             for torch_module, jax_module in list(pairs()):
                 self._pair(torch_module, jax_module)
-        self._without_statistics()
+        for name, x in list(self.torch.items()):  # buffers that need no counterpart
+            counter = x.dtype.kind in "iub"
+            if counter or name.endswith(_STATISTICS):
+                why = "a buffer of integers" if counter else "no statistics in JAX's parameters"
+                self.left_out.append(f"{name} ({why})")
+                del self.torch[name]
         self._rest(partial)
         self.entries.sort(key=lambda e: self.order.index(e.torch_name))
         return ParameterMapping(
@@ -340,10 +345,11 @@ class _Matching:
 
     def _by_end(self) -> Iterator[tuple[str, Path]]:
         """Pairs of modules whose names have a common end with letters that is unique."""
-        in_jax = {module: _ends(module) for module in self.jax_modules}
-        in_torch = {module: _ends(self._spelled(module)) for module in self.torch_modules}
-        for module, ends in in_torch.items():
-            for end in ends:
+        ends = lambda parts: [name_key(parts[k:]) for k in range(len(parts))]  # the longest first
+        in_jax = {module: ends(module) for module in self.jax_modules}
+        in_torch = {module: ends(self._spelled(module)) for module in self.torch_modules}
+        for module, own in in_torch.items():
+            for end in own:
                 matches = [j for j, others in in_jax.items() if end in others]
                 rivals = [m for m, others in in_torch.items() if end in others]
                 has_letters = any(not part.isdigit() for part in end)
@@ -408,24 +414,20 @@ class _Matching:
             if owner is None and len(left) == len(modules):
                 owner = left[i]
                 self.notes.append(f"paired by order: {module} with {joined(owner)}")
-            if owner is not None:
-                self._one_attention(module, owner)
-
-    def _one_attention(self, module: str, owner: Path) -> None:
-        for ours, theirs in (("in_proj_weight", "kernel"), ("in_proj_bias", "bias")):
-            whole = self.torch.get(f"{module}.{ours}")
-            if whole is None:
+            if owner is None:
                 continue
-            third = whole.shape[0] // 3
-            for k, part in enumerate(("query", "key", "value")):
-                shape = self.jax[*owner, part, theirs].shape
-                axes = (1, 0) if theirs == "kernel" else None
-                rows = (k * third, (k + 1) * third)
-                layout = Layout(f"attention, {part}", axes, shape=shape, rows=rows)
-                self._add(f"{module}.{ours}", (*owner, part, theirs), layout, keep=k < 2)
-        self._group()
-        self._pair(f"{module}.out_proj", without_collection((*owner, "out")))
-        self.modules[module] = joined(owner)
+            for ours, theirs in (("in_proj_weight", "kernel"), ("in_proj_bias", "bias")):
+                whole = self.torch.get(f"{module}.{ours}")
+                third = 0 if whole is None else whole.shape[0] // 3
+                for k, part in enumerate(("query", "key", "value") if third else ()):
+                    shape = self.jax[*owner, part, theirs].shape
+                    axes = (1, 0) if theirs == "kernel" else None
+                    rows = (k * third, (k + 1) * third)
+                    layout = Layout(f"attention, {part}", axes, shape=shape, rows=rows)
+                    self._add(f"{module}.{ours}", (*owner, part, theirs), layout, keep=k < 2)
+            self._group()
+            self._pair(f"{module}.out_proj", without_collection((*owner, "out")))
+            self.modules[module] = joined(owner)
 
     # --- bookkeeping
 
@@ -434,15 +436,6 @@ class _Matching:
         del self.jax[path]
         if not keep:
             del self.torch[name]
-
-    def _without_statistics(self) -> None:
-        """Leaves out buffers that need no counterpart: counters, and statistics that JAX lacks."""
-        for name, x in list(self.torch.items()):
-            counter = x.dtype.kind in "iub"
-            if counter or name.endswith(_STATISTICS):
-                why = "a buffer of integers" if counter else "no statistics in JAX's parameters"
-                self.left_out.append(f"{name} ({why})")
-                del self.torch[name]
 
     def _rest(self, partial: bool) -> None:
         if not self.torch and not self.jax:
@@ -504,11 +497,6 @@ def _linear(shape: Shape, target: Shape) -> Layout | None:
 
 
 # --- names
-
-
-def _ends(parts: Sequence[Any]) -> list[tuple[str, ...]]:
-    """The normalized ends of a module's path, the whole path first."""
-    return [name_key(parts[k:]) for k in range(len(parts))]
 
 
 def _natural(path: Path) -> list[tuple[int, Any]]:

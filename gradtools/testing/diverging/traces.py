@@ -73,7 +73,8 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
 
     model = copy.deepcopy(model).to(getattr(torch, dtype)).requires_grad_(True)
     model.zero_grad()
-    args = [torch.as_tensor(cast(np.array(x), dtype)) if _is_numpy(x) else x for x in inputs]
+    args = [_given(x, dtype) for x in inputs]
+    args = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in args]
     layers: list[Layer] = []
     calls: dict[Name, int] = {}
 
@@ -82,8 +83,8 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
             call = calls[name] = calls.get(name, -1) + 1
             out = pytree.tree_map(tracked, out)
             outs = [y for y in _tensors(out) if y.is_floating_point() or y.is_complex()]
-            ins = [_np(x) for x in _tensors([*args, *kwargs.values()])]
-            layer = Layer(name, call, ins, [_np(y) for y in outs], [None] * len(outs))
+            ins = map(_np, _tensors([*args, *kwargs.values()]))
+            layer = Layer(name, call, [*ins], [*map(_np, outs)], [None] * len(outs))
             layers.append(layer)
             for k, y in enumerate(outs):
                 if y.requires_grad:
@@ -123,14 +124,19 @@ def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: 
     import jax
 
     gt = import_module("gradtools.jax")
-    args = [jax.numpy.asarray(cast(np.asarray(x), dtype)) if _is_numpy(x) else x for x in inputs]
+    asarray, is_array = jax.numpy.asarray, lambda x: isinstance(x, jax.Array)
+    args = [_given(x, dtype) for x in inputs]
+    args = [asarray(x) if isinstance(x, np.ndarray) else x for x in args]
     module, variables = model if isinstance(model, tuple) else (model, None)
     mapped = library(module) is None
     module = module.__wrapped__ if mapped else module
     apply, params, state = gt.make_functional(module, variables=variables)
-    leaves, treedef = jax.tree.flatten(_tree(params, dtype))
-    state = _tree(state, dtype)
+    numbers = lambda x: asarray(cast(np.asarray(x), dtype)) if _is_inexact(x) else x
+    params, state = jax.tree.map(numbers, (params, state))
+    leaves, treedef = jax.tree.flatten(params)
     order: list[tuple[Name, int]] = []
+    is_float = lambda x: is_array(x) and _is_inexact(x)
+    floats = lambda tree: list(filter(is_float, jax.tree.leaves(tree)))
 
     def once(leaves: Any, zeros: dict[Any, Any], args: Sequence[Any]) -> tuple[Any, Any]:
         watched: list[tuple[Any, Any]] = []
@@ -140,14 +146,15 @@ def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: 
         def record(name: Name, args: Any, out: Any) -> Any:
             call = calls[name] = calls.get(name, -1) + 1
             if (name, call) in zeros:
-                out = _added(out, zeros[name, call])
+                left = iter(zeros[name, call])
+                out = jax.tree.map(lambda x: x + next(left) if is_float(x) else x, out)
             order.append((name, call))
-            watched.append((_arrays(args), _floats(out)))
+            watched.append((list(filter(is_array, jax.tree.leaves(args))), floats(out)))
             return out
 
         with _hooks(module, record):
             out, _ = apply(jax.tree.unflatten(treedef, leaves), state, *args, **(kwargs or {}))
-        return _floats(out), watched
+        return floats(out), watched
 
     def program(leaves: Any, zeros: dict[Any, Any]) -> tuple[Any, Any]:
         if not mapped:
@@ -170,9 +177,9 @@ def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: 
             f"{CALLER}: a layer of the JAX model is called inside a transform (nn.scan, nn.remat, "
             "nn.jit, nnx.scan), where its values cannot be looked at. Unroll it for the check."
         ) from error
-    grads, back = pullback([jax.numpy.asarray(draw(np.asarray(y))) for y in out])
+    grads, back = pullback([asarray(draw(np.asarray(y))) for y in out])
     layers = [
-        Layer(key[0], key[1], _nps(ins), _nps(outs), list(_nps(back[key])))
+        Layer(*key, [*map(_np, ins)], [*map(_np, outs)], [*map(_np, back[key])])
         for key, (ins, outs) in zip(order, watched, strict=True)
     ]
     return Trace(layers, named(leaves), named(grads))
@@ -198,7 +205,12 @@ def _hooks(module: Any, record: Callable[..., Any]) -> Iterator[None]:
         with nn.intercept_methods(intercept):
             yield
     elif kind == "flax.nnx":
-        with _wrapped(_nnx_modules, module, record):
+        from flax import nnx
+
+        # flax before 0.12.1 has it as a method alone
+        every = getattr(nnx, "iter_modules", lambda module: module.iter_modules())
+        named = lambda module: ((tuple(map(str, path)), part) for path, part in every(module))
+        with _wrapped(named, module, record):
             yield
     else:
         from gradtools.jax._upstream import get_opaque_trace_state
@@ -212,16 +224,6 @@ def _hooks(module: Any, record: Callable[..., Any]) -> Iterator[None]:
 
         with _wrapped(_equinox_modules, module, record_outside):
             yield
-
-
-def _nnx_modules(module: Any) -> Iterator[tuple[Name, Any]]:
-    """A module and its submodules, with their paths."""
-    from flax import nnx
-
-    # flax before 0.12.1 has it as a method alone
-    every = nnx.iter_modules(module) if hasattr(nnx, "iter_modules") else module.iter_modules()
-    for path, part in every:
-        yield tuple(map(str, path)), part
 
 
 def _equinox_modules(module: Any, path: Name = ()) -> Iterator[tuple[Name, Any]]:
@@ -303,12 +305,21 @@ def check_arguments(torch_model: Any, jax_model: Any, inputs: Any, mapping: Any)
         )
 
 
-# --- arrays and trees
+# --- arrays and names
 
 
 def split_name(name: str) -> Name:
     """The parts of a module's name, joined by "." or "/"."""
     return tuple(name.replace("/", ".").split(".")) if name else ()
+
+
+def _given(x: Any, dtype: str) -> Any:
+    """A NumPy array among the inputs in this precision, copied; anything else as it is."""
+    return cast(np.array(x), dtype) if isinstance(x, np.ndarray | np.generic) else x
+
+
+def _np(x: Any) -> np.ndarray:
+    return np.array(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
 
 
 def _tensors(tree: Any) -> list[Any]:
@@ -317,45 +328,7 @@ def _tensors(tree: Any) -> list[Any]:
     return [x for x in pytree.tree_leaves(tree) if hasattr(x, "requires_grad")]
 
 
-def _np(x: Any) -> np.ndarray:
-    return np.array(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
-
-
-def _nps(xs: Any) -> list[np.ndarray]:
-    return [_np(x) for x in xs]
-
-
-def _is_numpy(x: Any) -> bool:
-    return isinstance(x, np.ndarray | np.generic)
-
-
-def _tree(tree: Any, dtype: str) -> Any:
-    import jax
-
-    numbers = lambda x: jax.numpy.asarray(cast(np.asarray(x), dtype))
-    return jax.tree.map(lambda x: numbers(x) if _is_inexact(x) else x, tree)
-
-
-def _arrays(tree: Any) -> list[Any]:
-    import jax
-
-    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-
-
-def _floats(tree: Any) -> list[Any]:
-    return [x for x in _arrays(tree) if _is_inexact(x)]
-
-
 def _is_inexact(x: Any) -> bool:
     import jax
 
     return hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
-
-
-def _added(out: Any, zeros: list[Any]) -> Any:
-    """Adds the zeros to the floating arrays of out."""
-    import jax
-
-    left = iter(zeros)
-    is_float = lambda x: isinstance(x, jax.Array) and _is_inexact(x)
-    return jax.tree.map(lambda x: x + next(left) if is_float(x) else x, out)

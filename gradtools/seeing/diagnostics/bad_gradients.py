@@ -97,7 +97,10 @@ def examined(run: Differentiated) -> dict[int, list[Vanished] | None]:
     grads = run.gradients([*run.leaves])
     lost = [k for k, ct in grads.items() if math.prod(ct.shape) and not run.size(ct)]
     left = {k: ct for k, ct in grads.items() if k not in lost}
-    noise = _noise(run, left)
+    noise = dict(left)
+    for draw in range(_DRAWS):
+        again = run.gradients([*noise], draw) if noise else {}
+        noise = {k: ct for k, ct in noise.items() if run.is_noise(ct, again.get(k))}
     output = max(map(run.size, run.outs), default=0.0)
     extremes = {
         k: _extreme(run.size(ct), run.size(run.leaves[k]), output, run.eps(ct))
@@ -126,22 +129,19 @@ class _Back:
         self.made: dict[Hashable, bool] = {}  # whether the cotangent of a value is not zero
         self.givers: dict[Hashable, list[int]] = {}  # the steps that pass one to a value
         for at, step in enumerate(self.steps):
-            other = perturbed.get(step.key)
-            given = self._noisy(step.given, other.given if other else None)
-            passed = self._noisy(step.passed, other.passed if other else None)
-            moves = [bool(run.size(ct)) for ct in step.passed]
+            if (other := perturbed.get(step.key)) is not None:
+                given = [*map(run.is_noise, step.given, other.given)]
+                passed = [*map(run.is_noise, step.passed, other.passed)]
+            else:
+                given, passed = [False] * len(step.given), [False] * len(step.passed)
+            sizes = zip(map(run.size, step.passed), passed, strict=True)
             self.noise.append(passed)
-            self.moves.append([m and not n for m, n in zip(moves, passed, strict=True)])
+            self.moves.append([bool(size) and not is_noise for size, is_noise in sizes])
             for key, ct, is_noise in zip(step.results, step.given, given, strict=True):
                 self.made[key] = bool(run.size(ct)) and not is_noise
             for key, moved in zip(step.operands, self.moves[at], strict=True):
                 if moved:
                     self.givers.setdefault(key, []).append(at)
-
-    def _noisy(self, cts: Sequence[Any], others: Sequence[Any] | None) -> list[bool]:
-        if others is None:
-            return [False] * len(cts)
-        return [*map(self.run.is_noise, cts, others)]
 
     def _towards(self, leaf: Hashable) -> tuple[dict[int, list[int]], set[Hashable]]:
         """The steps on the leaf's paths, each with its operands there, and the values."""
@@ -182,20 +182,17 @@ class _Back:
         for at, path in self._towards(leaf)[0].items():
             step = self.steps[at]
             if step.explained and any(step.passed[k] is not None for k in path):
-                given, passed = step.given, [step.passed[k] for k in path]
-                node = step.explained(())[0]
-                ranges.append((node, self._greatest(given), self._greatest(passed)))
+                greatest = []
+                for cts in (step.given, [step.passed[k] for k in path]):
+                    sizes = [*map(self.run.size, cts)]
+                    greatest.append(math.nan if any(map(math.isnan, sizes)) else max(sizes))
+                ranges.append((step.explained(())[0], *greatest))
         if kind == "nan":
             begins = [n for n, of, on in ranges if math.isfinite(of) and not math.isfinite(on)]
             return [Vanished(n, kind=kind) for n in begins or [Node("add", (), ())]]
         shrinks = [(on / of, node) for node, of, on in ranges if of and on]
         worst = min(shrinks, key=lambda pair: pair[0], default=None)
         return None if worst is None else [Vanished(worst[1], kind=kind)]
-
-    def _greatest(self, cts: Iterable[Any]) -> float:
-        """The greatest modulus; NaN if one is NaN."""
-        sizes = [*map(self.run.size, cts)]
-        return math.nan if any(map(math.isnan, sizes)) else max(sizes)
 
 
 def _extreme(gradient: float, leaf: float, output: float, eps: float) -> str:
@@ -245,15 +242,6 @@ def at_origins(places: Sequence[Vanished] | None, origins: Iterable[Node]) -> li
 
 
 # --- rounding noise ----------------------------------------------------------------------
-
-
-def _noise(run: Differentiated, grads: Mapping[int, Any]) -> dict[int, Any]:
-    """The gradients that are rounding noise, by leaf."""
-    left = dict(grads)
-    for draw in range(_DRAWS):
-        again = run.gradients([*left], draw) if left else {}
-        left = {k: ct for k, ct in left.items() if run.is_noise(ct, again.get(k))}
-    return left
 
 
 def shaken(cotangent: Any, uniform: Any, eps: float) -> Any:

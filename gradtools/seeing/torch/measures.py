@@ -50,7 +50,7 @@ def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
     states = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
     before = _Before(Snapshot.of([f, args, kwargs, *states], given))
-    with before.after_all():
+    try:
         with LiveBytes() as live, PutBack(live, before), Flops() as flops, before, as_written():
             result = f(*args, **kwargs)
         del result
@@ -59,6 +59,9 @@ def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
         device_peak = _device_peak(run)
         before.restore()
         times = costs.timed(run, before.restore)
+    except BaseException:
+        before.restore()
+        raise
     if _is_compiled(f):
         notes.append("operations and bytes are those of eager execution underneath torch.compile")
     return costs.measurement(
@@ -158,15 +161,6 @@ class _Before(Undo):
     def restore(self) -> None:
         self.put_back()
         self.start.restore()
-
-    @contextmanager
-    def after_all(self) -> Iterator[None]:
-        """A context that restores everything if its body raises."""
-        try:
-            yield
-        except BaseException:
-            self.restore()
-            raise
 
 
 class PutBack(upstream.Watching):

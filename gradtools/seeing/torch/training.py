@@ -50,7 +50,21 @@ def held(caller: str, model: Any) -> list[HeldArray]:
 
 def _of(model: Any, name: str) -> Iterator[HeldArray]:
     if isinstance(model, nn.Module):
-        yield from _of_module(model, f"{name}." if name else "")
+        before = f"{name}." if name else ""
+        for own, p in model.named_parameters():
+            yield HeldArray(before + own, p, PARAMETER if p.requires_grad else FROZEN)
+        for own, b in model.named_buffers():
+            owner = model.get_submodule(own.rpartition(".")[0])
+            if b.requires_grad or isinstance(b, nn.Parameter):
+                yield HeldArray(before + own, b, "buffer")
+            elif is_inexact(b) and not type(owner).__module__.startswith("torch.nn."):
+                yield HeldArray(before + own, b, TABLE)
+        listed = {id(part) for part in model.modules()}
+        for path, part in model.named_modules():
+            for own, value in dict(vars(part)).items():
+                if own not in upstream.SLOTS:
+                    here = f"{before}{path}.{own}" if path else before + own
+                    yield from _hidden(value, here, listed, _DEPTH)
     elif isinstance(model, Tensor) and is_inexact(model):
         yield HeldArray(name or "tensor", model, PARAMETER if model.requires_grad else FROZEN)
     elif isinstance(model, Mapping):
@@ -59,23 +73,6 @@ def _of(model: Any, name: str) -> Iterator[HeldArray]:
     elif isinstance(model, Sequence) and not isinstance(model, str):
         for i, part in enumerate(model):
             yield from _of(part, f"{name}[{i}]")
-
-
-def _of_module(module: nn.Module, before: str) -> Iterator[HeldArray]:
-    for name, p in module.named_parameters():
-        yield HeldArray(before + name, p, PARAMETER if p.requires_grad else FROZEN)
-    for name, b in module.named_buffers():
-        owner = module.get_submodule(name.rpartition(".")[0])
-        if b.requires_grad or isinstance(b, nn.Parameter):
-            yield HeldArray(before + name, b, "buffer")
-        elif is_inexact(b) and not type(owner).__module__.startswith("torch.nn."):
-            yield HeldArray(before + name, b, TABLE)
-    listed = {id(part) for part in module.modules()}
-    for path, part in module.named_modules():
-        for name, value in dict(vars(part)).items():
-            if name not in upstream.SLOTS:
-                here = f"{before}{path}.{name}" if path else before + name
-                yield from _hidden(value, here, listed, _DEPTH)
 
 
 def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[HeldArray]:

@@ -104,7 +104,14 @@ class RecordedCall:
             hosts: Additional values that it reads, such as `.grad` after a backward pass.
             dropped: The ids of tensors that it overwrites without reading.
         """
-        read = self._read(dropped)
+        read = [x for x in self.operands if id(x.tensor) not in dropped]  # in their contents
+        if self.raw == "__get__" and self.name == "grad":
+            read = []
+        elif self.name in operations.FIRST_ALONE:
+            read = read[:1]
+        elif self.name in operations.NO_DATA and self.args:
+            form = unwrapped(self.args[0])
+            read = [x for x in read if x.tensor is not form]
         known = set(self.numbers)
         more = list(dict.fromkeys(v for values in reached for v in values if v not in known))
         rows, reasons = [], []
@@ -118,19 +125,11 @@ class RecordedCall:
             row += [_FULL if inexact else _CUT] * len(hosts)
             row += [_FULL if v in values else _NONE for v in more]
             rows.append(tuple(row))
-        operation = "floor_divide" if self._rounds() else operations.neutral(self.name)
+        operation = operations.neutral(self.name)
+        if self.kwargs.get("rounding_mode"):
+            operation = "floor_divide"
         loss = max(reasons, key=reasons.count) if reasons else None
         return CallLinks(operation, [*(x.number for x in read), *hosts, *more], tuple(rows), loss)
-
-    def _read(self, dropped: Collection[int]) -> list[Operand]:
-        """The operands whose contents the call reads."""
-        kept = [x for x in self.operands if id(x.tensor) not in dropped]
-        if self.raw == "__get__" and self.name == "grad":
-            return []
-        if self.name in operations.FIRST_ALONE:
-            return kept[:1]
-        form = unwrapped(self.args[0]) if self.name in operations.NO_DATA and self.args else None
-        return [x for x in kept if x.tensor is not form]
 
     def _link(self, x: Operand, y: Tensor, reached: Sequence[int]) -> Dependence:
         if self.name in operations.EACH_ITS_OWN and not may_share(unwrapped(y), x.tensor):
@@ -143,17 +142,11 @@ class RecordedCall:
             return _NONE if derives else _CUT
         if x.tracked and self.name in operations.UNDIFFERENTIABLE:
             return _CUT
-        return _ZERO if self._is_flat() else _FULL
-
-    def _is_flat(self) -> bool:
-        """Whether its derivative is zero everywhere."""
-        operation = operations.neutral(self.name)
+        operation, rounds = operations.neutral(self.name), self.kwargs.get("rounding_mode")
         if operation == "sign":
-            return not self.operands[0].tensor.is_complex()
-        return operation in operations.ZERO_DERIVATIVE | operations.DRAWS or self._rounds()
-
-    def _rounds(self) -> bool:
-        return bool(self.kwargs.get("rounding_mode"))
+            return _FULL if self.operands[0].tensor.is_complex() else _ZERO
+        flat = operation in operations.ZERO_DERIVATIVE | operations.DRAWS
+        return _ZERO if flat or rounds else _FULL
 
     def _reason(self, inexact: bool, link: Dependence) -> str:
         """Why a link to an output is weak; inexact: whether that output is floating or complex."""

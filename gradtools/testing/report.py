@@ -129,20 +129,16 @@ def compare_arrays(
             *(f"shape {first.shape}", f"shape {second.shape}", first.shape, dtype, DIFFERS),
         )
     units = entry_errors(first, second, allowed, noise)
-    place = np.unravel_index(int(np.argmax(units)), units.shape) if units.size else None
-    error = float(units[place]) if place is not None else 0.0
+    error = 0.0
+    place: tuple[int, ...] | None = None
+    numbers: tuple[Number | None, Number | None] = None, None
+    if units.size:
+        at = np.unravel_index(int(np.argmax(units)), units.shape)
+        error, place = float(units[at]), tuple(int(i) for i in at)
+        numbers = as_number(first[at]), as_number(second[at])
+    status = AGREES if error <= 1 else DIFFERS
     return Comparison(
-        quantity,
-        path,
-        order,
-        error,
-        allowed,
-        None if place is None else tuple(int(i) for i in place),
-        None if place is None else as_number(first[place]),
-        None if place is None else as_number(second[place]),
-        first.shape,
-        dtype,
-        AGREES if error <= 1 else DIFFERS,
+        *(quantity, path, order, error, allowed, place, *numbers, first.shape, dtype, status)
     )
 
 

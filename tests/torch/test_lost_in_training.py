@@ -101,6 +101,19 @@ def test_after_backward_the_graph_tells_what_it_reached(as_closure):
     assert as_closure or "with a closure that computes the loss, why_zero names" in str(report)
 
 
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_that_a_freed_graph_was_not_looked_through_is_a_note(has_optimizer):
+    given = loop(Net())
+    loss = given.closure()
+    loss.backward()
+    optimizer = given.optimizer if has_optimizer else None
+    report = gt.why_zero(lambda: loss, model=given.model, optimizer=optimizer)
+    assert not report
+    assert [text.partition(",")[0] for text, _ in report.notes] == [
+        "no backward pass goes through the graph"
+    ]
+
+
 def test_after_backward_gradients_that_are_zero_are_kinds_by_leaf():
     given = PLANTED["a dead relu"].make()
     loss = given.closure()

@@ -89,13 +89,16 @@ class GradientReport:
     def text(self, colour: bool = False) -> str:
         """The report as text; `colour` adds a terminal's escape codes."""
         paint = (lambda code, text: f"{code}{text}{_END}") if colour else (lambda code, text: text)
+        blocks = []
         if not self.findings and not self.arguments:
             message = "Nothing was looked at: argnums names no argument, and f holds no parameter."
-            return "\n\n".join([message, *self._noted(paint)])
-        if not self.findings:
-            names = _listed(self.arguments)
-            message = paint(_GREEN, f"Nothing is lost: the output's gradient reaches {names}.")
-            return "\n\n".join([message, *self._noted(paint)])
+            blocks.append(message)
+        elif not self.findings:
+            *most, last = self.arguments
+            names = " and ".join(filter(None, [", ".join(most), last]))
+            if len(most) > 3:
+                names = f"all {len(self.arguments)} {_noun(self.arguments)}"
+            blocks.append(paint(_GREEN, f"Nothing is lost: the output's gradient reaches {names}."))
         alike: dict[Any, list[str]] = {}
         result: dict[str, list[Finding]] = {}
         for finding in self.findings:
@@ -103,18 +106,14 @@ class GradientReport:
         for name, findings in result.items():
             places = tuple(dict.fromkeys((f.kind, f.source, f.whole, f.detail) for f in findings))
             alike.setdefault(places, []).append(name)
-        blocks = []
-        for names in alike.values():
-            merged = _merged([result[name] for name in names])
-            title = f"{gathered(names, self.arguments)} {_headline(merged, len(names) > 1)}"
+        for several in alike.values():
+            merged = _merged([result[name] for name in several])
+            title = f"{gathered(several, self.arguments)} {_headline(merged, len(several) > 1)}"
             blocks.append("\n\n".join([paint(_BOLD, title), *(_lines(f, paint) for f in merged)]))
-        return "\n\n".join([*blocks, *self._noted(paint)])
-
-    def _noted(self, paint: Any) -> list[str]:
-        return [
-            f"{paint(_DIM, 'Note:')} {gathered(names, names) + ': ' if names else ''}{text}."
-            for text, names in self.notes
-        ]
+        for text, noted in self.notes:
+            of = f"{gathered(noted, noted)}: " if noted else ""
+            blocks.append(f"{paint(_DIM, 'Note:')} {of}{text}.")
+        return "\n\n".join(blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
@@ -243,9 +242,3 @@ def _lines(finding: Finding, paint: Any) -> str:
     lines.append(f"    {finding.reason[0].upper()}{finding.reason[1:]}{detail}.")
     lines.append(f"    {paint(_DIM, 'Fix:')} {finding.fix}.")
     return "\n".join(lines)
-
-
-def _listed(names: Sequence[str]) -> str:
-    if len(names) > 4:
-        return f"all {len(names)} {_noun(names)}"
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else "nothing"

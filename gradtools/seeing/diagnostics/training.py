@@ -280,8 +280,11 @@ class _LossRun(TrainingDiagnosis):
         for name, detail in optimised.strangers:
             self.findings.append(Finding(name, "other_model", "optimizer", detail=detail))
             self.names.append(name)
-        notes = [(text, [n for n in names if n not in frozen]) for text, names in self.notes]
-        self.notes = [note for note in notes if note[1]]
+        self.notes = [
+            (text, left)
+            for text, names in self.notes
+            if (left := [name for name in names if name not in frozen]) or not names
+        ]
 
     def _add_frozen(self, names: list[str]) -> None:
         self.findings += [Finding(name, "frozen", "requires_grad") for name in names]

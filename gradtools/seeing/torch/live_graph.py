@@ -73,8 +73,10 @@ class _AutogradReader:
         flows = flows[: len(operands)] + (_CUT,) * len(unknown)
         rule = isinstance(fn, torch.autograd.function.BackwardCFunction)
         name = operations.word_of(fn)
+        own = name.lower() in _OF_THEIR_OWN
+        operation = name.lower() if own else operations.neutral_of_node(fn)
         return Node(
-            "custom_rule" if rule else _operation(fn),
+            "custom_rule" if rule else operation,
             (*operands, *unknown),
             outputs,
             fn.name(),
@@ -86,7 +88,16 @@ class _AutogradReader:
 
     def operands(self, fn: GradFn, kept: Sequence[tuple[str, int]]) -> list[int]:
         """The operands of a node in order; one that is not saved is a placeholder."""
-        names, known, result = _operands_of(fn), dict(kept), []
+        packet = getattr(torch.ops.aten, operations.name_of_node(fn), None)
+        names: list[str] = []  # of the aten operation's tensor arguments
+        for overload in packet.overloads() if packet is not None else ():
+            arguments = upstream.arguments_of(getattr(packet, overload))
+            kinds = "Tensor", "Optional[Tensor]"
+            tensors = [a.name for a in arguments if str(a.type) in kinds and not a.alias_info]
+            names = max(names, tensors, key=len)  # the one with most tensors: scalars are wrapped
+        if len(names) != len(fn.next_functions):
+            names = []
+        known, result = dict(kept), []
         for place, (given, k) in enumerate(fn.next_functions):
             variable = getattr(given, "variable", None)
             held = known.get(names[place]) if names else None
@@ -157,26 +168,9 @@ def in_order(ends: list[Any]) -> Iterator[GradFn]:
             todo += [(given, False) for given, _ in fn.next_functions if given is not None]
 
 
-def _operands_of(fn: GradFn) -> list[str]:
-    """The names of an aten operation's tensor arguments, one for each edge of its node."""
-    packet = getattr(torch.ops.aten, operations.name_of_node(fn), None)
-    names: list[str] = []
-    for overload in packet.overloads() if packet is not None else ():
-        arguments = upstream.arguments_of(getattr(packet, overload))
-        kinds = "Tensor", "Optional[Tensor]"
-        result = [a.name for a in arguments if str(a.type) in kinds and not a.alias_info]
-        names = max(names, result, key=len)  # the overload with most tensors: scalars are wrapped
-    return names if len(names) == len(fn.next_functions) else []
-
-
 _FULL, _CUT = Dependence.DIFFERENTIABLE, Dependence.CUT
-_OF_ITS_OWN = ("rsub",)  # the number that is subtracted from is not saved
-_WITH_SUM = ("addmm", "addmv", "baddbmm", "addbmm")  # products whose first operand is added
-
-
-def _operation(fn: GradFn) -> str:
-    word = operations.word_of(fn).lower()
-    return word if word in (*_WITH_SUM, *_OF_ITS_OWN) else operations.neutral_of_node(fn)
+# products whose first operand is added, and a difference whose first number is not saved
+_OF_THEIR_OWN = ("addmm", "addmv", "baddbmm", "addbmm", "rsub")
 
 
 def _is_plain(x: Any) -> bool:

@@ -399,35 +399,30 @@ class _PassRecorder(Recorder[int]):
         saved = self._saved(order)
         nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
         if order == SECOND:
-            nodes = self._with_losses(ends, nodes)
+            # What a rule computes inside of its forward, and its backward reads, has no graph: cut
+            # its links, and add a `missing` node for each second derivative that is lost.
+            wanted = {v: self.values[v].name for v in (*ends.inputs, *self.captured)}
+            wanted = {v: name for v, name in wanted.items() if gradient_of(name) in ends.names}
+            inside = inside_rules(nodes, wanted, self.values)
+            lost = {v: leaves for v, leaves in inside.items() if v in self._untracked}
+            whole = [with_cuts(node, lost, self.values) for node in nodes]
+            for leaf, name in wanted.items():
+                name = second_gradient_of(name)
+                cuts = tuple(v for v, leaves in lost.items() if leaf in leaves)
+                if cuts and name not in ends.names:
+                    made = len(self.values)
+                    self.values[made] = replace(self.values[leaf], name="", base=None)
+                    whole.append(missing(cuts, made, nodes))
+                    ends.outputs.append(made)
+                    ends.names.append(name)
+            nodes = whole
         stays = lambda node: not (node.phase or node.mark)  # keep dead code that f itself runs
         nodes = [nodes[i] for i in needed(nodes, ends.outputs, stays)]
         read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
         captured = tuple(number for number in self.captured if number in read)
         inputs, outputs = tuple(ends.inputs), tuple(ends.outputs)
-        whole = PlainGraph(tuple(nodes), self.values, inputs, outputs, captured)
-        return with_named_outputs(whole, ends.names)
-
-    def _with_losses(self, ends: _Ends, nodes: list[Node]) -> list[Node]:
-        """The nodes with the second derivatives that rules lose: cut links, `missing` gradients.
-
-        A value that a rule computes inside of its forward, and its backward reads, has no graph.
-        """
-        wanted = {v: self.values[v].name for v in (*ends.inputs, *self.captured)}
-        wanted = {v: name for v, name in wanted.items() if gradient_of(name) in ends.names}
-        inside = inside_rules(nodes, wanted, self.values)
-        lost = {v: leaves for v, leaves in inside.items() if v in self._untracked}
-        result = [with_cuts(node, lost, self.values) for node in nodes]
-        for leaf, name in wanted.items():
-            name = second_gradient_of(name)
-            cuts = tuple(v for v, leaves in lost.items() if leaf in leaves)
-            if cuts and name not in ends.names:
-                made = len(self.values)
-                self.values[made] = replace(self.values[leaf], name="", base=None)
-                result.append(missing(cuts, made, nodes))
-                ends.outputs.append(made)
-                ends.names.append(name)
-        return result
+        graph = PlainGraph(tuple(nodes), self.values, inputs, outputs, captured)
+        return with_named_outputs(graph, ends.names)
 
     def _linked(self, made: _RecordedNode) -> Node:
         """A node with its links; those of derivatives that f itself takes are marked `INNER`.

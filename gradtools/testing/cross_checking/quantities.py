@@ -153,7 +153,7 @@ class CrossCheck:
         if not first.paths:
             raise GradtoolsError("cross_check: the programs return no array; return the result.")
         picked = lambda out: [out.named()[path] for path in first.paths]
-        firsts, seconds = picked(first), picked(second)
+        firsts, seconds = map(picked, self.outputs)
         for path, a, b in zip(first.paths, firsts, seconds, strict=True):
             if narrowed(a.dtype.name) == b.dtype.name != a.dtype.name:
                 note = f"output{path} is {a.dtype} in torch and {b.dtype} in jax, without x64"
@@ -228,7 +228,12 @@ class CrossCheck:
 
     def _compare(self, quantity: Quantity, firsts: Any, seconds: Any) -> list[Comparison]:
         """Compares the leaves of one quantity; differences that are rounding agree."""
-        noise = self._noise(quantity, [*firsts, *seconds])
+        present = [*(x for x in (*firsts, *seconds) if x is not None), *self.leaves[0]]
+        if quantity.order:  # a derivative's intermediate results have the size of the output, too
+            present += [x for out in self.outputs for x in out.inexact().values()]
+        # the largest difference that rounding of numbers of this size can make
+        eps = max((tolerances.epsilon(x.dtype) for x in present), default=0.0)
+        noise = ROUNDING * eps * max((largest(x) for x in present), default=0.0)
         result = Result(quantity, (list(firsts), list(seconds)), [])
         self.results.append(result)
         for i, path in enumerate(quantity.paths):
@@ -248,14 +253,6 @@ class CrossCheck:
 
     # --- rounding of larger numbers that cancel
 
-    def _noise(self, quantity: Quantity, arrays: Sequence[np.ndarray | None]) -> float:
-        """The largest difference that rounding of numbers of this size can make."""
-        present = [*(x for x in arrays if x is not None), *self.leaves[0]]
-        if quantity.order:  # a derivative's intermediate results have the size of the output, too
-            present += [x for out in self.outputs for x in out.inexact().values()]
-        eps = max((tolerances.epsilon(x.dtype) for x in present), default=0.0)
-        return ROUNDING * eps * max((largest(x) for x in present), default=0.0)
-
     def _without_rounding(self, c: Comparison, result: Result, i: int, noise: float) -> Comparison:
         """Distinguishes rounding from a small disagreement by moving the inputs by an epsilon.
 
@@ -269,7 +266,9 @@ class CrossCheck:
         a, b = widened(a), widened(b)
         with np.errstate(all="ignore"):
             difference, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
-        finite, distinct = np.isfinite(difference), _distinct(c.dtype)
+        finite = np.isfinite(difference)
+        # the relative difference from which a single entry counts as different
+        distinct = min(math.sqrt(tolerances.epsilon(c.dtype)) * 1e4, 0.5)
         far = bool(finite.all()) and bool(difference.max() > distinct * size.max())
         if c.status == DIFFERS:  # is the whole array as small as rounding?
             if not (finite.all() and difference.max() <= noise):
@@ -373,7 +372,7 @@ class CrossCheck:
         """One random direction, in each side's layout."""
         drawn = [self._draw(purpose, i, x) for i, x in enumerate(self.leaves[0])]
         theirs = zip(self.in_jax_layout(drawn), self.leaves[1], strict=True)
-        return [drawn, [_like(d, x) for d, x in theirs]]
+        return [drawn, [np.asarray(d).astype(x.dtype) for d, x in theirs]]
 
     def nearby(self, k: int, purpose: Any, size: float | None) -> Arrays:
         """One side's leaves, perturbed along a random direction that is the same for both sides.
@@ -393,7 +392,8 @@ class CrossCheck:
                 scale = size * biggest
             drawn.append(scale * direction)
         steps: list[Any] = [*drawn] if k == 0 else self.in_jax_layout(drawn)
-        return [_like(widened(x) + d, x) for x, d in zip(self.leaves[k], steps, strict=True)]
+        pairs = zip(self.leaves[k], steps, strict=True)
+        return [np.asarray(widened(x) + d).astype(x.dtype) for x, d in pairs]
 
     def _draw(self, purpose: Any, i: int, like: np.ndarray) -> np.ndarray:
         rng = np.random.default_rng([self.seed, *str(purpose).encode(), i])
@@ -415,12 +415,3 @@ class CrossCheck:
         for path, x in self.outputs[1].named().items():
             result[f"the number of entries of output{path}"] = x.size
         return result
-
-
-def _like(x: Any, like: np.ndarray) -> np.ndarray:
-    return np.asarray(x).astype(like.dtype)
-
-
-def _distinct(dtype: str) -> float:
-    """The relative difference from which a single entry counts as different."""
-    return min(math.sqrt(tolerances.epsilon(dtype)) * 1e4, 0.5)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtools.arguments.checks import normalized_argnums
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays, FlatFunction
@@ -196,7 +197,10 @@ class Inputs:
     def read(cls, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
         """Flattens `args`, and casts its arrays."""
         trees = import_module("gradtools.torch")._api._backend
-        positions = range(len(args)) if argnums is None else _positions(argnums, len(args))
+        positions: Sequence[int] = range(len(args))
+        if argnums is not None:
+            none = isinstance(argnums, tuple | list) and not argnums
+            positions = () if none else normalized_argnums("cross_check", argnums, len(args))
         leaves, treedef = trees.flatten(tuple(args))
         names: dict[int, str] = {}
         for i, path in enumerate(map(tokens, trees.leaf_paths(tuple(args)))):
@@ -240,8 +244,10 @@ def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, 
         return apply, {} if params is None else params, state
     if callable(subject):
         return subject, None, None
+    kind = f"a {type(subject).__name__}"
+    kind = f"a tuple of {len(subject)}" if isinstance(subject, tuple) else kind
     raise GradtoolsError(
-        f"cross_check: {name} is {_kind(subject)}; expected a function, a module, for flax.linen "
+        f"cross_check: {name} is {kind}; expected a function, a module, for flax.linen "
         "the pair (module, variables), or the triple (apply, params, state) of make_functional."
     )
 
@@ -334,15 +340,3 @@ def tokens(path: str) -> Path:
     result = re.findall(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[([^\]]*)\]|\.?([^\[\].]+)", path)
     names = tuple(next(part for part in parts if part) for parts in result if any(parts))
     return names[:-1] if len(names) > 1 and names[-1] == "value" else names
-
-
-def _positions(argnums: Any, count: int) -> tuple[int, ...]:
-    from gradtools.arguments.checks import normalized_argnums
-
-    if isinstance(argnums, tuple | list) and not argnums:
-        return ()
-    return normalized_argnums("cross_check", argnums, count)
-
-
-def _kind(x: Any) -> str:
-    return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"

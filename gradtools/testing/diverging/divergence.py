@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -136,18 +135,6 @@ class _Cotangents:
         )
 
 
-@dataclass(frozen=True)
-class _LayerPair:
-    """One call of a layer in both models."""
-
-    torch: Layer
-    jax: Layer
-
-    def label(self, k: int) -> str:
-        """The name of the layer's output k."""
-        return str(self.torch) + (f" output {k}" if len(self.torch.outputs) > 1 else "")
-
-
 class _TraceComparison:
     """The comparison of two traces."""
 
@@ -163,18 +150,18 @@ class _TraceComparison:
         self.torch, self.jax, self.mapping, self.names = torch, jax, mapping, names
         self.dtype, self.tolerance = dtype, tolerance
         calls = {(layer.name, layer.call): layer for layer in jax.layers}
-        self.pairs: list[_LayerPair] = []
+        self.pairs: list[tuple[Layer, Layer]] = []  # one call of a layer in both models
         for layer in torch.layers:
             if layer.name in names and (names[layer.name], layer.call) in calls:
-                self.pairs.append(_LayerPair(layer, calls[names[layer.name], layer.call]))
+                self.pairs.append((layer, calls[names[layer.name], layer.call]))
 
     def report(self) -> Report:
         """Compares values forward, gradients backward, then the parameters' gradients."""
         report = Report(CALLER, left_out=self._unpaired())
-        for i, pair in enumerate(self.pairs):
-            outputs = zip(pair.torch.outputs, pair.jax.outputs, strict=False)
-            for k, (a, b) in enumerate(outputs):
-                c, first = self._compared("value", pair.label(k), a, b, 0), bool(report)
+        label = lambda x, k: str(x) + (f" output {k}" if len(x.outputs) > 1 else "")
+        for i, (ours, theirs) in enumerate(self.pairs):
+            for k, (a, b) in enumerate(zip(ours.outputs, theirs.outputs, strict=False)):
+                c, first = self._compared("value", label(ours, k), a, b, 0), bool(report)
                 if not c.agrees:
                     later = ("after the first divergence", "")
                     cause = self._cause(i, a, b) if first else later
@@ -183,17 +170,17 @@ class _TraceComparison:
         values_agree = bool(report)
         biggest = [np.max(np.abs(g), initial=0.0) for g in self.torch.gradients.values()]
         noise = _ROUNDING * tolerances.epsilon(self.dtype) * float(max(biggest, default=0.0))
-        for pair in reversed(self.pairs):
-            both = zip(pair.torch.gradients, pair.jax.gradients, pair.jax.outputs, strict=False)
+        for ours, theirs in reversed(self.pairs):
+            both = zip(ours.gradients, theirs.gradients, theirs.outputs, strict=False)
             for k, (g, b, y) in enumerate(both):
                 if b is None or y.dtype.kind not in "fc":
                     continue
-                a = np.zeros_like(pair.torch.outputs[k]) if g is None else g
-                c = self._compared("gradient", pair.label(k), a, b, 1, noise)
+                a = np.zeros_like(ours.outputs[k]) if g is None else g
+                c = self._compared("gradient", label(ours, k), a, b, 1, noise)
                 if not c.agrees and values_agree:
                     c = c.because(
                         relation(_fitting(a, b), b, _NAMES) or "another derivative",
-                        f"All values agree; the gradient at the output of {pair.torch} does not: "
+                        f"All values agree; the gradient at the output of {ours} does not: "
                         "the difference arises after it, in what uses it.",
                     )
                 report.comparisons.append(c)
@@ -212,7 +199,7 @@ class _TraceComparison:
 
     def _unpaired(self) -> list[str]:
         """What only one model has: layers, calls, outputs, parameters."""
-        paired = [{p.torch.name for p in self.pairs}, {p.jax.name for p in self.pairs}]
+        paired = [{pair[k].name for pair in self.pairs} for k in (0, 1)]
         result = []
         sides = (("PyTorch", "JAX", self.torch), ("JAX", "PyTorch", self.jax))
         for known, (side, other, trace) in zip(paired, sides, strict=True):
@@ -225,10 +212,10 @@ class _TraceComparison:
             theirs = sum(layer.name == other_name for layer in self.jax.layers)
             if ours != theirs and min(ours, theirs):
                 result.append(f"layer {_dotted(name)}: {ours} calls in PyTorch, {theirs} in JAX")
-        for pair in self.pairs:
-            ours, theirs = len(pair.torch.outputs), len(pair.jax.outputs)
+        for layer, other_layer in self.pairs:
+            ours, theirs = len(layer.outputs), len(other_layer.outputs)
             if ours != theirs:
-                result.append(f"layer {pair.torch}: {ours} outputs in PyTorch, {theirs} in JAX")
+                result.append(f"layer {layer}: {ours} outputs in PyTorch, {theirs} in JAX")
         return result + [f"parameter {x}" for x in self.mapping.left_out]
 
     def _compared(
@@ -249,8 +236,8 @@ class _TraceComparison:
 
     def _cause(self, i: int, a: np.ndarray, b: np.ndarray) -> tuple[str, str]:
         """Why the outputs a and b of the i-th pair differ: its weights, its inputs, or itself."""
-        pair = self.pairs[i]
-        wrong = self._wrong_parameter(pair.torch.name)
+        layer, port = self.pairs[i]
+        wrong = self._wrong_parameter(layer.name)
         if wrong:
             return wrong
         if a.dtype != b.dtype:
@@ -258,20 +245,17 @@ class _TraceComparison:
                 f"its value is {a.dtype} in PyTorch and {b.dtype} in JAX",
                 "It was cast to the coarser one in the layer or before it.",
             )
-        depth = len(pair.torch.name)
-        has_parts = any(
-            len(p.torch.name) > depth and p.torch.name[:depth] == pair.torch.name
-            for p in self.pairs
-        )
-        inputs = zip(pair.torch.inputs, pair.jax.inputs, strict=False)
+        depth, names = len(layer.name), [other.name for other, _ in self.pairs]
+        has_parts = any(len(name) > depth and name[:depth] == layer.name for name in names)
+        inputs = zip(layer.inputs, port.inputs, strict=False)
         differing = [(x, y) for x, y in inputs if not self._close(_fitting(x, y), y)]
         if differing and not has_parts:
-            last = str(self.pairs[i - 1].torch) if i else "the inputs"
+            last = str(self.pairs[i - 1][0]) if i else "the inputs"
             return (
                 _value_words(*differing[0]) or "its inputs differ already",
-                f"The inputs of {pair.torch} differ already, and all layers before it agree: the "
+                f"The inputs of {layer} differ already, and all layers before it agree: the "
                 f"difference arises between {last} and it, in the code of "
-                f"{_dotted(pair.torch.name[:-1])}.",
+                f"{_dotted(layer.name[:-1])}.",
             )
         where = (
             "Its parts agree, so the difference arises in its own code."

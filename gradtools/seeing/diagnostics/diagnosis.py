@@ -143,7 +143,21 @@ def from_losses(
     """One finding for each line and kind of one leaf's losses; `kind` overrides the kind."""
     findings = []
     for loss in losses:
-        for node in [loss.node] if kind else _causes(graph, loss):
+        causes = [loss.node]
+        if not kind and loss.node.loss in ("detached", "no_grad"):
+            # what is detached only to leave the framework is lost where it leaves
+            reached = forward(graph, {loss.value: Dependence.DIFFERENTIABLE})
+            matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
+            leaving = [
+                node
+                for node in graph.nodes
+                if node.loss == "left_framework"
+                and any(reached.get(v) for v in node.inputs)
+                and any(matters.get(v) for v in node.outputs)
+            ]
+            same_line = [node for node in leaving if node.source == loss.node.source]
+            causes = same_line[:1] or [loss.node, *leaving[:1]]
+        for node in causes:
             own = "piecewise_linear" if _is_slope(graph, node) else node.loss
             findings.append(
                 Finding(
@@ -176,25 +190,6 @@ def _is_slope(graph: PlainGraph, node: Node) -> bool:
         and not {*other.inputs, *other.outputs}.isdisjoint(node.inputs)
         for other in inside.nodes
     )
-
-
-def _causes(graph: PlainGraph, loss: Loss) -> list[Node]:
-    """The node that loses; with what is detached only to leave the framework, where it leaves."""
-    if loss.node.loss not in ("detached", "no_grad"):
-        return [loss.node]
-    reached = forward(graph, {loss.value: Dependence.DIFFERENTIABLE})
-    matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
-    leaving = [
-        node
-        for node in graph.nodes
-        if node.loss == "left_framework"
-        and any(reached.get(v) for v in node.inputs)
-        and any(matters.get(v) for v in node.outputs)
-    ]
-    if not leaving:
-        return [loss.node]
-    same_line = [node for node in leaving if node.source == loss.node.source]
-    return same_line[:1] or [loss.node, leaving[0]]
 
 
 def _without_repeats(findings: Sequence[Finding]) -> list[Finding]:

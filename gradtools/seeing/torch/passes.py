@@ -69,8 +69,18 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
 
     order: 0 forward alone, 1 with backward, 2 with backward of the backward.
     """
+
+    def hooked_or_not() -> PlainGraph:
+        try:
+            return _recorded(program, order, hooked=True)
+        except RuntimeError as error:
+            if not is_of("torch", error):
+                raise
+        # torch.func's transforms refuse saved-tensor hooks; any other error is raised again.
+        return _recorded(program, order, hooked=False)
+
     try:
-        return _hooked_or_not(program, order)
+        return hooked_or_not()
     except (RuntimeError, NotImplementedError) as error:
         kernel = kernel_without(NO_DERIVATIVE, error)
         if kernel is None or order < SECOND:
@@ -81,17 +91,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
     )
     kinds = {x.device.type for x in program.leaves if isinstance(x, Tensor)}
     with Modes.now(kinds).by_other_kernels().restored():
-        return _hooked_or_not(program, order)
-
-
-def _hooked_or_not(program: LeafProgram, order: int) -> PlainGraph:
-    try:
-        return _recorded(program, order, hooked=True)
-    except RuntimeError as error:
-        if not is_of("torch", error):
-            raise
-    # torch.func's transforms refuse saved-tensor hooks; any other error is raised again.
-    return _recorded(program, order, hooked=False)
+        return hooked_or_not()
 
 
 def _recorded(program: LeafProgram, order: int, hooked: bool) -> PlainGraph:

@@ -19,7 +19,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.sides import in_double_precision, nested
 from gradtools.testing.diverging.layouts import match_parameters
-from gradtools.testing.diverging.parameters import joined, name_key, without_collection
+from gradtools.testing.diverging.parameters import joined, name_key, split_name, without_collection
 from gradtools.testing.diverging.traces import (
     CALLER,
     Layer,
@@ -27,7 +27,6 @@ from gradtools.testing.diverging.traces import (
     Trace,
     check_arguments,
     jax_trace,
-    split_name,
     torch_trace,
 )
 from gradtools.testing.relations import relation

@@ -36,6 +36,7 @@ from gradtools.testing.diverging.parameters import (
     name_key,
     read_jax,
     read_torch,
+    split_name,
     without_collection,
 )
 
@@ -314,7 +315,7 @@ class _Matching:
             self.left_out.append(f"{name} (as in {self.argument})")
             return
         jax_name, how = target if isinstance(target, tuple) else (target, None)
-        path = next((p for p in self.jax if joined(p) == _dotted(jax_name)), None)
+        path = next((p for p in self.jax if joined(p) == joined(split_name(jax_name))), None)
         if path is None:
             known = ", ".join(joined(p) for p in list(self.jax)[:4])
             raise GradtoolsError(
@@ -461,9 +462,9 @@ class _Matching:
         """PyTorch's module path, renamed by the overrides."""
         for prefix in sorted(self.renamed, key=len, reverse=True):
             if module == prefix or module.startswith(f"{prefix}."):
-                module = _dotted(self.renamed[prefix]) + module[len(prefix) :]
+                module = self.renamed[prefix] + module[len(prefix) :]
                 break
-        return tuple(module.split("."))
+        return split_name(module)
 
 
 def _layout(shape: Shape, path: Path, target: Shape, transposed: bool = False) -> Layout | None:
@@ -503,7 +504,3 @@ def _natural(path: Path) -> list[tuple[int, Any]]:
     """A natural sort key: Dense_2 before Dense_10."""
     parts = re.findall(r"\d+|\D+", ".".join(map(str, path)))
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
-
-
-def _dotted(name: str) -> str:
-    return name.replace("/", ".")

@@ -101,3 +101,8 @@ def name_key(parts: Sequence[Any]) -> tuple[str, ...]:
 def joined(path: Sequence[Any]) -> str:
     """A path as text."""
     return ".".join(map(str, path))
+
+
+def split_name(name: str) -> tuple[str, ...]:
+    """The parts of a module's name, joined by "." or "/"."""
+    return tuple(name.replace("/", ".").split(".")) if name else ()

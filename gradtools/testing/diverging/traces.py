@@ -20,7 +20,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.sides import as_setting, cast, library, tokens
 from gradtools.testing.diverging.layouts import ParameterMapping
-from gradtools.testing.diverging.parameters import read_jax, read_torch
+from gradtools.testing.diverging.parameters import read_jax, read_torch, split_name
 
 CALLER = "first_divergence"
 Name = tuple[str, ...]
@@ -306,11 +306,6 @@ def check_arguments(torch_model: Any, jax_model: Any, inputs: Any, mapping: Any)
 
 
 # --- arrays and names
-
-
-def split_name(name: str) -> Name:
-    """The parts of a module's name, joined by "." or "/"."""
-    return tuple(name.replace("/", ".").split(".")) if name else ()
 
 
 def _given(x: Any, dtype: str) -> Any:

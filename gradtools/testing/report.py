@@ -261,9 +261,16 @@ class Report:
             colour: Whether to add a terminal's colours.
             limit: The most comparisons to show, without those that agree; None shows all.
         """
-        chosen = self._chosen(limit)
-        head = ("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")
-        first, *rows = aligned([head, *map(self._row, chosen)])
+        chosen = self.comparisons
+        if limit is not None and len(self) > limit:
+            chosen = [*self.disagreements, *self.conventions][:limit]
+        cells = [("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")]
+        for c in chosen:
+            numbers = show(c.first), show(c.second), show(c.ratio)
+            place = str(list(c.place)) if c.place else ""
+            whole = show_units(c.error), place, *numbers, c.cause or ""
+            cells.append((c.quantity, c.path, *(whole if c.error else ("0", *[""] * 5))))
+        first, *rows = aligned(cells)
         lines = [self.summary()]
         if self.first is not None:
             lines += [f"First disagreement: {self.first.describe(self.names)}", ""]
@@ -277,18 +284,6 @@ class Report:
         lines += [f"Left out: {reason}" for reason in self.left_out]
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
-
-    def _chosen(self, limit: int | None) -> list[Comparison]:
-        if limit is None or len(self) <= limit:
-            return self.comparisons
-        return [*self.disagreements, *self.conventions][:limit]
-
-    def _row(self, c: Comparison) -> tuple[str, ...]:
-        place = "" if c.place in (None, ()) else str(list(c.place or ()))
-        if c.error == 0:
-            return (c.quantity, c.path, "0", "", "", "", "", "")
-        numbers = show(c.first), show(c.second), show(c.ratio)
-        return (c.quantity, c.path, show_units(c.error), place, *numbers, c.cause or "")
 
     def __str__(self) -> str:
         return self.table()

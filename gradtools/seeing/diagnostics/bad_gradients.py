@@ -102,19 +102,24 @@ def examined(run: Differentiated) -> dict[int, list[Vanished] | None]:
         again = run.gradients([*noise], draw) if noise else {}
         noise = {k: ct for k, ct in noise.items() if run.is_noise(ct, again.get(k))}
     output = max(map(run.size, run.outs), default=0.0)
-    extremes = {
-        k: _extreme(run.size(ct), run.size(run.leaves[k]), output, run.eps(ct))
-        for k, ct in left.items()
-        if k not in noise
-    }
-    odd = [k for k, kind in extremes.items() if kind]
+    odd: dict[int, str] = {}  # by leaf: "nan" or "vanishing"
+    for k, ct in left.items():
+        if k in noise:
+            continue
+        size, leaf, eps = run.size(ct), run.size(run.leaves[k]), run.eps(ct)
+        least = _LEAST_OF_DOUBLE if eps < _DOUBLE else _LEAST * eps
+        known = size and math.isfinite(leaf) and math.isfinite(output)
+        if not math.isfinite(size):
+            odd[k] = "nan"
+        elif known and size * (leaf or 1.0) < least * output:
+            odd[k] = "vanishing"
     if lost or noise or odd:
         back = _Back(run, [*lost, *noise, *odd], bool(noise))
         for k in (*lost, *noise):
             zeros = back.zeros(run.key_of(k))
             result[k] = [replace(v, noise=v.cancelled and k in noise) for v in zeros]
-        for k in odd:
-            result[k] = back.extremes(run.key_of(k), extremes[k])
+        for k, kind in odd.items():
+            result[k] = back.extremes(run.key_of(k), kind)
     return result
 
 
@@ -193,22 +198,6 @@ class _Back:
         shrinks = [(on / of, node) for node, of, on in ranges if of and on]
         worst = min(shrinks, key=lambda pair: pair[0], default=None)
         return None if worst is None else [Vanished(worst[1], kind=kind)]
-
-
-def _extreme(gradient: float, leaf: float, output: float, eps: float) -> str:
-    """Classifies a gradient by its greatest modulus: "nan", "vanishing", or "" if ordinary.
-
-    Args:
-        gradient: The greatest modulus of the gradient; NaN if there is one.
-        leaf: The greatest modulus of the leaf.
-        output: The greatest modulus of the output.
-        eps: The precision of the leaf's dtype.
-    """
-    if not math.isfinite(gradient):
-        return "nan"
-    least = _LEAST_OF_DOUBLE if eps < _DOUBLE else _LEAST * eps
-    known = gradient and math.isfinite(leaf) and math.isfinite(output)
-    return "vanishing" if known and gradient * (leaf or 1.0) < least * output else ""
 
 
 # --- NaN and infinite values -------------------------------------------------------------

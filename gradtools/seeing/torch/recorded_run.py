@@ -26,7 +26,7 @@ from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run
 from gradtools.seeing.torch.recording.autograd_functions import looked_up
-from gradtools.seeing.torch.recording.calls import CallRecorder, Leaving
+from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.seeing.torch.recording.observation import ObservedRun, observed, watchable
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.rerunning import Rerunnable, rerun
@@ -123,8 +123,7 @@ def is_model(x: Any) -> bool:
 def _follow(run: Run, seen: ObservedRun, outputs: list[int], before: list[Any]) -> None:
     """Adds links from data that left to where it returned."""
     recorder = seen.recorder
-    trainable = [number for number, x in recorder.captured.items() if x.requires_grad]
-    lost = _untraced(recorder.graph(seen.inputs, outputs), recorder.leavings, trainable)
+    lost = _untraced(recorder, recorder.graph(seen.inputs, outputs))
     if not lost:
         return
     moved_by = partial(_perturbed, run, seen, before)
@@ -158,13 +157,11 @@ def _note_unknown(recorder: CallRecorder, which: Sequence[int], outputs: Sequenc
     recorder.outside += [(value, out) for value in values for out in outputs]
 
 
-def _untraced(graph: PlainGraph, leavings: Sequence[Leaving], held: Sequence[int]) -> list[int]:
-    """The leavings whose data could explain a lost gradient, and was not seen to come back.
-
-    held: What f holds that requires grad.
-    """
-    if not leavings:
+def _untraced(recorder: CallRecorder, graph: PlainGraph) -> list[int]:
+    """The leavings whose data could explain a lost gradient, and was not seen to come back."""
+    if not recorder.leavings:
         return []
+    held = [number for number, x in recorder.captured.items() if x.requires_grad]
     back = {source for source, _ in graph.outside}
     matters = backward(graph, dict.fromkeys(graph.outputs, _FULL))
     result: set[int] = set()
@@ -173,7 +170,7 @@ def _untraced(graph: PlainGraph, leavings: Sequence[Leaving], held: Sequence[int
             continue
         reached = forward(graph, {value: _FULL})
         ends = any(reached.get(out, _NONE) for out in graph.outputs)
-        for k, leaving in enumerate(leavings):
+        for k, leaving in enumerate(recorder.leavings):
             strength = reached.get(leaving.read, _NONE)
             explains = strength > _NONE and not (leaving.branch and ends)
             if leaving.value not in back and explains:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
@@ -100,10 +102,14 @@ def cross_check(
     """
     _validate(args, order, dtype, conventions, tolerance)
     inputs = Inputs.read(args, argnums, dtype)
-    wide = dtype == "float64" or (dtype is None and inputs.has_64_bits(kwargs))
     title = name or f"cross_check of {_name(torch)} and {_name(jax)}"
     first = Side("torch", torch, dtype)
-    wide = wide or (dtype is None and first.has_64_bits())
+    wide = dtype == "float64"
+    if dtype is None:
+        given = inputs.trees.flatten(dict(kwargs or {}))[0]
+        arrays = [x for x in (*inputs.leaves, *given) if isinstance(x, np.ndarray | np.generic)]
+        names = {x.dtype.name for x in (*arrays, *first.params.values())}
+        wide = not names.isdisjoint(("float64", "complex128"))
     at = at_precision("cross_check", precision, ("torch", "jax"))
     with in_double_precision(wide), at as notes:
         second = Side("jax", jax, dtype)

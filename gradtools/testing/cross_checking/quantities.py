@@ -18,7 +18,14 @@ from gradtools.errors import GradtoolsError
 from gradtools.testing.checking.probe import first_line, no_such_mode
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.pairing import Pairing, pair_parameters
-from gradtools.testing.cross_checking.sides import Inputs, Output, Side, is_inexact, narrowed
+from gradtools.testing.cross_checking.sides import (
+    Inputs,
+    Output,
+    Side,
+    inexact,
+    is_inexact,
+    narrowed,
+)
 from gradtools.testing.flat import Arrays
 from gradtools.testing.relations import relation
 from gradtools.testing.report import (
@@ -141,20 +148,18 @@ class CrossCheck:
         """Compares the outputs. Returns whether their derivatives can be compared."""
         self.outputs = [self.value(k, self.leaves[k]) for k in (0, 1)]
         first, second = self.outputs
-        if sorted(first.paths) != sorted(second.paths):
-            words = [
-                f"{len(out.paths)} leaves: {', '.join(out.paths) or 'one array'}"
-                for out in self.outputs
-            ]
+        if first.keys() != second.keys():
+            words = [f"{len(out)} leaves: {', '.join(out) or 'one array'}" for out in self.outputs]
             c = mismatch("structure", "output", 0, (words[0], words[1]))
             fix = "Return the same tuples, lists and dictionaries."
             report.comparisons.append(c.because("another structure", fix))
             return False
-        if not first.paths:
+        if not first:
             raise GradtoolsError("cross_check: the programs return no array; return the result.")
-        picked = lambda out: [out.named()[path] for path in first.paths]
+        paths = [*first]
+        picked = lambda out: [out[path] for path in paths]
         firsts, seconds = map(picked, self.outputs)
-        for path, a, b in zip(first.paths, firsts, seconds, strict=True):
+        for path, a, b in zip(paths, firsts, seconds, strict=True):
             if narrowed(a.dtype.name) == b.dtype.name != a.dtype.name:
                 note = f"output{path} is {a.dtype} in torch and {b.dtype} in jax, without x64"
                 report.notes.append(note)
@@ -164,15 +169,15 @@ class CrossCheck:
                 fix = "Cast one of the outputs, or the inputs."
                 report.comparisons.append(c.because("another dtype", fix))
         compute = lambda k, x: picked(self.value(k, x))
-        quantity = Quantity("value", 0, compute, first.paths, of_leaves=False)
+        quantity = Quantity("value", 0, compute, paths, of_leaves=False)
         report.comparisons += self._compare(quantity, firsts, seconds)
-        self.out_paths = list(first.inexact())
+        self.out_paths = [*inexact(first)]
         alike = all(a.shape == b.shape for a, b in zip(firsts, seconds, strict=True))
-        return alike and set(first.inexact()) == set(second.inexact())
+        return alike and inexact(first).keys() == inexact(second).keys()
 
     def _derivatives(self, order: int) -> list[Quantity]:
         """The derivatives to compare: along random directions, the same on both sides."""
-        first = self.outputs[0].inexact()
+        first = inexact(self.outputs[0])
         likes = [first[path] for path in self.out_paths]
         draws = lambda purpose: [self._draw(purpose, i, x) for i, x in enumerate(likes)]
         scalar = len(likes) == 1 and likes[0].shape == () and likes[0].dtype.kind != "c"
@@ -182,11 +187,11 @@ class CrossCheck:
 
         def in_order(k: int, cts: Arrays) -> Arrays:
             """Cotangents in the order of one side's outputs."""
-            return [cts[self.out_paths.index(path)] for path in self.outputs[k].inexact()]
+            return [cts[self.out_paths.index(path)] for path in inexact(self.outputs[k])]
 
         def pushforward(k: int, leaves: Arrays) -> Arrays:
             result = self.sides[k].forward(leaves, pushed[k])
-            own = list(self.outputs[k].inexact())
+            own = [*inexact(self.outputs[k])]
             return [result[own.index(path)] for path in self.out_paths]
 
         result = []
@@ -230,7 +235,7 @@ class CrossCheck:
         """Compares the leaves of one quantity; differences that are rounding agree."""
         present = [*(x for x in (*firsts, *seconds) if x is not None), *self.leaves[0]]
         if quantity.order:  # a derivative's intermediate results have the size of the output, too
-            present += [x for out in self.outputs for x in out.inexact().values()]
+            present += [x for out in self.outputs for x in inexact(out).values()]
         # the largest difference that rounding of numbers of this size can make
         eps = max((tolerances.epsilon(x.dtype) for x in present), default=0.0)
         noise = ROUNDING * eps * max((largest(x) for x in present), default=0.0)
@@ -412,6 +417,6 @@ class CrossCheck:
                 lead = "the batch size, " if batch else ""
                 result[f"{lead}axis {axis} of {path}"] = size
             result[f"the number of entries of {path}"] = x.size
-        for path, x in self.outputs[1].named().items():
+        for path, x in self.outputs[1].items():
             result[f"the number of entries of output{path}"] = x.size
         return result

@@ -24,22 +24,7 @@ if TYPE_CHECKING:
     from gradtools.seeing.graphs.nodes import Node
 
 Path = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Output:
-    """The leaves of one output, with their paths."""
-
-    paths: list[str]
-    arrays: Arrays
-
-    def named(self) -> dict[str, np.ndarray]:
-        """The leaves by path."""
-        return dict(zip(self.paths, self.arrays, strict=True))
-
-    def inexact(self) -> dict[str, np.ndarray]:
-        """The floating and complex leaves by path."""
-        return {path: x for path, x in self.named().items() if is_inexact(x)}
+Output = dict[str, np.ndarray]  # the leaves of an output by path
 
 
 class Side(FlatFunction):
@@ -100,10 +85,6 @@ class Side(FlatFunction):
         full = {**self.params, **dict(zip(self.free_params, arrays, strict=True))}
         return self.waist.unflatten(self._tree, [*full.values()])
 
-    def has_64_bits(self) -> bool:
-        """Whether a parameter is float64 or complex128."""
-        return any(_is_wide(x) for x in self.params.values())
-
     @property
     def free_params(self) -> dict[str, np.ndarray]:
         """The parameters that are differentiated."""
@@ -128,7 +109,7 @@ class Side(FlatFunction):
         """The output."""
         out = self.run(lambda xs: self.program(*xs), leaves)
         paths = [normal(path) for path in self.waist.leaf_paths(out)]
-        return Output(paths, self.numpy(self.waist.flatten(out)[0]))
+        return dict(zip(paths, self.numpy(self.waist.flatten(out)[0]), strict=True))
 
     def pullback(self, leaves: Arrays, cotangents: Arrays) -> list[np.ndarray | None]:
         """J^H c for each leaf; None for a leaf that does not reach the output."""
@@ -217,11 +198,6 @@ class Inputs:
     def moving(self) -> dict[str, np.ndarray]:
         """The differentiated leaves by path."""
         return {name: self.leaves[i] for i, name in self.names.items()}
-
-    def has_64_bits(self, kwargs: Any = None) -> bool:
-        """Whether an argument is float64 or complex128."""
-        every = [*self.leaves, *self.trees.flatten(dict(kwargs or {}))[0]]
-        return any(_is_wide(x) for x in every if isinstance(x, np.ndarray | np.generic))
 
     def rebuilt(self, leaves: Sequence[Any], moving: Iterator[Any]) -> tuple[Any, ...]:
         """The arguments of these leaves, with `moving` in place of the differentiated ones."""
@@ -313,8 +289,9 @@ def is_inexact(x: np.ndarray) -> bool:
     return tolerances.real_name(x.dtype) in tolerances.EPSILONS
 
 
-def _is_wide(x: Any) -> bool:
-    return x.dtype.name in ("float64", "complex128")
+def inexact(out: Output) -> Output:
+    """The floating and complex leaves of an output."""
+    return {path: x for path, x in out.items() if is_inexact(x)}
 
 
 def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -308,13 +308,17 @@ def check(options: argparse.Namespace) -> int:
     if "jax" in here and "jax" not in sys.modules:  # XLA reads its flags once
         quick = "--xla_backend_optimization_level=0"
         os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}".strip()
+    try:  # a progress bar on standard error, if tqdm is installed
+        from tqdm import tqdm as progress
+    except ImportError:
+        progress = lambda cells, **options: cells
     with ExitStack() as inside:
         inside.enter_context(in_double_precision("jax" in here))
         for name in here:
             inside.enter_context(placed(name, options.device))
         inside.enter_context(highest_precision(here))
         done = []
-        for i, cell in enumerate(_progress(todo)):
+        for i, cell in enumerate(progress(todo, desc="cells", file=sys.stderr, disable=None)):
             if cell.backend == "jax" and i % _FORGET == _FORGET - 1:
                 import_module("jax").clear_caches()
             done.append(judged(cell))
@@ -322,17 +326,6 @@ def check(options: argparse.Namespace) -> int:
     devices += [f"{name}: not run" for name in BACKENDS if name not in here]
     _print(options, devices, done)
     return 1 if any(c.failure for c in done) else 0
-
-
-def _progress(cells: Sequence[Cell]) -> Iterator[Cell]:
-    """Iterates with tqdm's progress bar on standard error, if it is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield from cells
-        return
-    with tqdm(cells, desc="cells", file=sys.stderr, disable=None) as bar:
-        yield from bar
 
 
 def _print(options: argparse.Namespace, devices: list[str], done: Sequence[Cell]) -> None:

@@ -12,17 +12,6 @@ from typing import Any
 
 from gradtools.rules import Rule
 
-_SAME = """
-add multiply divide matmul sum mean prod exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
-reciprocal sin cos tan sinh cosh tanh sigmoid softplus relu leaky_relu elu gelu silu erf erfc
-erfinv lgamma digamma polygamma abs sign floor ceil round trunc real imag conj angle clip where
-maximum minimum remainder floor_divide logaddexp complex stack split flip roll index sort argsort
-topk max min argmax argmin any all logsumexp norm cumsum cumprod cummax cummin logcumsumexp einsum
-outer trace cross softmax log_softmax cross_entropy layer_norm batch_norm group_norm rms_norm
-embedding dropout det slogdet logdet solve cholesky matrix_power pinv eigh svd qr logical_not
-logical_and logical_or logical_xor one_hot diagonal pad transpose reshape
-"""
-
 _OTHER_NAMES = """
 subtract          sub rsub isub
 add               radd iadd foreach_add
@@ -124,7 +113,7 @@ reflection_pad    reflection_pad1d reflection_pad2d reflection_pad3d
 replication_pad   replication_pad1d replication_pad2d replication_pad3d
 """  # the neutral name, and PyTorch's; indented lines go on
 
-NAMES = {name: name for name in _SAME.split()} | {
+_NEUTRAL = {
     other: line.split()[0]
     for line in _OTHER_NAMES.strip().replace("\n    ", " ").splitlines()
     for other in line.split()[1:]
@@ -133,7 +122,7 @@ NAMES = {name: name for name in _SAME.split()} | {
 
 def neutral(name: str) -> str:
     """The name in the vocabulary of both frameworks, or PyTorch's own."""
-    return NAMES.get(name, name)
+    return _NEUTRAL.get(name, name)
 
 
 # --- why a call carries no derivative ----------------------------------------------------

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -131,9 +131,14 @@ class Problem:
         tangents: The same in the framework.
     """
 
+    gt: Any
+    backend: Any
+    positions: tuple[int, ...]
+    tangents: tuple[Any, ...]
+
     def __init__(self, cell: Cell) -> None:
-        self.cell, self.gt = cell, cast(Any, import_module(f"gradtools.{cell.backend}"))
-        self.backend: Any = self.gt._api._backend
+        self.cell, self.gt = cell, import_module(f"gradtools.{cell.backend}")
+        self.backend = self.gt._api._backend
         leaves, self._tree = self.backend.flatten(cell.scenario.args)
         self._leaves = [np.asarray(x) for x in leaves]
         self._moving = [i for i, x in enumerate(self._leaves) if x.dtype.kind in "fc"]

@@ -145,6 +145,10 @@ def _ruled(p: Problem, kind: str, reverse: bool = True) -> Loss:
     return _edited(p, rule)
 
 
+def _jacobian(p: Problem, xs: Any, mode: str) -> Any:
+    return p.gt.jacobian(p.loss, p.positions, mode=mode)(*xs)
+
+
 def _slope(p: Problem, loss: Loss, xs: Any) -> Any:
     return p.gt.jvp(loss, xs, p.tangents)[1]
 
@@ -184,9 +188,7 @@ OPERATORS: dict[str, Operator] = {
     "jvp": _forward(lambda p: p.loss),
     "linearize": Operator(lambda p, xs: p.gt.linearize(p.loss, *xs)[1](*p.tangents), number=True),
     **{
-        f"jacobian, {mode}": Operator(
-            lambda p, xs, mode=mode: p.gt.jacobian(p.loss, p.positions, mode=mode)(*xs), real=True
-        )
+        f"jacobian, {mode}": Operator(partial(_jacobian, mode=mode), real=True)
         for mode in ("forward", "reverse")
     },
     "hvp, forward over reverse": Operator(

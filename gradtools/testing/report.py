@@ -264,7 +264,8 @@ class Report:
         chosen = self.comparisons
         if limit is not None and len(self) > limit:
             chosen = [*self.disagreements, *self.conventions][:limit]
-        cells = [("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")]
+        cells: list[tuple[str, ...]] = []
+        cells.append(("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause"))
         for c in chosen:
             numbers = show(c.first), show(c.second), show(c.ratio)
             place = str(list(c.place)) if c.place else ""

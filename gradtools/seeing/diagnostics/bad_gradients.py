@@ -183,15 +183,18 @@ class _Back:
 
     def extremes(self, leaf: Hashable, kind: str) -> list[Vanished] | None:
         """Where a gradient became NaN or vanishing, in program order; None if it is no finding."""
+
+        def greatest(cts: Iterable[Any]) -> float:
+            """The greatest modulus; NaN if one is NaN."""
+            sizes = [*map(self.run.size, cts)]
+            return math.nan if any(map(math.isnan, sizes)) else max(sizes)
+
         ranges = []  # for each operation the greatest cotangents given and passed on
         for at, path in self._towards(leaf)[0].items():
             step = self.steps[at]
             if step.explained and any(step.passed[k] is not None for k in path):
-                greatest = []
-                for cts in (step.given, [step.passed[k] for k in path]):
-                    sizes = [*map(self.run.size, cts)]
-                    greatest.append(math.nan if any(map(math.isnan, sizes)) else max(sizes))
-                ranges.append((step.explained(())[0], *greatest))
+                passed = greatest(step.passed[k] for k in path)
+                ranges.append((step.explained(())[0], greatest(step.given), passed))
         if kind == "nan":
             begins = [n for n, of, on in ranges if math.isfinite(of) and not math.isfinite(on)]
             return [Vanished(n, kind=kind) for n in begins or [Node("add", (), ())]]

@@ -46,14 +46,16 @@ class DerivativeCheck(Comparisons):
                 if gradient is None or pushed is None:
                     continue
                 terms = max(size(self.vs, pushed), size(us, gradient))
+                again = lambda xs, us=us: [
+                    *probe.forward(xs, us),
+                    inner(us, probe.reverse(xs, self.vs)),
+                ]
                 self._compare(
                     f"{self._name('reverse')} | {self._name('forward')}", probe.paths[i],
                     inner(us, gradient), inner(self.vs, pushed), 1, self._exact(1) * terms,
                     "the dot-product test fails: the two modes are not adjoint",
                     "Left Re<J^H v, u>, right Re<v, J u>.",
-                    lambda xs, us=us: [
-                        *probe.forward(xs, us), inner(us, probe.reverse(xs, self.vs))
-                    ],
+                    again,
                 )  # fmt: skip
         if self.present.get("reverse"):
             draw = lambda: [self._draw(y.shape, y.dtype) for y in probe.out]
@@ -173,25 +175,25 @@ class DerivativeCheck(Comparisons):
             if along is not None:
                 self._hessian_against_slope(mode, product, along, d)
             other = others[mode]
+            again = lambda xs, mode=mode: [
+                inner(w, probe.product(mode, xs, u, vs)) for u, w in ((d, e), (e, d))
+            ]
             self._compare(
                 f"{self._name(mode)}: <w, H u> | <u, H w>", "all arguments", inner(e, product),
                 inner(d, other), 2, self._exact(2) * max(size(e, product), size(d, other)),
-                "the Hessian is not symmetric",
-                again=lambda xs, mode=mode: [
-                    inner(w, probe.product(mode, xs, u, vs)) for u, w in ((d, e), (e, d))
-                ],
+                "the Hessian is not symmetric", again=again,
             )  # fmt: skip
         modes = [*products]
         for first, mode in ((modes[0], mode) for mode in modes[1:]):
             biggest = max(np.max(np.abs(widened(h)), initial=0) for h in products[first])
             for i, path in enumerate(probe.paths):
+                both = lambda xs, i=i, modes=(first, mode): [
+                    probe.product(each, xs, d, vs)[i] for each in modes
+                ]
                 self._compare(
                     f"{self._name(first)} | {self._name(mode)}", path, products[first][i],
                     products[mode][i], 2, 16 * probe.eps * float(biggest),
-                    "two mixes of modes differ",
-                    again=lambda xs, i=i, modes=(first, mode): [
-                        probe.product(each, xs, d, vs)[i] for each in modes
-                    ],
+                    "two mixes of modes differ", again=both,
                 )  # fmt: skip
         curve = lambda: probe.curvature(self.xs, d, e, vs)
         curved = self._if_present("forward_over_forward", curve)

@@ -50,7 +50,7 @@ _FLAT = frozenset(
 )
 
 
-def recorded(program: LeafProgram) -> Recording:
+def recording_of(program: LeafProgram) -> Recording:
     """One recorded run of a program.
 
     Raises:

@@ -19,7 +19,7 @@ from gradtools.seeing.diagnostics.diagnosis import (
     apart,
     diagnosed,
     of_modules_in_use,
-    recorded,
+    recording_of,
     refused,
 )
 from gradtools.seeing.diagnostics.findings import Finding
@@ -169,7 +169,7 @@ class _LossRun(TrainingDiagnosis):
         else:
             self.program = LeafProgram(backend, caller, lifted, (arrays,), {}, (0,))
             self.program.names[:] = [h.name for h in self.held]
-        self.recording = recorded(self.program)
+        self.recording = recording_of(self.program)
         if model is None:  # what f itself holds and asks for a gradient
             parameters = of_modules_in_use(self.recording.parameters)
             self.held = [HeldArray(p.name, p.array) for p in parameters]

@@ -16,7 +16,7 @@ from gradtools.seeing.diagnostics.diagnosis import (
     diagnosed,
     differentiated,
     of_arguments,
-    recorded,
+    recording_of,
 )
 from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.diagnostics.report import DependenceTable, GradientReport, by_weight, grouped
@@ -66,7 +66,7 @@ class SeeingOperators(Operators):
         Source: data-flow analysis over the recorded program; requested in jax#10867.
         """
         program = LeafProgram(self._backend, "dependence", f, args, kwargs)
-        recording = recorded(program)
+        recording = recording_of(program)
         if recording.refusal is not None:
             refusal = recording.refusal
             raise GradtoolsError(
@@ -143,7 +143,7 @@ class SeeingOperators(Operators):
         findings, names, notes = list[Finding](), list[str](), list[tuple[str, list[str]]]()
         if not in_training or (is_model and model is None and has_floats):
             program = LeafProgram(backend, "why_zero", f, args, kwargs, argnums).with_values()
-            recording = recorded(program)
+            recording = recording_of(program)
             findings = diagnosed(program, recording, of_arguments(program, recording))
             findings, notes = apart(findings, program.wrt_names())
             findings, names = [*by_weight(findings)], [program.names[k] for k in program.wrt]
@@ -234,7 +234,7 @@ class SeeingOperators(Operators):
             noun, verbs, predicate = "parameters", ("is", "are"), "not trained"
         else:
             program = LeafProgram(backend, caller, f, args, kwargs, argnums, strict=False)
-            recording = recorded(program)
+            recording = recording_of(program)
             examined = differentiated(program, recording)
             findings = diagnosed(program, recording, examined, values=False)
             known = [one.name for one in examined]

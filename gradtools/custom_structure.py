@@ -112,7 +112,8 @@ class Specialization:
         expected, wanted = self.values[avals]
         came = self._avals_of(ys)
         if any(None in aval.shape for aval in (*came, *wanted)):
-            came, wanted = _without_lengths(came), _without_lengths(wanted)
+            ranks = lambda avals: [Aval((None,) * len(a.shape), a.dtype) for a in avals]
+            came, wanted = ranks(came), ranks(wanted)
         self.contract.check_outputs(who, out_def, came, expected, wanted)
         return True
 
@@ -319,10 +320,6 @@ def _without_none(tree: Any, whole: Any) -> Any:
 def avals_of(xs: Sequence[Array]) -> Any:
     """Shapes and dtypes, a key of caches and checks."""
     return tuple([(tuple([_length(n) for n in x.shape]), x.dtype) for x in xs])
-
-
-def _without_lengths(avals: Sequence[Aval]) -> list[Aval]:
-    return [Aval((None,) * len(aval.shape), aval.dtype) for aval in avals]
 
 
 def _length(n: Any) -> Any:

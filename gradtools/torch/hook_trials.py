@@ -191,11 +191,6 @@ class _Hook(NamedTuple):
     edits: list[bool]
 
     @classmethod
-    def of_tensor(cls, x: Tensor, hook: Callable[[Tensor], Any]) -> _Hook:
-        """A hook that is about to be registered on a tensor."""
-        return cls(upstream.hooks_made(), x.grad_fn, [x], lambda cts: hook(cts[0]), [])  # type: ignore[arg-type]
-
-    @classmethod
     def of_node(cls, order: int, node: Any, hook: Callable[..., Any], is_before: bool) -> _Hook:
         outs = upstream.described(node)
         if is_before:
@@ -280,7 +275,8 @@ class _Hooks(TorchFunctionMode):
         if fun is torch.Tensor.register_hook:
             x, hook = args if len(args) > 1 else (*args, kwargs["hook"])
             if _is_users(hook):
-                self.recorded.append(_Hook.of_tensor(x, hook))
+                call = lambda cts, hook=hook: hook(cts[0])
+                self.recorded.append(_Hook(upstream.hooks_made(), x.grad_fn, [x], call, []))
                 hook = self.recorded[-1].noting(hook)
             return fun(x, hook)
         return fun(*args, **kwargs)

@@ -61,7 +61,6 @@ class Signature:
         avals: The shape, dtype and device of each tensor.
         likes: The same, None for integers.
         key: The shapes and dtypes, the key of the contract's checks.
-        flat: Whether the arguments are tensors only.
         fun, fwd, bwd, jvp: The author's functions of flat tensors; fwd is f if there is no bwd.
         ready: Whether the forward pass was checked, in an earlier call by `installing.py`.
         single: Whether f is known to return one tensor, in no container.
@@ -76,7 +75,6 @@ class Signature:
 
     def __init__(self, specialized: Specialization, avals: tuple[Any, ...]) -> None:
         self.specialized, self.rule, self.avals = specialized, specialized.rule, avals
-        self.flat = specialized.is_flat
         self.fun, self.bwd, self.jvp = specialized.fun, specialized.bwd, specialized.jvp
         self.fwd = specialized.fun if self.bwd is None else specialized.fwd
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in avals]
@@ -156,7 +154,11 @@ class Signature:
 
     def cotangents(self, cotangents: Any) -> Sequence[Any]:
         """The checked cotangents that bwd returned, one for each tensor."""
-        if self.flat and type(cotangents) is tuple and len(cotangents) == len(self.avals):
+        if (
+            self.specialized.is_flat
+            and type(cotangents) is tuple
+            and len(cotangents) == len(self.avals)
+        ):
             for g, (shape, dtype, _) in zip(cotangents, self.avals, strict=True):
                 if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
                     break

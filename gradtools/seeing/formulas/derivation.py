@@ -17,7 +17,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,8 +115,7 @@ class Formula:
 
     def __init__(self, recorded: Recorded, order: int, wrt: Sequence[int] | None) -> None:
         inputs = recorded.opened
-        self.order = order
-        self._recorded = replace(recorded, run=None)  # so that a formula is pickled without f
+        self.order, self._recorded = order, recorded
         leaves = list(dict.fromkeys((*inputs, *recorded.held)))
         chosen = short_names([p["name"] for p in leaves])
         self._names = {p: ts.symbol(n) for p, n in zip(leaves, chosen, strict=True)}

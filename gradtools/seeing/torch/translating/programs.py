@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ Tensor = torch.Tensor
 
 def formula_graph(program: LeafProgram) -> Recorded:
     """Records one forward run of a program and undoes its effects."""
-    count, active = len(program.leaves), set(program.wrt)
+    active = set(program.wrt)
     with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
         recorder = FormulaRecorder(undo, program.backend, origin_of)
         xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
@@ -51,15 +52,21 @@ def formula_graph(program: LeafProgram) -> Recorded:
     wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
     captured = [held[p] for p in wanted]
 
-    def run(values: Sequence[Any]) -> Sequence[Any]:
-        place = {id(x): v for x, v in zip(captured, values[count:], strict=True)}
-        kinds = {v.device.type for v in values if isinstance(v, Tensor)}
-        others = Modes.now(kinds).by_other_kernels()  # fused ones are differentiated once
-        with reading(place, wide=False), others.restored():
-            return program.run(values[:count])
-
     detached = {p: x.detach() for p, x in held.items()}
+    run = partial(_run_with, program, captured)
     return Recorded(tuple(inputs), tuple(outputs), detached, wanted, run)
+
+
+def _run_with(
+    program: LeafProgram, captured: Sequence[Tensor], values: Sequence[Any]
+) -> Sequence[Any]:
+    """The program at other leaves, followed by values of the tensors that it captures."""
+    count = len(program.leaves)
+    place = {id(x): v for x, v in zip(captured, values[count:], strict=True)}
+    kinds = {v.device.type for v in values if isinstance(v, Tensor)}
+    others = Modes.now(kinds).by_other_kernels()  # fused ones are differentiated once
+    with reading(place, wide=False), others.restored():
+        return program.run(values[:count])
 
 
 @contextmanager

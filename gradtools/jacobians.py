@@ -127,8 +127,14 @@ class Jacobians(Operators):
             mode, fun = staged.jacobian_mode, staged.run
         rows = blocks(backend, fun, call.leaves, mode, chunk_size)
         if is_auto:  # the dtype must not depend on which mode the output's size selects
-            cast = partial(in_precision_of, backend)
-            rows = [list(map(cast, call.leaves, row)) for row in rows]
+            for row in rows:
+                for k, (x, block) in enumerate(zip(call.leaves, row, strict=True)):
+                    if not backend.is_complex(block):
+                        row[k] = block if block.dtype == x.dtype else backend.cast(block, x)
+                        continue
+                    real, imaginary = backend.cast(block.real, x), backend.cast(block.imag, x)
+                    if real.dtype != block.real.dtype:
+                        row[k] = real + 1j * imaginary
         call.refuse_changes()
         trees = [call.to_trees(row) for row in rows]
         if not isinstance(argnums, tuple | list):
@@ -477,14 +483,6 @@ def _columns(
         ]
         for column in last
     ]
-
-
-def in_precision_of(backend: Backend, x: Array, block: Array) -> Array:
-    """A block cast to the precision of the input leaf x, which reverse mode gives."""
-    if not backend.is_complex(block):
-        return block if block.dtype == x.dtype else backend.cast(block, x)
-    real, imaginary = backend.cast(block.real, x), backend.cast(block.imag, x)
-    return block if real.dtype == block.real.dtype else real + 1j * imaginary
 
 
 def _is_empty(x: Array) -> bool:

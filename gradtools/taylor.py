@@ -120,21 +120,21 @@ class Jets:
                 values.append(value)
             return f(*values)
 
+        def one_more(g: Any, known: int, t: Array) -> tuple[list[Array], list[Any]]:
+            """g's outputs (`known` derivatives of each), and the next derivative of each."""
+            outs, extras, pushed = self.backend.jvp(g, [t], [one])
+            return [*outs, *pushed[len(outs) - len(outs) // known :]], extras
+
         g: Any = curve
         for k in range(self.order):
             g.caller = self.caller
-            g = partial(self._one_more, g, k + 1, one)
+            g = partial(one_more, g, k + 1)
         outs, extras = g(first)
         count = len(outs) // (self.order + 1)
         return [
             Series(outs[i], tuple(outs[i + k * count] for k in range(1, self.order + 1)))
             for i in range(count)
         ], extras
-
-    def _one_more(self, g: Fun, known: int, one: Array, t: Array) -> tuple[list[Array], list[Any]]:
-        """g's outputs (the first `known` derivatives of each), and the next derivative of each."""
-        outs, extras, pushed = self.backend.jvp(g, [t], [one])
-        return [*outs, *pushed[len(outs) - len(outs) // known :]], extras
 
 
 class Laplacians:

@@ -15,7 +15,7 @@ import numpy as np
 from gradtools.accumulate import State
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
-from gradtools.gradient_targets import TargetLeaf, paired, refuse
+from gradtools.gradient_targets import paired, refuse
 from gradtools.jax import trees
 from gradtools.jax._upstream import get_opaque_trace_state
 from gradtools.jax.gathering import check_axis, sum_over_ranks, tracked_axes
@@ -37,9 +37,22 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     for entry in paired(trees, caller, target, grads):
         if entry.grad is None:
             new.append(entry.target)
-        else:
-            p, g = _checked(caller, entry)
-            new.append(p + g if add else copied(g))
+            continue
+        p: Any = _array(entry.target)
+        g: Any = _array(entry.grad)
+        for side, array, given in (("target", p, entry.target), ("grads", g, entry.grad)):
+            if array is None or not jnp.issubdtype(array.dtype, jnp.inexact):
+                came = with_article(type(given).__name__) if array is None else spec(array)
+                fix = "Leave what has no gradient out of grads, or put None there."
+                refuse(caller, f"{side}{entry.path} is {came}", "a floating or complex array", fix)
+        if (p.shape, p.dtype) != (g.shape, g.dtype):
+            fix = (
+                "Convert it to the buffer's dtype, or start the buffer with None."
+                if p.shape == g.shape
+                else "Reduce it over the batch first, or give it under another name."
+            )
+            refuse(caller, f"grads{entry.path} is {spec(g)}", f"{spec(p)}, as the buffer", fix)
+        new.append(p + g if add else copied(g))
     return trees.unflatten(trees.flatten(target)[1], new)
 
 
@@ -102,28 +115,6 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> tuple[Any,
             )
     weight, *sums = sum_over_ranks(caller, [own.weight, *own.totals], axis_name, group)
     return own.treedef, sums, weight
-
-
-# --- leaves ------------------------------------------------------------------------------
-
-
-def _checked(caller: str, entry: TargetLeaf) -> tuple[jax.Array, jax.Array]:
-    """The target and the gradient as arrays of one shape and dtype."""
-    p: Any = _array(entry.target)
-    g: Any = _array(entry.grad)
-    for side, array, given in (("target", p, entry.target), ("grads", g, entry.grad)):
-        if array is None or not jnp.issubdtype(array.dtype, jnp.inexact):
-            came = with_article(type(given).__name__) if array is None else spec(array)
-            fix = "Leave what has no gradient out of grads, or put None there."
-            refuse(caller, f"{side}{entry.path} is {came}", "a floating or complex array", fix)
-    if (p.shape, p.dtype) != (g.shape, g.dtype):
-        fix = (
-            "Convert it to the buffer's dtype, or start the buffer with None."
-            if p.shape == g.shape
-            else "Reduce it over the batch first, or give it under another name."
-        )
-        refuse(caller, f"grads{entry.path} is {spec(g)}", f"{spec(p)}, as the buffer", fix)
-    return p, g
 
 
 def _array(x: Any) -> jax.Array | None:

@@ -85,7 +85,11 @@ def _step(_: int, eqn: Eqn, ins: list[AbstractArray]) -> Sequence[AbstractArray]
     inside = None
     if name == "cond":
         runs = [_called([branch], ins[1:]) for branch in programs_of(eqn)]
-        inside = [_joined(column) for column in zip(*[run or [] for run in runs], strict=True)]
+        inside = []
+        for column in zip(*[run or [] for run in runs], strict=True):
+            reached = [x.entries for x in column if x.entries is not None]
+            shape = column[0].shape
+            inside.append(AbstractArray(shape, e.entrywise(shape, reached) if reached else None))
     elif name in CALLS or name in RULED:
         inside = _called(programs_of(eqn), ins)
     if inside is not None:
@@ -102,11 +106,6 @@ def _called(programs: Sequence[HeldJaxpr], ins: list[AbstractArray]) -> list[Abs
         return None
     consts = [AbstractArray(np.shape(c), None, _concrete(c)) for c in programs[0].consts]
     return _run(programs[0].jaxpr, [*consts, *ins])
-
-
-def _joined(values: Sequence[AbstractArray]) -> AbstractArray:
-    active = [x.entries for x in values if x.entries is not None]
-    return AbstractArray(values[0].shape, e.entrywise(values[0].shape, active) if active else None)
 
 
 # --- transfer functions of the primitives

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import jax
@@ -84,8 +84,11 @@ class _SweepRun:
             x if role == SHARED else shardings.whole(x, 0)
             for x, role in zip(xs, self.roles, strict=True)
         ]
-        pairs = [*zip(self.roles, xs, strict=True)]
-        self.entries = {side: _entry(pairs, side) for side in (ROWS, COLUMNS)}
+        # The mesh axes (Explicit ones) over which each side is sharded, or None.
+        self.entries: dict[str, Any] = {ROWS: None, COLUMNS: None}
+        for role, x in zip(self.roles, xs, strict=True):
+            if role != SHARED and self.entries[role] is None:
+                self.entries[role] = shardings.entries(x)[0]
         self.rows, self.columns = (program.cut.blocks(side) for side in (ROWS, COLUMNS))
 
     def run(self) -> States:
@@ -100,7 +103,19 @@ class _SweepRun:
         carry = self._empty(avals, SHARED), of_columns
         for start, size, count in self.rows:
             like = avals if size == first[0] else self.avals(size, first[1])
-            band = partial(self._band, self._empty(like, ROWS))
+            none = self._empty(like, ROWS)
+
+            def band(carry: Any, rows: Arrays, none: States = none) -> tuple[Any, States]:
+                shared, of_columns = carry
+                result, inner = [], (none, shared)
+                for (start, size, count), states in zip(self.columns, of_columns, strict=True):
+                    blocks = self._blocks(COLUMNS, start, size, count), states
+                    step = lambda inner, block: self._tile(rows, inner, *block)
+                    inner, new = _loop(step, inner, blocks, count)
+                    result.append(new)
+                of_rows, shared = inner
+                return (shared, result), of_rows
+
             carry, states = _loop(band, carry, self._blocks(ROWS, start, size, count), count)
             bands.append(states)
         shared, of_columns = carry
@@ -133,18 +148,6 @@ class _SweepRun:
     def mesh(self, side: str) -> Any:
         mine = (x for x, role in zip(self.given, self.roles, strict=True) if role == side)
         return next(jax.typeof(x).sharding.mesh for x in mine if shardings.entries(x)[0])
-
-    def _band(self, none: States, carry: Any, rows: Arrays) -> tuple[Any, States]:
-        shared, of_columns = carry
-        result, inner = [], (none, shared)
-        for (start, size, count), states in zip(self.columns, of_columns, strict=True):
-            blocks = self._blocks(COLUMNS, start, size, count), states
-            inner, new = _loop(
-                lambda inner, block: self._tile(rows, inner, *block), inner, blocks, count
-            )
-            result.append(new)
-        of_rows, shared = inner
-        return (shared, result), of_rows
 
     def _tile(self, rows: Arrays, carry: Any, columns: Arrays, of_columns: States) -> Any:
         blocks = {ROWS: iter(rows), COLUMNS: iter(columns)}
@@ -207,12 +210,6 @@ def _draws(closed: Any) -> set[Any]:
     """The draws of a program: primitive and shape of each."""
     drawn = [eqn for eqn in equations(closed) if eqn.primitive.name in DRAWS]
     return {(eqn.primitive.name, eqn.params["shape"]) for eqn in drawn}
-
-
-def _entry(pairs: Sequence[tuple[str, Any]], side: str) -> Any:
-    """The mesh axes (Explicit ones) over which a side is sharded, or None."""
-    result = (shardings.entries(x)[0] for role, x in pairs if role == side)
-    return next((entry for entry in result if entry is not None), None)
 
 
 def _cut(x: Any, count: int) -> Any:

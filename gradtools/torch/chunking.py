@@ -153,22 +153,16 @@ def checkpointed(
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
     every = [leaf.value for flat in batch.arguments for leaf in flat.leaves]
     leaves = [x for x in every if isinstance(x, Tensor)]
-    if upstream.is_exporting() or not _is_differentiated(leaves):
+    levels = upstream.get_interpreter_stack() or ()
+    is_differentiated = any(level.key() == upstream.TransformType.Grad for level in levels)
+    if not is_differentiated and torch.is_grad_enabled():
+        pushed = any(map(is_dual, leaves))  # forward mode alone saves nothing
+        both = any(unwrapped(x).requires_grad for x in leaves) and not is_recomputing()
+        is_differentiated = not pushed or both
+    if upstream.is_exporting() or not is_differentiated:
         return f(*args, **kwargs)
     whole = Chunks.of(f, batch, Partition(1, 1), options)
     return whole.result(run_chunks(whole)[0], [])
-
-
-def _is_differentiated(leaves: list[Tensor]) -> bool:
-    """Whether f may be differentiated in reverse mode, by autograd or torch.func."""
-    levels = upstream.get_interpreter_stack() or ()
-    if any(level.key() == upstream.TransformType.Grad for level in levels):
-        return True
-    if not torch.is_grad_enabled():
-        return False
-    pushed = any(map(is_dual, leaves))  # forward mode alone saves nothing
-    both = any(unwrapped(x).requires_grad for x in leaves) and not is_recomputing()
-    return not pushed or both
 
 
 def sum_chunks(chunks: Chunks, weigh: Weigh | None = None) -> tuple[list[Tensor], list[Tensor]]:

@@ -388,9 +388,9 @@ class _Microbatches:
         outcome: Any = ((value, aux) if has_aux else value), grads
         if carried:
             outcome = outcome, backend.unflatten(chunks.call.carry_def, carry)
-        return (
-            outcome if opened is None else backend.attaching(opened, _MICROBATCHED, repeat)(outcome)
-        )
+        if opened is None:
+            return outcome
+        return backend.attaching(opened, _MICROBATCHED, repeat)(outcome)
 
     def _batch(self, given: list[Argument], positions: tuple[int, ...]) -> Batch:
         """The arguments, with weights of examples as another positional argument."""

@@ -96,7 +96,7 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
         # By default none of several: what is kept beside a loop is compiled a second time.
         count, wanted = chunks.cut.count, options.keep_graphs
         kept = int(count == 1) if wanted is None else min(wanted, count)
-    bar, parts = _Bar(chunks), []
+    bar, parts = _bar(chunks), []
     for run in _runs(steps, kept):
         if run.count == 1:
             inputs = steps.inputs(run.first)
@@ -106,7 +106,7 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
                 step = steps.traced(run.kind, carry)
                 refuse_to_repeat("chunked", step.closed)
                 once = rematerialized(step)
-            pair = once(bar.advance(inputs[0]), *inputs[1:], carry)
+            pair = once(bar(inputs[0]), *inputs[1:], carry)
             outs, carry = jax.tree.map(jnp.asarray, pair)  # eval_jaxpr returns constants as numbers
             outs = [x[None] for x in outs]
         else:
@@ -118,7 +118,7 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
 
             @marked_as_chunk
             def body(carry: list[Array], inputs: Any, many: Any = many) -> Any:
-                outs, carry = many(bar.advance(inputs[0]), *inputs[1:], carry)
+                outs, carry = many(bar(inputs[0]), *inputs[1:], carry)
                 return carry, outs
 
             carry, outs = jax.lax.scan(body, step.widened(carry), steps.stacked(run))
@@ -420,43 +420,37 @@ def promoted(x: Array, aval: Any) -> Array:
 # --- the progress bar
 
 
-class _Bar:
-    """The progress bar of a call, advanced by a callback in the program; may be disabled."""
-
-    def __init__(self, chunks: Chunks) -> None:
-        self.count, self.shown = chunks.cut.count, chunks.options.progress
-        self.bar: Any = None
-        if self.shown and find_spec("tqdm") is None:
-            progress_bar(self.count)  # raises, naming the package
-
-    def advance(self, index: Any) -> Any:
-        """The index of a chunk, which advances the bar when the program computes it.
-
-        A program that is lowered for another platform has no bar.
-        """
-        if not self.shown:
-            return index
-
-        def move(index: Any) -> None:
-            if self.bar is None:
-                self.bar = progress_bar(self.count)
-            self.bar.update()
-            if self.bar.n >= self.count:
-                self.bar.close()
-                self.bar = None
-
-        @marked_as_chunk
-        def moved(i: Any) -> Any:
-            jax.debug.callback(move, i)
-            return i
-
-        name = jax.default_backend()
-        here = dict.fromkeys(_PLATFORMS.get(name, (name,)), moved)
-        choose = marked_as_chunk(
-            lambda i: jax.lax.platform_dependent(i, **here, default=marked_as_chunk(lambda i: i))
-        )
-        # JAX 0.10 drops a branch's effects in partial evaluation of a scan, but not a checkpoint's
-        return jax.checkpoint(choose)(jnp.asarray(index))
-
-
 _PLATFORMS = {"gpu": ("cuda", "rocm")}
+
+
+def _bar(chunks: Chunks) -> Callable[[Any], Any]:
+    """The index of a chunk, as a function that advances the progress bar when it is computed.
+
+    A program that is lowered for another platform has no bar.
+    """
+    count = chunks.cut.count
+    if not chunks.options.progress:
+        return lambda index: index
+    if find_spec("tqdm") is None:
+        progress_bar(count)  # raises, naming the package
+    shown: list[Any] = []
+
+    def move(index: Any) -> None:
+        if not shown:
+            shown.append(progress_bar(count))
+        shown[0].update()
+        if shown[0].n >= count:
+            shown.pop().close()
+
+    @marked_as_chunk
+    def moved(i: Any) -> Any:
+        jax.debug.callback(move, i)
+        return i
+
+    name = jax.default_backend()
+    here = dict.fromkeys(_PLATFORMS.get(name, (name,)), moved)
+    choose = marked_as_chunk(
+        lambda i: jax.lax.platform_dependent(i, **here, default=marked_as_chunk(lambda i: i))
+    )
+    # JAX 0.10 drops a branch's effects in partial evaluation of a scan, but not a checkpoint's
+    return lambda index: jax.checkpoint(choose)(jnp.asarray(index))

@@ -283,19 +283,58 @@ def explicit(
     """
     if not within_a_trace():
         return fun, []
-    if (
-        next(captured_objects(own, lambda x: isinstance(x, jax.core.Tracer), jax.Array), None)
-        is not None
-    ):
+    if any(True for _ in captured_objects(own, _is_tracer, jax.Array)):
         raise GradtoolsError(
             f"{caller}: a function of reduce closes over an array of the function that is being "
             "transformed by JAX. Return the array from f, as a part of its output."
         )
-    result = _ClosureConverted(caller, fun)
+    captured, programs, complete = list[Any](), dict[Any, Any](), False
+
+    def program_of(avals: Sequence[Any]) -> Any:
+        """The jaxpr for a tile size, its constants and the structure of its output."""
+        key = tuple([(aval.shape, aval.dtype) for aval in avals])
+        if key in programs:
+            return programs[key]
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(list(avals))
+        constants: list[Any] = []  # `(position in captured, None)`, or `(None, constant)`
+        for x in closed.consts:
+            if not _is_tracer(x):
+                constants.append((None, x))
+                continue
+            at = next((k for k, y in enumerate(captured) if y is x), len(captured))
+            constants.append((at, None))
+            if at == len(captured):
+                if complete:
+                    raise GradtoolsError(
+                        f"{caller}: f closes over another array in a tile of another size. Pass it "
+                        "as an argument."
+                    )
+                captured.append(x)
+        programs[key] = closed.jaxpr, constants, jax.tree.structure(shapes)
+        return programs[key]
+
+    def step(_: int, eqn: Any, xs: Arrays) -> Arrays:
+        # Under shard_map more values may vary than when it was traced.
+        if eqn.primitive.name == "pvary":
+            return [varying(xs[0], frozenset(eqn.params["axes"]))]
+        return bound(eqn, varying_alike(xs))
+
+    def converted(xs: Arrays) -> Any:
+        if not captured:
+            return fun(xs)
+        n = len(xs) - len(captured)
+        jaxpr, constants, treedef = program_of([jax.typeof(x) for x in xs[:n]])
+        consts = [x if k is None else xs[n + k] for k, x in constants]
+        return jax.tree.unflatten(treedef, interpreted(jaxpr, [*consts, *xs[:n]], step))
+
     for lengths in sides:
-        result.trace([_with_length(x, n) for x, n in zip(xs, lengths, strict=True)])
-    result.complete = True
-    return result, result.captured
+        program_of([_with_length(x, n) for x, n in zip(xs, lengths, strict=True)])
+    complete = True  # the captured arrays are arguments by now
+    return converted, captured
+
+
+def _is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
 
 
 def unreached(
@@ -321,55 +360,6 @@ def unreached(
 def _with_length(x: Any, n: int | None) -> Any:
     aval = jax.typeof(x)
     return aval if n is None else shardings.with_leading(shardings.without_axis(aval, 0), n)
-
-
-class _ClosureConverted:
-    """A closure-converted function, traced to one program for each tile size."""
-
-    def __init__(self, caller: str, fun: Callable[[Arrays], Any]) -> None:
-        self.captured: Arrays = []
-        self.complete = False  # whether the captured arrays are arguments by now
-        self._operator, self._fun, self._programs = caller, fun, dict[Any, Any]()
-
-    def trace(self, avals: Sequence[Any]) -> Any:
-        """Traces the program of a tile size; captured tracers become positions in `captured`."""
-        closed, shapes = jax.make_jaxpr(self._fun, return_shape=True)(list(avals))
-        constants: list[Any] = []  # `(position in captured, None)`, or `(None, constant)`
-        for x in closed.consts:
-            if not isinstance(x, jax.core.Tracer):
-                constants.append((None, x))
-                continue
-            at = next((k for k, y in enumerate(self.captured) if y is x), len(self.captured))
-            constants.append((at, None))
-            if at == len(self.captured):
-                if self.complete:
-                    raise GradtoolsError(
-                        f"{self._operator}: f closes over another array in a tile of another size. "
-                        "Pass it as an argument."
-                    )
-                self.captured.append(x)
-        program = closed.jaxpr, constants, jax.tree.structure(shapes)
-        return self._programs.setdefault(_avals(avals), program)
-
-    def __call__(self, xs: Arrays) -> Any:
-        if not self.captured:
-            return self._fun(xs)
-        n = len(xs) - len(self.captured)
-        avals = [jax.typeof(x) for x in xs[:n]]
-        jaxpr, constants, treedef = self._programs.get(_avals(avals)) or self.trace(avals)
-        consts = [x if k is None else xs[n + k] for k, x in constants]
-
-        def step(_: int, eqn: Any, xs: Arrays) -> Arrays:
-            # Under shard_map more values may vary than when it was traced.
-            if eqn.primitive.name == "pvary":
-                return [varying(xs[0], frozenset(eqn.params["axes"]))]
-            return bound(eqn, varying_alike(xs))
-
-        return jax.tree.unflatten(treedef, interpreted(jaxpr, [*consts, *xs[:n]], step))
-
-
-def _avals(avals: Sequence[Any]) -> Any:
-    return tuple([(aval.shape, aval.dtype) for aval in avals])
 
 
 def tile_bytes(fun: Any, xs: Sequence[Any], sides: Sequence[int | None]) -> int:

@@ -8,7 +8,7 @@ once, as one sum, and an exception in a chunk leaves no partial ones. See `repla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -55,28 +55,68 @@ def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
         forward = kind(chunks, in_functorch, chunks.options.latest.get("start"))
         if not in_functorch:
             chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
-        rerun = None if in_functorch or chunks.cut.count == 1 else Rerun(forward)
+        versions = [] if in_functorch else _versions(chunks)
         known = None if in_functorch else forward.evaluate(forward.xs, forward.shared)
         rows, carry = node_of(forward, forward.xs, forward.shared, known)
-        _check_rows(chunks, rows, rerun)
+        _check_rows(chunks, rows, None if in_functorch else forward, versions)
         carry = [*map(untracked, carry)] if in_functorch else forward.carry
         return _joined(chunks, rows), carry
 
 
-def _check_rows(chunks: Chunks, rows: Rows, rerun: Rerun | None = None) -> None:
-    """Raises unless the outputs of all chunks can be joined."""
+def _versions(chunks: Chunks) -> list[int]:
+    return [upstream.version_of(x) for x in chunks.shared if isinstance(x, Tensor)]
+
+
+def _check_rows(
+    chunks: Chunks, rows: Rows, forward: Forward | None = None, versions: Sequence[int] = ()
+) -> None:
+    """Raises unless the outputs of all chunks can be joined, as rows of examples.
+
+    If they may be none, f is evaluated at another chunk size for the shapes of its outputs, and all
+    state is restored. It is not if this was checked before, under modes that count or record
+    operations, if f would be compiled for another size, or would wait for processes that do not run
+    it.
+
+    versions: Those of the shared arguments before the first pass.
+    """
     if chunks.outputs.axes is None:
         return
-    size = chunks.cut.sizes[0]
-    shapes = [[x.shape for x in row] for row in rows]
-    if len(rows) > 1 and not any(map(_is_doubtful, repeat(size), chunks.outputs.axes, *rows[:2])):
-        rerun = None
+    size, runs = chunks.cut.sizes[0], list[tuple[RunKey, int]]()  # each with its examples
+    axes = chunks.outputs.axes
+    doubtful = len(rows) < 2 or any(map(_is_doubtful, repeat(size), axes, *rows[:2]))
+
+    def again(other: Chunks) -> list[torch.Size] | None:
+        assert forward is not None
+        if not forward.verifies or forward.accumulates or is_recorded() or is_compiled(forward):
+            return None
+        if upstream.count_of_dispatch_modes() or torch.distributed.is_initialized():
+            return None
+        if versions != _versions(chunks):
+            return None  # f changes its arguments in place
+        key = run_key(forward).for_aspect("rows")
+        if key.is_verified():
+            return None
+        size, done = other.cut.sizes[0], sum(n for _, n in runs)
+        pieces = []
+        for x, axis in other.splits:
+            start = min(done, x.shape[axis] - size)
+            pieces.append(_copied(x.narrow(axis, start, size)))
+        pieces += [_copied(x) for x in other.lists[0]]
+        carry = [_copied(x) for x in forward.first_carry]
+        cached = without_cached_weights() if upstream.caches_weights() else NOTHING
+        with first_pass_state(forward), cached:
+            outs, _ = other.call(0, 0, pieces, other.shared, carry)
+        runs.append((key, size))
+        return [y.shape for y in outs]
+
     # few examples are cheap, but f may not accept a single one
     sizes = size // 2 or 2, size + 1
+    shapes = [[x.shape for x in row] for row in rows]
     pairs = [*zip(chunks.cut.sizes, shapes, strict=True)]
+    rerun = again if doubtful and forward is not None else None
     chunks.outputs.check_rows(chunks, pairs, rerun, sizes, by_data=True)
-    if rerun is not None and rerun.run_key is not None:
-        rerun.run_key.mark_verified()  # so that f is not run again for it
+    for key, _ in runs[-1:]:
+        key.mark_verified()  # so that f is not run again for it
 
 
 def _is_doubtful(size: int, axis: int, y: Tensor, of_next: Tensor) -> bool:
@@ -91,48 +131,6 @@ def _is_doubtful(size: int, axis: int, y: Tensor, of_next: Tensor) -> bool:
     if not single and (length != size or size == 1 or not rest or size in rest):
         return True
     return is_readable(y) and y.data_ptr() == of_next.data_ptr()
-
-
-# --- f at another number of examples, to see which outputs are rows of examples ------------------
-
-
-class Rerun:
-    """Evaluates f at another chunk size for the shapes of its outputs, and restores all state.
-
-    f is not run if this was checked before, under modes that count or record operations, if it
-    would be compiled for another size, or would wait for processes that do not run it.
-    """
-
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
-        self._given = [x for x in forward.chunks.shared if isinstance(x, Tensor)]
-        self._versions = [*map(upstream.version_of, self._given)]
-        self.run_key: RunKey | None = None  # of the latest run
-        self._start = 0  # the first example of the next run
-
-    def __call__(self, other: Chunks) -> list[torch.Size] | None:
-        forward = self._forward
-        if not forward.verifies or forward.accumulates or is_recorded() or is_compiled(forward):
-            return None
-        if upstream.count_of_dispatch_modes() or torch.distributed.is_initialized():
-            return None
-        if self._versions != [*map(upstream.version_of, self._given)]:
-            return None  # f changes its arguments in place
-        key = run_key(forward).for_aspect("rows")
-        if key.is_verified():
-            return None
-        size = other.cut.sizes[0]
-        pieces = []
-        for x, axis in other.splits:
-            start = min(self._start, x.shape[axis] - size)
-            pieces.append(_copied(x.narrow(axis, start, size)))
-        pieces += [_copied(x) for x in other.lists[0]]
-        carry = [_copied(x) for x in forward.first_carry]
-        cached = without_cached_weights() if upstream.caches_weights() else NOTHING
-        with first_pass_state(forward), cached:
-            outs, _ = other.call(0, 0, pieces, other.shared, carry)
-        self.run_key, self._start = key, self._start + size
-        return [y.shape for y in outs]
 
 
 def _copied(x: Any) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from math import isqrt, prod
 from typing import Any, Literal
 
@@ -86,7 +84,7 @@ class Attention(Operators):
         mask = attn_mask
         if mask is not None:
             mask = as_array(backend, caller, mask, "attn_mask", device_of=q)
-        out = _Attention.of(backend, q, k, v, is_causal, scale).run(q, k, v, mask, tile_size)
+        out = _heads_first(backend, q, k, v, mask, is_causal, scale, tile_size)
         return xp.permute_dims(out, (0, 2, 1, 3)) if last else out
 
 
@@ -96,119 +94,96 @@ def tile_size_of(batch: Sequence[int]) -> int:
     return max(64, min(512, isqrt(_PAIRS_AT_ONCE // max(prod(known), 1))))
 
 
-@dataclass(frozen=True, eq=False)
-class _Attention:
-    """One call with heads first; the query heads of a group become rows of one head."""
-
-    backend: Backend
-    batch: tuple[int, ...]  # the leading axes of the keys
-    groups: int  # the number of query heads that share a key head
-    rows: int  # the number of queries
-    columns: int  # the number of keys
-    causal: bool  # whether row i attends to columns j <= i only
-    scale: float  # the factor of the scores
-
-    @classmethod
-    def of(
-        cls, backend: Backend, q: Array, k: Array, v: Array, causal: bool, scale: float | None
-    ) -> _Attention:
-        # Pads vectors, which are then refused as a matrix without rows.
-        (*qs, n, d), (*ks, m, e) = ((0,) * (2 - len(z.shape)) + tuple(z.shape) for z in (q, k))
-        fits = tuple(v.shape[:-1]) == (*ks, m) and d == e and len(qs) == len(ks)
-        groups = qs[-1] // ks[-1] if fits and qs and ks[-1] else 1
-        if not fits or qs[:-1] != ks[:-1] or qs[-1:] != [groups * h for h in ks[-1:]]:
-            raise GradtoolsError(
-                f"attention: with heads first, query has the shape {tuple(q.shape)}, key "
-                f"{tuple(k.shape)} and value {tuple(v.shape)}; expected [..., heads, n, d], "
-                "[..., h, m, d] and [..., h, m, e], where h divides heads."
-            )
-        return cls(backend, tuple(ks), groups, n, m, causal, d**-0.5 if scale is None else scale)
-
-    def run(self, q: Array, k: Array, v: Array, mask: Any, tile_size: TileSize) -> Array:
-        """The output, of query's shape except for the last axis."""
-        backend, xp, shape = self.backend, self.backend.xp, (*q.shape[:-1], v.shape[-1])
-        q = xp.reshape(q, (*self.batch, self.groups * self.rows, q.shape[-1]))
-        arrays, mask_role = {"q": q, "k": k, "v": v}, "rows"
-        if self.causal:
-            i = backend.tiles.indices(self.rows, q)
-            arrays["i"] = xp.concat([i] * self.groups) if self.groups > 1 else i
-        if mask is not None:
-            mask_role, arrays["mask"] = self._mask(mask)
-        if self.causal or mask_role == "pairs":
-            arrays["j"] = backend.tiles.indices(self.columns, q)
-        columns = ("k", "v", "j", *(["mask"] if mask_role == "columns" else []))
-        scores = partial(self._scores, mask_role)
-        scores.gives_new_scores = True  # type: ignore[attr-defined]
-        run = tiled(
-            backend,
-            scores,
-            "softmax",
-            tile_size=tile_size or tile_size_of(self.batch),
-            rows=[name for name in arrays if name not in columns],
-            columns=[name for name in arrays if name in columns],
+def _heads_first(
+    backend: Backend, q: Array, k: Array, v: Array, mask: Any, causal: bool, scale: Any, size: Any
+) -> Array:
+    """Attention with heads first; the query heads of a group become rows of one head."""
+    # Pads vectors, which are then refused as a matrix without rows.
+    (*qs, n, d), (*ks, m, e) = ((0,) * (2 - len(z.shape)) + tuple(z.shape) for z in (q, k))
+    fits = tuple(v.shape[:-1]) == (*ks, m) and d == e and len(qs) == len(ks)
+    groups = qs[-1] // ks[-1] if fits and qs and ks[-1] else 1
+    if not fits or qs[:-1] != ks[:-1] or qs[-1:] != [groups * h for h in ks[-1:]]:
+        raise GradtoolsError(
+            f"attention: with heads first, query has the shape {tuple(q.shape)}, key "
+            f"{tuple(k.shape)} and value {tuple(v.shape)}; expected [..., heads, n, d], "
+            "[..., h, m, d] and [..., h, m, e], where h divides heads."
         )
-        names, lead = list(arrays), len(self.batch)
-        call = lambda *xs: run(**dict(zip(names, xs, strict=True)))
-        mapped = ("q", "k", "v", "mask")
-        for axis in reversed(range(lead)):
-            if self.batch[axis] == 1:  # avoids needless vmap levels
-                continue
-            in_axes = [
-                0 if name in mapped and (name != "mask" or x.shape[axis] > 1) else None
-                for name, x in arrays.items()
-            ]
-            call = backend.vmap(call, in_axes=tuple(in_axes))
-        xs = [
-            xp.reshape(x, [n for n in x.shape[:lead] if n != 1] + [*x.shape[lead:]])
-            if name in mapped
-            else x
-            for name, x in arrays.items()
-        ]
-        return xp.reshape(call(*xs), shape)
+    xp, shape = backend.xp, (*q.shape[:-1], v.shape[-1])
+    scale, tiles = d**-0.5 if scale is None else scale, backend.tiles
+    arrays, mask_role = {"q": xp.reshape(q, (*ks, groups * n, d)), "k": k, "v": v}, "rows"
+    if causal:
+        i = tiles.indices(n, q)
+        arrays["i"] = xp.concat([i] * groups) if groups > 1 else i
+    if mask is not None:
+        mask_role, arrays["mask"] = _mask(backend, mask, ks, groups, n, m)
+    if causal or mask_role == "pairs":
+        arrays["j"] = tiles.indices(m, q)
 
-    def _mask(self, mask: Array) -> tuple[str, Array]:
-        """The mask's role, "rows", "columns" or "pairs", and the mask with all leading axes."""
-        xp = self.backend.xp
-        full = (*self.batch[:-1], self.batch[-1] * self.groups) if self.batch else ()
-        wanted = (*full, self.rows, self.columns)
-        shape = (1,) * (len(wanted) - len(mask.shape)) + tuple(mask.shape)
-        fits = len(shape) == len(wanted)
-        if not fits or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
-            raise GradtoolsError(
-                f"attention: attn_mask has the shape {tuple(mask.shape)}, which does not broadcast "
-                f"to the shape [..., heads, n, m] of the scores, {wanted}."
-            )
-        mask = xp.reshape(mask, shape)
-        *lead, n, m = shape
-        if self.groups > 1 and lead and (lead[-1] > 1 or n > 1):
-            own = lead[-1] > 1
-            most = self.batch[-1] * self.groups if own else self.groups
-            mask = xp.broadcast_to(mask, (*lead[:-1], most, self.rows, m))
-            mask = xp.reshape(mask, (*lead[:-1], self.batch[-1] if own else 1, -1, m))
-            *lead, n, m = mask.shape
-        if n == 1:
-            mask = xp.broadcast_to(mask, (*lead, 1, self.columns))
-            return "columns", xp.reshape(mask, (*lead, self.columns))
-        if m == 1:
-            return "rows", xp.reshape(mask, (*lead, n))
-        return "pairs", mask
-
-    def _scores(
-        self, name: str, q: Any, k: Any, v: Any, mask: Any = None, i: Any = None, j: Any = None
-    ) -> Any:
-        xp, s = self.backend.xp, (self.scale * q) @ k.T
+    def scores(q: Any, k: Any, v: Any, mask: Any = None, i: Any = None, j: Any = None) -> Any:
+        s = (scale * q) @ k.T
+        where = lambda kept, s: xp.where(kept, s, backend.zeros_like(s[:1, :1]) - float("inf"))
         if mask is not None:
-            if name == "pairs":
+            if mask_role == "pairs":
                 mask = xp.take(mask, j, axis=1)
-            mask = {"rows": mask[:, None], "columns": mask[None]}.get(name, mask)
-            if self.backend.is_inexact(mask):
-                s = s + self.backend.cast(mask, s)
-            else:
-                s = self._where(mask, s)
-        if self.causal:
-            s = self._where(i[:, None] >= j[None], s)
+            mask = {"rows": mask[:, None], "columns": mask[None]}.get(mask_role, mask)
+            s = s + backend.cast(mask, s) if backend.is_inexact(mask) else where(mask, s)
+        if causal:
+            s = where(i[:, None] >= j[None], s)
         return s, v[None]
 
-    def _where(self, kept: Any, s: Any) -> Any:
-        """The scores where `kept`, -inf elsewhere."""
-        return self.backend.xp.where(kept, s, self.backend.zeros_like(s[:1, :1]) - float("inf"))
+    scores.gives_new_scores = True  # type: ignore[attr-defined]
+    columns = ("k", "v", "j", *(["mask"] if mask_role == "columns" else []))
+    run = tiled(
+        backend,
+        scores,
+        "softmax",
+        tile_size=size or tile_size_of(ks),
+        rows=[name for name in arrays if name not in columns],
+        columns=[name for name in arrays if name in columns],
+    )
+    names, lead = list(arrays), len(ks)
+    call = lambda *xs: run(**dict(zip(names, xs, strict=True)))
+    mapped = ("q", "k", "v", "mask")
+    for axis in reversed(range(lead)):
+        if ks[axis] == 1:  # avoids needless vmap levels
+            continue
+        in_axes = [
+            0 if name in mapped and (name != "mask" or x.shape[axis] > 1) else None
+            for name, x in arrays.items()
+        ]
+        call = backend.vmap(call, in_axes=tuple(in_axes))
+    xs = [
+        xp.reshape(x, [n for n in x.shape[:lead] if n != 1] + [*x.shape[lead:]])
+        if name in mapped
+        else x
+        for name, x in arrays.items()
+    ]
+    return xp.reshape(call(*xs), shape)
+
+
+def _mask(
+    backend: Backend, mask: Array, batch: Sequence[int], groups: int, rows: int, columns: int
+) -> tuple[str, Array]:
+    """The mask's role, "rows", "columns" or "pairs", and the mask with all leading axes."""
+    xp, heads = backend.xp, [n * groups for n in batch[-1:]]
+    wanted = (*batch[:-1], *heads, rows, columns)
+    shape = (1,) * (len(wanted) - len(mask.shape)) + tuple(mask.shape)
+    fits = len(shape) == len(wanted)
+    if not fits or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
+        raise GradtoolsError(
+            f"attention: attn_mask has the shape {tuple(mask.shape)}, which does not broadcast "
+            f"to the shape [..., heads, n, m] of the scores, {wanted}."
+        )
+    mask = xp.reshape(mask, shape)
+    *lead, n, m = shape
+    if groups > 1 and lead and (lead[-1] > 1 or n > 1):
+        own = lead[-1] > 1
+        mask = xp.broadcast_to(mask, (*lead[:-1], heads[0] if own else groups, rows, m))
+        mask = xp.reshape(mask, (*lead[:-1], batch[-1] if own else 1, -1, m))
+        *lead, n, m = mask.shape
+    if n == 1:
+        mask = xp.broadcast_to(mask, (*lead, 1, columns))
+        return "columns", xp.reshape(mask, (*lead, columns))
+    if m == 1:
+        return "rows", xp.reshape(mask, (*lead, n))
+    return "pairs", mask

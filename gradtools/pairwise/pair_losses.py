@@ -116,8 +116,18 @@ class PairLosses(Operators):
             )
             spread = lambda z: None if z is None else gathered(z)
         # Taking the positive logits from the sweep makes its cotangent the only one of x.
-        positive, mean = logits.positive(x, y) if apart else None, backend.xp.mean
-        columns = logits.with_negatives(spread(y), spread(own), negatives)
+        xp, mean = backend.xp, backend.xp.mean
+        positive = scale * wide(backend, xp.sum(x * y, axis=1)) + bias if apart else None
+        columns = {"y": spread(y), "b": spread(own)}
+        if negatives is not None:
+            z, b = columns.values()
+            more = as_array(backend, caller, negatives, "negatives", device_of=y)
+            expected = "rows of as many features as y has"
+            _check_shape(caller, "negatives", more, (*more.shape[:1], y.shape[1]), expected)
+            n, k = z.shape[0], more.shape[0]
+            b = None if b is None else xp.concat([b, xp.broadcast_to(b[:1], (k,))])
+            ours = backend.tiles.indices(n + k, z) < n  # the columns that have an id
+            columns = {"y": xp.concat([z, backend.cast(more, z)]), "b": b, "ours": ours}
         if sigmoid:
             return mean(logits.losses(x, own, columns, positive))
         both = symmetric and not apart
@@ -232,25 +242,6 @@ class _Logits:
     ) -> None:
         self.backend, self.xp = backend, backend.xp
         self.scale, self.bias, self.smoothing, self.options = scale, bias, smoothing, options
-
-    def positive(self, x: Array, y: Array) -> Array:
-        """The logits of the positive pairs."""
-        return self.scale * wide(self.backend, self.xp.sum(x * y, axis=1)) + self.bias
-
-    def with_negatives(self, y: Array, ids: Any, negatives: Any) -> dict[str, Any]:
-        """The columns' arguments: features, ids, and a mask of those that have an id."""
-        if negatives is None:
-            return {"y": y, "b": ids}
-        more = as_array(self.backend, "contrastive_loss", negatives, "negatives", device_of=y)
-        wanted = (*more.shape[:1], y.shape[1])
-        _check_shape(
-            "contrastive_loss", "negatives", more, wanted, "rows of as many features as y has"
-        )
-        n, k = y.shape[0], more.shape[0]
-        if ids is not None:
-            ids = self.xp.concat([ids, self.xp.broadcast_to(ids[:1], (k,))])
-        ours = self.backend.tiles.indices(n + k, y) < n
-        return {"y": self.xp.concat([y, self.backend.cast(more, y)]), "b": ids, "ours": ours}
 
     def _sweep(
         self, f: Any, reduce: Any, over: Any, x: Array, ids: Any, columns: Any, positive: Any

@@ -110,10 +110,14 @@ def reduced(x: Entries, shape: Sequence[int], group: np.ndarray) -> Entries:
         shape: The result's shape.
         group: For each entry of x the flat index of its entry of the result.
     """
-    ones = np.ones(group.size, bool)
-    places = (group.reshape(-1), np.arange(group.size))
-    gathering = _sparse().csr_matrix((ones, places), (math.prod(shape), group.size))
-    return Entries(tuple(shape), gathering @ x.matrix)
+    matrix = _summed(x, group.reshape(-1), np.arange(group.size), math.prod(shape))
+    return Entries(tuple(shape), matrix)
+
+
+def _summed(x: Entries, rows: np.ndarray, columns: np.ndarray, count: int) -> Csr:
+    """A matrix of so many rows; of these `rows` each depends on the entry of x in `columns`."""
+    places = np.ones(rows.size, bool), (rows, columns)
+    return _sparse().csr_matrix(places, (count, x.matrix.shape[0])) @ x.matrix
 
 
 def over_axes(x: Entries, axes: Sequence[int], keepdims: bool = False) -> Entries:
@@ -169,10 +173,7 @@ def product(
             at, to, of = np.nonzero(where)  # batch, the constant's own row, the sum's index
             rows = (out[at, :, to] if x is a else out[at, to, :]).reshape(-1)
             cols = index_array((batch, n, k))[at, :, of].reshape(-1)
-            taking = _sparse().csr_matrix(
-                (np.ones(rows.size, bool), (rows, cols)), (out.size, batch * n * k)
-            )
-            part = taking @ x.matrix
+            part = _summed(x, rows, cols, out.size)
         else:
             line = over_axes(Entries((batch, n, k), x.matrix), (2,))
             at = np.broadcast_to(index_array((batch, n))[:, :, None], (batch, n, m))
@@ -207,7 +208,5 @@ def windows(
         where = taken >= 0
         rows.append(np.broadcast_to(out[:, o, None, :], taken.shape)[where])
         cols.append(taken[where])
-    at = np.concatenate(rows), np.concatenate(cols).astype(np.int64)
-    size = out.size, x.matrix.shape[0]
-    matrix = _sparse().csr_matrix((np.ones(at[0].size, bool), at), size) @ x.matrix
-    return Entries(out.shape, matrix)
+    columns = np.concatenate(cols).astype(np.int64)
+    return Entries(out.shape, _summed(x, np.concatenate(rows), columns, out.size))

@@ -140,14 +140,11 @@ def _coloured(
         row_colours[dense] = _greedy(pattern[dense].T.tocsr())
     if not dense.all() and shape[1]:
         rest = pattern[~dense]
-        free = np.ones(shape[1], bool)
-        if symmetric:
-            free = ~dense
-            rest = rest[:, free]
-        needed = free.copy()
-        needed[free] = np.asarray(rest.sum(0)).reshape(-1) > 0
+        needed = np.asarray(rest.sum(0)).reshape(-1) > 0
+        if symmetric:  # a pulled row is also its column
+            needed &= ~dense
         if needed.any():
-            column_colours[needed] = _greedy(pattern[~dense][:, needed])
+            column_colours[needed] = _greedy(rest[:, needed])
     coo = pattern.tocoo()
     return Colouring(coo.row, coo.col, shape, row_colours, column_colours)
 

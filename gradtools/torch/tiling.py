@@ -39,7 +39,7 @@ def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
     if call.sweeping:  # a nested sweep
         return _swept(program, xs, None)
     with without_casts(x.device.type for x in xs), unpacked():
-        call.watched = call.watched or Watch.of(call, xs)
+        call.watched = call.watched or Watch(call, xs)
         call.sweeping = True
         try:
             result = _swept(program, xs, call.watched.begun(xs))
@@ -109,42 +109,36 @@ def as_now(fun: Callable[..., Any], xs: Sequence[Tensor]) -> Callable[..., Any]:
 class Watch:
     """Verifies that f is pure, in one call of a tiled function and in its derivatives."""
 
-    def __init__(
-        self, call: Any, captured: Sequence[Tensor], numbers: RunKey | None, reads: RunKey | None
-    ) -> None:
+    def __init__(self, call: Any, xs: Sequence[Tensor]) -> None:
         self.caller, self.each = call.caller, call.options.verify is True
-        self._captured = [(x, _version(x)) for x in captured]  # tensors that f closes over
+        self._captured: list[tuple[Tensor, int]] = []  # what f closes over, with its versions
         # The run keys under which f's values are verified, and that f does not write to arguments.
-        self._numbers, self._reads = numbers, reads
+        self._numbers: RunKey | None = None
+        self._reads: RunKey | None = None
         self._seen = dict[Any, list[Figures]]()
         self._first = True
         self._stream: Randomness | None = None
         self._versions: list[int] = []
         self._differences: list[Tensor] = []  # whether tiles differ, on an accelerator
-
-    @classmethod
-    def of(cls, call: Any, xs: Sequence[Tensor]) -> Watch:
         if call.options.verify is False or is_compiling() or upstream.TracingContext.try_get():
-            return cls(call, (), None, None)
-        kinds = torch.nn.Module, Tensor
-        objects = captured_objects(
-            call.user_functions, lambda x: isinstance(x, kinds), Tensor, False
-        )
-        captured = [*objects]
+            return
+        is_read = lambda x: isinstance(x, torch.nn.Module | Tensor)
+        captured = [*captured_objects(call.user_functions, is_read, Tensor, False)]
         modules = [m for x in captured if isinstance(x, torch.nn.Module) for m in x.modules()]
         tensors = [x for x in captured if isinstance(x, Tensor)]
         tensors += [x for m in modules for x in (*m.parameters(False), *m.buffers(False))]
+        self._captured = [(x, _version(x)) for x in tensors]
         specs = tuple([(x.shape, x.dtype, x.device) for x in xs])
         training = tuple([m.training for m in modules])
         casts = casts_now(x.device.type for x in xs)
         others = [*map(part_of, call.user_functions[1:])]
         key = RunKey.of(call.f, call.caller, specs, call.cut, training, casts, *others)
         reads = key.for_aspect("arguments")
-        numbers = None if key.is_verified() and not call.options.verify else key
-        watch = cls(call, tensors, numbers, None if reads.is_verified() else reads)
-        if numbers is not None and not call.options.verify:
-            key.mark_pending(watch)
-        return watch
+        self._reads = None if reads.is_verified() else reads
+        if self.each or not key.is_verified():
+            self._numbers = key
+            if not self.each:
+                key.mark_pending(self)
 
     def begun(self, xs: Sequence[Tensor]) -> Watch:
         self._refuse_changed()

@@ -358,14 +358,9 @@ class Jacobians(Operators):
 def _gradient_at(
     call: Call, fun: Fun, leaves: Sequence[Array], likes: Sequence[Array], first: int = 0
 ) -> tuple[list[Array], list[Array]]:
-    """The gradient of the number that fun computes at some of the call's leaves, and its extras.
+    """The gradient of the number that fun computes at the call's leaves from `first` on.
 
-    Args:
-        call: The call.
-        fun: The call as a function of these leaves.
-        leaves: The leaves, from number `first` on.
-        likes: Arrays of their shapes and dtypes.
-        first: The number of the first one.
+    Returns fun's extras as well. likes: Arrays of the leaves' shapes and dtypes.
     """
     evaluation = call.backend.vjp(fun, list(leaves), groups=None, once=True)
     out = call.scalar(evaluation.outs, evaluation.extras)

@@ -345,11 +345,7 @@ def unreached(
 ) -> tuple[int, ...]:
     """The positions of the arrays that do not reach a tile's scores, by the tile's jaxpr.
 
-    Args:
-        fun: The function of a tile.
-        xs: The arrays.
-        lengths: The tile's size along the side of each array that has one.
-        in_backward: Of PyTorch's backend only.
+    lengths: The tile's size along the side of each array that has one.
     """
     lengths = [*lengths, *[None] * (len(xs) - len(lengths))]
     avals = [_with_length(x, n) for x, n in zip(xs, lengths, strict=True)]

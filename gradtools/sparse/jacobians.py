@@ -199,13 +199,7 @@ def random_signs(size: int) -> np.ndarray:
 class Compressed:
     """One call, with one array as its leaf, whose Jacobian is computed from a few products.
 
-    Args:
-        call: The call.
-        fun: The function to differentiate: the call, or its gradient for a symmetric Hessian.
-        sparsity: The user's argument.
-        mode: As in `coloured`.
-        chunk_size: How many products are computed at once.
-        symmetric: Whether the matrix is a Hessian.
+    fun: The function to differentiate: the call, or its gradient for a symmetric Hessian.
     """
 
     def __init__(
@@ -291,9 +285,7 @@ class Compressed:
     def assembled(self, pulled: Array | None, pushed: Array | None) -> Any:
         """The framework's sparse array, after the check of the pattern by the last product.
 
-        Args:
-            pulled: The products, one row for each cotangent; None if there are none.
-            pushed: The products, one row for each tangent; None if there are none.
+        pulled, pushed: The products, one row for each cotangent or tangent; None if there are none.
         """
         colouring, last = self.colouring, pulled if pushed is None else pushed
         assert last is not None and self.outs is not None

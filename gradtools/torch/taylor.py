@@ -179,13 +179,7 @@ class _Operation:
     def linear(
         self, f: Callable[..., Any] | None = None, leading: bool = False, y: Tensor | None = None
     ) -> Any:
-        """The result of a call that is affine in its operands with series.
-
-        Args:
-            f: Its linear part.
-            leading: As in `Jets.linear`.
-            y: The result, if it is known.
-        """
+        """The result y of a call that is affine in its operands with series; f: its linear part."""
         result = self.at(*[x.primal for x in self.moved]) if y is None else y
         part = self.at if f is None else f
         flat = lambda *xs: [y for y in upstream.tree_leaves(part(*xs)) if isinstance(y, Tensor)]

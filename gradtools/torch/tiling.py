@@ -243,13 +243,10 @@ def unreached(
     lengths: Sequence[int | None],
     in_backward: bool,
 ) -> tuple[int, ...]:
-    """The positions of the arrays that do not reach a tile's scores.
+    """The positions of the arrays that do not reach a tile's scores, by evaluating one tile.
 
-    Args:
-        fun: The function of a tile.
-        xs: The arrays.
-        lengths: The tile's size along the side of each array that has one.
-        in_backward: Whether the backward pass finds them by itself; else one tile is evaluated.
+    lengths: The tile's size along the side of each array that has one.
+    in_backward: Whether the backward pass finds them by itself.
     """
     if in_backward:
         return ()

@@ -105,10 +105,7 @@ def moved(operands: Sequence[Entries], index: np.ndarray) -> Entries:
 def reduced(x: Entries, shape: Sequence[int], group: np.ndarray) -> Entries:
     """Each entry of the result depends on all entries of x in its group.
 
-    Args:
-        x: The operand.
-        shape: The result's shape.
-        group: For each entry of x the flat index of its entry of the result.
+    group: For each entry of x the flat index of its entry of the result.
     """
     matrix = _summed(x, group.reshape(-1), np.arange(group.size), math.prod(shape))
     return Entries(tuple(shape), matrix)

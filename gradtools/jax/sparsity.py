@@ -82,7 +82,7 @@ def _step(_: int, eqn: Eqn, ins: list[AbstractArray]) -> Sequence[AbstractArray]
     if not any(map(is_inexact, eqn.outvars)):  # an integer has no derivative
         return [AbstractArray(shape, None) for shape in shapes]
     name = eqn.primitive.name
-    inside = None
+    inside: list[AbstractArray] | None = None
     if name == "cond":
         runs = [_called([branch], ins[1:]) for branch in programs_of(eqn)]
         inside = []

@@ -118,7 +118,7 @@ class PairLosses(Operators):
         # Taking the positive logits from the sweep makes its cotangent the only one of x.
         xp, mean = backend.xp, backend.xp.mean
         positive = scale * wide(backend, xp.sum(x * y, axis=1)) + bias if apart else None
-        columns = {"y": spread(y), "b": spread(own)}
+        columns: dict[str, Any] = {"y": spread(y), "b": spread(own)}
         if negatives is not None:
             z, b = columns.values()
             more = as_array(backend, caller, negatives, "negatives", device_of=y)

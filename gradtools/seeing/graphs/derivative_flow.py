@@ -77,7 +77,7 @@ def _propagated(
     outside: Callable[[T], T],
     reverse: bool = False,
 ) -> dict[int, T]:
-    """Abstract interpretation of a graph, in reverse from its outputs; absent entries are zero.
+    """Abstract interpretation of a graph, or of its reverse; values without an entry are zero.
 
     carried: What a value gets over its links from the values at their other ends.
     outside: What remains of it where data leaves the framework and comes back.

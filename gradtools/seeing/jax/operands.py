@@ -102,17 +102,6 @@ def _reduced(p: Any, eqn: Eqn) -> Attributes:
     return {"axes": axes} if len(axes) < len(_shape(eqn.invars[0])) else {}
 
 
-def _broadcast(p: Any, eqn: Eqn) -> Attributes:
-    shape, axes = _ints(p["shape"]), _ints(p["broadcast_dimensions"])
-    last = tuple(range(len(shape) - len(axes), len(shape)))
-    return _unless({"axes": last}, shape=shape, axes=axes)
-
-
-def _reshaped(p: Any, eqn: Eqn) -> Attributes:
-    order = eqn.primitive.name == "reshape" and p["dimensions"]  # a transpose before the reshape
-    return {"shape": _shape(eqn.outvars[0]), "permutation": _ints(order) if order else None}
-
-
 def _sliced(p: Any, eqn: Eqn) -> Attributes:
     start, limit = _ints(p["start_indices"]), _ints(p["limit_indices"])
     ones = (1,) * len(start)
@@ -260,8 +249,15 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     **dict.fromkeys(_WINDOWS, _pooled),
     **dict.fromkeys(_SCATTERS, _scattered),
     **dict.fromkeys(RELATIONS, lambda p, e: {"relation": RELATIONS[e.primitive.name]}),
-    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
-    "broadcast_in_dim": _broadcast,
+    **dict.fromkeys(("squeeze", "expand_dims"), lambda p, e: {"shape": _shape(e.outvars[0])}),
+    "reshape": lambda p, e: {
+        "shape": _shape(e.outvars[0]),
+        "permutation": _ints(p["dimensions"] or ()) or None,  # a transpose before the reshape
+    },
+    "broadcast_in_dim": lambda p, e: {
+        "shape": _ints(p["shape"]),
+        "axes": _unless_last(_ints(p["broadcast_dimensions"]), len(p["shape"])),
+    },
     "transpose": lambda p, e: {"permutation": _ints(p["permutation"])},
     "dot_general": lambda p, e: {} if _is_matmul(e) else {"subscripts": subscripts(e)},
     "conv_general_dilated": _convolved,

@@ -82,7 +82,13 @@ class OpenedTree:
         result: list[Any] = []
         for place, x in enumerate(self.treedef.flatten_up_to(tree)):
             node = nodes.get(place)
-            result += [x] if node is None else node.treedef.flatten_up_to(_parts_like(node, x))
+            if node is None:
+                result.append(x)
+                continue
+            parts = _parts(x) if not isinstance(x, dict) else x
+            if parts is None or parts.keys() != set(node.keys):
+                raise ValueError(f"expected a {node.kind.__name__} of {list(node.keys)}, got {x!r}")
+            result += node.treedef.flatten_up_to([parts[key] for key in node.keys])
         return result
 
     def __str__(self) -> str:
@@ -183,14 +189,6 @@ def _parts(x: Any) -> dict[Any, Any] | None:
     missing = object()
     result = {f.name: getattr(x, f.name, missing) for f in fields(x)}
     return {name: part for name, part in result.items() if part is not missing}
-
-
-def _parts_like(node: OpenedContainer, x: Any) -> Any:
-    """The parts of x, which must match the container `node`, in the order of its keys."""
-    parts = _parts(x) if not isinstance(x, dict) else x
-    if parts is None or parts.keys() != set(node.keys):
-        raise ValueError(f"expected a {node.kind.__name__} of {list(node.keys)}, got {x!r}")
-    return [parts[key] for key in node.keys]
 
 
 def _pattern(x: Any) -> Any:

@@ -115,21 +115,16 @@ def _apply(
 def _reseed(model: Any, key: jax.Array) -> None:
     """Sets each random stream of the model to a key of its own, of the same shape."""
     streams = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)]
+    has_methods = hasattr(nnx.Variable, "set_value")  # flax 0.11 has only the property `value`
     for own, stream in zip(keys(key, len(streams)), streams, strict=True):
-        shape = stream.key.get_value().shape if _HAS_METHODS else stream.key.value.shape
-        _set(stream.key, jax.random.split(own, shape) if shape else own)
-        _set(stream.count, jax.numpy.zeros(shape, jax.numpy.uint32))
-
-
-def _set(variable: Any, value: Any) -> None:
-    """Sets a Variable's value; flax 0.11 has only the property that later versions deprecate."""
-    if _HAS_METHODS:
-        variable.set_value(value)
-    else:
-        variable.value = value
-
-
-_HAS_METHODS = hasattr(nnx.Variable, "set_value")
+        shape = stream.key.get_value().shape if has_methods else stream.key.value.shape
+        new = jax.random.split(own, shape) if shape else own
+        count = jax.numpy.zeros(shape, jax.numpy.uint32)
+        for variable, value in ((stream.key, new), (stream.count, count)):
+            if has_methods:
+                variable.set_value(value)
+            else:
+                variable.value = value
 
 
 # --- modules inside of loops and rules

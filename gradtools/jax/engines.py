@@ -118,20 +118,14 @@ def _evaluated(fun: Fun, leaves: list[Array], caller: str | None = None) -> Eval
     with explained(caller), jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
         outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
     cut = cache(lambda: _cut_of(fun, leaves) if nested else [])
-    pulled = LinearMap(_pulled(outs, caller), pull)
-    return Evaluation(outs, extras, pulled, lambda _: cut(), checked=False)
-
-
-def _pulled(outs: Sequence[Array], caller: str) -> Callable[..., list[Array]]:
-    """Calls JAX's pullback in gradtools' convention; it holds the avals of outs, no arrays."""
-    likes = [jax.typeof(y) for y in outs]
+    likes = [jax.typeof(y) for y in outs]  # the pullback must keep no arrays alive
 
     def pulled(pull: Any, cts: Sequence[Array | None]) -> list[Array]:
         filled = [zeros_of(x) if ct is None else ct for ct, x in zip(cts, likes, strict=True)]
         with explained(caller), jax.named_scope(DERIVATIVE_SCOPE):
             return [conj(x) for x in pull([conj(ct) for ct in filled])]
 
-    return pulled
+    return Evaluation(outs, extras, LinearMap(pulled, pull), lambda _: cut(), checked=False)
 
 
 def jvp(

@@ -61,16 +61,12 @@ def like(x: Array, other: Any) -> Array:
 
 
 def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
-    """The sharding of a callback's result, which JAX cannot infer.
+    """The sharding of a callback's result, which JAX cannot infer: an entry for each axis.
 
-    Args:
-        shape: The result's shape, with the batch axes in front.
-        batch: The sizes of the batch axes.
-        xs: Shape and entries of each argument, with the batch axes in front.
+    They are those of the first argument of the same shape; for the batch axes, which are in front,
+    those of the first argument that is sharded along them.
 
-    Returns:
-        Its entries: those of the first argument of the same shape; for the batch axes those of the
-        first argument that is sharded along them.
+    xs: Shape and entries of each argument.
     """
     n = len(batch)
     like = next((e for s, e in xs if tuple(s[n:]) == tuple(shape[n:])), ())
@@ -91,12 +87,7 @@ def sharded_like(y: Array, batch: Any, xs: Any) -> Array:
 def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) -> Array:
     """x with the axes from `at` on reshaped to `count` axes, one of which may be sharded.
 
-    Args:
-        x: The array.
-        shape: Its new shape.
-        at: The first axis that changes.
-        count: The number of axes in its place.
-        entry: `(position among these, mesh axes)`.
+    entry: `(position among these, mesh axes)`.
     """
     result = entries(x)
     if not any(result):

@@ -54,20 +54,13 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def leaf_paths(tree: Any) -> list[str]:
-    return _CONTAINERS.paths(tree)
-
-
-def _leaf_paths(tree: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
-
-
 _CONTAINERS = Containers(
     jax.tree.flatten,
     jax.tree.unflatten,
-    _leaf_paths,
+    lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)],
     lambda x: isinstance(x, jax.Array | np.ndarray),
 )
+leaf_paths = _CONTAINERS.paths
 
 
 def is_inexact(x: Any) -> bool:

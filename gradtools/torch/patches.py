@@ -174,17 +174,12 @@ class Substituted(TorchFunctionMode):
 
 
 class Reads(TorchFunctionMode):
-    """Mode that records which tensors a function reads, of those with `wanted(x)`.
-
-    Attributes:
-        seen: The tensors, by their ids.
-        records: Whether it records now.
-    """
+    """Mode that records which tensors a function reads, of those with `wanted(x)`."""
 
     def __init__(self, wanted: Callable[[Tensor], bool]) -> None:
         super().__init__()
-        self.seen: dict[int, Tensor] = {}
-        self.records = True
+        self.seen: dict[int, Tensor] = {}  # the tensors, by their ids
+        self.records = True  # whether it records now
         self._wanted = wanted
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -205,10 +205,8 @@ class Verification:
 
             return register(refusing_an_edit)
 
-        def note_coefficient(edit: str, x: Any, variable: Any) -> None:
-            seen.coefficients.append(coefficient(edit, x, variable))
-
-        with coefficients_noted(note_coefficient), hooks_set(note_hook):
+        note_edit = lambda *edit: seen.coefficients.append(coefficient(*edit))
+        with coefficients_noted(note_edit), hooks_set(note_hook):
             yield seen
 
     def keep(self, i: int, outs: Sequence[Any], seen: ChunkRecord, batches: Any) -> None:

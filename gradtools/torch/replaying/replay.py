@@ -248,16 +248,6 @@ class Forward(ChunkProgram):
 
         return Rerunnable(run, self.roots), [flat[k] for k in moving]
 
-    def _sets_hooks(self, first: int, before: int) -> bool:
-        """Whether f set gradient hooks, which share a counter with hooks of modules.
-
-        first: The number of the first hook that f may have set.
-        before: The count of the user's hooks before f ran.
-        """
-        count = hooks_of_users() - before
-        modules = [m for m, _ in self.start.reached.modules.values()] if count else []
-        return count != sum(key >= first for m in modules for key in upstream.forward_hooks_of(m))
-
     def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
         """f at one chunk, like `ChunkFunction`, with captured tensors after the shared leaves."""
         call, count = self.chunks.call, len(self.chunks.shared)
@@ -333,7 +323,7 @@ class Forward(ChunkProgram):
             self.verification = Verification.of(self, self.chunks.options.verify)
         if grad and kept and self.caller == "chunked":
             _refuse_other_differentiation(self.in_kept_graph, [*own, *chain(*inputs)])
-        hooks = upstream.hooks_made(), hooks_of_users()
+        first_hook, before = upstream.hooks_made(), hooks_of_users()
         self.compare_modes()
         for i in steps(self.count, self.chunks.options.progress):
             if i:
@@ -365,7 +355,11 @@ class Forward(ChunkProgram):
         if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
             raise self._in_place("")
         self.originals.settle()
-        self.hooked |= self._sets_hooks(*hooks)
+        # Whether f set gradient hooks, which share a counter with hooks of modules.
+        count = hooks_of_users() - before
+        modules = [m for m, _ in self.start.reached.modules.values()] if count else []
+        numbers = [key for m in modules for key in upstream.forward_hooks_of(m)]
+        self.hooked |= count != sum(key >= first_hook for key in numbers)
         self._settle([*leaves.values()], own[len(self.moving_shared) :] if grad else [])
         return result
 
@@ -395,8 +389,16 @@ class Forward(ChunkProgram):
                 "max_norm changes, too), or large and outside of modules. Change it outside of f, "
                 f"or make it a buffer of a module{carry if self.caller == 'chunked' else ''}."
             )
-        if is_attached:
-            self._note_versions()
+        if is_attached:  # versions and storages must be the same in the backward pass
+            given, split = self._given(), tensors_of([x for x, _ in self.chunks.splits])
+            constants = [*split, *tensors_of([*chain(*self.chunks.lists)]), *given]
+            constants = [x for x in constants if not (x.requires_grad or x.is_inference())]
+            self.versions = [(x, upstream.version_of(x)) for x in constants]
+            own = tensors_of([*self.shared, *given, *tracked(split)])  # other rows are views
+            own = [*self.reached_leaves, *filter(_is_leaf, [] if self.in_functorch else own)]
+            plain = [x for x in own if type(x) in (Tensor, torch.nn.Parameter)]
+            plain = [x for x in plain if x.layout is torch.strided and not is_wrapped(x)]
+            self.storages = [(x, x.untyped_storage()) for x in plain]
         if self.retained and not unchanged:
             # f may have stored an intermediate of a kept graph, which the loss may reach too.
             outs = [y for _, _, ys in self.retained.values() for y in tensors_of(ys)]
@@ -416,17 +418,6 @@ class Forward(ChunkProgram):
             self.ends.clear()  # there is nothing to compare
         if self.verification is not None and not unchanged:
             self.verification.later = self.start.watched_now()
-
-    def _note_versions(self) -> None:
-        """Records versions and storages, which must be the same in the backward pass."""
-        given, split = self._given(), tensors_of([x for x, _ in self.chunks.splits])
-        constants = [*split, *tensors_of([*chain(*self.chunks.lists)]), *given]
-        constants = [x for x in constants if not (x.requires_grad or x.is_inference())]
-        self.versions = [(x, upstream.version_of(x)) for x in constants]
-        own = tensors_of([*self.shared, *given, *tracked(split)])  # other rows are views
-        leaves = [*self.reached_leaves, *filter(_is_leaf, [] if self.in_functorch else own)]
-        plain = [x for x in leaves if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
-        self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
 
     def _check_modes(self) -> None:
         """Raises if f changes a global mode, in which the next chunk would run."""

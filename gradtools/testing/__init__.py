@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradtools.testing.checking.checks import check_derivatives as check_derivatives
+    from gradtools.testing.checking.derivative_checks import check_derivatives as check_derivatives
     from gradtools.testing.checking.kinks import conventions as conventions
     from gradtools.testing.checking.rule_checks import check_rule as check_rule
     from gradtools.testing.cross_checking.compare import cross_check as cross_check
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradtools.testing.scenario_table import scenarios as scenarios
 
 _HOMES = {
-    "check_derivatives": "checking.checks",
+    "check_derivatives": "checking.derivative_checks",
     "check_rule": "checking.rule_checks",
     "cross_check": "cross_checking.compare",
     "conventions": "checking.kinks",

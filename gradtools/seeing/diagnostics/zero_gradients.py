@@ -138,10 +138,12 @@ class SeeingOperators(Operators):
         backend = self._backend
         is_model = Framework(backend, "why_zero").recorded_run.is_model(f)
         in_training = model is not None or optimizer is not None or is_model or not args
-        leaves = [x for arg in args for x in backend.flatten(arg)[0]]
-        has_floats = any(backend.is_array(x) and backend.is_inexact(x) for x in leaves)
+        looks_at_arguments = not in_training
+        if is_model and model is None:
+            leaves = [x for arg in args for x in backend.flatten(arg)[0]]
+            looks_at_arguments |= any(backend.is_array(x) and backend.is_inexact(x) for x in leaves)
         findings, names, notes = list[Finding](), list[str](), list[tuple[str, list[str]]]()
-        if not in_training or (is_model and model is None and has_floats):
+        if looks_at_arguments:
             program = LeafProgram(backend, "why_zero", f, args, kwargs, argnums).with_values()
             recording = recording_of(program)
             findings = diagnosed(program, recording, of_arguments(program, recording))

@@ -25,8 +25,9 @@ import numpy as np
 
 from gradtools.boundary import user_facing
 from gradtools.custom_rules import CustomRule
-from gradtools.custom_structure import ARRAY, Specialization
+from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError, MissingRuleError
+from gradtools.rules import ARRAY
 from gradtools.testing.checking import slopes
 from gradtools.testing.checking.comparisons import NAMES, flattened
 from gradtools.testing.checking.derivative_checks import DerivativeCheck, check_context

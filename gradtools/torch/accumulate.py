@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import starmap, zip_longest
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -55,10 +55,23 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
                 )
             named = with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
             entries = paired(trees, caller, named, grads)
-            entries = [entry for entry in entries if entry.grad is not None]
-            for entry in entries:
-                _check(caller, entry)
-            merged = _merged(caller, entries, add)
+            # One sum for a parameter that occurs several times.
+            by_id: dict[int, tuple[str, Any, Any]] = {}
+            for path, p, grad in entries:
+                if grad is None:
+                    continue
+                _check(caller, TargetLeaf(path, p, grad))
+                if id(p) in by_id:
+                    first, _, other = by_id[id(p)]
+                    if not add:
+                        raise GradtoolsError(
+                            f"{caller}: target{first} and target{path} are one parameter, and each "
+                            "was given a gradient. Give it one, with None at the other place, or "
+                            "add both with accumulate_gradients."
+                        )
+                    path, grad = first, other.detach() + grad.detach()
+                by_id[id(p)] = (path, p, grad)
+            merged = [(p, grad) for _, p, grad in by_id.values()]
         # The writes neither change nor keep the user's gradient tensors.
         if add:
             buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
@@ -237,24 +250,6 @@ def _is_distributed(x: Any) -> bool:
 
 
 # --- what is written, and how ------------------------------------------------------------
-
-
-def _merged(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple[Any, Any]]:
-    """`(parameter, gradient)` pairs, with one sum for a parameter that occurs several times."""
-    by_id: dict[int, tuple[str, Any, Any]] = {}
-    for entry in entries:
-        path, grad = entry.path, entry.grad
-        if id(entry.target) in by_id:
-            path, _, other = by_id[id(entry.target)]
-            if not add:
-                raise GradtoolsError(
-                    f"{caller}: target{path} and target{entry.path} are one parameter, and each "
-                    "was given a gradient. Give it one, with None at the other place, or add both "
-                    "with accumulate_gradients."
-                )
-            grad = other.detach() + grad.detach()
-        by_id[id(entry.target)] = (path, entry.target, grad)
-    return [(target, grad) for _, target, grad in by_id.values()]
 
 
 def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:

@@ -126,18 +126,12 @@ class Foreign:
 
     def jvp(self, moving: Mask) -> Foreign:
         """The function (inputs, tangents of the moving ones) -> tangents of inexact outputs."""
-        n, run, guest = len(moving), self.run, self.guest
+        n, backend = len(moving), self.guest.backend
 
         def pushed(*operands: Array) -> list[Array]:
-            xs, dxs = operands[:n], operands[n:]
-
-            def inexact(*at: Array) -> tuple[list[Array], list[Array]]:
-                ys = run(*replaced_where(xs, moving, at))
-                return list(filter(guest.backend.is_inexact, ys)), []
-
-            inexact.caller = guest.operator  # type: ignore[attr-defined]
-            at = [x for x, m in zip(xs, moving, strict=True) if m]
-            return list(guest.backend.jvp(inexact, at, list(dxs))[2])
+            inexact = lambda ys: list(filter(backend.is_inexact, ys))
+            fun, at = self._restricted(operands[:n], moving, inexact)
+            return list(backend.jvp(fun, at, list(operands[n:]))[2])
 
         def outs(specs: Sequence[ArraySpec]) -> list[ArraySpec]:
             return list(filter(_is_inexact, self.outs(specs[:n])))
@@ -146,28 +140,31 @@ class Foreign:
 
     def vjp(self, moving: Mask, given: Mask) -> Foreign:
         """The function (inputs, cotangents of outputs) -> cotangents of moving inputs."""
-        n, run, guest = len(moving), self.run, self.guest
+        n, backend = len(moving), self.guest.backend
 
         def pulled(*operands: Array) -> list[Array]:
-            xs, cts = operands[:n], operands[n:]
-
-            def chosen(*at: Array) -> tuple[list[Array], list[Array]]:
-                ys = run(*replaced_where(xs, moving, at))
-                return [y for y, g in zip(ys, given, strict=True) if g], []
-
-            chosen.caller = guest.operator  # type: ignore[attr-defined]
-            at = [x for x, m in zip(xs, moving, strict=True) if m]
-            evaluation = guest.backend.vjp(chosen, at, groups=None, once=True)
-            pulled = evaluation.pullback(list(cts))
+            chosen = lambda ys: [y for y, g in zip(ys, given, strict=True) if g]
+            fun, at = self._restricted(operands[:n], moving, chosen)
+            evaluation = backend.vjp(fun, at, groups=None, once=True)
+            pulled = evaluation.pullback(list(operands[n:]))
             if self.base is self:
                 # Derivatives cut nothing themselves; where they are constant, the next one is 0.
-                refuse_cut(chosen, evaluation.cut(pulled))
-            return list(guest.backend.filled(pulled, at))
+                refuse_cut(fun, evaluation.cut(pulled))
+            return list(backend.filled(pulled, at))
 
         def outs(specs: Sequence[ArraySpec]) -> list[ArraySpec]:
             return [s for s, m in zip(specs[:n], moving, strict=True) if m]
 
         return self._of("vjp", (moving, given), pulled, outs)
+
+    def _restricted(self, xs: Sequence[Array], moving: Mask, select: Any) -> tuple[Any, Any]:
+        """The function of the moving inputs to selected outputs, and these inputs."""
+
+        def fun(*at: Array) -> tuple[list[Array], list[Array]]:
+            return select(self.run(*replaced_where(xs, moving, at))), []
+
+        fun.caller = self.guest.operator  # type: ignore[attr-defined]
+        return fun, [x for x, m in zip(xs, moving, strict=True) if m]
 
     def mapped(self, shared: Any, depth: int) -> Run:
         """The function mapped over `depth` batch axes, memoized; `shared` as from `_shared`."""
@@ -343,7 +340,8 @@ class Bridged(CustomRule):
                 leaves, by_position = host.flatten(args)
                 flat = self._calls.get(by_position)  # if all leaves are arrays
                 if flat is not None and all(map(host.is_array, leaves)):
-                    return self._at(flat, leaves)
+                    ys = flat.applied(*leaves)  # which tells the structure
+                    return host.unflatten(flat.structure(leaves), ys)
             leaves, treedef = host.flatten((args, kwargs))
             for x in leaves:
                 if self.guest.backend.is_array(x):
@@ -360,12 +358,9 @@ class Bridged(CustomRule):
                 flat = self._flat[self._specialized((), treedef, others)]
                 if only_arrays and not kwargs:
                     _kept(self._calls, by_position, flat)
-                return self._at(flat, xs)
+                ys = flat.applied(*xs)
+                return host.unflatten(flat.structure(xs), ys)
         return super().__call__(args, kwargs)
-
-    def _at(self, flat: FlatBridged, xs: Sequence[Any]) -> Any:
-        ys = flat.foreign.applied(*xs)
-        return self._backend.unflatten(flat.structure(xs), ys)
 
     def _init_caches(self) -> None:
         self._flat: dict[Specialization, FlatBridged] = {}
@@ -376,9 +371,8 @@ class Bridged(CustomRule):
         return {k: x for k, x in super().__getstate__().items() if k not in ("_flat", "_calls")}
 
     def _rule(self, specialized: Specialization) -> Rule:
-        flat = FlatBridged(self, specialized)
-        self._flat[specialized] = flat
-        return replace(flat.foreign.rule, primal=flat.primal)
+        flat = self._flat[specialized] = FlatBridged(self, specialized)
+        return replace(flat.rule, primal=flat.primal)
 
 
 def _of_trees(args: Any, kwargs: Any) -> Any:
@@ -386,26 +380,23 @@ def _of_trees(args: Any, kwargs: Any) -> Any:
     raise AssertionError("its rule is made by `Bridged._rule`")
 
 
-@dataclass(eq=False)
-class FlatBridged:
+class FlatBridged(Foreign):
     """A bridged function specialized to one structure of its arguments: of flat lists."""
 
-    of: Bridged
-    specialized: Specialization
-    structures: dict[Any, Any] = field(default_factory=dict)  # host's output treedef by shapes
-    newest: Any = None  # the guest's treedef, the host's, and the order of leaves in the latter
+    def __init__(self, of: Bridged, specialized: Specialization) -> None:
+        self.of, self.specialized, self.host = of, specialized, of._backend
+        self.structures: dict[Any, Any] = {}  # host's output treedef by shapes
+        # The guest's treedef, the host's, and the order of leaves in the latter.
+        self.newest: Any = None
+        super().__init__(of.guest, of.__name__, self._run, self._outs)
+        self.fun = of.fun
+        self.check = None if of.out is None else self._check
 
-    def __post_init__(self) -> None:
-        self.guest, self.host = self.of.guest, self.of._backend
-        self.foreign = Foreign(self.guest, self.of.__name__, self.run, self.outs)
-        self.foreign.fun = self.of.fun
-        self.foreign.check = None if self.of.out is None else self._check
-
-    def run(self, *arrays: Array) -> list[Array]:
+    def _run(self, *arrays: Array) -> list[Array]:
         """Calls the function; returns the leaves of its output in the host's order."""
-        if copies := self.foreign.copies:
+        if self.copies:
             arrays = tuple(
-                [self.guest.copied(x) if i in copies else x for i, x in enumerate(arrays)]
+                [self.guest.copied(x) if i in self.copies else x for i, x in enumerate(arrays)]
             )
         args, kwargs = self.specialized.arguments(arrays)
         leaves, treedef = self.guest.backend.flatten(self.of.fun(*args, **kwargs))
@@ -415,7 +406,7 @@ class FlatBridged:
         _, structure, order = self.newest
         if self.of.out is None:
             self.structures[_shapes(arrays)] = structure
-        return [self.guest.as_array(self.of.__name__, leaves[i]) for i in order]
+        return [self.guest.as_array(self.name, leaves[i]) for i in order]
 
     def _arranged(self, treedef: Any, count: int) -> Any:
         marks = [np.zeros(()) for _ in range(count)]
@@ -425,7 +416,7 @@ class FlatBridged:
             other = next((x for x in unknown if not isinstance(x, tuple)), None)
             if other is not None:
                 raise GradtoolsError(
-                    f"{self.guest.operator}: {self.of.__name__} returned a "
+                    f"{self.guest.operator}: {self.name} returned a "
                     f"{type(other).__module__}.{type(other).__qualname__}, which is no pytree in "
                     f"{self.guest.host_title}. Return a tuple, a list or a dict."
                 )
@@ -435,23 +426,23 @@ class FlatBridged:
 
     def primal(self, *xs: Array) -> list[Array]:
         """The outputs as a pytree of the host, flattened by the rule's shape."""
-        ys = self.foreign.value(*xs)
+        ys = self.value(*xs)
         return self.specialized.outputs(xs, self.host.unflatten(self.structure(xs), ys), "it")
 
     def structure(self, xs: Sequence[Array]) -> Any:
         """The host's treedef of the output for inputs like these."""
         shapes = _shapes(xs)
         if shapes not in self.structures:
-            ins = self.foreign.signature(xs).ins
-            self.outs(ins)
+            ins = self.signature(xs).ins
+            self._outs(ins)
             shapes = _shapes(ins)
         return self.structures[shapes]
 
-    def outs(self, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
+    def _outs(self, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
         """The ArraySpecs of the outputs, by the guest's abstract evaluation or by `out`."""
         out = self.of.out
         if out is None:
-            return self.guest.abstract(self.foreign, specs)
+            return self.guest.abstract(self, specs)
         if callable(out):
             args, kwargs = self.specialized.arguments(specs)
             out = out(*args, **kwargs)
@@ -466,7 +457,7 @@ class FlatBridged:
 
     def _check(self, ins: Sequence[ArraySpec], found: list[ArraySpec]) -> None:
         """Raises if the outputs of the latest call differ from `out`."""
-        came, told = self.newest[1], self.outs(ins)
+        came, told = self.newest[1], self._outs(ins)
         wanted, wrong = self.structures[_shapes(ins)], ""
         if len(found) != len(told):
             wrong = f"it returned {len(found)} arrays, expected {len(told)}, those of out"
@@ -479,7 +470,7 @@ class FlatBridged:
             has, wants = (f"shape {s.shape} and dtype {s.dtype}" for s in (found[k], told[k]))
             wrong = f"result{path} has {has}; expected {wants}, as out says"
         if wrong:
-            raise GradtoolsError(f"bridged {self.of.__name__} in {self.guest.title}: {wrong}.")
+            raise GradtoolsError(f"bridged {self.name} in {self.guest.title}: {wrong}.")
 
 
 def _shapes(arrays: Sequence[Array]) -> Any:

@@ -17,11 +17,7 @@ import torch
 import gradtools.jax
 from gradtools.backend import backend_of
 from gradtools.bridge.functions import Foreign, ForeignSignature
-from gradtools.bridge.memory import (
-    array_of,
-    refuse_wide,
-    tensors_of_own,
-)
+from gradtools.bridge.memory import array_of, refuse_wide, tensors_of_own
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.known_errors import explained

@@ -81,9 +81,7 @@ def array_of(t: Tensor, who: str) -> jax.Array:
 def _imported(t: Tensor) -> jax.Array:
     """Imports a tensor by DLPack."""
     take = taking_capsules()
-    if take is None or not t.is_cpu:
-        return jnp.from_dlpack(t)
-    return take(to_dlpack(t))
+    return jnp.from_dlpack(t) if take is None or not t.is_cpu else take(to_dlpack(t))
 
 
 @cache

@@ -6,7 +6,6 @@ Forward mode and double backward run the function eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -59,7 +58,7 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         own = {id(x): x for x in [*given, *leaves] if x.requires_grad}
 
         def run_eagerly() -> list[Tensor]:
-            if before is not None and not before.equals(after):
+            if draws:
                 raise GradtoolsError(
                     f"compile: {name_of(f)} draws random numbers, and outside of the compiled "
                     "graph it would draw others, so its double backward cannot be had by running "
@@ -68,57 +67,51 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
             eager = trees.flatten(f(*args, **kwargs))[0]
             return [eager[i] for i in tracked]
 
-        after = Randomness.now(given)
+        draws = before is not None and not before.is_unchanged()
         ys = [outs[i] for i in tracked]
-        point = _CompiledCall(name_of(f), run_eagerly, [get_gradient_edge(y) for y in ys])
-        for i, y in zip(tracked, _Twice.apply(point, ys, *own.values()), strict=True):
+        edges = [get_gradient_edge(y) for y in ys]
+        twice = _Twice.apply(name_of(f), run_eagerly, edges, ys, *own.values())
+        for i, y in zip(tracked, twice, strict=True):
             outs[i] = y
         return trees.unflatten(treedef, outs)
 
     return call
 
 
-@dataclass
-class _CompiledCall:
-    """A call of a compiled function: how to run it eagerly, and the ends of its graph."""
-
-    name: str
-    run_eagerly: Callable[[], list[Tensor]]
-    ends: list[GradientEdge]
-
-
 class _Twice(torch.autograd.Function):
     """A compiled function's outputs, whose backward runs f eagerly if it is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, point: _CompiledCall, outs: list[Tensor], *inputs: Tensor) -> Any:
-        ctx.point = point
+    def forward(
+        ctx: Any,
+        name: str,
+        run_eagerly: Callable[[], list[Tensor]],
+        edges: list[GradientEdge],
+        outs: list[Tensor],
+        *inputs: Tensor,
+    ) -> Any:
+        ctx.name, ctx.run_eagerly, ctx.edges = name, run_eagerly, edges  # where its graph ends
         ctx.save_for_backward(*inputs)
         return tuple([y.detach() for y in outs])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor) -> Any:
-        inputs, point, create = ctx.saved_tensors, ctx.point, torch.is_grad_enabled()
+        inputs, create = ctx.saved_tensors, torch.is_grad_enabled()
         keep = upstream.keeps_graph()
         if create:
             warn_once(
-                ("compile", point.name),
-                f"compile: {point.name} is run again outside of the compiled graph, because its "
+                ("compile", ctx.name),
+                f"compile: {ctx.name} is run again outside of the compiled graph, because its "
                 "derivative is taken with a graph of its own and PyTorch has no compiled double "
                 "backward (pytorch#91469). The numbers are right; compiling the derivative instead "
                 "is faster.",
             )
-        outs: Sequence[Any] = point.run_eagerly() if create else point.ends
+        outs: Sequence[Any] = ctx.run_eagerly() if create else ctx.edges
         if not keep:
-            point.ends = []
+            ctx.edges = []
         pairs = zip(outs, cts, strict=True)
         kept = [(y, ct) for y, ct in pairs if not isinstance(y, Tensor) or y.requires_grad]
-        grads = torch.autograd.grad(
-            [y for y, _ in kept],
-            inputs,
-            [ct for _, ct in kept],
-            create_graph=create,
-            retain_graph=create or keep,
-            allow_unused=True,
-        )
-        return None, None, *grads
+        ends, seeds = [y for y, _ in kept], [ct for _, ct in kept]
+        grad = torch.autograd.grad
+        grads = grad(ends, inputs, seeds, create or keep, create, allow_unused=True)
+        return None, None, None, None, *grads

@@ -30,13 +30,7 @@ from gradtools.errors import refusal
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import guarded, nodes_made, scripts_refused, surveyed
-from gradtools.torch.compiling import (
-    mark_lost,
-    not_exported,
-    only_inlined,
-    refuse_lost,
-    uncompiled,
-)
+from gradtools.torch.compiling import mark_lost, not_exported, only_inlined, refuse_lost, uncompiled
 from gradtools.torch.forward_mode.checkpoints import pushed_through
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, recorded_dual
 from gradtools.torch.forward_mode.one_tangent import OneTangent
@@ -114,10 +108,7 @@ def _jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     # Hooks on saved tensors may drop tangents, and a checkpoint around this call runs all of it
     # again inside of the dual level, which cannot nest. Without a graph, hooks that compute
     # nothing again need see nothing.
-    elif upstream.saved_tensors_hooks_on(False) is None:
-        with suppress(NoForwardMode):
-            return _dual_jvp(fun, leaves, tangents)
-    elif not torch.is_grad_enabled():
+    elif upstream.saved_tensors_hooks_on(False) is None or not torch.is_grad_enabled():
         with suppress(NoForwardMode), unpacked() as hooks:
             if not has_checkpoint(hooks):
                 return _dual_jvp(fun, leaves, tangents)
@@ -217,10 +208,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         linear = ordinary and not survey.hooked  # hooks need not be
         if not (getattr(fun, "may_transpose", False) and linear and is_plain(outs)):
             return None
-        try:
-            return pushforward_of(_transposed(fun, leaves, evaluated), attached)
-        except RuntimeError:  # some operation's backward pass has no derivative
-            return None
+        return pushforward_of(lambda: _transposed(fun, leaves, evaluated), attached)
 
     keeps_graph = attached or not getattr(fun, "returns_output", True)
     return Evaluation(

@@ -5,7 +5,7 @@ There autograd's own graph is hidden, and dynamo traces this file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,7 +40,6 @@ from gradtools.torch.rules.installing import evaluated_to_push
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
-_TWICE_IN_TRACE = SDPBackend.MATH  # attention of traced code that is differentiated again
 
 
 def in_functorch() -> bool:
@@ -96,8 +95,8 @@ def functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) 
                 hooked[:] = survey.leaves
             if again:
                 refuse_torchscript(caller_of(fun), outs)
-            result, wrong[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
-            reached[:] = [id(x) in result for x in xs]
+            leaves_behind, wrong[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
+            reached[:] = [id(x) in leaves_behind for x in xs]
             ordinary = not (again or survey.lost or survey.wrong or survey.custom or sets_hooks)
             plain[:] = [getattr(fun, "may_transpose", False) and ordinary and is_plain(outs)]
         empty[:] = [not outs]
@@ -113,7 +112,7 @@ def functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) 
             torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
         )
         # A view, since a tensor that a rule returns unchanged may be a wrapper of a dead level.
-        with explained(caller_of(fun)), corrected(wrong):
+        with explained(caller_of(fun)), corrected(wrong) if wrong else nullcontext():
             grads = [g.view_as(g) for g in pull(filled)]
         if hooked:
             from gradtools.torch.hook_trials import gated_in_functorch
@@ -129,10 +128,7 @@ def functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) 
     def transposed() -> Any:
         if not any(plain) or entered[0].entered:
             return None
-        try:
-            return pushforward_of(_pulled_back(pull, outs), False)
-        except RuntimeError:  # some operation's backward pass has no derivative
-            return None
+        return pushforward_of(lambda: _pulled_back(pull, outs), False)
 
     if not entered:  # compiled, or evaluated after a graph break
         return Evaluation(list(outs), list(extras), pullback)
@@ -179,7 +175,7 @@ def functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any
         if is_compiling():
             pushed_in_trace.append(True)
             try:
-                with sdpa_kernel(_TWICE_IN_TRACE), RightTangents():
+                with sdpa_kernel(SDPBackend.MATH), RightTangents():  # others push no tangents
                     outs, extras = fun(*xs)
             finally:
                 pushed_in_trace.pop()
@@ -214,7 +210,7 @@ def functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
     def paired(*xs: Tensor) -> Any:
         if is_compiling():
-            with sdpa_kernel(_TWICE_IN_TRACE):
+            with sdpa_kernel(SDPBackend.MATH):  # the one that is differentiated again
                 outs, extras = evaluated_to_push(caller, fun, *xs)
         else:
             with _calls_guarded(caller), PlainPrograms(times=1, control_flow=True):
@@ -269,8 +265,15 @@ def is_plain(ys: Sequence[Tensor]) -> bool:
     return not any(isinstance(n, BackwardCFunction) or type(n).__name__ == CPP_NODE for n in nodes)
 
 
-def pushforward_of(push: Any, attached: bool) -> Any:
-    """A transposed pullback that raises `CannotPush` if an operation has no second derivative."""
+def pushforward_of(transposed: Callable[[], Any], attached: bool) -> Any:
+    """A transposed pullback that raises `CannotPush` if an operation has no second derivative.
+
+    None if that is already known.
+    """
+    try:
+        push = transposed()
+    except RuntimeError:
+        return None
 
     def pushed(tangents: list[Tensor]) -> list[Tensor]:
         try:

@@ -33,8 +33,15 @@ class LiveBytes(upstream.Watching):
         before = () if fresh else upstream.tree_leaves((args, kwargs))
         given = {_key(x) for x in before if is_plain(x)}
         for x in upstream.tree_leaves(result):
-            if is_plain(x):
-                self._note(x.untyped_storage(), given)
+            storage = x.untyped_storage() if is_plain(x) else None
+            if storage is None or id(storage) in self._known or id(storage) in given:
+                continue
+            self._count += 1
+            key, size = id(storage), storage.nbytes()
+            self._known[key] = self._count, size
+            weakref.finalize(storage, self._forget, key, size).atexit = False
+            self.now += size
+            self.peak = max(self.peak, self.now)
         return result
 
     def number_of(self, x: Any) -> int | None:
@@ -44,17 +51,6 @@ class LiveBytes(upstream.Watching):
 
     def bytes_of(self, x: Tensor) -> int:
         return self._known[_key(x)][1]
-
-    def _note(self, storage: Any, given: set[int]) -> None:
-        key = id(storage)
-        if key in self._known or key in given:
-            return
-        size = storage.nbytes()
-        self._count += 1
-        self._known[key] = self._count, size
-        weakref.finalize(storage, self._forget, key, size).atexit = False
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
     def _forget(self, key: int, size: int) -> None:
         if self._known.pop(key, None) is not None:

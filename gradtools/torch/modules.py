@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -362,13 +362,13 @@ class Copy:
     def __init__(
         self, tree: ModuleTree, params: Tensors, buffers: Tensors, relinked: Relinked | None = None
     ) -> None:
-        self._tree, self._buffers, self._is_whole = tree, buffers, relinked is not None
+        self._tree, self._buffers = tree, buffers
         given = {**tree.parameters, **params}
         own: dict[int, Any] = dict(zip(map(id, tree.parameters.values()), given.values()))  # noqa: B905, it costs
         own |= {id(b): buffers[name] for name, b in tree.buffers.items()}
         self._own, self._made = own, list[Any]()
         self._objects: Objects = {}
-        self._known: dict[int, bool] = {}
+        known: dict[int, bool] = {}
         copies = []
         for m in (*tree.modules, *tree.hidden):
             live = [*upstream.SLOTS, *relinked[m]] if relinked is not None else _live(vars(m))
@@ -382,35 +382,25 @@ class Copy:
             if fields.get(upstream.COMPILED_CALL) is not None:
                 fields[upstream.COMPILED_CALL] = None
             if not _SLOTS.issuperset(live):
-                fixed = self._relink(m, fields, live)
+                held = {k: fields[k] for k in live if k not in _SLOTS}
+                refers = [*held]
+                if relinked is None:
+                    _check_closures(m, held, own)
+                    refers = [k for k, v in held.items() if _refers(v, own, known=known)]
+                for name in refers:
+                    fields[name] = _relink(held[name], lambda x: own.get(id(x)), self._objects)
+                fixed = [k for k in live if k in _SLOTS or k in refers]
             for name in live:
                 if name in _SLOTS:
-                    source = fields[name]
-                    result = slots.get(id(source))
-                    if result is None:
-                        result = self._own_slot(source) if source else {}
-                        slots[id(source)] = result
-                    fields[name] = result
+                    slot = fields[name]
+                    if id(slot) not in slots:
+                        inside = {k: None if v is None else own[id(v)] for k, v in slot.items()}
+                        slots[id(slot)] = inside
+                    fields[name] = slots[id(slot)]
             object.__setattr__(copy, "__dict__", fields)
-            self._made.append((m, copy, fields if self._is_whole else fields.copy(), fixed))
+            # The attributes before the call, and those that are not to be handed back.
+            self._made.append((m, copy, fields if relinked is not None else fields.copy(), fixed))
         self.root = own[id(next(iter(tree.modules)))]
-
-    def _own_slot(self, slot: dict[str, Any]) -> dict[str, Any]:
-        """The copy's parameters, buffers or children in the place of the module's."""
-        return {k: None if v is None else self._own[id(v)] for k, v in slot.items()}
-
-    def _relink(
-        self, module: nn.Module, fields: dict[str, Any], live: Sequence[str]
-    ) -> Sequence[str]:
-        """Relinks fields that refer into the tree; returns all that are not to be handed back."""
-        held, own = {k: fields[k] for k in live if k not in _SLOTS}, self._own
-        relinked = [*held]
-        if not self._is_whole:
-            _check_closures(module, held, own)
-            relinked = [k for k, v in held.items() if _refers(v, own, known=self._known)]
-        for name in relinked:
-            fields[name] = _relink(held[name], lambda x: own.get(id(x)), self._objects)
-        return [k for k in live if k in _SLOTS or k in relinked]
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers after the call by their names, changed in place or reassigned."""
@@ -531,9 +521,11 @@ def _seeded(key: Any, tensors: Any) -> Iterator[None]:
 # Keras
 
 
-def _keras_seeds(key: Any, count: int) -> list[Tensor]:
-    """A pair of integers of 31 bits for each random stream."""
-    return [k.abs() % (1 << 31) for k in split_key(key, count)] if count else []
-
-
-_KERAS = keras.KerasBackend("torch", Tensor.detach, Tensor.detach, _keras_seeds, _seeded)
+_KERAS = keras.KerasBackend(
+    "torch",
+    Tensor.detach,
+    Tensor.detach,
+    # A pair of integers of 31 bits for each random stream.
+    lambda key, count: [k.abs() % (1 << 31) for k in split_key(key, count)] if count else [],
+    _seeded,
+)

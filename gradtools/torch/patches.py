@@ -179,12 +179,11 @@ class Reads(TorchFunctionMode):
     def __init__(self, wanted: Callable[[Tensor], bool]) -> None:
         super().__init__()
         self.seen: dict[int, Tensor] = {}  # the tensors, by their ids
-        self.records = True  # whether it records now
         self._wanted = wanted
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.records and getattr(fun, "__name__", "") != "__get__":  # which reads a shape, say
+        if getattr(fun, "__name__", "") != "__get__":  # which reads a shape, say
             for x in upstream.tree_leaves((args, kwargs)):
                 if isinstance(x, Tensor) and self._wanted(x):
                     self.seen[id(x)] = x

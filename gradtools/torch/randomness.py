@@ -88,12 +88,6 @@ class Randomness:
         """Whether the generators still have these states."""
         return not self.advanced()
 
-    def equals(self, later: Randomness | None) -> bool:
-        """Whether `later` holds the same states."""
-        if later is None:
-            return False
-        return all(later.states[d][1] == bits for d, (_, bits) in self.states.items())
-
 
 @contextmanager
 def restored(randomness: Randomness | None) -> Iterator[None]:

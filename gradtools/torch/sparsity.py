@@ -20,6 +20,7 @@ from gradtools.sparse import entry_dependence as e
 from gradtools.sparse.entry_dependence import AbstractArray, Entries
 from gradtools.torch.functorch_wrappers import is_mapped, is_wrapped
 from gradtools.torch.known_errors import NO_FUNCTIONALIZED_RULE, says
+from gradtools.torch.plain_programs.rows import is_custom_operator
 from gradtools.torch.rerunning import put_back
 
 Tensor = torch.Tensor
@@ -98,7 +99,7 @@ class _EntryReader(torch.fx.Interpreter):
         shapes = [tuple(y.shape) for y in outs]
         # Without the overload and the suffix `_copy`.
         name = str(getattr(target, "__name__", target)).split(".")[0]
-        name = name.removesuffix("_copy").strip("_")
+        name = "" if is_custom_operator(target) else name.removesuffix("_copy").strip("_")
         if name in _FILLED:
             full = target(torch.empty(args[0].shape), *args[1:], **kwargs)
             return AbstractArray(shapes[0], None, full)

@@ -30,6 +30,7 @@ from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.open_derivatives import ReadsElsewhere, caller_of, note_taken
 from gradtools.torch.plain_programs import programs
+from gradtools.torch.plain_programs.rows import is_custom_operator
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.rerunning import changes_in_place, name_of
 
@@ -124,7 +125,7 @@ class _Carrying(TorchFunctionMode):
         leaves, treedef = upstream.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if hasattr(x, _SERIES)]
         self.refuse_unseen(leaves)
-        name = name_of(fun)
+        name = "" if is_custom_operator(fun) else name_of(fun)
         attribute = raw == "__get__" and name not in _VIEWS
         if not places or attribute or name in _QUESTIONS or raw.startswith("is_"):
             return fun(*args, **kwargs)

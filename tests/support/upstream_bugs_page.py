@@ -47,7 +47,7 @@ class Row:
     ours: str
 
 
-SHOWN = [(row, wrong) for row in TABLE for wrong in row.wrong if wrong in row.examples]
+SHOWN = [(row, wrong) for row in TABLE for wrong, example in row.wrong.items() if example]
 
 
 def row_of(row: PlainProgram, wrong: str) -> Row:
@@ -55,7 +55,7 @@ def row_of(row: PlainProgram, wrong: str) -> Row:
     generator = torch.Generator().manual_seed(3)
     x = torch.rand(3, 3, dtype=torch.float64, generator=generator) + 0.3
     t = torch.randn(3, 3, dtype=torch.float64, generator=generator)
-    f = eval(f"lambda x: {row.examples[wrong]}", {"torch": torch, "x0": x})
+    f = eval(f"lambda x: {row.wrong[wrong]}", {"torch": torch, "x0": x})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = _slope(_BY_DIFFERENCES.get(wrong, _along)(f, t), x, t)

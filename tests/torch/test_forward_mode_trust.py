@@ -79,6 +79,35 @@ def test_a_custom_operator_with_a_backward_alone_has_every_mode(way):
     torch.testing.assert_close(WAYS[way](cube), WAYS[way](lambda x: x**3))
 
 
+def named(name):
+    """A custom operator, the cube, with the name of one of PyTorch's."""
+    op = torch.library.custom_op(
+        f"gradtools_named::{name}", lambda x: x**3, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, g: g * 3 * ctx.saved_tensors[0] ** 2, setup_context=_save)
+    return op
+
+
+@pytest.mark.parametrize("name", ["softmax", "layer_norm", "prelu", "silu", "det"])
+def test_a_custom_operator_with_the_name_of_one_of_pytorchs_is_itself(name):
+    op = named(name)
+    for way in ("jvp", "jvp under no_grad", "hvp, forward over reverse", "jvp of vmap"):
+        torch.testing.assert_close(WAYS[way](op), WAYS[way](lambda x: x**3))
+
+
+@pytest.mark.parametrize("name", ["exp", "flip"])
+def test_series_and_sparsity_know_a_custom_operator_by_more_than_its_name(name):
+    op = named(name)
+    packet = getattr(torch.ops.gradtools_named, name)
+    expected, found = (
+        gt.jet(f, (X,), ((T, torch.zeros_like(T)),))[1] for f in (lambda x: x**3, packet)
+    )
+    torch.testing.assert_close(found, expected)
+    pattern = gt.jacobian(op, sparsity="detect")(X)
+    torch.testing.assert_close(pattern.to_dense(), torch.diag(3 * X**2))
+
+
 def test_plain_pytorch_still_drops_a_custom_operators_tangent():
     """When this fails, upstream has mended it: `_is_custom` in pushing.py may go."""
     with torch.autograd.forward_ad.dual_level():

@@ -76,9 +76,7 @@ def _rule_of_reverse_mode(name: str, fun: Flat, opaque: bool = False) -> Rule:
         return each, list(xs), lambda outs: (0,) * len(outs)
 
     maps = name, primal, tangent, cotangent
-    if not opaque:
-        return Rule(*maps)
-    return BatchedRule(*maps, batching_rule=batching_rule)
+    return BatchedRule(*maps, batching_rule=batching_rule) if opaque else Rule(*maps)
 
 
 def with_derivative(
@@ -180,38 +178,27 @@ def _evaluated(
             return [v.view_as(v) for v in pullback(tuple(filled))]
 
         return ys, pull_in_functorch
+    alias = lambda x: x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
     with torch.enable_grad():
-        aliases = [_alias(x) if m else x for x, m in zip(xs, mask, strict=True)]
+        aliases = [alias(x) if m else x for x, m in zip(xs, mask, strict=True)]
         ys = fun(*aliases)
     differentiated = [x for x, m in zip(aliases, mask, strict=True) if m]
     survey = surveyed([y for y in ys if y.requires_grad]) if custom else None
 
     def pull(cts: Entries, create: bool) -> list[Any]:
-        pairs = [(y, ct) for y, ct in zip(ys, cts, strict=True) if ct is not None]
-        pairs = [(y, ct) for y, ct in pairs if y.requires_grad]
+        both = zip(ys, cts, strict=True)
+        pairs = [(y, ct) for y, ct in both if ct is not None and y.requires_grad]
         if not pairs or not differentiated:
             return [None] * len(differentiated)
-        tried: Any = nullcontext()
+        ends, seeds = zip(*pairs, strict=True)
+        guard: Any = None
         if survey is not None:
             guard = guarded(name, lambda *xs: (fun(*xs), []), xs, survey, differentiated, create)
-            tried = guard or tried
-        with tried:
-            return list(
-                torch.autograd.grad(
-                    [y for y, _ in pairs],
-                    differentiated,
-                    [ct for _, ct in pairs],
-                    retain_graph=True,
-                    create_graph=create,
-                    allow_unused=True,
-                )
-            )
+        grad = torch.autograd.grad
+        with guard or nullcontext():
+            return list(grad(ends, differentiated, seeds, True, create, allow_unused=True))
 
     return ys, pull
-
-
-def _alias(x: Tensor) -> Tensor:
-    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
 
 def _filled(ys: Sequence[Tensor], cts: Entries) -> list[Tensor]:

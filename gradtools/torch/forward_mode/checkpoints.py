@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
 from gradtools.rules import captured_objects, replaced_at
@@ -57,7 +56,7 @@ _thread = _Thread()
 
 
 @contextmanager
-def pushed_through(mode: TorchFunctionMode, caller: str, keep: bool) -> Iterator[None]:
+def pushed_through(mode: NoGradStopsTangents, caller: str, keep: bool) -> Iterator[None]:
     """Context in which tangents pass through checkpoints and the Functions of DDP and FSDP2.
 
     Args:
@@ -66,7 +65,7 @@ def pushed_through(mode: TorchFunctionMode, caller: str, keep: bool) -> Iterator
         keep: Whether the tangents have a graph.
     """
     before = _thread.mode
-    _thread.mode = mode if isinstance(mode, NoGradStopsTangents) and keep else None
+    _thread.mode = mode if keep else None
     with ExitStack() as inside:
         inside.callback(setattr, _thread, "mode", before)
         if keep:

@@ -23,6 +23,7 @@ import torch
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import as_written
 from gradtools.torch.forward_mode.pushing import pushed_rightly
+from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.hooks import HookGuard
 from gradtools.torch.open_derivatives import SPENT
 from gradtools.torch.plain_programs.modes import StaysInside
@@ -33,8 +34,8 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _unpack: Callable[..., Any] = upstream.unpack_dual  # type: ignore[attr-defined]
 _is_wrapped = upstream.is_wrapped
-graphs: Callable[[bool], None] = upstream.set_grad_enabled  # type: ignore[attr-defined]
-_tangents: Callable[[bool], None] = upstream.set_forward_mode_enabled
+set_graphs: Callable[[bool], None] = upstream.set_grad_enabled  # type: ignore[attr-defined]
+_set_tangents: Callable[[bool], None] = upstream.set_forward_mode_enabled
 _is_excluded: Callable[[Any], bool] = upstream.is_dispatch_key_excluded
 _AUTOGRAD = upstream.DispatchKey.AutogradFunctionality  # type: ignore[attr-defined]
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -77,7 +78,7 @@ class NoGradStopsTangents(StaysInside):
         super().__exit__(*error)
         self._compiled.__exit__(*error)
         if self._stopped is not None:  # f has left gradients disabled
-            _tangents(True)
+            _set_tangents(True)
         hooks, self._hooks = self._hooks, None  # breaks a reference cycle with this mode
         if hooks is not None:
             hooks.end(error[0] is None)
@@ -99,13 +100,11 @@ class NoGradStopsTangents(StaysInside):
                 self._hooks.hidden = before
 
     def _moves(self, x: Tensor) -> bool:
-        if _is_wrapped(x):
-            return x.is_floating_point() or x.is_complex()
-        return _unpack(x, level=self._level)[1] is not None
+        return is_inexact(x) if _is_wrapped(x) else _unpack(x, level=self._level)[1] is not None
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if fun is graphs:
+        if fun is set_graphs:
             return self._switched(*args)
         if fun is torch.autograd.grad:
             return self._pulled(fun, args, kwargs)
@@ -119,11 +118,11 @@ class NoGradStopsTangents(StaysInside):
             return self.within(fun, (), args, kwargs)  # with gradients enabled, as f has them
         if not (self._hidden and torch.is_grad_enabled()):
             return self.flowing(fun, types, args, kwargs)
-        graphs(False)
+        set_graphs(False)
         try:
             return self.flowing(fun, types, args, kwargs)
         finally:
-            graphs(True)
+            set_graphs(True)
 
     def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """Calls a function; this mode stays active inside of a Python function of PyTorch."""
@@ -153,11 +152,11 @@ class NoGradStopsTangents(StaysInside):
         A tensor with a tangent requires a gradient here, so the pullback has a graph.
         """
         on = upstream.is_forward_mode_enabled()
-        _tangents(on and bool(kwargs.get("create_graph", args[4:5] == (True,))))
+        _set_tangents(on and bool(kwargs.get("create_graph", args[4:5] == (True,))))
         try:
             return self.within(fun, (), args, kwargs)
         finally:
-            _tangents(on)
+            _set_tangents(on)
 
     def _switched(self, on: bool) -> None:
         """Intercepts `set_grad_enabled`: f disables or enables gradients.
@@ -173,7 +172,7 @@ class NoGradStopsTangents(StaysInside):
         leaving = upstream.is_leaving_a_block(1)
         if on and not leaving and not were_on:
             self._around.append(self._stopped)
-        graphs(on)
+        set_graphs(on)
         if were_on and not on and leaving and self._around:
             self._stopped = self._around.pop()
         elif not on:
@@ -181,7 +180,7 @@ class NoGradStopsTangents(StaysInside):
         elif self._stopped is None or depth <= self._stopped:
             self._stopped = None
             self._hidden = self._hidden and (depth > 0 or leaving)
-        _tangents(on and self._stopped is None)
+        _set_tangents(on and self._stopped is None)
 
     def _requires(self, x: Tensor) -> bool:
         """Whether x would require a gradient in reverse mode; if graphs are recorded, it then does.

@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, graphs, is_plain
+from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, is_plain, set_graphs
 from gradtools.torch.forward_mode.pushing import pushed_by_pytorch
 
 Tensor = torch.Tensor
@@ -33,14 +33,6 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _make: Callable[..., Tensor] = upstream.make_dual  # type: ignore[attr-defined]
 _unpack: Callable[..., Any] = upstream.unpack_dual  # type: ignore[attr-defined]
-
-
-def _are_plain(types: Any, args: Args) -> bool:
-    """Whether the operands are dense tensors, and no subclass overrides `__torch_function__`."""
-    for x in args:  # a loop, for speed: it runs at each operation
-        if isinstance(x, Tensor) and x.layout is not _STRIDED:
-            return False
-    return _USUAL.issuperset(types) or all(map(is_plain, types))
 
 
 class OneTangent(NoGradStopsTangents):
@@ -66,15 +58,20 @@ class OneTangent(NoGradStopsTangents):
         rule = _RULES.get(fun) if self._hidden or not seen else None
         if rule is None or upstream.peek_interpreter_stack() is not None:
             return super().__torch_function__(fun, types, args, kwargs)
-        if not (seen or upstream.is_forward_mode_enabled()) or not _are_plain(types, args):
+        # Whether no subclass overrides `__torch_function__`.
+        is_usual = _PLAIN.issuperset(types) or all(map(is_plain, types))
+        if not is_usual or not (seen or upstream.is_forward_mode_enabled()):
             return super().__torch_function__(fun, types, args, kwargs)
+        for x in args:  # a loop, for speed: it runs at each operation
+            if isinstance(x, Tensor) and x.layout is not _STRIDED:
+                return super().__torch_function__(fun, types, args, kwargs)
         kwargs = kwargs or {}
-        graphs(False)
+        set_graphs(False)
         try:
             result = rule(self, fun, *args, **kwargs)
             return self.flowing(fun, types, args, kwargs) if result is None else result
         finally:
-            graphs(seen)
+            set_graphs(seen)
 
     def parts(self, x: Any) -> tuple[Any, Tensor | None]:
         """A tensor's primal and tangent; None for no tangent."""
@@ -92,9 +89,8 @@ class OneTangent(NoGradStopsTangents):
         """Whether none of these has a tangent."""
         for x in xs:  # most of which are known
             version = self._versions.get(id(x))
-            if (version is None or version != upstream.version_of(x)) and self.parts(x)[
-                1
-            ] is not None:
+            is_known = version is not None and version == upstream.version_of(x)
+            if not is_known and self.parts(x)[1] is not None:
                 return False
         return True
 
@@ -279,8 +275,7 @@ def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
 
 
 _MANY = 2**18  # below it joining the inputs costs more than it saves
-_PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
-_USUAL = frozenset(_PLAIN)
+_PLAIN, _STRIDED = frozenset((Tensor, torch.nn.Parameter)), torch.strided
 
 _ALIKE: dict[Any, tuple[Any, ...]] = {
     _as_it_is: (

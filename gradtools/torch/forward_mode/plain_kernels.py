@@ -18,12 +18,7 @@ from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, is_of, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.deferred_graphs import (
-    ANOTHER_VALUE,
-    Recomputed,
-    agree,
-    started,
-)
+from gradtools.torch.deferred_graphs import ANOTHER_VALUE, Recomputed, agree, started
 from gradtools.torch.engines import jvp
 from gradtools.torch.known_errors import NO_FORWARD_MODE, kernel_without
 from gradtools.torch.modes import Modes
@@ -33,6 +28,7 @@ from gradtools.torch.randomness import Randomness
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
+Tensors = list[Tensor]
 
 _CHOSEN_BY_SWITCHES = frozenset(
     ("scaled_dot_product_attention", "multi_head_attention_forward")
@@ -41,8 +37,8 @@ _CHOSEN_BY_SWITCHES = frozenset(
 
 
 def jvps(
-    fun: Fun, leaves: list[Tensor], many: Sequence[list[Tensor]]
-) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
+    fun: Fun, leaves: Tensors, many: Sequence[Tensors]
+) -> tuple[Tensors, Tensors, list[Tensors]]:
     """`jvp` along many tangents, with the fallback to plain kernels.
 
     A dual number has one tangent, so each tangent takes an evaluation of its own; all start from
@@ -57,9 +53,8 @@ def jvps(
     given = [x for xs in points for x in xs]
     start = started(given)
     reads = Reads(lambda x: x.requires_grad)
-    reads.records = False
-    with reads, torch.no_grad():
-        outs, extras, pushed = _pushed(_Recorded(fun, reads), leaves, many)
+    with torch.no_grad():
+        outs, extras, pushed = _pushed(fun, leaves, many, reads)
     own = {id(x) for x in given}
     # Without aliases of derivatives that the function took itself.
     others = [x for i, x in reads.seen.items() if i not in own and not is_spent(x)]
@@ -87,32 +82,16 @@ def jvps(
     return (rows[0], extras, rows[1:]) if outs else (outs, extras, pushed)
 
 
-def _pushed(fun: Fun, leaves: list[Tensor], many: Sequence[list[Tensor]]) -> Any:
+def _pushed(fun: Fun, leaves: Tensors, many: Sequence[Tensors], reads: Any = None) -> Any:
     restart = restarting(fun, leaves, len(many))
     result: list[Any] = []
     with nullcontext() if is_compiling() else _ByAnyKernel(caller_of(fun)):
         for tangents in many:
             restart()
-            result.append(jvp(fun, leaves, tangents))
+            with nullcontext() if reads is None else reads:
+                result.append(jvp(fun, leaves, tangents))
     outs, extras, _ = result[0]
     return outs, extras, [pushed for _, _, pushed in result]
-
-
-class _Recorded:
-    """A function during whose evaluations a mode records, which is the outermost one."""
-
-    def __init__(self, fun: Fun, reads: Reads) -> None:
-        self._fun, self._reads = fun, reads
-
-    def __call__(self, *xs: Tensor) -> Any:
-        self._reads.records = True
-        try:
-            return self._fun(*xs)
-        finally:
-            self._reads.records = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._fun, name)
 
 
 def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:

@@ -8,8 +8,7 @@ is always transposed: PyTorch silently drops its tangent if only a backward is r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
@@ -40,11 +39,14 @@ from gradtools.torch.plain_programs.modes import plain_kernel, traced
 from gradtools.torch.plain_programs.rows import (
     GRADIENT_AGAIN,
     MAPPED,
+    OPERATORS,
+    OWN,
     TANGENT,
     TANGENT_AGAIN,
     TANGENT_OF_GRADIENT,
     UNDER_VMAP,
     PlainProgram,
+    is_custom_operator,
     row_of,
     traced_programs,
 )
@@ -55,10 +57,15 @@ Tensor = torch.Tensor
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-_OPERATORS = (upstream.OpOverload, upstream.OpOverloadPacket)
-_TRANSPOSABLE = (*_OPERATORS, BuiltinFunctionType, MethodDescriptorType)  # no Function of a user's
+_TRANSPOSABLE = (*OPERATORS, BuiltinFunctionType, MethodDescriptorType)  # no Function of a user's
 _NARROW = (torch.bfloat16, torch.float16)
 
+
+class _Here(threading.local):
+    transposed: Any = None  # the function whose reverse mode is evaluated: it is not replaced
+
+
+_here = _Here()
 
 # --- replacements --------------------------------------------------------------------------------
 
@@ -75,9 +82,10 @@ def pushed_rightly(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
     other = _OTHER_WAYS.get(fun, _UNKNOWN)  # dynamo traces this, and cannot trace `fun in`
     if other is _UNKNOWN:
         row, other = row_of(fun), None
-        if isinstance(fun, upstream.HigherOrderOperator) and fun is not _FUNCTION:
+        of_functions = isinstance(fun, upstream.HigherOrderOperator)
+        if of_functions and fun is not upstream.custom_function_call:
             other = _by_its_operations
-        elif row is not None or (type(fun) in _OPERATORS and _is_custom(fun)):
+        elif row is not None or (type(fun) in OPERATORS and _is_custom(fun)):
             other = partial(_called_otherwise, row)
         _OTHER_WAYS[fun] = other
     if other is None:
@@ -85,7 +93,6 @@ def pushed_rightly(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
     return other(fun, args, kwargs, again)
 
 
-_FUNCTION = upstream.custom_function_call
 _UNKNOWN: Any = object()
 _OTHER_WAYS: dict[Any, Callable[..., Any] | None] = {}  # by PyTorch's function; None: its own way
 
@@ -97,8 +104,11 @@ _NORMS = ("layer_norm", "batch_norm", "instance_norm", "group_norm")
 def _called_otherwise(
     row: PlainProgram | None, fun: Any, args: Args, kwargs: Kwargs, again: bool
 ) -> Any:
-    """Calls a function of the table, or a custom operator (row None), by its replacement."""
-    if fun is _here.function:
+    """Calls a function of the table, or a custom operator (row None), by its replacement.
+
+    PyTorch's own way is taken where its tangents and their derivatives are right.
+    """
+    if fun is _here.transposed or "out" in kwargs or not _is_differentiated_here():
         return pushed_by_pytorch(fun, args, kwargs)
     if row is not None and row.name in _NORMS and args and args[0].dtype in _NARROW:
         others = (*args[1:], *kwargs.values())
@@ -106,30 +116,22 @@ def _called_otherwise(
         if has_wide and _is_moved(args, kwargs):
             wide = args[0].to(torch.float32), *args[1:]
             return _called_otherwise(row, fun, wide, kwargs, again).to(args[0].dtype)
-    if "out" in kwargs or not _is_differentiated_here():
-        return pushed_by_pytorch(fun, args, kwargs)
-    if not _is_wrong(row, fun, args, kwargs, again):
+    wrong = {TANGENT: ""} if row is None else row.wrong
+    if TANGENT in wrong:
+        is_wrong = _is_moved(args, kwargs)
+    elif GRADIENT_AGAIN in wrong or TANGENT_OF_GRADIENT in wrong:
+        is_wrong = _is_moved_again(args, kwargs)
+    elif upstream.peek_interpreter_stack() is not None and (MAPPED in wrong or UNDER_VMAP in wrong):
+        is_wrong = len(levels_differentiating(_inexact(args, kwargs))) > 1
+    else:
+        is_wrong = again and TANGENT_AGAIN in wrong and not _is_in_place(fun)
+        is_wrong = is_wrong and _is_moved_again(args, kwargs)
+    if not is_wrong or (row is not None and not row.applies(args, kwargs)):
         return pushed_by_pytorch(fun, args, kwargs)
     if row is None or row.program is None:
         opaque = row is None or fun is upstream.linear_cross_entropy
         return _transposed(fun, args, kwargs, opaque)
     return row.program(*args, **kwargs)
-
-
-def _is_wrong(row: PlainProgram | None, fun: Any, args: Args, kwargs: Kwargs, again: bool) -> bool:
-    """Whether PyTorch's tangents are wrong at these arguments, or their derivatives are."""
-    moved = False
-    if row is None or TANGENT in row.wrong:
-        moved = _is_moved(args, kwargs)
-    elif GRADIENT_AGAIN in row.wrong or TANGENT_OF_GRADIENT in row.wrong:
-        moved = _is_moved_again(args, kwargs)
-    elif (
-        MAPPED in row.wrong or UNDER_VMAP in row.wrong
-    ) and upstream.peek_interpreter_stack() is not None:
-        moved = len(levels_differentiating(_inexact(args, kwargs))) > 1
-    elif again and TANGENT_AGAIN in row.wrong and not _is_in_place(fun):
-        moved = _is_moved_again(args, kwargs)
-    return moved and (row is None or row.applies(args, kwargs))
 
 
 def _by_its_operations(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
@@ -203,24 +205,18 @@ def _is_moved_again(args: Args, kwargs: Kwargs) -> bool:
     return False
 
 
-def _is_fixed(x: Tensor) -> bool:
-    """Whether nothing differentiates or maps x."""
-    if is_wrapped(x) or x.requires_grad:
-        return False
-    strided = x.layout is torch.strided
-    return not (is_inexact(x) and strided) or forward_ad.unpack_dual(x).tangent is None
-
-
 def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     """`fun(*args, **kwargs)` by reverse mode only; an in-place operation works on a copy."""
-    name = _named(fun)
+    name = str(fun) if type(fun) in OPERATORS else getattr(fun, "__name__", str(fun))
     weight = args[2] if name == "cross_entropy_loss" and len(args) > 2 else None
     if weight is not None and not is_mapped(weight):  # it has no derivative with respect to it
         args = (*args[:2], unwrapped(weight), *args[3:])
     leaves, treedef = upstream.tree_flatten((args, kwargs))
     kinds = {x.device.type for x in leaves if isinstance(x, Tensor)}
     one_by_one = opaque and upstream.peek_interpreter_stack() is not None
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _is_fixed(x)]
+    # Those that something differentiates or maps.
+    tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    places = [i for i, x in tensors if is_wrapped(x) or x.requires_grad or is_dual(x)]
     in_place = _is_in_place(fun)
     if in_place:  # a rule's saved tensors must not change
         leaves[0] = leaves[0].clone()
@@ -230,19 +226,21 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     def flat(*xs: Tensor) -> list[Tensor]:
         again, named = upstream.tree_unflatten(replaced_at(leaves, places, xs), treedef)
         again = (again[0].clone(), *again[1:]) if in_place else again
-        if start:  # with the same random numbers
-            with restored(start[0]), _transposing(fun):
-                result = fun(*again, **named)
-        else:
+        is_first = not start
+        if is_first:
             start.append(Randomness.everywhere(kinds))
-            with _transposing(fun):
+        before, _here.transposed = _here.transposed, fun
+        try:
+            with restored(None if is_first else start[0]):  # later with the same random numbers
                 result = fun(*again, **named)
-            if one_by_one and start[0].advanced():
-                raise GradtoolsError(
-                    f"jvp: {name} draws random numbers and is pushed by transposing its backward "
-                    "pass, which evaluates it again; inside of torch.func's transforms the draws "
-                    "of single examples cannot be repeated. Use reverse mode there."
-                )
+        finally:
+            _here.transposed = before
+        if is_first and one_by_one and start[0].advanced():
+            raise GradtoolsError(
+                f"jvp: {name} draws random numbers and is pushed by transposing its backward "
+                "pass, which evaluates it again; inside of torch.func's transforms the draws "
+                "of single examples cannot be repeated. Use reverse mode there."
+            )
         outs, outdef = upstream.tree_flatten(result)
         shape[:] = outdef, [None if isinstance(y, Tensor) else y for y in outs]
         return [y for y in outs if isinstance(y, Tensor)]
@@ -254,30 +252,9 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     return upstream.tree_unflatten([next(left) if y is None else y for y in shape[1]], shape[0])
 
 
-class _Transposing(threading.local):
-    function: Any = None
-
-
-_here = _Transposing()
-
-
-@contextmanager
-def _transposing(fun: Any) -> Iterator[None]:
-    """Context in which calls of `fun` are those of its own transpose, and are not replaced."""
-    before, _here.function = _here.function, fun
-    try:
-        yield
-    finally:
-        _here.function = before
-
-
 def _is_in_place(fun: Any) -> bool:
     name = getattr(fun, "__name__", "").partition(".")[0]
     return name.endswith("_") and not name.endswith("__")
-
-
-def _named(fun: Any) -> str:
-    return str(fun) if type(fun) in _OPERATORS else getattr(fun, "__name__", str(fun))
 
 
 def _is_custom(operator: Any) -> bool:
@@ -285,22 +262,14 @@ def _is_custom(operator: Any) -> bool:
     packet = type(operator) is upstream.OpOverloadPacket
     result = [getattr(operator, o) for o in operator.overloads()] if packet else [operator]
     key = upstream.DispatchKey.CompositeImplicitAutograd
-    return not all(o.namespace in _OWN or o.has_kernel_for_dispatch_key(key) for o in result)
-
-
-_OWN = ("aten", "prim", "prims", "gradtools")
-_OWN_MODULES = tuple([f"{upstream.OPERATORS}.{name}" for name in _OWN])
+    return not all(o.namespace in OWN or o.has_kernel_for_dispatch_key(key) for o in result)
 
 
 # --- custom code, which no mode intercepts -------------------------------------------------------
 
 _SAVED_INPUTS = {
-    "LinalgDetBackward0": "A",
-    "LinalgSlogdetBackward0": "A",
-    "LinalgSolveExBackward0": "A",
-    "LinalgHouseholderProductBackward0": "input",
-    "NativeLayerNormBackward0": "input",
-    "NativeBatchNormBackward0": "input",
+    **dict.fromkeys(("LinalgDet", "LinalgSlogdet", "LinalgSolveEx"), "A"),
+    **dict.fromkeys(("LinalgHouseholderProduct", "NativeLayerNorm", "NativeBatchNorm"), "input"),
 }
 
 
@@ -320,11 +289,11 @@ def gated_at_custom_code(
     # No mode intercepts the operations of a scripted function, but the graph shows them. This runs
     # inside of the dual level, where the saved tensors still have their tangents.
     for node in nodes_of(tracked):
-        name = type(node).__name__
-        x = upstream.saved(node, _SAVED_INPUTS[name], None) if name in _SAVED_INPUTS else None
-        by_input = upstream.saved(node, "training", True)  # not by running statistics
-        if x is not None and by_input and x.requires_grad and is_dual(x):
-            operation = name.removesuffix("Backward0")
+        operation = type(node).__name__.removesuffix("Backward0")
+        saves = operation in _SAVED_INPUTS and upstream.saved(node, "training", True)
+        # Not of a norm by running statistics.
+        x = upstream.saved(node, _SAVED_INPUTS[operation], None) if saves else None
+        if x is not None and x.requires_grad and is_dual(x):
             message = (
                 f"{caller_of(fun)}: the tangent is differentiated once more, but f calls "
                 f"TorchScript that holds {operation}, of whose forward-mode rule PyTorch leaves a "
@@ -365,8 +334,8 @@ class RightTangents(TorchFunctionMode):
         if fun is upstream.checkpoint_operator():  # which traces no tangents
             with RightTangents():
                 return args[0](*args[1:])
-        other = isinstance(fun, _OPERATORS) and fun.__module__ not in _OWN_MODULES
-        if (other or isinstance(fun, upstream.HigherOrderOperator)) and _inexact(args, kwargs):
+        other = is_custom_operator(fun) or isinstance(fun, upstream.HigherOrderOperator)
+        if other and _inexact(args, kwargs):
             upstream.break_graph(f"jvp: PyTorch traces no tangent of {fun.__name__}")
         return fun(*args, **kwargs)
 

@@ -13,16 +13,17 @@ each of them returns the corrected gradient:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from gradtools.rules import replaced_at, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, nodes_of
-from gradtools.torch.functorch_wrappers import is_mapped
+from gradtools.torch.functorch_wrappers import is_inexact, is_mapped
 from gradtools.torch.modes import unpacked
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.plain_programs import programs
@@ -77,53 +78,46 @@ class BackwardNode:
         assert call is not None
         program, xs = call
         places = [i for i, g in enumerate(given) if g is not None and i < len(xs)]
-        pulled = partial(_pulled, program, places, [x is not None for x in xs])
+        operands = [*cts, *xs]
+        there = [x is not None for x in operands]
+        tensors = [x for x in operands if x is not None]
+        pulled = partial(_pulled, program, places, there, len(cts))
         if wrong:
-            result = pulled(*_present(cts), *_present(xs), cts=cts)
+            result = pulled(*tensors)
         else:
             # Rules import this module.
             from gradtools.torch.forward_mode.by_transposing import with_derivative
 
-            values = [given[i] for i in places]
-            pulled = partial(pulled, cts=[None if ct is None else ... for ct in cts])
             name = type(node).__name__.removesuffix("Backward0")
-            result = with_derivative(name, pulled, [*_present(cts), *_present(xs)], values)
+            result = with_derivative(name, pulled, tensors, [given[i] for i in places])
         left = iter(result)
         return tuple([next(left) if i in places else g for i, g in enumerate(given)])
 
 
-def _present(xs: Values) -> list[Any]:
-    return [x for x in xs if x is not None]
-
-
 def _pulled(
-    program: Callable[..., Any], places: list[int], there: list[bool], *tensors: Any, cts: Values
+    program: Callable[..., Any], places: list[int], there: list[bool], count: int, *tensors: Any
 ) -> list[Any]:
     """The program's vjp with respect to the arguments at these positions.
 
     Args:
         program: The plain program.
         places: The positions.
-        there: Which arguments are not None.
+        there: Which of the cotangents and arguments are not None.
+        count: The number of cotangents, one for each output.
         tensors: The cotangents and then the arguments, without None.
-        cts: One entry for each output, None without a cotangent.
     """
-    left = iter(tensors)
-    full = [None if ct is None else next(left) for ct in cts]
-    xs = [next(left) if t else None for t in there]
+    operands = spread(tensors, there)
+    cts, xs = operands[:count], operands[count:]
 
     def run(*moving: Tensor) -> Any:
-        again = list(xs)
-        for i, x in zip(places, moving, strict=True):
-            again[i] = x
-        outs = program(*again)
+        outs = program(*replaced_at(xs, places, moving))
         outs = [outs] if isinstance(outs, Tensor) else outs
-        pairs = zip(outs, full, strict=False)
+        pairs = zip(outs, cts, strict=False)
         return tuple([y for y, ct in pairs if ct is not None and y is not None])
 
     outs, pull = vjp(run, *[xs[i] for i in places])
-    seeds = [ct.to(y.dtype) for ct, y in zip(_present(full), outs, strict=True)]
-    return [g.view_as(g) for g in pull(tuple(seeds))]
+    seeds = zip([ct for ct in cts if ct is not None], outs, strict=True)
+    return [g.view_as(g) for g in pull(tuple([ct.to(y.dtype) for ct, y in seeds]))]
 
 
 # --- the programs at nodes -----------------------------------------------------------------------
@@ -136,7 +130,10 @@ def _saved(node: Any, *names: str) -> list[Any]:
 def _by(
     program: Callable[..., Any], *tensors: str, others: tuple[str, ...] = ()
 ) -> Callable[[Any], Call]:
-    """A program at saved tensors of a node, followed by other arguments that it saved."""
+    """A program at saved tensors of a node, followed by other arguments that it saved.
+
+    Like all of these it reads each of them once (see `BackwardNode.hook`).
+    """
 
     def call(node: Any) -> Call:
         saved = _saved(node, *others)
@@ -149,41 +146,40 @@ def _by(
 
 def _layer_norm(node: Any) -> Call:
     x, shape, weight, bias = _saved(node, "input", "normalized_shape", "weight", "bias")
-    eps = _eps_of(x, tuple(range(-len(shape), 0)), upstream.saved(node, "result2"))
-    return lambda x, w, b: programs.layer_norm(x, shape, w, b, eps), [x, weight, bias]
+    return _over_last_axes(x, shape, upstream.saved(node, "result2")), [x, weight, bias]
 
 
-def _eps_of(x: Tensor, dims: Any, rstd: Tensor) -> Tensor:
-    """The eps of a normalisation, recovered from its saved reciprocal deviation."""
+def _over_last_axes(x: Tensor, shape: Any, rstd: Tensor) -> Callable[..., Tensor]:
+    """Layer norm, as a function of input, weight and bias.
+
+    Its eps is recovered from the reciprocal deviation at the input x.
+    """
+    dims = tuple(range(-len(shape), 0))
     variance = programs.value_of(x).var(dims, unbiased=False, keepdim=True)
-    return rstd.detach().reshape(variance.shape) ** -2 - variance
-
-
-def _over_batch(eps: float) -> Callable[..., Tensor]:
-    """Batch norm in training mode, as a function of input, weight and bias."""
-    return lambda x, w=None, b=None: programs.batch_norm(x, w, b, None, None, True, 0.0, eps, True)
+    eps = rstd.detach().reshape(variance.shape) ** -2 - variance
+    return lambda x, w=None, b=None: programs.layer_norm(x, shape, w, b, eps)
 
 
 def _batch_norm(node: Any) -> Call:
-    x, weight, mean, var, trains, eps = _saved(
-        node, "input", "weight", "running_mean", "running_var", "training", "eps"
-    )
-    bias = None if weight is None else torch.zeros_like(weight)
-    if trains:
-        return _over_batch(eps), [x, weight, bias]
-    by_statistics = programs.batch_norm_by_statistics
-    return lambda x, w, b: by_statistics(x, w, b, mean, var, eps), [x, weight, bias]
+    x, weight = _saved(node, "input", "weight")
+    xs = [x, weight, None if weight is None else torch.zeros_like(weight)]
+    if upstream.saved(node, "training", True):
+        return _over_batch(node), xs
+    statistics = _saved(node, "running_mean", "running_var", "eps")
+    return lambda x, w, b: programs.batch_norm_by_statistics(x, w, b, *statistics), xs
 
 
-def _cudnn_batch_norm(node: Any) -> Call:
-    x, weight, eps = _saved(node, "input", "weight", "epsilon")
-    return _over_batch(eps), [x, weight, torch.zeros_like(weight)]
+def _over_batch(node: Any) -> Callable[..., Tensor]:
+    """Batch norm in training mode, as a function of input, weight and bias."""
+    eps = upstream.saved(node, "eps", None)
+    eps = upstream.saved(node, "epsilon") if eps is None else eps  # cuDNN's
+    return lambda x, w=None, b=None: programs.batch_norm(x, w, b, None, None, True, 0.0, eps, True)
 
 
 def _norm_pullback(program: Callable[..., Any]) -> Callable[..., Any]:
     """The pullback of a normalisation, as a function of cotangent, input and weight."""
 
-    def run(ct: Tensor, x: Tensor, weight: Any = None, *others: Any) -> tuple[Tensor, ...]:
+    def run(ct: Tensor, x: Tensor, weight: Any = None) -> tuple[Tensor, ...]:
         affine = [] if weight is None else [weight, torch.zeros_like(weight)]
         return tuple(vjp(program, x, *affine)[1](ct))
 
@@ -194,21 +190,17 @@ def _layer_norm_pullback(node: Any) -> Call:
     ct, x, shape, rstd, weight = _saved(
         node, "grad_out", "input", "normalized_shape", "rstd", "weight"
     )
-    eps = _eps_of(x, tuple(range(-len(shape), 0)), rstd)
-    run = _norm_pullback(lambda x, w=None, b=None: programs.layer_norm(x, shape, w, b, eps))
+    run = _norm_pullback(_over_last_axes(x, shape, rstd))
     xs = [ct, x, None, None, weight, None]
     return lambda ct, x, mean, rstd, weight, bias=None: run(ct, x, weight), xs
 
 
 def _batch_norm_pullback(node: Any) -> Call:
-    ct, x, weight, eps = _saved(node, "grad_out", "input", "weight", "eps")
-    return _norm_pullback(_over_batch(eps)), [ct, x, weight]
-
-
-def _cudnn_batch_norm_pullback(node: Any) -> Call:
-    x, ct, weight, eps = _saved(node, "input", "grad_output", "weight", "epsilon")
-    run = _norm_pullback(_over_batch(eps))
-    return lambda x, ct, weight: run(ct, x, weight), [x, ct, weight]
+    run = _norm_pullback(_over_batch(node))
+    ct = upstream.saved(node, "grad_out", None)
+    if ct is not None:
+        return run, [ct, *_saved(node, "input", "weight")]
+    return lambda x, ct, weight: run(ct, x, weight), _saved(node, "input", "grad_output", "weight")
 
 
 def _attention(node: Any) -> Call:
@@ -266,11 +258,6 @@ def _looked_up(x: Tensor, at: Tensor) -> Tensor:
 # --- the table by nodes --------------------------------------------------------------------------
 
 
-def _by_integers(node: Any) -> bool:
-    other = upstream.saved(node, "other")  # None if no gradient needs it
-    return other is not None and not (other.is_floating_point() or other.is_complex())
-
-
 def _has_strided_statistics(node: Any) -> bool:
     statistics = _saved(node, "weight", "running_mean", "running_var")
     return not all(x is None or x.is_contiguous() for x in statistics)
@@ -298,7 +285,11 @@ def _trains(node: Any) -> bool:
 _ALWAYS = lambda node: True
 _KERNELS = ("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention")
 NODES = {
-    "LdexpBackward0": BackwardNode(result=_ldexp, wrong=_ALWAYS, when=_by_integers),
+    "LdexpBackward0": BackwardNode(
+        result=_ldexp,
+        wrong=_ALWAYS,
+        when=lambda node: (n := upstream.saved(node, "other")) is not None and not is_inexact(n),
+    ),
     "AsStridedScatterBackward0": BackwardNode(result=_as_strided_scatter, wrong=_ALWAYS),
     "SiluBackward0": BackwardNode(
         _by(programs.silu, "self"),
@@ -313,10 +304,8 @@ NODES = {
         _batch_norm, wrong=_has_strided_statistics, when=_has_strided_statistics, mapped=True
     ),
     "NativeBatchNormBackwardBackward0": BackwardNode(_batch_norm_pullback, when=_trains),
-    "CudnnBatchNormBackward0": BackwardNode(
-        _cudnn_batch_norm, when=lambda node: False, mapped=True
-    ),
-    "CudnnBatchNormBackwardBackward0": BackwardNode(_cudnn_batch_norm_pullback, when=_trains),
+    "CudnnBatchNormBackward0": BackwardNode(_batch_norm, when=lambda node: False, mapped=True),
+    "CudnnBatchNormBackwardBackward0": BackwardNode(_batch_norm_pullback, when=_trains),
     "WeightNormInterfaceBackward0": BackwardNode(
         _by(programs.weight_norm, "v", "g", others=("dim",))
     ),
@@ -368,18 +357,17 @@ def wrong_in_batches(outs: Sequence[Any]) -> list[Any]:
     return [node for node in nodes_of(outs) if type(node).__name__ in names]
 
 
-def corrected(nodes: Sequence[Any], again: bool = True) -> AbstractContextManager[None]:
+@contextmanager
+def corrected(nodes: Sequence[Any], again: bool = True) -> Iterator[None]:
     """Context for a pullback in which these nodes return corrected gradients.
 
     Args:
         nodes: The nodes.
         again: Whether the gradients may be differentiated.
     """
-    return _corrected(nodes, again) if nodes else nullcontext()
-
-
-@contextmanager
-def _corrected(nodes: Sequence[Any], again: bool) -> Iterator[None]:
+    if not nodes:
+        yield
+        return
     pairs: list[Any] = []
     read = lambda ct: pairs.extend(
         [(node, NODES[type(node).__name__].hook(node, again)) for node in nodes]

@@ -17,12 +17,7 @@ from torch.overrides import TorchFunctionMode
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.patches import Reads, Substituted
-from gradtools.torch.plain_programs.programs import (
-    is_long,
-    over_groups,
-    softmax_and_log,
-    value_of,
-)
+from gradtools.torch.plain_programs.programs import is_long, over_groups, softmax_and_log, value_of
 
 Tensor = torch.Tensor
 
@@ -95,9 +90,10 @@ def _in_tiles(
         del kinds["most"]
     # The differentiated tensors that the functions capture, read at one entry: dynamo makes them
     # arguments, but does not run inside of torch.utils.checkpoint.
+    is_differentiated = lambda x: not is_wrapped(x) and (x.requires_grad or is_dual(x))
     one = value_of(q)[0, 0, :1], value_of(k)[0, 0, :1]
     at = [x[0] for x in where[:2]] + [x[:1] for x in where[2:]]
-    with torch.no_grad(), Reads(_is_differentiated) as reads:
+    with torch.no_grad(), Reads(is_differentiated) as reads:
         scores(*one, at, lifted)
     given = {id(x) for x in upstream.tree_leaves(lifted)}
     captured = [x for x in reads.seen.values() if id(x) not in given]
@@ -144,10 +140,6 @@ class _Tile:
         if "most" in self.kinds:
             result["most"] = value_of(s)
         return result
-
-
-def _is_differentiated(x: Tensor) -> bool:
-    return not is_wrapped(x) and (x.requires_grad or is_dual(x))
 
 
 class _ByIndices(TorchFunctionMode):

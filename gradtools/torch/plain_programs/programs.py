@@ -27,7 +27,11 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
         return input * 1
     y, step = input.movedim(dim, 0), 1
     while step < y.shape[0]:
-        y = torch.cat((y[:step], _logaddexp(y[step:], y[:-step])))
+        a, b = y[step:], y[:-step]
+        # By plain operations: torch.logaddexp has NaN for second derivatives (torch#196704).
+        most = torch.maximum(value_of(a).real, value_of(b).real)
+        most = most.masked_fill(most.isinf(), 0.0)
+        y = torch.cat((y[:step], torch.log(torch.exp(a - most) + torch.exp(b - most)) + most))
         step *= 2
     y = y.movedim(0, dim)
     if not y.is_complex():
@@ -35,13 +39,6 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     # Takes PyTorch's branch of the logarithm; branches differ by multiples of 2 pi i.
     apart = torch.logcumsumexp(value_of(input), dim) - value_of(y)
     return y + 2j * torch.pi * torch.round(apart.imag / (2 * torch.pi)).nan_to_num()
-
-
-def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
-    """By plain operations: that of torch has NaN for second derivatives (torch#196704)."""
-    most = torch.maximum(value_of(x).real, value_of(y).real)
-    most = most.masked_fill(most.isinf(), 0.0)
-    return torch.log(torch.exp(x - most) + torch.exp(y - most)) + most
 
 
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
@@ -71,9 +68,8 @@ def _norm(x: Tensor, p: float) -> Tensor:
     if p == 2:
         total = (x * x).sum(-1)
     else:
-        total = torch.where(value_of(x) == 0, 0, torch.where(value_of(x) == 0, 1, size) ** p).sum(
-            -1
-        )
+        at_zero = value_of(x) == 0
+        total = torch.where(at_zero, 0, torch.where(at_zero, 1, size) ** p).sum(-1)
     is_zero = value_of(total) == 0
     safe = torch.where(is_zero, 1, total)
     return torch.where(is_zero, 0, torch.sqrt(safe) if p == 2 else safe ** (1 / p))
@@ -81,13 +77,8 @@ def _norm(x: Tensor, p: float) -> Tensor:
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """v / |v| times g, with one norm for each index of an axis, or one for all (-1)."""
-    norm = torch.sqrt(summed_but(v * v, dim))
+    norm = torch.sqrt((v * v).sum([k for k in range(v.dim()) if k != dim], keepdim=True))
     return v * (g.reshape(norm.shape) / norm)
-
-
-def summed_but(x: Tensor, dim: int) -> Tensor:
-    """The sums over all axes but one (over all for -1), with keepdim."""
-    return x.sum([k for k in range(x.dim()) if k != dim], keepdim=True)
 
 
 def layer_norm(
@@ -127,11 +118,8 @@ def native_batch_norm(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor
 
 def native_batch_norm_legit(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`native_batch_norm`; one overload has no running statistics."""
-    return (
-        native_batch_norm(*args)
-        if len(args) == 8
-        else native_batch_norm(*args[:3], None, None, *args[3:])
-    )
+    statistics = () if len(args) == 8 else (None, None)
+    return native_batch_norm(*args[:3], *statistics, *args[3:])
 
 
 def batch_norm_with_update(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -385,15 +373,12 @@ def det(A: Tensor) -> Tensor:
     u, _, vh = torch.linalg.svd(value_of(A))
     sign = torch.linalg.det(u) * torch.linalg.det(vh)
     m = u.mH @ A @ vh.mH
-    b, c, d, e = (m[..., i, j] for i in _halves(n - k) for j in _halves(n - k))
+    halves = slice(n - k), slice(n - k, None)
+    b, c, d, e = (m[..., i, j] for i in halves for j in halves)
     if k == n:
         return sign * _without_division(e)
     last = e - d @ torch.linalg.inv(b) @ c
     return sign * _product_of_pivots(b) * _without_division(last)
-
-
-def _halves(n: int) -> tuple[slice, slice]:
-    return slice(n), slice(n, None)
 
 
 def deficiency(A: Tensor) -> int:

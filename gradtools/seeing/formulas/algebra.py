@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -93,6 +94,12 @@ def opened(x: Expr, names: Labels, fresh: Callable[[int], Any] | None = None) ->
     return result
 
 
+# For each contraction the order of axes of its first use, which reads best. Keys have the axes in
+# the order of the factors; `_keys` keeps a key alive as long as its contraction.
+_first_order: weakref.WeakKeyDictionary[Expr, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_keys: weakref.WeakKeyDictionary[Expr, Expr] = weakref.WeakKeyDictionary()
+
+
 def product(
     entries: Iterable[tuple[Expr, Iterable[Any]]],
     out: Iterable[Any],
@@ -122,7 +129,11 @@ def product(
         factors.append((factor, names))
     coefficient, factors = _flattened(coefficient, factors, out, size)
     factors = _with_powers(factors)
-    _drop_one_hots(factors, out, size)
+    for entry in [e for e in factors if e[0].op == "one_hot"]:
+        axis = entry[1][-1]
+        if axis not in out and [n for _, names in factors for n in names].count(axis) == 1:
+            factors.remove(entry)  # its axis is summed alone, which gives 1
+            del size[axis]
     used = {name for _, names in factors for name in names}
     for name in size.keys() - used - set(out):
         coefficient *= size[name]  # a sum over nothing
@@ -132,11 +143,16 @@ def product(
     if len(factors) == 1 and coefficient == 1 and factors[0][1] == out:
         return factors[0][0]
     factors.sort(key=lambda f: (f[0].turn, [str(n) for n in f[1]]))
-    if not used <= set(out):
-        core = _contraction(factors, out, size)
-        if coefficient == 1 and core[1] == out:
-            return core[0]
-        return _einsum([core], out, size, coefficient)
+    if not used <= set(out):  # the contraction without coefficient and broadcasts
+        kept = tuple(dict.fromkeys(n for _, names in factors for n in names if n in out))
+        key = _einsum(factors, kept, size)
+        wanted = tuple(kept.index(n) for n in out if n in kept)
+        kept = tuple(kept[a] for a in _first_order.setdefault(key, wanted))
+        core = _einsum(factors, kept, size)
+        if core is not key:
+            _keys[core] = key
+        same = coefficient == 1 and kept == out
+        return core if same else _einsum([(core, kept)], out, size, coefficient)
     by_rank = sorted(factors, key=lambda f: -len(f[1]))  # the order of the axes follows these
     kept = tuple(dict.fromkeys(n for _, names in by_rank for n in names))
     if len(factors) > 1 and set(kept) == set(out) and kept != out:
@@ -207,38 +223,6 @@ def _with_powers(entries: list[Entry]) -> list[Entry]:
     return [(base**n, names) for (base, names), n in powers.items() if n != 0]
 
 
-def _drop_one_hots(factors: list[Entry], out: Labels, size: dict[Any, int]) -> None:
-    """Eliminates one-hot factors whose axis is summed alone, which gives 1."""
-    for entry in list(factors):
-        factor, names = entry
-        if factor.op != "one_hot" or names[-1] in out or names.count(names[-1]) > 1:
-            continue
-        if sum(names[-1] in others for _, others in factors) == 1:
-            factors.remove(entry)
-            del size[names[-1]]
-
-
-# For each contraction the order of axes of its first use. Keys have the axes in the order of the
-# factors; `_keys` keeps a key alive as long as its contraction.
-_first_order: weakref.WeakKeyDictionary[Expr, tuple[int, ...]] = weakref.WeakKeyDictionary()
-_keys: weakref.WeakKeyDictionary[Expr, Expr] = weakref.WeakKeyDictionary()
-
-
-def _contraction(factors: list[Entry], out: Labels, size: dict[Any, int]) -> Entry:
-    """The contraction without coefficient and broadcasts, and its labels.
-
-    Its axes are in the order of its first use, which reads best.
-    """
-    kept = tuple(dict.fromkeys(n for _, names in factors for n in names if n in out))
-    key = _einsum(factors, kept, size)
-    wanted = tuple(kept.index(n) for n in out if n in kept)
-    kept = tuple(kept[a] for a in _first_order.setdefault(key, wanted))
-    core = _einsum(factors, kept, size)
-    if core is not key:
-        _keys[core] = key
-    return core, kept
-
-
 def _einsum(
     entries: list[Entry], out: Labels, size: dict[Any, int], coefficient: Any = 1.0
 ) -> Expr:
@@ -291,10 +275,12 @@ def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
     return product(entries, kept, [x.shape[a] for a in kept], coefficient)
 
 
-def transpose(x: Expr, permutation: Sequence[int] | None = None) -> Expr:
-    """numpy.transpose."""
-    permutation = tuple(permutation or reversed(range(x.rank)))
-    return product([(x, range(x.rank))], permutation, [x.shape[a] for a in permutation])
+def transpose(x: Expr, permutation: Iterable[int]) -> Expr:
+    """numpy.transpose; x itself for the identity permutation."""
+    permutation, axes = tuple(permutation), tuple(range(x.rank))
+    if permutation == axes:
+        return x
+    return product([(x, axes)], permutation, [x.shape[a] for a in permutation])
 
 
 def swap(x: Expr) -> Expr:
@@ -342,14 +328,12 @@ def einsum(subscripts: str, *xs: Expr) -> Expr:
 
 def matmul(a: Expr, b: Expr) -> Expr:
     """numpy.matmul."""
-    left = ["k"] if a.rank == 1 else ["i", "k"]
-    right = ["k"] if b.rank == 1 else ["k", "j"]
-    batch = broadcast_shape(a.shape[: max(a.rank - 2, 0)], b.shape[: max(b.rank - 2, 0)])
-    names = list(range(len(batch)))
-    skip = lambda x: names[len(names) - max(x.rank - 2, 0) :]
-    out = names + (["i"] if a.rank > 1 else []) + (["j"] if b.rank > 1 else [])
-    shape = batch + (a.shape[-2:-1] if a.rank > 1 else ()) + (b.shape[-1:] if b.rank > 1 else ())
-    return product([(a, [*skip(a), *left]), (b, [*skip(b), *right])], out, shape)
+    batch = broadcast_shape(a.shape[:-2], b.shape[:-2])
+    lead = lambda x: range(len(batch) - len(x.shape[:-2]), len(batch))
+    left, right = (*lead(a), *"ik"[-a.rank :]), (*lead(b), *"kj"[: b.rank])
+    out = (*range(len(batch)), *"i"[: a.rank - 1], *"j"[: b.rank - 1])
+    shape = (*batch, *a.shape[-2:-1], *b.shape[1:][-1:])
+    return product([(a, left), (b, right)], out, shape)
 
 
 def reshape(x: Expr, shape: Iterable[int]) -> Expr:
@@ -424,7 +408,11 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
     out = range(len(shape))
     shared = set(split[0][1]).intersection(*(entries for _, entries, _ in split[1:]))
     common = [e for e in sorted(shared, key=lambda e: e[0].turn) if set(e[1]) <= set(out)]
-    coefficient = _common_coefficient([c for c, _, _ in split])
+    coefficients = [c for c, _, _ in split]
+    size, coefficient = abs(coefficients[0]), 1.0
+    are_real = not any(isinstance(c, complex) for c in coefficients)
+    if are_real and all(abs(abs(c) - size) <= 1e-15 * size for c in coefficients):
+        coefficient = -size if sum(c < 0 for c in coefficients) * 2 > len(terms) else size
     if not common and coefficient == 1:
         terms = sorted(terms, key=lambda t: t.turn)
         return expr("add", terms, shape, widest(*(t.kind for t in terms)))
@@ -439,17 +427,6 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
     return product([*common, (add(left), out)], out, shape, coefficient)
 
 
-def _common_coefficient(coefficients: list) -> Any:
-    """The common modulus of all coefficients, negative if most terms are; else 1."""
-    sizes = [abs(c) for c in coefficients]
-    if any(isinstance(c, complex) for c in coefficients):
-        return 1.0
-    if any(abs(s - sizes[0]) > 1e-15 * sizes[0] for s in sizes):
-        return 1.0
-    negative = sum(c < 0 for c in coefficients) * 2 > len(coefficients)
-    return -sizes[0] if negative else sizes[0]
-
-
 def plus(*terms: Expr) -> Expr:
     """The sum, broadcast as in NumPy."""
     shape = broadcast_shape(*(t.shape for t in terms))
@@ -461,22 +438,17 @@ def plus(*terms: Expr) -> Expr:
 
 def apply(name: str, /, *of: Any, **attributes: Any) -> Expr:
     """Applies the named operation to expressions and numbers."""
-    operation, args = OPERATIONS[name], tuple(map(lifted, of))
+    operation, args = OPERATIONS[name], [*map(lifted, of)]
     shape, kind = operation.result(*args, **attributes)
-    if operation.elementwise:
-        return _elementwise(name, args, kind, attributes)
-    return expr(name, args, shape, kind, **attributes)
-
-
-def _elementwise(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr:
-    """A function of each place, broadcast as in NumPy; broadcasts move outwards."""
-    shape = broadcast_shape(*(a.shape for a in args))
+    if not operation.elementwise:
+        return expr(name, args, shape, kind, **attributes)
     args = [broadcast(a, shape) for a in args]
     kept = sorted(set().union(*map(varying, args)))
-    if len(kept) < len(shape):
-        inner = _elementwise(op, [drop_axes(a, kept) for a in args], kind, attributes)
-        return broadcast(inner, shape, kept)
-    return expr(op, args, shape, kind, **attributes)
+    if len(kept) < len(shape):  # broadcasts move outwards
+        return broadcast(
+            apply(name, *(drop_axes(a, kept) for a in args), **attributes), shape, kept
+        )
+    return expr(name, args, shape, kind, **attributes)
 
 
 def power(x: Expr, exponent: Any) -> Expr:
@@ -528,16 +500,6 @@ def conj(x: Expr) -> Expr:
     return expr("conj", (x,), x.shape, COMPLEX)
 
 
-def real(x: Expr) -> Expr:
-    """The real part."""
-    return _part(x, 0)
-
-
-def imag(x: Expr) -> Expr:
-    """The imaginary part."""
-    return _part(x, 1)
-
-
 def _part(x: Expr, which: int) -> Expr:
     """The real (0) or imaginary (1) part."""
     if not x.is_complex:
@@ -567,6 +529,9 @@ def _part(x: Expr, which: int) -> Expr:
         if not isinstance(c, complex) and c != 1:
             return scale(c, _part(product(entries, out, x.shape), which))
     return expr(("real", "imag")[which], (x,), x.shape, REAL)
+
+
+real, imag = partial(_part, which=0), partial(_part, which=1)
 
 
 def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:

@@ -25,6 +25,7 @@ import numpy as np
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
+from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import add, conj, product, real
 from gradtools.seeing.formulas.expressions import (
@@ -123,11 +124,7 @@ class Formula:
         self._outputs = list(zip(recorded.outputs, names, strict=True))
         active = [k for k, p in enumerate(inputs) if p.is_inexact and (wrt is None or k in wrt)]
         sources = [inputs[k] for k in active]
-
-        def of_inputs(grads: Sequence[Expr]) -> list[Expr | None]:
-            place = dict(zip(active, grads, strict=False))
-            return [place.get(k) for k in range(len(inputs))]
-
+        of_inputs = lambda grads: replaced_at([None] * len(inputs), active, grads)
         inexact = [(y, name) for y, name in self._outputs if y.is_inexact]
         self._cotangents = []
         for y, name in inexact:
@@ -146,20 +143,18 @@ class Formula:
                 self._directions.append(u)
             both, _ = adjoint(grads, self._directions, [*sources, *self._cotangents])
             xs = [self._names[p].text for p in (*inputs, *self._cotangents)]
-            results = [*of_inputs(both), *both[len(sources) :]]
+            count = len(sources)
+            results = [*of_inputs(both[:count]), *both[count:]]
             written = [Written(f"∂s/∂{x}") for x in xs]
             self._second = list(zip(results, written, strict=True))
         self._pairs, self._whole = self._in_complex_numbers()
         marked = [x["name"] for x in ordered(recorded.outputs) if x.op == "by_name"]
         self.marked = tuple(dict.fromkeys(marked))
-        self.inputs, self.cotangents, self.directions = (
-            tuple(self._names[p].text for p in group)
-            for group in (inputs, self._cotangents, self._directions)
-        )
-        self.outputs, self.gradients, self.second = (
-            tuple(name.text for _, name in group)
-            for group in (self._outputs, self._gradients, self._second)
-        )
+        of_leaves = lambda group: tuple(self._names[p].text for p in group)
+        of_results = lambda group: tuple(name.text for _, name in group)
+        self.inputs, self.outputs = of_leaves(inputs), of_results(self._outputs)
+        self.cotangents, self.gradients = of_leaves(self._cotangents), of_results(self._gradients)
+        self.directions, self.second = of_leaves(self._directions), of_results(self._second)
 
     def _in_complex_numbers(self) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
         """The adjoint of separate real and imaginary parts in complex form, if it has one."""

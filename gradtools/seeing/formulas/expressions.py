@@ -188,10 +188,8 @@ def full(value: Any, shape: Sequence[int]) -> Expr:
     """A constant array of this shape."""
     if not shape:
         return number(value)
-    coefficient = number(value)["value"]
-    return expr(
-        "einsum", (), shape, kind_of_number(coefficient), labels=(), coefficient=coefficient
-    )
+    c = number(value)["value"]
+    return expr("einsum", (), shape, kind_of_number(c), labels=(), coefficient=c)
 
 
 def zeros(shape: Sequence[int]) -> Expr:
@@ -204,8 +202,7 @@ def array(value: Any) -> Expr:
     value = np.asarray(value)
     if value.size and np.all(value == value.flat[0]) and value.dtype.kind in "fc":
         return full(value.flat[0].item(), value.shape)
-    kind = {"f": REAL, "c": COMPLEX, "b": "boolean"}.get(value.dtype.kind, INTEGER)
-    return expr("array", (), value.shape, kind, value=ArrayValue(value))
+    return expr("array", (), value.shape, kind_of(value.dtype), value=ArrayValue(value))
 
 
 def constant_of(x: Expr) -> Any:

@@ -26,6 +26,7 @@ from gradtools.arguments.checks import order_among
 from gradtools.backend import Backend, Operators, P
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
+from gradtools.rules import replaced_at
 from gradtools.seeing.formulas.derivation import Check, Formula, derive
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction
 from gradtools.seeing.frameworks import Framework
@@ -453,12 +454,9 @@ class _ComparedRun:
         def called(*leaves: Any) -> list[Any]:
             return [self.backend.asarray(y, next(iter(leaves), None)) for y in run(list(leaves))]
 
-        def of_inputs(grads: Sequence[Any]) -> list[Any]:
-            place = dict(zip(active, grads, strict=True))
-            return [place.get(k) for k in range(len(opened))]
-
         moving = tuple(p.is_inexact for p in opened)
         f = OpaqueFunction(self.backend, called, self._leaves, moving, self._trying)
+        of_inputs = lambda grads: replaced_at([None] * len(opened), active, grads)
         try:
             found = f.vjp(inexact, active, with_outputs=True).value(*inputs, *cotangents)
             groups = found[: len(outputs)], of_inputs(found[len(outputs) :])
@@ -555,8 +553,7 @@ def returned(given: Any, names: Sequence[str], expected: Group, call: str) -> li
     result = list(given) if isinstance(given, tuple | list) else [given]
     can = [k for k, a in enumerate(expected) if a is not None]
     if len(result) == len(can) < len(expected):
-        place = dict(zip(can, result, strict=True))
-        return [place.get(k) for k in range(len(expected))]
+        return replaced_at([None] * len(expected), can, result)
     if len(result) != len(expected):
         raise GradtoolsError(
             f"formula.agrees_with: the derivation, called with {call}, returned {len(result)} "

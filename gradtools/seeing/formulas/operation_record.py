@@ -35,11 +35,6 @@ Made = TypeVar("Made", bound=Make)
 Cotangents = list[Expr | None]  # of the arguments; None where one has no derivative
 
 
-def aligned_axes(y: Expr) -> list[Sequence[int | None]]:
-    """The labels of arguments whose axes are those of the result, one by one."""
-    return [range(y.rank) if a.rank == y.rank else () for a in y.args]
-
-
 @dataclass(frozen=True)
 class Operation:
     """An operation: how it is built, evaluated, differentiated and written.
@@ -60,6 +55,7 @@ class Operation:
             would read as a matrix power).
         labels: For each argument the label of each axis. Axes with one label correspond and get
             one letter; the labels of the result's axes are 0, 1, ...; None corresponds to none.
+            By default the axes of arguments of the result's rank are those of the result.
         definition: The line that defines the name, for a composition that is recognised and
             written by it.
     """
@@ -72,7 +68,9 @@ class Operation:
     elementwise: bool = False
     form: Form | None = None
     entry: EntryForm | None = None
-    labels: Callable[[Expr], Sequence[Sequence[int | None]]] = aligned_axes
+    labels: Callable[[Expr], Sequence[Sequence[int | None]]] = lambda y: [
+        range(y.rank) if a.rank == y.rank else () for a in y.args
+    ]
     definition: str = ""
 
 

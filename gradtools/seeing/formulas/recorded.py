@@ -12,7 +12,7 @@ operation, and gives compositions a name by which they are written and different
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
     (x - mean x) / sqrt(variance + eps)     standardize(x)
     sqrt(sum |x|^2), and one over it        norm(x)
-    relu(x),  |x|,  max(-inf, x)            x, where it is positive by its form, or whatever it is
+    relu(x),  |x|                           x, where it is positive by its form
 """
 
 from __future__ import annotations
@@ -180,14 +180,9 @@ def _others(x: Expr, *terms: Expr) -> list[Expr]:
 def _shifted(x: Expr, axes: Iterable[int]) -> tuple[Expr, list[Expr]]:
     """X without its terms that are constant along the axes, and these terms."""
     terms, axes = _terms(x), set(axes)
-    constant = [t for t in terms if axes <= _broadcast_axes(t)]
+    constant = [t for t in terms if axes.isdisjoint(varying(t))]
     rest = [t for t in terms if t not in constant]
     return (add(rest), constant) if rest else (x, [])
-
-
-def _broadcast_axes(x: Expr) -> set[int]:
-    """The axes along which x is broadcast, hence constant."""
-    return set(range(x.rank)) - varying(x.args[0] if x.op == "stop" else x)
 
 
 def _sum_over(x: Expr) -> tuple[Expr, tuple[int, ...]] | None:
@@ -335,12 +330,6 @@ def _is_positive(x: Expr) -> bool:
     return scaled and all(map(_is_positive, x.args))
 
 
-def _maximum_of_minus_infinity(x: Expr) -> Expr | None:
-    """max(-inf, z)."""
-    one, other = x.args if constant_of(x.args[0]) is not None else x.args[::-1]
-    return other if constant_of(one) == -math.inf else None
-
-
 # --- moments
 
 
@@ -399,7 +388,6 @@ def _norm(x: Expr) -> Expr | None:
 _PATTERNS: dict[str, tuple[Callable[[Expr], Expr | None], ...]] = {
     "abs": (_needless,),
     "relu": (_needless,),
-    "maximum": (_maximum_of_minus_infinity,),
     "log": (_logsumexp, _softplus),
     "einsum": (_softmax, _variance, _standardize),
     "add": (_log_softmax, _of_one_hot, _variance_of_moments),

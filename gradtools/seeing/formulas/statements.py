@@ -50,14 +50,13 @@ class Statements:
         cotangents: Mapping[Expr, Expr],
     ) -> None:
         self.sections = sections
-        self.axes = Axes()
+        self._taken = {w.text for w in leaves.values()}
+        self.axes = Axes(text for text in self._taken if len(text) == 1)
         self.writer = ExpressionWriter(self.axes)
         self.writer.names.update(leaves)
         roots = [x for s in sections for x, _ in s.roots]
         self.values = [x for x in order(roots) if x.kind != SEVERAL]
-        self.axes.forbid(w.text for w in leaves.values() if len(w.text) == 1)
         self.axes.learn(self.values)
-        self._taken = {w.text for w in leaves.values()}
         self._done: set[Expr] = set()
         self.constants: list[tuple[Expr, Written]] = []
         self._uses = _uses(self.values, roots)

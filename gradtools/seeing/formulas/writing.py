@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -66,31 +67,42 @@ class ExpressionWriter:
             NeedsIndices: It is ambiguous without indices.
         """
         try:
-            return self._whole(x)
+            return self._written(x, None)
         except NeedsIndices:
             if x.rank:
                 raise
             return self.entry(x, ())
 
-    def _whole(self, x: Expr) -> Written:
-        if x in self.names:
-            return self.names[x]
-        constant = constant_of(x)
-        if constant is not None:
-            return ts.number(constant)
-        if x.op == "einsum":
-            return self._product(x)
-        if x.op == "add":
-            self._must_align(x)
-            return ts.summed([self.whole(t) for t in self._in_order(x.args)])
-        if is_elementwise(x):
-            self._must_align(x)
-            return self._function(x, [self.whole(a) for a in x.args], x.rank > 1)
+    def entry(self, x: Expr, letters: Sequence[str]) -> Written:
+        """The entry of x at these indices."""
+        return self._written(x, letters)
+
+    def _written(self, x: Expr, letters: Sequence[str] | None) -> Written:
+        """X as a whole array, or its entry at these indices."""
         operation = OPERATIONS.get(x.op)
-        if operation and operation.form:
+        if x in self.names:
+            result = self.names[x]
+        elif constant_of(x) is not None:
+            return ts.number(constant_of(x))
+        elif x.op == "einsum":
+            return self._product(x) if letters is None else self._entry_of_product(x, letters)
+        elif x.op == "add" or is_elementwise(x):
+            if letters is None:
+                self._must_align(x)
+            args = self._in_order(x.args) if x.op == "add" else x.args
+            parts = [self.whole(a) if letters is None else self.entry(a, letters) for a in args]
+            if x.op == "add":
+                return ts.summed(parts)
             self.recognised.add(x.op)
-            return operation.form(self, x)
-        return ts.function(x.op, [self.operand(a) for a in x.args])
+            form = OPERATIONS[x.op].entry
+            matrix = letters is None and x.rank > 1
+            return form(x, parts, matrix) if form else ts.function(x.op, parts)
+        elif operation and operation.form:
+            self.recognised.add(x.op)
+            result = operation.form(self, x)
+        else:
+            result = ts.function(x.op, [self.operand(a) for a in x.args])
+        return ts.subscript(result, "".join(letters)) if letters else result
 
     def operand(self, x: Expr) -> Written:
         """X as an operand of a function of whole arrays, where a repetition has to be written."""
@@ -120,17 +132,11 @@ class ExpressionWriter:
         letters = self.axes.letters(x)
         if len(set(letters)) == len(letters):
             return
-        products = [a for a in x.args if a.op == "einsum" and constant_of(a) is None]
-        for a in products:
-            if a in self.names:
+        for a in x.args:
+            if a.op != "einsum" or constant_of(a) is not None or a in self.names:
                 continue
             if not Factors(a, self.names, self.defined).size.keys() >= set(range(x.rank)):
                 raise NeedsIndices
-
-    def _function(self, x: Expr, args: list[Written], matrix: bool) -> Written:
-        self.recognised.add(x.op)
-        entry = OPERATIONS[x.op].entry
-        return entry(x, args, matrix) if entry else ts.function(x.op, args)
 
     # Products.
 
@@ -151,26 +157,24 @@ class ExpressionWriter:
             self._as_mean.discard(mean)
 
     def _core(self, f: Factors) -> Written | None:
-        """The factors with axes; None if there are none."""
+        """The factors with axes, in the first unambiguous form; None if there are none.
+
+        The forms: one array or its transpose in the last two axes, an inner product, a product
+        of matrices and vectors, an elementwise product.
+        """
         if not f.arrays and not f.below:
             return None
-        for attempt in (self._as_transpose, self._inner_product, self._as_chain, self._aligned):
-            result = attempt(f)
-            if result is not None:
-                return result
-        raise NeedsIndices
-
-    def _as_transpose(self, f: Factors) -> Written | None:
-        """One array, or its transpose in the last two axes; None for other products."""
-        if len(f.arrays) != 1 or f.below or f.summed:
-            return None
-        ((x, names),) = f.arrays
-        n = f.target.rank
-        if names == tuple(range(n)):
-            return self.whole(x)
-        if n >= 2 and names == (*range(n - 2), n - 1, n - 2):
-            return self.transposed(x)
-        return None
+        if len(f.arrays) == 1 and not f.below and not f.summed:
+            ((x, names),), n = f.arrays, f.target.rank
+            if names == tuple(range(n)):
+                return self.whole(x)
+            if n >= 2 and names == (*range(n - 2), n - 1, n - 2):
+                return self.transposed(x)
+        result = self._inner_product(f)
+        if result is None and f.arrays and not f.below and (len(f.out) > 1 or not self._is_mean(f)):
+            links = [self._link(*link) for link in chain(f) or ()]
+            result = ts.join(links, " ", ts.PRODUCT) if links else None
+        return result or self._aligned(f)
 
     def _inner_product(self, f: Factors) -> Written | None:
         """A sum over all axes of two factors, or of one squared; None for other products."""
@@ -193,13 +197,6 @@ class ExpressionWriter:
         length = prod(f.size[l] for l in f.summed) if f.is_plain_sum else 0
         return f.target in self._as_mean or _is_inverse(f.coefficient, length)
 
-    def _as_chain(self, f: Factors) -> Written | None:
-        """A product of matrices and vectors; None for other products."""
-        if not f.arrays or (self._is_mean(f) and len(f.out) < 2):
-            return None
-        links = None if f.below else chain(f)
-        return ts.join([self._link(*link) for link in links], " ", ts.PRODUCT) if links else None
-
     def _link(self, group: list[Expr], flipped: bool) -> Written:
         if len(group) == 1:
             return self.transposed(group[0]) if flipped else self.whole(group[0]).at(ts.PRODUCT)
@@ -212,15 +209,15 @@ class ExpressionWriter:
             return ts.superscript(self.whole(x.args[0]), "ᴴ")
         return ts.superscript(self.whole(x), "ᵀ")
 
-    def _aligned(self, f: Factors) -> Written | None:
-        """An elementwise product, summed over axes by their letters; None if that is ambiguous."""
+    def _aligned(self, f: Factors) -> Written:
+        """An elementwise product, summed over axes by their letters, unless that is ambiguous."""
         letters = f.label_letters(self.axes)
         clear = len(set(letters.values())) == len(letters)
         aligned = all(n == tuple(range(f.target.rank)) for _, n in (*f.arrays, *f.below))
         if not (clear or (aligned and not f.summed)):
-            return None
+            raise NeedsIndices
         if f.summed and not any(set(n) == set(f.size) for _, n in f.arrays):
-            return None
+            raise NeedsIndices
         up = [self._oriented(a, n, f) for a, n in self._sorted(f.arrays)]
         down = [self._oriented(a, n, f) for a, n in f.below]
         top = _hadamard(up) if up else ts.number(1.0)
@@ -270,28 +267,13 @@ class ExpressionWriter:
         pieces += up if alone else [u.at(ts.PRODUCT) for u in up]
         if core is not None:
             pieces.append(core.at(ts.PRODUCT) if pieces or down else core)
-        top = _side_by_side(pieces or [ts.number(1)])
+        top = _multiplied(pieces or [ts.number(1)])
         if down:
             bottom = down if len(down) == 1 else [d.at(ts.POWER) for d in down]
-            top = ts.over(top, _side_by_side(bottom))
+            top = ts.over(top, _multiplied(bottom))
         return ts.negative(top) if minus else top
 
     # Entries.
-
-    def entry(self, x: Expr, letters: Sequence[str]) -> Written:
-        """The entry of x at these indices."""
-        if x not in self.names:
-            constant = constant_of(x)
-            if constant is not None:
-                return ts.number(constant)
-            if x.op == "einsum":
-                return self._entry_of_product(x, letters)
-            if x.op == "add":
-                return ts.summed([self.entry(t, letters) for t in self._in_order(x.args)])
-            if is_elementwise(x):
-                return self._function(x, [self.entry(a, letters) for a in x.args], False)
-        whole = self.whole(x)
-        return ts.subscript(whole, "".join(letters)) if letters else whole
 
     def _entry_of_product(self, x: Expr, letters: Sequence[str]) -> Written:
         f = Factors(x, self.names, self.defined, entries=True)
@@ -303,8 +285,8 @@ class ExpressionWriter:
         at = lambda a, ls: self.entry(a, [names[l] for l in ls])
         up = [at(a, ls).at(ts.PRODUCT) for a, ls in self._sorted(f.arrays)]
         down = [at(a, ls).at(ts.POWER) for a, ls in f.below]
-        top = _side_by_side(up or [ts.number(1.0)])
-        top = ts.over(top, _side_by_side(down)) if down else top
+        top = _multiplied(up or [ts.number(1.0)])
+        top = ts.over(top, _multiplied(down)) if down else top
         if summed:
             top = ts.total("".join(fresh), top.at(ts.PRODUCT))
         return self._with_scalars(f, top)
@@ -314,14 +296,13 @@ class ExpressionWriter:
         self.notes[text] = None
 
 
-def _hadamard(pieces: Sequence[Written]) -> Written:
+def _multiplied(pieces: Sequence[Written], sign: str = " ") -> Written:
     if len(pieces) == 1:
         return pieces[0]
-    return ts.join([p.at(ts.PRODUCT) for p in pieces], " ⊙ ", ts.PRODUCT)
+    return ts.join([p.at(ts.PRODUCT) for p in pieces], sign, ts.PRODUCT)
 
 
-def _side_by_side(pieces: Sequence[Written]) -> Written:
-    return ts.join(pieces, " ", ts.PRODUCT) if len(pieces) > 1 else pieces[0]
+_hadamard = partial(_multiplied, sign=" ⊙ ")
 
 
 def _is_inverse(coefficient: Any, count: int) -> bool:
@@ -531,12 +512,14 @@ class Axes:
     Every operation labels the axes of its arguments: those of a sum one by one, those of a product
     by their labels (`Operation.labels`). A class of axes that correspond is one dimension of the
     problem, such as the batch or the classes, and gets one letter.
+
+    taken: Letters that have another meaning.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Iterable[str]) -> None:
         self._parent: dict[Axis, Axis] = {}
         self._letters: dict[Axis, str] = {}
-        self._taken: set[str] = set()
+        self._taken = set(taken)
 
     def _root(self, axis: Axis) -> Axis:
         path = []
@@ -558,10 +541,6 @@ class Axes:
                         one, other = self._root((z, i)), self._root((x, k))
                         if one != other:
                             self._parent[other] = one
-
-    def forbid(self, letters: Iterable[str]) -> None:
-        """Reserves letters that have another meaning."""
-        self._taken.update(letters)
 
     def letter(self, x: Expr, axis: int) -> str:
         """The letter of an axis."""

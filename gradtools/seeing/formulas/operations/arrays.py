@@ -114,11 +114,6 @@ word("vdot", lambda a, b: conj(a) @ b)
 # Axes.
 
 
-def permuted(x: Expr, permutation: Sequence[int]) -> Expr:
-    """numpy.transpose; x itself for the identity permutation."""
-    return x if tuple(permutation) == tuple(range(x.rank)) else transpose(x, permutation)
-
-
 def _reshape_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     if x.shape == tuple(n for n in x.args[0].shape if n != 1):
         return w.operand(x.args[0])
@@ -133,7 +128,7 @@ def _reshape_labels(y: Expr) -> list[list[int | None]]:
     return [[place.get(prod(x.shape[:k])) for k in range(x.rank)]]
 
 
-word("transpose", lambda x, *, permutation: permuted(x, permutation))
+word("transpose", lambda x, *, permutation: transpose(x, permutation))
 operation(  # row-major; also flatten, squeeze, unsqueeze
     "reshape",
     lambda y, x: np.reshape(x, y.shape),
@@ -350,7 +345,7 @@ def taken(x: Expr, i: Expr, axis: int) -> Expr:
     i = meant(i, x.shape[axis])
     result = apply("index", x, i, axis=axis)
     order = [*range(i.rank, i.rank + axis), *range(i.rank), *range(i.rank + axis, result.rank)]
-    return permuted(result, order)
+    return transpose(result, order)
 
 
 word("embedding", lambda table, i: taken(table, i, 0))
@@ -361,5 +356,5 @@ def take_along(x: Expr, i: Expr, axis: int) -> Expr | None:
     rest = lambda of: (*of.shape[:axis], *of.shape[axis + 1 :])
     if i.shape[axis] != 1 or rest(x) != rest(i):
         return None
-    last = permuted(x, [*(a for a in range(x.rank) if a != axis), axis])
+    last = transpose(x, [*(a for a in range(x.rank) if a != axis), axis])
     return reshape(picked(last, reshape(i, rest(i))), i.shape)

@@ -348,9 +348,10 @@ def _number_last(a: Expr, b: Expr) -> tuple[Expr, Expr]:
 def maximum(a: Expr, b: Expr) -> Any:
     """The elementwise maximum; relu where one of them is zero."""
     a, b = _number_last(a, b)
-    if not is_zero(b):
+    if constant_of(b) not in (0, -math.inf):
         return apply("maximum", a, b)
-    return apply("relu", broadcast(a, broadcast_shape(a.shape, b.shape)))
+    whole = broadcast(a, broadcast_shape(a.shape, b.shape))
+    return apply("relu", whole) if is_zero(b) else whole
 
 
 entrywise(
@@ -385,11 +386,13 @@ def _where_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     entry=_where_form,
 )
 def where(c: Expr, a: Any, b: Any) -> Expr:
-    """A where c, else b."""
+    """A where c, else b; a constant mask may select one of them."""
     c, a, b = _truth(c), lifted(a), lifted(b)
-    if a is not b:
-        return apply("where", c, a, b)
-    return broadcast(a, broadcast_shape(c.shape, a.shape))
+    mask = c["value"].array if c.op == "array" else None
+    if a is b or (mask is not None and mask.all() == mask.any()):
+        chosen = b if mask is not None and not mask.all() else a
+        return broadcast(chosen, broadcast_shape(c.shape, a.shape, b.shape))
+    return apply("where", c, a, b)
 
 
 # Exponentials, logarithms, trigonometric functions.

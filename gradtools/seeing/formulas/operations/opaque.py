@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.expressions import SEVERAL, Expr, expr, is_zero
 from gradtools.seeing.formulas.operation_record import operation
@@ -64,13 +65,10 @@ class OpaqueFunction:
             return [*given, *(backend.asarray(np.asarray(c), first) for c in values[count:])]
 
         def pulled(*both: Any) -> list[Any]:
-            xs = list(both[:count])
+            xs = both[:count]
 
             def some(*at: Any) -> tuple[list[Any], list[Any]]:
-                given = list(xs)
-                for k, x in zip(wanted, at, strict=True):
-                    given[k] = x
-                ys = self.run(*given)
+                ys = self.run(*replaced_at(xs, wanted, at))
                 return [ys[k] for k in chosen], list(ys) if with_outputs else []
 
             some.caller = "formula"  # type: ignore[attr-defined]
@@ -129,8 +127,7 @@ def pulled_back(
         # Indices among the operands that have a derivative; () where there is only one.
         places=tuple(map(moving.index, wanted)) if len(moving) > 1 else (),
     )
-    place = dict(zip(wanted, pulled, strict=True))
-    return [place.get(k) for k in range(len(args))]
+    return replaced_at([None] * len(args), wanted, pulled)
 
 
 # The written name of a convolution, and of its adjoints.

@@ -25,20 +25,14 @@ import numpy as np
 
 from gradtools.backend import Backend
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import enable_x64
+from gradtools.jax._upstream import Literal, enable_x64
 from gradtools.jax.jaxprs import function_name, is_chunk
-from gradtools.seeing.formulas.algebra import apply, reshape
+from gradtools.rules import replaced_at
+from gradtools.seeing.formulas.algebra import apply, reshape, transpose
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
-from gradtools.seeing.formulas.operation_record import OPERATIONS, evaluate
-from gradtools.seeing.formulas.operations.arrays import (
-    arrange,
-    constant,
-    meant,
-    permuted,
-    picked,
-    take_along,
-)
-from gradtools.seeing.formulas.operations.elementwise import cast, is_integer, where
+from gradtools.seeing.formulas.operation_record import evaluate
+from gradtools.seeing.formulas.operations.arrays import arrange, constant, meant, picked, take_along
+from gradtools.seeing.formulas.operations.elementwise import is_integer
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.recorded import (
     Recorded,
@@ -49,7 +43,6 @@ from gradtools.seeing.formulas.recorded import (
 )
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import operands, recorded_run, source_lines
-from gradtools.seeing.jax.translating.folding import bound, folded, is_foldable
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
@@ -69,12 +62,9 @@ def formula_graph(program: LeafProgram) -> Recorded:
     outs = translator.run(jaxprs.open_jaxpr(traced.closed), [*held, *entries])
     outputs = [translator.expr(out) for out in outs]
     read = set(order(outputs))
-    return Recorded(
-        tuple(translator.inputs),
-        tuple(outputs),
-        {p: x for p, x in translator.held.items() if p in read},
-        narrow=translator.narrowest,
-    )
+    held_here = {p: x for p, x in translator.held.items() if p in read}
+    narrow = min(translator.narrow, key=lambda name: jnp.finfo(name).bits, default="")
+    return Recorded(tuple(translator.inputs), tuple(outputs), held_here, narrow=narrow)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,23 +88,18 @@ class _Translator:
         self.backend = backend
         self.inputs: list[Expr] = []
         self.held: dict[Expr, Any] = {}
+        self.narrow: set[str] = set()  # the dtypes below double in which something is computed
         self._given: dict[Expr, Any] = {}  # the values of all leaves
         self._arrays: dict[int, Entry] = {}
         self._exprs: dict[Known, Expr] = {}
-        self._narrow: set[str] = set()
         self._eqn: Any = None
         self._values: list[Any] = []
-
-    @property
-    def narrowest(self) -> str:
-        """The least precise dtype below double in which something is computed, or ""."""
-        return min(self._narrow, key=lambda name: jnp.finfo(name).bits, default="")
 
     # --- values
 
     def leaf(self, name: str, x: Any) -> Entry:
         """The entry of an argument's leaf. A random key is an input too, but a `Known` value."""
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if _is_key(x):
             self.inputs.append(placeholder(name, jax.random.key_data(x).shape, "integer"))
             return Known(x)
         self.inputs.append(placeholder(name, x.shape, kind_of(x.dtype)))
@@ -124,7 +109,7 @@ class _Translator:
     def held_array(self, x: Any, name: str = "") -> Entry:
         """The entry of a captured array: a placeholder if inexact or named, else `Known`."""
         if id(x) not in self._arrays:
-            keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == np.uint32
+            keys = _is_key(x) or x.dtype == np.uint32
             if keys or not (name or jnp.issubdtype(x.dtype, jnp.inexact)):
                 self._arrays[id(x)] = Known(x if keys else np.asarray(x))
             else:
@@ -151,7 +136,7 @@ class _Translator:
 
     def arranged(self, x: Expr) -> Expr | None:
         """The equation's result as entries of its first operand, if it consists of these alone."""
-        run = lambda counts: bound(self._eqn, [counts, *self._values[1:]])[0]
+        run = lambda counts: _bound(self._eqn, [counts, *self._values[1:]])[0]
         dtype = self._eqn.invars[0].aval.dtype
         counts = np.arange(1, 1 + int(np.prod(x.shape))).reshape(x.shape)
         if not jnp.issubdtype(dtype, jnp.inexact) or counts.size > 1 << 20:
@@ -187,14 +172,16 @@ class _Translator:
             k = min(max(int(entries[0].value), 0), len(branches) - 1)
             return self._opened(branches[k], entries[1:])
         known = [e.value for e in entries if isinstance(e, Known)]
-        if is_foldable(eqn) and len(known) == len(entries):
-            return [Known(value) for value in folded(eqn, known)]
+        if len(known) == len(entries) and not eqn.effects and name not in _LEAVING:
+            with jax.ensure_compile_time_eval():  # constant folding, also inside of a trace
+                results = _bound(eqn, known)
+                return [Known(x if _is_key(x) else np.asarray(x)) for x in results]
         if name in _RULES:
             return self._named(eqn, entries, eqn.params["rule"].name, with_words=False)
         # For a host function, the name of its kernel.
         kernel = getattr(eqn.params.get("call"), "kernel", None)
         shown = getattr(kernel, "name", None) or operands.name_of(eqn)
-        if any(map(_is_key, entries)):
+        if any(map(_is_key, known)):
             return self._named(eqn, entries, shown)
         xs = [self.expr(e) for e in entries]
         self._eqn = eqn
@@ -205,16 +192,15 @@ class _Translator:
             ordered, exponent = [xs[i] for i in operands.order_of(eqn)], operands.exponent_of(eqn)
             if exponent is not None:
                 ordered.append(constant(value=float(exponent)))
-            attributes, likes = operands.attributes_of(eqn), [_like(v) for v in eqn.outvars]
+            attributes, likes = operands.attributes_of(eqn), [*map(_like, eqn.outvars)]
             result = in_vocabulary(operands.name_of(eqn), ordered, attributes, likes)
         if result is None:
             return self._named(eqn, entries, shown, numbers=name == "rem")
         return self._fitted(eqn, [result] if isinstance(result, Expr) else result)
 
     def _fitted(self, eqn: Any, results: Sequence[Expr]) -> list[Entry]:
-        for var in eqn.outvars:
-            if var.aval.dtype in _NARROW and eqn.primitive.name not in _EXACT:
-                self._narrow.add(str(var.aval.dtype))
+        dtypes = [var.aval.dtype for var in eqn.outvars if eqn.primitive.name not in _EXACT]
+        self.narrow.update(str(dtype) for dtype in dtypes if dtype in _NARROW)
         return [fitted(x, _like(v)) for x, v in zip(results, eqn.outvars, strict=True)]
 
     def _named(
@@ -234,23 +220,16 @@ class _Translator:
             if isinstance(e, Expr):
                 return True
             if not np.ndim(e.value):
-                return numbers and not _is_key(e)
+                return numbers and not _is_key(e.value)
             return bool(jnp.issubdtype(e.value.dtype, jnp.inexact))
 
         shown = [k for k, e in enumerate(entries) if is_shown(e)]
         wide = bool(jax.config.read("jax_enable_x64"))
-        fixed = {k: e.value for k, e in enumerate(entries) if isinstance(e, Known)}
-        count = len(entries)
-        dtypes = [eqn.invars[k].aval.dtype for k in shown]
-
-        def run(*xs: Any) -> list[Any]:
-            given = {**fixed, **dict(zip(shown, xs, strict=True))}
-            return bound(eqn, [given[k] for k in range(count)])
-
-        def arrays(values: Sequence[np.ndarray]) -> list[Any]:
-            return [jnp.asarray(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
-
-        inexact = tuple(bool(jnp.issubdtype(dtype, jnp.inexact)) for dtype in dtypes)
+        fixed = [getattr(e, "value", None) for e in entries]
+        avals = [eqn.invars[k].aval for k in shown]
+        run = lambda *xs: _bound(eqn, replaced_at(fixed, shown, xs))
+        arrays = lambda values: [*map(self.backend.cast, values, avals)]
+        inexact = tuple(map(self.backend.is_inexact, avals))
         kernel = OpaqueFunction(self.backend, run, arrays, inexact, partial(enable_x64, wide))
         outs = [_like(v) for v in eqn.outvars]
         args = [self.expr(entries[k]) for k in shown]
@@ -273,10 +252,12 @@ class _Translator:
         name = name.lstrip("_").rpartition(".")[2] or eqn.primitive.name
         name = {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
         known = all(isinstance(e, Known) for e in entries)
-        if own and not known and name in WORDS and not any(map(_is_key, entries)):
-            result = WORDS[name](jaxpr, *map(self.expr, entries))
+        keyed = any(isinstance(e, Known) and _is_key(e.value) for e in entries)
+        if own and not known and name in _WORDS and not keyed:
+            xs, attributes = [*map(self.expr, entries)], _WORDS[name](eqn.outvars[0].aval)
+            result = in_vocabulary(name, xs, attributes, [*map(_like, eqn.outvars)])
             if result is not None:
-                return self._fitted(eqn, [result])
+                return self._fitted(eqn, result)
         if own and not known and name in _WHOLE:
             return self._named(eqn, entries, name, with_words=False, numbers=True)
         plain = own and eqn.primitive.name == "custom_jvp_call"
@@ -298,6 +279,7 @@ def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
 _RULES = tuple(
     f"gradtools_{name}" for name in ("primal", "evaluation", "value", "tangent", "cotangent")
 )
+_LEAVING = ("pure_callback", "io_callback", "debug_callback", "gradtools_kernel")
 _WHOLE = ("det", "expm")  # opaque, because JAX inlines them for small matrices
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
 _NARROW = (jnp.float32, jnp.complex64, jnp.float16, jnp.bfloat16)
@@ -307,45 +289,31 @@ _EXACT = (
 )
 
 
+def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of an equation at these operands; a literal keeps its dtype."""
+    pairs = zip(eqn.invars, values, strict=True)
+    return jaxprs.bound(eqn, [a.val if isinstance(a, Literal) else x for a, x in pairs])
+
+
 def _like(var: Any) -> tuple[tuple[int, ...], str]:
     return tuple(var.aval.shape), kind_of(var.aval.dtype)
 
 
-def _is_key(entry: Entry) -> bool:
-    return isinstance(entry, Known) and jnp.issubdtype(entry.value.dtype, jax.dtypes.extended)
+def _is_key(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))
 
 
 # --- primitives and functions whose meaning differs by more than the name
 
-Params = Mapping[str, Any]
 
-
-def _cast(w: _Translator, p: Params, x: Expr) -> Expr:
-    dtype = str(np.dtype(p["new_dtype"]))
-    return x if kind_of(dtype) == x.kind else cast(x, dtype=dtype)
-
-
-def _selected(w: _Translator, p: Params, which: Expr, *cases: Expr) -> Expr | None:
-    """A selection; a constant mask may select one case."""
-    if len(cases) != 2 or which.kind != "boolean":
-        return None
-    no, yes = cases
-    mask = which["value"].array if which.op == "array" else None
-    if mask is not None and mask.all():
-        return yes
-    if mask is not None and not mask.any():
-        return no
-    return where(which, yes, no)
-
-
-def _gathered(w: _Translator, p: Params, x: Expr, indices: Expr) -> Expr | None:
+def _gathered(w: _Translator, p: Mapping[str, Any], x: Expr, indices: Expr) -> Expr | None:
     """Rows by integers, one entry of each row, or constant places; else None."""
     if indices.turn[0]:
         return w.arranged(x)
     if not indices.rank:
         return None
     known = w.concrete(indices)
-    d, sizes = p["dimension_numbers"], tuple(int(n) for n in p["slice_sizes"])
+    d, sizes = p["dimension_numbers"], p["slice_sizes"]
     axes = tuple(d.start_index_map)
     limits = [x.shape[a] - sizes[a] for a in axes]
     if not bool(np.all((known >= 0) & (known <= np.array(limits)))):
@@ -358,49 +326,30 @@ def _gathered(w: _Translator, p: Params, x: Expr, indices: Expr) -> Expr | None:
     if batched or tuple(d.collapsed_slice_dims) != axes:
         return None
     if i is not None and all(sizes[a] == n for a, n in enumerate(x.shape) if a != axes[0]):
-        return _rows(x, i, axes[0], d.offset_dims)
-    return _of_each(x, indices) if axes == (0, 1) and x.rank == 2 else None
-
-
-def _rows(x: Expr, i: Expr, axis: int, offset_dims: Sequence[int]) -> Expr:
-    """x indexed along one axis, with the axes of the indices where `offset_dims` has none."""
-    result = apply("index", x, meant(i, x.shape[axis]), axis=axis)
-    lead, rest = iter(range(i.rank)), iter(range(i.rank, result.rank))
-    order = [next(rest) if a in offset_dims else next(lead) for a in range(result.rank)]
-    return permuted(result, order)
-
-
-def _of_each(x: Expr, indices: Expr) -> Expr | None:
-    """x[0, i[0]], x[1, i[1]], ..."""
-    if indices.op != "concatenate" or len(indices.args) != 2 or indices.rank != 2:
+        result = apply("index", x, meant(i, x.shape[axes[0]]), axis=axes[0])
+        lead, rest = iter(range(i.rank)), iter(range(i.rank, result.rank))
+        places = [next(rest) if a in d.offset_dims else next(lead) for a in range(result.rank)]
+        return transpose(result, places)
+    if axes != (0, 1) or x.rank != 2 or indices.op != "concatenate" or indices.rank != 2:
         return None
-    counting, i = indices.args
+    counting, *rows = indices.args  # x[0, i[0]], x[1, i[1]], ...
     value = counting["value"].array.ravel() if counting.op == "array" else None
-    if value is None or not np.array_equal(value, np.arange(x.shape[0])):
+    if len(rows) != 1 or value is None or not np.array_equal(value, np.arange(x.shape[0])):
         return None
-    return picked(x, reshape(i, (x.shape[0],)))
+    return picked(x, reshape(rows[0], (x.shape[0],)))
 
 
 # Translations, from the translator, the parameters and the operands; None where they do not apply.
 PRIMITIVES: dict[str, Callable[..., Expr | Sequence[Expr] | None]] = {
     "optimization_barrier": lambda w, p, *xs: list(xs),
     "reduce_precision": lambda w, p, x: x,
-    "convert_element_type": _cast,
     "div": lambda w, p, a, b: None if is_integer(a) else a / b,  # integers' division truncates
-    "select_n": _selected,
     "gather": _gathered,
 }
-
-
-def _one_hot(jaxpr: Any, i: Expr) -> Expr | None:
-    out = jaxpr.outvars[0].aval
-    return apply("one_hot", i, size=out.shape[-1]) if out.shape[:-1] == i.shape else None
-
-
-# Functions of JAX's own, from their jaxpr and the operands.
-WORDS: dict[str, Callable[..., Expr | None]] = {
-    "one_hot": _one_hot,
-    "logaddexp": lambda jaxpr, *xs: OPERATIONS["logaddexp"].make(*xs),  # type: ignore[misc]
+# Functions of JAX's own that are of the vocabulary: their attributes, from the result's type.
+_WORDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "one_hot": lambda out: {"size": out.shape[-1]},
+    "logaddexp": lambda out: {},
 }
 
 

@@ -141,17 +141,7 @@ class _Reading(TorchFunctionMode):
         self.origins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def read(self, x: Any) -> Any:
-        """The replacement of x, or of the leaves of x; x itself if it has none."""
-        kind = type(x)
-        if kind in (tuple, list):
-            return kind([*map(self.read, x)])
-        if kind is dict:
-            return {k: self.read(v) for k, v in x.items()}
-        if kind in (int, float, bool, str, type(None), Tensor, torch.nn.Parameter, torch.dtype):
-            return self._of_leaf(x)
-        return pytree.tree_map(self._of_leaf, x)
-
-    def _of_leaf(self, x: Any) -> Any:
+        """The replacement of a tensor or dtype; x itself if it has none."""
         if isinstance(x, torch.dtype):
             return _DOUBLE.get(x, x) if self.wide else x
         if not isinstance(x, Tensor):
@@ -159,9 +149,8 @@ class _Reading(TorchFunctionMode):
         x = self.place.get(id(x), x)
         if not self.wide or x.dtype not in _DOUBLE:
             return x
-        known = self.cast.get(id(x))
-        if known is not None:
-            return known[1]
+        if id(x) in self.cast:
+            return self.cast[id(x)][1]
         with torch.enable_grad():
             result = x.to(_DOUBLE[x.dtype])
         if x.is_leaf and upstream.version_of(x) == 0:
@@ -172,11 +161,12 @@ class _Reading(TorchFunctionMode):
         if func in _ASKS:
             return func(*args, **(kwargs or {}))
         func = _WIDER.get(func, func) if self.wide else func
-        return func(*map(self.read, args), **self.read(kwargs or {}))
+        args, kwargs = pytree.tree_map(self.read, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     def around(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """Calls a torch.autograd.Function with replaced arguments."""
-        return apply(*map(self.read, args), **kwargs)
+        return apply(*pytree.tree_map(self.read, args), **kwargs)
 
 
 _here = threading.local()
@@ -184,15 +174,15 @@ _here = threading.local()
 
 def origin_of(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """The original tensor and its cast, if x is a view of a cast that replaces it; else None."""
-    mode = getattr(_here, "reading", None)
-    result: tuple[Tensor, Tensor] | None = mode and mode.origins.get(memory_of(x))
-    return result
+    mode: _Reading | None = getattr(_here, "reading", None)
+    return mode.origins.get(memory_of(x)) if mode else None
 
 
-_TENSOR: Any = Tensor
-_WIDER: dict[Any, Any] = dict.fromkeys((Tensor.half, Tensor.float, Tensor.bfloat16), Tensor.double)
-_COMPLEX: Any = Tensor  # PyTorch's stubs lack its complex casts
-_WIDER |= dict.fromkeys((_COMPLEX.chalf, _COMPLEX.cfloat), _COMPLEX.cdouble)
+_TENSOR: Any = Tensor  # PyTorch's stubs lack its complex casts
+_WIDER: dict[Any, Any] = {
+    **dict.fromkeys((Tensor.half, Tensor.float, Tensor.bfloat16), Tensor.double),
+    **dict.fromkeys((_TENSOR.chalf, _TENSOR.cfloat), _TENSOR.cdouble),
+}
 _ASKS = frozenset({_TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__})
 
 

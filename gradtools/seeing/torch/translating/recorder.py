@@ -51,11 +51,6 @@ _DRAWN = """
     normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_
 """
 _DRAWS = frozenset(_DRAWN.split())
-_TENSOR: Any = Tensor
-# Recorded as functions, because autograd also detaches the tensors that it saves.
-_DETACHING = (Tensor.detach, _TENSOR.data.__get__)
-_PARTS = {torch.real: real, _TENSOR.real.__get__: real}
-_PARTS |= {torch.imag: imag, _TENSOR.imag.__get__: imag}
 # Prefixes of operations whose decomposition would be less readable than the name.
 _WHOLE = ("cum", "logcum", "upsample", "grid_sampler", "_fft", "convolution", "renorm", "linalg")
 _WHOLE += ("constant_pad", "floor_", "hardsigmoid", "repeat", "roll")
@@ -114,27 +109,18 @@ class FormulaRecorder(Recorder[Expr]):
         return out
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Records the user's detach, and products of matrices.
-
-        All other functions are recorded as aten operations.
-        """
-        value = None
-        if upstream.peek_interpreter_stack() is not None:
+        """Records the functions in `_FUNCTIONS`; all others are recorded as aten operations."""
+        if fun not in _FUNCTIONS or kwargs or upstream.peek_interpreter_stack() is not None:
             return fun(*args, **kwargs)
-        if fun in _DETACHING:
-            value = stop(self.of(args[0]))
-        elif fun in _PARTS:
-            value = _PARTS[fun](self.of(args[0]))
-        elif fun in _CONTRACTIONS and not kwargs:
-            meant, *tensors = _CONTRACTIONS[fun](*args)
-            if all(isinstance(x, Tensor) and is_inexact(x) for x in tensors):
-                xs = [self.of(x) for x in tensors]
-                value = None if all(x.turn[0] for x in xs) else meant(*xs)
-        if value is None:
-            return fun(*args, **kwargs)
+        meant, *tensors = _FUNCTIONS[fun](*args)
+        if not all(isinstance(x, Tensor) and is_inexact(x) for x in tensors):
+            return fun(*args)
+        xs = [self.of(x) for x in tensors]
+        if all(x.turn[0] for x in xs):
+            return fun(*args)
         with self.silent():
-            out = fun(*args, **kwargs)
-        self._note([out], [value])
+            out = fun(*args)
+        self._note([out], [meant(*xs)])
         return out
 
     # --- values of tensors
@@ -382,8 +368,8 @@ class BoundCall:
             return result.round().long().numpy() - 1  # type: ignore[no-any-return]
 
 
-def _linear(x: Expr, weight: Expr, *bias: Expr) -> Expr:
-    return plus(matmul(x, swap(weight) if weight.rank > 1 else weight), *bias)
+_of = lambda meant, *xs: (meant, *xs)
+_linear = lambda x, w, *bias: plus(matmul(x, swap(w) if w.rank > 1 else w), *bias)
 
 
 def _of_einsum(equation: Any, *xs: Any) -> tuple:
@@ -391,19 +377,21 @@ def _of_einsum(equation: Any, *xs: Any) -> tuple:
     xs = tuple(xs[0]) if len(xs) == 1 and isinstance(xs[0], list | tuple) else xs
     text = equation.replace(" ", "") if isinstance(equation, str) else ""
     once = all(len(set(part)) == len(part) for part in text.split("->")[0].split(","))
-    return (
-        (partial(einsum, text), *xs) if once and "->" in text and "." not in text else (None, None)
-    )
+    explicit = once and "->" in text and "." not in text
+    return (partial(einsum, text), *xs) if explicit else (None, None)
 
 
-# Functions whose aten operations merge and split axes: what they mean, and of which tensors.
-_CONTRACTIONS: dict[Any, Callable[..., tuple]] = {
-    torch.matmul: lambda a, b: (matmul, a, b),
-    Tensor.matmul: lambda a, b: (matmul, a, b),
-    Tensor.__matmul__: lambda a, b: (matmul, a, b),
+_TENSOR: Any = Tensor
+# What functions mean, and of which tensors: products whose aten operations merge and split axes,
+# parts of complex numbers, and detach, as autograd also detaches the tensors that it saves.
+_FUNCTIONS: dict[Any, Callable[..., tuple]] = {
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), partial(_of, matmul)),
     Tensor.__rmatmul__: lambda a, b: (matmul, b, a),
     torch.nn.functional.linear: lambda *xs: (_linear, *(x for x in xs if x is not None)),
     torch.einsum: _of_einsum,
+    **dict.fromkeys((Tensor.detach, _TENSOR.data.__get__), partial(_of, stop)),
+    **dict.fromkeys((torch.real, _TENSOR.real.__get__), partial(_of, real)),
+    **dict.fromkeys((torch.imag, _TENSOR.imag.__get__), partial(_of, imag)),
 }
 
 
@@ -414,9 +402,8 @@ def _is_number(x: Tensor) -> bool:
 def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunction:
     """A call as an opaque function of its tensor arguments."""
     kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
-    xs = [x.detach() for x in tensors_in([args, kwargs])]
-    dtypes = [x.dtype for x in xs]
-    device = xs[0].device
+    xs = [*tensors_in([args, kwargs])]
+    dtypes, device = [x.dtype for x in xs], xs[0].device
 
     def run(*tensors: Tensor) -> list[Tensor]:
         left = iter(tensors)

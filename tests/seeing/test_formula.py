@@ -84,7 +84,7 @@ def test_parts_that_are_no_complex_function_stay_apart():
     w1, w2 = b.input("W_re", (3, 4)), b.input("W_im", (3, 4))
     x1, x2 = b.input("I_re", (4,)), b.input("I_im", (4,))
     out = b("matmul", w1, x1), b("sin", b("matmul", w2, x2))
-    assert len(derive(b.graph(*out))._written().sections) == 2
+    assert len(derive(b.graph(*out))._statements.sections) == 2
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def calls_to_write(blocks: int) -> tuple[int, str]:
 def test_the_reader_finds_a_line_that_is_missing_and_one_that_is_wrong():
     formula = derive(PROGRAMS["attention"]())
     point = formula.point(np.random.default_rng(1))
-    lines = formula._written().sections[1].lines
+    lines = formula._statements.sections[1].lines
     first = lines.pop(0)
     assert undefined(formula) != []
     lines.insert(0, first)

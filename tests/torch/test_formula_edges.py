@@ -64,6 +64,10 @@ ODD = {
     "trace": torch.trace,
     "lstsq": lambda x: torch.linalg.lstsq(x, x + 1)[0],
     "pinv": torch.linalg.pinv,
+    "real by its keyword": lambda x: torch.real(input=torch.complex(x, x * x)),
+    "imag by its keyword": lambda x: torch.imag(input=torch.complex(x, x * x)),
+    "detach as a function": lambda x: torch.detach(x) * x,
+    "detach in place": lambda x: (2 * x).detach_() * x,
 }
 
 

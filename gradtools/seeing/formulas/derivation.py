@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,7 +113,6 @@ class Formula:
 
     check: Check | None = None
     _agreement: Callable[..., Agreement]
-    _statements: Statements | None = None
 
     def __init__(self, recorded: Recorded, order: int, wrt: Sequence[int] | None) -> None:
         inputs = recorded.opened
@@ -179,21 +179,20 @@ class Formula:
 
     def __str__(self) -> str:
         lines = []
-        for section in self._written().sections:
+        for section in self._statements.sections:
             lines.append(f"{section.title} {section.of}".strip())
             lines += [*(f"  {a.text} = {b.text}" for a, b in section.lines), ""]
         lines += ["where", *(f"  {text}" for text in self._legend())]
         lines += [f"  {definition}" for definition in self._recognised()]
-        lines += [f"  {note}" for note in self._written().writer.notes]
+        lines += [f"  {note}" for note in self._statements.writer.notes]
         lines += [str(self.check)] if self.check is not None else []
         return printable("\n".join(lines))
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def lines(self, section: int) -> list[str]:
         """The lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
-        parts = self._written().sections
+        parts = self._statements.sections
         if section not in range(len(parts)):
             raise GradtoolsError(
                 f"formula.lines: part is {section!r}; expected one of 0 to {len(parts) - 1}. "
@@ -204,7 +203,7 @@ class Formula:
     def latex(self) -> str:
         """The formula in LaTeX: one ``aligned`` for each part, and one for definitions of names."""
         blocks = []
-        for section in self._written().sections:
+        for section in self._statements.sections:
             title = rf"\textbf{{{section.title}}}\ {ts.latex(section.of)}"
             rows = [ts.latex(f"{a.text} = {b.text}") for a, b in section.lines]
             blocks.append(_aligned_latex([title, *rows]))
@@ -223,12 +222,9 @@ class Formula:
         """
         saving.save(self, FORMS, path)
 
-    def _written(self) -> Statements:
-        if self._statements is None:
-            self._statements = Statements(self._sections(), self._names, self._table)
-        return self._statements
-
-    def _sections(self) -> list[Section]:
+    @cached_property
+    def _statements(self) -> Statements:
+        """The lines of all parts."""
         given = ", ".join(self.cotangents)
         gradients = [(x, name) for x, name in self._gradients if x is not None]
         sections = [
@@ -246,11 +242,11 @@ class Formula:
             s = ts.summed([ts.inner_product(self._names[u], name) for u, (_, name) in pairs])
             second = [(x, name) for x, name in self._second if x is not None]
             sections.append(Section("the adjoint of that, of s =", s.text, second))
-        return sections
+        return Statements(sections, self._names, self._table)
 
     def _legend(self) -> list[str]:
         """The spaces of the leaves, as x ∈ ℝ^(i×j), the constants, and the lengths of the axes."""
-        written, recorded = self._written(), self._recorded
+        written, recorded = self._statements, self._recorded
         used = {*written.values, *recorded.opened}
         sizes: dict[str, int] = {}
         result = []
@@ -261,15 +257,15 @@ class Formula:
                 over = "×".join(letters)
                 high = f"^({over})" if len(letters) > 1 else f"^{over}" if over else ""
                 result.append(f"{self._names[p].text} ∈ {_FIELDS[p.kind]}{high}")
-        for x, name in written.constants:
+        for x in written.constants:
             shape = "×".join(map(str, x.shape)) or "a number"
-            result.append(f"{name.text}: held by the program, {shape}")
+            result.append(f"{written.writer.names[x].text}: held by the program, {shape}")
         lengths = ", ".join(f"{l} = {n}" for l, n in sizes.items())
         return [*result, *([lengths] if lengths else [])]
 
     def _recognised(self) -> list[str]:
         """The definitions of recognized names."""
-        used = self._written().writer.recognised
+        used = self._statements.writer.recognised
         return [o.definition for name, o in OPERATIONS.items() if name in used and o.definition]
 
     # Numbers.

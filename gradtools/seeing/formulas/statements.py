@@ -57,13 +57,11 @@ class Statements:
         roots = [x for s in sections for x, _ in s.roots]
         self.values = [x for x in order(roots) if x.kind != SEVERAL]
         self.axes.learn(self.values)
-        self._done: set[Expr] = set()
-        self.constants: list[tuple[Expr, Written]] = []
+        self.constants = [x for x in self.values if x.op == "array"]
+        self._done = set(self.constants)
         self._uses = _uses(self.values, roots)
         self._bases: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
-        self._chosen: set[Expr] = set()
-        self._weights: dict[Expr, float] = {}
         self._name(cotangents)
         for section in sections:
             self._write(section)
@@ -86,22 +84,23 @@ class Statements:
             if x not in names and not _is_plain(x):
                 names[x] = written
         self._forward = set(order([x for x, _ in self.sections[0].roots]))
-        held = [x for x in self.values if x.op == "array"]
-        for k, x in enumerate(held):
-            name = ts.symbol(f"c{k + 1}" if len(held) > 1 else "c")
-            names[x] = self._new("c") if name.text in self._taken else name
-            self._taken.add(names[x].text)
-            self._done.add(x)
-            self.constants.append((x, names[x]))
+        self._bases["c"] = len(self.constants)
+        for x in self.constants:
+            names[x] = self._new("c")
+        wanted: list[Expr] = []
+        weights: dict[Expr, float] = {}  # the sizes of values as written; named ones count 0
         for x in self.values:
-            weight = self._weight(x)
-            repeated = self._uses[x] > 1 and weight >= 2 and not _divides(x)
+            own = 0.5 if x.op in _LIGHT else 0 if is_wrapper(x) or not x.args else 2
+            weights[x] = (1 if x.op == "add" else own) + sum(
+                weights.get(a, 0) for a in _operands(x)
+            )
+            repeated = self._uses[x] > 1 and weights[x] >= 2 and not _divides(x)
             if repeated and x not in names and not _is_plain(x):
-                self._chosen.add(x)
-        wanted = [x for x in self.values if x in self._chosen]
+                wanted.append(x)
+            if x in names or x in wanted[-1:]:
+                weights[x] = 0
         values = [primals[x] for x in wanted if x in primals]  # get a name as well
         more = {v for v in values if v not in names and v not in wanted}
-        self._chosen |= more
         wanted = [*(x for x in self.values if x in more), *wanted]
         self._bases.update(self._base(x) for x in wanted if x not in primals)
         for x in wanted:
@@ -123,17 +122,6 @@ class Statements:
         base = _BASES.get(x.op, "T")
         return base.upper() if x.rank > 1 and len(base) == 1 else base
 
-    def _weight(self, x: Expr) -> float:
-        """The size of x as written, where named values count 0; its arguments are weighed first."""
-        named = lambda a: a in self.writer.names or a in self._chosen
-        inner = sum(0 if named(a) else self._weights.get(a, 0) for a in _operands(x))
-        if x.op in _LIGHT or is_wrapper(x):
-            result = inner + (0.5 if x.op in _LIGHT else 0)
-        else:
-            result = inner + (1 if x.op == "add" else 2) if x.args else 0
-        self._weights[x] = result
-        return result
-
     def _new(self, base: str) -> Written:
         alone = self._bases[base] == 1 and not self._counts[base]
         written = ts.symbol(base)
@@ -147,10 +135,8 @@ class Statements:
     def _name_long(self) -> None:
         """Name values that would make a line too long or cannot be written as an operand."""
         names = self.writer.names
-        whole_only = [
-            x for x in self.values if not (is_elementwise(x) or x.op in ("einsum", "add"))
-        ]
-        inner = {a for x in whole_only for a in _operands(x)}
+        by_entries = lambda x: is_elementwise(x) or x.op in ("einsum", "add")
+        inner = {a for x in self.values if not by_entries(x) for a in _operands(x)}
         for x in self.values:
             inside = x in inner
             if x in names or (_is_plain(x) and not inside):

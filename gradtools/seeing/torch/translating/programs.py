@@ -122,13 +122,8 @@ def followed() -> AbstractContextManager[None]:
 # --- parameters and other captured tensors in float64
 
 
-_DOUBLE = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-}
+_NARROW = (torch.float16, torch.bfloat16, torch.float32, torch.complex32, torch.complex64)
+_DOUBLE = {dtype: torch.promote_types(dtype, torch.float64) for dtype in _NARROW}
 
 
 class _Reading(TorchFunctionMode):

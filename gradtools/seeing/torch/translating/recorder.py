@@ -110,6 +110,8 @@ class FormulaRecorder(Recorder[Expr]):
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
         """Records the functions in `_FUNCTIONS`; all others are recorded as aten operations."""
+        if len(kwargs) == 1 and "input" in kwargs:
+            args, kwargs = (kwargs["input"],), {}
         if fun not in _FUNCTIONS or kwargs or upstream.peek_interpreter_stack() is not None:
             return fun(*args, **kwargs)
         meant, *tensors = _FUNCTIONS[fun](*args)
@@ -382,6 +384,7 @@ def _of_einsum(equation: Any, *xs: Any) -> tuple:
 
 
 _TENSOR: Any = Tensor
+_TORCH: Any = torch  # its stubs lack some of these
 # What functions mean, and of which tensors: products whose aten operations merge and split axes,
 # parts of complex numbers, and detach, as autograd also detaches the tensors that it saves.
 _FUNCTIONS: dict[Any, Callable[..., tuple]] = {
@@ -389,7 +392,8 @@ _FUNCTIONS: dict[Any, Callable[..., tuple]] = {
     Tensor.__rmatmul__: lambda a, b: (matmul, b, a),
     torch.nn.functional.linear: lambda *xs: (_linear, *(x for x in xs if x is not None)),
     torch.einsum: _of_einsum,
-    **dict.fromkeys((Tensor.detach, _TENSOR.data.__get__), partial(_of, stop)),
+    **dict.fromkeys((torch.detach, Tensor.detach, _TENSOR.data.__get__), partial(_of, stop)),
+    **dict.fromkeys((_TENSOR.detach_, _TORCH.detach_), partial(_of, stop)),
     **dict.fromkeys((torch.real, _TENSOR.real.__get__), partial(_of, real)),
     **dict.fromkeys((torch.imag, _TENSOR.imag.__get__), partial(_of, imag)),
 }
@@ -414,11 +418,9 @@ def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunct
             out = [*tensors_in(fun(*given, **named))] or tensors_in(given[0])  # written in place
             return [y for y in out if _is_number(y)]
 
-    def arrays(values: Sequence[np.ndarray]) -> list[Tensor]:
-        pairs = zip(values, dtypes, strict=True)
-        return [torch.tensor(np.asarray(v), device=device).to(dtype) for v, dtype in pairs]
-
-    return OpaqueFunction(backend, run, arrays, tuple(is_inexact(x) for x in xs))
+    array = lambda v, dtype: torch.tensor(np.asarray(v), device=device).to(dtype)
+    arrays = lambda values: [*map(array, values, dtypes)]
+    return OpaqueFunction(backend, run, arrays, tuple(map(is_inexact, xs)))
 
 
 # --- views and writes in place

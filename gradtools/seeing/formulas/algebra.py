@@ -34,7 +34,6 @@ from gradtools.seeing.formulas.expressions import (
     number,
     tidy,
     widest,
-    zeros,
 )
 from gradtools.seeing.formulas.operation_record import OPERATIONS
 
@@ -370,7 +369,7 @@ def add(terms: Sequence[Expr]) -> Expr:
     if len(opened) < len(gathered) or len(opened) < sum(len(summands(t)) for t in terms):
         gathered = opened
     if not gathered:
-        return zeros(shape)
+        return full(0.0, shape)
     cores = [scale(c, core) for core, c in gathered.items()]
     return cores[0] if len(cores) == 1 else _without_common(cores, shape)
 
@@ -503,7 +502,7 @@ def conj(x: Expr) -> Expr:
 def _part(x: Expr, which: int) -> Expr:
     """The real (0) or imaginary (1) part."""
     if not x.is_complex:
-        return (x, zeros(x.shape))[which]
+        return (x, full(0.0, x.shape))[which]
     if x.op == "conj":
         return scale((1.0, -1.0)[which], _part(x.args[0], which))
     if x.op == "number":

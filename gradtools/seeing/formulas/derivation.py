@@ -29,14 +29,7 @@ from gradtools.printing import printable
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import add, conj, product, real
-from gradtools.seeing.formulas.expressions import (
-    COMPLEX,
-    SEVERAL,
-    Expr,
-    is_zero,
-    placeholder,
-    zeros,
-)
+from gradtools.seeing.formulas.expressions import COMPLEX, SEVERAL, Expr, full, is_zero, placeholder
 from gradtools.seeing.formulas.expressions import order as ordered
 from gradtools.seeing.formulas.operation_record import OPERATIONS, evaluate
 from gradtools.seeing.formulas.operations.opaque import pulled_back
@@ -162,7 +155,8 @@ class Formula:
         if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
             return [], []
         base = "O" if "O" not in {p.name for p in pairs} else "out"
-        pairs.append(pair(base, *cotangents))
+        whole = placeholder(base, cotangents[0].shape, COMPLEX)
+        pairs.append(ComplexPair(base, *cotangents, whole))
         gradients = dict(zip(self._recorded.opened, (g for g, _ in self._gradients), strict=True))
         result = []
         for p in pairs[:-1]:
@@ -421,7 +415,7 @@ def adjoint(
         for arg, c in zip(y.args, pulled, strict=True):
             if c is not None and arg in active and not is_zero(c):
                 contribute(arg, c)
-    return [summed[x] if x in summed else zeros(x.shape) for x in wrt], summed
+    return [summed[x] if x in summed else full(0.0, x.shape) for x in wrt], summed
 
 
 def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
@@ -493,13 +487,9 @@ def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
         split = re.fullmatch(r"((.*?[^_.])[_.])(re|real|r)", name)
         q = split and by_name.get(split[1] + {"re": "im", "real": "imag", "r": "i"}[split[3]])
         if split and q and q.shape == p.shape:
-            result.append(pair(split[2], p, q))
+            whole = placeholder(split[2], p.shape, COMPLEX)
+            result.append(ComplexPair(split[2], p, q, whole))
     return result
-
-
-def pair(name: str, real: Expr, imaginary: Expr) -> ComplexPair:
-    """The pair of these parts, with a new complex array."""
-    return ComplexPair(name, real, imaginary, placeholder(name, real.shape, COMPLEX))
 
 
 def together(real: Expr, imaginary: Expr, pairs: Sequence[ComplexPair]) -> Expr | None:

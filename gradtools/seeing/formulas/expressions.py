@@ -192,11 +192,6 @@ def full(value: Any, shape: Sequence[int]) -> Expr:
     return expr("einsum", (), shape, kind_of_number(c), labels=(), coefficient=c)
 
 
-def zeros(shape: Sequence[int]) -> Expr:
-    """Zeros."""
-    return full(0.0, shape)
-
-
 def array(value: Any) -> Expr:
     """A captured array as an expression; equal numbers become one."""
     value = np.asarray(value)

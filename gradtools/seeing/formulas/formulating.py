@@ -223,9 +223,8 @@ def _described(error: BaseException) -> str:
 def _values(backend: Backend, x: Any) -> np.ndarray:
     """An array in float64 or complex128; integers are unchanged."""
     result = np.asarray(backend.to_numpy(x))
-    if result.dtype.kind in "biuc":
-        return result.astype(np.complex128) if result.dtype.kind == "c" else result
-    return result.astype(np.float64)
+    wide = np.complex128 if result.dtype.kind == "c" else np.float64
+    return result if result.dtype.kind in "biu" else result.astype(wide)
 
 
 class _ComparedRun:
@@ -427,9 +426,9 @@ class _ComparedRun:
 
     def _leaves(self, values: Sequence[Any]) -> list[Any]:
         """The framework's arrays of all inputs; integers and random keys are the given ones."""
-        own = self.program.leaves
-        kept = [k < len(own) and not self.backend.is_inexact(own[k]) for k in range(len(values))]
-        return [own[k] if kept[k] else self._array(x) for k, x in enumerate(values)]
+        own = enumerate(self.program.leaves)
+        kept = {k: x for k, x in own if not self.backend.is_inexact(x)}
+        return [kept[k] if k in kept else self._array(x) for k, x in enumerate(values)]
 
     def _array(self, x: Any) -> Any:
         """The framework's array of a NumPy array or number; other arrays as they are."""

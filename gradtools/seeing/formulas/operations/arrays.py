@@ -21,6 +21,7 @@ from gradtools.seeing.formulas.algebra import (
     apply,
     broadcast,
     conj,
+    contracts,
     einsum,
     imag,
     matmul,
@@ -66,25 +67,21 @@ operation("array", lambda y: y["value"].array, form=lambda w, x: ts.Written("c")
 
 def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
     """Coefficient times the einsum of the factors, broadcast to the shape."""
-    coefficient, labels = y["coefficient"], y["labels"]
     einsum: Any = np.einsum  # NumPy's types lack the form with lists of labels
-    if not arrays:
-        return np.full(y.shape, coefficient)
-    kept = tuple(l for l in range(y.rank) if any(l in names for names in labels))
-    pairs = list(
-        zip((a + 0.0 if a.dtype.kind in "bui" else a for a in arrays), labels, strict=True)
-    )
-    if len(arrays) > 1 and not any(l >= y.rank for names in labels for l in names):
-        # Without sums NumPy's multiplication is faster, and exact for infinities.
-        value: Any = 1.0
-        for a, names in pairs:
-            place = tuple(slice(None) if l in names else None for l in kept)
-            value = value * einsum(a, names, [l for l in kept if l in names])[place]
-    else:
+    axes = range(y.rank)
+    spread = lambda x, own: np.asarray(x)[tuple(slice(None) if l in own else None for l in axes)]
+    numbers = [a + 0.0 if a.dtype.kind in "bui" else a for a in arrays]
+    pairs = [*zip(numbers, y["labels"], strict=True)]
+    value: Any = 1.0
+    if len(arrays) == 1 or contracts(y):
+        kept = [l for l in axes if any(l in names for names in y["labels"])]
         operands = [part for pair in pairs for part in pair]
-        value = einsum(*operands, kept, optimize=len(arrays) > 2)
-    place = tuple(slice(None) if l in kept else None for l in range(y.rank))
-    result = np.broadcast_to(np.asarray(coefficient * value)[place], y.shape)
+        value = spread(einsum(*operands, kept, optimize=len(arrays) > 2), kept)
+    else:  # without sums NumPy's multiplication is faster, and exact for infinities
+        for a, names in pairs:
+            own = sorted(set(names))
+            value = value * spread(einsum(a, names, own), own)
+    result = np.broadcast_to(y["coefficient"] * value, y.shape)
     return result if y.is_inexact else result.astype(DTYPES[y.kind])
 
 

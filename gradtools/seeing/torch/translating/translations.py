@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,25 +18,7 @@ from gradtools.seeing.formulas.expressions import BOOLEAN, Expr, array, constant
 from gradtools.seeing.formulas.operations.arrays import arrange, meant, take_along, taken
 from gradtools.seeing.formulas.operations.reductions import reduced, variance
 
-Translation = Callable[..., Any]
-OPERATIONS: dict[str, Translation] = {}
 
-
-def operation(*names: str) -> Callable[[Translation], Translation]:
-    """Registers a translation of aten operations."""
-
-    def enter(translation: Translation) -> Translation:
-        OPERATIONS.update(dict.fromkeys(names, translation))
-        return translation
-
-    return enter
-
-
-# --- attention ---------------------------------------------------------------------------
-
-
-@operation("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
-@operation("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
 def _attention(o: Any) -> list[Expr | None] | None:
     """softmax(scale q k^T + mask) v over the last two axes; a boolean mask keeps where true."""
     if o.dropout_p:
@@ -54,28 +37,12 @@ def _attention(o: Any) -> list[Expr | None] | None:
     return [result, *[None] * (len(o.outs) - 1)]
 
 
-@operation("_safe_softmax")
-def _safe_softmax(o: Any) -> Expr:
-    """A softmax, assuming that no row is fully masked."""
-    return apply("softmax", o.self, axis=o.dim % o.self.rank)
-
-
-# --- aten: writes and indexing -----------------------------------------------------------
-
-
-@operation("copy", "fill", "zero")
 def _copied(o: Any) -> Expr:
     """The written value, broadcast to the array's shape."""
     x = lifted(getattr(o, "src", getattr(o, "value", 0.0)))
     return broadcast(x, o.likes[0][0])
 
 
-@operation("as_strided")
-def _as_strided(o: Any) -> Expr:
-    return o.recorder.met(o.outs[0])
-
-
-@operation("index", "_unsafe_index")
 def _index(o: Any) -> Expr | None:
     """Integers along one axis, or constant places: those of a mask, or of constant indices."""
     there = [(axis, i) for axis, i in enumerate(o.indices) if i is not None]
@@ -87,17 +54,6 @@ def _index(o: Any) -> Expr | None:
     return taken(o.self, i, axis)
 
 
-@operation("index_select")
-def _index_select(o: Any) -> Expr:
-    return taken(o.self, o.index, o.dim % o.self.rank) if o.self.rank else o.self
-
-
-@operation("gather")
-def _gather(o: Any) -> Expr | None:
-    return take_along(o.self, o.index, o.dim % o.self.rank) if o.self.rank else None
-
-
-@operation("remainder")
 def _remainder(o: Any) -> Expr | None:
     """The operand itself, if it is an index within bounds."""
     n = constant_of(lifted(o.other))
@@ -107,29 +63,18 @@ def _remainder(o: Any) -> Expr | None:
     return meant(o.self, int(n)) if ((value >= 0) & (value < n)).all() else None
 
 
-# --- aten: reductions, normalisation, losses ---------------------------------------------
-
-
-def _extreme(word: str) -> Translation:
+def _extreme(word: str, o: Any) -> Any:
     """max or min: of all entries, along an axis (with indices), or of two arrays."""
-
-    def translated(o: Any) -> Any:
-        if getattr(o, "other", None) is not None:
-            return apply(f"{word}imum", o.self, o.other)
-        if len(o.likes) == 1:
-            return reduced(word, o.self, range(o.self.rank))
-        if not o.self.rank:
-            return [o.self, o.recorder.constant(o.outs[1])]
-        result = reduced(word, o.self, [o.dim % o.self.rank])
-        return [reshape(result, o.likes[0][0]), o.recorder.constant(o.outs[1])]
-
-    return translated
+    if getattr(o, "other", None) is not None:
+        return apply(f"{word}imum", o.self, o.other)
+    if len(o.likes) == 1:
+        return reduced(word, o.self, range(o.self.rank))
+    if not o.self.rank:
+        return [o.self, o.recorder.constant(o.outs[1])]
+    result = reduced(word, o.self, [o.dim % o.self.rank])
+    return [reshape(result, o.likes[0][0]), o.recorder.constant(o.outs[1])]
 
 
-OPERATIONS["max"], OPERATIONS["min"] = _extreme("max"), _extreme("min")
-
-
-@operation("var_mean")
 def _var_mean(o: Any) -> list[Expr]:
     keep, correction = getattr(o, "keepdim", False), getattr(o, "correction", None)
     axes = [a % o.self.rank for a in o.dim or range(o.self.rank)]
@@ -138,7 +83,6 @@ def _var_mean(o: Any) -> list[Expr]:
     return [squares, mean(o.self, axes, keep)]
 
 
-@operation("nll_loss_forward", "nll_loss2d_forward")
 def _nll(o: Any) -> Any:
     """-x[t] of each row; the class axis follows the batch axis."""
     axis = 0 if o.self.rank == 1 else 1
@@ -154,7 +98,6 @@ def _nll(o: Any) -> Any:
     return [result, o.recorder.constant(o.outs[1])]
 
 
-@operation("convolution")
 def _convolution(o: Any) -> Any:
     """The convolution without bias, plus the bias of each channel."""
     if o.bias is None:
@@ -164,7 +107,6 @@ def _convolution(o: Any) -> Any:
     return result + reshape(o.bias, shape)
 
 
-@operation("rrelu_with_noise", "rrelu_with_noise_functional")
 def _rrelu(o: Any) -> Any:
     """x times random slopes, which are 1 for positive entries."""
     if not o.training:
@@ -172,5 +114,31 @@ def _rrelu(o: Any) -> Any:
     slopes = (o.writes or o.outs)[-1]
     return [o.self * o.recorder.constant(slopes), None]
 
+
+_ATTENTION = (
+    "flash_attention_for_cpu",
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+)
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    **{f"_scaled_dot_product_{name}": _attention for name in _ATTENTION},
+    # It assumes that no row is fully masked.
+    "_safe_softmax": lambda o: apply("softmax", o.self, axis=o.dim % o.self.rank),
+    **dict.fromkeys(("copy", "fill", "zero"), _copied),
+    "as_strided": lambda o: o.recorder.met(o.outs[0]),
+    **dict.fromkeys(("index", "_unsafe_index"), _index),
+    "index_select": lambda o: (
+        taken(o.self, o.index, o.dim % o.self.rank) if o.self.rank else o.self
+    ),
+    "gather": lambda o: take_along(o.self, o.index, o.dim % o.self.rank) if o.self.rank else None,
+    "remainder": _remainder,
+    "max": partial(_extreme, "max"),
+    "min": partial(_extreme, "min"),
+    "var_mean": _var_mean,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
+    "convolution": _convolution,
+    **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_functional"), _rrelu),
+}
 
 __all__ = ["OPERATIONS"]

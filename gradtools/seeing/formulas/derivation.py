@@ -155,8 +155,8 @@ class Formula:
         if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
             return [], []
         base = "O" if "O" not in {p.name for p in pairs} else "out"
-        whole = placeholder(base, cotangents[0].shape, COMPLEX)
-        pairs.append(ComplexPair(base, *cotangents, whole))
+        one, other = cotangents
+        pairs.append(ComplexPair(base, one, other, placeholder(base, one.shape, COMPLEX)))
         gradients = dict(zip(self._recorded.opened, (g for g, _ in self._gradients), strict=True))
         result = []
         for p in pairs[:-1]:

@@ -352,11 +352,7 @@ class Formula:
         return inputs, cotangents, directions
 
 
-def derive(
-    recorded: Recorded,
-    order: int = 1,
-    wrt: Sequence[int] | None = None,
-) -> Formula:
+def derive(recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None) -> Formula:
     """The formula of a recorded program.
 
     Args:

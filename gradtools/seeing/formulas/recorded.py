@@ -198,27 +198,21 @@ def _sum_over(x: Expr) -> tuple[Expr, tuple[int, ...]] | None:
 def _mean_over(x: Expr) -> tuple[Expr, tuple[int, ...]] | None:
     """(z, axes), if x is the mean of z over axes."""
     c, entries, out = parts(x)
-    if contracts(x):
-        inner = product(zip(x.args, x["labels"], strict=True), out, x.shape)
-    elif len(entries) == 1 and entries[0][1] == out:
-        inner = entries[0][0]
-    else:
+    if isinstance(c, complex) or c == 1:
         return None
-    summed = None if isinstance(c, complex) else _sum_over(inner)
-    if summed is None:
-        return None
-    z, axes = summed
-    return summed if abs(c * math.prod(z.shape[a] for a in axes) - 1) < 1e-6 else None
+    summed = _sum_over(product(entries, out, x.shape))
+    length = math.prod(summed[0].shape[a] for a in summed[1]) if summed else 0
+    return summed if abs(c * length - 1) < 1e-6 else None
 
 
-def _squared(x: Expr) -> Expr | None:
-    """Z, if x is |z|**2."""
-    if x.op != "power" or x["exponent"] != 2:
+def _squares(over: tuple[Expr, tuple[int, ...]] | None) -> tuple[Expr, tuple[int, ...]] | None:
+    """(z, axes), if what is summed over axes is |z|**2."""
+    if over is None or over[0].op != "power" or over[0]["exponent"] != 2:
         return None
-    (z,) = x.args
+    ((z,), axes) = over[0].args, over[1]
     if z.op == "abs":
-        return z.args[0]
-    return None if z.is_complex else z
+        return z.args[0], axes
+    return None if z.is_complex else (z, axes)
 
 
 def _centred(y: Expr, axes: tuple[int, ...]) -> Expr | None:
@@ -335,23 +329,19 @@ def _is_positive(x: Expr) -> bool:
 
 def _variance(x: Expr) -> Expr | None:
     """The mean of |z - mean z|**2."""
-    averaged = _mean_over(x)
-    y = _squared(averaged[0]) if averaged else None
-    if averaged is None or y is None:
-        return None
-    z = _centred(y, averaged[1])
-    return None if z is None else variance(z, axes=averaged[1])
+    squares = _squares(_mean_over(x))
+    z = _centred(*squares) if squares else None
+    return variance(z, axes=squares[1]) if squares and z is not None else None
 
 
 def _variance_of_moments(x: Expr) -> Expr | None:
     """mean z**2 - (mean z)**2."""
     for first in x.args:
-        averaged = _mean_over(first)
-        z = _squared(averaged[0]) if averaged else None
-        if averaged and z is not None and not z.is_complex:
-            m = mean(z, averaged[1])
+        squares = _squares(_mean_over(first))
+        if squares and not squares[0].is_complex:
+            m = mean(*squares)
             if _others(x, first) == [-(m * m)]:
-                return variance(z, axes=averaged[1])
+                return variance(squares[0], axes=squares[1])
     return None
 
 
@@ -378,11 +368,8 @@ def _standardize(x: Expr) -> Expr | None:
 
 def _norm(x: Expr) -> Expr | None:
     """sqrt(sum |z|**2), or its reciprocal."""
-    summed = _sum_over(x.args[0]) if x["exponent"] in (0.5, -0.5) else None
-    z = _squared(summed[0]) if summed else None
-    if summed is None or z is None:
-        return None
-    return reduced("norm", z, summed[1]) ** (2 * x["exponent"])
+    squares = _squares(_sum_over(x.args[0])) if x["exponent"] in (0.5, -0.5) else None
+    return reduced("norm", *squares) ** (2 * x["exponent"]) if squares else None
 
 
 _PATTERNS: dict[str, tuple[Callable[[Expr], Expr | None], ...]] = {

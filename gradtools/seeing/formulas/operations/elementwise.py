@@ -404,10 +404,7 @@ entrywise("log", np.log, lambda y, x: [x**-1])
 word("log2", lambda x: 1 / math.log(2) * apply("log", x))
 word("log10", lambda x: 1 / math.log(10) * apply("log", x))
 word("log1p", lambda x: apply("log", 1 + x))
-word(
-    "logaddexp",
-    lambda a, b: apply("softplus", b) if is_zero(a) else b + apply("softplus", a - b),
-)
+word("logaddexp", lambda a, b: apply("softplus", b) if is_zero(a) else b + apply("softplus", a - b))
 word("xlogy", lambda a, b: where(indicator(a, "==", 0), 0, a * apply("log", b)))
 entrywise("sin", np.sin, lambda y, x: [apply("cos", x)])
 entrywise("cos", np.cos, lambda y, x: [-apply("sin", x)])

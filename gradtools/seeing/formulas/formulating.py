@@ -350,12 +350,9 @@ class _ComparedRun:
         """Compares a derivation by hand with the framework's vjps; see `Formula.agrees_with`."""
         names = formula.gradients if self.order == 1 else formula.second
         tolerance = self._tolerance() if tolerance is None else tolerance
-        counts = {
-            "input": len(formula.inputs),
-            "cotangent": len(formula.cotangents),
-            "direction": len(formula.directions),
-        }
-        call = ", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items() if n)
+        groups = (formula.inputs, formula.cotangents, formula.directions)
+        counts = zip(map(len, groups), ("input", "cotangent", "direction"), strict=True)
+        call = ", ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts if n)
         here = self._points(formula, 0.0, seed, 1)
         near = self._points(formula, self._step, seed, points) if self._step else []
         worst, counted, passed = 0.0, 0, 0

@@ -522,12 +522,9 @@ class Axes:
         self._taken = set(taken)
 
     def _root(self, axis: Axis) -> Axis:
-        path = []
         while (up := self._parent.get(axis, axis)) != axis:
-            path.append(axis)
-            axis = up
-        for below in path:
-            self._parent[below] = axis
+            above = self._parent[axis] = self._parent.get(up, up)  # path halving
+            axis = above
         return axis
 
     def learn(self, values: Iterable[Expr]) -> None:

@@ -27,6 +27,7 @@ from gradtools.seeing.formulas.algebra import (
 from gradtools.seeing.formulas.expressions import (
     BOOLEAN,
     COMPLEX,
+    DTYPES,
     INTEGER,
     REAL,
     Expr,
@@ -134,17 +135,9 @@ def stop(x: Expr) -> Expr:
     return apply("stop", x)
 
 
-def _cast_value(x: np.ndarray, to: str) -> np.ndarray:
-    if to == BOOLEAN:
-        return x != 0
-    if to == INTEGER:
-        return np.trunc(x).astype(np.int64)
-    return np.asarray(x, complex if to == COMPLEX else float)
-
-
 @entrywise(
     "cast",
-    _cast_value,
+    lambda x, to: x.astype(DTYPES[to]),
     pullback=lambda y, g, x: [g if y.is_complex else None],
     kind=lambda x, to: to,
     # √x and √(x + 0i) differ below zero, so that a cast to complex is written.

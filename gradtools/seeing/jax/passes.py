@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import scopes_of
+from gradtools.jax._upstream import Literal, scopes_of
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.diagnostics.rule_cuts import STOPPED, missing, smoothly_between, with_cuts
@@ -43,7 +44,6 @@ from gradtools.seeing.graphs.passes import (
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import recorded_run
 from gradtools.seeing.jax.graphs import graph_of
-from gradtools.seeing.jax.translating.folding import bound
 
 _STEP = "gradtools_step_"
 
@@ -107,7 +107,7 @@ def _differentiated(
 
     def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
         with jax.named_scope(f"{_STEP}{i}"):
-            return bound(eqn, xs)
+            return _with_its_line(eqn, xs)
 
     def backward(leaves: Any, active: Any, cts: Any) -> tuple[list[Any], list[Any]]:
         """The gradients, and the outputs."""
@@ -145,6 +145,20 @@ def _differentiated(
         inputs += [(x, name, SECOND) for x, name in zip(active, of_gradients, strict=True)]
         out_names += map(second_gradient_of, [*names, *cts])
     return run, inputs, out_names
+
+
+def _with_its_line(eqn: Any, xs: Sequence[Any]) -> list[Any]:
+    """The results of an equation at other operands; `eval_jaxpr` passes on its line."""
+    pairs = zip(eqn.invars, xs, strict=True)
+    given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
+    one = _empty().replace(eqns=[eqn], invars=list(given), outvars=list(eqn.outvars))
+    return jax.core.eval_jaxpr(one, [], *given.values())
+
+
+@cache
+def _empty() -> Any:
+    empty = jaxprs.open_jaxpr(jax.make_jaxpr(lambda: ())())
+    return empty.replace(debug_info=empty.debug_info.with_unknown_names())
 
 
 # --- the graph of all passes -------------------------------------------------------------

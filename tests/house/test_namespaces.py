@@ -165,7 +165,6 @@ torch/replaying/: f run again, chunk by chunk; JAX differentiates a scan
 torch/plain_programs/: what PyTorch differentiates wrongly; JAX has no such seam
 seeing/torch/recording/: a run is recorded as it happens; JAX traces a jaxpr
 seeing/torch/translating/: aten's operations
-seeing/jax/translating/: JAX's primitives
 jax/rules/primitives.py: what a rule is in a jaxpr; in PyTorch it is one Function
 jax/rules/linearizing.py: a rule's maps as a program; PyTorch runs them as they are
 jax/jaxprs.py: what a jaxpr's equations run; PyTorch's run is recorded

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning, errors
+from gradtools.torch import modes
 from gradtools.torch.modes import Modes
 
 
@@ -84,6 +85,49 @@ def test_another_kernel_takes_the_place_of_one_without_forward_mode(name, monkey
         warnings.simplefilter("error", GradtoolsWarning)  # it is reported once
         again = gt.mixed_partial(f, G, Y, Z, [U, V])
     torch.testing.assert_close(again[0], found, rtol=0, atol=tolerance)
+
+
+CUDA, MATMUL = torch.backends.cuda, torch.backends.mkldnn.matmul
+FLAGS = {
+    "flash attention": (CUDA.flash_sdp_enabled, CUDA.enable_flash_sdp),
+    "lean attention": (CUDA.mem_efficient_sdp_enabled, CUDA.enable_mem_efficient_sdp),
+    "plain attention": (CUDA.math_sdp_enabled, CUDA.enable_math_sdp),
+    "cudnn attention": (CUDA.cudnn_sdp_enabled, CUDA.enable_cudnn_sdp),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        lambda on: torch.use_deterministic_algorithms(on),
+    ),
+    "warn only": (
+        torch.is_deterministic_algorithms_warn_only_enabled,
+        lambda on: torch.use_deterministic_algorithms(False, warn_only=on),
+    ),
+    "float32 products": (
+        lambda: torch.get_float32_matmul_precision() == "highest",
+        lambda on: torch.set_float32_matmul_precision("highest" if on else "high"),
+    ),
+    "products of oneDNN": (
+        lambda: MATMUL.fp32_precision == "bf16",
+        lambda on: setattr(MATMUL, "fp32_precision", "bf16" if on else "none"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_is_in_a_recomputation_as_it_was_in_the_first_pass(name):
+    if name == "products of oneDNN" and not hasattr(MATMUL, "fp32_precision"):
+        pytest.skip("PyTorch has it from 2.9 on")
+    read, put = FLAGS[name]
+    before = read()
+    first = Modes.now(())
+    try:
+        put(not before)
+        assert not first.are_current()
+        with first.restored():
+            assert read() == before
+        assert read() is not before
+    finally:
+        modes._set(modes._current_flags(), first.flags)  # one of them sets several
+    assert first.are_current()
 
 
 @SAYS_SO

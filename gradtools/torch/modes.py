@@ -351,6 +351,6 @@ def _current_flags() -> list[Any]:
 
 def _set(now: list[Any], wanted: list[Any]) -> None:
     if now != wanted:
-        for put, old, new in zip(_SETTERS, now, wanted, strict=True):
-            if old != new:
-                put(new)
+        for get, put, value in zip(_GETTERS, _SETTERS, wanted, strict=True):
+            if get() != value:  # read anew, since a legacy flag that was set wrote newer ones
+                put(value)

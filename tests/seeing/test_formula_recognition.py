@@ -190,6 +190,17 @@ def test_the_modulus_of_a_sum_of_exponentials_is_the_sum():
     assert "|" in str(derive(b.graph(b("abs", b("subtract", b("exp", x), b.number(1.0))))))
 
 
+@pytest.mark.parametrize(("mask", "line"), [(True, "y = exp(x)"), (False, "y = sin(x)")])
+def test_a_constant_mask_selects_one_case(mask, line):
+    b = Builder()
+    x = b.input("x", (3,))
+    whole = b.number(np.full(3, mask))
+    assert derive(b.graph(b("where", whole, b("exp", x), b("sin", x)))).lines(0) == [line]
+    part = b.number(np.array([mask, False, True]))
+    chosen = derive(b.graph(b("where", part, b("exp", x), b("sin", x))))
+    assert "if c; sin(x) otherwise" in chosen.lines(0)[-1]
+
+
 def test_a_pattern_that_is_seen_as_complex_keeps_its_derivative():
     b = Builder()
     x = b.input("x", (3,))

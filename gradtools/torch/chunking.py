@@ -20,7 +20,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.forward_mode.checkpoints import Pushforward, checkpoint_pushed
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
-from gradtools.torch.modes import NOTHING, without_cached_weights
+from gradtools.torch.modes import NOTHING, unpacked, without_cached_weights
 from gradtools.torch.replaying.consistency import RunKey, is_compiled, is_readable, run_key
 from gradtools.torch.replaying.nodes import node_of
 from gradtools.torch.replaying.recomputing import (
@@ -104,7 +104,7 @@ def _check_rows(
         pieces += [_copied(x) for x in other.lists[0]]
         carry = [_copied(x) for x in forward.first_carry]
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
-        with first_pass_state(forward), cached:
+        with unpacked(), first_pass_state(forward), cached:  # no checkpoint counts its tensors
             outs, _ = other.call(0, 0, pieces, other.shared, carry)
         runs.append((key, size))
         return [y.shape for y in outs]

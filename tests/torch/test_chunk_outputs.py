@@ -95,3 +95,10 @@ def test_make_functional_s_state_is_refused():
         gt.chunked(apply, 4, in_axes=(None, None, 0))(params, state, X)
     out, new = gt.chunked(apply, 4, in_axes=(None, None, 0), carry_argnums=1)(params, state, X)
     assert out.shape == X.shape and new["running_mean"].shape == (8,)
+
+
+def test_a_checkpoint_does_not_count_the_tensors_of_the_run_at_another_size():
+    layer, x = torch.nn.Linear(3, 2), torch.randn(6, 3)
+    f = gt.chunked(layer, chunk_size=2)  # the outputs may be a table of pairs
+    torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(2, 3))

@@ -744,6 +744,32 @@ def test_a_wide_layer_reads_its_weight_once(case):
         assert own.untyped_storage().nbytes() == own.nbytes, "keeps the joined product"
 
 
+@pytest.mark.filterwarnings("ignore:This overload of:UserWarning")
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, y: torch.add(x, 2, y),
+        lambda x, y: y.add(2, x),
+        lambda x, y: torch.sub(x, 2, x * y),
+    ],
+)
+def test_a_factor_before_the_second_operand_is_left_to_pytorch(f):
+    x, y, dx = torch.randn(3, 4)
+    with torch.no_grad():
+        found = gt.jvp(lambda x: f(x, y), (x,), (dx,))
+    expected = torch.func.jvp(lambda x: f(x, y), (x,), (dx,))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("rule", [torch.mm, torch.bmm])
+def test_a_third_operand_of_a_product_is_left_to_pytorch(rule):
+    # The dtype of the result, which PyTorch's CPU kernels refuse.
+    x = torch.randn(2, 2, dtype=torch.bfloat16) if rule is torch.mm else torch.randn(1, 2, 2)
+    with pytest.raises(Exception) as caught, torch.no_grad():
+        gt.jvp(lambda x: rule(x, x.detach(), torch.float32), (x,), (x,))
+    assert "_product" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "layer",
     [nn.Linear(512, 520), nn.LayerNorm(512), nn.Softmax(-1), nn.Linear(512, 520, bias=False)],

@@ -150,9 +150,11 @@ def _is_memory_bound(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None)
     return plain and weight.layout is x.layout is _STRIDED and _one_dtype(x, dx, weight, bias)
 
 
-def _product(mode: OneTangent, fun: Any, a: Any = None, b: Any = None, **others: Any) -> Any:
+def _product(
+    mode: OneTangent, fun: Any, a: Any = None, b: Any = None, *more: Any, **named: Any
+) -> Any:
     """Operations of two operands that are linear in each."""
-    if others or b is None:
+    if more or named or b is None:  # a dtype of the result, say
         return None
     (a, da), (b, db) = mode.parts(a), mode.parts(b)
     if (da is None) == (db is None):
@@ -160,16 +162,18 @@ def _product(mode: OneTangent, fun: Any, a: Any = None, b: Any = None, **others:
     return mode.dual(fun(a, b), fun(a if da is None else da, b if db is None else db))
 
 
-def _quotient(mode: OneTangent, fun: Any, a: Any = None, b: Any = None, **others: Any) -> Any:
+def _quotient(mode: OneTangent, fun: Any, a: Any = None, b: Any = None, **named: Any) -> Any:
     """Operations that are linear in the first operand only."""
-    return _product(mode, fun, a, b, **others) if mode.fixes((b,)) else None
+    return _product(mode, fun, a, b, **named) if mode.fixes((b,)) else None
 
 
 def _sum(first: int, second: int) -> Any:
     """Sums of two operands with these signs."""
 
-    def rule(mode: OneTangent, fun: Any, a: Any = None, b: Any = None, **others: Any) -> Any:
-        if others or b is None:
+    def rule(
+        mode: OneTangent, fun: Any, a: Any = None, b: Any = None, *more: Any, **named: Any
+    ) -> Any:
+        if more or named or b is None:  # a factor before b, say: torch.add(a, factor, b)
             return None
         (a, da), (b, db) = mode.parts(a), mode.parts(b)
         if da is not None and db is not None:

@@ -120,7 +120,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
 
 def _by_transposing(ctx: Any, checked: CheckedMap, run: Map, values: Sequence[Any]) -> list[Any]:
     """The transpose of `vs -> run(residuals, vs)`, which is the checked map, at `values`."""
-    refuse_layout(checked.rule, ctx.layout)
+    refuse_layout(checked.rule, ctx.layout, f"its {checked.which} map")
     check_linear(checked)
     mask = [like is not None for like in checked.likes]
     examples = [ones(*like) for like in checked.likes if like]

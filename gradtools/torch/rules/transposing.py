@@ -75,12 +75,12 @@ def other_layout(xs: Sequence[Any]) -> torch.layout | None:
     return None
 
 
-def refuse_layout(rule: Rule, layout: torch.layout | None) -> None:
+def refuse_layout(rule: Rule, layout: torch.layout | None, which: str = "one of its maps") -> None:
     """Raises if a map must be transposed at a tensor of an unsupported layout."""
     if layout is not None:
         name = str(layout).removeprefix("torch.").lstrip("_")
         raise GradtoolsError(
-            f"rule {rule.name!r}: the other mode follows by transposing one of its maps, which "
+            f"rule {rule.name!r}: the other mode follows by transposing {which}, which "
             f"takes strided tensors, and one is {name}. Give the missing map as well, use "
             "sparse_coo, or pass the tensor's values as an argument."
         )

@@ -51,7 +51,8 @@ def compiled(f: Any, closed: Jaxpr, derive: Callable[[Program], Any] = jax.jit) 
         derive: Transforms the program's function.
     """
     jaxpr = without_consts(closed)
-    source = inspect.unwrap(getattr(f.func if isinstance(f, partial) else f, "__func__", f))
+    f = f.func if isinstance(f, partial) else f
+    source = inspect.unwrap(getattr(f, "__func__", f))
     try:
         key = _Key((getattr(source, "__code__", None) or type(source), _program(jaxpr)), jaxpr)
         hash(key)

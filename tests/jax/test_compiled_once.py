@@ -6,6 +6,7 @@ import gc
 import types
 import weakref
 from contextlib import contextmanager
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -217,3 +218,20 @@ def test_numbers_are_told_apart_by_their_bits():
 def test_a_function_that_reads_values_runs_as_it_is():
     f = gt.chunked(lambda x: x * 2 if float(x.sum()) > 0 else x, 6)
     np.testing.assert_array_equal(f(X), 2 * X)
+
+
+def _first(scale, x):
+    return x * scale
+
+
+def _second(scale, x):
+    return x * scale
+
+
+@pytest.mark.parametrize("operator", [lambda f: gt.chunked(f, 2), gt.checkpoint])
+def test_equal_programs_of_two_partials_name_each_function_s_own_lines(operator):
+    for body, other in ((_first, _second), (_second, _first)):
+        closed = jax.make_jaxpr(operator(partial(body, 2.0)))(X)
+        text = closed.pretty_print(source_info=True)
+        assert f"({body.__name__})" in text
+        assert f"({other.__name__})" not in text

@@ -10,6 +10,7 @@ tensor, f is differentiated by nested forward mode as a whole.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -55,9 +56,12 @@ def carry_series(
         # Autograd cannot save terms that were made in inference mode.
         saveable = lambda t: t.clone() if t is not None and t.is_inference() else t
         here = [Series(x, tuple(map(saveable, s.terms))) for x, s in pairs]
-        start = Randomness.everywhere({x.device.type for x in aliases})
+        start, mode = (
+            Randomness.everywhere({x.device.type for x in aliases}),
+            _Carrying(algebra, here),
+        )
         try:
-            with as_written(), _Carrying(algebra, here) as mode, elsewhere:
+            with as_written(), mode, elsewhere:
                 outs, extras = fun(*aliases)
             mode.refuse_unseen(outs)
             ys = [getattr(y, _SERIES, None) or Series(y, (None,) * algebra.order) for y in outs]
@@ -68,6 +72,8 @@ def carry_series(
                 return fun(*xs)
 
             ys, extras = algebra.general(from_start, here, in_loop=True)
+        finally:
+            mode.forget()
         places[:] = [[t is not None for t in y.terms] for y in ys]
         return [x for y in ys for x in (y.primal, *y.terms) if x is not None], extras
 
@@ -95,6 +101,7 @@ class _Carrying(TorchFunctionMode):
         self._depth = len(upstream.get_interpreter_stack() or ())
         self._nodes = {node_of(x.primal) for x in inputs} - {None}
         self._known: dict[int, Tensor] = {}  # tensors that do not depend on the inputs
+        self._carriers: list[weakref.ref[Tensor]] = []  # all others, which have a series
         self._inside: Any = None
 
     def __enter__(self) -> _Carrying:
@@ -107,6 +114,19 @@ class _Carrying(TorchFunctionMode):
         super().__exit__(*error)
         for x in self._inputs:
             x.primal.__dict__.pop(_SERIES, None)
+
+    def carrying(self, y: Tensor, terms: Sequence[Tensor | None]) -> Tensor:
+        """y, with these Taylor coefficients attached."""
+        if any(t is not None for t in terms):
+            setattr(y, _SERIES, Series(y, tuple(terms)))
+            self._carriers.append(weakref.ref(y))
+        return y
+
+    def forget(self) -> None:
+        """Removes all series. What the graph of its own series saved would never be freed."""
+        for carrier in self._carriers:
+            if (y := carrier()) is not None:
+                y.__dict__.pop(_SERIES, None)
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -175,7 +195,7 @@ class _Operation:
 
     def elementwise(self, y: Tensor, slopes: Sequence[Any]) -> Tensor:
         """y = f(x) for an elementwise f of the one operand with a series; slopes: f', f'', ..."""
-        return carrying(y, self.algebra.elementwise(slopes, self.moved[0]))
+        return self.mode.carrying(y, self.algebra.elementwise(slopes, self.moved[0]))
 
     def linear(
         self, f: Callable[..., Any] | None = None, leading: bool = False, y: Tensor | None = None
@@ -187,7 +207,7 @@ class _Operation:
         ys = [y for y in upstream.tree_leaves(result) if isinstance(y, Tensor)]
         if all(map(is_inexact, ys)):
             for y, terms in zip(ys, self.algebra.linear(flat, self.moved, leading), strict=False):
-                carrying(y, terms)
+                self.mode.carrying(y, terms)
         return result
 
     def any(self) -> Any:
@@ -217,17 +237,10 @@ class _Operation:
         for kind, y in zip(kinds, ys, strict=True):
             series = next(left) if kind == 2 else None
             if series is not None:
-                result.append(carrying(series.primal, series.terms))
+                result.append(self.mode.carrying(series.primal, series.terms))
             else:
                 result.append(next(rest) if kind == 1 else y)
         return upstream.tree_unflatten(result, outdef)
-
-
-def carrying(y: Tensor, terms: Sequence[Tensor | None]) -> Tensor:
-    """y, with these Taylor coefficients attached."""
-    if any(t is not None for t in terms):
-        setattr(y, _SERIES, Series(y, tuple(terms)))
-    return y
 
 
 def _series(x: Any) -> Series | None:
@@ -271,7 +284,7 @@ def _product(call: _Operation, *args: Any, **kwargs: Any) -> Any:
         return call.linear(leading=leading if scaled else stacked)
     leading = a.dim() == b.dim() and name_of(call.fun) in _SCALES
     terms = call.algebra.product(call.fun, x, y, leading)
-    return carrying(call.fun(x.primal, y.primal), terms)
+    return call.mode.carrying(call.fun(x.primal, y.primal), terms)
 
 
 def _quotient(call: _Operation, *args: Any, **kwargs: Any) -> Any:
@@ -384,7 +397,7 @@ def _einsum(call: _Operation, equation: Any, *operands: Any, **kwargs: Any) -> A
         return None
     x, y = call.moved
     terms = call.algebra.product(lambda a, b: torch.einsum(equation, a, b), x, y, False)
-    return carrying(call.at(x.primal, y.primal), terms)
+    return call.mode.carrying(call.at(x.primal, y.primal), terms)
 
 
 # --- compositions, run inside of the mode --------------------------------------------------------

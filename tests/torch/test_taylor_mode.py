@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -161,3 +164,23 @@ def test_a_laplacian_of_a_norm_is_differentiated_in_every_mode(norm, mode):
     by_hessian = lambda x: gt.hessian(f)(x).reshape(6, 6).trace() ** 2
     product = gt.hvp(by_taylor, (x,), (x.exp(),), mode=mode)[1][0]
     torch.testing.assert_close(product, gt.hvp(by_hessian, (x,), (x.exp(),))[1][0])
+
+
+def broken(x):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("end", [torch.exp, stopped, broken])
+def test_series_die_with_the_call(end):
+    seen = []
+
+    def f(x):
+        y = torch.tanh(x)  # the graph of its series saves y itself
+        seen.append(weakref.ref(y))
+        return end(torch.sigmoid(y) * y)
+
+    for call in (lambda: gt.jet(f, (X,), ((X, X),)), lambda: gt.laplacian(lambda x: f(x).sum())(X)):
+        with pytest.raises(ZeroDivisionError) if end is broken else nullcontext():
+            call()
+    gc.collect()
+    assert len(seen) > 1 and not [y for y in seen if y() is not None]

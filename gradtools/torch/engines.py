@@ -446,7 +446,9 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         if keep:
             entered = [x if x.requires_grad else d for x, d in zip(leaves, duals, strict=True)]
             pushed = gated_at_custom_code(fun, leaves, entered, tangents, primals, pushed)
-        if shows or mode.shows:
+        # A derivative in f may leave a graph to its own aliases.
+        leaves_graph = keep and nested and not any(map(_is_tracked, leaves))
+        if shows or mode.shows or leaves_graph:
             primals, pushed = _without_recorded(primals), _without_recorded(pushed)
             extras = [_without_recorded([x])[0] if is_inexact(x) else x for x in extras]
     if unseen:  # a TorchScript call made the nodes: run f again to find it, and raise

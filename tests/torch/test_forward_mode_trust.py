@@ -474,3 +474,16 @@ def test_repeated_pushforwards_train_what_f_captures_and_are_attached_to_nothing
         w.requires_grad_(False)
         assert not pushed(x).requires_grad
         w.requires_grad_(True)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_derivative_in_f_leaves_no_graph_to_its_aliases(tracked):
+    x, w = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    w.requires_grad_(tracked)
+    f = lambda x: gt.jacobian(lambda y: w * y**3)(x).sum(0)
+    y, dy = gt.jvp(f, (x,), (x,))
+    torch.testing.assert_close((y, dy), (3 * w * x**2, 6 * w * x**2))
+    assert y.requires_grad == dy.requires_grad == tracked
+    if tracked:
+        (g,) = torch.autograd.grad(dy.sum(), w)
+        torch.testing.assert_close(g, 6 * x**2)

@@ -36,8 +36,8 @@ from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import CHUNK, detached
 from gradtools.torch.replaying.nodes import (
     Backward,
-    Layout,
     Pushed,
+    Widths,
     applied,
     node_of,
     outputs_of,
@@ -163,7 +163,7 @@ class _Use(Forward):
 
     # --- its derivatives
 
-    def pull(self, layout: Layout, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
+    def pull(self, layout: Widths, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
         if _are_spent(shared[: layout.shared]):
             return [None] * layout.shared
         back = _FrozenBackward(self, layout)
@@ -185,7 +185,7 @@ class _Use(Forward):
         _, grads = node_of(back, rows, gated_inputs, known)
         return self.guarded(grads)
 
-    def push(self, layout: Layout, rows: Rows, shared: Entries) -> list[Any]:
+    def push(self, layout: Widths, rows: Rows, shared: Entries) -> list[Any]:
         width = layout.shared
         zs, dzs = list(shared[:width]), spread(shared[width:], layout.present[-1])
         fast = lambda use: tangents(use, zs, dzs)
@@ -288,7 +288,7 @@ class _Use(Forward):
 class _Pushforward(Pushed):
     """The node of a use's pushforward, whose values forward mode computed without a graph."""
 
-    def pull(self, layout: Layout, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
+    def pull(self, layout: Widths, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
         use: Any = self.of
 
         def slow(use: _Use) -> list[Any]:
@@ -383,7 +383,7 @@ class _FrozenBackward(Backward):
         self.is_linear = True
         use.uses.linear.update(untried)
 
-    def pull(self, layout: Layout, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
+    def pull(self, layout: Widths, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
         if any(self.vectors_only):
             # A batch of vectors at the same arguments, whose gradients are summed.
             one, zs, n = copy(self), shared[: layout.shared], len(rows[0])
@@ -405,7 +405,7 @@ class _FrozenBackward(Backward):
         compares = self.pulled_first and use.shows_numbers()
         along: list[Any] = [None] * len(cts)
         if compares or not self.constant:
-            along_us = Layout([0], count, [[], [u is not None for u in us]])
+            along_us = Widths([0], count, [[], [u is not None for u in us]])
             pushed = use.push(along_us, [[]], [*zs, *(u for u in us if u is not None)])
             along = [*compress(pushed, self.layout.present[0])]
         if compares:
@@ -414,7 +414,7 @@ class _FrozenBackward(Backward):
             return [*along, *us]  # `_PullbackInputs` differentiates along us
         return [*along, *_along_arguments(self, zs, us, cts)]
 
-    def push(self, layout: Layout, rows: Rows, shared: Entries) -> list[Any]:
+    def push(self, layout: Widths, rows: Rows, shared: Entries) -> list[Any]:
         if self.arguments is not None:
             # Bypasses `_PullbackInputs`, which would take these for the pullback's cotangents.
             shared = [*map(primal_of, self.arguments), *shared[layout.shared :]]
@@ -495,7 +495,7 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
 
     def pushed(use: _Use) -> Pushed:
         pullback = _FrozenBackward(use, back.layout)
-        return Pushed(pullback, Layout([len(cts)], len(zs), present))
+        return Pushed(pullback, Widths([len(cts)], len(zs), present))
 
     fast = lambda use: pullback_tangents(use, zs, us, full)
     slow = lambda use: outputs_of(pushed(use), [list(cts)], given)

@@ -33,7 +33,7 @@ def caller_of(fun: Fun) -> str:
     return getattr(fun, "caller", "gradtools")
 
 
-class _Here(threading.local):
+class _OpenHere(threading.local):
     """This thread's stacks of derivatives whose functions are being evaluated.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Here(threading.local):
         self.opened: list[OpenDerivative] = []
 
 
-here = _Here()
+here = _OpenHere()
 TRACED: list[list[bool]] = []  # the flags in a trace: dynamo can trace a list, but no thread-local
 pushed_in_trace: list[bool] = []  # not empty while dynamo traces a function in forward mode
 

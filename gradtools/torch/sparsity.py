@@ -104,7 +104,7 @@ class _EntryReader(torch.fx.Interpreter):
             full = target(torch.empty(args[0].shape), *args[1:], **kwargs)
             return AbstractArray(shapes[0], None, full)
         active = [v.entries for v in ins if v.entries is not None]
-        call = _Operation(target, name, args, kwargs, active, shapes)
+        call = _EntryOperation(target, name, args, kwargs, active, shapes)
         # An integer has no derivative.
         smooth = [y.dtype.is_floating_point or y.dtype.is_complex for y in outs]
         entries: list[Any] = call.entries() if active and any(smooth) else [None for _ in outs]
@@ -140,7 +140,7 @@ def _wrapped(result: Any) -> Any:
     return AbstractArray(result.shape, None, result) if isinstance(result, Tensor) else result
 
 
-class _Operation(NamedTuple):
+class _EntryOperation(NamedTuple):
     """One operation of the graph, some of whose operands depend on the input."""
 
     target: Any
@@ -164,7 +164,7 @@ class _Operation(NamedTuple):
 # --- transfer functions of the operations
 
 
-def _moved(of: _Operation) -> list[Entries] | None:
+def _moved(of: _EntryOperation) -> list[Entries] | None:
     """The operation itself, applied to the indices of its operands' entries."""
     name, args, kwargs = of.name, of.args, of.kwargs
     if name == "index_put" and ((len(args) > 3 and args[3]) or kwargs.get("accumulate")):
@@ -199,7 +199,7 @@ def _moved(of: _Operation) -> list[Entries] | None:
     return [e.moved(order, y.long().numpy() - (1 if fills else 0)) for y in outs]
 
 
-def _reduced(of: _Operation) -> list[Entries] | None:
+def _reduced(of: _EntryOperation) -> list[Entries] | None:
     x, args, kwargs = of.active[0], of.args, of.kwargs
     overload = str(of.target).rpartition(".")[2]
     axis = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -219,7 +219,7 @@ def _reduced(of: _Operation) -> list[Entries] | None:
     return [Entries(shape, result.matrix) for shape in of.shapes]
 
 
-def _lines(of: _Operation) -> list[Entries] | None:
+def _lines(of: _EntryOperation) -> list[Entries] | None:
     place = _ALONG_OPERANDS.get(of.name, 1)
     axis = of.args[place] if len(of.args) > place else of.kwargs.get("dim")
     if type(axis) is not int or not of.shapes[0]:
@@ -227,7 +227,7 @@ def _lines(of: _Operation) -> list[Entries] | None:
     return [e.along(e.entrywise(of.shapes[0], of.active), [axis]) for _ in of.shapes]
 
 
-def _product(of: _Operation) -> list[Entries] | None:
+def _product(of: _EntryOperation) -> list[Entries] | None:
     added = [of.args[0]] if of.name in ("addmm", "baddbmm", "addmv") else []
     a, b = of.args[len(added) : len(added) + 2]
     batch, width = (a.shape[0] if len(a.shape) == 3 else 1), a.shape[-1]
@@ -247,7 +247,7 @@ def _nonzero(x: Tensor) -> np.ndarray:
     return there
 
 
-def _convolved(of: _Operation) -> list[Entries] | None:
+def _convolved(of: _EntryOperation) -> list[Entries] | None:
     image, kernel, bias, strides, pads, steps, transposed, _, groups = of.args
     constants = kernel.entries is None and (bias is None or bias.entries is None)
     if not constants or transposed or len(kernel.shape) > 4 or image.entries is None:

@@ -61,11 +61,11 @@ _TRANSPOSABLE = (*OPERATORS, BuiltinFunctionType, MethodDescriptorType)  # no Fu
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class _Here(threading.local):
+class _NowTransposed(threading.local):
     transposed: Any = None  # the function whose reverse mode is evaluated: it is not replaced
 
 
-_here = _Here()
+_here = _NowTransposed()
 
 # --- replacements --------------------------------------------------------------------------------
 

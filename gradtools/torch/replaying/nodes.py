@@ -72,8 +72,8 @@ def applied(kind: Any, *args: Any) -> Any:
     return super(torch.autograd.Function, kind).apply(*args)  # type: ignore[misc]
 
 
-class Layout(NamedTuple):
-    """The inputs of a derived program: those of the other program, then vectors."""
+class Widths(NamedTuple):
+    """The layout of a derived program's inputs: those of the other program, then vectors."""
 
     widths: list[int]  # the number of the other program's inputs at each chunk
     shared: int  # the number of its shared inputs
@@ -105,7 +105,7 @@ class ChunkProgram:
         raise NotImplementedError
 
     def pull(
-        self, layout: Layout, rows: Rows, shared: Entries, joint: Joint | None = None
+        self, layout: Widths, rows: Rows, shared: Entries, joint: Joint | None = None
     ) -> list[Any]:
         """Cotangents of the inputs; rows and shared end with the cotangents."""
         back, f = Backward(self, layout, joint), self.forward.chunks.call.f
@@ -116,7 +116,7 @@ class ChunkProgram:
             return [*grads, *sums]
         return outputs_of(back, rows, shared)
 
-    def push(self, layout: Layout, rows: Rows, shared: Entries) -> list[Any]:
+    def push(self, layout: Widths, rows: Rows, shared: Entries) -> list[Any]:
         return outputs_of(Pushed(self, layout), rows, shared)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
@@ -140,7 +140,7 @@ class _Derived(ChunkProgram):
 
     transposes = False  # whether it transposes the other's pullback
 
-    def __init__(self, of: ChunkProgram, layout: Layout, joint: Joint | None = None) -> None:
+    def __init__(self, of: ChunkProgram, layout: Widths, joint: Joint | None = None) -> None:
         self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, of.forward
         self.caller, self.layout = of.caller, layout
         # For each vmap, the outermost first: whether only the vectors are batched. The other
@@ -469,14 +469,14 @@ class _Maps:
 
     def _with_vectors(
         self, saved: Entries, vectors: Entries, counts: list[int]
-    ) -> tuple[Layout, Rows, list[Any]]:
+    ) -> tuple[Widths, Rows, list[Any]]:
         """The layout, the rows and the shared inputs of the derived program."""
         parts, vs = cut_up(saved, self.widths), cut_up(vectors, counts)
         parts[-1] = parts[-1][: self.width]
         present = [[v is not None for v in row] for row in vs]
         triples = zip(parts, vs, present, strict=True)
         both = [[*xs, *compress(row, mask)] for xs, row, mask in triples]
-        return Layout(self.widths, self.width, present), both[:-1], both[-1]
+        return Widths(self.widths, self.width, present), both[:-1], both[-1]
 
 
 class _ProgramNode(torch.autograd.Function):

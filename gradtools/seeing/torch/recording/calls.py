@@ -31,8 +31,8 @@ from gradtools.seeing.graphs.recording import Refusal
 from gradtools.seeing.torch.recording import autograd_functions, operations
 from gradtools.seeing.torch.recording.recorded_calls import (
     CallLinks,
-    Operand,
     RecordedCall,
+    TensorOperand,
     version_of,
 )
 from gradtools.seeing.torch.recording.recorder import Recorder
@@ -172,7 +172,9 @@ class CallRecorder(Recorder[int]):
                 flows = again and any(y.requires_grad for y in tensors_in(out))
                 given = {id(x.tensor) for x in call.operands}
                 more = [x for x in _distinct(read.tensors) if id(x) not in given]
-                call.operands += [Operand(x, self.of(x), not flows, version_of(x)) for x in more]
+                call.operands += [
+                    TensorOperand(x, self.of(x), not flows, version_of(x)) for x in more
+                ]
                 call.reason = "reentrant" if again and more else ""
             call.unruled = autograd_functions.unruled(kind, call, out)
             self.write(call, out)
@@ -205,7 +207,10 @@ class CallRecorder(Recorder[int]):
                 name_of(fun),
                 args,
                 kwargs,
-                [Operand(x, number, x.requires_grad, version_of(x)) for x, number in numbered],
+                [
+                    TensorOperand(x, number, x.requires_grad, version_of(x))
+                    for x, number in numbered
+                ],
                 torch.is_grad_enabled(),
             )
 

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 _NONE, _CUT, _ZERO, _FULL = Dependence
 
 
-class Operand(NamedTuple):
+class TensorOperand(NamedTuple):
     """A tensor among a call's arguments, with its state before the call.
 
     Attributes:
@@ -65,7 +65,7 @@ class RecordedCall:
     name: str
     args: Any
     kwargs: Any
-    operands: list[Operand]
+    operands: list[TensorOperand]
     grad: bool
     mark: str = ""
     unruled: set[int] = field(default_factory=set)
@@ -131,7 +131,7 @@ class RecordedCall:
         loss = max(reasons, key=reasons.count) if reasons else None
         return CallLinks(operation, [*(x.number for x in read), *hosts, *more], tuple(rows), loss)
 
-    def _link(self, x: Operand, y: Tensor, reached: Sequence[int]) -> Dependence:
+    def _link(self, x: TensorOperand, y: Tensor, reached: Sequence[int]) -> Dependence:
         if self.name in operations.EACH_ITS_OWN and not may_share(unwrapped(y), x.tensor):
             return _NONE
         if not (is_inexact(y) and is_inexact(x.tensor)):

@@ -63,7 +63,8 @@ _c: Any = torch._C
 # HigherOrderOperator, OpOverload, OpOverloadPacket: the classes of PyTorch's operators.
 #   Gone: `type(torch.ops.aten.add)` and so on.
 # pytree: the registry of containers that torch.func itself uses, so that containers registered
-#   with `register_pytree_node` are known. Gone: `torch.utils.pytree` (pytorch#65761, #175082).
+#   with `torch.utils._pytree.register_pytree_node` are known. Gone: `torch.utils.pytree`
+#   (pytorch#65761, #175082).
 # TorchDispatchMode: documented under this name ("Extending PyTorch with Python").
 
 disable_current_modes = _disable_current_modes

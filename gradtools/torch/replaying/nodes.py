@@ -67,7 +67,8 @@ def applied(kind: Any, *args: Any) -> Any:
     Skips the argument binding and checks of `Function.apply`. It is in a module that dynamo does
     not trace, since dynamo compiles no other `apply` than that of `torch.autograd.Function`.
     """
-    if any(map(upstream.is_wrapped, tensors_of(args))):  # by a transform that may have ended
+    wrapped = map(upstream.is_wrapped, [x for x in args if isinstance(x, Tensor)])
+    if any(wrapped):  # by a transform that may have ended
         return kind.apply(*args)
     return super(torch.autograd.Function, kind).apply(*args)  # type: ignore[misc]
 
@@ -132,7 +133,8 @@ class ChunkProgram:
 def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
     """Splits a flat list into rows of these widths, and a last row of the rest."""
     left = iter(flat)
-    return [*([*islice(left, width)] for width in widths), [*left]]
+    rows = [[*islice(left, width)] for width in widths]
+    return [*rows, [*left]]
 
 
 class _Derived(ChunkProgram):

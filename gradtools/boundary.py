@@ -52,22 +52,13 @@ def user_facing_methods(cls: C) -> C:
     return cls
 
 
-def _caller() -> Callable[..., Any]:
-    """A new function `called`, which may wrap another one."""
-
-    def called(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`fun(*args, **kwargs)` as by `user_facing`, for functions that operators return."""
-        try:
-            return fun(*args, **kwargs)
-        except Exception as error:
-            trimmed(error)
-            raise
-
-    called.__qualname__ = called.__name__  # by which the one of this module is pickled
-    return called
-
-
-called = _caller()
+def called(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`fun(*args, **kwargs)` as by `user_facing`, for functions that operators return."""
+    try:
+        return fun(*args, **kwargs)
+    except Exception as error:
+        trimmed(error)
+        raise
 
 
 def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
@@ -80,7 +71,13 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
         return call
     if type(call) is partial:
         # JAX's errors name the place of the function inside of partials, and of what that wraps.
-        own = _caller()
+        def own(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            try:  # as `called`, without its frame
+                return fun(*args, **kwargs)
+            except Exception as error:
+                trimmed(error)
+                raise
+
         own.__name__, own.__dict__["__wrapped__"] = name, f
         call = _Method(own, call.func, *call.args, **call.keywords)
         call.__dict__.update(known)

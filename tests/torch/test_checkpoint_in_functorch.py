@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from gradtools.torch.replaying.nodes import Backward, ChunkProgram, Layout
+from gradtools.torch.replaying.nodes import Backward, ChunkProgram, Widths
 
 D = torch.float64
 X = torch.linspace(0.1, 1.2, 12, dtype=D).reshape(4, 3)
@@ -91,7 +91,7 @@ class _OfChunks(ChunkProgram):
 
 
 def test_the_pullback_of_a_batch_runs_the_f_of_that_batch():
-    pullback = Backward(_OfChunks("of one"), Layout([1], 0, [[True], []]))
+    pullback = Backward(_OfChunks("of one"), Widths([1], 0, [[True], []]))
     assert pullback.batched(2, [[True, True], []], "same", False)[0].forward.name == "of a batch"
 
 

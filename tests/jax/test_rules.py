@@ -11,6 +11,7 @@ from jax.test_util import check_grads
 import gradtools.jax as gt
 from gradtools import GradtoolsError
 from gradtools.jax.rules.installing import apply_rule
+from gradtools.jax.rules.linearizing import lift_value
 from gradtools.rules import Rule
 
 CUBE = {
@@ -193,6 +194,18 @@ def test_a_rule_that_uses_itself_may_close_over_an_array_of_a_trace(within, tran
         for f in (_scaled_exp, lambda c: lambda x: jnp.exp(c * x))
     )
     np.testing.assert_allclose(ours, plain, rtol=1e-5)
+
+
+def test_a_constant_of_a_rule_is_not_taken_for_one_that_is_gone():
+    full = lambda number: np.full(3, number, np.float32)
+    tangent = lambda xs, dxs: [dxs[0] * full(2)]
+    rule = Rule("line", lambda x: [x * full(2) + full(5)], tangent=tangent)
+    for _ in range(5):  # constants of each evaluation are new arrays, which get ids that are free
+        lifted, consts = lift_value(rule, [X])
+        del consts
+        _, inputs = lifted.lift([X, X, X])
+        assert inputs[0] == 0
+        assert not any(isinstance(x, int) for x in inputs[1:])
 
 
 def test_a_tangent_of_what_an_edit_does_not_differentiate_runs_no_map():

@@ -377,7 +377,7 @@ ad.primitive_transposes[cotangent_p] = mortal(_cotangent_transpose)
 
 def _no_series(*_: Any, **params: Any) -> Any:
     raise NotImplementedRefusal(
-        f"jet: f holds the rule {params['rule'].name}, which gives first derivatives and not "
+        f"jet: f holds the rule {params['rule'].name!r}, which gives first derivatives and not "
         "series. Nest jvp or grad instead."
     )
 

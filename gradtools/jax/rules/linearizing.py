@@ -320,11 +320,11 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     """Lifts the primal only, for a rule whose maps apply the rule itself; the maps follow later."""
     n = len(xs)
     hoisted, consts = hoist(lambda *a: list(rule.primal(*a)), *xs)
-    at = {id(c): n + i for i, c in enumerate(consts)}
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         # Arrays that the primal captured are taken from xs: they may have been batched since, or
-        # belong to another trace.
+        # belong to another trace. The closure keeps them, for a new array may get a lost one's id.
+        at = {id(c): n + i for i, c in enumerate(consts)}
         lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
         return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]
 

@@ -59,9 +59,10 @@ def check_maps(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> bool:
 
     Returns False if a cotangent map with kernels must be checked after the forward pass.
     """
-    contract, likes, avals = rule.contract, likes_of(xs), avals_of(xs)
+    contract = rule.contract
     if contract is None:
         return True
+    likes, avals = likes_of(xs), avals_of(xs)
     if isinstance(rule, JvpRule):
         jvp, moving = rule.jvp, differentiated_inputs(rule, likes, perturbed)
 

@@ -247,10 +247,12 @@ class Flow:
 def moves_a_while(jaxpr: Jaxpr) -> bool:
     """Whether a `while`, which has no reverse mode, depends on inexact inputs.
 
-    A `while` that only draws random numbers, or inside a custom rule, does not count.
+    A `while` that only draws random numbers, or inside a rule, does not count. (The rule of a
+    frozen function has a reverse mode, and what follows it may have no other.)
     """
-    is_call = lambda eqn: eqn.primitive.name not in RULED
-    visited = Flow(raw=False).visited(jaxpr, [*map(int, inexact(jaxpr.invars))], is_call)
+    has_rule = lambda eqn: eqn.primitive.name in RULED or hasattr(eqn.primitive, "gradtools_flow")
+    bits = [*map(int, inexact(jaxpr.invars))]
+    visited = Flow(raw=False).visited(jaxpr, bits, lambda eqn: not has_rule(eqn))
     whiles = ((eqn, bits) for eqn, bits in visited if eqn.primitive.name == "while")
     return any(any(bits) and any(inexact(eqn.outvars)) for eqn, bits in whiles)
 

@@ -16,7 +16,8 @@ _OPERATORS = {
     "derivatives:Derivatives": (
         "grad value_and_grad minimax_value_and_grad vjp jvp linearize per_example_grad"
     ),
-    "jacobians:Jacobians": "jacobian hvp hessian mixed_partial",
+    "jacobians:Jacobians": "jacobian hvp hessian",
+    "mixed_partials:MixedPartials": "mixed_partial",
     "taylor:Taylor": "jet laplacian",
     "edits:Edits": (
         "reverse_gradient scale_gradient stop_gradient clip_gradient transform_gradient "
@@ -25,7 +26,8 @@ _OPERATORS = {
     "custom_rules:CustomRules": "custom_rule",
     "host_functions:HostFunctions": "host_function ArraySpec",
     "freezing:Freezing": "frozen",
-    "chunking:Chunking": "chunked microbatched_value_and_grad all_gather is_recomputing",
+    "chunking:Chunking": "chunked microbatched_value_and_grad is_recomputing",
+    "gathering:Gathering": "all_gather",
     "pairwise.pairwise_reduction:Tiling": "pairwise_reduce",
     "pairwise.pair_losses:PairLosses": "contrastive_loss linear_cross_entropy",
     "pairwise.tiled_attention:Attention": "attention",

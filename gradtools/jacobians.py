@@ -2,8 +2,7 @@
 
 With g the gradient of a real f, and H = dg/dx,
 
-    hvp              H t, by a jvp or a vjp of g
-    mixed_partial    (d/dy) <u, (d/dz) f(y, G(z))>, by one jvp of G and a derivative of df/dg
+    hvp    H t, by a jvp or a vjp of g
 
 and a Jacobian or Hessian is made of the products with all unit vectors (`blocks`), or with a few
 sums of them where it is sparse (`sparse`).
@@ -22,13 +21,11 @@ from gradtools.arguments.batches import axis_moved
 from gradtools.arguments.calls import Call, call_of_primals
 from gradtools.arguments.checks import (
     check_choice,
-    check_function,
     normalized_argnums,
     same_length,
     whole_or_none,
 )
-from gradtools.arguments.wording import describe
-from gradtools.backend import Array, Backend, CannotPush, Fun, Operators, P, R, T
+from gradtools.backend import Array, Backend, CannotPush, Fun, Operators, P
 from gradtools.derivatives import derivative_function
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
@@ -184,7 +181,7 @@ class Jacobians(Operators):
         primals, tangents = same_length("hvp", primals, tangents)
         call = call_of_primals(self._backend, "hvp", f, primals)
         flat_tangents = call.from_trees(tangents, "tangent")
-        mode, fun = self._second_order(call, mode)
+        mode, fun = second_order_mode(call, mode)
         gradient = self._flat_gradient(call, fun, mode)
         if mode.startswith("forward"):
             grads, extras, products = self._backend.jvp(gradient, call.leaves, flat_tangents)
@@ -230,7 +227,7 @@ class Jacobians(Operators):
         positions = normalized_argnums("hessian", argnums, len(args))
         call = Call(self._backend, "hessian", f, args, kwargs, positions)
         _refuse_complex(self._backend, call)
-        mode, fun = self._second_order(call, "auto")
+        mode, fun = second_order_mode(call, "auto")
         gradient = self._flat_gradient(call, fun, mode)
         if sparsity is not None:
             from gradtools.sparse.jacobians import sparse_hessian
@@ -246,54 +243,6 @@ class Jacobians(Operators):
             hessian = call.to_trees([row[0] for row in rows])[0]
         return call.attaching(self._hessian_at, f, argnums, None, *args, **kwargs)(hessian)
 
-    def mixed_partial(
-        self, f: Callable[[Any, R], Any], G: Callable[[T], R], y: Any, z: T, u: Any
-    ) -> Any:
-        """(d/dy) <u, (d/dz) f(y, G(z))>, with one forward-mode pass through G and no graph of it.
-
-        With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)>
-        at g = G(z): so G is passed once in forward mode, and only f is differentiated twice.
-        What is kept does not grow with the depth of G. The result is differentiable, also with
-        respect to z, u and what G captures: in PyTorch that evaluates G once more.
-
-        Several directions share one evaluation of f, and in JAX one of G. In PyTorch G runs once
-        for each direction, each time from the same random state, buffers and attributes.
-
-        Args:
-            f: A real scalar function of y and of what G returns.
-            G: Any function of z that has a forward mode. PyTorch: fused attention and recurrent
-                layers on the CPU, which have none, are replaced by PyTorch's own alternatives,
-                which is reported once.
-            y: A pytree of floating or complex arrays.
-            z: The same, for G.
-            u: The direction, a pytree like z, or a list of such pytrees.
-
-        Returns:
-            A pytree like y, or a list of them.
-
-        Raises:
-            GradtoolsError: u does not fit z; G has no forward mode; in PyTorch, when the result
-                is differentiated and G, evaluated once more, returns another value.
-
-        Example:
-            >>> y, z, u = (gt.asarray(np.float32(v)) for v in (2.0, 3.0, 1.0))
-            >>> float(gt.mixed_partial(lambda y, g: (y * g) ** 2, lambda z: z * z, y, z, u))
-            432.0
-
-        Source: forward over reverse, as in Pearlmutter, Fast exact multiplication by the Hessian,
-        1994, with the pushforward taken through G alone.
-        """
-        check_function("mixed_partial", f, curried=False)
-        check_function("mixed_partial", G, "G", curried=False)
-        single = (
-            not isinstance(u, list) or self._backend.flatten(u)[1] == (self._backend.flatten(z)[1])
-        )
-        if single:
-            return self._mixed_partials(f, G, y, z, [u], ["u"])[0]
-        # Uncompiled: each direction runs G from the same random state, which dynamo cannot restore.
-        names = [f"u[{k}]" for k in range(len(u))]
-        return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u, names)
-
     def _flat_gradient(self, call: Call, fun: Fun, mode: str) -> Fun:
         """The gradient of a call as a function of flat arrays; `fun` evaluates the call."""
 
@@ -304,58 +253,28 @@ class Jacobians(Operators):
             return rows[0], []
 
         def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
-            grads, extras = _gradient_at(call, fun, leaves, call.leaves)
+            grads, extras = gradient_at(call, fun, leaves, call.leaves)
             return grads, extras if call.opened is not None else []
 
         chosen = pushed if mode == "forward_over_forward" else gradient
         chosen.caller = call.caller  # type: ignore[attr-defined]
         return chosen
 
-    def _second_order(self, call: Call, mode: str) -> tuple[str, Fun]:
-        """The mode that "auto" means for this call, and the function that evaluates the call."""
-        if mode != "auto" or self._backend.hvp_mode == "reverse_over_reverse":
-            return (self._backend.hvp_mode if mode == "auto" else mode), call
-        staged = self._backend.stage(call, call.leaves)
-        refuse_cut(call, staged.cut())
-        mode = "reverse_over_reverse" if staged.reverse_only else "forward_over_reverse"
-        if staged.forward_only and not any(map(self._backend.is_complex, call.leaves)):
-            mode = "forward_over_forward"
-        return mode, staged.run
 
-    def _mixed_partials(
-        self, f: Any, G: Any, y: Any, z: Any, us: list[Any], names: Sequence[str]
-    ) -> list[Any]:
-        """The mixed partial derivatives along each direction of `us`."""
-        if not us:
-            return []
-        backend = self._backend
-        of_z = call_of_primals(backend, "mixed_partial", G, (z,), names=("z",))
-        directions = [of_z.from_trees((u,), name) for u, name in zip(us, names, strict=True)]
-        outs, extras, pushed = backend.jvps(of_z, of_z.leaves, directions)  # G(z) and J u
-        g = of_z.output(outs, extras)[0]
-        if not outs:
-            hint = " Is a return statement missing?" if g is None else ""
-            raise GradtoolsError(
-                "mixed_partial: G must return a floating or complex array; got "
-                f"{describe(backend, g)}.{hint}"
-            )
-        ws = [of_z.tangent_output(dys) for dys in pushed]
-        call = call_of_primals(backend, "mixed_partial", f, (y, g), names=("y", "G(z)"))
-        count = call.counts[0]
-        many = [[x for x in backend.flatten(w)[0] if x is not None] for w in ws]
-        mode, fun = self._second_order(call, "auto")
-        if mode == "forward_over_reverse":
-            by_y = _partial_of(call, fun, 0)
-            rows = backend.jvps(by_y, call.leaves[count:], many)[2]
-        else:
-            by_g = _partial_of(call, fun, 1)
-            evaluation = backend.vjp(by_g, call.leaves[:count], groups=None, once=len(many) == 1)
-            rows = [backend.filled(evaluation.pullback(w), call.leaves[:count]) for w in many]
-        call.refuse_changes()
-        return [call.to_trees([*row, *call.leaves[count:]])[0] for row in rows]
+def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
+    """The mode that "auto" means for this call, and the function that evaluates the call."""
+    backend = call.backend
+    if mode != "auto" or backend.hvp_mode == "reverse_over_reverse":
+        return (backend.hvp_mode if mode == "auto" else mode), call
+    staged = backend.stage(call, call.leaves)
+    refuse_cut(call, staged.cut())
+    mode = "reverse_over_reverse" if staged.reverse_only else "forward_over_reverse"
+    if staged.forward_only and not any(map(backend.is_complex, call.leaves)):
+        mode = "forward_over_forward"
+    return mode, staged.run
 
 
-def _gradient_at(
+def gradient_at(
     call: Call, fun: Fun, leaves: Sequence[Array], likes: Sequence[Array], first: int = 0
 ) -> tuple[list[Array], list[Array]]:
     """The gradient of the number that fun computes at the call's leaves from `first` on.
@@ -367,20 +286,6 @@ def _gradient_at(
     grads = evaluation.pullback([call.backend.ones_like(out)])
     refuse_cut(call, [i + first for i in evaluation.cut(grads)])
     return call.backend.filled(grads, likes), evaluation.extras
-
-
-def _partial_of(call: Call, fun: Fun, which: int) -> Fun:
-    """For f(y, g): its gradient in argument `which`, as a function of the other's leaves."""
-    count = call.counts[0]
-    leaves = call.leaves[:count] if which == 0 else call.leaves[count:]
-
-    def gradient(*others: Array) -> tuple[list[Array], list[Array]]:
-        def restricted(*xs: Array) -> tuple[list[Array], list[Array]]:
-            return fun(*xs, *others) if which == 0 else fun(*others, *xs)
-
-        return _gradient_at(call, restricted, leaves, leaves, count if which else 0)[0], []
-
-    return gradient
 
 
 def _refuse_complex(backend: Backend, call: Call) -> None:

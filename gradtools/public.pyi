@@ -10,8 +10,10 @@ from gradtools.custom_rules import CustomRules as _CustomRules
 from gradtools.derivatives import Derivatives as _Derivatives
 from gradtools.edits import Edits as _Edits
 from gradtools.freezing import Freezing as _Freezing
+from gradtools.gathering import Gathering as _Gathering
 from gradtools.host_functions import HostFunctions as _HostFunctions
 from gradtools.jacobians import Jacobians as _Jacobians
+from gradtools.mixed_partials import MixedPartials as _MixedPartials
 from gradtools.models import Models as _Models
 from gradtools.pairwise.pair_losses import PairLosses as _PairLosses
 from gradtools.pairwise.pairwise_reduction import Tiling as _Tiling
@@ -25,11 +27,13 @@ from gradtools.transforms import Transforms as _Transforms
 
 _derivatives: _Derivatives
 _jacobians: _Jacobians
+_mixed_partials: _MixedPartials
 _edits: _Edits
 _custom_rules: _CustomRules
 _host_functions: _HostFunctions
 _freezing: _Freezing
 _chunking: _Chunking
+_gathering: _Gathering
 _tiling: _Tiling
 _taylor: _Taylor
 _pair_losses: _PairLosses
@@ -59,7 +63,7 @@ dependence = _seeing.dependence
 formula = _formulating.formula
 frozen = _freezing.frozen
 make_functional = _models.make_functional
-all_gather = _chunking.all_gather
+all_gather = _gathering.all_gather
 grad = _derivatives.grad
 gradient_graph = _graphing.gradient_graph
 guard_gradients = _seeing.guard_gradients
@@ -78,7 +82,7 @@ linearize = _derivatives.linearize
 measure = _measures.measure
 microbatched_value_and_grad = _chunking.microbatched_value_and_grad
 minimax_value_and_grad = _derivatives.minimax_value_and_grad
-mixed_partial = _jacobians.mixed_partial
+mixed_partial = _mixed_partials.mixed_partial
 per_example_grad = _derivatives.per_example_grad
 reverse_gradient = _edits.reverse_gradient
 scale_gradient = _edits.scale_gradient

@@ -59,8 +59,7 @@ def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
         known = None if in_functorch else forward.evaluate(forward.xs, forward.shared)
         rows, carry = node_of(forward, forward.xs, forward.shared, known)
         _check_rows(chunks, rows, None if in_functorch else forward, versions)
-        carry = [*map(untracked, carry)] if in_functorch else forward.carry
-        return _joined(chunks, rows), carry
+        return _joined(chunks, rows), [*map(untracked, carry)]
 
 
 def _versions(chunks: Chunks) -> list[int]:

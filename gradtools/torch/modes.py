@@ -283,9 +283,13 @@ Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
 def _attribute(holder: Any, name: str) -> Flag:
     """The flag of a property, bypassing `torch.backends.disable_global_flags`.
 
-    (`torch.testing._internal` calls that, after which assigning to the property raises.)
+    (`torch.testing._internal` calls that, after which assigning to the property raises.) A flag
+    that the holder has by its `__getattr__` is read by that, without the lookup that fails before.
     """
-    flag = vars(type(holder))[name]
+    kind = type(holder)
+    flag = vars(kind).get(name)
+    if flag is None:
+        return partial(kind.__getattr__, holder, name), partial(setattr, holder, name)
     return flag.getter, flag.setter
 
 
@@ -316,7 +320,7 @@ so come first. A legacy flag that contradicts the newer ones cannot be read, and
 _NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 for _name in _NEWER if hasattr(_cudnn, "conv") else ():  # from PyTorch 2.9 on
     _at = operator.attrgetter(_name)(torch.backends), "fp32_precision"
-    PRECISIONS[f"{_name}.fp32_precision"] = partial(getattr, *_at), partial(setattr, *_at)
+    PRECISIONS[f"{_name}.fp32_precision"] = _attribute(*_at)
 
 _FLAGS: dict[str, Flag] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -339,8 +343,8 @@ _FLAGS: dict[str, Flag] = {
     },
     "mkldnn.enabled": _attribute(_mkldnn, "enabled"),
 }
-"""All flags that change results, in the order of setting. Each use of a frozen function reads them
-several times."""
+"""All flags that change results, in the order of setting. Each pass of a frozen function reads
+them."""
 _GETTERS, _SETTERS = zip(*_FLAGS.values(), strict=True)
 
 

@@ -503,6 +503,23 @@ def test_an_exception_in_a_chunks_backward_leaves_no_gradient(at):
     assert x.grad is not None
 
 
+def test_rows_that_f_changed_in_place_are_put_back_if_it_raises_later():
+    calls, rows, listed = itertools.count(), X.clone(), [x.clone() for x in X]
+    before, version = rows.clone(), rows._version
+
+    def f(c, e):
+        c.mul_(2)
+        e.add_(1)
+        if next(calls) == 2:
+            raise ZeroDivisionError
+        return c * e
+
+    with pytest.raises(ZeroDivisionError):
+        gt.chunked(f, 1, in_axes=(0, 0))(rows, listed)
+    assert same(rows, before) and rows._version == version
+    assert all(same(x, old) for x, old in zip(listed, X, strict=True))
+
+
 # --- keep_graphs --------------------------------------------------------------------------------
 
 

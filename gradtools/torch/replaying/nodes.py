@@ -439,8 +439,9 @@ def _chosen(program: ChunkProgram, results: Any, shape: list[Any], known: bool) 
     """The outputs and sums that are the node's outputs; stores their layout in `shape`."""
     flat = [*chain(*results[0]), *results[1]]
     mask = [isinstance(y, Tensor) for y in flat]
-    if known and program.attached is not None:
-        mask = [t and a for t, a in zip(mask, chain(*program.attached), strict=True)]
+    if known and program.attached is not None:  # sums, which are carries, have none
+        attached = chain(*program.attached, [False] * len(results[1]))
+        mask = [t and a for t, a in zip(mask, attached, strict=True)]
     shape[:] = [list(map(len, results[0])), mask]
     return [*compress(flat, mask)]
 

@@ -31,7 +31,7 @@ from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.known_errors import NO_SAVED_TENSORS_HOOKS, says
 from gradtools.torch.operation_marks import CHUNK, OWN_HOOKS, data_of, detached
 from gradtools.torch.patches import Reads
-from gradtools.torch.state import Snapshot, is_other
+from gradtools.torch.state import Snapshot, is_other, put_back
 
 if TYPE_CHECKING:
     from gradtools.torch.replaying.replay import Forward
@@ -192,12 +192,21 @@ class Originals:
             for k, x in enumerate(pieces)
             if k not in moving and _may_change(x)
         ]
-        yield
-        for k, x, original, version in before:
-            if upstream.version_of(x) != version:
-                self._copies.setdefault(i, {})[k] = original
-            elif checks and is_other(x, original):
-                raise self._written_elsewhere()
+        try:
+            yield
+        finally:
+            for k, x, original, version in before:
+                if upstream.version_of(x) != version:
+                    self._copies.setdefault(i, {})[k] = original
+        changed = self._copies.get(i, {})
+        if checks and any(k not in changed and is_other(x, old) for k, x, old, _ in before):
+            raise self._written_elsewhere()
+
+    def put_back(self) -> None:
+        """Restores the pieces that f changed, after it raised."""
+        for i, changed in self._copies.items():
+            for k, original in changed.items():
+                put_back(self._pieces[i][k], original)
 
     def settle(self) -> None:
         """Raises if an argument was changed by another name; counts the changes of pieces."""
@@ -294,29 +303,22 @@ def first_pass_state(forward: Forward) -> Iterator[None]:
             "backward pass needs it as it was. Clone it before you change it."
         )
     with REPLAYS:
-        replaying, bare = thread_state.replaying, forward.is_bare
-        outer = forward.is_recomputing_chunks, forward.carry, forward.drawn
-        before = forward.outer_state if forward.is_recomputing_chunks else None
-        forward.outer_state = forward.start.now()
+        replaying, outer_pass, outer = thread_state.replaying, forward.running, forward.start.now()
         # If f itself calls backward(), it must not accumulate a second time. Otherwise .grad is
         # not touched, since another thread's backward pass may add to it.
         watched = forward.start.reached.watched if forward.accumulates else []
         grads = [(x, x.grad) for x, _ in watched if x.is_leaf] if watched else []
+        running = forward.begin(outer)
         try:
             for x, _ in grads:
                 x.grad = None
-            if forward.outer_state is not forward.start:
+            if outer is not forward.start:
                 forward.start.restore()
-            forward.carry, forward.drawn = forward.first_carry, None
-            forward.is_recomputing_chunks = True
-            forward.compare_modes()
             thread_state.replaying, thread_state.was_queried = True, False
             yield
         finally:
-            thread_state.replaying, forward.is_bare = replaying, bare
-            forward.is_recomputing_chunks, forward.carry, forward.drawn = outer
-            forward.outer_state.restore()
-            forward.outer_state = before or forward.outer_state
+            thread_state.replaying, forward.running = replaying, outer_pass
+            (running.outer or outer).restore()
             for x, grad in grads:
                 if x.grad is not grad:
                     x.grad = grad
@@ -330,7 +332,8 @@ def differentiating(forward: Forward, again: bool = False) -> Iterator[None]:
 
     again: Whether it is for a second derivative, when the hooks' effects are discarded.
     """
-    if again or not (forward.is_recomputing_chunks and forward.hooked):
+    running = forward.running
+    if again or running.outer is None or not forward.hooked:
         reached = forward.start.reached
         before = reached.counted_versions() if forward.compares_bits else []
         yield
@@ -343,13 +346,13 @@ def differentiating(forward: Forward, again: bool = False) -> Iterator[None]:
             )
         return
     state = forward.start.now()
-    forward.outer_state.restore()
+    running.outer.restore()
     thread_state.replaying = False
     try:
         yield
     finally:
         thread_state.replaying, thread_state.was_queried = True, False
-        forward.outer_state = forward.start.now()
+        running.outer = forward.start.now()
         state.restore()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -65,6 +66,17 @@ _grad_of, _is_leaf = operator.attrgetter("grad"), operator.attrgetter("is_leaf")
 _kind_of = operator.attrgetter("device.type")
 
 
+@dataclass(eq=False)
+class Pass:
+    """One run of the chunks in order: the first one, or a recomputation."""
+
+    carry: list[Any]  # of the next chunk
+    outer: Snapshot | None = None  # the state outside of a recomputation; None in the first pass
+    drawn: Randomness | None = None  # in a recomputation: generators' states after the chunk before
+    in_modes: bool = True  # whether the current modes are those of the first pass, but grad mode
+    is_bare: bool = False  # whether f runs in these alone, without setting any
+
+
 class Forward(ChunkProgram):
     """f itself, with the state that is needed to recompute a chunk.
 
@@ -107,7 +119,8 @@ class Forward(ChunkProgram):
         self.moving_shared = self._moving(chunks.shared)
         self.xs = [[p[k] for k in m] for p, m in zip(self.pieces, self.moving, strict=True)]
         self.shared = [chunks.shared[k] for k in self.moving_shared]
-        self.first_carry = self.carry = [untracked(x) for x in chunks.carry]
+        self.first_carry = [untracked(x) for x in chunks.carry]
+        self.running = Pass(self.first_carry)
         self.reached_leaves: list[Tensor] = parameters_of(self.start) if in_functorch else []
         self.leaves = self.reached_leaves if self.differentiates_leaves else []
         self.attached: list[list[bool]] = []
@@ -115,13 +128,10 @@ class Forward(ChunkProgram):
         self.begun: set[Any] = set()  # the nodes of the inputs that the first pass's graph reaches
         self.shared += self.captured
         if in_functorch:
-            self.shared += self.carry
+            self.shared += self.first_carry
         self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
         self.in_kept_graph = [False]  # whether a kept graph is being differentiated, a shared cell
         self.originals = Originals(chunks, self.pieces, self.moving, self.modes.grad)
-        self.is_recomputing_chunks = False
-        self.is_bare = False  # whether f runs in the current modes, without setting any
-        self.outer_state = self.start  # during recomputation, the state outside of it
         # Buffer versions and generator states after so many chunks, see `check_end`.
         self.ends: dict[int, tuple[list[int], dict[str, int]]] = {}
         self.hooked = False  # whether f sets gradient hooks
@@ -129,7 +139,6 @@ class Forward(ChunkProgram):
         self.accumulates = False  # whether f itself accumulates into its leaves' .grad
         self.versions: list[tuple[Tensor, int]] = []  # of the arguments
         self.storages: list[tuple[Tensor, Any]] = []  # the leaves' storages
-        self.drawn: Randomness | None = None  # generator states after the chunk before
         # What f's graph holds:
         self.once: str | None = None  # the name of a once_differentiable Function
         self.edit: str | None = None  # the name of a reverse-only rule
@@ -169,37 +178,39 @@ class Forward(ChunkProgram):
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """f at one chunk; its carry is stored for the next one."""
-        if self.drawn is not None:
-            self.drawn.restore()  # the generators' states after the chunk before
+        now = self.running
+        if now.drawn is not None:
+            now.drawn.restore()
         if self.in_functorch and i == 0:
             carry_at = len(self.moving_shared) + len(self.captured)
-            self.carry = [untracked(x) for x in shared[carry_at:]]
+            now.carry = [untracked(x) for x in shared[carry_at:]]
         call, check = self._function(), self.verification
         pieces, own = self._arguments(i, xs, shared)
-        if self.is_bare and check is None:
-            outs, carry = call(i, i, pieces, own, self.carry)
+        if now.is_bare and check is None:
+            outs, carry = call(i, i, pieces, own, now.carry)
         else:  # in the modes of the first pass, and verified
-            modes = self.modes.restored() if self.is_recomputing_chunks else NOTHING
+            same = partial(torch.set_grad_enabled, self.modes.grad)
+            modes = same if now.in_modes else self.modes.restored
             cached = without_cached_weights() if upstream.caches_weights() else NOTHING
             watched: Any = check.watching(i) if check else NOTHING
             inside = self.within() if self.within else NOTHING
-            with modes, cached as weights, watched as seen, inside:
-                outs, carry = call(i, i, pieces, own, self.carry)
+            with modes(), cached as weights, watched as seen, inside:
+                outs, carry = call(i, i, pieces, own, now.carry)
                 if weights:
                     check_cached(self.caller, self.start)
             given = [*xs, *shared]
-            if check is not None and self.is_recomputing_chunks:
+            if check is not None and now.outer is not None:
                 inputs = given if self.compares_leaves else None
                 again = None if self.compares_bits else partial(self._with_first_kernels, i, given)
                 check.compare(i, outs, seen, inputs, self.batches, again)
             elif check is not None:
                 check.keep(i, outs, seen, self.batches)
-        self.carry = [untracked(x) for x in carry] if carry else carry
-        if self.is_recomputing_chunks:
+        now.carry = [untracked(x) for x in carry] if carry else carry
+        if now.outer is not None:
             if i + 1 in self.ends and not self.batches:
                 check_end(self, i + 1)
             if self.start.streams and i + 1 < self.count:
-                self.drawn = self.start.streams.current()
+                now.drawn = self.start.streams.current()
         return outs, []
 
     def _with_first_kernels(self, i: int, given: list[Any]) -> list[Any]:
@@ -214,10 +225,12 @@ class Forward(ChunkProgram):
         self.nodes_of_comparison[0] += upstream.nodes_made() - before
         return outs
 
-    def compare_modes(self) -> None:
-        """Sets `is_bare`: whether the current modes are those of the first pass."""
-        caches = self.within is not None or upstream.caches_weights()
-        self.is_bare = not caches and (not self.is_recomputing_chunks or self.modes.are_current())
+    def begin(self, outer: Snapshot | None = None) -> Pass:
+        """Begins a pass in the current modes."""
+        in_modes = outer is None or self.modes.are_current()
+        is_bare = in_modes and self.within is None and not upstream.caches_weights()
+        self.running = Pass(self.first_carry, outer, None, in_modes, is_bare)
+        return self.running
 
     def _arguments(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """f's arguments at chunk i: its pieces, then shared and captured tensors."""
@@ -237,7 +250,7 @@ class Forward(ChunkProgram):
     def rerunnable(self, i: int, xs: Entries, shared: Entries) -> tuple[Rerunnable, list[Tensor]]:
         """f at chunk i for a trial run whose effects are undone, and its differentiated inputs."""
         pieces, own = self._arguments(i, xs[: len(self.moving[i])], shared)
-        flat, carry, count = [*pieces, *own], self.carry, len(pieces)
+        flat, carry, count = [*pieces, *own], self.running.carry, len(pieces)
         moving = [k for k, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
 
         def run(*leaves: Tensor) -> Any:
@@ -299,9 +312,10 @@ class Forward(ChunkProgram):
                 result = self._first_pass(rows, shared)
         except BaseException:
             self.start.restore()
+            self.originals.put_back()
             raise
         self.accumulates = self._grads() != before
-        return result, self.carry if self.in_functorch else []
+        return result, self.running.carry
 
     def _grads(self) -> list[tuple[int, int]]:
         """The ids and versions of the leaves' `.grad`."""
@@ -324,7 +338,7 @@ class Forward(ChunkProgram):
         if grad and kept and self.caller == "chunked":
             _refuse_other_differentiation(self.in_kept_graph, [*own, *chain(*inputs)])
         first_hook, before = upstream.hooks_made(), hooks_of_users()
-        self.compare_modes()
+        self.begin()
         for i in steps(self.count, self.chunks.options.progress):
             if i:
                 began.append(upstream.nodes_made())

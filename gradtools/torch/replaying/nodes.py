@@ -168,11 +168,7 @@ class _Derived(ChunkProgram):
 
         own: The number of inputs before the leaves.
         """
-        if not any(self.vectors_only):
-            return pulled_back(outs, inputs, cts, *how)
-        given = [ct is not None for ct in cts]
-        pull = lambda *cts: pulled_back(outs, inputs, spread(cts, given), *how)
-        return self.by_vmap(pull, own, [ct for ct in cts if ct is not None])
+        return self.by_vmap(lambda *cts: pulled_back(outs, inputs, cts, *how), own, cts)
 
     def by_vmap(
         self, pull: Callable[..., list[Any]], own: int, vectors: Entries, summed: bool = False
@@ -182,10 +178,13 @@ class _Derived(ChunkProgram):
         own: The number of results before those that have no axis of other batches, being sums.
         summed: Whether the latter are summed over these batches as well.
         """
+        if not any(self.vectors_only):
+            return pull(*vectors)
+        given = [v is not None for v in vectors]
         there: list[bool] = []
 
         def parts(*vectors: Tensor) -> Any:
-            grads = pull(*vectors)
+            grads = pull(*spread(vectors, given))
             there[:] = [g is not None for g in grads]
             each = grads[:own], grads[own:]
             return tuple([tuple([g for g in part if g is not None]) for part in each])
@@ -196,7 +195,7 @@ class _Derived(ChunkProgram):
                 axis = self.vectors_only[:k].count(False)  # of the levels that batch all
                 fun = torch.vmap(fun, axis, (axis, 0), randomness="same")
                 fun = _summed(fun) if summed else fun
-        return spread(flattened(fun(*vectors)), there)
+        return spread(flattened(fun(*compress(vectors, given))), there)
 
     def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
         """The other program's inputs at chunk i, then the vectors, None for absent ones."""

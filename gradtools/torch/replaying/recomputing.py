@@ -68,37 +68,32 @@ def user_is_recomputing() -> bool:
     return is_recomputing()
 
 
-class marked:
+class _Flagged:
+    """Context in which a flag of this thread has another value."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._name, self._value = name, value
+
+    def __enter__(self) -> None:
+        self._before = getattr(thread_state, self._name)
+        setattr(thread_state, self._name, self._value)
+
+    def __exit__(self, *error: Any) -> None:
+        setattr(thread_state, self._name, self._before)
+
+
+recorded = partial(_Flagged, "recorded", True)
+"""Context in which a recorder writes down each operation, so that no extra runs happen."""
+plainly = partial(_Flagged, "plain", True)
+"""Context in which graphs are kept instead of recomputed, so that f's operations are recorded."""
+
+
+def marked(caller: str) -> _Flagged:
     """Marks operations inside as machinery of `caller`, unless an outer operator's mark is set.
 
     An empty `caller` marks them as the user's.
     """
-
-    def __init__(self, caller: str) -> None:
-        self._caller = caller
-
-    def __enter__(self) -> None:
-        self._before = thread_state.mark
-        thread_state.mark = self._caller and (self._before or self._caller)
-
-    def __exit__(self, *error: Any) -> None:
-        thread_state.mark = self._before
-
-
-@contextmanager
-def _noted(name: str) -> Iterator[None]:
-    before = getattr(thread_state, name)
-    setattr(thread_state, name, True)
-    try:
-        yield
-    finally:
-        setattr(thread_state, name, before)
-
-
-recorded = partial(_noted, "recorded")
-"""Context in which a recorder writes down each operation, so that no extra runs happen."""
-plainly = partial(_noted, "plain")
-"""Context in which graphs are kept instead of recomputed, so that f's operations are recorded."""
+    return _Flagged("mark", caller and (thread_state.mark or caller))
 
 
 def steps(count: int, progress: bool) -> Iterator[int]:

@@ -101,10 +101,9 @@ class Snapshot:
         if any(changed):
             triples = zip(reached.owned, contents, changed, strict=True)
             contents = [x.detach().clone() if c else old for x, old, c in triples]
-        if versions == self.versions:
-            if contents is self._contents and streams is self.streams and not states:
-                return self
-            versions = self.versions
+        same = versions == self.versions and contents is self._contents
+        if same and streams is self.streams and not states:
+            return self
         return Snapshot(streams, reached, versions, contents, states)
 
     def without_unused_streams(self) -> Snapshot:

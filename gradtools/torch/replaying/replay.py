@@ -189,12 +189,11 @@ class Forward(ChunkProgram):
         if now.is_bare and check is None:
             outs, carry = call(i, i, pieces, own, now.carry)
         else:  # in the modes of the first pass, and verified
-            same = partial(torch.set_grad_enabled, self.modes.grad)
-            modes = same if now.in_modes else self.modes.restored
+            modes: Any = NOTHING if now.outer is None else self.modes.restored(now.in_modes)
             cached = without_cached_weights() if upstream.caches_weights() else NOTHING
             watched: Any = check.watching(i) if check else NOTHING
             inside = self.within() if self.within else NOTHING
-            with modes(), cached as weights, watched as seen, inside:
+            with modes, cached as weights, watched as seen, inside:
                 outs, carry = call(i, i, pieces, own, now.carry)
                 if weights:
                     check_cached(self.caller, self.start)

@@ -193,10 +193,6 @@ class _Use(Forward):
         node = lambda dys: node_of(_Pushforward(self, layout), rows, shared, ([dys], []))[0][0]
         return self.as_outputs("values", fast, slow, node)
 
-    def may_use_graph(self) -> bool:
-        """Whether the result is not differentiated, so that the kept graph serves."""
-        return not torch.is_grad_enabled() and upstream.forward_level() < 0
-
     def shows_numbers(self) -> bool:
         """Whether concrete values are available: no transform and no tracing."""
         batched = batchings() > 0  # of is_grads_batched
@@ -334,10 +330,21 @@ class _FrozenBackward(Backward):
         sums.add([None if g is None else detached(g, CHUNK) for g in grads])
         return {0}
 
-    def through_graph(self, ys: Entries, xs: Entries, cts: Entries) -> list[Any] | None:
-        """The pullback by the kept graph; None if a kernel there has no second derivative."""
+    def through_graph(self, us: Entries, along_arguments: bool) -> list[Any] | None:
+        """The pullback's pullback by the kept graph, if the result is not differentiated.
+
+        None without such a graph, or if a kernel there has no second derivative.
+
+        along_arguments: Whether it is with respect to the arguments, or to the cotangents.
+        """
+        use: Any = self.of
+        if self.graph is None or torch.is_grad_enabled() or upstream.forward_level() >= 0:
+            return None
+        use.refuse_edit()
+        own, vs, grads = self.graph
+        xs = own if along_arguments else [v for v in vs if v is not None]
         try:
-            return pulled_back(ys, xs, cts, True, False)
+            return pulled_back(grads, xs, us, True, False)
         except (RuntimeError, NotImplementedError) as error:
             if lacks_derivative(error) is None:
                 raise
@@ -396,12 +403,9 @@ class _FrozenBackward(Backward):
         cts = rows[0]
         use: Any = self.of
         self.refuse_nonlinear(zs, cts)
-        if self.graph is not None and use.may_use_graph():
-            use.refuse_edit()
-            _, vs, grads = self.graph
-            pulled = self.through_graph(grads, [v for v in vs if v is not None], us)
-            if pulled is not None:
-                return [*pulled, *us]
+        pulled = self.through_graph(us, False)
+        if pulled is not None:
+            return [*pulled, *us]
         compares = self.pulled_first and use.shows_numbers()
         along: list[Any] = [None] * len(cts)
         if compares or not self.constant:
@@ -484,11 +488,9 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
     use.refuse_once()
     use.refuse_edit()
     back.refuse_nonlinear(zs, [ct for ct in cts if ct is not None])
-    if back.graph is not None and use.may_use_graph():
-        own, _, grads = back.graph
-        pulled = back.through_graph(grads, own, us)
-        if pulled is not None:
-            return pulled
+    pulled = back.through_graph(us, True)
+    if pulled is not None:
+        return pulled
     full = spread(cts, back.layout.present[0])
     given = [*zs, *(u for u in us if u is not None)]
     present = [[False] * len(cts), [u is not None for u in us]]

@@ -504,16 +504,21 @@ def put_back(tensor: Tensor, contents: Tensor) -> None:
 
 
 def changed_contents(tensors: list[Tensor], contents: list[Tensor]) -> list[bool]:
-    """Whether tensors differ bitwise from these copies, with one synchronization per device."""
+    """Whether tensors differ bitwise from these copies."""
     if not tensors or upstream.peek_interpreter_stack() is not None:
         return [True] * len(tensors)  # values cannot be read under a transform
-    differing: list[Any] = [_differs(x, c) for x, c in zip(tensors, contents, strict=True)]
-    for device in {x.device for x in differing if isinstance(x, Tensor)}:
-        which = [k for k, x in enumerate(differing) if isinstance(x, Tensor) and x.device == device]
-        numbers = torch.stack([differing[k] for k in which]).tolist()
-        for k, differs in zip(which, numbers, strict=True):
-            differing[k] = differs
-    return differing
+    return read_together([_differs(x, c) for x, c in zip(tensors, contents, strict=True)])
+
+
+def read_together(flags: Sequence[bool | Tensor]) -> list[bool]:
+    """The booleans, of which accelerators hold some: with one synchronization per device."""
+    result: list[Any] = list(flags)
+    for device in {x.device for x in flags if isinstance(x, Tensor)}:
+        which = [k for k, x in enumerate(flags) if isinstance(x, Tensor) and x.device == device]
+        numbers = torch.stack([result[k] for k in which]).tolist()
+        for k, number in zip(which, numbers, strict=True):
+            result[k] = number
+    return result
 
 
 def _differs(x: Tensor, copy: Tensor) -> bool | Tensor:

@@ -27,6 +27,7 @@ from gradtools.torch.modes import as_cast_now, casts_now, unpacked, without_cast
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import Figures, RunKey, differ, figures, part_of
 from gradtools.torch.rules.transposing import pull
+from gradtools.torch.state import read_together
 
 Tensor = torch.Tensor
 State = list[Tensor]
@@ -204,9 +205,8 @@ class Watch:
             return
         differences, self._differences = self._differences, []
         with upstream.outermost(), torch.no_grad():
-            differs = bool(torch.stack([x.to(differences[0].device) for x in differences]).any())
-        if differs:
-            raise self._not_reproduced()
+            if any(read_together(differences)):
+                raise self._not_reproduced()
         self._mark_verified()
 
     def _mark_verified(self) -> None:

@@ -39,7 +39,7 @@ from gradtools.torch.replaying.recomputing import (
     tensors_of,
     was_queried,
 )
-from gradtools.torch.state import contents_of
+from gradtools.torch.state import contents_of, read_together
 
 if TYPE_CHECKING:
     from gradtools.torch.replaying.replay import Forward
@@ -165,12 +165,11 @@ class Verification:
     def done(self) -> None:
         """Marks the configuration as verified, at the end of a backward pass.
 
-        Synchronizes with an accelerator here, once for all chunks.
+        It waits for accelerators here, once for all chunks.
         """
         pending, self._pending = self._pending, []
-        on_device = [x.to(pending[0][1].device) for _, x in pending]
-        numbers = torch.stack(on_device).tolist() if pending else []
-        for (i, _), differs in zip(pending, numbers, strict=True):
+        differing = read_together([x for _, x in pending])
+        for (i, _), differs in zip(pending, differing, strict=True):
             if differs:
                 raise self._other(i)
         if self.run_key is not None and self.compared:

@@ -190,15 +190,8 @@ class Modes:
         return _current_flags() == self.flags and batchings() == 0 and not self._differing()
 
     @contextmanager
-    def restored(self, are_current: bool = False) -> Iterator[None]:
-        """A block in the recorded modes and flags, outside of levels of ``is_grads_batched``.
-
-        are_current: Whether it is known that all but the grad mode need not be set.
-        """
-        if are_current:
-            with torch.set_grad_enabled(self.grad):
-                yield
-            return
+    def restored(self) -> Iterator[None]:
+        """A block in the recorded modes and flags, outside of levels of ``is_grads_batched``."""
         depth, flags = batchings(), _current_flags()
         for _ in range(depth):
             upstream.leave_vmap()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -73,8 +74,8 @@ class Pass:
     carry: list[Any]  # of the next chunk
     outer: Snapshot | None = None  # the state outside of a recomputation; None in the first pass
     drawn: Randomness | None = None  # in a recomputation: generators' states after the chunk before
-    in_modes: bool = True  # whether the current modes are those of the first pass, but grad mode
-    is_bare: bool = False  # whether f runs in these alone, without setting any
+    modes: Callable[[], Any] = nullcontext  # a context with the modes of the first pass
+    is_bare: bool = False  # whether f runs in the current modes, without setting any
 
 
 class Forward(ChunkProgram):
@@ -189,11 +190,10 @@ class Forward(ChunkProgram):
         if now.is_bare and check is None:
             outs, carry = call(i, i, pieces, own, now.carry)
         else:  # in the modes of the first pass, and verified
-            modes: Any = NOTHING if now.outer is None else self.modes.restored(now.in_modes)
             cached = without_cached_weights() if upstream.caches_weights() else NOTHING
             watched: Any = check.watching(i) if check else NOTHING
             inside = self.within() if self.within else NOTHING
-            with modes, cached as weights, watched as seen, inside:
+            with now.modes(), cached as weights, watched as seen, inside:
                 outs, carry = call(i, i, pieces, own, now.carry)
                 if weights:
                     check_cached(self.caller, self.start)
@@ -226,9 +226,13 @@ class Forward(ChunkProgram):
 
     def begin(self, outer: Snapshot | None = None) -> Pass:
         """Begins a pass in the current modes."""
-        in_modes = outer is None or self.modes.are_current()
-        is_bare = in_modes and self.within is None and not upstream.caches_weights()
-        self.running = Pass(self.first_carry, outer, None, in_modes, is_bare)
+        modes: Callable[[], Any] = nullcontext
+        is_bare = self.within is None and not upstream.caches_weights()
+        if outer is not None:
+            in_modes = self.modes.are_current()
+            same = partial(torch.set_grad_enabled, self.modes.grad)
+            modes, is_bare = same if in_modes else self.modes.restored, is_bare and in_modes
+        self.running = Pass(self.first_carry, outer, None, modes, is_bare)
         return self.running
 
     def _arguments(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:

@@ -32,6 +32,7 @@ from gradtools.torch.modes import Modes
 from gradtools.torch.open_derivatives import SOURCE
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.randomness import Randomness
+from gradtools.torch.replaying.recomputing import is_recorded
 from gradtools.torch.rerunning import put_back
 from gradtools.torch.rules.checking import value_of
 
@@ -52,12 +53,12 @@ def current() -> DeferredGraph | SecondEvaluation | None:
     """How a call that begins here treats parameters; None if graphs are built eagerly.
 
     They are built eagerly inside of functorch's transforms and of forward mode, whose levels no
-    longer exist when a backward pass runs.
+    longer exist when a backward pass runs, and where a recorder follows them.
     """
     if _here.pending is not None:
         pending, _here.pending = _here.pending, None
         return pending
-    if not torch.is_grad_enabled() or is_compiling():
+    if not torch.is_grad_enabled() or is_compiling() or is_recorded():
         return None
     nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
     return None if nested else DeferredGraph()

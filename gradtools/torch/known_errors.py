@@ -186,6 +186,11 @@ _ADVICE = {
         "f branches on values, which vmap cannot follow. per_example_grad and jacobian take "
         "chunk_size=1, a plain loop that can."
     ),
+    "We do not support batching operators": (
+        "f holds an operation whose output's shape depends on values (nonzero, unique, indexing by "
+        "a mask), which vmap cannot follow. Use torch.where, or give per_example_grad or jacobian "
+        "chunk_size=1, a plain loop that can."
+    ),
     "requires special handling, and does not yet have a batching rule": _NO_VMAP,
     "Could not run 'aten::view' with arguments from the 'SparseCPU' backend": _NO_VMAP,
     "Sparse CSR tensors do not have is_contiguous": _NO_VMAP,

@@ -23,6 +23,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import deferred_graphs, trees
 from gradtools.torch.compiling import is_compiling
+from gradtools.torch.functorch_wrappers import is_dual, levels_differentiating
 
 if TYPE_CHECKING:
     from gradtools.torch.modules import ModuleTree
@@ -80,9 +81,14 @@ def part_of(
 
     def part(module: nn.Module) -> dict[str, Tensor]:
         named = (read[module] if read else ModuleTree.of(module)).parameters.items()
-        return {name: alias(p) for name, p in named if p.requires_grad}
+        return {name: alias(p) for name, p in named if _is_differentiated(p)}
 
     return with_parts(tree, part)
+
+
+def _is_differentiated(p: Tensor) -> bool:
+    """Whether p requires grad, or has a tangent in an outer derivative at its module."""
+    return p.requires_grad or is_dual(p) or bool(levels_differentiating([p]))
 
 
 def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:

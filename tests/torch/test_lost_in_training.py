@@ -230,6 +230,22 @@ def test_the_findings_of_a_large_model_fit_a_screen():
     assert text.count("not_optimized (optimizer)") == 2
 
 
+@pytest.mark.parametrize("operator", ["grad", "per_example_grad", "microbatched"])
+def test_a_loss_of_gradients_at_the_model_loses_nothing(operator):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x, size = torch.randn(4, 3), lambda model, x: model(x).square().mean()
+    gradients = {
+        "grad": gt.grad(size),
+        "per_example_grad": gt.per_example_grad(size),
+        "microbatched": lambda *args: gt.microbatched_value_and_grad(size, 2)(*args)[1],
+    }[operator]
+    penalty = lambda: sum(g.square().sum() for g in gradients(model, x).values())
+    for loss in (penalty, lambda: size(model, x) + penalty()):
+        report = gt.why_zero(loss, model=model)
+        assert not report, str(report)
+
+
 def test_a_report_of_training_is_plain_data():
     given = PLANTED["frozen on purpose"].make()
     report = gt.why_zero(given.closure, model=given.model, optimizer=given.optimizer)

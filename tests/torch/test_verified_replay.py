@@ -201,6 +201,19 @@ def test_what_chunks_keep_aside_has_its_gradient_or_is_refused(keep_graphs):
     torch.testing.assert_close(x.grad, x.detach().cos() + 2 * x.detach())
 
 
+@pytest.mark.parametrize("keep_graphs", [0, 1, 2])
+def test_chunks_may_themselves_differentiate_with_respect_to_their_rows(keep_graphs):
+    def force(x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            return -torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)[0]
+
+    x, y = _numbers(4, 3).requires_grad_(), _numbers(4, 3).requires_grad_()
+    gt.chunked(force, 2, keep_graphs=keep_graphs)(x).square().sum().backward()
+    force(y).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+
+
 class Marked(torch.Tensor):
     """A subclass, whose backward() runs with __torch_function__ switched off."""
 

@@ -393,6 +393,24 @@ def test_a_third_derivative_goes_through_a_gradient_at_a_module():
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("net", [mlp(), partly_frozen()])
+def test_forward_mode_goes_through_a_gradient_at_a_module(net):
+    """In an outer derivative at a module, its parameters have tangents and no graph."""
+    free = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    tangent = {name: torch.full_like(p, 0.5) for name, p in free.items()}
+    inner = lambda net: net(X).square().mean()
+    along = lambda grads: sum((grads[name] * t).sum() for name, t in tangent.items())
+    by_name = lambda grads: dict(zip(free, grads, strict=True))
+    values = by_name(torch.autograd.grad(inner(net), free.values(), create_graph=True))
+    second = by_name(torch.autograd.grad(along(values), free.values()))
+    found, pushed = gt.jvp(gt.grad(inner), (net,), (tangent,))
+    rows = gt.jacobian(lambda net: along(gt.grad(inner)(net)), mode="forward")(net)
+    (product,), _ = gt.hvp(lambda net: along(gt.grad(inner)(net)), (net,), (tangent,))
+    torch.testing.assert_close(found, values, rtol=1e-12, atol=1e-12)
+    for result in (pushed, rows, product):
+        torch.testing.assert_close(result, second, rtol=1e-12, atol=1e-12)
+
+
 def test_what_f_captures_and_the_module_both_get_their_part():
     net, w = mlp(), torch.ones(6, 1, dtype=X.dtype, requires_grad=True)
     features = net[0](X)  # computed outside with the same parameters

@@ -338,8 +338,6 @@ class Forward(ChunkProgram):
         detach = untracked if is_observed() else Tensor.detach
         if self.verification is None:  # else that of the unbatched program
             self.verification = Verification.of(self, self.chunks.options.verify)
-        if grad and kept and self.caller == "chunked":
-            _refuse_other_differentiation(self.in_kept_graph, [*own, *chain(*inputs)])
         first_hook, before = upstream.hooks_made(), hooks_of_users()
         self.begin()
         for i in steps(self.count, self.chunks.options.progress):
@@ -377,6 +375,8 @@ class Forward(ChunkProgram):
         modules = [m for m, _ in self.start.reached.modules.values()] if count else []
         numbers = [key for m in modules for key in upstream.forward_hooks_of(m)]
         self.hooked |= count != sum(key >= first_hook for key in numbers)
+        if grad and kept and self.caller == "chunked":  # f itself may differentiate its graph
+            _refuse_other_differentiation(self.in_kept_graph, [*own, *chain(*inputs)])
         self._settle([*leaves.values()], own[len(self.moving_shared) :] if grad else [])
         return result
 

@@ -64,7 +64,8 @@ class Transforms(Operators):
         It trades one more forward pass of f for the memory of its graph. PyTorch: f is recomputed
         as one chunk of `chunked`: random generators, buffers, attributes and containers are
         restored, so batch normalization counts once. f may capture computed tensors. In compiled
-        code it is ``torch.utils.checkpoint`` (not reentrant). JAX: ``jax.checkpoint``.
+        code it is ``torch.utils.checkpoint`` (not reentrant). JAX: ``jax.checkpoint``; f may branch
+        on Python numbers among its arguments.
 
         Args:
             f: A function of pytrees of arrays.

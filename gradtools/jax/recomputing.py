@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
 from gradtools.arguments.wording import with_article
 from gradtools.backend import Array
@@ -54,26 +55,35 @@ def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """f(*args, **kwargs), recomputed in the backward pass; captured NumPy arrays are copied."""
+    """f(*args, **kwargs), recomputed in the backward pass; captured NumPy arrays are copied.
+
+    Integers, bools and whatever is no number are constants of the program: f may branch on them,
+    count loops by them or shape arrays. A float is an input, so that another one compiles nothing
+    anew, unless f reads its value.
+    """
     with explained_recomputation("checkpoint"):
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        # The other leaves of a module, such as functions and strings, are constants.
-        xs = {
-            i: own(x)
-            for i, x in enumerate(leaves)
-            if isinstance(x, bool | int | float | complex) or hasattr(x, "dtype")
-        }
-
-        def fresh(*xs_now: Any) -> Any:  # a new function, for JAX caches the traces of a function
-            moving = dict(zip(xs, xs_now, strict=True))
-            full = [moving.get(i, x) for i, x in enumerate(leaves)]
-            args, kwargs = jax.tree.unflatten(treedef, full)
-            outs, out_def[:] = _split_texts(f(*args, **kwargs))
-            return outs
-
+        numbers = {i: own(x) for i, x in enumerate(leaves) if _is_input(x)}
+        arrays = {i: x for i, x in numbers.items() if hasattr(x, "dtype")}
         out_def: list[Any] = []
-        program = jaxprs.named_after(f, fresh)
-        closed, shapes = jax.make_jaxpr(program, return_shape=True)(*xs.values())
+
+        def traced(xs: dict[int, Any]) -> Any:
+            def fresh(*xs_now: Any) -> Any:  # new, for JAX caches the traces of a function
+                moving = dict(zip(xs, xs_now, strict=True))
+                full = [moving.get(i, x) for i, x in enumerate(leaves)]
+                args, kwargs = jax.tree.unflatten(treedef, full)
+                outs, out_def[:] = _split_texts(f(*args, **kwargs))
+                return outs
+
+            program = jaxprs.named_after(f, fresh)
+            return xs, *jax.make_jaxpr(program, return_shape=True)(*xs.values())
+
+        try:
+            xs, closed, shapes = traced(numbers)
+        except jax.errors.JAXTypeError:
+            if len(arrays) == len(numbers):
+                raise
+            xs, closed, shapes = traced(arrays)
         closed = owning(closed)
         refuse_to_repeat("checkpoint", closed)
         result = compiled(f, closed, rematerialized)(closed.consts, list(xs.values()))
@@ -81,6 +91,11 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         treedef, texts = out_def
         full = [y if text is None else text for y, text in zip(outs, texts, strict=True)]
         return trees.unflatten(treedef, full)
+
+
+def _is_input(x: Any) -> bool:
+    whole = isinstance(x, np.integer | np.bool_)
+    return isinstance(x, float | complex) or (hasattr(x, "dtype") and not whole)
 
 
 def _split_texts(out: Any) -> tuple[list[Any], tuple[Any, list[str | None]]]:

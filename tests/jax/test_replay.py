@@ -246,6 +246,26 @@ def test_programs_that_are_alike_are_derived_once():
     assert (loss() == loss()).all() and misses() == before
 
 
+NUMBERS = {
+    "a branch": (lambda x, train: 2 * x if train else x, True),
+    "a loop": (lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: jnp.sin(x), x), 3),
+    "a shape": (lambda x, n: x.reshape(n, -1) * 2, 2),
+    "a scalar of NumPy": (lambda x, n: x.reshape(n, -1) * 2, np.int64(2)),
+    "a rate": (lambda x, rate: x * 3 if rate > 0 else x, 0.5),
+    "a factor": (lambda x, factor: x * factor, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_checkpoint_leaves_numbers_among_the_arguments_to_python(name):
+    f, number = NUMBERS[name]
+    x = jnp.arange(4.0)
+    loss = lambda f: lambda x: (f(x, number) ** 2).sum()
+    expected = jax.grad(loss(f))(x)
+    for take in (jax.grad, lambda loss: jax.jit(jax.grad(loss))):
+        np.testing.assert_allclose(take(loss(gt.checkpoint(f)))(x), expected, rtol=1e-6)
+
+
 def test_checkpoint_outside_of_any_derivative_is_a_plain_call():
     seen = []
     gt.checkpoint(lambda x: seen.append(isinstance(x, jax.core.Tracer)) or 2 * x)(jnp.ones(2))

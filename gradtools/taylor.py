@@ -176,7 +176,9 @@ class Laplacians:
         terms = [] if laplacian is None else [slopes[0] * laplacian]
         if j is None:
             return [None, _sum(terms)]
-        return [slopes[0] * j, _sum([*terms, slopes[1] * (j * j).sum(0)])]
+        # an axis for the rows of J, since a project may forbid that ranks are promoted
+        first = slopes[0][None] if hasattr(slopes[0], "shape") else slopes[0]
+        return [first * j, _sum([*terms, slopes[1] * (j * j).sum(0)])]
 
     def general(
         self, f: Fun, xs: Sequence[Series], in_loop: bool = False

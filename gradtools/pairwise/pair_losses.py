@@ -220,8 +220,10 @@ class PairLosses(Operators):
             loss = loss - label_smoothing * result["mean"]
         t = backend.tiles.sharded_like(t, loss)
         counts, zero = t != ignore_index, backend.zeros_like(loss)
-        loss = xp.where((t >= 0) & (t < classes), loss, zero + float("nan"))
         loss = xp.where(counts, loss, zero)
+        valid = ((t >= 0) & (t < classes)) | ~counts
+        # 0 / 0 at a target outside of the classes, and no NaN anywhere else: jax_debug_nans sees it
+        loss = xp.where(valid, loss, zero) + zero / backend.cast(valid, loss)
         if reduction == "none":
             return xp.reshape(loss, shape)
         total = xp.sum(loss)

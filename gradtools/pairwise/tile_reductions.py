@@ -181,7 +181,7 @@ class _Max(_Weighted):
         m, count, first = state
         one = self.backend.ones_like(count)
         count = self.xp.where(m == m, self.xp.maximum(count, one), count * 0)
-        return [m, count, first]  # the count is 0 for NaN, which no entry equals
+        return [m, count, first]  # the count is 0 for NaN, which no entry equals: 0 / 0 below
 
     def stats(self, ys: Arrays) -> Arrays:
         return [*map(self.backend.stop_gradient, ys[:2]), ys[2]]
@@ -192,8 +192,7 @@ class _Max(_Weighted):
         index = xp.reshape(index, (1, -1) + (1,) * (len(x.shape) - 2))
         near = (x == m) | (xp.abs(x - m) <= 8 * xp.finfo(x.dtype).eps * xp.abs(m))
         alone = self.backend.cast((index == first) & (x == x), x)
-        shared = self.backend.cast(near, x) / xp.maximum(count, self.backend.ones_like(count))
-        shared = xp.where(count == 0, self.backend.zeros_like(shared) + float("nan"), shared)
+        shared = self.backend.cast(near, x) / count
         return xp.where(count == 1, alone, shared)
 
     def pushed(self, sums: Arrays, ys: Arrays) -> Arrays:

@@ -1,4 +1,4 @@
-"""A project may make rank promotion an error: jax_numpy_rank_promotion="raise"."""
+"""A project may make an error of rank promotion, or of NaN: gradtools itself makes neither."""
 
 from __future__ import annotations
 
@@ -25,12 +25,30 @@ PROGRAMS = {
     "smoothed": lambda x: gt.linear_cross_entropy(x, W, LABELS, label_smoothing=0.1),
     "chunked": lambda x: gt.chunked(lambda x: x * x, 3)(x).sum(),
     "logsumexp": lambda x: gt.pairwise_reduce(lambda x, y: x @ y.T, "logsumexp", 2)(x, W).sum(),
+    "laplacian": lambda x: gt.laplacian(lambda x: jnp.tanh(x / 3).sum())(x),
     "max": lambda x: gt.pairwise_reduce(lambda x, y: x @ y.T, "max", 2)(x, W).sum(),
 }
 MASKS = {"none": None, "rows": rows(4, 1), "columns": rows(2, 1, 1, 4), "pairs": rows(4, 4)}
 
 
-@pytest.mark.sampled(2, 8)
+@pytest.mark.sampled(2, 9)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_make_no_nan_of_their_own(name):
+    with jax.debug_nans(True):
+        gt.value_and_grad(PROGRAMS[name])(X)
+
+
+def test_debug_nans_names_a_target_outside_of_the_classes():
+    outside = jnp.asarray([0, 7, 1, 2])
+    loss = lambda labels: gt.linear_cross_entropy(X, W, labels)
+    assert bool(jnp.isnan(loss(outside)))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        loss(outside)
+    ignored = gt.linear_cross_entropy(X, W, jnp.asarray([0, -100, 1, 2]))
+    np.testing.assert_allclose(ignored, gt.linear_cross_entropy(X[LABELS != 1], W, jnp.arange(3)))
+
+
+@pytest.mark.sampled(2, 9)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_losses_need_no_rank_promotion(name):
     f = PROGRAMS[name]

@@ -130,6 +130,21 @@ def test_a_flag_is_in_a_recomputation_as_it_was_in_the_first_pass(name):
     assert first.are_current()
 
 
+def test_flags_are_read_once_by_a_use_of_frozen_and_once_by_each_recomputation(monkeypatch):
+    w, reads, current = randn(8, 8), [], modes._current_flags
+    G = gt.frozen(lambda z: torch.tanh(z @ w))
+
+    def differentiated_twice():
+        z = randn(4, 8).requires_grad_()
+        (slope,) = torch.autograd.grad((G(z) ** 2).sum(), z, create_graph=True)
+        (slope**2).sum().backward()
+
+    differentiated_twice()  # the first one also compares
+    monkeypatch.setattr(modes, "_current_flags", lambda: reads.append(1) or current())
+    differentiated_twice()
+    assert len(reads) == 4  # the use, its pullback, its tangents, and those of its pullback
+
+
 @SAYS_SO
 def test_it_is_so_under_vmap():
     G = attention()

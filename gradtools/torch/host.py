@@ -49,6 +49,8 @@ class KernelCalls:
         differentiated: The fast path for tensors that require grad, if there is one.
         count: The number of arguments; 0: any number.
         alike: Whether the result is one array like the first argument.
+        fresh: With this number of arguments the kernel is a NumPy ufunc, which keeps no array and
+            returns a new one, so that nothing needs a copy; 0 for other kernels.
     """
 
     def __init__(self, of: Any, differentiated: Callable[[Any, Any], Any] | None) -> None:
@@ -56,6 +58,8 @@ class KernelCalls:
         self.count = len(of._binding.names)
         self.fun = self.kernel.fun
         self.alike = self.kernel.out is None and not self.kernel.raw
+        # Further arguments would be written to.
+        self.fresh = self.fun.nin if isinstance(self.fun, np.ufunc) else 0
 
     def call(self, args: tuple[Any, ...], statics: tuple[()] = ()) -> Any:
         """The result, or NotImplemented."""
@@ -74,12 +78,15 @@ class KernelCalls:
         if _forward_level() >= 0:
             return NotImplemented
         arrays: list[np.ndarray] = []
+        keeps = len(args) != self.fresh
         try:
             for x in args:
-                # A copy: the kernel may keep it, and x may change in place.
-                array = x.numpy().copy()
-                array.setflags(write=False)
-                arrays.append(array.view())  # which cannot be made writable again
+                array = x.numpy()
+                if keeps:  # a copy: the kernel may keep it, and x may change in place
+                    array = array.copy()
+                    array.setflags(write=False)
+                    array = array.view()  # which cannot be made writable again
+                arrays.append(array)
         except (RuntimeError, TypeError):  # tensors that NumPy cannot read directly
             return NotImplemented
         if CHECKING.active:
@@ -94,7 +101,8 @@ class KernelCalls:
         y = self.fun(*arrays)
         first = arrays[0]
         if type(y) is _ARRAY and y.dtype is first.dtype and y.shape == first.shape:
-            return _tensor(y.copy())  # the kernel may keep it, too
+            keeps = keeps or not y.flags.c_contiguous
+            return _tensor(y.copy() if keeps else y)  # the kernel may keep it, too
         call, expected = self._known(args, arrays)
         return _tensor(call.owned(y, expected)[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -174,3 +175,18 @@ def test_a_tracked_or_dual_argument_keeps_its_derivative():
     with forward_ad.dual_level():
         dual = f(forward_ad.make_dual(x, torch.ones(2)))
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, torch.cos(x))
+
+
+def test_the_arrays_of_a_ufunc_are_not_copied_and_further_ones_not_written_to():
+    f, x = gt.host_function(np.exp), torch.ones(1000, 100, dtype=torch.float64)
+    f(x)
+    tracemalloc.start()
+    y = f(x)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.1 * y.nbytes
+    assert f(x.T).is_contiguous()
+    other = torch.zeros_like(x)
+    with pytest.raises(ValueError, match="read-only"):
+        f(x, other)
+    assert not other.any()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,8 +39,6 @@ from gradtools.torch.double_backward_trials import (
     InnerGraphs,
     Key,
     TrialCall,
-    Untestable,
-    is_tracked,
     key_of,
     lost_in_rerun,
     verdict_on,
@@ -49,12 +48,62 @@ from gradtools.torch.nondifferentiable import gated_where_lost
 from gradtools.torch.open_derivatives import tracked_in
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.plain_programs.backward_nodes import corrected
-from gradtools.torch.rerunning import Rerunnable, rerun
+from gradtools.torch.rerunning import program_of, rerun
+from gradtools.torch.trials import Suspect, Untestable, is_tracked
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
 Args = tuple[Any, ...]
-Tried = Callable[[bool], set[str]]
+
+
+@dataclass(frozen=True)
+class CustomCode(Suspect):
+    """A class of custom code, some of whose arguments are differentiated.
+
+    Attributes:
+        caller: The operator's name.
+        key: The class.
+        tried: `tried(forward)`: what the class loses in this mode, by a trial.
+    """
+
+    caller: str
+    key: Key
+    tried: Callable[[bool], set[str]]
+
+    @classmethod
+    def in_rerun(cls, caller: str, key: Key, fun: Fun, leaves: Sequence[Tensor]) -> CustomCode:
+        """The class in `fun(*leaves)`, which is run again for a trial."""
+        return cls(caller, key, partial(lost_in_rerun, fun, leaves, key))
+
+    def fine(self, forward: bool) -> bool | None:
+        return self.key.fine(forward)
+
+    def lost(self, forward: bool) -> set[str]:
+        return {"inputs", "cotangents"} if self.key == TORCHSCRIPT else self.tried(forward)
+
+    def says(self, which: str, lost: set[str] | Untestable) -> str | None:
+        key = self.key
+        if key == TORCHSCRIPT:
+            return TORCHSCRIPT_LOSES
+        along = "tangents" if key.pushed and which == "cotangents" else which
+        gives, method = ("tangent", "jvp") if key.pushed else ("gradient", "backward")
+        if isinstance(lost, Untestable):
+            return (
+                f"f holds {key.name}, whose {gives} is to be differentiated with respect to its "
+                f"{along}. PyTorch may lose that in silence, so a class is tried once, by finite "
+                f"differences, and this one could not be: {lost}. Use gt.custom_rule; or take a "
+                "second derivative of it once where it can be tried, by a call that may be "
+                "repeated and near arguments that it takes, which gradtools remembers."
+            )
+        if which not in lost:
+            return None
+        return (
+            f"f holds {key.name}, whose {method} gives a {gives} that autograd cannot "
+            f"differentiate with respect to its {along} (it is marked once_differentiable, "
+            "computes under no_grad or outside of PyTorch, or uses a detached tensor or a saved "
+            f"intermediate, torch#76185), so that a second derivative is lost. Write {method} of "
+            "PyTorch's operations on saved inputs and outputs, or use gt.custom_rule."
+        )
 
 
 # --- gates at custom code ----------------------------------------------------------------
@@ -63,8 +112,7 @@ Tried = Callable[[bool], set[str]]
 def refuse_lossy(caller: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey) -> None:
     """Raises if custom code loses the derivative of its gradient with respect to the arguments."""
     for node in survey.custom:
-        key = key_of(node)
-        refuse_if_lost(caller, key, partial(lost_in_rerun, fun, leaves, key), "inputs")
+        CustomCode.in_rerun(caller, key_of(node), fun, leaves).refuse("inputs")
 
 
 @contextmanager
@@ -96,17 +144,8 @@ def guarding(
                 "torch.library.register_autograd, or wrap it in gt.custom_rule; if it is a "
                 "constant, call it under torch.no_grad."
             )
-        norms = _MappedNorms()
-
-        def run(leaves: Sequence[Any]) -> list[Any]:
-            with norms:
-                fun(*leaves)
-            return []
-
-        roots = fun.roots if isinstance(fun, Rerunnable) else [fun]
-        traced: Any = Rerunnable(run, roots)
-        with upstream.temporarily_clear_interpreter_stack():
-            rerun(traced, leaves)
+        with upstream.temporarily_clear_interpreter_stack(), _MappedNorms() as norms:
+            rerun(program_of(fun), leaves)
         if norms.found:
             raise LostDerivativeError(
                 f"{caller}: f takes the gradient of a normalization by PyTorch's own vmap "
@@ -154,78 +193,28 @@ def _gates(
     """Hooks on the nodes of custom code, which add gates to the gradients there."""
     handles = []
     for node in survey.custom:
-        key = key_of(node)
-        if key.fine(upstream.forward_level() >= 0) is not True:
-            tried = partial(lost_in_rerun, fun, leaves, key)
+        code = CustomCode.in_rerun(caller, key_of(node), fun, leaves)
+        if code.fine(upstream.forward_level() >= 0) is not True:
             parents = [parent for parent, _ in node.next_functions]
-            handles.append(node.register_hook(_gating(caller, key, tried, parents, aliases)))
+            handles.append(node.register_hook(_gating(code, parents, aliases)))
     return handles
 
 
 def _gating(
-    caller: str, key: Key, tried: Tried, parents: Sequence[Any], aliases: Sequence[Tensor]
+    code: CustomCode, parents: Sequence[Any], aliases: Sequence[Tensor]
 ) -> Callable[[Any, Any], Any]:
     """A hook on a node of custom code with these parents, which adds gates to its gradients."""
-    refuse = partial(refuse_if_lost, caller, key, tried)
 
     def hook(given: Any, cts: Any) -> Any:
-        there, pushed = [g for g in given if isinstance(g, Tensor)], upstream.forward_level() >= 0
-        if not there or key.fine(pushed):
-            return None
-        if pushed:
-            refuse("inputs", forward=True)
-            refuse("cotangents", forward=True)
-        if not torch.is_grad_enabled():
+        pushed = upstream.forward_level() >= 0
+        if code.fine(pushed):
             return None
         behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
-        inputs = tracked_in(parents, aliases)
-        # A gate would give a constant gradient a graph.
-        if not any(g.requires_grad for g in there) and (behind or inputs):
-            fine = key.fine(False)
-            if fine is None:
-                try:
-                    fine = not tried(False)
-                except Untestable:
-                    fine = False
-            if fine:
-                return None
-            attached = key.attaches and _with_inner_graphs(given, cts)
-            if attached:
-                return attached
-        return tuple(gated_where_lost(given, behind, inputs, refuse))
+        inputs = tracked_in(parents, aliases) if torch.is_grad_enabled() else []
+        attached = lambda: _with_inner_graphs(given, cts) if code.key.attaches else None
+        return tuple(code.gated(given, behind, inputs, pushed, attached))
 
     return hook
-
-
-def refuse_if_lost(caller: str, key: Key, tried: Tried, which: str, forward: bool = False) -> None:
-    """Raises if a class loses, or may lose, the derivative of its gradient along these.
-
-    tried: `tried(forward)`: what the class loses in this mode, by a trial.
-    """
-    if key.fine(forward):
-        return
-    if key == TORCHSCRIPT:
-        raise LostDerivativeError(f"{caller}: {TORCHSCRIPT_LOSES}")
-    along = "tangents" if key.pushed and which == "cotangents" else which
-    gives, method = ("tangent", "jvp") if key.pushed else ("gradient", "backward")
-    try:
-        lost = which in tried(forward)
-    except Untestable as why:
-        raise LostDerivativeError(
-            f"{caller}: f holds {key.name}, whose {gives} is to be differentiated with respect to "
-            f"its {along}. PyTorch may lose that in silence, so a class is tried once, by finite "
-            f"differences, and this one could not be: {why}. Use gt.custom_rule; or take a second "
-            "derivative of it once where it can be tried, by a call that may be repeated and near "
-            "arguments that it takes, which gradtools remembers."
-        ) from why
-    if lost:
-        raise LostDerivativeError(
-            f"{caller}: f holds {key.name}, whose {method} gives a {gives} that autograd cannot "
-            f"differentiate with respect to its {along} (it is marked once_differentiable, "
-            "computes under no_grad or outside of PyTorch, or uses a detached tensor or a saved "
-            f"intermediate, torch#76185), so that a second derivative is lost. Write {method} of "
-            "PyTorch's operations on saved inputs and outputs, or use gt.custom_rule."
-        )
 
 
 def _with_inner_graphs(given: Sequence[Any], cts: Any) -> tuple[Any, ...] | None:
@@ -292,10 +281,10 @@ def gated_tangents(
         inputs = [*tracked_in([node], ()), *[x for x, _ in moved if x.requires_grad]]
         # Operations before it may compute its tangents from the inputs, too.
         along = [*inputs, *[t for _, t in moved if t.requires_grad]]
-        refuse = partial(refuse_if_lost, caller, key, partial(lost_in_rerun, fun, xs, key))
+        code = CustomCode.in_rerun(caller, key, fun, xs)
         for i, y in enumerate(ys):
             if node in graph_of([y]):
-                (pushed[i],) = gated_where_lost([pushed[i]], along, inputs, refuse)
+                (pushed[i],) = gated_where_lost([pushed[i]], along, inputs, code.refuse)
     return pushed
 
 
@@ -311,17 +300,17 @@ def gated_call(caller: str, kind: Any, beneath: Any, args: Args) -> Any:
     key = Key(kind, tuple([is_tracked(x) or t is not None for x, t in duals]), True)
     if not (inputs or along) or not _pushes(kind) or key.fine(False):
         return out
-    refuse = partial(refuse_if_lost, caller, key, partial(_lost_by, key, TrialCall.of(args)))
+    code = CustomCode(caller, key, partial(_lost_by, key, TrialCall.of(args)))
 
     def gated(y: Any) -> Any:
         primal, t = _unpacked(y)
         if primal is None or t is None:
             return y
         if any(y is x for x in args):  # changed in place: gates cannot be added to the input itself
-            refuse("inputs")
-            refuse("cotangents")
+            code.refuse("inputs")
+            code.refuse("cotangents")
             return y
-        (t,) = gated_where_lost([t], along, inputs, refuse)
+        (t,) = gated_where_lost([t], along, inputs, code.refuse)
         return forward_ad.make_dual(primal, t)
 
     return tuple(map(gated, out)) if isinstance(out, tuple) else gated(out)
@@ -371,21 +360,20 @@ class _Calls(TorchFunctionMode):
         if not nodes or key.fine(False) or any(isinstance(x, Tensor) and x.is_meta for x in args):
             return  # on the meta device there are no numbers
         call = self._example or TrialCall.of(args)
-        refuse = partial(refuse_if_lost, self.caller, key, partial(_lost_by, key, call))
+        code = CustomCode(self.caller, key, partial(_lost_by, key, call))
         moving = [x for x, needed in zip(args, key.needs, strict=True) if needed]
 
         def hook(given: Any, cts: Any) -> Any:
-            inputs = tracked_beneath(moving)
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
             if is_pushed():
-                refuse("inputs")
+                code.refuse("inputs")
                 if behind:
-                    refuse("cotangents")
+                    code.refuse("cotangents")
                 return None
-            if key.fine(False):
+            if code.fine(False):
                 return None
-            behind = tracked_beneath(behind)
-            return tuple(gated_where_lost(given, behind, inputs, refuse))
+            sources = tracked_beneath(behind), tracked_beneath(moving)
+            return tuple(gated_where_lost(given, *sources, code.refuse))
 
         OWN_HOOKS[0] += 1
         nodes[0].register_hook(hook)

@@ -26,7 +26,6 @@ import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
-from gradtools.errors import is_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import (
     CPP_FUNCTION,
@@ -38,16 +37,13 @@ from gradtools.torch.autograd_graph import (
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import dual_level, unpacked
 from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.rerunning import Rerunnable, rerun
+from gradtools.torch.rerunning import program_of, rerun
 from gradtools.torch.rules.checking import value_of
 from gradtools.torch.state import Snapshot
+from gradtools.torch.trials import Untestable, differ, is_tracked, on_one_line, paired, slope, wave
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
-
-
-class Untestable(Exception):
-    """A call cannot be tested; the text is the reason."""
 
 
 class _Raises(Exception):
@@ -97,13 +93,6 @@ class TrialCall:
 def _referenced_ids(xs: Sequence[Any]) -> set[int]:
     """The ids of the tensors that these objects reference."""
     return {id(x) for x, _ in Snapshot.of(list(xs), []).reached.watched}
-
-
-def is_tracked(x: Tensor | None) -> bool:
-    """Whether a tensor requires a gradient at any of its levels."""
-    while x is not None and not x.requires_grad and upstream.is_wrapped(x):
-        x = upstream.get_unwrapped(x)
-    return x is not None and x.requires_grad
 
 
 class InnerGraphs(TorchFunctionMode):
@@ -177,18 +166,15 @@ class Trial:
         """Whether autograd's derivative in entry k differs from finite differences."""
 
         def along(v: Tensor) -> bool:
-            moved = lambda step: self._value([*point[:k], point[k] + step * v, *point[k + 1 :]])
+            at = lambda step: [self._value([*point[:k], point[k] + step * v, *point[k + 1 :]])]
             eps = torch.finfo(v.dtype).eps
-            steps = eps**0.3, 2 * eps**0.3
-            first, second = [(moved(h) - moved(-h)) / (2 * h) for h in steps]
-            size = abs(self._value(point))
             try:
                 known = (self._pushed_along if forward else self._pulled_along)(point, k, v)
             except Exception as why:
-                if not differs(0.0, first, second, size, eps):
+                if not differ(at, [0.0], eps):
                     return False  # within rounding
                 raise _Raises from why
-            return differs(known, first, second, size, eps)
+            return differ(at, [known], eps)
 
         try:
             return along(wave(point[k], 1.5))
@@ -426,12 +412,9 @@ def lost_in_rerun(fun: Fun, leaves: Sequence[Tensor], key: Key, forward: bool) -
                 why.append(str(error))
 
     operators = _OperatorCalls(key, tried)
-    run: Any = lambda xs: fun(*xs)[0]
-    if isinstance(fun, Rerunnable):
-        run = Rerunnable(run, fun.roots)
     try:
         with _forwards(key) as calls, operators, upstream.temporarily_clear_interpreter_stack():
-            rerun(run, leaves)
+            rerun(program_of(fun), leaves)
     except Exception as error:
         why.append(f"evaluated a second time, f raises {on_one_line(error)}")
     with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
@@ -516,56 +499,3 @@ class _OperatorCalls(TorchFunctionMode):
 
 
 _OPERATORS = (upstream.OpOverload, upstream.OpOverloadPacket)
-
-
-# --- numbers ---------------------------------------------------------------------------------
-
-
-def differs(known: float, first: float, second: float, size: float, eps: float) -> bool:
-    """Whether a derivative differs from central differences with the steps h and 2 h.
-
-    size: The magnitude of the differentiated number.
-    """
-    error = 10 * abs(first - second) + 100 * eps**0.7 * size
-    return not abs(known - first) <= error + 1e-3 * abs(first)
-
-
-def paired(ys: Sequence[Tensor | None], ws: Sequence[Any] | None = None) -> Tensor:
-    """Re<w, y>, a number that depends on all entries; by default w has the size of one."""
-    ws = ws or [None if y is None else wave(torch.ones_like(y), 3.0) for y in ys]
-    terms = [(y.conj() * w).real.sum() for y, w in zip(ys, ws, strict=True) if y is not None]
-    return sum(terms[1:], terms[0]) if terms else torch.zeros(())
-
-
-def slope(total: Tensor, xs: Sequence[Tensor], vs: Sequence[Tensor]) -> float:
-    """Autograd's derivative of a number along vs; 0 where it has no graph."""
-    if not (total.requires_grad and xs):
-        return 0.0
-    try:
-        grads = torch.autograd.grad(total, xs, allow_unused=True, retain_graph=True)
-    except NotImplementedError:
-        raise
-    except RuntimeError as error:  # once_differentiable raises on some ways only
-        if not is_of("torch", error):
-            raise
-        return 0.0
-    pairs = [(g, v) for g, v in zip(grads, vs, strict=True) if g is not None]
-    return sum(float((g.conj() * v).real.sum()) for g, v in pairs)
-
-
-def on_one_line(error: BaseException) -> str:
-    """An error's type and text on one line."""
-    return f"{type(error).__name__}: {error}".replace("\n", " ").rstrip(" :")
-
-
-def wave(x: Tensor, shift: float) -> Tensor:
-    """A deterministic tensor of x's shape and magnitude."""
-    at = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64)
-    wave = torch.sin(at * shift + shift).reshape(x.shape)
-    if not x.numel():
-        return x.detach()
-    size = x.detach().abs().square().mean().sqrt()
-    size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
-    if x.is_complex():
-        wave = torch.complex(wave, torch.cos(at * shift).reshape(x.shape))
-    return (wave * size).to(x.dtype)

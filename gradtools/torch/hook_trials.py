@@ -13,8 +13,7 @@ mode once: there a hook that edits the gradient is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache, partial
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,26 +22,26 @@ import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
-from gradtools.errors import LostDerivativeError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import OWN, all_behind, graph_of, surveyed
-from gradtools.torch.double_backward_trials import (
-    differs,
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_pushed
+from gradtools.torch.open_derivatives import is_spent, tracked_in
+from gradtools.torch.operation_marks import OWN_HOOKS, only_observes
+from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.replaying.recomputing import mark, marked
+from gradtools.torch.rerunning import program_of, put_back
+from gradtools.torch.rules.checking import value_of
+from gradtools.torch.state import Snapshot
+from gradtools.torch.trials import (
+    Suspect,
+    Untestable,
+    differ,
     is_tracked,
     on_one_line,
     paired,
     slope,
     wave,
 )
-from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_pushed
-from gradtools.torch.nondifferentiable import gated_where_lost
-from gradtools.torch.open_derivatives import is_spent, tracked_in
-from gradtools.torch.operation_marks import OWN_HOOKS, only_observes
-from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.replaying.recomputing import mark, marked
-from gradtools.torch.rerunning import Rerunnable, put_back
-from gradtools.torch.rules.checking import value_of
-from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
@@ -71,8 +70,8 @@ def gated_at_hooks(
     pushed = None
     if any(g is not None and is_dual(g) for g in grads):
         pushed = [forward_ad.unpack_dual(ct).primal for ct in seeds]
-    trial = partial(_lost, fun, leaves, captured, linear, pushed)
-    return _gated(caller, trial, inputs, behind, grads, pushed is not None)
+    hooks = Hooks(caller, fun, leaves, captured, linear, pushed)
+    return list(hooks.gated(grads, behind, inputs, pushed is not None))
 
 
 def gated_in_functorch(
@@ -92,67 +91,57 @@ def gated_in_functorch(
         id(x): x for x in (*held, *ends) if is_wrapped(x) or (is_tracked(x) and not is_spent(x))
     }
     captured = [x for x in known.values() if not any(x is leaf for leaf in leaves)]
-    trial = partial(_lost, fun, [*map(value_of, leaves)], captured, False, [])
+    hooks = Hooks(caller, fun, [*map(value_of, leaves)], captured, False, [])
     inputs = [x for x in (*leaves, *captured) if is_tracked(x)]
-    behind = [*filter(is_tracked, cts)]
-    return _gated(caller, trial, inputs, behind, grads, is_pushed())
+    return list(hooks.gated(grads, [*filter(is_tracked, cts)], inputs, is_pushed()))
 
 
-def _gated(
-    caller: str,
-    trial: Callable[[], set[str]],
-    inputs: Sequence[Tensor],
-    behind: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    pushed: bool,
-) -> list[Tensor | None]:
-    """The gradients, with gates to the inputs and to the cotangents.
+class Hooks(Suspect):
+    """The hooks that f sets on gradients.
 
-    trial: What the hooks lose.
-    pushed: Whether the gradient is pushed along in forward mode.
+    Args:
+        caller: The operator's name.
+        fun: The function f.
+        leaves: Its arguments.
+        captured: The tensors that it captures.
+        linear: Whether hooks must be linear maps.
+        pushed: The cotangents, if the gradient is pushed forward.
     """
-    lost = cache(trial)
 
-    def refuse(which: str) -> None:
-        """Raises if hooks lose, or may lose, the derivative of the gradient along these."""
-        try:
-            found = lost()
-        except Exception as error:
-            raise LostDerivativeError(
-                f"{caller}: f sets a hook on a gradient, and the gradient is to be differentiated. "
+    def __init__(
+        self, caller: str, fun: Fun, leaves: Any, captured: Any, linear: bool, pushed: Any
+    ) -> None:
+        self.caller = caller
+        self._trial = lambda: _Trial(fun, leaves, captured).lost(linear, pushed)
+        self._lost: set[str] | None = None
+
+    def lost(self, forward: bool) -> set[str]:
+        if self._lost is None:
+            try:
+                with upstream.temporarily_clear_interpreter_stack():
+                    self._lost = self._trial()
+            except Exception as error:
+                raise Untestable(on_one_line(error)) from error
+        return self._lost
+
+    def says(self, which: str, lost: set[str] | Untestable) -> str | None:
+        if isinstance(lost, Untestable):
+            return (
+                "f sets a hook on a gradient, and the gradient is to be differentiated. "
                 "What the hook makes of it may silently lose its derivative, so it is tried once, "
-                f"by finite differences, and this one could not be: {on_one_line(error)}. Use "
+                f"by finite differences, and this one could not be: {lost}. Use "
                 "gt.transform_gradient, or a gt.custom_rule."
-            ) from error
-        along = [words for kind, words in _ALONG.items() if kind in found]
-        if which in found or (along and which == "inputs"):  # cotangents may depend on inputs
-            raise LostDerivativeError(
-                f"{caller}: f sets a hook on a gradient whose result autograd cannot differentiate "
+            )
+        along = [words for kind, words in _ALONG.items() if kind in lost]
+        if which in lost or (along and which == "inputs"):  # cotangents may depend on inputs
+            return (
+                "f sets a hook on a gradient whose result autograd cannot differentiate "
                 f"with respect to {' or '.join(along)} (it solves or computes under no_grad, or by "
                 "torch.autograd.grad without create_graph=True), so that a second derivative is "
                 "lost. Write the hook of PyTorch's operations, or use gt.custom_rule."
             )
-        for kind, text in _TEXTS.items():
-            if kind in found:
-                text = text.format(caller)
-                raise LostDerivativeError(f"{caller}: f sets a hook on a gradient {text}")
-
-    there = [g for g in grads if g is not None]
-    if pushed:
-        refuse("inputs")
-        refuse("cotangents")
-    if not there or not torch.is_grad_enabled():
-        return list(grads)
-    if not any(map(is_tracked, there)) and (inputs or behind):
-        with suppress(Exception):  # the gate will report it
-            if not lost():
-                return list(grads)  # a gate would give a constant gradient a graph
-    return gated_where_lost(grads, behind, inputs, refuse)
-
-
-def _lost(fun: Fun, leaves: Any, captured: Any, linear: bool, pushed: Any) -> set[str]:
-    with upstream.temporarily_clear_interpreter_stack():
-        return _Trial(fun, leaves, captured).lost(linear, pushed)
+        found = [text.format(self.caller) for kind, text in _TEXTS.items() if kind in lost]
+        return f"f sets a hook on a gradient {found[0]}" if found else None
 
 
 _TEXTS = {
@@ -295,9 +284,7 @@ class _Trial:
         with upstream.DisableTorchFunction():  # a trial around this one sees no cut here
             self.xs = [x.detach().clone() for x in leaves]
         self.randomness = Randomness.now([*self.xs, *captured])
-        self.run: Any = lambda xs: fun(*xs)[0]
-        if isinstance(fun, Rerunnable):
-            self.run = Rerunnable(self.run, fun.roots)
+        self.run = program_of(fun)
 
     def lost(self, linear: bool, pushed: Sequence[Tensor] | None) -> set[str]:
         """What hooks lose: "inputs" and "cotangents", the derivative of the gradient along these.
@@ -331,7 +318,7 @@ class _Trial:
     def _differs(self, cts: Sequence[Any], along: str) -> bool:
         """Whether autograd's derivative of a hook along these differs from central differences."""
 
-        def at(step: float, derivative: bool) -> list[float]:
+        def at(step: float, derivative: bool = False) -> list[float]:
             """Re<w, h> of each hook, moved by a step, or its derivative there."""
             with self.hooks(step if along == "inputs" else 0.0) as (xs, hooks, _):
                 moved = cts
@@ -347,18 +334,7 @@ class _Trial:
 
         eps = [torch.finfo(x.dtype).eps for x in self.xs if is_inexact(x)]
         eps = max(eps, default=torch.finfo(torch.get_default_dtype()).eps)
-        known, sizes = at(0.0, True), [abs(y) for y in at(0.0, False)]
-        wrong = set(range(len(known)))
-        for part in (1.0, 0.125):  # a long step may cross a kink
-            h = part * eps**0.3
-            ends = [at(s, False) for s in (h, -h, 2 * h, -2 * h)]
-            for i in [*wrong]:
-                first, second = ((ends[k][i] - ends[k + 1][i]) / (h * (k + 2)) for k in (0, 2))
-                if not differs(known[i], first, second, sizes[i], eps):
-                    wrong.discard(i)
-            if not wrong:
-                return False
-        return True
+        return differ(at, at(0.0, True), eps)
 
     def _are_linear(self, cts: Sequence[Any]) -> bool:
         with self.hooks() as (_, hooks, _):

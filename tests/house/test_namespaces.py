@@ -193,6 +193,7 @@ torch/functorch_engine.py: the engine inside of torch.func, beside the eager one
 torch/open_derivatives.py: what inner derivatives depend on; in JAX the jaxpr tells it
 torch/deferred_graphs.py: graphs of derivatives at modules; JAX differentiates programs
 torch/double_backward.py: what autograd loses in silence in a Function; JAX raises there
+torch/trials.py: what all trials of lost derivatives share
 torch/double_backward_trials.py: how that is found out, by class
 torch/hook_trials.py: the same of hooks on gradients, which JAX has not
 jax/compiled_once.py: eager programs that JAX would compile at each call; PyTorch compiles none

@@ -575,3 +575,19 @@ def test_a_gradient_at_a_module_makes_one_alias_of_each_parameter_and_of_each_gr
         return sum(event.name == "aten::detach" for event in profile.function_events)
 
     assert made(5) - made(1) == 2 * 4 * 2  # of four layers more, with two parameters each
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention under vmap
+def test_the_norms_of_a_transformers_gradients_are_differentiated(seed):
+    torch.manual_seed(seed)
+    net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double().eval()
+    xs = torch.randn(4, 5, 8, dtype=torch.float64)
+    each = gt.per_example_grad(lambda net, x: (net(x) ** 2).mean())(net, xs)
+    sum((g**2).sum() for g in each.values()).backward()
+    found = [p.grad for p in net.parameters()]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        ps = [*net.parameters()]
+        rows = [torch.autograd.grad((net(x) ** 2).mean(), ps, create_graph=True) for x in xs]
+        expected = torch.autograd.grad(sum((g**2).sum() for row in rows for g in row), ps)
+    torch.testing.assert_close(found, [*expected])

@@ -618,6 +618,6 @@ def test_a_mistaken_translation_is_found_by_the_comparison(monkeypatch):
     from gradtools.seeing.formulas.algebra import apply
     from gradtools.seeing.jax.translating import programs
 
-    monkeypatch.setitem(programs.PRIMITIVES, "cos", lambda w, p, x: apply("sin", x))
+    monkeypatch.setitem(programs.READINGS, "cos", lambda call: apply("sin", *call.operands))
     with pytest.raises(gradtools.GradtoolsError, match="by automatic differentiation"):
         checked(jnp.cos, real(3))

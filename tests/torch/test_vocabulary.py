@@ -18,7 +18,7 @@ import gradtools.torch as gt
 from gradtools import GradtoolsError
 from gradtools.seeing.formulas.algebra import apply
 from gradtools.seeing.formulas.expressions import array
-from gradtools.seeing.torch.translating.translations import OPERATIONS
+from gradtools.seeing.torch.translating.translations import READINGS
 from tests.support.formula_rows import rows
 
 # The order, an expression of a, b, c, d, and what these are: see `formula_rows`.
@@ -439,21 +439,21 @@ def test_what_depends_on_the_values_holds_for_these_alone(f, said):
 
 
 def test_a_formula_that_differs_from_autograd_is_not_shown(monkeypatch):
-    monkeypatch.setitem(OPERATIONS, "sin", lambda o: apply("cos", o.self))
+    monkeypatch.setitem(READINGS, "sin", lambda call: apply("cos", call.own.self))
     with pytest.raises(GradtoolsError, match=r"by the formula and .* by automatic"):
         gt.formula(lambda x: x.sin(), X)
 
 
 def test_a_wrong_gradient_of_right_values_is_not_shown(monkeypatch):
-    monkeypatch.setitem(OPERATIONS, "sin", lambda o: apply("stop", apply("sin", o.self)))
+    monkeypatch.setitem(READINGS, "sin", lambda call: apply("stop", apply("sin", call.own.self)))
     with pytest.raises(GradtoolsError, match=r"x̄\[0\] is 0.0 by the formula"):
         gt.formula(lambda x: x.sin(), X)
 
 
 def test_a_formula_that_is_right_at_one_point_alone_is_not_shown(monkeypatch):
     at = X.double().numpy()
-    tangent = lambda o: array(np.sin(at)) + array(np.cos(at)) * (o.self - array(at))
-    monkeypatch.setitem(OPERATIONS, "sin", tangent)
+    tangent = lambda call: array(np.sin(at)) + array(np.cos(at)) * (call.own.self - array(at))
+    monkeypatch.setitem(READINGS, "sin", tangent)
     with pytest.raises(GradtoolsError, match="by the formula and"):
         gt.formula(lambda x: x.sin(), X)
 
@@ -502,4 +502,4 @@ def test_operations_at_the_edge_of_their_shapes_have_formulas(name):
 
 
 def test_few_operations_have_a_translation_of_their_own():
-    assert len(OPERATIONS) < 60  # all others are said as the graph says them
+    assert len(READINGS) < 60  # all others are said as the graph says them

@@ -460,14 +460,7 @@ _MOST_TERMS = 64
 
 @dataclass(frozen=True)
 class ComplexPair:
-    """Two arrays that are the parts of one complex array.
-
-    Attributes:
-        name: The name of the complex array.
-        real: The real part.
-        imaginary: The imaginary part.
-        whole: The complex array.
-    """
+    """Two arrays that are the parts of one complex array, and that array with its name."""
 
     name: str
     real: Expr

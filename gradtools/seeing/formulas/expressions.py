@@ -29,19 +29,7 @@ _known: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
 
 
 class Expr:
-    """One value of a program; immutable, made by `expr`.
-
-    Attributes:
-        op: The operation's name.
-        args: Its arguments.
-        attributes: Static parameters, as sorted pairs.
-        shape: Its shape.
-        kind: "real", "complex", "integer" or "boolean"; "several" for an opaque operation, whose
-            outputs are expressions of it.
-        serial: A number that increases with each construction.
-        turn: The sort key among factors and terms: constants come last, because their serial may
-            stem from an earlier formula.
-    """
+    """One value of a program; immutable, made by `expr`."""
 
     __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these are set by `algebra.py`
     __radd__: ClassVar[Callable[[Expr, Any], Expr]]
@@ -58,12 +46,12 @@ class Expr:
     def __init__(
         self, op: str, args: tuple[Expr, ...], attributes: Attributes, shape: Shape, kind: str
     ) -> None:
-        self.op = op
-        self.args = args
-        self.attributes = attributes
-        self.shape = shape
-        self.kind = kind
-        self.serial = next(_serial)
+        self.op, self.args = op, args
+        self.attributes = attributes  # static parameters, as sorted pairs
+        # The kind is "several" for an opaque operation, whose outputs are expressions of it.
+        self.shape, self.kind = shape, kind
+        self.serial = next(_serial)  # increases with each construction
+        # The sort key among factors and terms: constants, which may be older, come last.
         constant = op != "placeholder" and all(a.turn[0] for a in args)
         self.turn: tuple[bool, int] = (constant, self.serial)
 

@@ -37,41 +37,27 @@ Cotangents = list[Expr | None]  # of the arguments; None where one has no deriva
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation: how it is built, evaluated, differentiated and written.
+    """An operation: how it is built, evaluated, differentiated and written."""
 
-    Attributes:
-        name: An expression's ``op``, or the name in both frameworks' recorded programs.
-        make: Builds the expression from the operands and the attributes; None for operations
-            that occur in adjoints or by recognition only.
-        evaluate: Computes the value in NumPy from the expression and the arguments' values.
-        pullback: Maps the expression, its cotangent and the arguments to the arguments' cotangents;
-            None where there is no derivative.
-        result: Maps the arguments and the attributes to the shape and the kind of the
-            expression; by default those of the first argument.
-        elementwise: Whether it is applied to each entry.
-        form: Writes it; None for its name and its arguments.
-        entry: Writes an elementwise operation, from the expression, its written arguments, and
-            whether these are whole matrices (where a power is marked as elementwise, because it
-            would read as a matrix power).
-        labels: For each argument the label of each axis. Axes with one label correspond and get
-            one letter; the labels of the result's axes are 0, 1, ...; None corresponds to none.
-            By default the axes of arguments of the result's rank are those of the result.
-        definition: The line that defines the name, for a composition that is recognised and
-            written by it.
-    """
-
-    name: str
+    name: str  # an expression's `op`, or the name in both frameworks' recorded programs
+    # Builds it from operands and attributes; None if it occurs in adjoints or by recognition only.
     make: Make | None = None
-    evaluate: Callable[..., Any] | None = None
-    pullback: Callable[..., Any] | None = None
-    result: Callable[..., Any] = lambda x, *rest, **attributes: (x.shape, x.kind)
+    evaluate: Make | None = None  # in NumPy, from the expression and the arguments' values
+    # Maps the expression, its cotangent and the arguments to the arguments' cotangents.
+    pullback: Make | None = None
+    # Maps the arguments and the attributes to the shape and the kind.
+    result: Make = lambda x, *rest, **attributes: (x.shape, x.kind)
     elementwise: bool = False
-    form: Form | None = None
+    form: Form | None = None  # writes it; None for its name and its arguments
+    # Writes an elementwise operation from its written arguments, and whether these are whole
+    # matrices (where a power is marked as elementwise, because it would read as a matrix power).
     entry: EntryForm | None = None
+    # For each argument the label of each axis. Axes with one label correspond and get one letter;
+    # the labels of the result's axes are 0, 1, ...; None corresponds to none.
     labels: Callable[[Expr], Sequence[Sequence[int | None]]] = lambda y: [
         range(y.rank) if a.rank == y.rank else () for a in y.args
     ]
-    definition: str = ""
+    definition: str = ""  # of the name, for a composition that is recognised and written by it
 
 
 OPERATIONS: dict[str, Operation] = {}

@@ -25,18 +25,11 @@ Statement = tuple[Written, Written]  # left and right side of an equation
 
 @dataclass
 class Section:
-    """One part of the formula: the program, its adjoint, the adjoint of that.
-
-    Attributes:
-        title: Its heading.
-        of: What follows the heading, in mathematics.
-        roots: The results, with their names.
-        lines: The equations.
-    """
+    """One part of the formula: the program, its adjoint, the adjoint of that."""
 
     title: str
-    of: str
-    roots: list[tuple[Expr, Written]]
+    of: str  # what follows the title, in mathematics
+    roots: list[tuple[Expr, Written]]  # the results, with their names
     lines: list[Statement] = field(default_factory=list)
 
 

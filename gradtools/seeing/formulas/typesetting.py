@@ -28,15 +28,10 @@ _GREEK = dict(zip(_NAMES.split(), "αβγδεζηθικλμνξπρστφχψω�
 
 @dataclass(frozen=True)
 class Written:
-    """A piece of mathematics.
-
-    Attributes:
-        text: For terminals.
-        level: The precedence: SUM, BIG (a sum sign), PRODUCT, POWER or ATOM.
-    """
+    """A piece of mathematics, as text for terminals."""
 
     text: str
-    level: int = ATOM
+    level: int = ATOM  # the precedence: SUM, BIG (a sum sign), PRODUCT, POWER or ATOM
 
     def at(self, level: int) -> Written:
         """In brackets, if its precedence is below this level."""

@@ -40,22 +40,15 @@ class NeedsIndices(Exception):
 
 
 class ExpressionWriter:
-    """Writes expressions.
-
-    Attributes:
-        axes: The letters of axes.
-        names: The named values.
-        defined: The elementwise products with a name that earlier lines define, by first factor.
-        notes: Explanations of the notation that was used.
-        recognised: The operations that were written by their name.
-    """
+    """Writes expressions."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
+        # The elementwise products with a name that earlier lines define, by first factor.
         self.defined: dict[Expr, list[Expr]] = {}
-        self.notes: dict[str, None] = {}
-        self.recognised: set[str] = set()
+        self.notes: dict[str, None] = {}  # explanations of the notation that was used
+        self.recognised: set[str] = set()  # the operations that were written by their name
         self._as_mean: set[Expr] = set()
 
     # Whole arrays.
@@ -346,19 +339,6 @@ class Factors:
     Products among the factors are flattened, but not named ones, nor sums inside of elementwise
     products unless single entries are written (`entries`). Factors that are together a product
     which an earlier line defines are replaced by that.
-
-    Attributes:
-        target: The product.
-        coefficient: The numeric factor.
-        scalars: The factors without axes in the numerator.
-        scalars_below: Those in the denominator.
-        arrays: The factors with axes in the numerator, and their labels.
-        below: Those in the denominator.
-        out: The labels of the result that a factor has.
-        summed: The labels that are summed over.
-        size: The length of each label's axis.
-        is_plain_sum: Whether it is a sum of one array over axes.
-        reference: The order of labels in which factors are written, else they are transposed.
     """
 
     def __init__(
@@ -386,11 +366,11 @@ class Factors:
             if p is not x and factors >= set(p.args):
                 self._entries = _with_product(self._entries, p) or self._entries
 
-        self.scalars: list[Expr] = []
-        self.scalars_below: list[Expr] = []
-        self.arrays: list[Entry] = []
-        self.below: list[Entry] = []
-        self.size: dict[int, int] = {}
+        self.scalars: list[Expr] = []  # the factors without axes in the numerator
+        self.scalars_below: list[Expr] = []  # those in the denominator
+        self.arrays: list[Entry] = []  # the factors with axes in the numerator
+        self.below: list[Entry] = []  # those in the denominator
+        self.size: dict[int, int] = {}  # the length of each label's axis
         for f, names in self._entries:
             self.size.update(zip(names, f.shape, strict=True))
             exponent = f["exponent"] if f.op == "power" else 1
@@ -406,6 +386,7 @@ class Factors:
         self.is_plain_sum = summed_length(core) > 0
         by_rank = sorted((*self.arrays, *self.below), key=lambda e: -len(e[1]))
         axes = [self.out if len(self.out) > 1 else (), *(names for _, names in by_rank)]
+        # The order of labels in which factors are written; others are transposed.
         self.reference = list(dict.fromkeys(l for names in axes for l in names))
 
     def label_letters(self, axes: Axes) -> dict[int, str]:

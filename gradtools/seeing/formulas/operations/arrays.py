@@ -348,10 +348,11 @@ def taken(x: Expr, i: Expr, axis: int) -> Expr:
 word("embedding", lambda table, i: taken(table, i, 0))
 
 
-def take_along(x: Expr, i: Expr, axis: int) -> Expr | None:
+@operation("take_along")
+def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
     """numpy.take_along_axis with one entry of each row; None for other shapes."""
     rest = lambda of: (*of.shape[:axis], *of.shape[axis + 1 :])
-    if i.shape[axis] != 1 or rest(x) != rest(i):
+    if not (x.rank and i.rank) or i.shape[axis] != 1 or rest(x) != rest(i):
         return None
     last = transpose(x, [*(a for a in range(x.rank) if a != axis), axis])
     return reshape(picked(last, reshape(i, rest(i))), i.shape)

@@ -27,22 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class OpaqueFunction:
-    """A function of NumPy arrays that the framework computes, and its vjp.
-
-    Attributes:
-        backend: The framework's backend.
-        run: Maps the operands, as the framework's arrays, to a list of outputs.
-        arrays: Converts NumPy's arrays to the framework's, each to the dtype that the operation
-            got when it was recorded.
-        moving: Which operands have a derivative.
-        around: A context manager in which it runs.
-    """
+    """A function of NumPy arrays that the framework computes, and its vjp."""
 
     backend: Backend
-    run: Callable[..., Sequence[Any]]
+    run: Callable[..., Sequence[Any]]  # from and to the framework's arrays
+    # Converts NumPy's arrays to the framework's, each to the dtype that was recorded.
     arrays: Callable[[Sequence[np.ndarray]], list[Any]]
-    moving: tuple[bool, ...]
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    moving: tuple[bool, ...]  # which operands have a derivative
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # the context in which it runs
 
     def value(self, *values: np.ndarray) -> list[np.ndarray]:
         """The outputs as NumPy arrays."""

@@ -13,10 +13,13 @@ name `solve` is more readable than its LU factors. A random draw is a constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import prod
+from operator import truediv
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -29,18 +32,13 @@ from gradtools.jax._upstream import Literal, enable_x64
 from gradtools.jax.jaxprs import function_name, is_chunk
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas.algebra import apply, reshape, transpose
+from gradtools.seeing.formulas.calls import Call, Reading, fitted, has_opaque_part, in_words
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operation_record import evaluate
-from gradtools.seeing.formulas.operations.arrays import arrange, constant, meant, picked, take_along
+from gradtools.seeing.formulas.operations.arrays import constant, meant, picked, take_along
 from gradtools.seeing.formulas.operations.elementwise import is_integer
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.recorded import (
-    Recorded,
-    fitted,
-    has_opaque_part,
-    in_vocabulary,
-    in_words,
-)
+from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import operands, recorded_run, source_lines
 
@@ -92,8 +90,6 @@ class _Translator:
         self._given: dict[Expr, Any] = {}  # the values of all leaves
         self._arrays: dict[int, Entry] = {}
         self._exprs: dict[Known, Expr] = {}
-        self._eqn: Any = None
-        self._values: list[Any] = []
 
     # --- values
 
@@ -134,19 +130,6 @@ class _Translator:
         leaves = [e for e in order([x]) if e.op == "placeholder"]
         return evaluate([x], {e: self._given[e] for e in leaves})[0]
 
-    def arranged(self, x: Expr) -> Expr | None:
-        """The equation's result as entries of its first operand, if it consists of these alone."""
-        run = lambda counts: _bound(self._eqn, [counts, *self._values[1:]])[0]
-        dtype = self._eqn.invars[0].aval.dtype
-        counts = np.arange(1, 1 + int(np.prod(x.shape))).reshape(x.shape)
-        if not jnp.issubdtype(dtype, jnp.inexact) or counts.size > 1 << 20:
-            return None
-        with jax.ensure_compile_time_eval():
-            result, twice = (np.asarray(run(jnp.asarray(k * counts, dtype))) for k in (1, 2))
-        if not result.all() or not np.array_equal(2 * result, twice):  # it fills in constants
-            return None
-        return arrange(x, np.round(result.real).astype(int) - 1)
-
     # --- equations
 
     def run(self, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]:
@@ -183,20 +166,10 @@ class _Translator:
         shown = getattr(kernel, "name", None) or operands.name_of(eqn)
         if any(map(_is_key, known)):
             return self._named(eqn, entries, shown)
-        xs = [self.expr(e) for e in entries]
-        self._eqn = eqn
-        self._values = [e.value if isinstance(e, Known) else None for e in entries]
-        if name in PRIMITIVES:
-            result = PRIMITIVES[name](self, eqn.params, *xs)
-        else:
-            ordered, exponent = [xs[i] for i in operands.order_of(eqn)], operands.exponent_of(eqn)
-            if exponent is not None:
-                ordered.append(constant(value=float(exponent)))
-            attributes, likes = operands.attributes_of(eqn), [*map(_like, eqn.outvars)]
-            result = in_vocabulary(operands.name_of(eqn), ordered, attributes, likes)
+        result = BoundEquation.of(self, eqn, entries).translated(READINGS, name)
         if result is None:
             return self._named(eqn, entries, shown, numbers=name == "rem")
-        return self._fitted(eqn, [result] if isinstance(result, Expr) else result)
+        return self._fitted(eqn, result)
 
     def _fitted(self, eqn: Any, results: Sequence[Expr]) -> list[Entry]:
         dtypes = [var.aval.dtype for var in eqn.outvars if eqn.primitive.name not in _EXACT]
@@ -255,7 +228,7 @@ class _Translator:
         keyed = any(isinstance(e, Known) and _is_key(e.value) for e in entries)
         if own and not known and name in _WORDS and not keyed:
             xs, attributes = [*map(self.expr, entries)], _WORDS[name](eqn.outvars[0].aval)
-            result = in_vocabulary(name, xs, attributes, [*map(_like, eqn.outvars)])
+            result = Call(name, xs, attributes, [*map(_like, eqn.outvars)], None).translated({})
             if result is not None:
                 return self._fitted(eqn, result)
         if own and not known and name in _WHOLE:
@@ -269,6 +242,36 @@ class _Translator:
             if has_opaque_part(made, given):
                 return self._named(eqn, entries, name, with_words=False, numbers=True)
         return results
+
+
+@dataclass(eq=False)
+class BoundEquation(Call):
+    """An equation, with expressions in place of its operands."""
+
+    translator: _Translator
+    eqn: Any
+    entries: Sequence[Entry]
+
+    @classmethod
+    def of(cls, translator: _Translator, eqn: Any, entries: Sequence[Entry]) -> BoundEquation:
+        """The equation with these entries of its operands."""
+        xs = [translator.expr(e) for e in entries]
+        xs, exponent = [xs[i] for i in operands.order_of(eqn)], operands.exponent_of(eqn)
+        xs += [] if exponent is None else [constant(value=float(exponent))]
+        attributes, likes = operands.attributes_of(eqn), [*map(_like, eqn.outvars)]
+        name, own = operands.name_of(eqn), SimpleNamespace(**eqn.params)
+        return cls(name, xs, attributes, likes, own, translator, eqn, entries)
+
+    def value_of(self, x: Expr) -> np.ndarray:
+        """The numbers of an operand at the program's leaves."""
+        return self.translator.concrete(x)
+
+    def computed(self, first: np.ndarray) -> np.ndarray:
+        """The result at another first operand."""
+        others = [getattr(e, "value", None) for e in self.entries[1:]]
+        with jax.ensure_compile_time_eval():
+            x = jnp.asarray(first, self.eqn.invars[0].aval.dtype)
+            return np.asarray(_bound(self.eqn, [x, *others])[0])
 
 
 def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
@@ -306,14 +309,15 @@ def _is_key(x: Any) -> bool:
 # --- primitives and functions whose meaning differs by more than the name
 
 
-def _gathered(w: _Translator, p: Mapping[str, Any], x: Expr, indices: Expr) -> Expr | None:
+def _gathered(call: Call) -> Expr | None:
     """Rows by integers, one entry of each row, or constant places; else None."""
+    x, indices = call.operands
     if indices.turn[0]:
-        return w.arranged(x)
+        return call.arranged() if x.is_inexact and prod(x.shape) <= 1 << 20 else None
     if not indices.rank:
         return None
-    known = w.concrete(indices)
-    d, sizes = p["dimension_numbers"], p["slice_sizes"]
+    known = call.value_of(indices)
+    d, sizes = call.own.dimension_numbers, call.own.slice_sizes
     axes = tuple(d.start_index_map)
     limits = [x.shape[a] - sizes[a] for a in axes]
     if not bool(np.all((known >= 0) & (known <= np.array(limits)))):
@@ -322,7 +326,7 @@ def _gathered(w: _Translator, p: Mapping[str, Any], x: Expr, indices: Expr) -> E
     over = tuple(getattr(d, "start_indices_batching_dims", ()))
     i = reshape(indices, indices.shape[:-1]) if len(axes) == 1 else None
     if batched and i is not None and len(batched) == x.rank - 1 == i.rank - 1 and batched == over:
-        return take_along(x, i, axes[0]) if not d.offset_dims else None
+        return take_along(x, i, axis=axes[0]) if not d.offset_dims else None
     if batched or tuple(d.collapsed_slice_dims) != axes:
         return None
     if i is not None and all(sizes[a] == n for a, n in enumerate(x.shape) if a != axes[0]):
@@ -339,11 +343,11 @@ def _gathered(w: _Translator, p: Mapping[str, Any], x: Expr, indices: Expr) -> E
     return picked(x, reshape(rows[0], (x.shape[0],)))
 
 
-# Translations, from the translator, the parameters and the operands; None where they do not apply.
-PRIMITIVES: dict[str, Callable[..., Expr | Sequence[Expr] | None]] = {
-    "optimization_barrier": lambda w, p, *xs: list(xs),
-    "reduce_precision": lambda w, p, x: x,
-    "div": lambda w, p, a, b: None if is_integer(a) else a / b,  # integers' division truncates
+READINGS: dict[str, Reading] = {
+    "optimization_barrier": lambda call: call.operands,
+    "reduce_precision": lambda call: call.operands[0],
+    # The division of integers truncates.
+    "div": lambda call: None if is_integer(call.operands[0]) else truediv(*call.operands),
     "gather": _gathered,
 }
 # Functions of JAX's own that are of the vocabulary: their attributes, from the result's type.

@@ -12,7 +12,9 @@ a new root, from which later reads are taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,23 +24,17 @@ from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.formulas.algebra import einsum, imag, matmul, plus, real, swap
+from gradtools.seeing.formulas.calls import Call, fitted, has_opaque_part, in_words
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
 from gradtools.seeing.formulas.operations.arrays import arrange, constant, slices_of
 from gradtools.seeing.formulas.operations.elementwise import stop
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.recorded import (
-    Like,
-    fitted,
-    has_opaque_part,
-    in_vocabulary,
-    in_words,
-)
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.operations import NO_DATA
 from gradtools.seeing.torch.recording.recorder import Operations, Recorder
 from gradtools.seeing.torch.recording.values import Write, offsets, view_of
-from gradtools.seeing.torch.translating.translations import OPERATIONS
+from gradtools.seeing.torch.translating.translations import READINGS
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
@@ -239,9 +235,10 @@ class FormulaRecorder(Recorder[Expr]):
             return out
         if name == "copy_" and view_of(args[0]) == view_of(args[1]):  # the end of y[0] += 1
             return call.run()
-        bound = BoundCall(self, call)
-        bound.writes = writes = self.keep_written(call)
-        bound.out = out = call.run()
+        given = [self.of(x) for x in tensors_in([args, call.kwargs])]
+        own = SimpleNamespace(**{key: self.valued(v) for key, v in call.arguments()})
+        operands, writes = self.valued(call.operands()), self.keep_written(call)
+        out = call.run()
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
         for y in made:
             if y.layout is not torch.strided:
@@ -250,29 +247,30 @@ class FormulaRecorder(Recorder[Expr]):
                     f"formula: f makes a {layout} tensor ({name}); a formula is of dense ones. "
                     "Give f dense arguments, or leave to_sparse out."
                 )
-        bound.outs = outs = made or writes
-        bound.likes = [_like(y) for y in outs]
-        if name in (*_DRAWS, *NO_DATA) or all(x.turn[0] for x in bound.given):
-            values: Sequence[Expr | None] = [self.constant(y) for y in outs]
+        outs, values = made or writes, None
+        if name in (*_DRAWS, *NO_DATA) or all(x.turn[0] for x in given):
+            values = [self.constant(y) for y in outs]
         else:
-            result = bound.translated()
-            if result is None and (made or not writes):
-                parts = self._in_parts(bound, writes if made else [])
-                if parts is not None:
-                    self._note(writes, [self.constant(x) for x in writes], written=True)
-                    return parts[0]
-            values = result or bound.by_name()
-        self._note(outs, values[: len(outs)], not made)
+            said, attributes = call.said(out)
+            xs = [x if isinstance(x, Expr) else constant(value=x) for x in operands]
+            bound = BoundCall(said, xs, attributes, [*map(_like, outs)], own, self, call, outs)
+            values = bound.translated(READINGS, name if name.endswith("__") else name.rstrip("_"))
+            if values is None and (made or not writes):
+                parts = self._in_parts(call, given, writes if made else [])
+                out, values = parts if parts is not None else (out, None)
+            values = bound.by_name() if values is None else values
+        self._note(outs, values, not made)
         if made:  # side outputs, such as running statistics, become constants
             self._note(writes, [self.constant(x) for x in writes], written=True)
         return out
 
-    def _in_parts(self, bound: BoundCall, left_out: Sequence[Tensor]) -> tuple[Any] | None:
+    def _in_parts(
+        self, call: AtenCall, given: Sequence[Expr], left_out: Sequence[Tensor]
+    ) -> tuple[Any, list[Expr | None]] | None:
         """The result of PyTorch's decomposition, if all of its parts are in the vocabulary.
 
         left_out: Tensors that the operation only updates; the decomposition gets None.
         """
-        call = bound.call
         if call.raw.startswith(_WHOLE):
             return None
         decomposed = upstream.decompositions().get(call.func, call.func.decompose)
@@ -285,7 +283,7 @@ class FormulaRecorder(Recorder[Expr]):
         if out is NotImplemented:
             return None
         results = [self.of(y) for y in tensors_in(out) if is_inexact(y)]
-        return None if has_opaque_part(results, bound.given) else (out,)
+        return None if has_opaque_part(results, given) else (out, [])
 
     def named(
         self,
@@ -312,41 +310,13 @@ class FormulaRecorder(Recorder[Expr]):
         return [self.valued(v) for v in x] if isinstance(x, list | tuple) else x
 
 
-class BoundCall:
-    """An aten call with expressions in place of tensors, each an attribute by aten's name.
+@dataclass(eq=False)
+class BoundCall(Call):
+    """An aten call, with expressions in place of tensors."""
 
-    Attributes:
-        recorder: The recorder.
-        call: The call.
-        given: The expressions of its tensors.
-        out: What it returned.
-        outs: Its results, or what it wrote to in place.
-        likes: Their shapes and kinds.
-        writes: The tensors that it wrote to.
-    """
-
-    out: Any
-    outs: Sequence[Tensor]
-    likes: Sequence[Like]
-    writes: Sequence[Tensor]
-
-    def __init__(self, recorder: FormulaRecorder, call: AtenCall) -> None:
-        vars(self).update({name: recorder.valued(v) for name, v in call.arguments()})
-        self.recorder, self.call = recorder, call
-        self.given = [recorder.of(x) for x in tensors_in([v for _, v in call.arguments()])]
-        self._operands = recorder.valued(call.operands())
-
-    def translated(self) -> list[Expr | None] | None:
-        """The results by a translation, or by the neutral name and attributes; else None."""
-        call = self.call
-        native = call.raw if call.raw.endswith("__") else call.raw.rstrip("_")
-        result = OPERATIONS[native](self) if native in OPERATIONS else None
-        if result is not None:
-            return list(result) if isinstance(result, list | tuple) else [result]
-        name, attributes = call.said(self.out)
-        operands = [x if isinstance(x, Expr) else constant(value=x) for x in self._operands]
-        attributes = {k: v for k, v in attributes.items() if k != "dtype" or name == "cast"}
-        return in_vocabulary(name, operands, attributes, self.likes)  # type: ignore[return-value]
+    recorder: FormulaRecorder
+    call: AtenCall
+    outs: Sequence[Tensor]  # its results, or what it wrote to in place
 
     def by_name(self, **changed: Any) -> list[Expr | None]:
         """The results as an opaque operation, some arguments being changed."""
@@ -354,20 +324,21 @@ class BoundCall:
         args = [changed.get(a.name, v) for a, v in call.bound if not a.kwarg_only]
         kwargs = {a.name: changed.get(a.name, v) for a, v in call.bound if a.kwarg_only}
         operands = [recorder.of(x) for x in tensors_in([args, kwargs])]
-        name, attributes = call.said(self.out)
-        words = in_words(attributes, operands[0].rank)
+        name, words = self.name, in_words(self.attributes, operands[0].rank)
         if call.func.namespace == "gradtools" and recorder.rules:
             name, words = recorder.rules[-1][0], ""
         name = name.removeprefix("linalg_")
         return recorder.named(name, call.func, args, kwargs, operands, self.outs, words)
 
-    def places(self) -> np.ndarray:
-        """For each element of the result its place in the first operand, -1 where it has none."""
+    def value_of(self, x: Expr) -> np.ndarray:
+        """The numbers of an operand in this run."""
+        return self.recorder.value_of(x)
+
+    def computed(self, first: np.ndarray) -> np.ndarray:
+        """The result at another first operand."""
         with self.recorder.silent(), upstream.disable_current_modes():
-            shape = self.given[0].shape
-            count = torch.arange(1, int(np.prod(shape)) + 1, dtype=torch.float64)
-            result = self.call.func(count.reshape(shape), *self.call.args[1:], **self.call.kwargs)
-            return result.round().long().numpy() - 1  # type: ignore[no-any-return]
+            x, call = torch.from_numpy(first).double(), self.call
+            return call.func(x, *call.args[1:], **call.kwargs).numpy()  # type: ignore[no-any-return]
 
 
 _of = lambda meant, *xs: (meant, *xs)

@@ -105,13 +105,9 @@ def product(
     shape: Iterable[int],
     coefficient: Any = 1.0,
 ) -> Expr:
-    """The canonical einsum of the factors.
+    """The canonical einsum of factors with the labels of their axes, all different in each.
 
-    Args:
-        entries: The factors, each with the labels of its axes, all different in one factor.
-        out: The labels of the result, all different.
-        shape: The lengths of the result's axes.
-        coefficient: A number.
+    out, shape: The labels of the result, all different, and their lengths.
     """
     out, shape = tuple(out), tuple(shape)
     size = dict(zip(out, shape, strict=True))

@@ -370,11 +370,6 @@ def adjoint(
 ) -> tuple[list[Expr], dict[Expr, Expr]]:
     """The adjoint program, by reverse mode: values are visited in reverse topological order.
 
-    Args:
-        outputs: The expressions to differentiate.
-        cotangents: The cotangent of each output, of its shape.
-        wrt: The values with respect to which it differentiates.
-
     Returns:
         The cotangents of ``wrt``, and the cotangent of every value between.
     """

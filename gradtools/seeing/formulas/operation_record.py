@@ -102,11 +102,7 @@ def is_elementwise(x: Expr) -> bool:
 
 
 def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarray]:
-    """The roots' values; each subexpression is computed once.
-
-    Args:
-        roots: The expressions to evaluate.
-        known: The values of the placeholders that the roots depend on.
+    """The roots' values from those of the placeholders; each subexpression is computed once.
 
     Raises:
         GradtoolsError: A placeholder has no value, or an operation cannot be computed.

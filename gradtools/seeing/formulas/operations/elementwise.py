@@ -57,20 +57,11 @@ def entrywise(
     make: Make | None = None,
     **known: Any,
 ) -> Callable[[Made], Made]:
-    """Register an elementwise operation.
+    """Register an elementwise operation; returns a decorator of its `make`.
 
-    Args:
-        name: Its name.
-        evaluate: Computes it in NumPy from the arguments and the attributes.
-        derivatives: The partial derivatives f' of a holomorphic function, from its value and its
-            arguments; the cotangent of an argument is conj(f') g.
-        pullback: As in `Operation`, instead of derivatives.
-        kind: The kind of the result; by default the widest of the arguments', at least real.
-        make: As in `Operation`; by default the operation itself, without attributes.
-        known: Further fields of `Operation`.
-
-    Returns:
-        A decorator of `make`, which may be given so instead.
+    It is computed in NumPy from the arguments and the attributes. Of a holomorphic function the
+    partial derivatives f' are given, from its value and its arguments; the cotangent of an argument
+    is conj(f') g. The kind is by default the widest of the arguments', at least real.
     """
 
     def result(*args: Expr, **attributes: Any) -> tuple[tuple[int, ...], str]:

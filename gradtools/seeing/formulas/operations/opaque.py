@@ -46,8 +46,7 @@ class OpaqueFunction:
     ) -> OpaqueFunction:
         """The function from operands and chosen outputs' cotangents to wanted operands' cotangents.
 
-        Other operands are not differentiated, because they may have no derivative. `with_outputs`:
-        all outputs precede the cotangents.
+        with_outputs: All outputs precede the cotangents.
         """
         count, backend = len(self.moving), self.backend
 
@@ -84,15 +83,9 @@ def by_name(
     words: str = "",
     **about: Any,
 ) -> list[Expr]:
-    """The outputs of an opaque operation.
+    """The outputs of an opaque operation, by the shape and the kind of each.
 
-    Args:
-        name: Its name.
-        args: Its operands.
-        outputs: The shape and the kind of each output.
-        kernel: Computes it.
-        words: Its parameters as text, for a note.
-        about: For an adjoint, what its notation needs.
+    words: Its parameters as text, for a note; about: for an adjoint, what its notation needs.
     """
     call = expr("by_name", args, (), SEVERAL, name=name, kernel=kernel, words=words, **about)
     return [expr("output", (call,), s, kind, index=k) for k, (s, kind) in enumerate(outputs)]

@@ -56,15 +56,10 @@ def _reduction(
     kind: str = "",
     **known: Any,
 ) -> Callable[..., Any]:
-    """Register a reduction.
+    """Register a reduction, whose kind is by default that of its argument.
 
-    Args:
-        name: Its name.
-        evaluate: Computes it in NumPy from the argument and the axes.
-        pullback: The argument's cotangent from the value and the cotangent, both broadcast to the
-            argument, the argument and the axes.
-        kind: The kind of the result; by default that of the argument.
-        known: Further fields of `Operation`.
+    It is computed in NumPy from the argument and the axes; its pullback is a function of the value
+    and the cotangent, both broadcast to the argument, the argument and the axes.
     """
 
     def pulled(y: Expr, g: Expr, x: Expr) -> list[Expr]:
@@ -118,10 +113,7 @@ def norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr
 
 
 def _along(name: str, evaluate: Make, pullback: Callable[..., Expr], **known: Any) -> None:
-    """Register a function along one axis; a scalar is an axis of length 1.
-
-    evaluate and pullback: As in `_reduction`, with one axis.
-    """
+    """Register a function along one axis; a scalar is an axis of length 1."""
 
     def make(x: Expr, *, axis: int) -> Expr:
         if x.rank:

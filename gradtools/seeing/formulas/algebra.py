@@ -531,11 +531,10 @@ real, imag = partial(_part, which=0), partial(_part, which=1)
 
 def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:
     """Removes axes of length 1."""
-    shape = tuple(n for a, n in enumerate(x.shape) if a not in axes)
+    kept = [a for a in range(x.rank) if a not in axes]
     if x.op == "einsum":
-        kept = [a for a in range(x.rank) if a not in axes]
-        entries = zip(x.args, x["labels"], strict=True)
-        return product(entries, kept, shape, x["coefficient"])
+        return drop_axes(x, kept)
+    shape = [x.shape[a] for a in kept]
     return reshape(x.args[0], shape) if x.op == "reshape" else expr("reshape", (x,), shape, x.kind)
 
 

@@ -363,7 +363,12 @@ class _ComparedRun:
                 continue
             passed += 1
             counted += all_finite(theirs)
-            came = returned(self._derived(derivation, point, convert), names, theirs[-1], call)
+            with self._trying():
+                result = derivation(*map(convert or self._array, chain(*point)))
+                own = list(result) if isinstance(result, tuple | list) else [result]
+                numpy = lambda x: None if x is None else self.backend.to_numpy(self._array(x))
+                came = [*map(numpy, own)]
+            came = returned(came, names, theirs[-1], call)
             result = compared(names, theirs[-1], came, tolerance, least_of(theirs))
             if not result:
                 return result
@@ -376,13 +381,6 @@ class _ComparedRun:
             f"called with {call}"
         )
         return Agreement(True, worst, message=message)
-
-    def _derived(self, derivation: Callable[..., Any], point: Point, convert: Any) -> Any:
-        """The results of a derivation at a point, as NumPy arrays."""
-        with self._trying():
-            result = derivation(*map(convert or self._array, chain(*point)))
-            numpy = lambda x: None if x is None else self.backend.to_numpy(self._array(x))
-            return tuple(map(numpy, result)) if isinstance(result, tuple | list) else numpy(result)
 
     # --- points and precision
 
@@ -544,9 +542,8 @@ def moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
     return np.where(x == 0, step * n, x * np.exp(step * n))
 
 
-def returned(given: Any, names: Sequence[str], expected: Group, call: str) -> list[Any]:
+def returned(result: list, names: Sequence[str], expected: Group, call: str) -> list[Any]:
     """Normalizes a derivation's results to one entry for each input."""
-    result = list(given) if isinstance(given, tuple | list) else [given]
     can = [k for k, a in enumerate(expected) if a is not None]
     if len(result) == len(can) < len(expected):
         return replaced_at([None] * len(expected), can, result)

@@ -32,7 +32,6 @@ Form = Callable[["ExpressionWriter", Expr], Written]
 EntryForm = Callable[[Expr, list[Written], bool], Written]
 Make = Callable[..., Any]
 Made = TypeVar("Made", bound=Make)
-Cotangents = list[Expr | None]  # of the arguments; None where one has no derivative
 
 
 @dataclass(frozen=True)

@@ -214,23 +214,14 @@ def _of_one_hot(x: Expr) -> Expr | None:
 # --- elementwise functions
 
 
-def _exponent(x: Expr) -> Expr | None:
-    """Z, if x is 1 + exp(z)."""
-    others = [t for t in x.args if constant_of(t) != 1]
-    exponential = x.op == "add" and len(x.args) == 2 and [t.op for t in others] == ["exp"]
-    return others[0].args[0] if exponential else None
-
-
-def _sigmoid(x: Expr) -> Expr | None:
-    """1 / (1 + exp(-z))."""
-    z = _exponent(x.args[0]) if x["exponent"] == -1 else None
-    return None if z is None else apply("sigmoid", -z)
-
-
-def _softplus(x: Expr) -> Expr | None:
-    """log(1 + exp(z))."""
-    z = None if x.is_complex else _exponent(x.args[0])
-    return None if z is None else apply("softplus", z)
+def _of_exponential(x: Expr) -> Expr | None:
+    """1 / (1 + exp(-z)), and log(1 + exp(z))."""
+    for e in (t for t in x.args[0].args if t.op == "exp"):
+        if x is (1 + e) ** -1:
+            return apply("sigmoid", -e.args[0])
+        if x is apply("log", 1 + e) and not x.is_complex:
+            return apply("softplus", e.args[0])
+    return None
 
 
 def _needless(x: Expr) -> Expr | None:
@@ -299,8 +290,8 @@ def _norm(x: Expr) -> Expr | None:
 _PATTERNS: dict[str, tuple[Callable[[Expr], Expr | None], ...]] = {
     "abs": (_needless,),
     "relu": (_needless,),
-    "log": (_logsumexp, _softplus),
+    "log": (_logsumexp, _of_exponential),
     "einsum": (_softmax, _variance, _standardize),
     "add": (_log_softmax, _of_one_hot, _variance_of_moments),
-    "power": (_sigmoid, _norm),
+    "power": (_of_exponential, _norm),
 }

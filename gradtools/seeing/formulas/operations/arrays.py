@@ -285,13 +285,14 @@ def _index_add_value(y: Expr, u: np.ndarray, i: np.ndarray) -> np.ndarray:
     return out
 
 
-def _index_where(w: ExpressionWriter, x: Expr) -> str:
-    return ":, " * x["axis"] + w.whole(x.args[1]).text
-
-
-def _index_add_form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    w.note("add_at[i](u): zeros with u added at the places i")
-    return ts.Written(f"add_at[{_index_where(w, x)}]({w.operand(x.args[0]).text})")
+def _index_form(w: ExpressionWriter, x: Expr) -> ts.Written:
+    """A part of the array, or zeros to which that part is added."""
+    if x.op == "index_add":
+        w.note("add_at[i](u): zeros with u added at the places i")
+    inner, where = w.operand(x.args[0]), ":, " * x["axis"] + w.whole(x.args[1]).text
+    return (
+        ts.part(inner, where) if x.op == "index" else ts.Written(f"add_at[{where}]({inner.text})")
+    )
 
 
 def _index_labels(y: Expr) -> list[Sequence[int | None]]:
@@ -310,14 +311,14 @@ operation(
     lambda y, x, i: np.moveaxis(x, y["axis"], 0)[i.astype(np.int64, copy=False)],
     lambda y, g, x, i: [expr("index_add", (g, i), x.shape, g.kind, axis=y["axis"]), None],
     result=lambda x, i, axis: ((*i.shape, *x.shape[:axis], *x.shape[axis + 1 :]), x.kind),
-    form=lambda w, x: ts.part(w.operand(x.args[0]), _index_where(w, x)),
+    form=_index_form,
     labels=_index_labels,
 )
 operation(
     "index_add",
     _index_add_value,
     lambda y, g, u, i: [apply("index", g, i, axis=y["axis"]), None],
-    form=_index_add_form,
+    form=_index_form,
     labels=_index_labels,
 )
 

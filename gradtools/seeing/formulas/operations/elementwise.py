@@ -14,16 +14,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import (
-    apply,
-    broadcast,
-    broadcast_shape,
-    conj,
-    imag,
-    negate,
-    real,
-    times,
-)
+from gradtools.seeing.formulas.algebra import apply, broadcast, broadcast_shape, conj, imag, real
 from gradtools.seeing.formulas.expressions import (
     BOOLEAN,
     COMPLEX,
@@ -37,14 +28,7 @@ from gradtools.seeing.formulas.expressions import (
     lifted,
     widest,
 )
-from gradtools.seeing.formulas.operation_record import (
-    Cotangents,
-    EntryForm,
-    Made,
-    Make,
-    operation,
-    word,
-)
+from gradtools.seeing.formulas.operation_record import EntryForm, Made, Make, operation, word
 
 
 def entrywise(
@@ -69,9 +53,9 @@ def entrywise(
         shape = broadcast_shape(*(a.shape for a in args))
         return shape, of or widest(REAL, *(a.kind for a in args))
 
-    def chain_rule(y: Expr, g: Expr, *args: Expr) -> Cotangents:
+    def chain_rule(y: Expr, g: Expr, *args: Expr) -> list[Expr | None]:
         assert derivatives is not None
-        return [times(conj(d), g) for d in derivatives(y, *args)]
+        return [conj(d) * g for d in derivatives(y, *args)]
 
     return operation(
         name,
@@ -160,8 +144,8 @@ operation(
     make=lambda a, b, *, alpha=1: a + _scaled(alpha, b),
 )
 word("subtract", lambda a, b, *, alpha=1: a - _scaled(alpha, b))
-word("negate", negate)
-word("multiply", lambda a, b: times(a, b))
+word("negate", lambda x: -x)
+word("multiply", lambda a, b: a * b)
 word("divide", lambda a, b: a / b)
 
 
@@ -229,7 +213,7 @@ def _sign(x: np.ndarray) -> np.ndarray:
     return np.where(size > 0, x / np.where(size > 0, size, 1), 0)
 
 
-def _sign_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
+def _sign_pullback(y: Expr, g: Expr, x: Expr) -> list[Expr | None]:
     if not x.is_complex:
         return [None]
     along = y * real(conj(y) * g)

@@ -16,6 +16,7 @@ import numpy as np
 
 from gradtools.jax import jaxprs
 from gradtools.jax.jaxprs import Eqn
+from gradtools.seeing.graphs.operation_names import RELATIONS, SHARED, by_native
 
 Attributes = dict[str, Any]
 
@@ -232,8 +233,7 @@ def _bounds(mode: Any) -> str | None:
     return None if name in ("fill_or_drop", "promise_in_bounds", None) else str(name)
 
 
-RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-RELATIONS |= {"eq_to": "==", "lt_to": "<", "le_to": "<="}  # the total order of a sort
+_RELATIONS = {"eq_to": "==", "lt_to": "<", "le_to": "<=", **RELATIONS}  # a sort's total order
 LOGIC = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", "not": "logical_not"}
 _MOVES = ["copy", "copy_p", "device_put", "pvary", "pbroadcast", "gradtools_reverse_only"]
 _REDUCTIONS = ["reduce_sum", "reduce_prod", "reduce_max", "reduce_min"]
@@ -248,7 +248,7 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     **dict.fromkeys(_RUNNING, lambda p, e: {"axis": p["axis"], "reverse": p["reverse"] or None}),
     **dict.fromkeys(_WINDOWS, _pooled),
     **dict.fromkeys(_SCATTERS, _scattered),
-    **dict.fromkeys(RELATIONS, lambda p, e: {"relation": RELATIONS[e.primitive.name]}),
+    **dict.fromkeys(_RELATIONS, lambda p, e: {"relation": _RELATIONS[e.primitive.name]}),
     **dict.fromkeys(("squeeze", "expand_dims"), lambda p, e: {"shape": _shape(e.outvars[0])}),
     "reshape": lambda p, e: {
         "shape": _shape(e.outvars[0]),
@@ -292,55 +292,39 @@ _UNSAID = frozenset(
     + ["num_consts", "num_carry", "cond_nconsts", "body_nconsts", "symbolic_zeros"]
 )
 
-_NAMES = {
-    native: line.split()[0]
-    for line in """
-        identity        copy copy_p pvary pbroadcast device_put gradtools_reverse_only
-        stop            stop_gradient
-        negate          neg
-        arcsin          asin
-        arccos          acos
-        arctan          atan
-        arcsinh         asinh
-        arccosh         acosh
-        arctanh         atanh
-        sigmoid         logistic
-        erfinv          erf_inv
-        add             add_any
-        subtract        sub
-        multiply        mul
-        power           pow integer_pow
-        maximum         max
-        minimum         min
-        arctan2         atan2
-        divide          div
-        fmod            rem
-        clip            clamp
-        where           select_n
-        sum             reduce_sum psum psum2 psum_invariant
-        sum_pool        reduce_window_sum
-        prod            reduce_prod
-        max             reduce_max pmax
-        min             reduce_min pmin
-        max_pool        reduce_window_max
-        min_pool        reduce_window_min
-        unbind          unstack
-        all             reduce_and
-        any             reduce_or
-        compare         eq ne lt le gt ge eq_to lt_to le_to
-        cast            convert_element_type reduce_precision
-        broadcast       broadcast_in_dim
-        reshape         squeeze expand_dims
-        flip            rev
-        scatter         scatter-mul scatter-min scatter-max scatter_mul
-        scatter_add     scatter-add scatter-sub scatter_sub select_and_scatter_add
-        topk            top_k
-        logcumsumexp    cumlogsumexp
-        update          dynamic_update_slice addupdate swap
-        convolution     conv_general_dilated
-        callback        pure_callback io_callback
-        checkpoint      remat remat2
-        call            jit pjit closed_call core_call xla_call
-    """.strip().splitlines()
-    for native in line.split()[1:]
-}
+_NAMES = SHARED | by_native("""
+    identity        copy copy_p pvary pbroadcast device_put gradtools_reverse_only
+    stop            stop_gradient
+    sigmoid         logistic
+    erfinv          erf_inv
+    add             add_any
+    power           integer_pow
+    maximum         max
+    minimum         min
+    fmod            rem
+    where           select_n
+    sum             reduce_sum psum psum2 psum_invariant
+    sum_pool        reduce_window_sum
+    prod            reduce_prod
+    max             reduce_max pmax
+    min             reduce_min pmin
+    max_pool        reduce_window_max
+    min_pool        reduce_window_min
+    unbind          unstack
+    all             reduce_and
+    any             reduce_or
+    compare         eq_to lt_to le_to
+    cast            convert_element_type reduce_precision
+    broadcast       broadcast_in_dim
+    reshape         squeeze expand_dims
+    flip            rev
+    scatter         scatter-mul scatter-min scatter-max scatter_mul
+    scatter_add     scatter-add scatter-sub scatter_sub select_and_scatter_add
+    topk            top_k
+    logcumsumexp    cumlogsumexp
+    update          dynamic_update_slice addupdate swap
+    convolution     conv_general_dilated
+    callback        pure_callback io_callback
+    checkpoint      remat remat2
+    call            jit pjit closed_call core_call xla_call
+""")

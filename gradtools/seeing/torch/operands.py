@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gradtools.seeing.graphs.attributes import numbers_text
+from gradtools.seeing.graphs.operation_names import RELATIONS
 from gradtools.seeing.torch.recording import operations
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in
@@ -189,8 +190,7 @@ _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     "polygamma": lambda xs: xs[-1:],
     **dict.fromkeys(("clamp_min", "clamp_max"), lambda xs: [x for x in xs if not _number(x)]),
 }
-_RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_RELATIONS |= {"equal": "==", "not_equal": "!=", "less": "<", "less_equal": "<="}
+_RELATIONS = {"equal": "==", "not_equal": "!=", "less": "<", "less_equal": "<="} | RELATIONS
 _RELATIONS |= {"greater": ">", "greater_equal": ">="}
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 

@@ -11,18 +11,19 @@ import re
 from typing import Any
 
 from gradtools.rules import Rule
+from gradtools.seeing.graphs.operation_names import SHARED, by_native
 
-_OTHER_NAMES = """
-subtract          sub rsub isub
+_NEUTRAL = SHARED | by_native("""
+subtract          rsub isub
 add               radd iadd foreach_add
-multiply          mul rmul imul
-divide            div true_divide truediv rtruediv rdiv idiv itruediv
-power             pow rpow ipow float_power
+multiply          rmul imul
+divide            true_divide truediv rtruediv rdiv idiv itruediv
+power             rpow ipow float_power
 floor_divide      floordiv rfloordiv ifloordiv
 remainder         mod rmod imod fmod
 matmul            mm bmm mv dot vdot rmatmul imatmul inner linear bilinear tensordot addmm baddbmm
     addmv addbmm addr chain_matmul multi_dot
-compare           gt ge lt le eq ne greater greater_equal less less_equal equal not_equal isclose
+compare           greater greater_equal less less_equal equal not_equal isclose
 logical_and       and rand bitwise_and
 logical_or        or ror bitwise_or
 logical_xor       xor rxor bitwise_xor
@@ -30,19 +31,12 @@ logical_not       invert bitwise_not
 is_nan            isnan
 is_finite         isfinite
 concatenate       cat concat hstack vstack dstack column_stack row_stack block_diag
-arcsin            asin
-arccos            acos
-arctan            atan
-arcsinh           asinh
-arccosh           acosh
-arctanh           atanh
-arctan2           atan2
 abs               absolute
 trunc             fix
 sign              sgn
 sigmoid           expit special_expit
 log_sigmoid       logsigmoid log_sigmoid_forward
-clip              clamp clamp_min clamp_max hardtanh relu6
+clip              clamp_min clamp_max hardtanh relu6
 max               amax
 min               amin
 maximum           fmax
@@ -56,7 +50,7 @@ reshape           view view_as reshape_as flatten unflatten squeeze unsqueeze ra
 broadcast         expand expand_as broadcast_to broadcast_tensors expand_copy
 identity          clone alias positive copy_fresh resolve_conj resolve_neg view_of fused_moving
 conj              conj_physical
-negate            neg negative neg_view
+negate            negative neg_view
 erfinv            special_erfinv
 log1p             special_log1p
 exp2              special_exp2
@@ -111,13 +105,7 @@ cross             linalg_cross
 outer             ger
 reflection_pad    reflection_pad1d reflection_pad2d reflection_pad3d
 replication_pad   replication_pad1d replication_pad2d replication_pad3d
-"""  # the neutral name, and PyTorch's; indented lines go on
-
-_NEUTRAL = {
-    other: line.split()[0]
-    for line in _OTHER_NAMES.strip().replace("\n    ", " ").splitlines()
-    for other in line.split()[1:]
-}
+""")
 
 
 def neutral(name: str) -> str:

@@ -1,0 +1,34 @@
+"""The neutral names of operations, which are those of `seeing/formulas/operations/`."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+
+def by_native(table: str) -> dict[str, str]:
+    """The neutral name of each of a framework's names.
+
+    table: Lines of a neutral name and the framework's names for it; indented lines go on.
+    """
+    lines = dedent(table).strip().replace("\n    ", " ").splitlines()
+    return {native: line.split()[0] for line in lines for native in line.split()[1:]}
+
+
+# The names that both frameworks have.
+SHARED = by_native("""
+    negate     neg
+    subtract   sub
+    multiply   mul
+    divide     div
+    power      pow
+    arcsin     asin
+    arccos     acos
+    arctan     atan
+    arcsinh    asinh
+    arccosh    acosh
+    arctanh    atanh
+    arctan2    atan2
+    clip       clamp
+    compare    eq ne lt le gt ge
+""")
+RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}

@@ -230,10 +230,7 @@ def _values(backend: Backend, x: Any) -> np.ndarray:
 class _ComparedRun:
     """One recorded run of f, and the comparison of its formula with automatic differentiation.
 
-    Args:
-        program: The user's call.
-        order: The order of the formula.
-        wide: Whether it is computed in double precision.
+    wide: Whether it is computed in double precision.
     """
 
     def __init__(self, program: LeafProgram, order: int, wide: bool) -> None:

@@ -60,18 +60,14 @@ class ExpressionWriter:
             NeedsIndices: It is ambiguous without indices.
         """
         try:
-            return self._written(x, None)
+            return self.entry(x, None)
         except NeedsIndices:
             if x.rank:
                 raise
             return self.entry(x, ())
 
-    def entry(self, x: Expr, letters: Sequence[str]) -> Written:
-        """The entry of x at these indices."""
-        return self._written(x, letters)
-
-    def _written(self, x: Expr, letters: Sequence[str] | None) -> Written:
-        """X as a whole array, or its entry at these indices."""
+    def entry(self, x: Expr, letters: Sequence[str] | None) -> Written:
+        """The entry of x at these indices; x as a whole array for None."""
         operation = OPERATIONS.get(x.op)
         if x in self.names:
             result = self.names[x]
@@ -82,7 +78,10 @@ class ExpressionWriter:
         elif x.op == "add" or is_elementwise(x):
             if letters is None:
                 self._must_align(x)
-            args = self._in_order(x.args) if x.op == "add" else x.args
+            # The terms of a sum: compositions first, then named values, then numbers.
+            is_named = lambda a: (a.args[0] if is_wrapper(a) else a) in self.names
+            rank = lambda a: 2 if constant_of(a) is not None else int(is_named(a))
+            args = sorted(x.args, key=rank) if x.op == "add" else x.args
             parts = [self.whole(a) if letters is None else self.entry(a, letters) for a in args]
             if x.op == "add":
                 return ts.summed(parts)
@@ -105,16 +104,6 @@ class ExpressionWriter:
             return self.whole(x)
         self.note("repeat: repeated along the axes that the operand lacks")
         return ts.function("repeat", [self.whole(drop_axes(x, kept))], "x".join(map(str, x.shape)))
-
-    def _in_order(self, terms: Sequence[Expr]) -> list[Expr]:
-        """Compositions first, then named values, then numbers."""
-
-        def key(x: Expr) -> int:
-            if constant_of(x) is not None:
-                return 2
-            return int((x.args[0] if is_wrapper(x) else x) in self.names)
-
-        return sorted(terms, key=key)
 
     def _must_align(self, x: Expr) -> None:
         """Check that operands with fewer axes align by distinct letters, else by all their axes.

@@ -44,12 +44,7 @@ from gradtools.seeing.jax import operands, recorded_run, source_lines
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
-    """The forward program as expressions.
-
-    Args:
-        program: A call of f. Its leaves are the inputs; their values determine data-dependent
-            indices and random draws.
-    """
+    """The forward program as expressions; its leaves also determine indices and random draws."""
     traced = recorded_run.trace(program.run, program.leaves)
     names = recorded_run.captured_arrays(program.run)
     translator = _Translator(program.backend)
@@ -67,13 +62,9 @@ def formula_graph(program: LeafProgram) -> Recorded:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """A value that does not depend on the arguments.
+    """A value that does not depend on the arguments."""
 
-    Attributes:
-        value: A NumPy array, or a JAX array of random keys.
-    """
-
-    value: Any
+    value: Any  # a NumPy array, or a JAX array of random keys
 
 
 Entry = Expr | Known

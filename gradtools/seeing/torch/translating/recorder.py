@@ -33,7 +33,7 @@ from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.operations import NO_DATA
 from gradtools.seeing.torch.recording.recorder import Operations, Recorder
-from gradtools.seeing.torch.recording.values import Write, offsets, view_of
+from gradtools.seeing.torch.recording.values import Write, like, offsets, view_of
 from gradtools.seeing.torch.translating.translations import READINGS
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
@@ -54,17 +54,14 @@ _WHOLE += ("constant_pad", "floor_", "hardsigmoid", "repeat", "roll")
 
 def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
     """A tensor's shape and kind."""
-    with upstream.DisableTorchFunction():
-        return tuple(x.shape), kind_of(str(x.dtype).removeprefix("torch."))
+    shape, dtype = like(x)
+    return shape, kind_of(dtype)
 
 
 class FormulaRecorder(Recorder[Expr]):
     """Records the expression of each tensor.
 
-    Args:
-        undo: As in `Recorder`.
-        backend: PyTorch's.
-        cast_of: For a view of a cast, the original tensor and the cast; else None.
+    cast_of: For a view of a cast, the original tensor and the cast; else None.
     """
 
     caller, levels = "formula", ("rules", "functions", "operations")

@@ -5,10 +5,10 @@ program's arguments (index arithmetic, masks, random keys) are constant-folded::
 
     lt 2 0;  add 2 5;  select_n ...;  gather x [2]      ->    x[2]
 
-A value is an `Expr` or `Known`. A primitive has a translation, or keeps the graph's name and
-attributes (`../operands.py`) if these are of the vocabulary; else it becomes an opaque operation.
-So do loops, branches, functions with custom rules, and functions of JAX with an opaque part: the
-name `solve` is more readable than its LU factors. A random draw is a constant.
+A primitive has a reading, or the graph's name and attributes (`../operands.py`) if these are of the
+vocabulary; else it becomes an opaque operation. So do loops, branches, functions with custom rules,
+and functions of JAX with an opaque part: the name `solve` is more readable than its LU factors. A
+random draw is a constant.
 """
 
 from __future__ import annotations
@@ -60,14 +60,8 @@ def formula_graph(program: LeafProgram) -> Recorded:
     return Recorded(tuple(translator.inputs), tuple(outputs), held_here, narrow=narrow)
 
 
-@dataclass(frozen=True, eq=False)
-class Known:
-    """A value that does not depend on the arguments."""
-
-    value: Any  # a NumPy array, or a JAX array of random keys
-
-
-Entry = Expr | Known
+# An expression, or what does not depend on the arguments: a NumPy array, JAX's of random keys.
+Entry = Any
 
 
 class _Translator:
@@ -80,25 +74,24 @@ class _Translator:
         self.narrow: set[str] = set()  # the dtypes below double in which something is computed
         self._given: dict[Expr, Any] = {}  # the values of all leaves
         self._arrays: dict[int, Entry] = {}
-        self._exprs: dict[Known, Expr] = {}
 
     # --- values
 
     def leaf(self, name: str, x: Any) -> Entry:
-        """The entry of an argument's leaf. A random key is an input too, but a `Known` value."""
+        """The entry of an argument's leaf. A random key is an input too, and its own entry."""
         if _is_key(x):
             self.inputs.append(placeholder(name, jax.random.key_data(x).shape, "integer"))
-            return Known(x)
+            return x
         self.inputs.append(placeholder(name, x.shape, kind_of(x.dtype)))
         self._given[self.inputs[-1]] = x
         return self.inputs[-1]
 
     def held_array(self, x: Any, name: str = "") -> Entry:
-        """The entry of a captured array: a placeholder if inexact or named, else `Known`."""
+        """The entry of a captured array: a placeholder if inexact or named, else itself."""
         if id(x) not in self._arrays:
             keys = _is_key(x) or x.dtype == np.uint32
             if keys or not (name or jnp.issubdtype(x.dtype, jnp.inexact)):
-                self._arrays[id(x)] = Known(x if keys else np.asarray(x))
+                self._arrays[id(x)] = x if keys else np.asarray(x)
             else:
                 p = placeholder(name, x.shape, kind_of(x.dtype))
                 self.held[p] = self._given[p] = x
@@ -109,12 +102,9 @@ class _Translator:
         """The entry as an expression."""
         if isinstance(entry, Expr):
             return entry
-        if entry not in self._exprs:
-            value = np.asarray(entry.value)
-            if jnp.issubdtype(value.dtype, jnp.floating):
-                value = value.astype(np.float64)
-            self._exprs[entry] = constant(value=value)
-        return self._exprs[entry]
+        value = np.asarray(entry)
+        floating = jnp.issubdtype(value.dtype, jnp.floating)
+        return constant(value=value.astype(np.float64) if floating else value)
 
     def concrete(self, x: Expr) -> np.ndarray:
         """The numeric value at the program's leaves."""
@@ -127,31 +117,31 @@ class _Translator:
         """Translates a jaxpr from the entries of its constants and inputs to those of outputs."""
         step = lambda i, eqn, entries: self._step(eqn, entries)
         read = jaxpr.replace(eqns=jaxprs.needed(jaxpr, effects=False))
-        return jaxprs.interpreted(read, entries, step, lambda lit: Known(np.asarray(lit.val)))
+        return jaxprs.interpreted(read, entries, step, lambda lit: np.asarray(lit.val))
 
     def _step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """Translates one equation."""
         name = eqn.primitive.name
         if name in _OF_KEYS:  # random-key arithmetic is computed at the leaves
-            at_leaves = lambda x: Known(self.concrete(x).astype(np.uint32))
+            at_leaves = lambda x: self.concrete(x).astype(np.uint32)
             entries = [at_leaves(e) if isinstance(e, Expr) else e for e in entries]
         if name == "platform_index":
             here, platforms = jax.default_backend(), eqn.params["platforms"]
             chosen = next(k for k, names in enumerate(platforms) if names is None or here in names)
-            return [Known(np.asarray(chosen))]
+            return [np.asarray(chosen)]
         if name in (*jaxprs.CALLS, *jaxprs.RULED):
             return self._call(eqn, entries)
-        if name == "cond" and isinstance(entries[0], Known):
+        if name == "cond" and not isinstance(entries[0], Expr):
             branches = jaxprs.programs_of(eqn)
-            k = min(max(int(entries[0].value), 0), len(branches) - 1)
+            k = min(max(int(entries[0]), 0), len(branches) - 1)
             return self._opened(branches[k], entries[1:])
-        known = [e.value for e in entries if isinstance(e, Known)]
+        known = [e for e in entries if not isinstance(e, Expr)]
         if len(known) == len(entries) and not eqn.effects and name not in _LEAVING:
             with jax.ensure_compile_time_eval():  # constant folding, also inside of a trace
                 results = _bound(eqn, known)
-                return [Known(x if _is_key(x) else np.asarray(x)) for x in results]
+                return [x if _is_key(x) else np.asarray(x) for x in results]
         if name in _RULES:
-            return self._named(eqn, entries, eqn.params["rule"].name, with_words=False)
+            return self._named(eqn, entries, eqn.params["rule"].name)
         # For a host function, the name of its kernel.
         kernel = getattr(eqn.params.get("call"), "kernel", None)
         shown = getattr(kernel, "name", None) or operands.name_of(eqn)
@@ -168,14 +158,9 @@ class _Translator:
         return [fitted(x, _like(v)) for x, v in zip(results, eqn.outvars, strict=True)]
 
     def _named(
-        self,
-        eqn: Any,
-        entries: Sequence[Entry],
-        name: str,
-        with_words: bool = True,
-        numbers: bool = False,
+        self, eqn: Any, entries: Sequence[Entry], name: str, numbers: bool = False
     ) -> list[Entry]:
-        """As an opaque operation; `Known` operands that are not shown are part of its kernel.
+        """As an opaque operation; known operands that are not shown are part of its kernel.
 
         Shown are inexact arrays and, if `numbers`, constants without axes.
         """
@@ -183,22 +168,22 @@ class _Translator:
         def is_shown(e: Entry) -> bool:
             if isinstance(e, Expr):
                 return True
-            if not np.ndim(e.value):
-                return numbers and not _is_key(e.value)
-            return bool(jnp.issubdtype(e.value.dtype, jnp.inexact))
+            if not np.ndim(e):
+                return numbers and not _is_key(e)
+            return bool(jnp.issubdtype(e.dtype, jnp.inexact))
 
         shown = [k for k, e in enumerate(entries) if is_shown(e)]
         wide = bool(jax.config.read("jax_enable_x64"))
-        fixed = [getattr(e, "value", None) for e in entries]
         avals = [eqn.invars[k].aval for k in shown]
-        run = lambda *xs: _bound(eqn, replaced_at(fixed, shown, xs))
+        run = lambda *xs: _bound(eqn, replaced_at(entries, shown, xs))
         arrays = lambda values: [*map(self.backend.cast, values, avals)]
         inexact = tuple(map(self.backend.is_inexact, avals))
         kernel = OpaqueFunction(self.backend, run, arrays, inexact, partial(enable_x64, wide))
         outs = [_like(v) for v in eqn.outvars]
         args = [self.expr(entries[k]) for k in shown]
         rank = max((x.rank for x in args), default=0)
-        words = in_words(operands.attributes_of(eqn), rank) if with_words else ""
+        called = eqn.primitive.name in (*jaxprs.CALLS, *jaxprs.RULED, *_RULES)
+        words = "" if called else in_words(operands.attributes_of(eqn), rank)
         return self._fitted(eqn, by_name(name, args, outs, kernel, words))
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
@@ -215,23 +200,23 @@ class _Translator:
         name = str(eqn.params.get("name") or function_name(jaxpr))
         name = name.lstrip("_").rpartition(".")[2] or eqn.primitive.name
         name = {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
-        known = all(isinstance(e, Known) for e in entries)
-        keyed = any(isinstance(e, Known) and _is_key(e.value) for e in entries)
+        known = not any(isinstance(e, Expr) for e in entries)
+        keyed = any(not isinstance(e, Expr) and _is_key(e) for e in entries)
         if own and not known and name in _WORDS and not keyed:
             xs, attributes = [*map(self.expr, entries)], _WORDS[name](eqn.outvars[0].aval)
             result = Call(name, xs, attributes, [*map(_like, eqn.outvars)], None).translated({})
             if result is not None:
                 return self._fitted(eqn, result)
         if own and not known and name in _WHOLE:
-            return self._named(eqn, entries, name, with_words=False, numbers=True)
+            return self._named(eqn, entries, name, numbers=True)
         plain = own and eqn.primitive.name == "custom_jvp_call"
         if jaxprs.is_ruled(eqn) and not plain and not is_chunk(jaxpr):
-            return self._named(eqn, entries, name, with_words=False)
+            return self._named(eqn, entries, name)
         results = self._opened(program, entries)
         if own and len(jaxpr.eqns) > 1:
             made, given = ([e for e in some if isinstance(e, Expr)] for some in (results, entries))
             if has_opaque_part(made, given):
-                return self._named(eqn, entries, name, with_words=False, numbers=True)
+                return self._named(eqn, entries, name, numbers=True)
         return results
 
 
@@ -259,10 +244,9 @@ class BoundEquation(Call):
 
     def computed(self, first: np.ndarray) -> np.ndarray:
         """The result at another first operand."""
-        others = [getattr(e, "value", None) for e in self.entries[1:]]
         with jax.ensure_compile_time_eval():
             x = jnp.asarray(first, self.eqn.invars[0].aval.dtype)
-            return np.asarray(_bound(self.eqn, [x, *others])[0])
+            return np.asarray(_bound(self.eqn, [x, *self.entries[1:]])[0])
 
 
 def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:

@@ -389,7 +389,13 @@ class _ComparedRun:
         for _ in range(count):
             _, cotangents, directions = formula.point(rng)
             inputs = [moved(rng, x, step) for x in self.given]
-            result.append(self._rounded((inputs, cotangents, directions)))
+            if not self.wide:  # in the precision in which f runs
+                pairs = zip(inputs, self._dtypes, strict=True)
+                inputs = [x.astype(dtype) if x.dtype.kind in "fc" else x for x, dtype in pairs]
+                if any(x.dtype in (np.float32, np.complex64) for x in inputs):
+                    single = lambda x: x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
+                    cotangents, directions = [*map(single, cotangents)], [*map(single, directions)]
+            result.append((inputs, cotangents, directions))
         return result
 
     def _tolerance(self) -> float:
@@ -403,18 +409,6 @@ class _ComparedRun:
             )
         single = kinds & {"float32", "complex64"}
         return _IN_SINGLE * 10 ** (self.order - 1) if single else _EXACT
-
-    def _rounded(self, point: Point) -> Point:
-        """The point in the precision in which f runs."""
-        if self.wide:
-            return point
-        inputs, *others = point
-        pairs = zip(inputs, self._dtypes, strict=True)
-        arrays = [x.astype(dtype) if x.dtype.kind in "fc" else x for x, dtype in pairs]
-        if not any(a.dtype in (np.float32, np.complex64) for a in arrays):
-            return arrays, others[0], others[1]
-        single = lambda x: x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
-        return arrays, [*map(single, others[0])], [*map(single, others[1])]
 
     def _leaves(self, values: Sequence[Any]) -> list[Any]:
         """The framework's arrays of all inputs; integers and random keys are the given ones."""

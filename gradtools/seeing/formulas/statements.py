@@ -17,7 +17,7 @@ from gradtools.seeing.formulas.algebra import contracts, is_wrapper
 from gradtools.seeing.formulas.expressions import SEVERAL, Expr, constant_of, order
 from gradtools.seeing.formulas.operation_record import is_elementwise
 from gradtools.seeing.formulas.typesetting import Written
-from gradtools.seeing.formulas.writing import Axes, ExpressionWriter, NeedsIndices
+from gradtools.seeing.formulas.writing import Axes, ExpressionWriter
 
 _LONG = 60  # characters: a longer part of a line gets a line of its own
 Statement = tuple[Written, Written]  # left and right side of an equation
@@ -134,15 +134,9 @@ class Statements:
             inside = x in inner
             if x in names or (_is_plain(x) and not inside):
                 continue
-            try:
-                too_long = len(self.writer.whole(x).text) > _LONG and not _is_plain(x)
-            except NeedsIndices:
-                if inside:
-                    names[x] = self._new(self._base(x))
-                    continue
-                entry = self.writer.entry(x, self.axes.unique(x))
-                too_long = len(entry.text) > _LONG
-            if too_long and not is_wrapper(x):
+            letters, side = self.writer.side(x)
+            too_long = len(side.text) > _LONG and not (is_wrapper(x) or _is_plain(x))
+            if too_long or (letters and inside):
                 names[x] = self._new(self._base(x))
 
     # Lines.
@@ -180,14 +174,10 @@ class Statements:
 
     def _line(self, x: Expr, written: Written) -> Statement:
         own = self.writer.names.pop(x, None) if x.op != "placeholder" else None
-        try:
-            return written, self.writer.whole(x)
-        except NeedsIndices:
-            letters = self.axes.unique(x)
-            return ts.subscript(written, "".join(letters)), self.writer.entry(x, letters)
-        finally:
-            if own is not None:
-                self.writer.names[x] = own
+        letters, side = self.writer.side(x)
+        if own is not None:
+            self.writer.names[x] = own
+        return ts.subscript(written, letters) if letters else written, side
 
 
 _LIGHT = {

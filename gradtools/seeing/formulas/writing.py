@@ -66,6 +66,14 @@ class ExpressionWriter:
                 raise
             return self.entry(x, ())
 
+    def side(self, x: Expr) -> tuple[str, Written]:
+        """A side of an equation: of whole arrays, else of the entries with these letters."""
+        try:
+            return "", self.whole(x)
+        except NeedsIndices:
+            letters = self.axes.unique(x)
+            return "".join(letters), self.entry(x, letters)
+
     def entry(self, x: Expr, letters: Sequence[str] | None) -> Written:
         """The entry of x at these indices; x as a whole array for None."""
         operation = OPERATIONS.get(x.op)

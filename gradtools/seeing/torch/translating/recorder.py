@@ -334,7 +334,7 @@ class BoundCall(Call):
     def computed(self, first: np.ndarray) -> np.ndarray:
         """The result at another first operand."""
         with self.recorder.silent(), upstream.disable_current_modes():
-            x, call = torch.from_numpy(first).double(), self.call
+            x, call = torch.as_tensor(first, dtype=torch.float64), self.call
             return call.func(x, *call.args[1:], **call.kwargs).numpy()  # type: ignore[no-any-return]
 
 

@@ -234,8 +234,8 @@ def _text(value: Any) -> str:
 
 def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
     """The node with operands in the neutral order; a static exponent becomes an operand."""
-    order, exponent = operands.order_of(eqn), operands.exponent_of(eqn)
-    more = [] if exponent is None else [values.literal(Value((), "int32", str(exponent)))]
+    order, numbers = operands.operands_of(eqn)
+    more = [values.literal(Value((), "int32", str(n))) for n in numbers]
     inputs = (*(node.inputs[i] for i in order), *more)
     links = node.links and tuple(
         (*(row[i] for i in order), *[_CUT for _ in more]) for row in node.links

@@ -36,17 +36,16 @@ def name_of(eqn: Eqn) -> str:
     return _NAMES.get(name, name)
 
 
-def order_of(eqn: Eqn) -> tuple[int, ...]:
-    """The positions of its operands, in the framework-neutral order."""
+def operands_of(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The positions of its operands in the neutral order, and the numbers that follow them there.
+
+    Such a number is a static exponent.
+    """
     name = eqn.primitive.name
     if name == "select_n" and _is_choice(eqn):
-        return 0, 2, 1
-    return (1, 0, 2) if name == "clamp" else tuple(range(len(eqn.invars)))
-
-
-def exponent_of(eqn: Eqn) -> int | None:
-    """A static exponent, which the framework-neutral operation has as an operand."""
-    return int(eqn.params["y"]) if eqn.primitive.name == "integer_pow" else None
+        return (0, 2, 1), ()
+    numbers = (int(eqn.params["y"]),) if name == "integer_pow" else ()
+    return (1, 0, 2) if name == "clamp" else tuple(range(len(eqn.invars))), numbers
 
 
 def attributes_of(eqn: Eqn) -> Attributes:

@@ -93,12 +93,7 @@ def _differentiated(
 ) -> tuple[Callable[..., list[Any]], list[tuple[Any, str, int]], list[str]]:
     """The program of all passes as a function of arrays.
 
-    Args:
-        program: The program.
-        closed: Its jaxpr.
-        wrt: The differentiated leaves that a derivative reaches.
-        outs: The outputs that have a cotangent.
-        order: 1 with backward, 2 with backward of the backward.
+    wrt, outs: The differentiated leaves that a derivative reaches, the outputs with a cotangent.
 
     Returns:
         The function; for each input an example to trace at, its name and the pass in which it
@@ -173,12 +168,7 @@ def _in_passes(
 ) -> PlainGraph:
     """The graph with its nodes in passes, each with the origin of its forward node.
 
-    Args:
-        whole: The graph of all passes.
-        closed: Its jaxpr.
-        forward: The graph of the forward program.
-        entering: The pass in which each input enters.
-        names: The names of the outputs.
+    entering, names: The pass in which each input enters, and the names of the outputs.
     """
     phase_of = dict(zip(whole.inputs, entering, strict=True))
     phases = _phases(whole, phase_of)

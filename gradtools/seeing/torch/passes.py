@@ -165,12 +165,7 @@ class _RecordedNode:
 
 
 class _PassRecorder(Recorder[int]):
-    """Records the aten operations of each pass.
-
-    Args:
-        undo: As in `Recorder`.
-        hooked: Whether saved-tensor hooks are used.
-    """
+    """Records the aten operations of each pass; `hooked`: with saved-tensor hooks."""
 
     caller, needs_rules = "gradient_graph", False
 

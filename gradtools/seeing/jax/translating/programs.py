@@ -232,8 +232,8 @@ class BoundEquation(Call):
     def of(cls, translator: _Translator, eqn: Any, entries: Sequence[Entry]) -> BoundEquation:
         """The equation with these entries of its operands."""
         xs = [translator.expr(e) for e in entries]
-        xs, exponent = [xs[i] for i in operands.order_of(eqn)], operands.exponent_of(eqn)
-        xs += [] if exponent is None else [constant(value=float(exponent))]
+        places, numbers = operands.operands_of(eqn)
+        xs = [*(xs[i] for i in places), *(constant(value=float(n)) for n in numbers)]
         attributes, likes = operands.attributes_of(eqn), [*map(_like, eqn.outvars)]
         name, own = operands.name_of(eqn), SimpleNamespace(**eqn.params)
         return cls(name, xs, attributes, likes, own, translator, eqn, entries)

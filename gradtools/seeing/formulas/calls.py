@@ -1,4 +1,4 @@
-"""`Call`: one call of a framework in the graph's words, and what it means in the vocabulary.
+"""`FormulaCall`: one call of a framework in the graph's words, and what it means in the vocabulary.
 
 Both translators fill one for each operation of a run. `translated` makes expressions of it, by a
 reading of the translator's own, or by the name, operands and attributes. An operation without one
@@ -29,11 +29,11 @@ from gradtools.seeing.formulas.operations.arrays import arrange
 from gradtools.seeing.formulas.recorded import named
 
 Like = tuple[Sequence[int], str]  # shape and kind
-Reading = Callable[[Any], Any]  # from a `Call` to one or several expressions, or None
+Reading = Callable[[Any], Any]  # from a `FormulaCall` to one or several expressions, or None
 
 
 @dataclass(eq=False)
-class Call:
+class FormulaCall:
     """One call of a framework; a translator's own class can compute it."""
 
     name: str  # as the graph says it
@@ -55,7 +55,7 @@ class Call:
 
         A result that is None, such as the places of a maximum, is taken as a constant.
         """
-        result = readings.get(key, Call._in_vocabulary)(self)
+        result = readings.get(key, FormulaCall._in_vocabulary)(self)
         return result if result is None or isinstance(result, list) else [result]
 
     def _in_vocabulary(self) -> Any:

@@ -32,7 +32,7 @@ from gradtools.jax._upstream import Literal, enable_x64
 from gradtools.jax.jaxprs import function_name, is_chunk
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas.algebra import apply, reshape, transpose
-from gradtools.seeing.formulas.calls import Call, Reading, fitted, has_opaque_part, in_words
+from gradtools.seeing.formulas.calls import FormulaCall, Reading, fitted, has_opaque_part, in_words
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operation_record import evaluate
 from gradtools.seeing.formulas.operations.arrays import constant, meant, picked, take_along
@@ -204,7 +204,9 @@ class _Translator:
         keyed = any(not isinstance(e, Expr) and _is_key(e) for e in entries)
         if own and not known and name in _WORDS and not keyed:
             xs, attributes = [*map(self.expr, entries)], _WORDS[name](eqn.outvars[0].aval)
-            result = Call(name, xs, attributes, [*map(_like, eqn.outvars)], None).translated({})
+            result = FormulaCall(name, xs, attributes, [*map(_like, eqn.outvars)], None).translated(
+                {}
+            )
             if result is not None:
                 return self._fitted(eqn, result)
         if own and not known and name in _WHOLE:
@@ -221,7 +223,7 @@ class _Translator:
 
 
 @dataclass(eq=False)
-class BoundEquation(Call):
+class BoundEquation(FormulaCall):
     """An equation, with expressions in place of its operands."""
 
     translator: _Translator
@@ -284,7 +286,7 @@ def _is_key(x: Any) -> bool:
 # --- primitives and functions whose meaning differs by more than the name
 
 
-def _gathered(call: Call) -> Expr | None:
+def _gathered(call: FormulaCall) -> Expr | None:
     """Rows by integers, one entry of each row, or constant places; else None."""
     x, indices = call.operands
     if indices.turn[0]:

@@ -24,7 +24,7 @@ from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.formulas.algebra import einsum, imag, matmul, plus, real, swap
-from gradtools.seeing.formulas.calls import Call, fitted, has_opaque_part, in_words
+from gradtools.seeing.formulas.calls import FormulaCall, fitted, has_opaque_part, in_words
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
 from gradtools.seeing.formulas.operations.arrays import arrange, constant, slices_of
 from gradtools.seeing.formulas.operations.elementwise import stop
@@ -308,7 +308,7 @@ class FormulaRecorder(Recorder[Expr]):
 
 
 @dataclass(eq=False)
-class BoundCall(Call):
+class BoundCall(FormulaCall):
     """An aten call, with expressions in place of tensors."""
 
     recorder: FormulaRecorder

@@ -41,12 +41,10 @@ from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
 from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
-_DRAWN = """
-    rand randn randint randperm rand_like randn_like randint_like normal uniform bernoulli
-    multinomial exponential poisson geometric log_normal cauchy random normal_functional
-    normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_
-"""
-_DRAWS = frozenset(_DRAWN.split())
+_DRAWS = """
+rand randn randint randperm rand_like randn_like randint_like normal uniform bernoulli multinomial
+exponential poisson geometric log_normal cauchy random normal_functional
+""".split()
 # Prefixes of operations whose decomposition would be less readable than the name.
 _WHOLE = ("cum", "logcum", "upsample", "grid_sampler", "_fft", "convolution", "renorm", "linalg")
 _WHOLE += ("constant_pad", "floor_", "hardsigmoid", "repeat", "roll")
@@ -245,13 +243,14 @@ class FormulaRecorder(Recorder[Expr]):
                     "Give f dense arguments, or leave to_sparse out."
                 )
         outs, values = made or writes, None
-        if name in (*_DRAWS, *NO_DATA) or all(x.turn[0] for x in given):
+        key = name if name.endswith("__") else name.rstrip("_")
+        if key in (*_DRAWS, *NO_DATA) or all(x.turn[0] for x in given):
             values = [self.constant(y) for y in outs]
         else:
             said, attributes = call.said(out)
             xs = [x if isinstance(x, Expr) else constant(value=x) for x in operands]
             bound = BoundCall(said, xs, attributes, [*map(_like, outs)], own, self, call, outs)
-            values = bound.translated(READINGS, name if name.endswith("__") else name.rstrip("_"))
+            values = bound.translated(READINGS, key)
             if values is None and (made or not writes):
                 parts = self._in_parts(call, given, writes if made else [])
                 out, values = parts if parts is not None else (out, None)

@@ -63,10 +63,12 @@ def _remainder(call: Any) -> Expr | None:
 
 
 def _var_mean(call: Any) -> list[Expr]:
-    (x,), said = call.operands, dict(call.attributes)
-    squares = variance(x, **said)
-    del said["correction"]
-    return [squares, mean(x, **said)]
+    o = call.own
+    keep, correction = getattr(o, "keepdim", False), getattr(o, "correction", None)
+    axes = [a % o.self.rank for a in o.dim or range(o.self.rank)]
+    correction = int(getattr(o, "unbiased", True)) if correction is None else correction
+    squares = variance(o.self, axes=axes, correction=correction, keep=keep)
+    return [squares, mean(o.self, axes, keep)]
 
 
 def _nll(call: Any) -> Any:

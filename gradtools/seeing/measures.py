@@ -20,6 +20,7 @@ import numpy as np
 
 from gradtools.arguments.checks import check_function
 from gradtools.backend import Operators, P
+from gradtools.errors import GradtoolsError
 from gradtools.printing import table
 from gradtools.seeing.frameworks import Framework
 
@@ -178,6 +179,21 @@ def timed(run: Callable[[], Any], between: Callable[[], Any] = lambda: None) -> 
         del result
         between()
     return times
+
+
+def check_outside(is_traced: bool) -> None:
+    """Raises if the arrays of a call are tracers of a running transform."""
+    if is_traced:
+        raise GradtoolsError(
+            "measure: called inside of a transform, where arrays have no values. Call it "
+            "outside, on the transformed function."
+        )
+
+
+def without_saved(error: Exception) -> tuple[None, list[str]]:
+    """The bytes that f saves, unknown as it cannot be differentiated, and the note that says so."""
+    first = str(error).strip().partition("\n")[0]
+    return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
 
 
 def measurement(

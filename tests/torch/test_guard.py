@@ -91,3 +91,19 @@ def test_the_first_call_reads_the_graph_once_for_all_leaves(monkeypatch):
     tree = {str(k): torch.ones(2) for k in range(20)}
     gt.guard_gradients(lambda tree: sum((x * x).sum() for x in tree.values()))(tree)
     assert len(passes) == 1
+
+
+def test_a_parameter_of_which_the_loss_reads_a_result_that_was_there_before_is_used():
+    class Prepared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+            self.bias = torch.nn.Parameter(torch.ones(3))
+            self.doubled = 2 * self.weight
+
+        def forward(self, x):
+            return (x * self.doubled + self.bias).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gt.guard_gradients(Prepared())(X)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from gradtools.seeing.graphs.losing_operations import joined
 from gradtools.seeing.graphs.nodes import Node
@@ -61,34 +61,48 @@ class PassedCotangents:
     least: Callable[[], float]
 
 
-class Differentiated(Protocol):
-    """A program that ran at the given values, with its backward pass."""
+class Differentiated:
+    """A program that ran at the given values, with its backward pass; each framework has one.
 
-    @property
-    def leaves(self) -> Mapping[int, Any]:
-        """The examined arrays, by number."""
+    Attributes:
+        leaves: The examined arrays, by number.
+        outs: The floating outputs.
+    """
 
-    @property
-    def outs(self) -> Sequence[Any]:
-        """The floating outputs."""
+    leaves: Mapping[int, Any]
+    outs: Sequence[Any]
 
     def gradients(self, leaves: Sequence[int], draw: int | None = None) -> Mapping[int, Any]:
         """The gradients of these leaves; `draw`: the seed of rounding errors, if any."""
+        raise NotImplementedError
 
     def backward(self, leaves: Sequence[int], draw: int | None) -> Sequence[PassedCotangents]:
         """The operations of the backward pass towards these leaves, in program order."""
+        raise NotImplementedError
 
     def key_of(self, leaf: int) -> Hashable:
         """The key of a leaf's value."""
+        raise NotImplementedError
 
     def size(self, x: Any) -> float:
         """The greatest modulus of an array's entries; NaN if one is NaN, 0 if it is None."""
+        raise NotImplementedError
 
     def eps(self, x: Any) -> float:
         """The precision of an array's dtype."""
+        raise NotImplementedError
 
     def is_noise(self, ct: Any, other: Any) -> bool:
-        """Whether a cotangent is noise, given that of a perturbed backward pass."""
+        """Whether a cotangent is noise, given that of a perturbed backward pass.
+
+        Noise changes by about its own size. In half precision the roundings of a deep network alone
+        change a gradient by a quarter.
+        """
+        if ct is None:
+            return False
+        gradient, eps = self.size(ct), self.eps(ct)
+        change = self.size(ct if other is None else other - ct)
+        return 0 < gradient < math.inf and change >= gradient * (1.0 if eps > _HALF else 0.125)
 
 
 def examined(run: Differentiated) -> dict[int, list[Vanished] | None]:
@@ -239,15 +253,3 @@ def at_origins(places: Sequence[Vanished] | None, origins: Iterable[Node]) -> li
 def shaken(cotangent: Any, uniform: Any, eps: float) -> Any:
     """A cotangent with a rounding error in each entry, for draws from [-1, 1)."""
     return cotangent * (1 + _SHAKEN * eps * uniform)
-
-
-def is_noise(gradient: float, change: float, eps: float) -> bool:
-    """Whether perturbed cotangents change a gradient by about its own size.
-
-    Args:
-        gradient: The gradient's greatest modulus.
-        change: The change's greatest modulus.
-        eps: The precision of its dtype. In half precision the roundings of a deep network alone
-            change a gradient by a quarter.
-    """
-    return 0 < gradient < math.inf and change >= gradient * (1.0 if eps > _HALF else 0.125)

@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gradtools.arguments.keyword_hints import passed_on
-from gradtools.code_origin import Source, definition_of, place_of
-from gradtools.errors import GradtoolsError
+from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, NOISE, Finding
 from gradtools.seeing.graphs.derivative_flow import backward, behind, forward
 from gradtools.seeing.graphs.losing_operations import Loss, overwritten
 from gradtools.seeing.graphs.lost_terms import losses
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, grouped
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Refusal, Vanished
@@ -56,18 +54,9 @@ def recording_of(program: LeafProgram) -> Recording:
     Raises:
         GradtoolsError: f raised for reasons of its own.
     """
-    try:
-        return program.framework.recorded_run.record(  # type: ignore[no-any-return]
-            program.run, program.leaves, program.names
-        )
-    except GradtoolsError:
-        raise
-    except Exception as error:
-        message = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
-        raise GradtoolsError(
-            f"{program.caller}: f raised {message}{place_of(error)}. It must run at the given "
-            "arguments." + passed_on(error)
-        ) from error
+    with program.running():
+        record: Callable[..., Recording] = program.framework.recorded_run.record
+        return record(program.run, program.leaves, program.names)
 
 
 @dataclass(frozen=True)
@@ -115,7 +104,7 @@ def diagnosed(
     graph, findings = recording.graph, list[Finding]()
     matters = behind(graph, tuple(graph.outputs))
     trained = [graph.inputs[k] for k in recording.wanted]
-    trained += [p.number for p in recording.parameters if p.number is not None]
+    trained += [number for p in recording.parameters for number in p.numbers]
     trained += [number for one in examined for number in one.numbers]
     for one in examined:
         best = max((matters.get(n, Dependence.NONE) for n in one.numbers), default=Dependence.NONE)
@@ -278,15 +267,13 @@ def apart(
     A bias before a normalisation, or the bias of attention's keys, has no effect in many healthy
     models. It is noted only if other leaves of its group have a gradient.
     """
-    result: dict[str, list[Finding]] = {}
+    result = grouped((f for f in findings if not f.meant), lambda finding: finding.argument)
     noted: dict[str, list[str]] = {}
     for finding in findings:
         if finding.meant:
             text = f"{finding.operation} at {finding.source or 'a line of f'} {_MEANT}"
             names = noted.setdefault(text, [])
             names += [] if finding.argument in names else [finding.argument]
-        else:
-            result.setdefault(finding.argument, []).append(finding)
     for names in groups:
         if all(name in result for name in names):
             continue
@@ -352,7 +339,7 @@ def differentiated(program: LeafProgram, recording: Recording) -> list[Examined]
     parameters = recording.parameters if is_model else of_modules_in_use(recording.parameters)
     wanted = recording.wanted or (() if parameters else program.wrt)
     leaves = [Examined(program.names[k], (recording.graph.inputs[k],)) for k in wanted]
-    return leaves + [Examined(p.name, () if p.number is None else (p.number,)) for p in parameters]
+    return leaves + [Examined(p.name, p.numbers) for p in parameters]
 
 
 def of_modules_in_use(parameters: Sequence[CapturedParameter]) -> list[CapturedParameter]:
@@ -361,7 +348,7 @@ def of_modules_in_use(parameters: Sequence[CapturedParameter]) -> list[CapturedP
     A module that is merely reachable from f's closure or globals is not part of f.
     """
     root = lambda p: p.name.partition(".")[0]
-    used = {root(p) for p in parameters if p.number is not None}
+    used = {root(p) for p in parameters if p.numbers}
     return [p for p in parameters if root(p) in used]
 
 

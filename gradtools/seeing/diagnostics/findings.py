@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from gradtools.code_origin import Source
 
@@ -28,6 +29,9 @@ class FindingKind:
 
 _NOT_TRAINED = ("is not trained:", "are not trained:")
 _IS_NAN = "gets a gradient that is NaN or infinite:", "get gradients that are NaN or infinite:"
+
+_at_values = partial(FindingKind, numerical=True)
+_in_training = partial(FindingKind, has_place=False)
 
 KINDS: dict[str, FindingKind] = {
     "detached": FindingKind(
@@ -107,112 +111,96 @@ KINDS: dict[str, FindingKind] = {
         "the result is a NumPy or Python number, which carries no derivative",
         "return the framework's own array",
     ),
-    "multiplied_by_zero": FindingKind(
+    # at these values
+    "multiplied_by_zero": _at_values(
         "it is multiplied by zero at these values",
         "see where the other factor becomes zero; start it elsewhere, or mask later. A trained "
         "factor that starts at zero on purpose, as in LoRA and ReZero, moves in the first step",
-        numerical=True,
     ),
-    "dead": FindingKind(
+    "dead": _at_values(
         "it is flat at these values: relu below zero, clip outside of its bounds",
         "use a leaky or smooth version (leaky_relu, gelu, softplus), or scale what enters",
-        numerical=True,
     ),
-    "saturated": FindingKind(
+    "saturated": _at_values(
         "it is so far in its flat part that the derivative rounds to zero",
         "scale what enters, or work with logits and a log-space loss",
-        numerical=True,
     ),
-    "cancelled": FindingKind(
+    "cancelled": _at_values(
         "what reaches it over several paths adds up to zero at these values",
         "look for a constant in disguise, such as the sum of a softmax, or x - x",
-        numerical=True,
     ),
-    "underflow": FindingKind(
+    "underflow": _at_values(
         "the factors are not zero, but their product is too small for the dtype",
         "use float32 or float64, work in log space, or scale the loss",
-        numerical=True,
     ),
-    "empty": FindingKind(
+    "empty": _at_values(
         "none of its entries is selected by an index, a slice, a mask or a maximum",
         "check what is selected at these values",
-        numerical=True,
     ),
-    "nan": FindingKind(
+    "nan": _at_values(
         "from here on its gradient is NaN or infinite at these values",
         "keep what enters away from where the slope is infinite; where a mask selects it away, put "
         "a harmless value in first, for a cotangent of zero times an infinite slope is NaN: "
         "where(x > 0, f(where(x > 0, x, 1)), 0)",
-        numerical=True,
         headline=_IS_NAN,
     ),
-    "nan_value": FindingKind(
+    "nan_value": _at_values(
         "its result is NaN or infinite at these values, and so is everything computed from it",
         "see what enters: a negative number in sqrt or log, a zero that is divided by, a number "
         "too large for exp or for the dtype; clip it, or mask it before the operation",
-        numerical=True,
         headline=_IS_NAN,
     ),
-    "vanishing": FindingKind(
+    "vanishing": _at_values(
         "its gradient is too small for a step to show in the output; it shrinks most here",
         "use an activation that does not saturate, a residual connection or a normalization",
-        numerical=True,
         headline=("gets a gradient that vanishes:", "get gradients that vanish:"),
     ),
-    "unread": FindingKind(
+    # of a model
+    "unread": _in_training(
         "the loss does not use it",
         "use it in the computation of the loss, or remove it from the model",
-        has_place=False,
     ),
-    "no_graph": FindingKind(
+    "no_graph": _in_training(
         "the loss was computed without a graph: under no_grad or inference_mode, detached, or from "
         "frozen parameters alone",
         "compute it with gradients on; call why_zero with a closure, and it names the line",
-        has_place=False,
     ),
-    "zero_gradient": FindingKind(
+    "zero_gradient": _in_training(
         "its .grad is zero everywhere after the backward pass",
         "call why_zero with a closure that computes the loss, and it names the line",
         numerical=True,
-        has_place=False,
     ),
-    "frozen": FindingKind(
+    "frozen": _in_training(
         "its requires_grad is False",
         "call requires_grad_(True) if it is to be trained, else leave it out of the optimizer",
-        has_place=False,
     ),
-    "plain_list": FindingKind(
+    "plain_list": _in_training(
         "it is in a plain list, tuple or dict, in which a module does not see its parts",
         "use nn.ModuleList, nn.ModuleDict or nn.ParameterList",
         headline=_NOT_TRAINED,
-        has_place=False,
     ),
-    "unregistered": FindingKind(
+    "unregistered": _in_training(
         "it requires grad but is not a parameter, so parameters() does not list it",
         "make it a parameter after all other operations, self.name = nn.Parameter(tensor), and "
         "move the module instead of the tensor",
         headline=_NOT_TRAINED,
-        has_place=False,
     ),
-    "buffer": FindingKind(
+    "buffer": _in_training(
         "it requires grad but is registered as a buffer, which parameters() does not list",
         "register it as an nn.Parameter",
         headline=_NOT_TRAINED,
-        has_place=False,
     ),
-    "not_optimized": FindingKind(
+    "not_optimized": _in_training(
         "no step of the optimizer changes it",
         "create the optimizer with all parameters of the model after its last layer was added, or "
         "call add_param_group; check what masks and labels leave out",
         headline=_NOT_TRAINED,
-        has_place=False,
     ),
-    "other_model": FindingKind(
+    "other_model": _in_training(
         "the optimizer holds it, and it is no parameter of the model",
         "create the optimizer with the parameters of the trained model after that was copied, "
         "loaded, wrapped or moved",
         headline=("is optimized without effect:", "are optimized without effect:"),
-        has_place=False,
     ),
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradtools.printing import aligned, coloured, printable, table
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
-from gradtools.seeing.graphs.nodes import Dependence, shared_length
+from gradtools.seeing.graphs.nodes import Dependence, grouped, shared_length
 
 _BOLD, _RED, _GREEN, _DIM, _END = "\033[1m", "\033[31m", "\033[32m", "\033[2m", "\033[0m"
 
@@ -99,14 +99,9 @@ class GradientReport:
             if len(most) > 3:
                 names = f"all {len(self.arguments)} {_noun(self.arguments)}"
             blocks.append(paint(_GREEN, f"Nothing is lost: the output's gradient reaches {names}."))
-        alike: dict[Any, list[str]] = {}
-        result: dict[str, list[Finding]] = {}
-        for finding in self.findings:
-            result.setdefault(finding.argument, []).append(finding)
-        for name, findings in result.items():
-            places = tuple(dict.fromkeys((f.kind, f.source, f.whole, f.detail) for f in findings))
-            alike.setdefault(places, []).append(name)
-        for several in alike.values():
+        result = grouped(self.findings, lambda finding: finding.argument)
+        places = lambda name: tuple(dict.fromkeys(map(_place, result[name])))
+        for several in grouped(result, places).values():
             merged = _merged([result[name] for name in several])
             title = f"{gathered(several, self.arguments)} {_headline(merged, len(several) > 1)}"
             blocks.append("\n\n".join([paint(_BOLD, title), *(_lines(f, paint) for f in merged)]))
@@ -147,14 +142,10 @@ def _headline(findings: Sequence[Finding], several: bool) -> str:
 
 def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Merges the findings of several leaves by place: joins operations, intersects scopes."""
-    alike: dict[Any, list[Finding]] = {}
-    for finding in (f for findings in several for f in findings):
-        place = finding.kind, finding.source, finding.whole, finding.detail
-        alike.setdefault(place, []).append(finding)
     if len(several) == 1:
         return list(several[0])
     merged = []
-    for findings in alike.values():
+    for findings in grouped((f for of in several for f in of), _place).values():
         names = list(dict.fromkeys(f.operation for f in findings))
         more = ", ..." if len(names) > _OPERATIONS else ""
         scope = findings[0].scope[: shared_length([f.scope for f in findings])]
@@ -163,27 +154,27 @@ def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
     return merged
 
 
+def _place(f: Finding) -> Any:
+    return f.kind, f.source, f.whole, f.detail
+
+
 _OPERATIONS = 3  # operations of a group that are listed
 
 
 def by_weight(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Sorts findings: whole losses before lost terms, then by the number of leaves sharing them."""
-    of_name: dict[str, list[Finding]] = {}
-    for finding in findings:
-        of_name.setdefault(finding.argument, []).append(finding)
+    of_name = grouped(findings, lambda finding: finding.argument)
     places = {name: tuple((f.kind, f.source, f.whole) for f in of) for name, of in of_name.items()}
     counts = Counter(places.values())
     weight = lambda name: (not any(f.whole for f in of_name[name]), -counts[places[name]])
     return tuple(finding for name in sorted(of_name, key=weight) for finding in of_name[name])
 
 
-def grouped(lost: Sequence[tuple[str, str]], known: Sequence[str]) -> list[str]:
+def lines_of_lost(lost: Sequence[tuple[str, str]], known: Sequence[str]) -> list[str]:
     """A line for each leaf with its reason; one line per reason if it has many leaves."""
-    why: dict[str, list[str]] = {}
-    for name, reason in lost:
-        why.setdefault(reason, []).append(name)
     lines = []
-    for reason, names in why.items():
+    for reason, pairs in grouped(lost, lambda pair: pair[1]).items():
+        names = [name for name, _ in pairs]
         titles = names if len(names) <= _MOST else [gathered(names, known)]
         lines += [f"{title}: {reason}" for title in titles]
     return lines
@@ -212,9 +203,7 @@ def _noun(names: Sequence[str]) -> str:
 
 
 def _gathered(names: set[str], known: Sequence[tuple[str, list[str]]], depth: int) -> Iterator[str]:
-    groups: dict[str, list[tuple[str, list[str]]]] = {}
-    for name, steps in known:
-        groups.setdefault("".join(steps[: depth + 1]), []).append((name, steps))
+    groups = grouped(known, lambda pair: "".join(pair[1][: depth + 1]))
     for prefix, below in groups.items():
         inside = [name in names for name, _ in below]
         if all(inside) and len(below) > 1:

@@ -19,7 +19,12 @@ from gradtools.seeing.diagnostics.diagnosis import (
     recording_of,
 )
 from gradtools.seeing.diagnostics.findings import Finding
-from gradtools.seeing.diagnostics.report import DependenceTable, GradientReport, by_weight, grouped
+from gradtools.seeing.diagnostics.report import (
+    DependenceTable,
+    GradientReport,
+    by_weight,
+    lines_of_lost,
+)
 from gradtools.seeing.diagnostics.training import Loop, after_backward, trained
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
@@ -242,7 +247,7 @@ class SeeingOperators(Operators):
             known = [one.name for one in examined]
             noun, verbs, predicate = "leaves", ("does", "do"), "not reach the output of f"
         if lost := briefly(findings):
-            lines = "\n".join(f"  {line}" for line in grouped(lost, known))
+            lines = "\n".join(f"  {line}" for line in lines_of_lost(lost, known))
             warn(
                 f"guard_gradients: {len(lost)} of {max(1, len(known))} {noun} "
                 f"{verbs[len(lost) > 1]} {predicate}:\n{lines}"

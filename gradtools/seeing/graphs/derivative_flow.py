@@ -16,9 +16,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
-from gradtools.seeing.graphs.nodes import Body, Dependence, Links, Node, PlainGraph, even_links
+from gradtools.seeing.graphs.nodes import (
+    Body,
+    Dependence,
+    Links,
+    Node,
+    PlainGraph,
+    even_links,
+    memoized,
+)
 
 T = TypeVar("T")
 _NONE, _CUT, _ZERO, _FULL = Dependence
@@ -27,17 +34,18 @@ Strengths = Mapping[int, Dependence]
 
 def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
     """``matrix[output][input]``: how each output depends on each input."""
-    if graph not in _levels:
-        bits: dict[int, int] = {}
-        for i, value in enumerate(graph.inputs):
-            bits[value] = bits.get(value, 0) | 1 << i
-        _levels[graph] = [masks(graph, bits, strength) for strength in (_CUT, _ZERO, _FULL)]
-    rows = [[reached.get(out, 0) for reached in _levels[graph]] for out in graph.outputs]
+    rows = [[reached.get(out, 0) for reached in _levels(graph)] for out in graph.outputs]
     inputs = range(len(graph.inputs))
     return [[Dependence(sum(mask >> i & 1 for mask in row)) for i in inputs] for row in rows]
 
 
-_levels: WeakKeyDictionary[PlainGraph, list[dict[int, int]]] = WeakKeyDictionary()
+@memoized
+def _levels(graph: PlainGraph) -> list[dict[int, int]]:
+    """For each strength the inputs on which each value depends at least so, as a mask."""
+    bits: dict[int, int] = {}
+    for i, value in enumerate(graph.inputs):
+        bits[value] = bits.get(value, 0) | 1 << i
+    return [masks(graph, bits, strength) for strength in (_CUT, _ZERO, _FULL)]
 
 
 def masks(graph: PlainGraph, start: Mapping[int, int], strength: Dependence) -> dict[int, int]:
@@ -120,25 +128,22 @@ def ancestors(graph: PlainGraph, value: int) -> set[int]:
     return set(behind(graph, (value,))) - {value}
 
 
+@memoized
 def behind(graph: PlainGraph, values: tuple[int, ...]) -> Strengths:
-    """How strongly these values depend on each value of the graph; memoized."""
-    known = _backwards.setdefault(graph, {})
-    if values not in known:
-        known[values] = backward(graph, dict.fromkeys(values, _FULL))
-    return known[values]
-
-
-_backwards: WeakKeyDictionary[PlainGraph, dict[tuple[int, ...], Strengths]] = WeakKeyDictionary()
+    """How strongly these values depend on each value of the graph."""
+    return backward(graph, dict.fromkeys(values, _FULL))
 
 
 def links_of(graph: PlainGraph, node: Node) -> Links:
     """``links[k][i]``: how output k of a node depends on its input i."""
     if node.links is not None:
         return node.links
-    if not node.bodies:
-        return even_links(node, graph.values)
-    if node in _links:
-        return _links[node]
+    return _links_of_bodies(node) if node.bodies else even_links(node, graph.values)
+
+
+@memoized
+def _links_of_bodies(node: Node) -> Links:
+    """The links of a node, from the paths through its bodies."""
     links = [[_NONE] * len(node.inputs) for _ in node.outputs]
     for body in node.bodies:
         for row, inner in zip(links, _rounds(body), strict=True) if not body.gate else ():
@@ -153,13 +158,9 @@ def links_of(graph: PlainGraph, node: Node) -> Links:
                 deciding.add(gate.inputs[i])
                 if i in carried:
                     deciding |= {j for j, s in enumerate(links[carried[i]]) if s}
-    result = _links[node] = tuple(
+    return tuple(
         tuple(max(s, _CUT) if i in deciding else s for i, s in enumerate(row)) for row in links
     )
-    return result
-
-
-_links: WeakKeyDictionary[Node, Links] = WeakKeyDictionary()
 
 
 def _rounds(body: Body) -> list[list[Dependence]]:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradtools.arguments.checks import order_among
-from gradtools.arguments.keyword_hints import passed_on
 from gradtools.backend import Operators, P
-from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.seeing.frameworks import Framework
@@ -162,15 +160,6 @@ class Graphing(Operators):
         if f is None:
             return Graph(**vars(passes.graph_of_outputs(outputs)))
         program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, argnums)
-        try:
+        with program.running(("", ", differentiated once,", ", differentiated twice,")[order]):
             graph = passes.gradient_graph(program, order)
             return Graph(**vars(with_spoken_names(graph, program.spoken)))
-        except GradtoolsError:
-            raise
-        except Exception as error:
-            what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
-            once = ("", ", differentiated once,", ", differentiated twice,")[order]
-            raise GradtoolsError(
-                f"gradient_graph: f{once} raised {what}. It must run at the given arguments."
-                + passed_on(error)
-            ) from error

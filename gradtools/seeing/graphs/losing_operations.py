@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from gradtools.seeing.graphs.derivative_flow import (
     Strengths,
@@ -26,7 +25,7 @@ from gradtools.seeing.graphs.derivative_flow import (
     links_of,
     through,
 )
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, memoized
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 AT_PLACES = frozenset({"scatter", "scatter_add", "update"})
@@ -228,25 +227,26 @@ def first_lost(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
 
 def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
     """These values and all values equal to them, by value numbering, up to reshapes."""
-    if graph not in _classes:
-        classes: dict[int, int] = {}
-        numbers: dict[Any, int] = {}
-        for node in graph.nodes:
-            if node.bodies:
-                continue
-            if node.operation in SHAPING and len(node.inputs) == len(node.outputs) == 1:
-                classes[node.outputs[0]] = classes.get(node.inputs[0], node.inputs[0])
-                continue
-            read = tuple([classes.get(v, v) for v in node.inputs])
-            about = [(key, repr(x)) for key, x in node.attributes.items() if key != "keepdims"]
-            for k, v in enumerate(node.outputs):
-                shape = tuple([n for n in graph.values[v].shape if n != 1])
-                key = node.operation, node.native, read, tuple(sorted(about)), k, shape
-                classes[v] = numbers.setdefault(key, -1 - len(numbers))
-        _classes[graph] = classes
-    known = _classes[graph]
+    known = _classes(graph)
     wanted = {known[v] for v in values if v in known}
     return values.union(v for v, of in known.items() if of in wanted)
 
 
-_classes: WeakKeyDictionary[PlainGraph, dict[int, int]] = WeakKeyDictionary()
+@memoized
+def _classes(graph: PlainGraph) -> dict[int, int]:
+    """The class of equal values of each value."""
+    classes: dict[int, int] = {}
+    numbers: dict[Any, int] = {}
+    for node in graph.nodes:
+        if node.bodies:
+            continue
+        if node.operation in SHAPING and len(node.inputs) == len(node.outputs) == 1:
+            classes[node.outputs[0]] = classes.get(node.inputs[0], node.inputs[0])
+            continue
+        read = tuple([classes.get(v, v) for v in node.inputs])
+        about = [(key, repr(x)) for key, x in node.attributes.items() if key != "keepdims"]
+        for k, v in enumerate(node.outputs):
+            shape = tuple([n for n in graph.values[v].shape if n != 1])
+            key = node.operation, node.native, read, tuple(sorted(about)), k, shape
+            classes[v] = numbers.setdefault(key, -1 - len(numbers))
+    return classes

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import or_
-from weakref import WeakKeyDictionary
 
 from gradtools.seeing.graphs.derivative_flow import (
     Strengths,
@@ -49,7 +48,7 @@ from gradtools.seeing.graphs.losing_operations import (
     shifts_at,
     taken_before,
 )
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, memoized
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _STOPPED = ("detached", "no_grad", "inner_gradient")
@@ -72,11 +71,7 @@ def losses(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[L
     start, matters = {value: _FULL}, behind(graph, tuple(graph.outputs))
     if matters.get(value, _NONE) < _FULL:
         return losses_between(graph, start, graph.outputs)
-    if graph not in _suspected:
-        bits = {v: 1 << i for i, v in enumerate((*graph.inputs, *graph.captured))}
-        suspects = _suspects(graph, bits, bits)
-        _suspected[graph] = {v for v, bit in bits.items() if suspects & bit}
-    if value not in _suspected[graph]:
+    if value not in _suspected(graph):
         return []
     reached = forward(graph, start)
     apart = *_stopped_elsewhere(graph, reached), *_weighted(graph, value, reached)
@@ -85,7 +80,12 @@ def losses(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[L
     return list(dict.fromkeys(_terms(graph, start, reached, flows)))
 
 
-_suspected: WeakKeyDictionary[PlainGraph, set[int]] = WeakKeyDictionary()
+@memoized
+def _suspected(graph: PlainGraph) -> set[int]:
+    """The inputs and captured values that may have lost a term."""
+    bits = {v: 1 << i for i, v in enumerate((*graph.inputs, *graph.captured))}
+    suspects = _suspects(graph, bits, bits)
+    return {v for v, bit in bits.items() if suspects & bit}
 
 
 def _suspects(graph: PlainGraph, full: Mapping[int, int], some: Mapping[int, int]) -> int:
@@ -118,17 +118,9 @@ def _stopped_elsewhere(graph: PlainGraph, reached: Strengths) -> set[int]:
 
     reached: How strongly each value depends on the analysed values.
     """
-    if graph not in _stops:  # for each input what the operations that stop it read
-        stopping = [node for node in graph.nodes if node.loss in _STOPPED]
-        inputs = [v for v in graph.inputs if stopping and graph.values[v].is_inexact]
-        flows = {value: forward(graph, {value: _FULL}) for value in inputs}
-        _stops[graph] = {
-            value: [n.inputs for n in stopping if any(flow.get(v) == _FULL for v in n.inputs)]
-            for value, flow in flows.items()
-        }
     apart = {
         value
-        for value, reads in _stops[graph].items()
+        for value, reads in _stops(graph).items()
         if any(all(reached.get(v) != _FULL for v in read) for read in reads)
     }
     for node in graph.nodes:
@@ -142,7 +134,16 @@ def _stopped_elsewhere(graph: PlainGraph, reached: Strengths) -> set[int]:
     return {value for value in apart if reached.get(value) != _FULL}
 
 
-_stops: WeakKeyDictionary[PlainGraph, dict[int, list[Sequence[int]]]] = WeakKeyDictionary()
+@memoized
+def _stops(graph: PlainGraph) -> dict[int, list[Sequence[int]]]:
+    """For each input what the operations that stop it read."""
+    stopping = [node for node in graph.nodes if node.loss in _STOPPED]
+    inputs = [v for v in graph.inputs if stopping and graph.values[v].is_inexact]
+    flows = {value: forward(graph, {value: _FULL}) for value in inputs}
+    return {
+        value: [n.inputs for n in stopping if any(flow.get(v) == _FULL for v in n.inputs)]
+        for value, flow in flows.items()
+    }
 
 
 def _weighted(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
@@ -246,7 +247,7 @@ def _is_before(graph: PlainGraph, node: Node, other: Node) -> bool:
 
 def _addends(graph: PlainGraph, value: int, own: Strengths, others: Strengths) -> list[int]:
     """The summands of a lost value that is a sum with constant weights; else the value itself."""
-    node = _maker(graph, value)
+    node = _makers(graph).get(value)
     if node is None or node.bodies:
         return [value]
     shifts = shifts_at(graph, node, others)
@@ -259,13 +260,9 @@ def _addends(graph: PlainGraph, value: int, own: Strengths, others: Strengths) -
     return [a for v in parts for a in _addends(graph, v, own, others)] or [value]
 
 
-def _maker(graph: PlainGraph, value: int) -> Node | None:
-    if graph not in _makers:
-        _makers[graph] = {v: node for node in graph.nodes for v in node.outputs}
-    return _makers[graph].get(value)
-
-
-_makers: WeakKeyDictionary[PlainGraph, dict[int, Node]] = WeakKeyDictionary()
+@memoized
+def _makers(graph: PlainGraph) -> dict[int, Node]:
+    return {v: node for node in graph.nodes for v in node.outputs}
 
 
 def _scaling(graph: PlainGraph, reached: Strengths) -> set[int]:
@@ -275,7 +272,7 @@ def _scaling(graph: PlainGraph, reached: Strengths) -> set[int]:
         flowing, lost = flowing_and_lost(graph, node, reached)
         if node.operation in _SCALES and flowing:
             result |= {first for v in lost for first in first_lost(graph, v, reached)}
-    stopped = {v for v in result if (node := _maker(graph, v)) and node.loss in _STOPPED}
+    stopped = {v for v in result if (node := _makers(graph).get(v)) and node.loss in _STOPPED}
     return equal_values(graph, stopped)
 
 

@@ -20,11 +20,17 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import wraps
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
+from weakref import WeakKeyDictionary
 
 from gradtools.code_origin import Source
+
+K = TypeVar("K")
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Dependence(IntEnum):
@@ -211,6 +217,20 @@ class PlainGraph(_Pickled):
         return "Graph({} nodes, {} inputs, {} outputs)".format(*counts)
 
 
+def memoized(make: Callable[[K, *Ts], T]) -> Callable[[K, *Ts], T]:
+    """A function of a graph or node (and of hashable arguments), computed once for each."""
+    known: WeakKeyDictionary[K, dict[Any, T]] = WeakKeyDictionary()
+
+    @wraps(make)
+    def call(of: K, *args: *Ts) -> T:
+        results = known.setdefault(of, {})
+        if args not in results:
+            results[args] = make(of, *args)
+        return results[args]
+
+    return call
+
+
 def needed(
     nodes: Sequence[Node],
     outputs: Iterable[int],
@@ -229,6 +249,14 @@ def memory_of(values: Mapping[int, Value], value: int) -> int:
     """The value that owns the storage: the base of a view, else the value itself."""
     base = values[value].base
     return value if base is None else base
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by their key, in the order in which the keys come first."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def shared_length(paths: Sequence[Sequence[str]]) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradtools.seeing.graphs.nodes import Dependence, Node, Value, memory_of
+from gradtools.seeing.graphs.nodes import Dependence, Node, Value, grouped, memory_of
 
 ALIVE = "alive anyway"
 _OPEN = 40  # operations; graphs up to this size are fully open
@@ -185,10 +185,7 @@ class Block:
 
     def walk(self) -> Iterator[Box | Block]:
         """All boxes and blocks in it, in preorder."""
-        for child in self.children:
-            yield child
-            if isinstance(child, Block):
-                yield from child.walk()
+        return (item for _, item in self.paths())
 
     def paths(
         self, around: tuple[Block, ...] = ()
@@ -325,11 +322,9 @@ class Outline:
         count = sum(len(column.children) for column in self.columns)
         queue = [item for column in self.columns for item in _blocks_in(column)]
         while queue:
-            alike: dict[str, list[Block]] = {}
-            for block in queue:
-                alike.setdefault(block.path, []).append(block)
+            alike = grouped(queue, lambda block: block.path).values()
             queue = []
-            for blocks in sorted(alike.values(), key=lambda blocks: len(blocks[0].children)):
+            for blocks in sorted(alike, key=lambda blocks: len(blocks[0].children)):
                 more = sum(len(block.children) - 1 for block in blocks)
                 if count + more <= limit:
                     count += more
@@ -348,13 +343,11 @@ def _blocks_in(block: Block) -> list[Block]:
 
 def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arrow]:
     """Joins parallel arrows; `end` gives what is drawn for a box."""
-    groups: dict[tuple[int, int, bool], list[Arrow]] = {}
-    for arrow in arrows:
-        source, target = end(arrow.source), end(arrow.target)
-        if source != target:
-            groups.setdefault((source, target, arrow.saved), []).append(arrow)
+    ends = lambda arrow: (end(arrow.source), end(arrow.target), arrow.saved)
     result = []
-    for (source, target, saved), parallel in groups.items():
+    for (source, target, saved), parallel in grouped(arrows, ends).items():
+        if source == target:
+            continue
         values = frozenset().union(*(arrow.values for arrow in parallel))
         strength = max(arrow.strength for arrow in parallel)
         cuts = [arrow.cut for arrow in parallel]

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from gradtools.arguments.checks import check_function, differentiable_leaf, normalized_argnums
+from gradtools.arguments.keyword_hints import passed_on
 from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Backend
+from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
+from gradtools.rules import replaced_at
 from gradtools.seeing.frameworks import Framework
-
-_Flattened = tuple[Any, list[tuple[int | None, Any]]]  # a treedef; a number or a static for a leaf
 
 _WHOLE = ("gradient_graph", "formula")  # these need every output to be an array
 
@@ -52,7 +54,7 @@ class LeafProgram:
         self.argnums = normalized_argnums(caller, argnums, len(args)) if argnums != () else ()
         self.framework = Framework(backend, caller)
         runs = self.framework.recorded_run
-        self._strict, self._called = strict, runs.repeatable(caller, f)
+        self._called = runs.repeatable(caller, f)
         opened = None
         if self.argnums:
             opened = backend.opened(caller, self._called, args, kwargs, self.argnums)
@@ -62,9 +64,26 @@ class LeafProgram:
         self.out_names: list[str] = []
         self.leaves: list[Any] = []
         self.names: list[str] = []
-        self._owners: list[int | None] = []
-        self._trees = [self._taken(i, f"argument {i}", arg) for i, arg in enumerate(args)]
-        self._named = {k: self._taken(None, f"argument {k!r}", v) for k, v in kwargs.items()}
+        self._owners: list[int] = []  # the argument of each leaf; keyword arguments come last
+        self._places: list[int] = []  # of the leaves, among all that the arguments hold
+        self._count, self._keywords = len(args), list(kwargs)
+        called, whole = [*map(str, range(len(args))), *map(repr, kwargs)], [*args, *kwargs.values()]
+        self._held, self._treedef = backend.flatten(whole)
+        for k, path in enumerate(backend.leaf_paths(whole)):
+            owner, _, below = path[1:].partition("]")  # of [0]['w']
+            i, leaf = int(owner), self._held[k]
+            name = f"argument {called[i]}{below}"
+            if strict and i in self.argnums:
+                elsewhere = "keep it in an argument that argnums does not name"
+                leaf = differentiable_leaf(backend, caller, leaf, name, elsewhere)
+            elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
+                leaf = backend.asarray(leaf)
+            self._held[k] = leaf
+            if backend.is_array(leaf):
+                self._places.append(k)
+                self.leaves.append(leaf)
+                self.names.append(name)
+                self._owners.append(i)
 
     def with_values(self) -> LeafProgram:
         """The program itself; raises if its arrays are tracers of a running transform."""
@@ -75,26 +94,19 @@ class LeafProgram:
             )
         return self
 
-    def _taken(self, position: int | None, name: str, arg: Any) -> _Flattened:
-        """An argument's treedef and leaves, with an int in place of each array: its number."""
-        result, treedef = self.backend.flatten(arg)
-        paths = self.backend.leaf_paths(arg)
-        active = self._strict and position is not None and position in self.argnums
-        places: list[tuple[int | None, Any]] = []
-        for leaf, path in zip(result, paths, strict=True):
-            if active:
-                elsewhere = "keep it in an argument that argnums does not name"
-                leaf = differentiable_leaf(self.backend, self.caller, leaf, name + path, elsewhere)
-            elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
-                leaf = self.backend.asarray(leaf)
-            if not self.backend.is_array(leaf):
-                places.append((None, leaf))
-                continue
-            places.append((len(self.leaves), None))
-            self.leaves.append(leaf)
-            self.names.append(name + path)
-            self._owners.append(position)
-        return treedef, places
+    @contextmanager
+    def running(self, how: str = "") -> Iterator[None]:
+        """A context in which f runs; what f raises for reasons of its own names f and its line."""
+        try:
+            yield
+        except GradtoolsError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
+            raise GradtoolsError(
+                f"{self.caller}: f{how} raised {what}. It must run at the given arguments."
+                + passed_on(error)
+            ) from error
 
     @property
     def wrt(self) -> list[int]:
@@ -109,9 +121,10 @@ class LeafProgram:
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of f's result, for these leaves of its arguments."""
-        args = [self._tree(*taken, leaves) for taken in self._trees]
-        kwargs = {k: self._tree(*taken, leaves) for k, taken in self._named.items()}
-        result = self._called(*args, **kwargs)
+        held = replaced_at(self._held, self._places, leaves)
+        args = list(self.backend.unflatten(self._treedef, held))
+        kwargs = dict(zip(self._keywords, args[self._count :], strict=True))
+        result = self._called(*args[: self._count], **kwargs)
         outs, _ = self.backend.flatten(result)
         if not any(is_numeric(self.backend, x) for x in outs):
             hint = " Is a return statement missing?" if result is None else ""
@@ -136,10 +149,6 @@ class LeafProgram:
             if i in self._models:  # a module's own names are its attributes'
                 called[k] = re.sub(r"\['([^']*)'\]", r".\1", called[k], count=1)
         return dict(zip(self.names, called, strict=True))
-
-    def _tree(self, treedef: Any, places: Sequence[Any], leaves: Sequence[Any]) -> Any:
-        result = [leaf if k is None else leaves[k] for k, leaf in places]
-        return self.backend.unflatten(treedef, result)
 
 
 def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:

@@ -38,10 +38,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class CapturedParameter:
-    """A captured array with requires_grad, and the number of its value; None if f never read it."""
+    """A captured array with requires_grad, and its numbers in `Recording.reads`."""
 
     name: str
-    number: int | None
+    numbers: Sequence[int]
     array: Any
 
 

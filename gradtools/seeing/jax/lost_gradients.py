@@ -27,7 +27,7 @@ from gradtools.jax import jaxprs
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.diagnostics import bad_gradients
-from gradtools.seeing.diagnostics.bad_gradients import PassedCotangents
+from gradtools.seeing.diagnostics.bad_gradients import Differentiated, PassedCotangents
 from gradtools.seeing.graphs.derivative_flow import any_of
 from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.recording import Run, Vanished
@@ -89,8 +89,8 @@ def _is_nan_at_once(closed: Any, leaves: Sequence[Any]) -> bool:
         return True
 
 
-class _Backward:
-    """A program on a tape, with its backward pass: see `bad_gradients.Differentiated`.
+class _Backward(Differentiated):
+    """A program on a tape, with its backward pass.
 
     Args:
         tape: The tape.
@@ -125,12 +125,6 @@ class _Backward:
 
     def eps(self, x: Any) -> float:
         return float(jnp.finfo(x.dtype).eps)
-
-    def is_noise(self, ct: Any, other: Any) -> bool:
-        if ct is None:
-            return False
-        change = ct if other is None else other - ct
-        return bad_gradients.is_noise(_size(ct), _size(change), self.eps(ct))
 
     def _run(self, draw: int | None) -> tuple[dict[int, Any], list[PassedCotangents]]:
         """The cotangents of the leaves by number, and the operations; kept for each draw."""

@@ -30,11 +30,7 @@ def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     given, treedef = jax.tree.flatten((args, kwargs))
     places = [i for i, x in enumerate(given) if _is_array(x)]
     leaves = [given[i] for i in places]
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        raise GradtoolsError(
-            "measure: called inside of a transform, where arrays have no values. Call it "
-            "outside, on the transformed function."
-        )
+    costs.check_outside(any(isinstance(x, jax.core.Tracer) for x in leaves))
 
     def run(*xs: Any) -> list[Any]:
         """The arrays among the results of f, for these array leaves of its arguments."""
@@ -109,8 +105,7 @@ def _saved_bytes(
         origins = _origins(closed.jaxpr, range(len(leaves)))
         own = dict(zip(origins, closed.jaxpr.outvars, strict=True))
     except Exception as error:  # f cannot be differentiated
-        first = str(error).strip().partition("\n")[0]
-        return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
+        return costs.without_saved(error)
     made = [var for origin, var in own.items() if not isinstance(origin, int)]
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in made), []
 

@@ -122,25 +122,22 @@ def _of_each(name: str, args: Any) -> tuple[int, frozenset[str]]:
     if name in ("zero", "copy"):
         return 0, frozenset()
     each = {"addcmul": 3, "addcdiv": 3, "lerp": 3, "norm": 2}.get(name.rstrip("_"), 1)
-    known = name in _KINDS or name in _ELEMENTARY or each > 1 or name == "pow"
+    known = name in _ELEMENTWISE or each > 1 or name == "pow"
     total = each * sum(x.numel() for x in tensors)
     return (total, frozenset()) if known else (0, frozenset([f"aten._foreach_{name}"]))
 
 
 # --- rules -------------------------------------------------------------------------------
 
-_KINDS = {"add": "add", "sub": "sub", "rsub": "sub", "mul": "mul", "div": "div", "neg": "neg"}
-_ELEMENTARY = (
-    *("abs", "sign", "sgn", "floor", "ceil", "round", "trunc", "nextafter", "remainder", "fmod"),
-    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sigmoid", "sqrt", "rsqrt", "cbrt"),
-    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "reciprocal"),
-    *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "relu"),
-    *("erf", "erfc", "erfinv", "erf_inv", "lgamma", "digamma", "polygamma"),
-    *("maximum", "minimum", "fmax", "fmin"),
+_ELEMENTWISE = frozenset(
+    """
+    add sub rsub mul div neg
+    abs sign sgn floor ceil round trunc nextafter remainder fmod exp exp2 expm1 log log2 log10 log1p
+    sigmoid sqrt rsqrt cbrt sin cos tan asin acos atan atan2 reciprocal sinh cosh tanh asinh acosh
+    atanh relu erf erfc erfinv erf_inv lgamma digamma polygamma maximum minimum fmax fmin
+    """.split()
 )
-_REDUCTIONS = {"sum": "sum", "prod": "prod", "amax": "max", "amin": "max", "max": "max"}
-_REDUCTIONS |= {"min": "max", "nansum": "sum"}
-_RUNNING = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "max"}
+_REDUCTIONS = frozenset({"sum", "nansum", "prod", "amax", "amin", "max", "min"})
 _FREE = frozenset(
     """
     clone copy _to_copy to contiguous alias detach lift_fresh lift where masked_fill
@@ -170,21 +167,21 @@ def _arithmetic(name: str, args: Any, kwargs: Any, y: Tensor) -> int | None:
     """The cost of elementwise operations, reductions and products; None for others."""
     n, is_complex = y.numel() * _is_inexact(y), y.is_complex()
     one = lambda kind: costs.weight(kind, is_complex)
-    if name in _KINDS or name in _ELEMENTARY:
+    if name in _ELEMENTWISE:
         is_scaled = kwargs.get("alpha", 1) != 1  # add and sub of a multiple
-        return n * (one(_KINDS.get(name, "other")) + (one("mul") if is_scaled else 0))
+        return n * (one("sub" if name == "rsub" else name) + (one("mul") if is_scaled else 0))
     if name in _REDUCTIONS:
         if not _is_inexact(y):
             return 0
         if len(args) > 1 and isinstance(args[1], Tensor):  # the elementwise max(a, b)
             return n
-        return max(args[0].numel() - n, 0) * one(_REDUCTIONS[name])
+        return max(args[0].numel() - n, 0) * one(name.removeprefix("nan"))
     match name:
         case "mean":
             return max(args[0].numel() - n, 0) * one("sum") + n * one("div")
         case "cumsum" | "cumprod" | "cummax" | "cummin":
             length = y.shape[args[1]] if y.dim() else 1
-            return (n - n // max(length, 1)) * one(_RUNNING[name])
+            return (n - n // max(length, 1)) * one(name.removeprefix("cum"))
         case "pow" | "float_power" | "square":
             exponent = 2 if name == "square" else args[1]
             is_whole = not isinstance(exponent, Tensor) and float(exponent).is_integer()

@@ -19,7 +19,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value
 from gradtools.seeing.graphs.passes import CUSTOM, with_named_outputs
 from gradtools.seeing.torch.recording import operations
-from gradtools.seeing.torch.recording.values import numbers_in
+from gradtools.seeing.torch.recording.values import like, numbers_in
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.trees import flatten, leaf_paths
 
@@ -62,8 +62,7 @@ class _AutogradReader:
     def node(self, fn: GradFn) -> Node:
         self.held.append(fn)
         for k, x in enumerate(upstream.described(fn)):
-            value = Value(tuple(x.shape), str(x.dtype).removeprefix("torch."))
-            self.numbers[id(fn), k] = self.new(value)
+            self.numbers[id(fn), k] = self.new(Value(*like(x)))
         outputs = tuple(n for key, n in self.numbers.items() if key[0] == id(fn))
         kept, attributes = self.saved(fn)
         operands = self.operands(fn, kept)
@@ -120,7 +119,7 @@ class _AutogradReader:
             self.held.append(x)
             leaf = x.requires_grad and x.is_leaf
             name = f"leaf {len(self.inputs)}" if leaf else numbers_in(x)
-            number = self.new(Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), name))
+            number = self.new(Value(*like(x), name))
             (self.inputs if leaf else self.captured).append(number)
             self.numbers[id(x), -1] = number
         return self.numbers[id(x), -1]

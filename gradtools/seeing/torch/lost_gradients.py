@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.seeing.diagnostics import bad_gradients
-from gradtools.seeing.diagnostics.bad_gradients import PassedCotangents
+from gradtools.seeing.diagnostics.bad_gradients import Differentiated, PassedCotangents
 from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.recording import Run, Vanished
 from gradtools.seeing.torch.live_graph import in_order
@@ -68,15 +68,15 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> _Places:
         return places
     with observed(run, leaves, recorder_of=_ValueRecorder) as seen:
         assert isinstance(seen.recorder, _ValueRecorder)
-        origins = seen.recorder.origins.of(map(seen.output, seen.outs))
+        origins = seen.recorder.origins.of(seen.outputs)
     return {k: bad_gradients.at_origins(of, origins) for k, of in places.items()}
 
 
 # --- the backward pass -------------------------------------------------------------------
 
 
-class _Backward:
-    """A recorded run with its backward pass: see `bad_gradients.Differentiated`."""
+class _Backward(Differentiated):
+    """A recorded run with its backward pass."""
 
     def __init__(
         self, recorder: CallRecorder, outs: Sequence[Tensor], leaves: Mapping[int, Tensor]
@@ -109,13 +109,10 @@ class _Backward:
         def hook(node: Any) -> Callable[[Any, Any], None]:
             return lambda passed, given: seen.update({node: (given, passed)})
 
-        handles = [node.register_hook(hook(node)) for node in self._nodes]
-        try:
-            with _perturbed(self._nodes, draw):
-                _gradients(self.outs, [self.leaves[k] for k in leaves])
-        finally:
-            for handle in handles:
-                handle.remove()
+        with _perturbed(self._nodes, draw) as hooks:
+            for node in self._nodes:
+                hooks.callback(node.register_hook(hook(node)).remove)
+            _gradients(self.outs, [self.leaves[k] for k in leaves])
         return [self._passed(node, *seen[node]) for node in self._nodes if node in seen]
 
     def _passed(self, node: Any, given: Cotangents, passed: Cotangents) -> PassedCotangents:
@@ -144,9 +141,7 @@ class _Backward:
         return torch.finfo(x.dtype).eps
 
     def is_noise(self, ct: Any, other: Any) -> bool:
-        if not (_is_plain(ct) and _is_plain(other)) or ct.is_meta:
-            return False
-        return bad_gradients.is_noise(_size(ct), _size(other - ct), self.eps(ct))
+        return _is_plain(ct) and super().is_noise(ct, other)
 
 
 def _is_plain(ct: Any) -> bool:
@@ -154,8 +149,11 @@ def _is_plain(ct: Any) -> bool:
 
 
 @contextmanager
-def _perturbed(nodes: Sequence[Any], draw: int | None) -> Iterator[None]:
-    """A context in which each node of autograd gets its cotangents with rounding errors."""
+def _perturbed(nodes: Sequence[Any], draw: int | None) -> Iterator[ExitStack]:
+    """A context in which each node of autograd gets its cotangents with rounding errors.
+
+    Its value is the stack that removes the hooks.
+    """
     generator = torch.Generator().manual_seed(draw or 0)
 
     def one(ct: Any) -> Any:
@@ -166,12 +164,10 @@ def _perturbed(nodes: Sequence[Any], draw: int | None) -> Iterator[None]:
         return bad_gradients.shaken(ct, 2 * uniform.to(ct.device) - 1, info.eps)
 
     shake = lambda given: tuple(map(one, given))
-    handles = [node.register_prehook(shake) for node in nodes if draw is not None]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for node in nodes if draw is not None else ():
+            hooks.callback(node.register_prehook(shake).remove)
+        yield hooks
 
 
 # --- NaN and infinite values -------------------------------------------------------------

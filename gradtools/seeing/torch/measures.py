@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradtools.errors import GradtoolsError
 from gradtools.function_variables import cells_of, globals_of
 from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
@@ -34,11 +33,7 @@ Tensor = torch.Tensor
 
 def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
     given = [x for x in upstream.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    if is_compiling() or any(map(upstream.is_wrapped, given)):
-        raise GradtoolsError(
-            "measure: called inside of a transform, where arrays have no values. Call it "
-            "outside, on the transformed function."
-        )
+    costs.check_outside(is_compiling() or any(map(upstream.is_wrapped, given)))
 
     def run() -> Any:
         out = f(*args, **kwargs)
@@ -132,9 +127,8 @@ def _saved(
             with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), as_written():
                 result = f(*tracked_args, **tracked_kwargs)
         except Exception as error:  # f ran before, so differentiation is what fails
-            first = str(error).strip().partition("\n")[0]
             before.restore()
-            return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
+            return costs.without_saved(error)
     before.restore()
     leaves = upstream.tree_leaves(result)
     graph = [x.grad_fn if isinstance(x, Tensor) else x for x in leaves]  # without the results

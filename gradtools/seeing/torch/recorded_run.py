@@ -13,9 +13,9 @@ import contextlib
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ import torch
 from gradtools.backend import Fun
 from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.lost_terms import losses
-from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run
 from gradtools.seeing.torch.recording.autograd_functions import looked_up
 from gradtools.seeing.torch.recording.calls import CallRecorder
@@ -44,9 +44,8 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         recorder = seen.recorder
         if seen.refusal is not None:
             return Recording(recorder.graph(seen.inputs, []), seen.refusal)
-        outputs = [seen.output(y) for y in seen.outs]
         before = _copies(seen.outs)
-    _follow(run, seen, outputs, before)
+    _follow(run, seen, before)
 
     stand_ins = []
     reads: dict[int, list[int]] = {}
@@ -59,18 +58,17 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         for leaf in leaves_of([x]) if x.grad_fn is not None else ():
             reads.setdefault(id(leaf), []).append(number)
 
-    numbers = {id(x): number for number, x in recorder.captured.items()}
     own = {id(x) for x in leaves}
     # f[0]['argument 1'][0].weight, which the arguments hold, is argument 1.weight
     of_argument = re.compile(r"^f(\[\d+\])?\['(argument [^']*)'\](\[0\])?")
     parameters = [
-        CapturedParameter(of_argument.sub(r"\2", recorder.names[key]), numbers.get(key), x)
+        CapturedParameter(of_argument.sub(r"\2", recorder.names[key]), reads.get(key, ()), x)
         for key, x in recorder.reachable.items()
         if x.requires_grad and x.is_leaf and key not in own
     ]
     wanted = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     return Recording(
-        recorder.graph(seen.inputs, outputs),
+        recorder.graph(seen.inputs, seen.outputs),
         host_outputs=tuple([k for k, y in enumerate(seen.outs) if isinstance(y, _NUMBERS)]),
         stand_ins=tuple(stand_ins),
         wanted=tuple(wanted),
@@ -120,41 +118,45 @@ def is_model(x: Any) -> bool:
 # --- data that leaves PyTorch, and returns -----------------------------------------------
 
 
-def _follow(run: Run, seen: ObservedRun, outputs: list[int], before: list[Any]) -> None:
-    """Adds links from data that left to where it returned."""
-    recorder = seen.recorder
+class Moved(NamedTuple):
+    """What differs in a run with other numbers at some places.
+
+    Attributes:
+        outputs: The positions of outputs.
+        nodes: The nodes that were given other numbers or arrays from outside.
+        captured: The tensors, by number, that were made of them without being recorded.
+    """
+
+    outputs: Sequence[int]
+    nodes: Sequence[int] = ()
+    captured: Sequence[int] = ()
+
+
+def _follow(run: Run, seen: ObservedRun, before: list[Any]) -> None:
+    """Adds links from data that left to where it returned; before: Copies of the outputs."""
+    recorder, outputs = seen.recorder, seen.outputs
     lost = _untraced(recorder, recorder.graph(seen.inputs, outputs))
     if not lost:
         return
     moved_by = partial(_perturbed, run, seen, before)
     control = moved_by(frozenset())
-    if control is None or control.any():  # f is not deterministic: assume that data returns
-        return _note_unknown(recorder, lost, outputs)
-    lines: dict[Any, list[int]] = {}
-    for k in lost:
-        lines.setdefault(recorder.leavings[k].source or k, []).append(k)
-    if len(lines) > 1:
+    is_deterministic = control is not None and not any(control)
+    lines = grouped(lost, lambda k: recorder.leavings[k].source or k)
+    if is_deterministic and len(lines) > 1:
         together = moved_by(frozenset(lost))
-        if together is not None and not together.any():
+        if together is not None and not any(together):
             return
-    for which in [*lines.values()][:_MOST]:
-        moved = moved_by(frozenset(which))
-        if moved is None:  # f refuses other numbers, so it does look at these
-            _note_unknown(recorder, which, outputs)
-        else:
-            back = moved.nodes or moved.captured
-            ends = [k for k in moved.outputs if not (back and isinstance(seen.outs[k], Tensor))]
-            for leaving in (recorder.leavings[k] for k in which):
-                for node in moved.nodes:
-                    recorder.enters(leaving, node)
-                returned = *moved.captured, *(outputs[k] for k in ends)
-                recorder.outside += [(leaving.value, number) for number in returned]
-
-
-def _note_unknown(recorder: CallRecorder, which: Sequence[int], outputs: Sequence[int]) -> None:
-    """Assumes that all outputs may depend on the data, so that no argument counts as unused."""
-    values = [recorder.leavings[k].value for k in which]
-    recorder.outside += [(value, out) for value in values for out in outputs]
+    anywhere = Moved(range(len(outputs)))  # so that no argument counts as unused
+    for which in [*lines.values()][:_MOST] if is_deterministic else [lost]:
+        # if f refuses other numbers, it does look at these
+        moved = (moved_by(frozenset(which)) if is_deterministic else None) or anywhere
+        back = moved.nodes or moved.captured
+        ends = [k for k in moved.outputs if not (back and isinstance(seen.outs[k], Tensor))]
+        for leaving in (recorder.leavings[k] for k in which):
+            for node in moved.nodes:
+                recorder.enters(leaving, node)
+            returned = *moved.captured, *(outputs[k] for k in ends)
+            recorder.outside += [(leaving.outputs[0], number) for number in returned]
 
 
 def _untraced(recorder: CallRecorder, graph: PlainGraph) -> list[int]:
@@ -171,30 +173,11 @@ def _untraced(recorder: CallRecorder, graph: PlainGraph) -> list[int]:
         reached = forward(graph, {value: _FULL})
         ends = any(reached.get(out, _NONE) for out in graph.outputs)
         for k, leaving in enumerate(recorder.leavings):
-            strength = reached.get(leaving.read, _NONE)
-            explains = strength > _NONE and not (leaving.branch and ends)
-            if leaving.value not in back and explains:
+            strength = reached.get(leaving.inputs[0], _NONE)
+            explains = strength > _NONE and not (leaving.operation == "branch" and ends)
+            if leaving.outputs[0] not in back and explains:
                 result.add(k)
     return sorted(result)
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What is another in a run with other numbers in some place.
-
-    Attributes:
-        outputs: Which outputs.
-        nodes: The nodes that were given other numbers or arrays from outside.
-        captured: The tensors, by number, that were made of them where nobody looked.
-    """
-
-    outputs: list[int]
-    nodes: list[int]
-    captured: list[int]
-
-    def any(self) -> bool:
-        """Whether anything is."""
-        return bool(self.outputs or self.nodes or self.captured)
 
 
 def _perturbed(
@@ -207,7 +190,7 @@ def _perturbed(
     moved = None
     # f may refuse large steps, and take smaller ones; what it clips may move one way only
     for size in (1.0, -1.0, 1e-3):
-        if moved is not None and (moved.any() or not which or abs(size) < 1):
+        if moved is not None and (any(moved) or not which or abs(size) < 1):
             break
         other = partial(CallRecorder, replace=(which, partial(_other, size=size)))
         again = observed(run, first.leaves, recorder_of=other)
@@ -227,18 +210,15 @@ def _moved(first: ObservedRun, later: ObservedRun, before: Sequence[Any]) -> Mov
     alike = len(after) == len(before)
     outputs = [k for k, a in enumerate(before) if not (alike and _same(a, after[k]))]
     own, other = first.recorder, later.recorder
-    nodes = []
-    for k, (a, b) in enumerate(zip(own.nodes, other.nodes, strict=False)):
-        if a.native != b.native:
-            break  # from here on the program took another branch
-        if own.entries.get(k) != other.entries.get(k):
-            nodes.append(k)
-    captured = []
-    if len(own.captured) == len(other.captured):
-        pairs = zip(own.captured.items(), other.captured.values(), strict=True)
-        unknown = [(n, x, y) for (n, x), y in pairs if id(x) not in own.reachable]
-        captured = [n for n, x, y in unknown if not _same(x, y)]
-    return Moved(outputs, nodes, captured)
+    # until the program takes another branch
+    pairs = takewhile(
+        lambda pair: pair[0].native == pair[1].native, zip(own.nodes, other.nodes, strict=False)
+    )
+    nodes = [k for k, _ in enumerate(pairs) if own.entries.get(k) != other.entries.get(k)]
+    both = zip(own.captured.items(), other.captured.values(), strict=False)
+    unknown = [(n, x, y) for (n, x), y in both if id(x) not in own.reachable]
+    alike = len(own.captured) == len(other.captured)
+    return Moved(outputs, nodes, [n for n, x, y in unknown if alike and not _same(x, y)])
 
 
 def _other(x: Any, size: float, rng: np.random.Generator | None = None) -> Any:

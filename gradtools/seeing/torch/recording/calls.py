@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import get_gradient_edge
 
-from gradtools.code_origin import Source, innermost, lines_of
+from gradtools.code_origin import innermost, lines_of
 from gradtools.seeing.diagnostics.rule_cuts import LOSS
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
 from gradtools.seeing.graphs.recording import Refusal
@@ -70,23 +70,6 @@ REFUSALS = {
 }
 
 
-@dataclass(frozen=True)
-class Leaving:
-    """Data that left for NumPy or Python.
-
-    Attributes:
-        value: The value number of the NumPy array or Python number.
-        read: The value number of the tensor that it was read from.
-        source: The line at which it left.
-        branch: Whether it is a boolean, on which the program may branch.
-    """
-
-    value: int
-    read: int
-    source: Source | None
-    branch: bool
-
-
 class CallRecorder(Recorder[int]):
     """Records the PyTorch functions that run under it.
 
@@ -101,7 +84,7 @@ class CallRecorder(Recorder[int]):
         outside: As in `Graph`.
         made: For each node of autograd the position of the recorded node that made it.
         reachable: The tensors that the program can reach before it runs, by id.
-        leavings: All data that left so far.
+        leavings: The nodes by which data left for NumPy or Python so far.
         entries: For nodes after a leaving, fingerprints of the numbers and arrays among their
             arguments, to compare two runs.
         refusal: PyTorch's own error, and its description.
@@ -115,7 +98,7 @@ class CallRecorder(Recorder[int]):
         self.outside: list[tuple[int, int]] = []
         self.made: dict[Any, int] = {}
         self.reachable = {id(x): x for x, _ in undo.start.reached.watched}
-        self.leavings: list[Leaving] = []
+        self.leavings: list[Node] = []
         self.entries: dict[int, list[Any]] = {}
         self.refusal: tuple[BaseException, Refusal] | None = None
         self._replace = replace
@@ -143,8 +126,8 @@ class CallRecorder(Recorder[int]):
                 return self._leaves(call, out, branches)
             if call.raw == "__array_wrap__":  # what a NumPy ufunc returns for a tensor operand
                 of, number = call.numbers[0], self.new(out)
-                left = [leaving.value for leaving in self.leavings if leaving.read == of]
-                self.outside += [(value, number) for value in left[-1:]]
+                left = [leaving for leaving in self.leavings if leaving.inputs[0] == of]
+                self.outside += [(leaving.outputs[0], number) for leaving in left[-1:]]
                 if isinstance(out, Tensor):
                     self.hold(out, number)
             elif call.raw in ("grad", "backward") and call.kwargs.get("create_graph"):
@@ -333,15 +316,15 @@ class CallRecorder(Recorder[int]):
         value = self.new(call.operands[0].tensor if isinstance(out, list) else out)
         operation, loss = ("branch", "discrete") if branch else ("leave", "left_framework")
         node = self.add(operation, call.name, numbers, [value], ((_CUT,) * len(numbers),), loss)
-        self.leavings.append(Leaving(value, numbers[0], self.nodes[node].source, branch))
+        self.leavings.append(self.nodes[node])
         if self._replace is not None and len(self.leavings) - 1 in self._replace[0]:
             return self._replace[1](out)
         return out
 
-    def enters(self, leaving: Leaving, node: int) -> None:
+    def enters(self, leaving: Node, node: int) -> None:
         """Connects data that left to the node at which it returned."""
         number = self.new(0.0)
-        self.outside.append((leaving.value, number))
+        self.outside.append((leaving.outputs[0], number))
         old = self.nodes[node]
         assert old.links is not None
         links = tuple([(*row, _FULL) for row in old.links])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,21 +44,16 @@ class ObservedRun:
         aliases: The copies of them that f was given.
         inputs: Their numbers.
         outs: What it returned; empty if PyTorch refused something.
+        outputs: Their numbers.
     """
 
     recorder: CallRecorder
     leaves: Sequence[Any]
     aliases: list[Any]
     inputs: list[int]
-    outs: list[Any]
+    outs: list[Any] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
     refusal: Refusal | None = None
-
-    def output(self, y: Any) -> int:
-        """The number of something that f returned."""
-        with self.recorder.silent():
-            if isinstance(y, Tensor):
-                return self.recorder.of(y)
-            return self.recorder.new(y)
 
 
 @contextmanager
@@ -73,7 +68,7 @@ def observed(
         recorder, aliases = recorder_of(undo), [copied(x) for x in leaves]
         named = zip(aliases, names or [""] * len(leaves), strict=True)
         inputs = [recorder.introduced(x, name) for x, name in named]
-        seen = ObservedRun(recorder, leaves, aliases, inputs, [])
+        seen = ObservedRun(recorder, leaves, aliases, inputs)
         try:
             seen.outs = [*recorder.run(run, aliases)]
         except Exception as error:
@@ -87,6 +82,9 @@ def observed(
                 seen.refusal = recorder.refusal[1]
             else:
                 raise
+        with recorder.silent():
+            number_of = lambda y: (recorder.of if isinstance(y, Tensor) else recorder.new)(y)
+            seen.outputs = [*map(number_of, seen.outs)]
         yield seen
 
 

@@ -122,17 +122,11 @@ class Recorder(Generic[V]):
             while left is not module:  # modules above it raised, and their exit is not reported
                 left, self.scope = running.pop()
 
-        before = self.scope
-        handles = [
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, always_call=True),
-        ]
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(setattr, self, "scope", self.scope)
+            hooks.callback(register_module_forward_pre_hook(enter).remove)
+            hooks.callback(register_module_forward_hook(leave, always_call=True).remove)
             yield
-        finally:
-            self.scope = before
-            for handle in handles:
-                handle.remove()
 
     def origin(self) -> Origin:
         """The running line and modules, with the mark "checkpoint" inside of one.

@@ -36,6 +36,7 @@ from gradtools.torch.autograd_graph import (
 )
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import dual_level, unpacked
+from gradtools.torch.patches import functions_applied
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rerunning import program_of, rerun
 from gradtools.torch.rules.checking import value_of
@@ -440,34 +441,49 @@ class _RecordedCalls:
         self.recorded: list[TrialCall] = []
 
 
+def _codes_of(kind: Any) -> list[Any]:
+    """The code of a class's methods, the same for the classes that one `class` statement makes."""
+    methods = (getattr(kind, name) for name in ("forward", "setup_context", "backward", "jvp"))
+    return [getattr(method, "__code__", method) for method in methods]
+
+
 @contextmanager
 def _forwards(key: Key) -> Iterator[_RecordedCalls]:
     """Records this thread's calls of a class, by patching its `forward`.
 
-    A call by a bound `apply` or from C++ reaches `forward`, too.
+    A call by a bound `apply` or from C++ reaches `forward`, too. Of a class that f makes anew in
+    each call, the calls of the new one are recorded.
     """
     result = _RecordedCalls()
     if not isinstance(key.kind, type):
         yield result
         return
     kind: Any = key.kind
-    thread, own = threading.get_ident(), vars(kind).get("forward")
+    thread, own, codes = threading.get_ident(), vars(kind).get("forward"), _codes_of(kind)
     forward = kind.forward
     old = kind.setup_context is torch.autograd.Function.setup_context  # forward takes ctx as well
 
-    def noted(*given: Any, **kwargs: Any) -> Any:
-        args = given[1:] if old else given
+    def note(args: Args) -> None:
         needs = tuple([isinstance(x, Tensor) and is_tracked(x) for x in args])
         fits = needs == key.needs[: len(needs)]
         if key.pushed:  # the rerun differentiates all inputs that have tangents
             fits = any(needs) and all(a <= b for a, b in zip(key.needs, needs, strict=False))
         if fits and threading.get_ident() == thread and len(result.recorded) < _CALLS:
             result.recorded.append(TrialCall.of(args))
+
+    def noted(*given: Any, **kwargs: Any) -> Any:
+        note(given[1:] if old else given)
         return forward(*given, **kwargs)
+
+    def applied(other: Any, beneath: Callable[..., Any], args: Args, kwargs: Any) -> Any:
+        if other is not kind and _codes_of(other) == codes:  # f makes the class in each call
+            note(args)
+        return beneath(*args, **kwargs)
 
     kind.forward = staticmethod(noted)
     try:
-        yield result
+        with functions_applied(applied, of_rules=False):
+            yield result
     finally:
         if own is None:
             del kind.forward

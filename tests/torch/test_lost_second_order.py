@@ -6,6 +6,7 @@ derivative in closed form. What its backward pass loses is refused; what is cons
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable
@@ -586,6 +587,38 @@ def test_a_class_that_cannot_be_tried_is_refused(how, why):
         f = _on_a_grid(lambda x: 3 * x.detach() ** 2).apply if how == "grid" else _seldom(how)
         with pytest.raises(GradtoolsError, match=why):
             raise AssertionError(f"{name}: {_second(f, _x())[name]()}")
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("right", [True, False])
+def test_a_class_that_f_makes_in_each_call_is_tried(right, old):
+    def f(x):
+        class Made(Function):
+            @staticmethod
+            def backward(ctx: Any, g: Tensor) -> Any:
+                (y,) = ctx.saved_tensors
+                return g * (y if right else y.detach())
+
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(y := x.exp())
+            return y
+
+        Made.forward = staticmethod(forward if old else lambda x: x.exp())
+        if not old:
+            Made.setup_context = staticmethod(lambda ctx, _, y: ctx.save_for_backward(y))
+        return Made.apply(x).square()
+
+    ways = {
+        "grad of grad": lambda x: gt.grad(gt.grad(f))(x),
+        "hessian": gt.hessian(f),
+        "hvp": lambda x: gt.hvp(f, (x,), (torch.ones_like(x),))[1][0],
+    }
+    for name, second in ways.items():
+        if right:
+            assert float(second(_x())) == pytest.approx(4 * math.exp(2 * X)), name
+        else:
+            with pytest.raises(GradtoolsError, match=r"Function Made.*torch#76185"):
+                raise AssertionError(f"{name}: {second(_x())}")
 
 
 def test_a_class_that_was_tried_elsewhere_is_remembered():

@@ -175,7 +175,7 @@ class SecondEvaluation:
             if value is None or not self._left:
                 continue
             known, version = self._left.pop(0)
-            # Under vmap what is tracked may be computed by another kernel, which rounds differently.
+            # Under vmap, what is tracked may take another kernel, which rounds differently.
             same = upstream.version_of(known) != version or agree(value, known, is_wrapped(y))
             if not same:
                 raise GradtoolsError(

@@ -49,7 +49,8 @@ def is_inexact(var: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _is_ref(var: Any) -> bool:
+def is_ref(var: Any) -> bool:
+    """Whether a variable is a mutable reference."""
     return hasattr(var.aval, "inner_aval")
 
 
@@ -60,7 +61,7 @@ def inexact(variables: Sequence[Any]) -> list[bool]:
 
 def targets(eqn: Eqn) -> list[Any]:
     """The variables that an equation writes: its outputs, and mutable references."""
-    return [*eqn.outvars, *filter(_is_ref, eqn.invars)]
+    return [*eqn.outvars, *filter(is_ref, eqn.invars)]
 
 
 def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
@@ -251,7 +252,7 @@ def bodies(eqn: Eqn) -> list[InnerJaxpr]:
     The body of one of gradtools' own primitives is the jaxpr that its `gradtools_flow` returns.
     """
     name, count = eqn.primitive.name, len(eqn.invars)
-    if any(map(_is_ref, eqn.invars)):
+    if any(map(is_ref, eqn.invars)):
         return []
     if name == "cond":
         return [InnerJaxpr(branch.jaxpr, range(1, count)) for branch in programs_of(eqn)]

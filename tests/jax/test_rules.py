@@ -226,3 +226,23 @@ def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
     (transposed,) = jax.linear_transpose(double, x)(x)
     np.testing.assert_array_equal(slope, 3 * x)
     np.testing.assert_array_equal(transposed, 3 * x)
+
+
+def test_an_output_that_reads_no_mapped_input_is_a_residual_where_vmap_is_differentiated():
+    plain = lambda x, y: (jnp.sin(x), jnp.exp(y))
+    rule = gt.custom_rule(plain)
+
+    def fwd(x, y):
+        outs = plain(x, y)
+        return outs, (x, outs[1])
+
+    rule.defvjp(fwd, lambda saved, cts: (jnp.cos(saved[0]) * cts[0], saved[1] * cts[1]))
+
+    def slope(f):
+        def pulled(x, y):
+            outs, pull = jax.vjp(f, x, y)
+            return sum(pull(outs))
+
+        return jax.grad(lambda y: jax.vmap(pulled, (0, None))(X, y).sum())(0.3)
+
+    np.testing.assert_allclose(slope(rule), slope(plain), rtol=1e-6)

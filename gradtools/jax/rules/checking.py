@@ -21,7 +21,7 @@ from gradtools.jax import jaxprs, reachability
 from gradtools.jax.rules.primitives import READS_A_VALUE, Mask, eval_cotangent
 from gradtools.jax.trees import all_known, filled, is_inexact, likes_of, without_none, zeros_of
 from gradtools.rule_contract import Contract, is_linear
-from gradtools.rules import JvpRule, Linearized, Rule, replaced_where, saved_from, spread
+from gradtools.rules import JvpRule, Rule, replaced_where, spread
 
 
 def avals_of(xs: Sequence[Any]) -> Any:
@@ -37,59 +37,28 @@ def differentiated_inputs(rule: Rule, likes: Sequence[Any], perturbed: Mask | No
     ]
 
 
-def outside_of_trace(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
-    """`fun(*xs)` at concrete xs, outside of the linearization that is running.
-
-    For each jitted function called within a trace JAX caches an entry for that trace, which
-    outlives it. A `custom_jvp` whose inputs have no tangents is evaluated outside of the trace.
-    """
-    if isinstance(jax.lax.neg(0.0), jax.core.Tracer):  # a program is being traced
-        return fun(*xs)
-    untraced = jax.custom_jvp(fun)
-
-    @untraced.defjvp
-    def no_tangents(xs: Any, dxs: Any) -> Any:
-        raise AssertionError("concrete inputs have no tangents")
-
-    return list(untraced(*xs))
-
-
-def check_maps(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> bool:
-    """Checks that the user's maps are zero at zero.
-
-    Returns False if a cotangent map with kernels must be checked after the forward pass.
-    """
+def check_forward_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> None:
+    """Checks that a forward rule is zero at zero, and notes the tangents that transposing loses."""
     contract = rule.contract
-    if contract is None:
-        return True
-    likes, avals = likes_of(xs), avals_of(xs)
-    if isinstance(rule, JvpRule):
-        jvp, moving = rule.jvp, differentiated_inputs(rule, likes, perturbed)
+    if contract is None or not isinstance(rule, JvpRule):
+        return
+    jvp, likes, avals = rule.jvp, likes_of(xs), avals_of(xs)
+    moving = differentiated_inputs(rule, likes, perturbed)
 
-        def push(*operands: Any) -> list[Any]:
-            dxs = spread(operands[len(xs) :], moving)
-            return jvp(operands[: len(xs)], filled(dxs, likes) if rule.fills("tangent") else dxs)[1]
+    def push(*operands: Any) -> list[Any]:
+        dxs = spread(operands[len(xs) :], moving)
+        full = filled(dxs, likes) if rule.fills("tangent") else dxs
+        return jvp(operands[: len(xs)], full)[1]
 
-        def check_tangent() -> bool:
-            steps = [like for like, m in zip(likes, moving, strict=True) if m]
-            closed, decided = _check_zero(contract, "tangent", push, xs, steps)
-            lost = None if closed is None else lost_input(closed, len(xs))
-            if lost is not None:
-                contract.lost_tangents[avals] = [i for i, m in enumerate(moving) if m][lost]
-            return decided
+    def check() -> bool:
+        steps = [like for like, m in zip(likes, moving, strict=True) if m]
+        closed, decided = _check_zero(contract, "tangent", push, xs, steps)
+        lost = None if closed is None else lost_input(closed, len(xs))
+        if lost is not None:
+            contract.lost_tangents[avals] = [i for i, m in enumerate(moving) if m][lost]
+        return decided
 
-        contract.check_once("tangent", (avals, perturbed), check=check_tangent)
-    if rule.linearize is None or not rule.fills("cotangent"):
-        return True
-
-    def pull(*xs: Any) -> list[Any]:
-        result = rule.at(*xs)
-        assert result.cotangent is not None
-        cts = [None if like is None else zeros_of(like) for like in likes_of(result.ys)]
-        return result.cotangent(result.saved(xs), cts) if without_none(cts) else []
-
-    check = lambda: _check_zero(contract, "cotangent", pull, xs, kernels=False)[1]
-    return contract.check_once("cotangent", avals, check=check)
+    contract.check_once("tangent", (avals, perturbed), check=check)
 
 
 def _check_zero(
@@ -97,14 +66,13 @@ def _check_zero(
     which: str,
     run: Callable[..., list[Any]],
     xs: Sequence[Any],
-    likes: Sequence[Any] = (),
-    kernels: bool = True,
+    likes: Sequence[Any],
 ) -> tuple[Any, bool]:
     """Raises if `run(*xs, *zeros)`, a user's map, has a result that is neither zero nor None.
 
     Tracers among xs are replaced by made-up numbers; `likes` are the avals of the zeros. Host
-    functions run at concrete arrays only, and only if `kernels` is true. Returns the map's jaxpr
-    (None if it reads values of arrays), and whether the check is decided.
+    functions run at concrete arrays only. Returns the map's jaxpr (None if it reads values of
+    arrays), and whether the check is decided.
     """
     places = list[int]()
 
@@ -123,56 +91,37 @@ def _check_zero(
     else:
         proved = proved_zero(closed, [False] * len(xs) + [True] * len(likes))
         if not all(proved):
-            may_run = kernels or not _contains(closed, "gradtools_kernel")
-            values = [*xs, *[np.zeros(a.shape, a.dtype) for a in likes]]
-            outs = computed(closed, values) if may_run else None
+            outs = computed(closed, [*xs, *[np.zeros(a.shape, a.dtype) for a in likes]])
             if outs is None:
-                decided = may_run and not _contains(closed, "gradtools_kernel")
+                decided = not _contains(closed, "gradtools_kernel")
             else:
                 wrong = nonzero_at([0.0 if p else y for p, y in zip(proved, outs, strict=True)])
     contract.check_zero(which, wrong, places)
     return closed, decided
 
 
-def check_evaluated(rule: Rule, xs: Sequence[Any], maps: Linearized, out: Sequence[Any]) -> None:
-    """`check_maps` of a cotangent map with kernels, at the residuals of the one forward pass."""
-    contract, cotangent = rule.contract, maps.cotangent
-    assert contract is not None and cotangent is not None
-    saved = saved_from(maps.saves, xs, out)
-    zeros = [*map(zeros_of, without_none(likes_of(out[: len(out) - len(maps.extras)])))]
-
-    def check() -> bool:
-        pulled = outside_of_trace(lambda *saved: cotangent(saved, zeros), saved)
-        if not all_known(pulled):  # traced, though the arguments are not
-            return False
-        wrong = nonzero_at([np.zeros(()) if x is None else x for x in pulled])
-        contract.check_zero("cotangent", wrong)
-        return True
-
-    contract.check_once("cotangent", avals_of(xs), check=check)
-
-
-def check_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) -> None:
-    """Raises if transposing bwd would lose one of its cotangents."""
-    contract = rule.contract
-    if contract is None:
-        return
-
-    def transposed() -> None:
-        closed = jax.make_jaxpr(pull)(*map(zeros_of, likes))
-        lost = lost_input(closed)
-        if lost is not None:
-            raise contract.not_transposable("cotangent", lost)
-
-    contract.check_once("transposed", avals, check=transposed)
-
-
-def check_symbolic(contract: Contract, at: Sequence[Any], n: int, params: Any) -> None:
-    """Checks that a bwd with symbolic zeros is zero at zero; at: n residuals, then cotangents."""
+def check_bwd(contract: Contract, at: Sequence[Any], n: int, params: Any) -> None:
+    """Checks that a bwd is zero at zero; at: n residuals, then cotangents."""
     run = lambda *at: spread(eval_cotangent(*at, **params), params["wanted"])
     likes = [jax.typeof(ct) for ct in at[n:]]
     check = lambda: _check_zero(contract, "cotangent", run, at[:n], likes)[1]
     contract.check_once("cotangent", avals_of(at), params["given"], params["wanted"], check=check)
+
+
+def check_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) -> None:
+    """Checks that a bwd is zero at zero, and that its transpose loses none of its cotangents."""
+    contract = rule.contract
+    if contract is None:
+        return
+
+    def check() -> bool:
+        closed, decided = _check_zero(contract, "cotangent", pull, (), likes)
+        lost = None if closed is None else lost_input(closed)
+        if lost is not None:
+            raise contract.not_transposable("cotangent", lost)
+        return decided
+
+    contract.check_once("transposed", avals, check=check)
 
 
 def loses_tangents(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any]) -> bool:

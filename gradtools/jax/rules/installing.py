@@ -38,7 +38,7 @@ from jax.interpreters import partial_eval as pe
 
 from gradtools.errors import NotImplementedRefusal
 from gradtools.jax import jaxprs, shardings
-from gradtools.jax.rules.checking import check_linear, check_symbolic, proved_zero
+from gradtools.jax.rules.checking import check_bwd, check_linear, proved_zero
 from gradtools.jax.rules.kept_alive import memoized, mortal
 from gradtools.jax.rules.linearizing import (
     captured_tracers,
@@ -76,7 +76,7 @@ from gradtools.jax.trees import (
     without_none,
     zeros_of,
 )
-from gradtools.rules import Rule, closed_over_error, replaced_where, spread
+from gradtools.rules import Rule, closed_over_error, replaced_at, replaced_where, spread
 
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
@@ -87,7 +87,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     ]
     xs = varying_alike(arrays)
     shared = tuple([varies(x) - varies(a) for x, a in zip(xs, arrays, strict=True)])
-    if any(shared) and rule.contract is not None:
+    if any(shared) and rule.contract is not None and rule.linearize is not None:
         rule = memoized(rule, ("shared", shared), lambda: _with_unvarying_inputs(rule, shared))
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
@@ -108,9 +108,13 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
     `jax.custom_vjp` demands, it is kept on the first device and zero on the others.
     """
 
-    def summed_once(cotangent: Any) -> Any:
-        def summed(saved: Any, cts: Any) -> list[Any]:
-            result = list(cotangent(saved, cts))
+    def linearize(*xs: Any, **options: Any) -> Any:
+        assert rule.linearize is not None
+        linearized = rule.linearize(*xs, **options)
+        pull: Any = linearized.cotangent  # so that the closure keeps no arrays of `linearized`
+
+        def summed_once(saved: Any, cts: Any) -> list[Any]:
+            result = list(pull(saved, cts))
             for i, axes in enumerate(shared):
                 ct = result[i]
                 summed = axes - varies(ct) if hasattr(ct, "dtype") else ()
@@ -119,18 +123,9 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
                     result[i] = jnp.where(jnp.stack(first).all(), ct, jnp.zeros_like(ct))
             return result
 
-        return None if cotangent is None else summed
+        return replace(linearized, cotangent=summed_once)
 
-    def linearize(*xs: Any, **options: Any) -> Any:
-        assert rule.linearize is not None
-        linearized = rule.linearize(*xs, **options)
-        return replace(linearized, cotangent=summed_once(linearized.cotangent))
-
-    return replace(
-        rule,
-        cotangent=summed_once(rule.cotangent),
-        linearize=None if rule.linearize is None else linearize,
-    )
+    return replace(rule, linearize=linearize)
 
 
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
@@ -288,33 +283,27 @@ def _jvp_where_perturbed(
 ) -> tuple[Any, Any]:
     """The jvp of `run` in the operands whose tangent is not a symbolic zero."""
     moving = [i for i, dx in enumerate(tangents) if _carries(dx)]
-
-    def at(*changed: Any) -> list[Any]:
-        full = list(operands)
-        for i, x in zip(moving, changed, strict=True):
-            full[i] = x
-        return run(*full, **params)
-
+    at = lambda *changed: run(*replaced_at(operands, moving, changed), **params)
     steps = [varying(tangents[i], varies(operands[i])) for i in moving]
     return jax.jvp(at, [operands[i] for i in moving], steps)
 
 
 def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
     n = len(operands) - sum(given)
-    present = tuple([type(ct) is not ad.Zero for ct in cts])
-    if not any(present):
+    if all(type(ct) is ad.Zero for ct in cts):
         return [None] * len(operands)
-    params = {
-        "rule": rule,
-        "given": present,
-        "wanted": given,
-        "xs": tuple([v.aval for v in operands[n:]]),
-        "ys": ys,
-    }
-    at = [*operands[:n], *[ct for ct, p in zip(cts, present, strict=True) if p]]
-    if rule.contract is not None and not rule.fills("cotangent"):
-        check_symbolic(rule.contract, at, n, params)
-    return [None] * n + list(cotangent_p.bind(*at, **params))
+    params = {"wanted": given, "xs": tuple([v.aval for v in operands[n:]]), "ys": ys}
+    return [None] * n + _bind_cotangent(rule, operands[:n], cts, **params)
+
+
+def _bind_cotangent(maps: Rule, saved: Sequence[Any], cts: Any, **params: Any) -> list[Any]:
+    """The cotangent primitive, at the cotangents that are not symbolic zeros."""
+    given = tuple([type(ct) is not ad.Zero for ct in cts])
+    params |= {"rule": maps, "given": given}
+    at = [*saved, *compress(cts, given)]
+    if maps.contract is not None and "bwd" in maps.contract.functions:
+        check_bwd(maps.contract, at, len(saved), params)
+    return list(cotangent_p.bind(*at, **params))
 
 
 def _cotangent_transpose(
@@ -347,20 +336,12 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule, used: Mask | None = None) 
     at = [zeros_of(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
     check_linear(rule, at, unknown)
     ys, maps, saved = forward_pass(rule, at)
-    present = [type(ct) is not ad.Zero for ct in cts]
-    given = tuple([p for p, y in zip(present, ys, strict=True) if is_inexact(y)])
-    if not any(given):
+    cts = [ct for ct, y in zip(cts, ys, strict=True) if is_inexact(y)]
+    if all(type(ct) is ad.Zero for ct in cts):
         return [None] * len(xs)
-    result = cotangent_p.bind(
-        *saved,
-        *(ct for ct, p in zip(cts, present, strict=True) if p),
-        rule=maps,
-        given=given,
-        wanted=unknown,
-        xs=tuple([x.aval for x, u in zip(xs, unknown, strict=True) if u]),
-        ys=tuple(without_none(likes_of(ys))),
-    )
-    return spread(result, unknown)
+    avals = tuple([x.aval for x, u in zip(xs, unknown, strict=True) if u])
+    params = {"wanted": unknown, "xs": avals, "ys": tuple(without_none(likes_of(ys)))}
+    return spread(_bind_cotangent(maps, saved, cts, **params), unknown)
 
 
 ad.primitive_jvps[primal_p] = mortal(_primal_jvp)

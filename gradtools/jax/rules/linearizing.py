@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,12 +21,10 @@ from gradtools.jax._upstream import backward_shapes_are_checked, constants_of
 from gradtools.jax.jaxprs import without_consts
 from gradtools.jax.rules.checking import (
     avals_of,
-    check_evaluated,
-    check_maps,
+    check_forward_rule,
     check_transposed,
     differentiated_inputs,
     loses_tangents,
-    outside_of_trace,
 )
 from gradtools.jax.rules.kept_alive import memoized
 from gradtools.jax.rules.primitives import (
@@ -134,7 +131,7 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
     perturbed = perturbed if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, perturbed)
     with pushed_on(local_list("linearizing"), rule.origin):
-        check_maps(rule, xs, perturbed)
+        check_forward_rule(rule, xs, perturbed)
         with naming_rule(rule):
             closed = jax.make_jaxpr(forward)(*map(jax.typeof, xs))
     run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
@@ -142,14 +139,24 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
 
 
 def _evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any:
-    """The outputs and extras at concrete inputs, and the maps, without tracing."""
+    """The outputs and extras at concrete inputs, and the maps, outside of the running trace.
+
+    For each jitted function called within a trace JAX caches an entry for that trace, which
+    outlives it. A `custom_jvp` whose inputs have no tangents is evaluated outside of the trace.
+    """
     perturbed = perturbed if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, perturbed)
+    run: Any = forward
+    if not isinstance(jax.lax.neg(0.0), jax.core.Tracer):  # no program is being traced
+        run = jax.custom_jvp(forward)
+
+        @run.defjvp
+        def no_tangents(xs: Any, dxs: Any) -> Any:
+            raise AssertionError("concrete inputs have no tangents")
+
     with pushed_on(local_list("linearizing"), rule.origin):
-        decided = check_maps(rule, xs, perturbed)
-        out = outside_of_trace(forward, xs)
-        if not decided:
-            check_evaluated(rule, xs, made[0], out)
+        check_forward_rule(rule, xs, perturbed)
+        out = list(run(*xs))
     repeat = lambda *xs: _forward_of(rule, perturbed)[0](*xs)  # references no maps of this run
     return out, LinearizedRule.made_of(rule, made[0], repeat, perturbed)
 
@@ -190,10 +197,12 @@ def _native(
 
         def pull(*cts: Any) -> list[Any]:
             pairs = zip(cotangent(saved, cts), dxs, strict=True)
-            return [ct for ct, dx in pairs if dx is not None]
+            return [None if dx is None else ct for ct, dx in pairs]
 
-        check_transposed(rule, avals, pull, without_none(like_ys))
-        return transpose_map(rule, "cotangent", pull, without_none(like_ys), without_none(dxs))
+        examples = without_none(like_ys)
+        check_transposed(rule, avals, pull, examples)
+        present = lambda *cts: without_none(pull(*cts))
+        return transpose_map(rule, "cotangent", present, examples, without_none(dxs))
 
     def cotangent(saved: Entries, cts: Entries) -> list[Any]:
         if given_cotangent is not None:
@@ -361,36 +370,39 @@ def lift_captured(
         consts.extend(result)
         return lambda own, *args: hoisted(own[start:stop], *args)
 
-    maps, both, extras = rule, None, 0
-    forward: Any = None
+    def of_inputs(fun: Any) -> Any:
+        lifted = lift(fun, *xs)
+        return None if lifted is None else lambda *a: lifted(a[n:], *a[:n])
+
+    maps, extras, more = rule, 0, dict[str, Any]()
     tangent: Any = None
     cotangent: Any = None
     dxs, cts = list[Any](), list[Any]()
     with pushed_on(local_list("lifting"), rule):
-        primal = lift(lambda *a: list(rule.primal(*a)), *xs)
+        primal = of_inputs(lambda *a: list(rule.primal(*a)))
         anyway = differentiated or rule.reverse_only
         moving = [
             is_inexact(x) and i not in rule.nondifferentiable and (anyway or not all_known([x]))
             for i, x in enumerate(xs)
         ]  # concrete inputs are not differentiated, except by an edit, which records what it cuts
-        flow = primal if flow_of(rule) is rule.primal else lift(flow_of(rule), *xs)
+        flow = primal if flow_of(rule) is rule.primal else of_inputs(flow_of(rule))
         if any(moving):
             maps = rule if rule.reverse_only else linearized_rule(rule, xs)
             if isinstance(maps, LinearizedRule):
-                both, extras = maps.forward, maps.extras
-            results = jax.make_jaxpr(both or partial(primal, consts))(*xs).out_avals
+                extras, more["forward"] = maps.extras, of_inputs(maps.forward)
+            run = more.get("forward", primal)
+            results = jax.make_jaxpr(lambda *a: run(*a, *consts))(*xs).out_avals
             ys, avals = results[: len(results) - extras], [*map(jax.typeof, xs), *results]
             zeros = [zeros_of(aval) for aval in avals]
             saved = [zeros_of(aval) for aval in maps.saved(avals[:n], ys, results[len(ys) :])]
             dxs = [z if m else None for z, m in zip(zeros, moving, strict=False)]
             cts = [z for z in zeros[n : n + len(ys)] if is_inexact(z) or rule.reverse_only]
-            forward = lift(both, *xs)
             tangent = lift(maps.tangent, saved, dxs)
             cotangent = lift(maps.cotangent, saved, cts)
     if not consts:
         return rule, []
     # The maps must not reference the rule, whose functions close over the tracers.
-    name, count, more = rule.name, len(consts), dict[str, Any]()
+    name, count = rule.name, len(consts)
     positions = range(n) if maps.saves is None else maps.saves
     saves = [i if i < n else i + count for i in positions]
     dxs, cts = ([None if x is None else jax.typeof(x) for x in vs] for vs in (dxs, cts))
@@ -404,13 +416,10 @@ def lift_captured(
         result = cotangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v, cts))
         return [*result, *([None] * count)]
 
-    if forward is not None:
-        more["forward"] = lambda *a: forward(a[n:], *a[:n])
-    if flow is not None:
-        more["flow"] = lambda *a: flow(a[n:], *a[:n])
     lifted = replace(
         maps if isinstance(maps, TracedRule) else TracedRule.of(maps),
-        primal=lambda *a: primal(a[n:], *a[:n]),
+        primal=primal,
+        flow=flow,
         tangent=run_tangent if tangent or not cotangent else None,
         cotangent=run_cotangent if cotangent else None,
         linearize=None if cotangent else maps.linearize,

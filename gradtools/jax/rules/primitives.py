@@ -326,13 +326,9 @@ class _Vmaps:
         return run
 
 
-def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any, run: Any = None) -> Rule:
-    """The rule of a batch; `run` is its batched forward pass, by default vmap of the rule's own."""
+def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any) -> Rule:
+    """The rule of a batch."""
     lists, size = _Vmaps(axis), axis.size
-
-    def forward(*xs: Any) -> list[Any]:
-        assert isinstance(rule, LinearizedRule)
-        return lists.vmap_extras(rule.forward, x_axes, size, lambda: rule.extras)(*xs)[0]
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         """Lifts the maps at one example, then batches them."""
@@ -344,8 +340,8 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any, run: Any = Non
 
     def make() -> Rule:
         more: dict[str, Any] = {}
-        if isinstance(rule, LinearizedRule):
-            more |= {"forward": run or forward, "source": None}
+        if isinstance(rule, LinearizedRule):  # all extras have the batch axis
+            more |= {"forward": lists.vmap_list(rule.forward, x_axes, size), "source": None}
             if rule.whole is not None:
                 more["whole"] = _batched(rule.whole, x_axes, None, axis)
         flow = flow_of(rule)
@@ -355,7 +351,7 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any, run: Any = Non
             more["lift"] = lift
         return batched(rule, lists, x_axes, saved_axes, size, **more)
 
-    return memoized(rule, ("batched", x_axes, saved_axes, axis, run is None), make)
+    return memoized(rule, ("batched", x_axes, saved_axes, axis), make)
 
 
 def _batching_rule(primitive: MortalPrimitive) -> Any:
@@ -375,30 +371,25 @@ def _batching_rule(primitive: MortalPrimitive) -> Any:
         def with_batch(avals: Any) -> Any:
             return tuple([shardings.with_leading(a, size, like) for a in avals])
 
-        if primitive is primal_p:
-            rule = _batched(rule, tuple(axes), None, axis)
-        elif primitive is evaluation_p:
-            # All extras have the batch axis, for they are results of this equation.
-            run = _Vmaps(axis).vmap_list(rule.forward, tuple(axes), size)
-            rule = _batched(rule, tuple(axes), saved_from(rule.saves, axes), axis, run)
-        elif primitive is value_p:
+        def spread_from(first: int, last: int) -> None:
+            """Gives all of these operands the batch axis."""
+            pairs = zip(args[first:last], axes[first:last], strict=True)
+            args[first:last] = [x if a == 0 else shardings.spread(x, size, like) for x, a in pairs]
+            axes[first:last] = [0] * (last - first)
+
+        x_axes, saved_axes = axes, None
+        if primitive is value_p:
             first, last = params["xs"], len(args) - rule.extras
-            saved_axes = saved_from(rule.saves, axes[:first], axes[first:])
-            args[first:last] = [
-                x if a == 0 else shardings.spread(x, size, like)
-                for x, a in zip(args[first:last], axes[first:last], strict=True)
-            ]
-            rule = _batched(rule, tuple(axes[:first]), saved_axes, axis)
+            spread_from(first, last)
+            x_axes, saved_axes = axes[:first], saved_from(rule.saves, axes[:first], axes[first:])
         elif primitive is tangent_p:
-            dx_axes = spread(axes[n:], params["given"])
-            rule = _batched(rule, tuple(dx_axes), tuple(axes[:n]), axis)
+            x_axes, saved_axes = spread(axes[n:], params["given"]), tuple(axes[:n])
             params["ys"] = with_batch(params["ys"])
-        else:
-            cts = zip(args[n:], axes[n:], strict=True)
-            args[n:] = [x if a == 0 else shardings.spread(x, size, like) for x, a in cts]
-            rule = _batched(rule, (0,) * len(params["wanted"]), tuple(axes[:n]), axis)
+        elif primitive is cotangent_p:
+            spread_from(n, len(args))
+            x_axes, saved_axes = [0] * len(params["wanted"]), tuple(axes[:n])
             params["xs"], params["ys"] = with_batch(params["xs"]), with_batch(params["ys"])
-        out = primitive.bind(*args, rule=rule, **params)
+        out = primitive.bind(*args, rule=_batched(rule, tuple(x_axes), saved_axes, axis), **params)
         return out, [0] * len(out)
 
     return run

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.jax import jaxprs
+from gradtools.jax.jaxprs import is_ref
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.diagnostics.bad_gradients import ValueOrigins
@@ -128,7 +129,7 @@ class Tape:
 
     def run(self, closed: Any, graph: PlainGraph, args: Sequence[Moving]) -> list[Moving]:
         consts = [
-            Reference(Moving(const[...])) if _is_reference(var) else Moving(const)
+            Reference(Moving(const[...])) if is_ref(var) else Moving(const)
             for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)
         ]
         return [*map(_content, self._jaxpr(closed.jaxpr, graph, [*consts, *args]))]
@@ -157,7 +158,7 @@ class Tape:
             for reference, content in zip(written, outs[len(eqn.outvars) :], strict=False):
                 reference.content = content
             return [
-                Reference(y) if _is_reference(var) else y
+                Reference(y) if is_ref(var) else y
                 for var, y in zip(eqn.outvars, outs, strict=False)
             ]
 
@@ -230,18 +231,13 @@ class Tape:
 def _evaluated(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     """An equation as a function of arrays: mutable references enter and leave by their contents."""
     operands = [
-        jax.new_ref(x) if _is_reference(var) else x
-        for var, x in zip(eqn.invars, arrays, strict=True)
+        jax.new_ref(x) if is_ref(var) else x for var, x in zip(eqn.invars, arrays, strict=True)
     ]
     results = zip(eqn.outvars, jaxprs.bound(eqn, operands), strict=True)
-    outs = [y[...] if _is_reference(var) else y for var, y in results]
+    outs = [y[...] if is_ref(var) else y for var, y in results]
     if eqn.primitive.name in ("freeze", "free_ref"):  # the reference is not read again
         return outs
-    return outs + [x[...] for v, x in zip(eqn.invars, operands, strict=True) if _is_reference(v)]
-
-
-def _is_reference(var: Any) -> bool:
-    return hasattr(var.aval, "inner_aval")
+    return outs + [x[...] for v, x in zip(eqn.invars, operands, strict=True) if is_ref(v)]
 
 
 def _content(entry: _Entry) -> Moving:

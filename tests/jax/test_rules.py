@@ -196,6 +196,52 @@ def test_a_rule_that_uses_itself_may_close_over_an_array_of_a_trace(within, tran
     np.testing.assert_allclose(ours, plain, rtol=1e-5)
 
 
+def _scaled(c):
+    """A linear rule that uses itself and closes over c."""
+    f = gt.custom_rule(lambda x: c * x)
+    f.defvjp(lambda x: (f(x), None), lambda _, g: (f(g),))
+    return f
+
+
+LINEAR = {
+    "grad": lambda f: lambda x: jax.grad(lambda x: (f(x) ** 2).sum())(x),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
+    "linear_transpose": lambda f: lambda x: jax.linear_transpose(f, x)(x)[0],
+    "hessian": lambda f: jax.hessian(lambda x: (f(x) ** 2).sum()),
+}
+
+
+@pytest.mark.parametrize("derivative", LINEAR)
+def test_a_linear_rule_whose_bwd_is_itself_may_close_over_an_array_of_a_trace(derivative):
+    ours, plain = (
+        jax.jit(lambda c, f=f: LINEAR[derivative](f(c))(X))(0.7)
+        for f in (_scaled, lambda c: lambda x: c * x)
+    )
+    np.testing.assert_allclose(ours, plain, rtol=1e-6)
+
+
+def test_an_extra_that_reads_no_mapped_input_of_a_rule_that_closes_over_an_array():
+    def slope(f):
+        total = lambda c, y: jax.vmap(f(c), (0, None))(X, y).sum()
+        return jax.jit(jax.grad(total, 1))(0.7, 0.3)
+
+    def plain(c):
+        return lambda x, y: c * jnp.sin(x) * jnp.exp(y)
+
+    def ruled(c):
+        f = gt.custom_rule(plain(c))
+        fwd = lambda x, y: (plain(c)(x, y), (x, jnp.exp(y)))
+
+        def bwd(saved, ct):
+            x, e = saved
+            return c * jnp.cos(x) * e * ct, c * jnp.sin(x) * e * ct
+
+        f.defvjp(fwd, bwd)
+        return f
+
+    np.testing.assert_allclose(slope(ruled), slope(plain), rtol=1e-6)
+
+
 def test_a_constant_of_a_rule_is_not_taken_for_one_that_is_gone():
     full = lambda number: np.full(3, number, np.float32)
     tangent = lambda xs, dxs: [dxs[0] * full(2)]

@@ -18,7 +18,7 @@ import numpy as np
 
 from gradtools.errors import warn
 from gradtools.jax import jaxprs, reachability
-from gradtools.jax.rules.primitives import READS_A_VALUE, Mask, eval_cotangent
+from gradtools.jax.rules.primitives import READS_A_VALUE, Mask, as_arrays
 from gradtools.jax.trees import all_known, filled, is_inexact, likes_of, without_none, zeros_of
 from gradtools.rule_contract import Contract, is_linear
 from gradtools.rules import JvpRule, Rule, replaced_where, spread
@@ -100,12 +100,15 @@ def _check_zero(
     return closed, decided
 
 
-def check_bwd(contract: Contract, at: Sequence[Any], n: int, params: Any) -> None:
-    """Checks that a bwd is zero at zero; at: n residuals, then cotangents."""
-    run = lambda *at: spread(eval_cotangent(*at, **params), params["wanted"])
-    likes = [jax.typeof(ct) for ct in at[n:]]
-    check = lambda: _check_zero(contract, "cotangent", run, at[:n], likes)[1]
-    contract.check_once("cotangent", avals_of(at), params["given"], params["wanted"], check=check)
+def check_bwd(rule: Rule, saved: Sequence[Any], cts: Sequence[Any], given: Mask) -> None:
+    """Checks that a bwd is zero at zero, in the cotangents that are given."""
+    contract, pull, n = rule.contract, rule.cotangent, len(saved)
+    if contract is None or pull is None or "bwd" not in contract.functions:
+        return
+    run = lambda *at: pull(at[:n], spread(at[n:], given))
+    likes = [jax.typeof(ct) for ct in cts]
+    check = lambda: _check_zero(contract, "cotangent", run, as_arrays(saved), likes)[1]
+    contract.check_once("cotangent", avals_of([*saved, *cts]), given, check=check)
 
 
 def check_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) -> None:

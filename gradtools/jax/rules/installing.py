@@ -14,9 +14,9 @@ computed it; an output is differentiated by the rule, at every order. The jvp of
 primitives in their residuals is that of the Python maps. The rule of a primitive, unlike that of a
 `custom_jvp`, survives scan, cond, remat and jit.
 
-A fourth primitive, `evaluation`, contains the whole forward pass of a rule with `remat=True`. Dead
-code elimination replaces it by the primal if its extras are not used, as in a forward pass that
-will be recomputed.
+The primal of a rule with `remat=True` also computes the extras when it is differentiated. Dead code
+elimination replaces it by the function alone if no extra is used, as in a forward pass that will be
+recomputed.
 
 `primitives` defines what each primitive computes and how it is batched, `linearizing` how a rule is
 linearized; this module defines how the primitives are differentiated and transposed.
@@ -58,7 +58,6 @@ from gradtools.jax.rules.primitives import (
     eval_forward,
     eval_primal,
     eval_tangent,
-    evaluation_p,
     flow_of,
     jaxpr_of,
     primal_p,
@@ -139,22 +138,29 @@ def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
 def _primal_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
     """Dead code elimination of the outputs; all inputs are kept, for the derivative may read them.
 
-    JAX 0.12 passes which inputs are live before the equation.
+    Replaces fwd by f if no extra is used. JAX 0.12 passes which inputs are live before the
+    equation.
     """
     eqn = live_and_eqn[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
-    if not all(used):
-        outvars, left = list(compress(eqn.outvars, used)), iter(used)
-        before = eqn.params.get("used") or repeat(True, len(used))
-        now = tuple([u and next(left) for u in before])
-        eqn = eqn.replace(outvars=outvars, params={**eqn.params, "used": now})
+    params, n = {**eqn.params}, len(used)
+    if params.pop("extras", False):
+        n -= params["rule"].extras
+    if not any(used[n:]):
+        if not all(used[:n]):
+            left = iter(used)
+            before = params.get("used") or repeat(True, n)
+            params["used"] = tuple([u and next(left) for u in before])
+        eqn = eqn.replace(outvars=list(compress(eqn.outvars, used)), params=params)
     return [True] * len(eqn.invars), eqn
 
 
 def _primal_jvp(
-    xs: Any, dxs: Any, *, rule: Rule, used: Mask | None = None
+    xs: Any, dxs: Any, *, rule: Rule, used: Mask | None = None, extras: bool = False
 ) -> tuple[list[Any], list[Any]]:
+    if extras:
+        return _forward_jvp(xs, dxs, rule)
     if used is not None:
         ys, dys = _primal_jvp(xs, dxs, rule=rule)
         return list(compress(ys, used)), list(compress(dys, used))
@@ -170,9 +176,9 @@ def _primal_jvp(
     return ys, _bind_tangent(maps, ys, saved, dxs, given)
 
 
-def _evaluation_jvp(xs: Any, dxs: Any, *, rule: LinearizedRule) -> tuple[list[Any], list[Any]]:
+def _forward_jvp(xs: Any, dxs: Any, rule: Any) -> tuple[list[Any], list[Any]]:
     """The jvp by the rule for the outputs, through the forward pass's code for the extras."""
-    given, out = _perturbed(rule, dxs), evaluation_p.bind(*xs, rule=rule)
+    given, out = _perturbed(rule, dxs), primal_p.bind(*xs, rule=rule, extras=True)
     if not any(given):
         return out, [_zero(y) for y in out]
     n = len(out) - rule.extras
@@ -180,20 +186,6 @@ def _evaluation_jvp(xs: Any, dxs: Any, *, rule: LinearizedRule) -> tuple[list[An
     run = lambda *xs, rule: eval_forward(rule, xs)[n:]
     tangents = [dx if g else _zero(x) for x, dx, g in zip(xs, dxs, given, strict=True)]
     return out, [*dys, *_jvp_where_perturbed(run, xs, tangents, {"rule": rule})[1]]
-
-
-def _evaluation_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
-    """Replaces fwd by f if no extra is used, as in a forward pass that will be recomputed.
-
-    JAX 0.12 passes which inputs are live before the equation.
-    """
-    eqn = live_and_eqn[-1]
-    n = len(used) - eqn.params["rule"].extras
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    if any(used[n:]):
-        return [True] * len(eqn.invars), eqn
-    return _primal_dce(used[:n], eqn.replace(primitive=primal_p, outvars=eqn.outvars[:n]))
 
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: LinearizedRule, xs: int) -> Any:
@@ -299,11 +291,9 @@ def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: An
 def _bind_cotangent(maps: Rule, saved: Sequence[Any], cts: Any, **params: Any) -> list[Any]:
     """The cotangent primitive, at the cotangents that are not symbolic zeros."""
     given = tuple([type(ct) is not ad.Zero for ct in cts])
-    params |= {"rule": maps, "given": given}
-    at = [*saved, *compress(cts, given)]
-    if maps.contract is not None and "bwd" in maps.contract.functions:
-        check_bwd(maps.contract, at, len(saved), params)
-    return list(cotangent_p.bind(*at, **params))
+    present = list(compress(cts, given))
+    check_bwd(maps, saved, present, given)
+    return list(cotangent_p.bind(*saved, *present, rule=maps, given=given, **params))
 
 
 def _cotangent_transpose(
@@ -318,7 +308,9 @@ def _cotangent_transpose(
     return [None] * n + [dy for dy, g in zip(dys, given, strict=True) if g]
 
 
-def _primal_transpose(cts: Any, *xs: Any, rule: Rule, used: Mask | None = None) -> list[Any]:
+def _primal_transpose(
+    cts: Any, *xs: Any, rule: Rule, used: Mask | None = None, extras: bool = False
+) -> list[Any]:
     """The transpose of a rule inside a linear function: its pullback, linearized at zero."""
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     if used is not None:  # the unused outputs have zero cotangents
@@ -326,16 +318,18 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule, used: Mask | None = None) 
         outs, left = jaxpr_of(eval_primal, avals, {"rule": rule}).out_avals, iter(cts)
         zeros = [ad.Zero(aval.to_tangent_aval()) for aval in outs]
         cts = [next(left) if u else zero for zero, u in zip(zeros, used, strict=True)]
-    if rule.origin in local_list("linearizing"):
-        # A linear function that its own forward rule calls: transposing by the rule would recurse
-        # without end, so the primal's code is transposed.
+    own = isinstance(rule, ValueLiftedRule) or rule.origin in local_list("linearizing")
+    if extras or own:
+        # A linear function that its own rule calls: transposing by the rule would recurse without
+        # end, so the primal's code is transposed.
         likes = [struct_of(x.aval) for x, u in zip(xs, unknown, strict=True) if u]
-        run = lambda *moved: list(rule.primal(*replaced_where(xs, unknown, moved)))
+        at = lambda moved: replaced_where(xs, unknown, moved)
+        run = lambda *moved: eval_primal(*at(moved), rule=rule, extras=extras)
         transposed = jax.linear_transpose(run, *likes)
         return spread(transposed([ad.instantiate_zeros(ct) for ct in cts]), unknown)
-    at = [zeros_of(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
-    check_linear(rule, at, unknown)
-    ys, maps, saved = forward_pass(rule, at)
+    point = [zeros_of(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
+    check_linear(rule, point, unknown)
+    ys, maps, saved = forward_pass(rule, point)
     cts = [ct for ct, y in zip(cts, ys, strict=True) if is_inexact(y)]
     if all(type(ct) is ad.Zero for ct in cts):
         return [None] * len(xs)
@@ -345,9 +339,7 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule, used: Mask | None = None) 
 
 
 ad.primitive_jvps[primal_p] = mortal(_primal_jvp)
-ad.primitive_jvps[evaluation_p] = mortal(_evaluation_jvp)
 pe.dce_rules[primal_p] = _primal_dce
-pe.dce_rules[evaluation_p] = _evaluation_dce
 ad.primitive_jvps[value_p] = mortal(_value_jvp)
 ad.primitive_jvps[tangent_p] = mortal(_tangent_jvp)
 ad.primitive_jvps[cotangent_p] = mortal(_cotangent_jvp)
@@ -363,7 +355,7 @@ def _no_series(*_: Any, **params: Any) -> Any:
     )
 
 
-for _p in (primal_p, evaluation_p, value_p, tangent_p, cotangent_p):
+for _p in (primal_p, value_p, tangent_p, cotangent_p):
     jet_rules[_p] = _no_series
 
 

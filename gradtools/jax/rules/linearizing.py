@@ -35,7 +35,6 @@ from gradtools.jax.rules.primitives import (
     ValueLiftedRule,
     captures_nothing,
     eval_forward,
-    evaluation_p,
     flow_of,
     naming_rule,
     primal_p,
@@ -107,7 +106,8 @@ def forward_pass(
     else:
         maps = linearized_rule(rule, xs, given)
         if maps.contract is not None and maps.contract.remat:
-            out = evaluation_p.bind(*xs, rule=maps)
+            # One equation, so that remat drops or recomputes outputs and extras together.
+            out = primal_p.bind(*xs, rule=maps, extras=True)
             ys, extras = out[: len(out) - maps.extras], out[len(out) - maps.extras :]
             return ys, maps, maps.saved(xs, ys, extras)
         out = eval_forward(maps, xs)

@@ -2,8 +2,9 @@
 
 The operands of a linear primitive are the residuals, then the tangents (or cotangents) that are
 not symbolic zeros. Its parameters: `given`, the mask of these tangents; `wanted`, the mask of the
-input cotangents to be computed; `xs` and `ys`, the avals of inputs and outputs. After dead code
-elimination the primal has the parameter `used`, the mask of its outputs that are used.
+input cotangents to be computed; `xs` and `ys`, the avals of inputs and outputs. The primal of a
+whole forward pass has the parameter `extras`, for these follow its outputs; after dead code
+elimination it has the parameter `used`, the mask of its outputs that are used.
 `installing.py` defines how the primitives are differentiated.
 """
 
@@ -144,17 +145,15 @@ def promoting(rule: Rule) -> Any:
     return jax.numpy_dtype_promotion("standard") if rule.reaches == "identity" else nullcontext()
 
 
-def eval_primal(*xs: Any, rule: Rule, used: Mask | None = None) -> list[Any]:
-    """The outputs of the rule's function, or those that are used."""
+def eval_primal(*xs: Any, rule: Rule, used: Mask | None = None, extras: bool = False) -> list[Any]:
+    """The outputs of the rule's function, or those that are used, or outputs and extras."""
     arrays = as_arrays(xs)
+    if extras:
+        assert isinstance(rule, LinearizedRule)
+        return eval_forward(rule, arrays)
     if used is None:
         return list(rule.primal(*arrays))
     return evaluate_live(lambda *xs: list(compress(rule.primal(*xs), used)), arrays)
-
-
-def _evaluation(*xs: Any, rule: LinearizedRule) -> list[Any]:
-    """Outputs and extras in one equation, so that remat drops or recomputes both together."""
-    return eval_forward(rule, as_arrays(xs))
 
 
 def _value(*operands: Any, rule: LinearizedRule, xs: int) -> list[Any]:
@@ -256,7 +255,6 @@ def _flow(*operands: Any, rule: Rule, xs: int | None = None, used: Mask | None =
 
 
 primal_p = _define("gradtools_primal", eval_primal, flow=_flow)
-evaluation_p = _define("gradtools_evaluation", _evaluation)
 value_p = _define("gradtools_value", _value, outs=_value, flow=_flow)
 tangent_p = _define(
     "gradtools_tangent", eval_tangent, outs=lambda *_, ys, **__: list(ys), flow=eval_tangent
@@ -377,7 +375,8 @@ def _batching_rule(primitive: MortalPrimitive) -> Any:
             args[first:last] = [x if a == 0 else shardings.spread(x, size, like) for x, a in pairs]
             axes[first:last] = [0] * (last - first)
 
-        x_axes, saved_axes = axes, None
+        x_axes: Any = axes
+        saved_axes: Any = None
         if primitive is value_p:
             first, last = params["xs"], len(args) - rule.extras
             spread_from(first, last)
@@ -395,7 +394,7 @@ def _batching_rule(primitive: MortalPrimitive) -> Any:
     return run
 
 
-for _primitive in (primal_p, evaluation_p, value_p, tangent_p, cotangent_p):
+for _primitive in (primal_p, value_p, tangent_p, cotangent_p):
     batching.fancy_primitive_batchers[_primitive] = mortal(_batching_rule(_primitive))
 
 
@@ -405,9 +404,9 @@ for _primitive in (primal_p, evaluation_p, value_p, tangent_p, cotangent_p):
 def _printed_primal(eqn: Any) -> dict[str, Any]:
     """The printed parameters, as a `custom_jvp` has them: name, program, the user's functions."""
     rule, avals = eqn.params["rule"], tuple([v.aval for v in eqn.invars])
-    run = eval_primal if eqn.primitive is primal_p else _evaluation
     used = {"used": list(eqn.params["used"])} if "used" in eqn.params else {}
-    program = memo_of(rule, _jaxpr_key(run, avals, {"rule": rule}))
+    forward = {"extras": True} if "extras" in eqn.params else {}
+    program = memo_of(rule, _jaxpr_key(eval_primal, avals, forward))
     shown = used if program is None else used | {"call_jaxpr": program}
     if rule.contract is not None:
         shown |= {**rule.contract.functions, "symbolic_zeros": bool(rule.symbolic_zeros)}
@@ -427,7 +426,6 @@ def _printed_map(eqn: Any) -> dict[str, Any]:
 
 
 prints_as(primal_p, _printed_primal)
-prints_as(evaluation_p, _printed_primal)
 prints_as(value_p, lambda eqn: {"name": eqn.params["rule"].name})
 prints_as(tangent_p, _printed_map)
 prints_as(cotangent_p, _printed_map)

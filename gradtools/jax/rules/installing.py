@@ -282,17 +282,20 @@ def _jvp_where_perturbed(
 
 def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
     n = len(operands) - sum(given)
-    if all(type(ct) is ad.Zero for ct in cts):
+    present = tuple([type(ct) is not ad.Zero for ct in cts])
+    if not any(present):
         return [None] * len(operands)
     params = {"wanted": given, "xs": tuple([v.aval for v in operands[n:]]), "ys": ys}
-    return [None] * n + _bind_cotangent(rule, operands[:n], cts, **params)
+    return [None] * n + _bind_cotangent(rule, operands[:n], cts, present, **params)
 
 
-def _bind_cotangent(maps: Rule, saved: Sequence[Any], cts: Any, **params: Any) -> list[Any]:
-    """The cotangent primitive, at the cotangents that are not symbolic zeros."""
-    given = tuple([type(ct) is not ad.Zero for ct in cts])
+def _bind_cotangent(
+    maps: Rule, saved: Sequence[Any], cts: Any, given: Mask, **params: Any
+) -> list[Any]:
+    """The cotangent primitive, at the cotangents that are given: not the symbolic zeros."""
     present = list(compress(cts, given))
-    check_bwd(maps, saved, present, given)
+    if maps.contract is not None:
+        check_bwd(maps, saved, present, given)
     return list(cotangent_p.bind(*saved, *present, rule=maps, given=given, **params))
 
 
@@ -331,11 +334,12 @@ def _primal_transpose(
     check_linear(rule, point, unknown)
     ys, maps, saved = forward_pass(rule, point)
     cts = [ct for ct, y in zip(cts, ys, strict=True) if is_inexact(y)]
-    if all(type(ct) is ad.Zero for ct in cts):
+    given = tuple([type(ct) is not ad.Zero for ct in cts])
+    if not any(given):
         return [None] * len(xs)
     avals = tuple([x.aval for x, u in zip(xs, unknown, strict=True) if u])
     params = {"wanted": unknown, "xs": avals, "ys": tuple(without_none(likes_of(ys)))}
-    return spread(_bind_cotangent(maps, saved, cts, **params), unknown)
+    return spread(_bind_cotangent(maps, saved, cts, given, **params), unknown)
 
 
 ad.primitive_jvps[primal_p] = mortal(_primal_jvp)

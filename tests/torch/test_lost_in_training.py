@@ -252,3 +252,35 @@ def test_a_report_of_training_is_plain_data():
     (note,) = report.to_dict()["notes"]
     assert note["arguments"] == ["body.weight", "body.bias"]
     assert "requires_grad is False" in str(report)
+
+
+@pytest.mark.parametrize("places", ["mask", "indices", "one by one", "written out"])
+def test_what_is_added_at_chosen_rows_of_zeros_is_no_lost_term(places):
+    def experts(w):
+        best, which = torch.topk((X @ w).softmax(-1), 2)
+        out, chosen = torch.zeros(len(X), 2, dtype=X.dtype), which[:, 0] == which[0, 0]
+        (rows,) = torch.where(chosen)
+        if places == "mask":
+            out[chosen] += best[chosen]
+        elif places == "indices":
+            out[rows] += best[rows]
+        elif places == "one by one":
+            for k in range(2):
+                out[which[k, 0]] += best[k]
+        else:
+            out[rows] = out[rows] + best[rows]
+        return (out**2).sum()
+
+    w = torch.linspace(-1, 1, X.shape[1] * 3, dtype=X.dtype).reshape(-1, 3)
+    assert not gt.why_zero(experts, w)
+
+
+def test_rows_of_a_table_that_are_chosen_and_added_are_a_lost_term():
+    table = torch.randn(3, 2, dtype=X.dtype)
+
+    def f(w):
+        best, which = torch.topk((X @ w).softmax(-1), 2)
+        return ((best + table[which[:, 0]]) ** 2).sum()
+
+    (report,) = gt.why_zero(f, torch.ones(X.shape[1], 3, dtype=X.dtype))
+    assert report.kind == "discrete"

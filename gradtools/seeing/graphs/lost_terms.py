@@ -6,6 +6,7 @@ lost terms:
 
 - a mask, an index or a branch that a comparison selects;
 - a value computed from its own summand, as in ``x - floor(x)``;
+- what is read from the places where the sum is written, as in ``x[i] += y``;
 - a shift that is subtracted inside and added again (`losing_operations.py`);
 - a target: a deliberate stop in a difference that enters a nonlinear function, as in
   temporal-difference learning, ``(v(s) - r - stop(v(t)))**2``, or in a ratio of probabilities,
@@ -195,6 +196,7 @@ def _terms(
 
         flowing, lost = flowing_and_lost(graph, node, own)
         terms = [v for v in lost if flowing and not flowing & ancestors(graph, v)]
+        terms = [v for v in terms if not _is_written_back(graph, v, node.outputs[0])]
         if not terms:
             continue
         before = taken_before(graph, flowing, own)
@@ -224,6 +226,19 @@ def _terms(
                 )
                 meant = trains and (stopped or chosen) and not edited
                 yield replace(loss, whole=False, meant=bool(meant))
+
+
+def _is_written_back(graph: PlainGraph, value: int, total: int) -> bool:
+    """Whether a summand was read at the places of an array at which the sum is written."""
+    read = _makers(graph).get(value)
+    if read is None or read.operation != "index":
+        return False
+    array, *places = read.inputs
+    writes = (node for node in graph.nodes if {array, total} <= {*node.inputs})
+    return any(
+        node.operation == "update" or (node.operation == "scatter" and {*places} <= {*node.inputs})
+        for node in writes
+    )
 
 
 def _useless_edits(

@@ -31,9 +31,11 @@ def by_jvp(rule, f=jnp.sin, make=gt.custom_rule, **options):
     return g
 
 
-def by_vjp(bwd, fwd=lambda x: (jnp.sin(x), x), f=jnp.sin, make=gt.custom_rule, **options):
+def by_vjp(
+    bwd, fwd=lambda x: (jnp.sin(x), x), f=jnp.sin, make=gt.custom_rule, symbolic=False, **options
+):
     g = make(f, **options)
-    g.defvjp(fwd, bwd)
+    g.defvjp(fwd, bwd, symbolic)
     return g
 
 
@@ -285,6 +287,23 @@ def test_derivatives_of_several_levels_each_get_what_they_ask_for():
     same(jax.jvp(lambda y: jax.jvp(lambda x: g(x, y), (X,), (X,))[1], (X,), (X,))[1], X * X)
     same(jax.jacfwd(lambda y: jax.jacrev(lambda x: g(x, y).sum())(X))(X), np.eye(3))
     same(jax.hessian(g, (0, 1))(2.0, 3.0), ((0.0, 1.0), (1.0, 0.0)))
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_a_rule_is_checked_for_each_choice_of_what_is_differentiated(mode):
+    def fwd(x, y):
+        return x.value * y.value, (x.value, y.value, y.perturbed)
+
+    def bwd(kept, ct):
+        x, y, both = kept
+        return ct * y + 1 if both else ct * y, ct * x
+
+    g = by_vjp(bwd, fwd, lambda x, y: x * y, symbolic=True)
+    jacobian = jax.jacrev if mode == "reverse" else jax.jacfwd
+    same(jacobian(lambda x: total(g)(x, 2 * X))(X), 2 * X)
+    for run in (jacobian(total(g), (0, 1)), jax.jit(jacobian(total(g), (0, 1)))):
+        with pytest.raises(GradtoolsError, match="not zero"):
+            run(X, 2 * X)
 
 
 def test_bwd_gets_none_for_a_cotangent_that_is_zero_and_the_rule_for_a_tangent():

@@ -18,7 +18,7 @@ import numpy as np
 
 from gradtools.errors import warn
 from gradtools.jax import jaxprs, reachability
-from gradtools.jax.rules.primitives import READS_A_VALUE, Mask, as_arrays
+from gradtools.jax.rules.primitives import READS_A_VALUE, LinearizedRule, Mask, as_arrays
 from gradtools.jax.trees import all_known, filled, is_inexact, likes_of, without_none, zeros_of
 from gradtools.rule_contract import Contract, is_linear
 from gradtools.rules import JvpRule, Rule, replaced_where, spread
@@ -108,11 +108,15 @@ def check_bwd(rule: Rule, saved: Sequence[Any], cts: Sequence[Any], given: Mask)
     run = lambda *at: pull(at[:n], spread(at[n:], given))
     likes = [jax.typeof(ct) for ct in cts]
     check = lambda: _check_zero(contract, "cotangent", run, as_arrays(saved), likes)[1]
-    contract.check_once("cotangent", avals_of([*saved, *cts]), given, check=check)
+    perturbed = rule.perturbed if isinstance(rule, LinearizedRule) else None
+    contract.check_once("cotangent", avals_of([*saved, *cts]), given, perturbed, check=check)
 
 
-def check_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) -> None:
-    """Checks that a bwd is zero at zero, and that its transpose loses none of its cotangents."""
+def check_transposed(rule: Rule, of: Any, pull: Any, likes: Sequence[Any]) -> None:
+    """Checks that a bwd is zero at zero, and that its transpose loses none of its cotangents.
+
+    of: The avals of the inputs, and which of them are differentiated if the rule depends on it.
+    """
     contract = rule.contract
     if contract is None:
         return
@@ -124,7 +128,7 @@ def check_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) ->
             raise contract.not_transposable("cotangent", lost)
         return decided
 
-    contract.check_once("transposed", avals, check=check)
+    contract.check_once("transposed", of, check=check)
 
 
 def loses_tangents(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any]) -> bool:

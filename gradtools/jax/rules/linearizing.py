@@ -200,7 +200,7 @@ def _native(
             return [None if dx is None else ct for ct, dx in pairs]
 
         examples = without_none(like_ys)
-        check_transposed(rule, avals, pull, examples)
+        check_transposed(rule, (avals, perturbed), pull, examples)
         present = lambda *cts: without_none(pull(*cts))
         return transpose_map(rule, "cotangent", present, examples, without_none(dxs))
 

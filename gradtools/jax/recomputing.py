@@ -64,7 +64,8 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with explained_recomputation("checkpoint"):
         leaves, treedef = jax.tree.flatten((args, kwargs))
         numbers = {i: own(x) for i, x in enumerate(leaves) if _is_input(x)}
-        arrays = {i: x for i, x in numbers.items() if hasattr(x, "dtype")}
+        scalars = np.generic | float | complex
+        arrays = {i: x for i, x in numbers.items() if not isinstance(x, scalars)}
         out_def: list[Any] = []
 
         def traced(xs: dict[int, Any]) -> Any:

@@ -252,6 +252,7 @@ NUMBERS = {
     "a shape": (lambda x, n: x.reshape(n, -1) * 2, 2),
     "a scalar of NumPy": (lambda x, n: x.reshape(n, -1) * 2, np.int64(2)),
     "a rate": (lambda x, rate: x * 3 if rate > 0 else x, 0.5),
+    "a rate of NumPy": (lambda x, rate: x * 3 if rate > 0 else x, np.float32(0.5)),
     "a factor": (lambda x, factor: x * factor, 0.5),
 }
 

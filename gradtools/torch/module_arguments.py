@@ -23,7 +23,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import deferred_graphs, trees
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import is_dual, levels_differentiating
+from gradtools.torch.functorch_wrappers import levels_differentiating
 
 if TYPE_CHECKING:
     from gradtools.torch.modules import ModuleTree
@@ -88,7 +88,10 @@ def part_of(
 
 def _is_differentiated(p: Tensor) -> bool:
     """Whether p requires grad, or has a tangent in an outer derivative at its module."""
-    return p.requires_grad or is_dual(p) or bool(levels_differentiating([p]))
+    if p.requires_grad:
+        return True
+    with upstream.temporarily_clear_interpreter_stack():  # levels of functorch hide tangents
+        return bool(levels_differentiating([p]))
 
 
 def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:

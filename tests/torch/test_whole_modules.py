@@ -411,6 +411,36 @@ def test_forward_mode_goes_through_a_gradient_at_a_module(net):
         torch.testing.assert_close(result, second, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("transform", ["vmap", "torch.vmap", "torch.func.jvp"])
+def test_forward_mode_under_functorch_differentiates_no_frozen_parameter(transform):
+    net = partly_frozen()
+
+    def penalty(x):
+        return sum(g.square().sum() for g in gt.grad(lambda net: net(x).sum())(net).values())
+
+    rows = torch.stack([penalty(x) for x in X])
+    mapped = gt.vmap(penalty) if transform == "vmap" else torch.vmap(penalty)
+    push = torch.func.jvp if transform == "torch.func.jvp" else gt.jvp
+    found, pushed = push(mapped, (X,), (torch.ones_like(X),))
+    tangents = [gt.jvp(penalty, (x,), (torch.ones_like(x),))[1] for x in X]
+    torch.testing.assert_close(found, rows, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(pushed, torch.stack(tangents), rtol=1e-10, atol=1e-12)
+
+
+def test_a_module_in_forward_mode_keeps_its_tangents_under_vmap():
+    net = partly_frozen()
+    free = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    tangent = {name: torch.full_like(p, 0.5) for name, p in free.items()}
+    one = lambda net, x: net(x).square().sum()
+    rows = lambda net: gt.vmap(lambda x: gt.grad(one)(net, x))(X)
+    found, pushed = gt.jvp(rows, (net,), (tangent,))
+    for k, x in enumerate(X):
+        values, along = gt.jvp(lambda net, x=x: gt.grad(one)(net, x), (net,), (tangent,))
+        assert found.keys() == pushed.keys() == free.keys()
+        torch.testing.assert_close({n: y[k] for n, y in found.items()}, values)
+        torch.testing.assert_close({n: y[k] for n, y in pushed.items()}, along)
+
+
 def test_what_f_captures_and_the_module_both_get_their_part():
     net, w = mlp(), torch.ones(6, 1, dtype=X.dtype, requires_grad=True)
     features = net[0](X)  # computed outside with the same parameters

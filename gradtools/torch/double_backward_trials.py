@@ -419,7 +419,7 @@ def lost_in_rerun(fun: Fun, leaves: Sequence[Tensor], key: Key, forward: bool) -
     except Exception as error:
         why.append(f"evaluated a second time, f raises {on_one_line(error)}")
     with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
-        for call in calls.recorded:
+        for call in calls.recorded or calls.of_others:
             tried(call)
     if not result or _HELD in why:
         raise Untestable((*why, key.unseen)[0])
@@ -439,6 +439,7 @@ class _RecordedCalls:
 
     def __init__(self) -> None:
         self.recorded: list[TrialCall] = []
+        self.of_others: list[TrialCall] = []  # of classes that the same statement makes
 
 
 def _codes_of(kind: Any) -> list[Any]:
@@ -451,8 +452,8 @@ def _codes_of(kind: Any) -> list[Any]:
 def _forwards(key: Key) -> Iterator[_RecordedCalls]:
     """Records this thread's calls of a class, by patching its `forward`.
 
-    A call by a bound `apply` or from C++ reaches `forward`, too. Of a class that f makes anew in
-    each call, the calls of the new one are recorded.
+    A call by a bound `apply` or from C++ reaches `forward`, too. A class that f makes anew in each
+    call has none, and is tried by those of the new one.
     """
     result = _RecordedCalls()
     if not isinstance(key.kind, type):
@@ -463,21 +464,21 @@ def _forwards(key: Key) -> Iterator[_RecordedCalls]:
     forward = kind.forward
     old = kind.setup_context is torch.autograd.Function.setup_context  # forward takes ctx as well
 
-    def note(args: Args) -> None:
+    def note(calls: list[TrialCall], args: Args) -> None:
         needs = tuple([isinstance(x, Tensor) and is_tracked(x) for x in args])
         fits = needs == key.needs[: len(needs)]
         if key.pushed:  # the rerun differentiates all inputs that have tangents
             fits = any(needs) and all(a <= b for a, b in zip(key.needs, needs, strict=False))
-        if fits and threading.get_ident() == thread and len(result.recorded) < _CALLS:
-            result.recorded.append(TrialCall.of(args))
+        if fits and threading.get_ident() == thread and len(calls) < _CALLS:
+            calls.append(TrialCall.of(args))
 
     def noted(*given: Any, **kwargs: Any) -> Any:
-        note(given[1:] if old else given)
+        note(result.recorded, given[1:] if old else given)
         return forward(*given, **kwargs)
 
     def applied(other: Any, beneath: Callable[..., Any], args: Args, kwargs: Any) -> Any:
-        if other is not kind and _codes_of(other) == codes:  # f makes the class in each call
-            note(args)
+        if other is not kind and _codes_of(other) == codes:
+            note(result.of_others, args)
         return beneath(*args, **kwargs)
 
     kind.forward = staticmethod(noted)

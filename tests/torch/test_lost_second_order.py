@@ -621,6 +621,35 @@ def test_a_class_that_f_makes_in_each_call_is_tried(right, old):
                 raise AssertionError(f"{name}: {second(_x())}")
 
 
+def _cubed_with(w: Tensor) -> Any:
+    class Cubed(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return (w * x) ** 3
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            (x,) = ctx.saved_tensors
+            return g * 3 * w * (w * x) ** 2
+
+    return Cubed
+
+
+def test_classes_of_one_statement_are_tried_by_calls_of_their_own():
+    """Another class that the statement made may take other shapes."""
+    long, short = _cubed_with(torch.full((3,), 0.5)), _cubed_with(torch.full((2,), 2.0))
+
+    def f(x):
+        y = x.sum().expand(3)
+        for _ in range(5):
+            y = long.apply(y) + 1.0
+        return short.apply(x).sum() + 0.0 * y.detach().sum()
+
+    x = torch.tensor([0.3, 0.7])
+    torch.testing.assert_close(gt.hessian(f)(x), torch.diag(48.0 * x))
+
+
 def test_a_class_that_was_tried_elsewhere_is_remembered():
     tolerance = [0.0]
 

@@ -277,3 +277,16 @@ def test_a_write_to_a_view_says_where_it_writes():
         (update,) = [node for node in graph.nodes if node.native == "update"]
         assert update.attributes["start"] == (row, 0) and update.attributes["drop"] == (0,)
         assert "y[k] = w[0]" in update.source.text
+
+
+@pytest.mark.parametrize(
+    "given", [{"unbiased": False}, {"unbiased": True}, {"correction": 0.5}, {}]
+)
+def test_a_variance_in_inference_mode_says_its_correction(given):
+    def f(x):
+        with torch.inference_mode():  # where it is one operation, by other arguments
+            return x.var(dim=0, **given)
+
+    found = node_of(gt.gradient_graph(f, X, order=0), "variance").attributes
+    meant = given.get("correction", int(given.get("unbiased", True)))
+    assert dict(found) == {"axes": (0,), "correction": meant}

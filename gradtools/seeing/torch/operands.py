@@ -329,8 +329,8 @@ def _of_numbers(key: str, call: AtenCall, operation: str, said: Attributes) -> T
                 said["ord"] = ord_ if abs(ord_) != inf else float(ord_)
             return operation, said
         case "variance" | "deviation":
-            corrected = said.pop("correction", None if "unbiased" not in said else 1)
-            corrected = int(said.pop("unbiased", True)) if corrected is None else corrected
+            unbiased, corrected = said.pop("unbiased", True), said.pop("correction", None)
+            corrected = int(unbiased) if corrected is None else corrected
             return operation, {**said, "correction": corrected}
         case "triangular_solve":  # which triangle is read, and on which side the matrix is
             full = dict(call.arguments())

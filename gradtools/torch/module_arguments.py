@@ -88,8 +88,8 @@ def part_of(
 
 def _is_differentiated(p: Tensor) -> bool:
     """Whether p requires grad, or has a tangent in an outer derivative at its module."""
-    if p.requires_grad:
-        return True
+    if p.requires_grad or (upstream.forward_level() < 0 and not upstream.is_wrapped(p)):
+        return p.requires_grad
     with upstream.temporarily_clear_interpreter_stack():  # levels of functorch hide tangents
         return bool(levels_differentiating([p]))
 

@@ -91,9 +91,11 @@ def _check_zero(
     else:
         proved = proved_zero(closed, [False] * len(xs) + [True] * len(likes))
         if not all(proved):
-            outs = computed(closed, [*xs, *[np.zeros(a.shape, a.dtype) for a in likes]])
+            kernels = _contains(closed, "gradtools_kernel")
+            zeros = [np.zeros(a.shape, a.dtype) for a in likes]
+            outs = computed(closed, [*xs, *zeros], users_errors=kernels)
             if outs is None:
-                decided = not _contains(closed, "gradtools_kernel")
+                decided = not kernels
             else:
                 wrong = nonzero_at([0.0 if p else y for p, y in zip(proved, outs, strict=True)])
     contract.check_zero(which, wrong, places)
@@ -290,8 +292,13 @@ def nonzero_at(ys: Sequence[Any]) -> int | None:
     return None
 
 
-def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
-    """The outputs of a jaxpr, with made-up numbers for tracers; None if it cannot run."""
+def computed(
+    closed: Any, values: Sequence[Any], users_errors: bool = False
+) -> list[np.ndarray] | None:
+    """The outputs of a jaxpr, with made-up numbers for tracers; None if it cannot run.
+
+    users_errors: Whether exceptions are raised: at the user's arrays a host function's are its own.
+    """
     made_up = not all_known((*closed.consts, *values))
     # A host function must not run at made-up numbers.
     if _contains(closed, "callback", *(("gradtools_kernel",) if made_up else ())):
@@ -304,6 +311,8 @@ def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
     except jax.errors.JaxRuntimeError:  # for example out of memory
         raise
     except Exception:  # unbound axis names, values outside of a domain: undecided
+        if users_errors and not made_up:
+            raise
         return None
 
 

@@ -196,7 +196,7 @@ def _terms(
 
         flowing, lost = flowing_and_lost(graph, node, own)
         terms = [v for v in lost if flowing and not flowing & ancestors(graph, v)]
-        terms = [v for v in terms if not _is_written_back(graph, v, node.outputs[0])]
+        terms = [v for v in terms if not _is_written_back(graph, v, node.outputs[0], own)]
         if not terms:
             continue
         before = taken_before(graph, flowing, own)
@@ -228,12 +228,14 @@ def _terms(
                 yield replace(loss, whole=False, meant=bool(meant))
 
 
-def _is_written_back(graph: PlainGraph, value: int, total: int) -> bool:
-    """Whether a summand was read at the places of an array at which the sum is written."""
+def _is_written_back(graph: PlainGraph, value: int, total: int, own: Strengths) -> bool:
+    """Whether a summand was read at the places of a constant at which the sum is written."""
     read = _makers(graph).get(value)
     if read is None or read.operation != "index":
         return False
     array, *places = read.inputs
+    if own.get(array):  # what the array itself has lost is a term
+        return False
     writes = (node for node in graph.nodes if {array, total} <= {*node.inputs})
     return any(
         node.operation == "update" or (node.operation == "scatter" and {*places} <= {*node.inputs})

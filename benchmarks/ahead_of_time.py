@@ -215,6 +215,17 @@ def uses(target: Target, layers: int) -> dict[str, Cost]:
     return {"frozen": cost(step(gt.frozen), w, y, zs), "double backward": cost(plain, w, y, zs)}
 
 
+def contrastive(a: Any, b: Any) -> Any:
+    """The symmetric contrastive loss, computed from a chunk of rows of the scores at a time."""
+
+    def losses(rows: Any, own: Any, others: Any) -> Any:
+        scores = (rows @ others.T).astype(jnp.float32)
+        return jax.nn.logsumexp(scores, 1) - (rows * own).sum(1).astype(jnp.float32)
+
+    each = gt.chunked(losses, CHUNK, in_axes=(0, 0, None), keep_graphs=0)
+    return (each(a, b, b) + each(b, a, a)).mean() / 2
+
+
 def contrast(target: Target, batch: int) -> dict[str, Cost]:
     """A contrastive step with an encoder of 16 layers."""
 
@@ -230,7 +241,7 @@ def contrast(target: Target, batch: int) -> dict[str, Cost]:
     ways = {
         "at once": step(encode, dense),
         "encoder chunked": step(in_chunks, dense),
-        "encoder chunked, loss tiled": step(in_chunks, gt.contrastive_loss),
+        "encoder and loss chunked": step(in_chunks, contrastive),
     }
     w = target.array(LAYERS, FEATURES, FEATURES)
     rows = [target.array(batch, FEATURES) for _ in range(2)]
@@ -254,10 +265,10 @@ def meshes(target: Target, kind: str, board: str) -> Cost:
     in_chunks = gt.chunked(encode, size, in_axes=(None, 0), interleaved=True, keep_graphs=0)
 
     def loss(w: Any, x: Any, y: Any) -> Any:
-        return gt.contrastive_loss(in_chunks(w, x), in_chunks(w, y))
+        return contrastive(in_chunks(w, x), in_chunks(w, y))
 
     def on_each(w: Any, x: Any, y: Any) -> Any:
-        gathered = lambda w: gt.contrastive_loss(in_chunks(w, x), in_chunks(w, y), axis_name="d")
+        gathered = lambda w: contrastive(*(gt.all_gather(in_chunks(w, z), "d") for z in (x, y)))
         return jax.lax.pmean(jax.grad(gathered)(jax.lax.pcast(w, ("d",), to="varying")), "d")
 
     if kind == "shard_map":

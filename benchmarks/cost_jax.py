@@ -19,7 +19,6 @@ import gradtools.jax as gt
 Ways = dict[str, Callable[..., Any]]
 OURS, HAND = "gradtools", "by hand"
 CHUNKS = 4
-HEADS = 4
 
 
 def arrays(rows: int, width: int) -> tuple[Any, ...]:
@@ -33,7 +32,7 @@ def arrays(rows: int, width: int) -> tuple[Any, ...]:
 def cases() -> dict[str, Ways]:
     """By operator, functions of `arrays`; peers that are absent have no way."""
     made = {}
-    for part in (_first_order, _second_order, _edits, _rules, _memory, _pairs, _accumulation):
+    for part in (_first_order, _second_order, _edits, _rules, _memory, _accumulation):
         made |= part()
     return made
 
@@ -296,50 +295,6 @@ def _memory() -> dict[str, Ways]:
         },
         "checkpoint": {OURS: of(gt.checkpoint(encode)), HAND: of(jax.checkpoint(encode))},
         "frozen": {OURS: slopes(gt.frozen), HAND: slopes(lambda G: G)},
-    }
-
-
-def _pairs() -> dict[str, Ways]:
-    """By hand all pairs are there at once."""
-
-    def of(f: Callable[..., Any]) -> Callable[..., Any]:
-        whole = lambda w, v, x, t: f(layer(w, x), v, t)
-        return lambda w, v, x, t, small: jax.grad(whole)(w, v, x, t)
-
-    def heads(h: Any) -> Any:
-        return h.reshape(1, len(h), HEADS, -1)
-
-    def labels(h: Any) -> Any:
-        return jnp.arange(len(h)) % h.shape[1]
-
-    def entropy(logits: Any, target: Any) -> Any:
-        of_target = jnp.take_along_axis(logits, target[:, None], 1)[:, 0]
-        return (jax.nn.logsumexp(logits, 1) - of_target).mean()
-
-    def contrastive(h: Any, v: Any, t: Any) -> Any:
-        scores, diagonal = h @ t.T, jnp.arange(len(h))
-        return (entropy(scores, diagonal) + entropy(scores.T, diagonal)) / 2
-
-    product = lambda a, b: a @ b.T
-    return {
-        "pairwise_reduce": {
-            OURS: of(lambda h, v, t: gt.pairwise_reduce(product, "logsumexp")(h, t).sum()),
-            HAND: of(lambda h, v, t: jax.nn.logsumexp(product(h, t), 1).sum()),
-        },
-        "contrastive_loss": {
-            OURS: of(lambda h, v, t: gt.contrastive_loss(h, t)),
-            HAND: of(contrastive),
-        },
-        "linear_cross_entropy": {
-            OURS: of(lambda h, v, t: gt.linear_cross_entropy(h, v, labels(h))),
-            HAND: of(lambda h, v, t: entropy(h @ v.T, labels(h))),
-        },
-        "attention": {
-            OURS: of(lambda h, v, t: gt.attention(heads(h), heads(t), heads(t)).sum()),
-            HAND: of(
-                lambda h, v, t: jax.nn.dot_product_attention(heads(h), heads(t), heads(t)).sum()
-            ),
-        },
     }
 
 

@@ -18,14 +18,13 @@ import gradtools.torch as gt
 Ways = dict[str, Callable[[], Any]]
 OURS, HAND = "gradtools", "by hand"
 CHUNKS = 4
-HEADS = 4
 
 
 def cases(rows: int, width: int) -> dict[str, Ways]:
     """By operator, the ways to its result; peers that are absent have no way."""
     at = Point(rows, width)
     made = {}
-    for part in (_first_order, _second_order, _edits, _rules, _memory, _pairs, _accumulation):
+    for part in (_first_order, _second_order, _edits, _rules, _memory, _accumulation):
         made |= part(at)
     return made
 
@@ -372,40 +371,6 @@ def _memory(at: Point) -> dict[str, Ways]:
             ),
         },
         "frozen": {OURS: slopes(gt.frozen(G, verify=False)), HAND: slopes(G)},
-    }
-
-
-def _pairs(at: Point) -> dict[str, Ways]:
-    """By hand all pairs are there at once."""
-    v, t, labels = at.v, at.t, torch.arange(len(at.x)) % at.v.shape[0]
-    of = lambda f: lambda: gradient(lambda w: f(at.layer(w, at.x)), at.w)
-    heads = lambda h: h.reshape(1, len(h), HEADS, -1).transpose(1, 2)
-    entropy = torch.nn.functional.cross_entropy
-    fused = torch.nn.functional.scaled_dot_product_attention
-    k = heads(t)
-
-    def contrastive(h: Any) -> Any:
-        scores, diagonal = h @ t.T, torch.arange(len(h))
-        return (entropy(scores, diagonal) + entropy(scores.T, diagonal)) / 2
-
-    product = lambda a, b: a @ b.T
-    return {
-        "pairwise_reduce": {
-            OURS: of(lambda h: gt.pairwise_reduce(product, "logsumexp")(h, t).sum()),
-            HAND: of(lambda h: torch.logsumexp(product(h, t), 1).sum()),
-        },
-        "contrastive_loss": {
-            OURS: of(lambda h: gt.contrastive_loss(h, t)),
-            HAND: of(contrastive),
-        },
-        "linear_cross_entropy": {
-            OURS: of(lambda h: gt.linear_cross_entropy(h, v, labels)),
-            HAND: of(lambda h: entropy(h @ v.T, labels)),
-        },
-        "attention": {
-            OURS: of(lambda h: gt.attention(heads(h), k, k).sum()),
-            HAND: of(lambda h: fused(heads(h), k, k).sum()),
-        },
     }
 
 

@@ -161,10 +161,8 @@ def _peaks() -> list[tuple[str, list[str], str]]:
 def _beside_peers() -> list[tuple[str, list[str], str]]:
     """One column of what a framework offers and of ours, in each section of the table of peers."""
     double, rule = "double backward", '`grad(mode="forward_over_reverse")`'
-    long, mean = "`gt.jvp` of `gt.attention`", "`GradientAccumulator.mean({})`"
+    mean = "`GradientAccumulator.mean({})`"
     ways = [
-        ("a JVP in the loss, length 1,024, memory: plain attention, `gt.attention`", "peak MB",
-         "JVP", ("`torch.func.jvp`, math kernel", "`jax.jvp`"), (long, long), " MB"),
         ("token means, error: a mean of ranks' means, `GradientAccumulator`", "off by",
          "Token", ("DDP, each rank's token mean", "each rank's token mean, mean over ranks"),
          (mean.format("group"), mean.format("axis_name")), ""),

@@ -180,7 +180,7 @@ def report(runs: list[Run]) -> Iterator[str]:
     yield (
         "Live before many calls of an operator, and how much more after them. In PyTorch each call "
         "makes its operator of new functions; in JAX it is made once. The object a call of "
-        "`mixed_partial`, `linear_cross_entropy`, `straight_through`, a jvp rule and a second "
+        "`mixed_partial`, `straight_through`, a jvp rule and a second "
         "derivative of `frozen` in JAX is a dead weak reference in JAX's own caches, which are "
         "emptied at times, as gradients written by hand leave one (tests/house/test_leaks.py "
         "measures both). One use of each public name is called 20,000 times (of `measure` in "

@@ -4,9 +4,9 @@
     python benchmarks/peers.py sparse          # prints the sections of that name alone
 
 Training through a Jacobian-vector product, token means over ranks, sparse Jacobians, and gradients
-through the steps of an inner optimization; and Taylor mode in JAX. Operations and bytes are those
-of `gt.measure`. Time is the median processor time of interleaved runs, divided by that of the first
-way of the work. A peer that is not installed is named; kernels for CUDA are not run.
+through the steps of an inner optimization. Operations and bytes are those of `gt.measure`. Time is
+the median processor time of interleaved runs, divided by that of the first way of the work. A peer
+that is not installed is named; kernels for CUDA are not run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import optax
 import scipy.sparse
 import torch
 import torch.distributed as dist
-from jax.experimental import jet
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -123,7 +122,6 @@ def jvps_in_torch() -> dict[str, Any]:
         "`torch.func.jvp`, math kernel": by_math,
         "`torch.func.jvp`": partial(step, torch.func.jvp, attend),
         "`gt.jvp`": partial(step, gt.jvp, attend),
-        "`gt.jvp` of `gt.attention`": partial(step, gt.jvp, gt.attention),
     }
 
 
@@ -138,7 +136,6 @@ def jvps_in_jax() -> dict[str, Any]:
     return {
         "`jax.jvp`": partial(step, jax.jvp, jax.nn.dot_product_attention),
         "`gt.jvp`": partial(step, gj.jvp, jax.nn.dot_product_attention),
-        "`gt.jvp` of `gt.attention`": partial(step, gj.jvp, gj.attention),
     }
 
 
@@ -363,45 +360,11 @@ def unrolled_in_jax() -> dict[str, Any]:
     }
 
 
-# --- Taylor mode ---------------------------------------------------------------------------------
-
-
-def taylor() -> Iterator[str]:
-    yield HEAD
-    keys = jax.random.split(jax.random.key(0), 7)
-    layers = [jax.random.normal(k, (128, 128)) / 11 for k in keys[:4]]
-    first, last = jax.random.normal(keys[4], (1, 128)), jax.random.normal(keys[5], (128, 1))
-    x = jax.random.uniform(keys[6], (256, 1))
-
-    def net(layers: Any, x: Any) -> Any:
-        h = jnp.tanh(x @ first)
-        for w in layers:
-            h = jnp.tanh(h @ w)
-        return h @ last
-
-    def nested(layers: Any, x: Any) -> Any:
-        d = partial(net, layers)
-        for _ in range(4):
-            d = lambda x, d=d: jax.jvp(d, (x,), (jnp.ones_like(x),))[1]
-        return d(x)
-
-    series = [jnp.ones_like(x), *[jnp.zeros_like(x)] * 3]
-    of = lambda u: jax.grad(lambda layers, x: (u(layers, x) ** 2).mean())
-    by = lambda jet: of(lambda layers, x: jet(partial(net, layers), (x,), (series,))[1][3])
-    ways = {
-        "nested `jax.jvp`": of(nested),
-        "`jax.experimental.jet`": by(jet.jet),
-        "`gt.jet`": by(gj.jet),
-    }
-    yield from rows("JAX", "a step with u_xxxx, 6 layers of 128, 256 points", ways, layers, x)
-
-
 SECTIONS = {
     "Training through a JVP": jvps,
     "Token means over steps and ranks": means,
     "Sparse Jacobians and Hessians": sparse,
     "Unrolled optimization": unrolled,
-    "Taylor mode": taylor,
 }
 
 

@@ -61,8 +61,6 @@ FLOORS = {  # what ours does besides, by how a row begins
     "a Gauss-Newton": "f is evaluated for each of the two maps",
     "`mixed_partial`": "a dual number carries one tangent, so G runs with its tangent, 2 passes "
     "of work, for each of 4 directions, from the same state; no graph of G is kept",
-    "`laplacian`": "a first and a second coefficient of each value for each direction",
-    "u_xxxx": "five coefficients of each value",
     "forward Jacobian": "arguments and outputs are checked",
     "per-example": "the gradients of 64 examples are computed and held; norms alone need none",
     "`formula`": "f runs five times: to be recorded, and to be compared with the formula at three "

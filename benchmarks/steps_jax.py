@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -11,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import jet as jax_jet
 from steps_rows import Row, Run, seconds
 
 import gradtools.jax as gj
@@ -143,37 +141,6 @@ def hosts() -> Iterator[Row]:
                   count=25)  # fmt: skip
 
 
-def taylor() -> Iterator[Row]:
-    """Training steps on high derivatives; beside folx, where that is installed."""
-    where = jax.random.normal(jax.random.key(3), (1024, 1))
-    series = [jnp.ones_like(where), *[jnp.zeros_like(where)] * 3]
-
-    def fourth(jet: Any, ws: Any) -> Any:
-        return jet(partial(_dense, ws), (where,), (series,))[1][3]
-
-    ws = _weights(1, 128, 128, 1)
-    ours, theirs = (_step(partial(fourth, jet)) for jet in (gj.jet, jax_jet.jet))
-    yield Row("JAX: u_xxxx by `jet`, a training step: operations over `jax.experimental.jet`", "",
-              "", 1.0, lambda: _flops(ours, ws) / _flops(theirs, ws))  # fmt: skip
-    if importlib.util.find_spec("folx") is None:
-        return
-    folx = importlib.import_module("folx")
-    ws, at = _weights(30, 128, 128, 128, 1), jax.random.normal(jax.random.key(9), (256, 30))
-
-    def by_folx(f: Any) -> Any:
-        return lambda r: folx.forward_laplacian(f)(r).laplacian
-
-    def local(laplacian: Any, ws: Any) -> Any:
-        return jax.vmap(laplacian(lambda r: _dense(ws, r)[0]))(at)
-
-    steps = [_step(partial(local, laplacian)) for laplacian in (gj.laplacian, by_folx)]
-    name = "JAX: `laplacian`, 30 inputs, 256 points, a training step"
-    yield Row(f"{name}: operations over folx", "", "", 1.0,
-              lambda: _flops(steps[0], ws) / _flops(steps[1], ws))  # fmt: skip
-    runs = [partial(_finished, step, ws) for step in steps]
-    yield Row(name, "folx", "", 1.1, runs[0], runs[1])
-
-
 def _weights(*sizes: int) -> list[Any]:
     shapes = enumerate(pairwise(sizes))
     return [jax.random.normal(jax.random.key(k), shape) / 8 for k, shape in shapes]
@@ -194,4 +161,4 @@ def _flops(f: Any, ws: Any) -> float:
     return float(f.lower(ws).compile().cost_analysis()["flops"])
 
 
-PARTS = (chunks, rules, hosts, taylor)
+PARTS = (chunks, rules, hosts)

@@ -530,10 +530,10 @@ def mixed() -> Iterator[Row]:
               counted=(along_four, lambda: G(z)))  # fmt: skip
 
 
-# --- Taylor mode -----------------------------------------------------------------------------
+# --- derivatives to inputs ---------------------------------------------------------------------
 
 
-def taylor() -> Iterator[Row]:
+def residuals() -> Iterator[Row]:
     pinn = nn.Sequential(nn.Linear(2, 128), nn.Tanh(), mlp(4, 128), nn.Linear(128, 1))
     points = torch.randn(1024, 2)
     u = lambda x: pinn(x).sum()
@@ -550,42 +550,8 @@ def taylor() -> Iterator[Row]:
             total = total + torch.autograd.grad(g[:, i].sum(), y, create_graph=True)[0][:, i]
         total.square().mean().backward()
 
-    nested = "nested `autograd.grad`"
-    yield Row("PINN residual, u_xx + u_yy, 5 x 128, 1,024 points", nested, "1.35", 1.05,
-              residual, residual_by_hand)  # fmt: skip
-
-    line, where = mlp(4, 128), torch.rand(1024, 1)
-    line = nn.Sequential(nn.Linear(1, 128), nn.Tanh(), line, nn.Linear(128, 1))
-    one, zero = torch.ones_like(where), torch.zeros_like(where)
-
-    def fourth() -> None:
-        gt.jet(line, (where,), ([one, zero, zero, zero],))[1][3].square().mean().backward()
-
-    def fourth_by_hand() -> None:
-        y = where.clone().requires_grad_()
-        d = line(y)
-        for _ in range(4):
-            (d,) = torch.autograd.grad(d.sum(), y, create_graph=True)
-        d.square().mean().backward()
-
-    yield Row("u_xxxx by `jet`, a training step", nested, "1.01", 0.4, fourth, fourth_by_hand)
-    for d, before in ((2, "1.07"), (30, "1.0")):
-        wave = nn.Sequential(nn.Linear(d, 128), nn.Tanh(), mlp(2, 128), nn.Linear(128, 1))
-        yield Row(f"`laplacian`, {d} inputs, 256 points, a training step", "`torch.func.hessian`",
-                  before, 0.45, *_laplacians(wave, torch.rand(256, d)))  # fmt: skip
-
-
-def _laplacians(wave: nn.Module, at: torch.Tensor) -> tuple[Run, Run]:
-    potential = lambda r: wave(r)[0]
-
-    def ours() -> None:
-        gt.vmap(gt.laplacian(potential))(at).square().mean().backward()
-
-    def theirs() -> None:
-        hessians = torch.vmap(torch.func.hessian(potential))(at)
-        hessians.diagonal(dim1=-2, dim2=-1).sum(-1).square().mean().backward()
-
-    return ours, theirs
+    yield Row("PINN residual, u_xx + u_yy, 5 x 128, 1,024 points", "nested `autograd.grad`", "1.35",
+              1.05, residual, residual_by_hand)  # fmt: skip
 
 
 # --- gradients of examples, and what reads programs ------------------------------------------
@@ -676,7 +642,7 @@ def reading() -> Iterator[Row]:
                             lambda: gt.measure(torch.sin, y)))  # fmt: skip
 
 
-PARTS = (jacobians, modules, chunks, recomputed, edits, rules, second_order, taylor, private,
+PARTS = (jacobians, modules, chunks, recomputed, edits, rules, second_order, residuals, private,
          reading)  # fmt: skip
 
 

@@ -18,7 +18,6 @@ _OPERATORS = {
     ),
     "jacobians:Jacobians": "jacobian hvp hessian",
     "mixed_partials:MixedPartials": "mixed_partial",
-    "taylor:Taylor": "jet laplacian",
     "edits:Edits": (
         "reverse_gradient scale_gradient stop_gradient clip_gradient transform_gradient "
         "replace_gradient straight_through"
@@ -28,9 +27,6 @@ _OPERATORS = {
     "freezing:Freezing": "frozen",
     "chunking:Chunking": "chunked microbatched_value_and_grad is_recomputing",
     "gathering:Gathering": "all_gather",
-    "pairwise.pairwise_reduction:Tiling": "pairwise_reduce",
-    "pairwise.pair_losses:PairLosses": "contrastive_loss linear_cross_entropy",
-    "pairwise.tiled_attention:Attention": "attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
     "models:Models": "make_functional",
     "arrays:ArraysAndKeys": "xp asarray to_numpy random_key split_key",
@@ -40,14 +36,21 @@ _OPERATORS = {
     "seeing.formulas.formulating:Formulating": "formula",
     "seeing.measures:Measures": "measure",
 }
-_GONE = {"graph_diff": "`gradtools.testing.first_divergence` says where two ports of a model part."}
+_GONE = {
+    "attention": "call the framework's scaled_dot_product_attention or dot_product_attention.",
+    "contrastive_loss": "compute the loss with chunked over the rows of queries.",
+    "graph_diff": "call gradtools.testing.first_divergence.",
+    "jet": "nest grad or jvp, or call jax.experimental.jet in JAX.",
+    "laplacian": "take the trace of jacobian(grad(f)), or sum over hvp.",
+    "linear_cross_entropy": "compute the loss with chunked over the tokens.",
+    "pairwise_reduce": "compute the reduction with chunked over the rows.",
+}
 _INSTEAD = {
     "gather": "all_gather(x)",
     "key": "random_key(seed)",
     "split": "split_key(key, n)",
     "functionalize": "make_functional(module)",
     "known_gradient": "replace_gradient(x, dx)",
-    "tiled": "pairwise_reduce(f)",
     "microbatched": "microbatched_value_and_grad(f, chunk_size)",
     "is_replaying": "is_recomputing()",
     "Spec": "ArraySpec(shape, dtype)",
@@ -68,7 +71,7 @@ _PATH_OF = {
 
 def no_attribute(module: str, name: str) -> AttributeError:
     """The error of an unknown public name, with the name to write instead if there is one."""
-    more = f". It is gone: {_GONE[name]}" if name in _GONE else ""
+    more = f". It was withdrawn: {_GONE[name]}" if name in _GONE else ""
     more = more or (f". Write {_INSTEAD[name]}." if name in _INSTEAD else "")
     text = f"module {module!r} has no attribute {name!r}{more}"
     # with name and obj Python adds "Did you mean" if a similar name exists

@@ -495,10 +495,6 @@ class Recomputation(Programs):
             for rows, lists in zip(chunks.cut.rows, chunks.lists, strict=True)
         ]
 
-    carry_series = LazyMember("taylor", operator="jet")
-    tiles = LazyMember("tiling", "", operator="pairwise_reduce")
-    """The submodule for reductions over all pairs of rows: `sweep`, `fold` and their helpers."""
-
     def frozen_uses(self, budget: int | None) -> Any:
         """The state that all uses of one frozen function share."""
         return None

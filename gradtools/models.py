@@ -78,8 +78,6 @@ class Models(Operators):
           arguments, and returned by it), or an empty dictionary. The key is passed as
           ``key=`` if the module's ``__call__`` takes it; splitting it over a batch, and the
           ``axis_name`` that batch normalisation needs, are up to the user.
-        - haiku: the result of ``hk.transform`` or ``hk.transform_with_state``; ``variables`` is
-          what its ``init`` returned, params or ``(params, state)``. The key is passed as ``rng``.
         - Keras 3, on this framework's backend: params maps the paths of the trainable variables to
           arrays, state those of all others, including the seeds of its random streams. ``train`` is
           its ``training``.
@@ -90,8 +88,8 @@ class Models(Operators):
 
         Args:
             module: A ``torch.nn.Module``, a ``flax.linen``, ``flax.nnx`` or ``equinox`` module,
-                the result of haiku's transform, or a built Keras model.
-            variables: For flax.linen and haiku what ``init`` returned; for equinox a State, or
+                or a built Keras model.
+            variables: For flax.linen what ``init`` returned; for equinox a State, or
                 None; else None.
             train: True or False sets the mode of the copy; None keeps the module's.
             rng_names: flax.linen's names of the streams that a key is split over.

@@ -15,14 +15,10 @@ from gradtools.host_functions import HostFunctions as _HostFunctions
 from gradtools.jacobians import Jacobians as _Jacobians
 from gradtools.mixed_partials import MixedPartials as _MixedPartials
 from gradtools.models import Models as _Models
-from gradtools.pairwise.pair_losses import PairLosses as _PairLosses
-from gradtools.pairwise.pairwise_reduction import Tiling as _Tiling
-from gradtools.pairwise.tiled_attention import Attention as _Attention
 from gradtools.seeing.diagnostics.zero_gradients import SeeingOperators as _SeeingOperators
 from gradtools.seeing.formulas.formulating import Formulating as _Formulating
 from gradtools.seeing.graphs.gradient_graphs import Graphing as _Graphing
 from gradtools.seeing.measures import Measures as _Measures
-from gradtools.taylor import Taylor as _Taylor
 from gradtools.transforms import Transforms as _Transforms
 
 _derivatives: _Derivatives
@@ -34,10 +30,6 @@ _host_functions: _HostFunctions
 _freezing: _Freezing
 _chunking: _Chunking
 _gathering: _Gathering
-_tiling: _Tiling
-_taylor: _Taylor
-_pair_losses: _PairLosses
-_attention: _Attention
 _accumulation: _Accumulation
 _models: _Models
 _arrays: _Arrays
@@ -52,12 +44,10 @@ ArraySpec = _host_functions.ArraySpec
 accumulate_gradients = _accumulation.accumulate_gradients
 asarray = _arrays.asarray
 assign_gradients = _accumulation.assign_gradients
-attention = _attention.attention
 checkpoint = _transforms.checkpoint
 chunked = _chunking.chunked
 clip_gradient = _edits.clip_gradient
 compile = _transforms.compile
-contrastive_loss = _pair_losses.contrastive_loss
 custom_rule = _custom_rules.custom_rule
 dependence = _seeing.dependence
 formula = _formulating.formula
@@ -72,12 +62,9 @@ host_function = _host_functions.host_function
 hvp = _jacobians.hvp
 is_recomputing = _chunking.is_recomputing
 jacobian = _jacobians.jacobian
-jet = _taylor.jet
 jvp = _derivatives.jvp
-laplacian = _taylor.laplacian
 random_key = _arrays.random_key
 replace_gradient = _edits.replace_gradient
-linear_cross_entropy = _pair_losses.linear_cross_entropy
 linearize = _derivatives.linearize
 measure = _measures.measure
 microbatched_value_and_grad = _chunking.microbatched_value_and_grad
@@ -89,7 +76,6 @@ scale_gradient = _edits.scale_gradient
 split_key = _arrays.split_key
 stop_gradient = _edits.stop_gradient
 straight_through = _edits.straight_through
-pairwise_reduce = _tiling.pairwise_reduce
 to_numpy = _arrays.to_numpy
 transform_gradient = _edits.transform_gradient
 value_and_grad = _derivatives.value_and_grad

@@ -193,9 +193,8 @@ class Outputs:
                     raise GradtoolsError(
                         f"chunked: an output of f has shape {tuple(shape)} for {chunk.size} "
                         f"examples and {tuple(first)} for {known.size}; they cannot be joined on "
-                        f"axis {axis}. Only that axis may depend on the size of a chunk. Leave "
-                        "such outputs out with select=...; to reduce scores of all pairs use "
-                        "pairwise_reduce."
+                        f"axis {axis}. Only that axis may depend on the size of a chunk; "
+                        "return no other outputs."
                     )
 
         for chunk in chunks:

@@ -96,7 +96,7 @@ def to_torch(
 
     Args:
         f: A function from pytrees of arrays to pytrees of arrays, or a model: a `flax.nnx` or
-            `equinox` module, a `flax.linen` module or a haiku transform, with their `variables`.
+            `equinox` module, or a `flax.linen` module with its `variables`.
             Arguments that are not tensors are static and must be hashable.
         out: The result's specification, if `jax.eval_shape` cannot infer it (with jit=False): a
             pytree of `ArraySpec(shape, dtype)`, or a function from the arguments, with tensors

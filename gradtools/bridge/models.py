@@ -80,10 +80,9 @@ def _arrays(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, jax.Arra
 
 def is_jax_model(x: Any) -> bool:
     """Whether x is a model of an imported JAX library."""
-    linen, haiku = sys.modules.get("flax.linen"), sys.modules.get("haiku")
+    linen = sys.modules.get("flax.linen")
     kinds = module_kinds()
     kinds += (linen.Module,) if linen is not None else ()
-    kinds += (haiku.Transformed, haiku.TransformedWithState) if haiku is not None else ()
     return isinstance(x, kinds)
 
 

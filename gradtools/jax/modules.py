@@ -24,7 +24,6 @@ _KINDS = {
     "flax.linen": ("Module",),
     "flax.nnx": ("Module",),
     "equinox": ("Module",),
-    "haiku": ("Transformed", "TransformedWithState", "MultiTransformed"),
 }
 MODES = {
     "train": True,
@@ -54,7 +53,7 @@ def make_functional(
         return keras.make_functional(module, variables, train, _KERAS)
     raise GradtoolsError(
         f"make_functional: got {type_in_words(module)}; the JAX backend accepts a flax.linen, "
-        "flax.nnx or equinox Module, the result of haiku.transform, or a Keras model."
+        "flax.nnx or equinox Module, or a Keras model."
     )
 
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from gradtools.arguments.wording import with_article
 from gradtools.backend import Array
-from gradtools.errors import GradtoolsError, NotImplementedRefusal
+from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
-from gradtools.jax._upstream import ClosedJaxpr, Primitive, constants_of
+from gradtools.jax._upstream import ClosedJaxpr, constants_of
 from gradtools.jax.compiled_once import compiled, own
 from gradtools.jax.known_errors import NO_CONSTANT, NO_EFFECTS, flax_explained, says
 
@@ -144,13 +144,6 @@ def explained_recomputation(caller: str) -> Iterator[None]:
             "jax.pure_callback, whose results are kept, or jax.debug.callback for what is only "
             "looked at; in chunked also keep_graphs=n, for all "
             f"chunks to be kept. JAX says: {error}"
-        ) from error
-    except KeyError as error:
-        if not (error.args and isinstance(error.args[0], Primitive)):
-            raise
-        raise NotImplementedRefusal(
-            f"{caller}: jax.experimental.jet has no rule for {error.args[0].name}, which {caller} "
-            "uses (neither has it one for jax.checkpoint, nor for scan). gradtools' jet has."
         ) from error
     except TypeError as error:
         leaked = isinstance(error, jax.errors.UnexpectedTracerError)

@@ -273,12 +273,6 @@ def bookkeeping() -> tuple[Any, ...]:
 OPERATORS = "torch._ops"
 """The module whose submodules, one for each namespace, define the operators."""
 
-flex_attention_module: Callable[[], Any] = partial(
-    sys.modules.get, "torch.nn.attention.flex_attention"
-)
-"""The module in which `flex_attention` rejects CPU operands that require grad, if imported. Gone:
-forward mode through it is refused on the CPU, as reverse mode is."""
-
 
 def _if_imported(module: str, name: str) -> Any:
     """A name of a module of PyTorch, None while that is not imported."""
@@ -286,11 +280,6 @@ def _if_imported(module: str, name: str) -> Any:
 
 
 _HIGHER = "torch._higher_order_ops"
-flex_operator: Callable[[], Any] = partial(
-    _if_imported, f"{_HIGHER}.flex_attention", "flex_attention"
-)
-"""The operator that `flex_attention` calls, if imported. Gone: find it by name."""
-
 checkpoint_operator: Callable[[], Any] = partial(
     _if_imported, f"{_HIGHER}.wrap", "tag_activation_checkpoint"
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,6 @@ class _Patch:
 
 
 _FUNCTIONS = [_Patch(kind, "apply", classmethod) for kind in upstream.Functions]
-_FLEX: dict[Any, _Patch] = {}  # by the module, which is imported lazily
 _SCRIPTS = [_Patch(kind, "__call__") for kind in (torch.jit.ScriptFunction, torch.ScriptMethod)]
 
 
@@ -127,14 +126,6 @@ checkpoints_taken = _Patch(torch.utils.checkpoint, upstream.checkpoint_passes.__
 
 hooks_set = _Patch(torch.Tensor, "register_hook").by
 """Patches `Tensor.register_hook`; the owner is the tensor."""
-
-
-def flex_validated(around: Around) -> AbstractContextManager[Any]:
-    """Patches `flex_attention`'s check of the operands' device; the owner is the query."""
-    module = upstream.flex_attention_module()
-    if module is None:
-        return nullcontext()
-    return _FLEX.setdefault(module, _Patch(module, "_validate_device")).by(around)
 
 
 @contextmanager

@@ -133,11 +133,6 @@ PRINTED = {
         r"replaced, it differs from the pullback by hand by \S+",
         r"the mean of 400 draws is \S+ from the plain gradient",
     ],
-    "u13_contrastive_on_all_pairs": [
-        r"the gradient differs from the dense program's by \S+",
-        r"1024 pairs need \d+ MB in tiles, \d+ MB dense",
-        r"loss \S+, recall@10 from \S+% to \S+%",
-    ],
     "u14_bridge": [
         r"the Hessian through the bridge differs from the native one by \S+",
         r"Newton's method finds length 0\.800, damping 0\.300",
@@ -170,10 +165,7 @@ PRINTED = {
 
 
 KEPT = FOLDER / "printed"
-QUICK = (  # which have --quick
-    *("u03_latent_gradients", "u06_contrastive_retrieval"),
-    "u13_contrastive_on_all_pairs",
-)
+QUICK = ("u03_latent_gradients", "u06_contrastive_retrieval")  # which have --quick
 
 # Whose backends differ by rounding, neither by nothing nor by more.
 CLOSE = (

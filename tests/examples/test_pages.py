@@ -64,7 +64,7 @@ def test_every_package_that_a_block_imports_is_in_an_extra():
         extra: {re.match(r"[\w-]+", one)[0].replace("-", "_") for one in wanted if type(one) is str}
         for extra, wanted in named.items()
     }
-    others = {"dm_haiku": "haiku", "scikit_learn": "sklearn"}  # are imported by another name
+    others = {"scikit_learn": "sklearn"}  # is imported by another name
     known = {others.get(name, name) for names in extras.values() for name in names}
     known |= {"gradtools", "numpy", "tokenizers", *sys.stdlib_module_names}
     missing = {b.name: b.packages - known for b in blocks() if b.end != "not run"}

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import gradtools
+import gradtools.api
 
 INSTALLED = gradtools.available_backends()
 ROOT = pathlib.Path(gradtools.__file__).parent
 NAMES = {
-    "taylor": ["jet", "laplacian"],
     "derivatives": [
         *("grad", "value_and_grad", "vjp", "jvp", "linearize", "jacobian", "hvp", "hessian"),
         *("per_example_grad", "mixed_partial", "minimax_value_and_grad"),
@@ -32,7 +32,6 @@ NAMES = {
     "own rules": ["custom_rule", "host_function", "ArraySpec"],
     "memory": [
         *("frozen", "chunked", "microbatched_value_and_grad", "all_gather", "is_recomputing"),
-        *("pairwise_reduce", "contrastive_loss", "linear_cross_entropy", "attention"),
         *("GradientAccumulator", "accumulate_gradients", "assign_gradients"),
     ],
     "models": ["make_functional", "xp", "asarray", "to_numpy", "random_key", "split_key"],
@@ -55,10 +54,27 @@ def test_a_namespace_exports_exactly_the_names_of_the_design(gt):
     assert dir(gt) == sorted(gt.__all__)
 
 
-def test_a_name_that_is_gone_says_what_answers_in_its_place(gt):
+WITHDRAWN = {  # and a word of the sentence that says what to use
+    "attention": "scaled_dot_product_attention",
+    "contrastive_loss": "chunked over the rows of queries",
+    "graph_diff": r"gradtools\.testing\.first_divergence",
+    "jet": r"jax\.experimental\.jet",
+    "laplacian": r"jacobian\(grad\(f\)\)",
+    "linear_cross_entropy": "chunked over the tokens",
+    "pairwise_reduce": "chunked over the rows",
+}
+
+
+@pytest.mark.parametrize(("name", "word"), WITHDRAWN.items())
+def test_a_withdrawn_name_says_what_to_use(name, word, gt):
     for of in (gt, gt._api):
-        with pytest.raises(AttributeError, match=r"gone: `gradtools\.testing\.first_divergence`"):
-            of.graph_diff  # noqa: B018 - reading it is the test
+        with pytest.raises(AttributeError, match=f"'{name}'. It was withdrawn: .*{word}"):
+            getattr(of, name)
+    assert name not in dir(gt)
+
+
+def test_every_withdrawn_name_is_in_the_table():
+    assert set(WITHDRAWN) == set(gradtools.api._GONE)
 
 
 def test_the_stub_names_what_a_namespace_exports():

@@ -60,8 +60,6 @@ def single(request) -> Target:
 # Where not all is equal: the norm is taken so that it cannot overflow; x + stop_gradient(g(x) - x)
 # takes a subtraction more; a chunk's number is kept; chunks are weighted, bfloat16's in float32.
 UNEQUAL = ("clip_gradient", "straight_through", "chunked", "microbatched_value_and_grad")
-# Tiles stand in a loop and are computed again; by hand all pairs are there at once.
-TILED = ("pairwise_reduce", "contrastive_loss", "linear_cross_entropy", "attention")
 
 
 @pytest.mark.parametrize("name", ahead.cases())
@@ -70,10 +68,6 @@ def test_an_operator_costs_what_the_lines_by_hand_cost(name, target):
         pytest.skip("jax#23971: a callback's lowering asks for a device")
     ways = ahead.operator(target, name)
     ours, hand = ways[OURS], ways[HAND]
-    if name in TILED:
-        assert ours.temporaries <= hand.temporaries + 2**22
-        assert ours.peak is None or ours.peak <= hand.peak + 2**22
-        return
     if name not in UNEQUAL:
         assert ours == hand
         return
@@ -127,9 +121,9 @@ def test_frozen_needs_the_same_at_any_depth(target):
 
 def test_a_contrastive_step_needs_no_matrix_of_pairs(target):
     ways = ahead.contrast(target, 16384)
-    dense, tiled = ways["encoder chunked"], ways["encoder chunked, loss tiled"]
+    dense, chunked = ways["encoder chunked"], ways["encoder and loss chunked"]
     assert dense.temporaries > 2**30
-    assert tiled.temporaries < 2**28
+    assert chunked.temporaries < 2**28
 
 
 @pytest.mark.parametrize("board", ahead.BOARDS)
@@ -164,7 +158,6 @@ EXAMPLES = (
     *("u01_adversarial_one_evaluation", "u03_gradient_penalty", "u04_mixed_partial"),
     *("u05_double_backward", "u07_grad_or_accumulate", "u08_differential_equation"),
     *("u09_complex_affine", "u11_several_losses", "u12_gradient_through_a_sampler"),
-    "u13_contrastive_on_all_pairs",
 )
 FLOAT32 = {  # and why not in bfloat16
     "u08_differential_equation": "LAPACK solves nothing in bfloat16",

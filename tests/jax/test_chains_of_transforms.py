@@ -52,10 +52,6 @@ def _pushed(f: Function) -> Function:
     return lambda x: jax.jvp(f, (x,), (V,))[1]
 
 
-def _taylor(f: Function) -> Function:
-    return lambda x: _pushed(_pushed(f))(x) + jax.jvp(f, (x,), (W,))[1]
-
-
 def _mixed(f: Function) -> Function:
     def partial(y: jax.Array, z: jax.Array) -> jax.Array:
         return jax.grad(lambda z: jnp.sum(jnp.sin(y * f(z))))(z) @ V
@@ -92,11 +88,6 @@ TRANSFORMS = {
     "hessian": Transform(
         lambda f: lambda x: gt.hessian(total(f))(x) @ V, lambda f: _pushed(jax.grad(total(f)))
     ),
-    "laplacian": Transform(
-        lambda f: lambda x: gt.laplacian(total(f))(x) * jnp.ones(3),
-        lambda f: lambda x: jnp.trace(jax.hessian(total(f))(x)) * jnp.ones(3),
-    ),
-    "jet": Transform(lambda f: lambda x: gt.jet(f, (x,), ((V, W),))[1][1], _taylor),
     "mixed_partial": Transform(
         lambda f: lambda x: gt.mixed_partial(_outer, f, x, x / 2, V), _mixed
     ),

@@ -53,19 +53,12 @@ OPERATORS = {
     "chunked": lambda body: gt.chunked(body, 2),
     "chunked, all computed again": lambda body: gt.chunked(body, 2, keep_graphs=0),
     "checkpoint": gt.checkpoint,
-    "pairwise_reduce": lambda body: (
-        lambda x: gt.pairwise_reduce(lambda a, b: body(a) @ body(b).T, "logsumexp", 3)(x, x)
-    ),
 }
 
 
-# A rule that is linearized anew within a tile's derivative is another object at each call.
-SEEN = [(name, operator) for name in BODIES for operator in OPERATORS]
-SEEN.remove(("a rule", "pairwise_reduce"))
-
-
-@pytest.mark.sampled(10, 27)
-@pytest.mark.parametrize(("name", "operator"), SEEN)
+@pytest.mark.sampled(10, 21)
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("name", BODIES)
 def test_a_function_that_was_seen_compiles_nothing(name, operator):
     f = OPERATORS[operator](BODIES[name])
     loss = lambda x: (f(x) ** 2).sum()
@@ -139,7 +132,7 @@ READS = {
 }
 
 
-@pytest.mark.sampled(14, 36)
+@pytest.mark.sampled(14, 27)
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("name", READS)
 def test_what_a_function_reads_may_change(name, operator):
@@ -147,11 +140,8 @@ def test_what_a_function_reads_may_change(name, operator):
     f = OPERATORS[operator](body)
     for value in (1.0, 3.0, 3.0, -2.0):
         put(value)
-        plain = {"pairwise_reduce": lambda x: jax.nn.logsumexp(body(x) @ body(x).T, axis=1)}.get(
-            operator, body
-        )
-        np.testing.assert_allclose(f(X), plain(X), rtol=1e-6)
-        want = jax.grad(lambda x: plain(x).sum())(X)
+        np.testing.assert_allclose(f(X), body(X), rtol=1e-6)
+        want = jax.grad(lambda x: body(x).sum())(X)
         np.testing.assert_allclose(gt.grad(lambda x: f(x).sum())(X), want, rtol=1e-5, atol=1e-6)
     put(1.0)
 

@@ -24,9 +24,6 @@ MORE = {
     "frozen": (1.19, 1.01),
     # chunks are weighted before they are added
     "microbatched_value_and_grad": (1.02, 1.01),
-    # the one tile that all pairs are here is computed again
-    **dict.fromkeys(("pairwise_reduce", "contrastive_loss", "linear_cross_entropy"), (1.27, 1.01)),
-    "attention": (1.37, 1.1),
 }
 
 

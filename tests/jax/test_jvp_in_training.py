@@ -31,14 +31,12 @@ ALLOWED = {
     "grouped": _i[:, None] >= _i,
 }
 BIAS = -0.125 * (_i[:, None] - _i) ** 2.0
-KINDS = ("plain", "mask", "causal", "grouped", "tiles")
+KINDS = ("plain", "mask", "causal", "grouped")
 CHECKPOINTS = {"whole": lambda f: f, "native": jax.checkpoint, "gt": gt.checkpoint}
 RUNS = {"eager": 1e-6, "float64": 1e-6, "float32": 1e-5, "bf16": 0.05}  # and tolerances
 
 
 def attend(kind: str, q: Any, k: Any, v: Any) -> Any:
-    if kind == "tiles":
-        return gt.attention(q, k, v)
     options: dict[str, Any] = {"is_causal": kind in ("causal", "grouped")}
     if kind == "mask":
         options |= {

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.experimental import jet
 from jax.scipy.sparse import linalg as sparse
 
 import gradtools.jax as gt
@@ -403,17 +402,6 @@ def test_rules_and_edits_work_under_strict_promotion():
         ):
             found = gt.grad(lambda z: square(edit(z)))(z)
             same(np.abs(found), np.abs(2 * np.asarray(z)))
-
-
-def test_series_are_refused_in_words():
-    with pytest.raises(GradtoolsError, match="rule 'sin', which gives first derivatives and not"):
-        jet.jet(by_jvp(LINEAR["jax.jvp"]), (X,), ((jnp.ones(3), jnp.zeros(3)),))
-
-
-@pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 1)])
-def test_jet_of_what_is_computed_again_is_refused_in_words(wrap):
-    with pytest.raises(GradtoolsError, match=r"jax\.experimental\.jet has no rule for"):
-        jet.jet(wrap(jnp.sin), (X,), ((jnp.ones(3), jnp.zeros(3)),))
 
 
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])

@@ -88,10 +88,6 @@ OPERATORS: dict[str, Callable[[Any], Any]] = {
     "jacobian": gt.jacobian(jnp.sin),
     "minimax": lambda v: gt.minimax_value_and_grad(lambda a, b: (a**2 * b).sum(), 0, 1)(v, v)[1][0],
     "linearize": lambda v: gt.linearize(jnp.sin, v)[1](v),
-    "pairwise_reduce": lambda v: gt.pairwise_reduce(lambda x, y: x[:, None] * y, "logsumexp", 2)(
-        v, v
-    ),
-    "tiled, mapped": lambda v: gt.attention(*(v[None, :, None, None] * s for s in (1.0, 2.0, 3.0))),
     "accumulate_gradients": lambda v: gt.accumulate_gradients(None, v**2),
 }
 REVERSE_ONLY = ("clip_gradient", "transform_gradient", "replace_gradient")

@@ -281,34 +281,6 @@ def the_mean_of_single_gradients_is_the_gradient_of_the_mean():
     near(jax.tree.map(lambda g: g.mean(0), single), jax.grad(mean)(p))
 
 
-# --- losses over all pairs
-
-
-@STORIES.add(source="google-research/big_vision#130")
-def the_sigmoid_loss_in_tiles():
-    x, y = draw(7, 4), draw(7, 4, seed=1)
-
-    def dense(x, y):
-        signs = 2 * jnp.eye(7) - 1
-        return -jax.nn.log_sigmoid(signs * (2.0 * x @ y.T - 1.0)).sum() / 7
-
-    tiled = lambda x, y: gt.contrastive_loss(x, y, 2.0, -1.0, sigmoid=True, tile_size=3)
-    near(jax.value_and_grad(tiled, (0, 1))(x, y), jax.value_and_grad(dense, (0, 1))(x, y))
-
-
-@STORIES.add(source="huggingface/transformers#13217")
-def the_loss_of_clip():
-    x, y = draw(6, 4), draw(6, 4, seed=1)
-
-    def dense(x, y, scale):
-        z = jnp.exp(scale) * x @ y.T
-        rows, columns = jax.nn.log_softmax(z, 1), jax.nn.log_softmax(z, 0)
-        return -(jnp.diag(rows).mean() + jnp.diag(columns).mean()) / 2
-
-    tiled = lambda x, y, scale: gt.contrastive_loss(x, y, jnp.exp(scale), tile_size=4)
-    near(jax.grad(tiled, (0, 1, 2))(x, y, 0.3), jax.grad(dense, (0, 1, 2))(x, y, 0.3))
-
-
 # --- devices
 
 

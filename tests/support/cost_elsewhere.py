@@ -7,7 +7,6 @@ from typing import Any
 # These have costs of their own in other tests, or none.
 ELSEWHERE = {
     *("vmap", "compile"),  # the framework's own under one name
-    *("jet", "laplacian"),  # beside nested derivatives, in benchmarks/steps.py
     "all_gather",  # needs several processes or devices
     *(
         "xp",

@@ -210,12 +210,6 @@ def _gradient(w: World, f: Callable[[Any], Any]) -> Any:
     return w.gt.grad(lambda x: w.gt.xp.sum(f(x)))
 
 
-def _pairs(w: World) -> Any:
-    """The logarithm of the sum of exponentials over all pairs."""
-    run = w.gt.pairwise_reduce(lambda x, y: w.part(x)[:, None] * y, "logsumexp", 2)
-    return lambda x: run(x, x)
-
-
 def _through(w: World, edit: Callable[[Any], Any]) -> Any:
     """The gradient where the edit stands between two calls of `part`."""
     return _gradient(w, lambda x: w.part(edit(w.part(x) * 0.5)))
@@ -282,8 +276,6 @@ USES = (
     Use("vjp", lambda w: lambda x: w.gt.vjp(w.twice, x)[1](w.t)[0], rows=True),
     Use("jvp", lambda w: lambda x: w.gt.jvp(w.twice, (x,), (w.t,))[1], rows=True),
     Use("linearize", lambda w: lambda x: w.gt.linearize(w.twice, x)[1](w.t), rows=True),
-    Use("jet", lambda w: lambda x: w.gt.jet(w.twice, (x,), ([w.t, w.t],))[1][1], rows=True),
-    Use("laplacian", _of_loss("laplacian")),
     Use("jacobian", _of_f("jacobian")),
     Use("jacobian: forward", _of_f("jacobian", mode="forward")),
     Use("jacobian: a loop", _of_f("jacobian", chunk_size=1)),
@@ -301,26 +293,6 @@ USES = (
     Use("vmap: of grad", lambda w: w.gt.vmap(w.gt.grad(w.loss)), rows=True),
     Use("grad: of vmap", lambda w: _gradient(w, w.gt.vmap(w.twice)), rows=True),
     Use("grad: of grad", lambda w: _gradient(w, w.gt.grad(w.loss)), rows=True),
-    Use("pairwise_reduce", lambda w: _gradient(w, _pairs(w))),
-    Use(
-        "contrastive_loss",
-        lambda w: _gradient(w, lambda x: w.gt.contrastive_loss(w.part(x)[:, None], x[:, None])),
-    ),
-    Use(
-        "linear_cross_entropy",
-        lambda w: _gradient(
-            w,
-            lambda x: w.gt.linear_cross_entropy(
-                w.part(x)[:, None], x[:, None], np.arange(len(x), dtype=np.int32)
-            ),
-        ),
-    ),
-    Use(
-        "attention",
-        lambda w: _gradient(
-            w, lambda x: w.gt.attention(w.part(x)[:, None], *[x[:, None]] * 2, layout="heads_first")
-        ),
-    ),
     Use("checkpoint", lambda w: _gradient(w, w.gt.checkpoint(w.twice)), rows=True),
     Use(
         "compile", lambda w: w.gt.compile(w.gt.grad(w.loss)), rows=True, backends=("jax",)

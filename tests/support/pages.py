@@ -46,7 +46,7 @@ FENCE = re.compile(
 EITHER = "import gradtools.torch as gt  # or: import gradtools.jax as gt"
 # The packages of the extra `integration`, as they are imported, and what these bring along.
 OTHER_PACKAGES = {
-    *("accelerate", "diffrax", "diffusers", "haiku", "keras", "lightning", "numba", "numpyro"),
+    *("accelerate", "diffrax", "diffusers", "keras", "lightning", "numba", "numpyro"),
     *("optimistix", "peft", "pytorch_revgrad", "sentence_transformers", "timm", "tokenizers"),
     *("torchdiffeq", "torchvision", "torchviz", "transformers"),
 }

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "gradtools"
-FRAMEWORKS = ("torch", "jax", "jaxlib", "functorch", "flax", "equinox", "haiku", "optax", "keras")
+FRAMEWORKS = ("torch", "jax", "jaxlib", "functorch", "flax", "equinox", "optax", "keras")
 ROOMS = ("torch/_upstream.py", "jax/_upstream.py")
 _STANDARD = {"_fields", "_replace", "_asdict", "_make", "_getframe", "_value2member_map_"}
 _ASKING = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")

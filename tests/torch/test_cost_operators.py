@@ -32,11 +32,6 @@ MORE = {
     "GradientAccumulator": (1.01, 1.24),
     # the first pass tells by its graph which leaves f reaches, before it lets go of it
     "checkpoint": (1.01, 2.0),
-    # the one tile that all pairs are here is computed again
-    "pairwise_reduce": (1.26, 1.3),
-    "contrastive_loss": (1.26, 1.7),
-    "linear_cross_entropy": (1.26, 2.7),
-    "attention": (1.01, 4.9),  # whose fused kernel has no matrix of scores either
 }
 
 

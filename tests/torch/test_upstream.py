@@ -923,16 +923,6 @@ def test_functions_and_hooks_of_ddp_and_fsdp_are_known(tmp_path):
         dist.destroy_process_group()
 
 
-def test_flex_attention_refuses_the_cpu_in_a_module_of_its_own():
-    from torch.nn.attention import flex_attention
-
-    assert upstream.flex_attention_module() is flex_attention
-    assert upstream.flex_operator() is flex_attention.flex_attention_hop
-    x = torch.ones(1, 1, 2, 2, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
-        flex_attention._validate_device(x, x, x)
-
-
 def test_dynamo_takes_a_checkpoint_for_an_operator():
     from torch.utils.checkpoint import checkpoint
 

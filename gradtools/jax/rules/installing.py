@@ -32,11 +32,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.jet import jet_rules
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from gradtools.errors import NotImplementedRefusal
 from gradtools.jax import jaxprs, shardings
 from gradtools.jax.rules.checking import check_bwd, check_linear, proved_zero
 from gradtools.jax.rules.kept_alive import memoized, mortal
@@ -350,17 +348,6 @@ ad.primitive_jvps[cotangent_p] = mortal(_cotangent_jvp)
 ad.primitive_transposes[primal_p] = mortal(_primal_transpose)
 ad.primitive_transposes[tangent_p] = mortal(_tangent_transpose)
 ad.primitive_transposes[cotangent_p] = mortal(_cotangent_transpose)
-
-
-def _no_series(*_: Any, **params: Any) -> Any:
-    raise NotImplementedRefusal(
-        f"jet: f holds the rule {params['rule'].name!r}, which gives first derivatives and not "
-        "series. Nest jvp or grad instead."
-    )
-
-
-for _p in (primal_p, value_p, tangent_p, cotangent_p):
-    jet_rules[_p] = _no_series
 
 
 def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:

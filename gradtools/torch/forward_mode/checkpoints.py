@@ -38,7 +38,6 @@ from gradtools.torch.modes import NoForwardMode, dual_level
 from gradtools.torch.patches import (
     Substituted,
     checkpoints_taken,
-    flex_validated,
     functions_applied,
     scripts_called,
 )
@@ -70,7 +69,6 @@ def pushed_through(mode: NoGradStopsTangents, caller: str, keep: bool) -> Iterat
         inside.callback(setattr, _thread, "mode", before)
         if keep:
             inside.enter_context(checkpoints_taken(partial(_checkpointed, caller)))
-            inside.enter_context(flex_validated(_validated))
         if upstream.bookkeeping():
             inside.enter_context(functions_applied(_applied, of_rules=False))
         yield
@@ -144,12 +142,6 @@ def _applied(owner: Any, beneath: Callable[..., Any], args: Any, kwargs: Any) ->
     pairs = zip(moved, result[len(xs) :], strict=True)
     duals = [_dual(result[i], tangent) for i, tangent in pairs]
     return tuple(replaced_at(result[: len(xs)], moved, duals))
-
-
-def _validated(query: Tensor, beneath: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Skips `flex_attention`'s device check if there is a tangent: its plain code runs then."""
-    if upstream.forward_level() < 0 or all(_tangent_of(x) is None for x in (query, *args)):
-        beneath(*args, **kwargs)
 
 
 def _checkpointed(

@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_mapped, levels_differentiating
-from gradtools.torch.plain_programs.flex import flex_attention
 from gradtools.torch.plain_programs.rows import (
     GRADIENT,
     GRADIENT_AGAIN,
@@ -98,8 +97,6 @@ class PlainPrograms(StaysInside):
 
 def plain_kernel(fun: upstream.HigherOrderOperator) -> Any:
     """The plain implementation of a higher-order operator; None if it has none."""
-    if fun is upstream.flex_operator():
-        return flex_attention
     return fun.py_kernels.get(upstream.DispatchKey.CompositeExplicitAutograd)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -228,29 +227,13 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v; in tiles for long sequences, without the matrix of scores."""
-    if not dropout_p and is_long(query, key, value):
-        in_tiles = import_module("gradtools.torch").attention  # a public operator, made of these
-        result: Tensor = in_tiles(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
-        return result
+    """softmax(q k^T / sqrt(d)) v."""
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key, value = (over_groups(x, times) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     weights = attention_weights(query, key, attn_mask, is_causal, scale)
     return torch.dropout(weights, dropout_p, True) @ value
-
-
-_LONG, _MANY = 2**18, 2**20  # scores of one head, and of all: tiles take twice the operations
-
-
-def is_long(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether attention is tiled: for many scores, not with broadcast leading axes or compiled."""
-    if query.dim() < 2 or query.dim() != key.dim() or is_compiling():
-        return False
-    leading, scores = query.shape[:-2], query.shape[-2] * key.shape[-2]
-    shared = leading[:-1] == key.shape[:-3] and key.shape[:-1] == value.shape[:-1]
-    return shared and scores >= _LONG and scores * math.prod(leading) >= _MANY
 
 
 def over_groups(x: Tensor, times: int) -> Tensor:

@@ -1,1 +1,0 @@
-"""Tiled reductions over all pairs of two batches, and losses built on them."""

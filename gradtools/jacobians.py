@@ -5,7 +5,7 @@ With g the gradient of a real f, and H = dg/dx,
     hvp    H t, by a jvp or a vjp of g
 
 and a Jacobian or Hessian is made of the products with all unit vectors (`blocks`), or with a few
-sums of them where it is sparse (`sparse`).
+sums of them where it is sparse (`sparse_jacobians`).
 """
 
 from __future__ import annotations
@@ -67,10 +67,8 @@ class Jacobians(Operators):
             sparsity: Of an f from one array to one array: where its Jacobian may differ from zero,
                 a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array, with one row
                 for each entry of the output and one column for each of the input, or of the
-                Jacobian's shape. Or "detect": the pattern is read from the program of f, which is
-                traced (PyTorch: run) once more for it, and is never smaller than the true one.
-                Columns, rows or both are coloured, so that a banded Jacobian takes as many
-                products as it has bands. It needs `pip install "gradtools[sparse]"`.
+                Jacobian's shape. Columns, rows or both are coloured, so a banded Jacobian takes as
+                many products as it has bands. It needs `pip install "gradtools[sparse]"`.
 
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape
@@ -110,7 +108,7 @@ class Jacobians(Operators):
         positions = normalized_argnums("jacobian", argnums, len(args))
         call = Call(backend, "jacobian", f, args, kwargs, positions)
         if sparsity is not None:
-            from gradtools.sparse.jacobians import sparse_jacobian
+            from gradtools.sparse_jacobians import sparse_jacobian
 
             run = backend.stage(call, call.leaves).run
             uncompiled = backend.compiler.uncompiled
@@ -230,7 +228,7 @@ class Jacobians(Operators):
         mode, fun = second_order_mode(call, "auto")
         gradient = self._flat_gradient(call, fun, mode)
         if sparsity is not None:
-            from gradtools.sparse.jacobians import sparse_hessian
+            from gradtools.sparse_jacobians import sparse_hessian
 
             uncompiled = self._backend.compiler.uncompiled
             return uncompiled(sparse_hessian, call, gradient, sparsity, mode.split("_")[0])

@@ -76,17 +76,6 @@ def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: x for key, x in kwargs.items() if key in names}
 
 
-def argument_keys(
-    f: Callable[..., Any], count: int, kwargs: dict[str, Any]
-) -> list[tuple[int | str, ...]]:
-    """The names of each argument of a call: its position, also from the end, and parameter name."""
-    names = [p.name for p in _parameters(f) if p.kind not in _VARIADIC]
-    keys: list[tuple[int | str, ...]] = [
-        (i, i - count, *(names[i : i + 1] or [str(i)])) for i in range(count)
-    ]
-    return keys + [(*([names.index(k)] if k in names else []), k) for k in kwargs]
-
-
 def _named(
     caller: str, f: Callable[..., Any], given: list[Argument], in_axes: dict[Any, Any]
 ) -> dict[int | str, Any]:

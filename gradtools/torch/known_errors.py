@@ -39,7 +39,6 @@ def says(error: BaseException, part: str) -> bool:
 
 LEAF_CHANGED = "leaf Variable that requires grad"
 SAVED_CHANGED = "modified"
-NO_FUNCTIONALIZED_RULE = "Functionalize rule for custom_function_call"
 NO_STRIDES = "tensors do not have strides"  # of a sparse matrix and dual numbers
 NO_SAVED_TENSORS_HOOKS = "yet support saved tensor hooks"
 

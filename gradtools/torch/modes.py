@@ -229,27 +229,6 @@ def casts_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:
     return tuple([(kind, dtype) for kind, on, dtype in casts if on])
 
 
-def as_cast_now(fun: Callable[..., Any], kinds: Iterable[str]) -> Callable[..., Any]:
-    """fun under the current autocast, with 16-bit outputs cast to float32.
-
-    This is what autocast does to the result of a matrix product before exp or sum.
-    """
-    casts = casts_now(kinds)
-
-    def widened(x: Any) -> Any:
-        is_narrow = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
-        return x.float() if is_narrow else x
-
-    def run(*args: Any) -> Any:
-        with ExitStack() as inside:
-            for kind, dtype in casts:
-                inside.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
-            result = fun(*args)
-        return upstream.tree_map(widened, result)
-
-    return run if casts else fun
-
-
 @contextmanager
 def without_casts(kinds: Iterable[str]) -> Iterator[None]:
     with ExitStack() as inside:

@@ -1,1 +1,0 @@
-"""Sparse Jacobians and Hessians: patterns, their detection, and compression by colouring."""

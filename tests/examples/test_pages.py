@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import recipes
 from tests.support.pages import OTHER_PACKAGES, PAGES, ROOT, Block, blocks, named
 
 README = ROOT / "README.md"
@@ -122,6 +123,17 @@ def test_the_readme_is_short_and_its_report_is_what_a_page_prints():
     (report,) = re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     printed = (ROOT / "docs" / "lost-gradients.md").read_text(encoding="utf-8")
     assert report in printed
+
+
+@pytest.mark.parametrize("name", recipes.PAGES)
+def test_the_memory_of_a_recipe_is_what_its_program_measured(name):
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    shown = text.partition(recipes.MARKS[0])[2].partition(recipes.MARKS[1])[0]
+    code, sizes = recipes.program(name, "torch")
+    compile(code, name, "exec")
+    assert shown.startswith(f"With {sizes}:") and shown in recipes.RESULTS.read_text("utf-8")
+    for way in recipes.WAYS[name]:
+        assert f"| PyTorch | {way} |" in shown
 
 
 def test_every_link_leads_to_a_file():

@@ -179,7 +179,7 @@ SHARDED = [
     ("equinox", "mask", "gt"),
     ("nnx", "causal", "gt"),
     ("equinox", "grouped", "native"),
-    ("nnx", "tiles", "whole"),
+    ("nnx", "plain", "whole"),
 ]
 
 

@@ -31,9 +31,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from gradtools.torch.live_bytes import peak_bytes
 
 HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from tests.support.live_bytes import peak_bytes  # noqa: E402, it is no package
+
 ROUNDS = 9
 CHUNK, COUNT, COUNTS = 32, 8, (4, 8, 16, 32)
 LENGTH, WIDTH, HEADS, LAYERS, DROPOUT, SCALE = 16, 256, 8, 4, 0.1, 20.0

@@ -1,8 +1,8 @@
 """Every operator beside the same thing by hand, in both frameworks: work, peak bytes, seconds.
 
-Flops and bytes are counted (`gt.measure`: one table of rules for both frameworks, loops times
-their trips), so they are the same on every machine; the tests assert them. Seconds are CPU seconds
-of one thread, in rounds in which each way runs once, in an order that moves on.
+Flops and bytes are counted (`tests/support/costs.py`), so they are the same on every machine; the
+tests assert them. Seconds are CPU seconds of one thread, in rounds in which each way runs once, in
+an order that moves on.
 
     python benchmarks/cost.py                    # writes results/cost.md
     python benchmarks/cost.py --device cuda      # writes results/cost_cuda.md, by the clock
@@ -38,6 +38,10 @@ from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.devices import placed
 
 HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from tests.support.costs import cost  # noqa: E402, it is no package
+
 ROWS, WIDTH, ROUNDS, LEAST = 64, 128, 9, 2e-3
 PEERS = {
     "torch": ("pytorch-revgrad", "sentence-transformers", "torchjd"),
@@ -69,7 +73,7 @@ def counted(backend: str, operator: str, ways: dict[str, Any]) -> list[Row]:
     rows = []
     for way, run in ways.items():
         args = () if backend == "torch" else ARRAYS
-        found = (gt if backend == "torch" else gj).measure(run, *args)
+        found = cost(gt if backend == "torch" else gj, run, *args)
         timed = run if backend == "torch" else partial(ready, jax.jit(run))
         rows.append(Row(backend, operator, way, timed, found.flops, found.peak_bytes))
     return rows
@@ -195,7 +199,8 @@ def written(found: list[list[Row]], where: str, name: str) -> str:
         + ", ".join(versions),
         "",
         f"A layer tanh(x w) of {ROWS} rows and width {WIDTH}, float32, {where}. Flops and "
-        "peak bytes are counted by `gt.measure`; JAX is jitted to be timed. Milliseconds are "
+        "peak bytes are those of PyTorch's operations and of XLA's analysis; JAX is jitted. "
+        "Milliseconds are "
         f"medians of {ROUNDS} rounds in which each way runs once; ratios are of the same round. "
         "Peers: flops, peak bytes, time over by hand.",
         "",

@@ -48,7 +48,7 @@ from gradtools.jax.rules.primitives import cotangent_p, primal_p, tangent_p, val
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from gradtools.torch.live_bytes import LiveBytes  # noqa: E402
+from tests.support.live_bytes import LiveBytes  # noqa: E402
 
 QUICK = "--quick" in sys.argv
 LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # rounds, and when they are enough

@@ -183,9 +183,8 @@ def report(runs: list[Run]) -> Iterator[str]:
         "`mixed_partial`, `straight_through`, a jvp rule and a second "
         "derivative of `frozen` in JAX is a dead weak reference in JAX's own caches, which are "
         "emptied at times, as gradients written by hand leave one (tests/house/test_leaks.py "
-        "measures both). One use of each public name is called 20,000 times (of `measure` in "
-        "PyTorch 10,000, before); some in JAX of x * x alone (--square), in place of sin(x) + x * "
-        "x."
+        "measures both). One use of each public name is called 20,000 times; "
+        "some in JAX of x * x alone (--square), in place of sin(x) + x * x."
     )
     for backend in ONCE:
         found = [r for r in runs if r.backend == backend]

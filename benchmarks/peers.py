@@ -4,7 +4,7 @@
     python benchmarks/peers.py sparse          # prints the sections of that name alone
 
 Training through a Jacobian-vector product, token means over ranks, sparse Jacobians, and gradients
-through the steps of an inner optimization. Operations and bytes are those of `gt.measure`. Time is
+through the steps of an inner optimization. Operations and bytes: `tests/support/costs.py`. Time is
 the median processor time of interleaved runs, divided by that of the first way of the work. A peer
 that is not installed is named; kernels for CUDA are not run.
 """
@@ -38,6 +38,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradtools.jax as gj
 import gradtools.torch as gt
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from tests.support.costs import cost
 
 Way = Callable[[], Any]
 ROUNDS, LENGTH, PEERS = 5, 1024, ("asdex", "higher", "torchopt")
@@ -73,19 +77,19 @@ def rows(framework: str, work: str, ways: dict[str, Any], *args: Any) -> Iterato
             costs[name] = "not installed"
             continue
         try:
-            costs[name] = module.measure(way, *args)
+            costs[name] = cost(module, way, *args)
         except NotImplementedError as error:
             costs[name] = str(error).strip().split(".")[0]
             continue
         run = jax.jit(way) if framework == "JAX" else way
         runs[name] = lambda run=run: jax.block_until_ready(run(*args))
     times = dict(zip(runs, seconds([*runs.values()]), strict=True))
-    for name, cost in costs.items():
-        if isinstance(cost, str):
-            yield f"| {framework} | {work} | {name} | {cost} | | |"
+    for name, spent in costs.items():
+        if isinstance(spent, str):
+            yield f"| {framework} | {work} | {name} | {spent} | | |"
             continue
         ratio = times[name] / next(iter(times.values()))
-        cells = map(digits, (cost.flops / 1e6, cost.peak_bytes / 1e6, ratio))
+        cells = map(digits, (spent.flops / 1e6, spent.peak_bytes / 1e6, ratio))
         yield f"| {framework} | {work} | {name} | {' | '.join(cells)} |"
 
 
@@ -385,7 +389,8 @@ def main() -> None:
     lines = [
         f"# Beside other packages, {datetime.date.today()}, {versions()}",
         "",
-        "Operations and the most bytes alive at once are counted by `gt.measure`. Time is the "
+        "Operations and the most bytes alive at once are those of PyTorch's operations and of "
+        "XLA's analysis. Time is the "
         f"median processor time of {ROUNDS} interleaved runs over that of the first way, on one "
         "thread of PyTorch and JAX's own. Kernels for CUDA (jvp_flash_attention) are not run.",
     ]

@@ -65,7 +65,6 @@ FLOORS = {  # what ours does besides, by how a row begins
     "per-example": "the gradients of 64 examples are computed and held; norms alone need none",
     "`formula`": "f runs five times: to be recorded, and to be compared with the formula at three "
     "random points and at the given one",
-    "`measure`": "f runs 28 times, to be counted and to be timed",
     "JAX: trace of a `clip": "a norm that cannot overflow, NaN and zero kept",
     "JAX: trace of a rule": "fwd is traced on its own, then inlined; outputs and cotangents pass "
     "through primitives, whose derivatives are the rule at every order",

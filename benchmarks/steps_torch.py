@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from frozen import CODES, Work, torch_f, torch_g, torch_model
-from steps_rows import Figure, Row, Run
+from steps_rows import Row, Run
 from torch import nn
 
 import gradtools.torch as gt
@@ -559,7 +559,7 @@ def residuals() -> Iterator[Row]:
 
 def private() -> Iterator[Row]:
     """The clipped sum of the gradients of 256 examples."""
-    from gradtools.torch.live_bytes import LiveBytes
+    from tests.support.live_bytes import LiveBytes
 
     net, xs = transformer(2, 128), torch.randn(256, 32, 128)
     apply, params, state = gt.make_functional(net)
@@ -608,21 +608,6 @@ def private() -> Iterator[Row]:
 
 
 def reading() -> Iterator[Row]:
-    def first_call(count: int) -> float:
-        net = mlp(count // 2, 4)
-        x = torch.randn(2, 4)
-        start = time.process_time()
-        gt.guard_gradients(loss)(net, x)
-        return time.process_time() - start
-
-    def slope() -> Figure:
-        first_call(20)
-        few, many = (min(first_call(n) for _ in range(3)) for n in (200, 800))
-        return float(np.log2(many / few) / 2)
-
-    yield Row("`guard_gradients`, first call, 800 leaves: exponent of growth", "", "1.55", 1.1,
-              slope)  # fmt: skip
-    yield Row("the same: seconds", "", "1.0", None, lambda: first_call(800))
     net, x, y = transformer(12, 64), torch.randn(2, 16, 64), torch.ones(())
     apply, params, state = gt.make_functional(net)
     f = lambda p, x: loss(lambda x: apply(p, state, x)[0], x)
@@ -637,9 +622,6 @@ def reading() -> Iterator[Row]:
               lambda: timed(lambda: str(gt.formula(f, params, x)),
                             lambda: gt.formula(torch.sin, y)),
               counted=(lambda: str(gt.formula(f, params, x)), lambda: f(params, x)))  # fmt: skip
-    yield Row("`measure` of the same: seconds", "", "1.9", 1.0,
-              lambda: timed(lambda: gt.measure(gt.value_and_grad(f), params, x),
-                            lambda: gt.measure(torch.sin, y)))  # fmt: skip
 
 
 PARTS = (jacobians, modules, chunks, recomputed, edits, rules, second_order, residuals, private,

@@ -28,7 +28,7 @@ from chunked import compiled, one_thread, seconds, table
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from gradtools.torch.live_bytes import peak_bytes
+from tests.support.live_bytes import peak_bytes
 
 one_thread()  # before the examples choose XLA's flags
 HERE = pathlib.Path(__file__).resolve().parent

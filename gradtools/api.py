@@ -31,18 +31,22 @@ _OPERATORS = {
     "models:Models": "make_functional",
     "arrays:ArraysAndKeys": "xp asarray to_numpy random_key split_key",
     "transforms:Transforms": "vmap checkpoint compile",
-    "seeing.diagnostics.zero_gradients:SeeingOperators": "dependence why_zero guard_gradients",
+    "seeing.diagnostics.zero_gradients:SeeingOperators": "why_zero",
     "seeing.graphs.gradient_graphs:Graphing": "gradient_graph",
     "seeing.formulas.formulating:Formulating": "formula",
-    "seeing.measures:Measures": "measure",
 }
 _GONE = {
     "attention": "call the framework's scaled_dot_product_attention or dot_product_attention.",
     "contrastive_loss": "compute the loss with chunked over the rows of queries.",
+    "dependence": "ask why_zero, which names the lines at which a gradient is lost.",
     "graph_diff": "call gradtools.testing.first_divergence.",
+    "guard_gradients": 'pass disconnected_inputs="strict" to grad or value_and_grad.',
     "jet": "nest grad or jvp, or call jax.experimental.jet in JAX.",
     "laplacian": "take the trace of jacobian(grad(f)), or sum over hvp.",
     "linear_cross_entropy": "compute the loss with chunked over the tokens.",
+    "measure": (
+        "count with torch.utils.flop_counter and torch.profiler, or with XLA's cost_analysis."
+    ),
     "pairwise_reduce": "compute the reduction with chunked over the rows.",
 }
 _INSTEAD = {

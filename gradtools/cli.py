@@ -74,7 +74,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradtools",
-        description="Check, measure, draw and explain derivatives in PyTorch and JAX.",
+        description="Check, draw and explain derivatives in PyTorch and JAX.",
         epilog="example: gradtools why-zero mymodule:loss --shapes 8x8",
     )
     parser.add_argument("--version", action="version", version=f"gradtools {gradtools.__version__}")
@@ -160,19 +160,12 @@ def _add_seeing(commands: Commands) -> None:
         "Exit status 0 if they agree, 1 if parts could not be compared, 2 if no formula was found.",
         example="mymodule:loss --shapes 3x4,3 --order 2 -o loss.tex",
     )
-    measure = _add(
-        *(commands, "measure", "seeing.commands:print_measure"),
-        "count what a call costs: operations, bytes, bytes kept for backward, seconds",
-        "Exit status 0 if it could be measured, 2 if not.",
-        example="mymodule:loss --shapes 64x64,256x64 --grad",
-    )
-    for command in (why_zero, graph, formula, measure):
+    for command in (why_zero, graph, formula):
         command.add_argument("function", metavar="FUNCTION", help="package.module:name")
         _add_inputs(command, required=False)
         said = "default: what FUNCTION's module imports"
         command.add_argument("--backend", choices=("torch", "jax"), help=said)
-    for command in (why_zero, measure):
-        command.add_argument("--json", action="store_true", help="print the result as JSON")
+    why_zero.add_argument("--json", action="store_true", help="print the result as JSON")
     for command in (why_zero, graph, formula):
         said = "the position of the argument, or of several: 0,2 (default: 0)"
         command.add_argument("--argnums", type=_positions, default=[0], metavar="N", help=said)
@@ -184,8 +177,6 @@ def _add_seeing(commands: Commands) -> None:
     formula.add_argument("--order", type=int, choices=(1, 2), default=1, help=said)
     said = "by its suffix text (.txt), LaTeX (.tex) or .md"
     formula.add_argument("-o", "--out", metavar="FILE", help=said)
-    said = "measure value and gradient, along all floating arguments, rather than the value"
-    measure.add_argument("--grad", action="store_true", help=said)
 
 
 def _add_inputs(command: argparse.ArgumentParser, required: bool) -> None:

@@ -18,7 +18,6 @@ from gradtools.models import Models as _Models
 from gradtools.seeing.diagnostics.zero_gradients import SeeingOperators as _SeeingOperators
 from gradtools.seeing.formulas.formulating import Formulating as _Formulating
 from gradtools.seeing.graphs.gradient_graphs import Graphing as _Graphing
-from gradtools.seeing.measures import Measures as _Measures
 from gradtools.transforms import Transforms as _Transforms
 
 _derivatives: _Derivatives
@@ -37,7 +36,6 @@ _transforms: _Transforms
 _seeing: _SeeingOperators
 _graphing: _Graphing
 _formulating: _Formulating
-_measures: _Measures
 
 GradientAccumulator = _accumulation.GradientAccumulator
 ArraySpec = _host_functions.ArraySpec
@@ -49,14 +47,12 @@ chunked = _chunking.chunked
 clip_gradient = _edits.clip_gradient
 compile = _transforms.compile
 custom_rule = _custom_rules.custom_rule
-dependence = _seeing.dependence
 formula = _formulating.formula
 frozen = _freezing.frozen
 make_functional = _models.make_functional
 all_gather = _gathering.all_gather
 grad = _derivatives.grad
 gradient_graph = _graphing.gradient_graph
-guard_gradients = _seeing.guard_gradients
 hessian = _jacobians.hessian
 host_function = _host_functions.host_function
 hvp = _jacobians.hvp
@@ -66,7 +62,6 @@ jvp = _derivatives.jvp
 random_key = _arrays.random_key
 replace_gradient = _edits.replace_gradient
 linearize = _derivatives.linearize
-measure = _measures.measure
 microbatched_value_and_grad = _chunking.microbatched_value_and_grad
 minimax_value_and_grad = _derivatives.minimax_value_and_grad
 mixed_partial = _mixed_partials.mixed_partial

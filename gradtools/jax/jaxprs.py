@@ -1,7 +1,7 @@
 """Reading jaxprs: inner jaxprs of an equation, the variables it writes, dead-code elimination.
 
 This is the only list of primitives with inner jaxprs: calls, loops, branches, and functions with
-JAX's custom rules. `reachability.py` reads the data flow, `seeing/jax/flops.py` the cost.
+JAX's custom rules. `reachability.py` reads the data flow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands `gradtools why-zero`, `graph`, `formula` and `measure`."""
+"""The commands `gradtools why-zero`, `graph` and `formula`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas import Formula
 from gradtools.seeing.formulas.derivation import FORMS as FORMULA_FORMS
 from gradtools.seeing.graphs.gradient_graphs import FORMS, Graph
-from gradtools.seeing.measures import Measurement
 
 
 def print_why_zero(options: argparse.Namespace) -> int:
@@ -55,35 +54,6 @@ def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[
     except OSError as error:
         raise GradtoolsError(f"-o {out}: it cannot be written: {error.strerror}.") from error
     print(f"wrote {out}")
-    return 0
-
-
-def print_measure(options: argparse.Namespace) -> int:
-    """Prints the cost of a call."""
-    try:
-        inputs = CommandInputs.of(options)
-        f = inputs.f
-        if options.grad:
-            kinds = [inputs.gt.to_numpy(x).dtype.kind for x in inputs.args]
-            places = tuple(i for i, kind in enumerate(kinds) if kind in "fc")
-            if not places:
-                raise GradtoolsError(
-                    f"--grad: {options.function} is given no floating array to take a gradient "
-                    'along. Give one: --shapes "3x4", or --args file.npz.'
-                )
-            f = inputs.gt.value_and_grad(f, argnums=places)
-        result: Measurement = inputs.gt.measure(f, *inputs.args)
-    except Exception as error:
-        kind, arrays = type(error).__name__, options.args or options.shapes or "no arguments"
-        error.add_note(f"gradtools measure: {options.function} raised {kind} on {arrays}")
-        raise
-    if options.json:
-        print(result.to_json())
-        return 0
-    backend = inputs.gt.__name__.rpartition(".")[2]
-    module = str(options.function).partition(":")[0]
-    how = "" if options.backend else f" (imported by {module}; or pass --backend)"
-    print(f"backend      {backend}{how}\n{result.text(colour=in_colour())}")
     return 0
 
 

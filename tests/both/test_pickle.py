@@ -63,7 +63,6 @@ RETURNED = {
     "chunked": (lambda gt: gt.chunked(own.rows, 2, in_axes={"w": None}), 2 * X),
     "frozen": (lambda gt: gt.frozen(own.rows), 2 * X),
     "checkpoint": (lambda gt: gt.checkpoint(own.rows), 2 * X),
-    "guard_gradients": (lambda gt: gt.guard_gradients(own.loss), 28.0),
     "straight_through": (lambda gt: gt.straight_through(own.rows, own.rows), 2 * X),
     "grad of grad": (lambda gt: gt.grad(gt.grad(own.loss)), None),
 }
@@ -109,7 +108,6 @@ def test_reports_say_the_same(gt, again, at):
     assert again(graph).to_mermaid() == graph.to_mermaid()
     reports = (
         gt.why_zero(own.loss, *at),
-        gt.dependence(own.loss, *at),
         gt.formula(own.loss, *at),
         gt.ArraySpec((2,), "float32"),
     )

@@ -125,7 +125,7 @@ def test_a_call_that_does_not_fit_is_answered_with_the_public_parameters(gt, cal
     assert isinstance(caught.value, TypeError) or "bwd" in text  # as Python's own
 
 
-@pytest.mark.parametrize("name", ["why_zero", "formula", "measure"])
+@pytest.mark.parametrize("name", ["why_zero", "formula"])
 def test_what_needs_values_says_inside_of_a_transform_that_it_is_called_outside(gt, name):
     look = lambda x: getattr(gt, name)(lambda x: (x**2).sum(), x) and x
     with pytest.raises(GradtoolsError, match=rf"{name}: .*inside of a transform.* Call .*outside"):
@@ -158,18 +158,6 @@ def test_a_disconnected_argument_is_warned_of_at_the_call(gt):
     for call in (one, many):
         found = said(call)
         assert (found.filename, found.lineno) == (HERE, lines.pop())
-
-
-def test_a_gradient_that_is_lost_is_told_at_the_call(gt):
-    guarded = gt.guard_gradients(lambda x, y: (x * x).sum(), (0, 1))
-    x, lines = gt.asarray(np.ones(2)), []
-
-    def call():
-        lines.append(line() + 1)
-        guarded(x, x)
-
-    found = said(call)
-    assert (found.filename, found.lineno) == (HERE, lines.pop())
 
 
 @pytest.mark.torch

@@ -39,7 +39,7 @@ def test_no_command_shows_the_help_and_is_wrong_usage():
 
 
 COMMANDS = [
-    *("backends", "check", "cross-check", "why-zero", "graph", "formula", "measure"),
+    *("backends", "check", "cross-check", "why-zero", "graph", "formula"),
     "conventions",
 ]
 
@@ -62,11 +62,11 @@ def test_a_pipe_that_is_closed_ends_quietly():
 
 def test_a_seed_is_not_negative(capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["measure", "a:b", "--shapes", "3", "--seed", "-1"])
+        cli.main(["formula", "a:b", "--shapes", "3", "--seed", "-1"])
     assert stop.value.code == 2
     assert "--seed: expected a whole number from 0 on, got '-1'" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
-        cli.main(["measure", "a:b", "--shapes", "3", "--seed", "0", "--help"])
+        cli.main(["formula", "a:b", "--shapes", "3", "--seed", "0", "--help"])
     assert stop.value.code == 0
 
 

@@ -49,7 +49,7 @@ CHEAP = {  # less than a millisecond a call
 
 @pytest.mark.sampled(slow=32)
 @pytest.mark.slow
-@pytest.mark.parametrize("use", [u for u in USES if u.name != "measure"], ids=str)
+@pytest.mark.parametrize("use", USES, ids=str)
 def test_many_calls_leave_nothing_alive(use: Use, gt, backend_name):
     here(use, backend_name)
     x = gt.asarray(POINT)

@@ -157,7 +157,7 @@ def test_print_spells_what_a_terminal_lacks(monkeypatch, encoding, expected):
     assert terminal.buffer.getvalue().decode(encoding).strip() == expected
 
 
-@pytest.mark.parametrize("shown", ["formula", "gradient_graph", "why_zero", "dependence"])
+@pytest.mark.parametrize("shown", ["formula", "gradient_graph", "why_zero"])
 def test_what_is_printed_is_what_the_terminal_can_show(monkeypatch, gt, backend_name, shown):
     xp = import_module("torch" if backend_name == "torch" else "jax.numpy")
     result = getattr(gt, shown)(lambda x: (xp.exp(x) * x).sum(), xp.ones(3))

@@ -92,7 +92,5 @@ def test_what_looks_at_gradients_looks_through_a_solver(adjoint):
     f = lambda y: misfit(NET, y, adjoint)
     report = gt.why_zero(f, STARTS[0])
     assert not report
-    assert gt.dependence(f, STARTS[0])["output", "argument 0"].name == "DIFFERENTIABLE"
     graph = gt.gradient_graph(f, STARTS[0])
     assert "→ gradient of y" in str(graph) or "→ gradient of argument 0" in str(graph)
-    assert gt.measure(f, STARTS[0]).saved_bytes > 0

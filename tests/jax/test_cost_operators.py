@@ -12,25 +12,17 @@ import pytest
 import gradtools.jax as gt
 from benchmarks import cost_jax
 from benchmarks.cost_jax import HAND, OURS
-from gradtools.seeing import measures
 from tests.support.cost_elsewhere import without_case
+from tests.support.costs import cost
 
 CASES = cost_jax.cases()
 ARGS = cost_jax.arrays(64, 64)
 MORE = {
     # the largest entry is divided out first, so that the norm cannot overflow
     "clip_gradient": (1.03, 1.02),
-    # G runs once more, and keeps no graph for a use
-    "frozen": (1.19, 1.01),
     # chunks are weighted before they are added
     "microbatched_value_and_grad": (1.02, 1.01),
 }
-
-
-@pytest.fixture(autouse=True)
-def counted_alone(monkeypatch):
-    """Without the clock."""
-    monkeypatch.setattr(measures, "_RUNS", (1, 1))
 
 
 def test_every_public_operator_has_a_case():
@@ -41,7 +33,7 @@ def test_every_public_operator_has_a_case():
 @pytest.mark.sampled(slow=10)
 @pytest.mark.parametrize("name", CASES)
 def test_an_operator_costs_what_it_costs_by_hand(name):
-    ours, hand = (gt.measure(run, *ARGS) for run in (CASES[name][OURS], CASES[name][HAND]))
+    ours, hand = (cost(gt, run, *ARGS) for run in (CASES[name][OURS], CASES[name][HAND]))
     flops, peak = MORE.get(name, (1.01, 1.01))
     assert 0 < ours.flops <= flops * hand.flops
     assert 0 < ours.peak_bytes <= peak * hand.peak_bytes

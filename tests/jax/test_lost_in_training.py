@@ -293,13 +293,6 @@ def test_a_planted_loss_is_found_and_nothing_else(name):
     PLANTED[name].check(gt, still)
 
 
-@pytest.mark.slow_at("nnx: stopped, and a call changes the model")
-@pytest.mark.sweep_at("nnx: a layer that is not used")
-@pytest.mark.parametrize("name", list(PLANTED)[:9])
-def test_the_guard_tells_of_it_once(name):
-    PLANTED[name].check_guard(gt)
-
-
 def test_a_closure_alone_is_asked_about_the_module_that_it_holds():
     net, tree = Stopped(), Gated()
     assert set(kinds_by_leaf(gt.why_zero(lambda: (net(X) ** 2).sum()))) == {

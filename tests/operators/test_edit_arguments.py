@@ -59,14 +59,6 @@ def test_zeros_are_given_where_they_are_asked_for(gt, edit):
     assert float(g) == 0.0
 
 
-@pytest.mark.parametrize("edit", CUT)
-def test_dependence_tells_what_else_an_edit_is_given_as_cut(gt, edit):
-    x, s = at(gt)
-    table = gt.dependence(loss(gt, edit), x, s)
-    assert str(table["output", "argument 1"]) == "cut"
-    assert str(table["output", "argument 0"]) == "differentiable"
-
-
 @pytest.mark.slow_at(("jax", "clip_gradient, max_norm"))
 @pytest.mark.parametrize("edit", ["reverse_gradient", "scale_gradient", "clip_gradient, max_norm"])
 def test_an_edited_gradient_is_differentiated_by_what_it_depends_on(gt, edit):

@@ -1,4 +1,4 @@
-"""`gradtools why-zero`, `graph`, `formula` and `measure`: a function by name, its inputs by shape.
+"""`gradtools why-zero`, `graph` and `formula`: a function by name, its inputs by shape.
 
 A row of `ANSWERS` or `REFUSALS` is a command and parts of what it prints.
 """
@@ -41,7 +41,6 @@ PROGRAM = """
     def broken(x):
         raise RuntimeError("on purpose")
 """
-FLOPS = 2 * 4 * 3 + 4 + 3  # of the loss
 
 
 @pytest.fixture
@@ -73,12 +72,6 @@ ANSWERS = [
     ("why-zero written:lost --shapes 3,3", 1, ["argument 0 gets no", "zero_derivative (round)"]),
     ("why-zero written:lost --args inputs.npz --argnums 1", 1, ["detached"]),
     ("why-zero written:whole --shapes 3", 0, ["Nothing is lost"]),
-    (
-        "measure written:loss --shapes 4x3,3",
-        0,
-        ["(imported by written; or pass --backend)", f"flops        {FLOPS} FLOP", "16 B"],
-    ),
-    ("measure neutral:double --shapes 3 --backend <backend> --json", 0, ['"flops": 3,']),
 ]
 
 
@@ -125,13 +118,11 @@ REFUSALS = [
     ("why-zero written:whole --shapes 3:int32", ["argument 0 is an array of dtype int32"]),
     ("why-zero written:whole --shapes 3 --argnums 4", ["argnums holds 4"]),
     ("why-zero written:whole --shapes 3y", ["'3y' is no shape"]),
-    ("measure written", ["package.module:name"]),
-    ("measure no_such_module:f", ["cannot be imported"]),
-    ("measure written:PI", ["is a float; expected a function"]),
-    ("measure written:loss --args absent.npz", ["absent.npz"]),
-    ("measure written:loss", ["(w, x) was given no arrays: missing a required argument: 'w'"]),
-    ("measure written:broken --shapes 3", ["written:broken raised RuntimeError on 3"]),
-    ("measure written:loss --shapes 3:int32,3:int32 --grad", ["no floating array"]),
+    ("formula written", ["package.module:name"]),
+    ("graph no_such_module:f", ["cannot be imported"]),
+    ("graph written:PI", ["is a float; expected a function"]),
+    ("graph written:loss --args absent.npz", ["absent.npz"]),
+    ("graph written:loss", ["(w, x) was given no arrays: missing a required argument: 'w'"]),
 ]
 
 
@@ -146,7 +137,7 @@ def test_what_cannot_be_told_ends_with_2(program, capsys, command, parts):
     ("command", "said"),
     [
         ("why-zero written:whole --shapes 3 --argnums x", "such as 0 or 0,2; got 'x'"),
-        ("measure a:b --shapes 3 --args x.npz", "not allowed with"),
+        ("graph a:b --shapes 3 --args x.npz", "not allowed with"),
     ],
 )
 def test_options_that_contradict_the_command_line_are_refused(program, capsys, command, said):
@@ -198,22 +189,6 @@ def test_what_is_lost_is_told_as_json(program, capsys):
     ]
 
 
-@pytest.mark.slow_at("torch")
-def test_what_is_measured_is_told_as_json_with_the_gradient_if_asked_for(
-    program, capsys, backend_name
-):
-    assert run("measure written:loss --args inputs.npz --json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["flops"], found["saved_bytes"]) == (FLOPS, 16)
-    assert found["backend"] == backend_name and isinstance(found["notes"], list)
-    assert run("measure written:loss --shapes 4x3,3 --grad --json") == 0
-    backward = 4 + 2 * 4 * 3 + 4 * 3  # times exp; transposed product; outer product
-    # An outer product is elementwise in PyTorch, and a product over one term in JAX.
-    found = json.loads(capsys.readouterr().out)["flops"]
-    assert FLOPS + backward <= found <= FLOPS + backward + 4 * 3
-
-
-@pytest.mark.slow_at("torch")
 def test_a_terminal_gets_colours(program, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
@@ -223,17 +198,16 @@ def test_a_terminal_gets_colours(program, monkeypatch):
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert run("why-zero written:lost --shapes 3,3") == 1
-    assert run("measure written:loss --shapes 4x3,3") == 0
-    assert "\033[31m" in stream.getvalue() and "\x1b[1mflops" in stream.getvalue()
+    assert "\033[31m" in stream.getvalue()
 
 
 def test_a_backend_that_is_not_installed_is_said(program, monkeypatch, capsys):
     monkeypatch.setattr(gradtools, "available_backends", lambda: ())
-    assert run("measure written:loss --shapes 4x3,3") == 2
+    assert run("graph written:loss --shapes 4x3,3") == 2
     assert "is not installed. Fix: pip install" in capsys.readouterr().err
 
 
 def test_a_module_that_imports_neither_asks_for_the_backend(program, capsys, monkeypatch):
     monkeypatch.setattr(gradtools, "available_backends", lambda: ("torch", "jax"))
-    assert run("measure neutral:double --shapes 3") == 2
+    assert run("graph neutral:double --shapes 3") == 2
     assert "say --backend torch or --backend jax" in capsys.readouterr().err

@@ -57,23 +57,6 @@ def test_a_report_of_agreements_shows_its_table(status, colour):
     assert colour in report._repr_html_()
 
 
-def test_a_table_of_dependences_is_a_table(gt):
-    table = gt.dependence(lambda x, y: x * gt.stop_gradient(y), gt.asarray(X), gt.asarray(X))
-    shown = table._repr_html_()
-    assert [words(cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", shown)] == [
-        *("", "output"),
-        *("argument 0", "differentiable"),
-        *("argument 1", "cut"),
-    ]
-
-
-@pytest.mark.slow_at("torch")
-def test_a_measurement_is_a_table_of_what_it_counted(gt):
-    cost = gt.measure(gt.xp.exp, gt.asarray(X))
-    shown = words(cost._repr_html_())
-    assert "flops" in shown and "2 FLOP" in shown and "saved bytes" in shown
-
-
 def test_a_graph_shows_a_picture_and_a_formula_its_mathematics(gt):
     x = gt.asarray(X)
     graph = gt.gradient_graph(gt.xp.exp, x)

@@ -1,15 +1,13 @@
-"""dependence, why_zero and guard_gradients, alike in both backends."""
+"""why_zero, alike in both backends."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import warnings
 
 import numpy as np
 import pytest
 
-from gradtools import DisconnectedInputError, GradtoolsError, GradtoolsWarning
+from gradtools import DisconnectedInputError, GradtoolsError
 
 X = np.array([0.3, -0.8, 1.4], np.float32)
 
@@ -25,41 +23,6 @@ def kinds(report):
 
 def lines(report):
     return [finding.source.text for finding in report]
-
-
-# --- dependence --------------------------------------------------------------------------
-
-
-def test_dependence_knows_all_four(gt, x):
-    def f(p, stopped):
-        return {"a": gt.xp.sin(p["w"]), "b": gt.xp.round(p["w"]) + gt.stop_gradient(stopped)}
-
-    table = gt.dependence(f, {"w": x}, x)
-    assert str(table["output['a']", "argument 0['w']"]) == "differentiable"
-    assert str(table["output['b']", "argument 0['w']"]) == "zero_derivative"
-    assert str(table["output['b']", "argument 1"]) == "cut"
-    assert str(table["output['a']", "argument 1"]) == "none"
-
-
-def test_dependence_sees_integers_and_keywords(gt, x):
-    rows = gt.asarray(np.array([0, 2]))
-    table = gt.dependence(lambda x, n, *, by: gt.xp.take(x, n) * by, x, rows, by=x[:2])
-    assert [str(table["output", name]) for name in table.inputs] == [
-        "differentiable",
-        "cut",
-        "differentiable",
-    ]
-
-
-def test_dependence_of_an_unknown_leaf_says_which_there_are(gt, x):
-    with pytest.raises(KeyError, match="argument 0"):
-        gt.dependence(lambda x: x, x)["output", "argument 7"]
-
-
-def test_dependence_is_printed_as_a_table(gt, x):
-    text = str(gt.dependence(lambda x, y: x * gt.stop_gradient(y), x, x))
-    assert text.splitlines()[1].split() == ["argument", "0", "differentiable"]
-    assert text.splitlines()[2].split() == ["argument", "1", "cut"]
 
 
 # --- why_zero ----------------------------------------------------------------------------
@@ -160,17 +123,10 @@ def test_what_is_overwritten_is_no_data_flow_and_has_a_mend_of_its_own(gt, x):
     assert kinds(report) == ["overwritten"]
     assert lines(report)[0].endswith("# here")
     assert "set before what is to be differentiated" in str(report)
-    assert str(gt.dependence(f, x)["output", "argument 0"]) == "none"
 
 
 def test_what_is_overwritten_is_no_lost_term(gt, x):
     assert not gt.why_zero(lambda x: (overwritten(gt, x) + x).sum(), x)
-
-
-def test_the_guard_says_where_a_leaf_is_overwritten(gt, x):
-    guarded = gt.guard_gradients(lambda p: (overwritten(gt, p["a"]) + p["b"]).sum())
-    with pytest.warns(GradtoolsWarning, match=r"argument 0\['a'\]: overwritten at test_seeing"):
-        guarded({"a": x, "b": x})
 
 
 def test_what_has_no_derivative_at_all_is_not_told_again_at_these_values(gt, x):
@@ -230,85 +186,3 @@ def test_a_disconnected_input_names_the_line(gt, x):
 
     with pytest.raises(DisconnectedInputError, match=r"test_seeing\.py:\d+"):
         gt.grad(f)(x)
-
-
-# --- guard_gradients ---------------------------------------------------------------------
-
-
-def test_the_guard_names_what_does_not_reach_once(gt, x):
-    def f(p):
-        return (p["w"] ** 2).sum() + gt.stop_gradient(p["b"]).sum()
-
-    p = {"w": x, "b": x, "c": x}
-    guarded = gt.guard_gradients(f)
-    with pytest.warns(GradtoolsWarning) as caught:
-        value = guarded(p)
-    assert float(value) == float(f(p))
-    text = str(caught[0].message)
-    assert "2 of 3 leaves do not reach" in text
-    assert "argument 0['b']: detached at test_seeing.py:" in text
-    assert "argument 0['c']: unused" in text
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        guarded(p)
-
-
-def test_the_guard_is_silent_where_all_reaches(gt, x):
-    guarded = gt.guard_gradients(lambda p, y: ((p["w"] - y) ** 2).sum())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        grads = gt.grad(guarded)({"w": x}, x)
-    assert set(grads) == {"w"}
-
-
-def test_the_guard_looks_inside_a_derivative(gt, x):
-    guarded = gt.guard_gradients(lambda p: (p["w"] ** 2).sum())
-    with pytest.warns(GradtoolsWarning, match=r"argument 0\['b'\]: unused"):
-        grads = gt.grad(guarded)({"w": x, "b": x})
-    np.testing.assert_allclose(gt.to_numpy(grads["w"]), 2 * X, rtol=1e-6)
-    assert not gt.to_numpy(grads["b"]).any()
-
-
-def test_the_guard_looks_at_the_arguments_it_is_given(gt, x):
-    guarded = gt.guard_gradients(lambda x, y: (x**2).sum(), argnums=1)
-    with pytest.warns(GradtoolsWarning, match="argument 1: unused"):
-        guarded(x, x)
-
-
-def test_the_guard_refuses_a_position_that_is_not_there(gt, x):
-    with pytest.raises(GradtoolsError, match="guard_gradients: argnums holds 4"):
-        gt.guard_gradients(lambda x: x, argnums=4)(x)
-
-
-def test_dependence_runs_on_numbers_where_they_decide(gt, x, backend_name):
-    """PyTorch tries the other branch and sees the output change; JAX follows the one taken."""
-    f = lambda x, y: y if x[0] > 0 else x
-    table = gt.dependence(f, x, x * 2)
-    deciding = {"torch": "cut", "jax": "none"}[backend_name]
-    assert [str(table["output", name]) for name in table.inputs] == [deciding, "differentiable"]
-
-
-def test_guard_gradients_leaves_an_error_of_f_as_it_is(gt, x):
-    own = ValueError("my own")
-
-    def f(x):
-        raise own
-
-    guarded = gt.guard_gradients(f)
-    for _ in range(2):  # with the check, and without it
-        with pytest.raises(ValueError) as caught:
-            guarded(x)
-        assert caught.value is own
-
-
-def test_guard_gradients_says_where_f_could_not_be_looked_at(gt, x):
-    calls = itertools.count()  # which no snapshot puts back
-
-    def f(x):
-        if next(calls) == 0:
-            raise ValueError("the first time")
-        return (x * x).sum()
-
-    with pytest.warns(GradtoolsWarning, match="nothing was checked.*the first time"):
-        value = gt.guard_gradients(f)(x)
-    assert abs(float(value) - float((X * X).sum())) < 1e-6

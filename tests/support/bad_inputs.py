@@ -240,10 +240,7 @@ BAD: dict[str, Call] = {
     "straight_through of a number": lambda gt, a: gt.straight_through(3.0),
     "custom_rule of a number": lambda gt, a: gt.custom_rule(3.0),
     "host_function of a number": lambda gt, a: gt.host_function(3.0),
-    "measure of a number": lambda gt, a: gt.measure(3.0),
-    "guard_gradients of a number": lambda gt, a: gt.guard_gradients(3.0),
     "why_zero of a number": lambda gt, a: gt.why_zero(3.0, a(V)),
-    "dependence of a number": lambda gt, a: gt.dependence(3.0, a(V)),
     "gradient_graph of a number": lambda gt, a: gt.gradient_graph(3.0, a(V)),
     "formula of a number": lambda gt, a: gt.formula(3.0, a(V)),
     "reverse_gradient of a function": lambda gt, a: gt.reverse_gradient(total(gt)),
@@ -461,11 +458,7 @@ BAD: dict[str, Call] = {
     "straight_through, surrogate a number": lambda gt, a: gt.straight_through(
         gt.xp.round, surrogate=3.0
     ),
-    "dependence of a string": lambda gt, a: gt.dependence(lambda x: "done", a(V)),
     "why_zero of a string": lambda gt, a: gt.why_zero(lambda x: "done", a(V)),
-    "guard_gradients of a list of strings": lambda gt, a: gt.guard_gradients(lambda x: ["a", "b"])(
-        a(V)
-    ),
     "gradient_graph of a string beside an array": lambda gt, a: gt.gradient_graph(
         lambda x: (x, "done"), a(V)
     ),
@@ -613,13 +606,8 @@ BAD: dict[str, Call] = {
     "why_zero of a function that raises an error of its own": lambda gt, a: gt.why_zero(
         raising, a(V)
     ),
-    "dependence of a function that raises an error of its own": lambda gt, a: gt.dependence(
-        raising, a(V)
-    ),
     "why_zero of nothing": lambda gt, a: gt.why_zero(lambda x: None, a(V)),
     "why_zero of a function that raises": lambda gt, a: gt.why_zero(lambda x: x["w"], a(V)),
-    "dependence of nothing": lambda gt, a: gt.dependence(lambda x: None, a(V)),
-    "guard_gradients beyond": lambda gt, a: gt.guard_gradients(total(gt), argnums=1)(a(V)),
     "gradient_graph of order 3": lambda gt, a: gt.gradient_graph(total(gt), a(V), order=3),
     "gradient_graph along integers": lambda gt, a: gt.gradient_graph(total(gt), a(N)),
     "gradient_graph of nothing": lambda gt, a: gt.gradient_graph(lambda x: None, a(V)),
@@ -658,7 +646,6 @@ BAD: dict[str, Call] = {
         total(gt), static_argnames=3
     ),
     "a key of floats": lambda gt, a: gt.random_key(a(V)),
-    "measure of a function that raises": lambda gt, a: gt.measure(lambda x: x["w"], a(V)),
 }
 
 # Texts graded by a reader: A says what is wrong, where and what to do instead; B leaves the last to
@@ -666,7 +653,6 @@ BAD: dict[str, Call] = {
 GRADED_B = {
     "a rule of wrong arguments",
     "asarray of ragged lists",
-    "measure of a function that raises",
     "a kernel that raises",
     "a kernel that writes its argument",
 }
@@ -674,7 +660,6 @@ GRADED_B = {
 NATIVE = {  # the error is Python's, NumPy's or the framework's own, not a `GradtoolsError`
     "a kernel that raises": "LinAlgError: a kernel's own error comes through",
     "a kernel that writes its argument": "ValueError: NumPy's own, and of its argument",
-    "measure of a function that raises": "TypeError: what f raises comes through",
 }
 
 

@@ -17,8 +17,7 @@ ELSEWHERE = {
         "ArraySpec",
         "is_recomputing",
     ),  # no derivative
-    *("dependence", "why_zero", "guard_gradients"),  # looked at, not run in a program
-    *("gradient_graph", "formula", "measure"),
+    *("why_zero", "gradient_graph", "formula"),  # looked at, not run in a program
 }
 
 

@@ -220,21 +220,6 @@ def _mathematics(formula: Any) -> str:
     return str(formula).partition(" (greatest")[0]
 
 
-def _measured(w: World) -> Any:
-    gradient = w.gt.grad(w.loss)
-
-    def run(x: Any) -> Any:
-        cost = w.gt.measure(gradient, x)
-        return cost.flops, *cost.notes  # f that has no second derivative is told in a note
-
-    return run
-
-
-def _guarded(w: World) -> Any:
-    loss = w.gt.guard_gradients(w.loss)
-    return lambda x: [loss(x) for _ in range(2)]
-
-
 def _minimax(w: World) -> Any:
     both = w.gt.minimax_value_and_grad(lambda x, y: w.loss(x * y), 0, 1)
     return lambda x: both(x, w.t)
@@ -348,16 +333,13 @@ USES = (
     Use("accumulate_gradients", lambda w: _written(w, "accumulate_gradients"), rows=True),
     Use("assign_gradients", lambda w: _written(w, "assign_gradients"), rows=True),
     Use("all_gather", _gathered, rows=True, backends=("jax",)),  # in PyTorch it needs processes
-    Use("dependence", lambda w: lambda x: str(w.gt.dependence(w.twice, x))),
     Use("why_zero", lambda w: lambda x: bool(w.gt.why_zero(w.loss, x))),
-    Use("guard_gradients", _guarded),
     Use("gradient_graph", lambda w: lambda x: len(w.gt.gradient_graph(w.loss, x).nodes)),
     Use(
         "gradient_graph: twice",
         lambda w: lambda x: len(w.gt.gradient_graph(w.loss, x, order=2).nodes),
     ),
     Use("formula", lambda w: lambda x: _mathematics(w.gt.formula(w.loss, x)), retries=True),
-    Use("measure", _measured),
     Use("asarray", lambda w: lambda x: w.gt.asarray(w.gt.to_numpy(x)), rows=True, planted=False),
     Use("to_numpy", lambda w: w.gt.to_numpy, rows=True, planted=False),
     Use("random_key", lambda w: lambda x: w.gt.random_key(3), planted=False),
@@ -382,7 +364,7 @@ def leaves(gt: Any, tree: Any) -> list[np.ndarray]:
 
 # What is looked at and not run in a program, and what is no array.
 NOT_JITTED = {
-    *("why_zero", "formula", "measure", "asarray", "to_numpy", "guard_gradients", "dependence"),
+    *("why_zero", "formula", "asarray", "to_numpy"),
     *("gradient_graph", "ArraySpec", "is_recomputing"),
 }
 JITTED = [use for use in USES if "jax" in use.backends and use.public not in NOT_JITTED]

@@ -14,12 +14,10 @@ no such comment.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gradtools import GradtoolsWarning
 from tests.support.scenarios import Scenario, Table
 
 
@@ -106,20 +104,6 @@ class Planted:
         assert {n for _, names in report.notes for n in names} == set(self.notes)
         if self.oracle:
             assert still(self.make(), 1 if self.numerical else 3) == set(self.found)
-
-    def check_guard(self, gt: Any) -> tuple[Any, Any]:
-        """Asserts that a guarded loss warns of it once; returns the losses of two calls."""
-        loop = self.make()
-        guarded = gt.guard_gradients(loop.closure, model=loop.model, optimizer=loop.optimizer)
-        wanted = [leaf for leaf, kind in self.found.items() if kind != "frozen"]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            results = guarded(), guarded()
-        said = [str(w.message) for w in caught if w.category is GradtoolsWarning]
-        assert len(said) == bool(wanted)
-        for leaf in wanted if len(wanted) <= 5 else []:
-            assert f"  {leaf}: {self.found[leaf]}" in said[0]
-        return results
 
 
 def kinds_by_leaf(report: Any) -> dict[str, str]:

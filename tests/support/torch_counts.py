@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 FREE = ("aten.view", "aten.detach", "aten.alias", "aten.lift_fresh", "aten._to_copy")
 
@@ -22,6 +24,26 @@ class Count(TorchDispatchMode):
         if not str(func).startswith(FREE):
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class Work(TorchDispatchMode):
+    """Counts the flops of products, and one operation for each element that others compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if formula := flop_registry.get(func.overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        elif not func.is_view and not str(func).startswith(FREE):
+            self.flops += sum(x.numel() for x in tree_leaves(out) if _computes(x))
+        return out
+
+
+def _computes(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def operations(run: Callable[[], Any]) -> list[str]:

@@ -23,7 +23,6 @@ THREADS = {"torch": 8, "jax": 3}  # each of JAX's calls compiles
 LONG = (
     "frozen",
     "frozen: second order",
-    "measure",
     "gradient_graph: twice",
     "formula",
 )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gradtools.torch as gt
-from gradtools.torch.live_bytes import LiveBytes
+from tests.support.live_bytes import LiveBytes
 
 Tensor = torch.Tensor
 X = torch.linspace(-1.5, 2.0, 12, dtype=torch.float64).reshape(4, 3).sin()

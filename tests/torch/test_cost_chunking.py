@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from gradtools.torch.live_bytes import peak_bytes
+from tests.support.live_bytes import peak_bytes
 from tests.support.torch_counts import flops
 
 CHUNK = 8

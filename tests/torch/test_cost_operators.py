@@ -15,30 +15,19 @@ from torch.utils._pytree import tree_leaves
 import gradtools.torch as gt
 from benchmarks import cost_torch
 from benchmarks.cost_torch import HAND, OURS
-from gradtools.seeing import measures
 from tests.support.cost_elsewhere import without_case
+from tests.support.costs import cost
 
 CASES = cost_torch.cases(64, 64)
 MORE = {
-    # the largest entry is divided out first, so that the norm cannot overflow
-    "clip_gradient": (1.03, 1.01),
     # G runs once more, and keeps no graph for a use
     "frozen": (1.19, 1.75),
-    # what gradtools.measure sees of a kernel's result by hand is not a tensor's memory
-    "host_function": (1.01, 1.26),
     "hvp, forward over reverse": (1.01, 1.26),
     # outputs beside the chunks that they are joined from, and a snapshot of the state
     "chunked": (1.01, 1.5),
-    "GradientAccumulator": (1.01, 1.24),
     # the first pass tells by its graph which leaves f reaches, before it lets go of it
     "checkpoint": (1.01, 2.0),
 }
-
-
-@pytest.fixture(autouse=True)
-def counted_alone(monkeypatch):
-    """Without the clock."""
-    monkeypatch.setattr(measures, "_RUNS", (1, 1))
 
 
 def test_every_public_operator_has_a_case():
@@ -50,11 +39,10 @@ IN_A_PROCESS_OF_ITS_OWN = "hvp, forward over reverse"
 _MEASURED = """
 import gradtools.torch as gt
 from benchmarks import cost_torch
-from gradtools.seeing import measures
+from tests.support.costs import cost
 
-measures._RUNS = (1, 1)
 for way in (cost_torch.OURS, cost_torch.HAND):
-    found = gt.measure(cost_torch.cases(64, 64)[{name!r}][way])
+    found = cost(gt, cost_torch.cases(64, 64)[{name!r}][way])
     print("measured", found.flops, found.peak_bytes)
 """
 
@@ -66,8 +54,7 @@ def costs(name):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         lines = [line.split()[1:] for line in done.stdout.splitlines() if "measured" in line]
         return [tuple(map(int, line)) for line in lines]
-    found = [gt.measure(CASES[name][way]) for way in (OURS, HAND)]
-    return [(x.flops, x.peak_bytes) for x in found]
+    return [cost(gt, CASES[name][way]) for way in (OURS, HAND)]
 
 
 @pytest.mark.whole_at("minimax_value_and_grad")

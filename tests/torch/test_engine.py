@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.torch.live_bytes import LiveBytes
+from tests.support.live_bytes import LiveBytes
 
 F64 = torch.float64
 

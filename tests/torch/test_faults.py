@@ -64,7 +64,7 @@ def result(use: Use, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.sampled(20, 53)
-@pytest.mark.parametrize("use", [u for u in MINE if u.name != "measure"], ids=str)
+@pytest.mark.parametrize("use", MINE, ids=str)
 def test_a_view_gives_what_a_copy_of_it_gives_and_is_left_alone(use):
     for name, make in {**TENSORS, **COMPLEX}.items():
         x = make()
@@ -89,7 +89,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.sweep_at("measure")
 @pytest.mark.parametrize("use", MINE, ids=str)
 def test_on_the_meta_device_a_use_gives_shapes_or_says_that_there_are_no_values(use):
     wanted = outcome(use, World(gt, healthy(gt), P.clone()))
@@ -308,7 +307,7 @@ def set_double(on: Any) -> None:
 
 @pytest.mark.sampled(33, 61)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("use", [u for u in MINE if u.name != "measure"], ids=str)
+@pytest.mark.parametrize("use", MINE, ids=str)
 def test_inside_any_mode_a_use_gives_the_same_and_the_mode_stays(use):
     expected = result(use, P.clone())
     for name, around in AROUND.items():

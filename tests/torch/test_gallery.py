@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import gradtools.torch as gt
+from tests.support.costs import saved_bytes
 from tests.support.drawn_graphs import computed, differing
 from tests.support.gallery import PICTURES, Picture
 
@@ -46,10 +47,10 @@ def test_a_graph_computes_what_autograd_computes(name):
 @pytest.mark.slow_at("transformer_block", "resnet_block")
 @pytest.mark.sweep_at("chunked_loss", "frozen_network")
 @pytest.mark.parametrize("name", [p.name for p in PICTURES if p.order == 1])
-def test_what_is_kept_is_what_is_measured(name):
+def test_what_is_kept_is_what_pytorch_keeps(name):
     picture = BY_NAME[name]
     kept = sum(picture.graph().kept.values())
-    assert kept == gt.measure(picture.f, *picture.args).saved_bytes
+    assert kept == saved_bytes(gt, picture.f, *picture.args)
 
 
 def test_the_lost_gradient_is_drawn_and_only_that_one():

@@ -181,14 +181,14 @@ ORDERS: dict[str, Callable[[Use, World], Any]] = {
 }
 NO_DERIVATIVE = {
     *("asarray", "to_numpy", "random_key", "split_key", "ArraySpec", "is_recomputing", "xp"),
-    *("dependence", "why_zero", "guard_gradients", "gradient_graph", "formula", "measure"),
+    *("why_zero", "gradient_graph", "formula"),
     *("accumulate_gradients", "assign_gradients", "GradientAccumulator", "make_functional"),
 }
 CELLS = [
     pytest.param(
         *(use, order),
         id=f"{use.name}-{order}",
-        marks=[pytest.mark.slow] if use.public in ("measure", "formula") else [],
+        marks=[pytest.mark.slow] if use.public == "formula" else [],
     )
     for use in USES
     if "torch" in use.backends

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import gradtools.torch as gt
-from gradtools.torch.live_bytes import peak_bytes
 from gradtools.torch.replaying import summing
+from tests.support.live_bytes import peak_bytes
 
 ROWS, CHUNK, WIDTH = 12, 4, 5
 RETAIN = pytest.mark.parametrize("keep_graphs", [0, 2], ids="keep_graphs {}".format)

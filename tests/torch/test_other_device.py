@@ -31,12 +31,10 @@ WAITS = {  # of a call that is not the first
     "frozen": 1,
     "frozen: second order": 3,
     # These look at the numbers.
-    "dependence": 1,
     "why_zero": 9,
     "gradient_graph": 1,
     "gradient_graph: twice": 1,
     "formula": 15,
-    "measure": 28,
 }
 DRAW = {use.name for use in other_device.MORE if use.name.startswith("noise in")}
 pytestmark = [

@@ -121,19 +121,9 @@ def _by_assignment(w):
 
 
 WRITES = (_by_operation, _by_optimizer, _by_numpy, _by_assignment)
-LOOKS = [
-    (write, name)
-    for write in WRITES
-    for name in ("why_zero", "formula", "gradient_graph", "measure")
-]
+LOOKS = [(write, name) for write in WRITES for name in ("why_zero", "formula", "gradient_graph")]
 
 
-@pytest.mark.slow_at(
-    ("_by_operation-measure", "False"),
-    ("_by_optimizer-measure", "False"),
-    ("_by_numpy-measure", "False"),
-    ("_by_assignment-measure", "False"),
-)
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize(("write", "name"), LOOKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
@@ -164,8 +154,7 @@ def _halves(w):
     w.grad.mul_(0.5)
 
 
-@pytest.mark.slow_at("measure")
-@pytest.mark.parametrize("name", ["why_zero", "formula", "gradient_graph", "measure"])
+@pytest.mark.parametrize("name", ["why_zero", "formula", "gradient_graph"])
 @pytest.mark.parametrize("write", [_adds, _replaces, _halves])
 def test_gradients_that_f_changes_are_put_back_by_every_run(write, name):
     w = nn.Parameter(torch.ones(3, dtype=torch.float64))

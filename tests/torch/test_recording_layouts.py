@@ -9,9 +9,7 @@ from gradtools import GradtoolsError
 D = torch.float64
 X = torch.tensor([1.0, 2.0, 3.0], dtype=D)
 LOOKS = {
-    "guard_gradients": lambda f: gt.guard_gradients(f)(X.clone()),
     "why_zero": lambda f: gt.why_zero(f, X),
-    "dependence": lambda f: gt.dependence(f, X),
     "gradient_graph": lambda f: gt.gradient_graph(f, X),
 }
 
@@ -48,14 +46,11 @@ def test_a_tensor_may_be_read_by_an_operation_in_place(look, kind):
         y += t
         return (y.abs().sum() * (x * x).sum()).as_subclass(torch.Tensor)
 
-    found = LOOKS[look](f)
+    LOOKS[look](f)
     assert t.detach().to_dense().tolist() == before
-    if look == "guard_gradients":
-        torch.testing.assert_close(found.detach(), f(X).detach(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("look", ["why_zero", "dependence"])
-def test_what_is_written_in_inference_mode_is_put_back(look):
+def test_what_is_written_in_inference_mode_is_put_back():
     state = _inference()
 
     def f(x):
@@ -63,26 +58,19 @@ def test_what_is_written_in_inference_mode_is_put_back(look):
             state.add_(1)
         return (x * x).sum()
 
-    LOOKS[look](f)
+    gt.why_zero(f, X)
     assert state.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-@pytest.mark.parametrize("look", ["guard_gradients", "why_zero", "dependence"])
-def test_a_sparse_argument_is_looked_at(look, layout):
-    looks = {
-        "guard_gradients": lambda f, x: gt.guard_gradients(f)(x),
-        "why_zero": gt.why_zero,
-        "dependence": gt.dependence,
-    }
-    found = looks[look](lambda x: (x.to_dense() ** 2).sum(), layout(torch.eye(3, dtype=D)))
-    assert look != "guard_gradients" or float(found) == 3
+def test_a_sparse_argument_is_looked_at(layout):
+    assert not gt.why_zero(lambda x: (x.to_dense() ** 2).sum(), layout(torch.eye(3, dtype=D)))
 
 
 @pytest.mark.slow_at("to_sparse")
 @pytest.mark.filterwarnings("ignore:frozen")
 @pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-def test_frozen_chunked_and_measure_take_a_function_that_captured_a_sparse_matrix(layout):
+def test_frozen_and_chunked_take_a_function_that_captured_a_sparse_matrix(layout):
     A = layout(torch.diag(X))
 
     def f(x):
@@ -94,7 +82,6 @@ def test_frozen_chunked_and_measure_take_a_function_that_captured_a_sparse_matri
     torch.testing.assert_close(gt.grad(lambda x: gt.grad(G)(x).sum())(X), 2 * X**2)
     rows = gt.chunked(lambda x: torch.stack([f(r) for r in x]), 1)
     torch.testing.assert_close(gt.grad(lambda x: rows(x).sum())(torch.stack([X, X]))[1], want)
-    assert gt.measure(f, X).peak_bytes > 0
 
 
 class _Counts(torch.nn.Module):

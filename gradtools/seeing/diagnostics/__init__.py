@@ -1,1 +1,1 @@
-"""Diagnostics of lost gradients: `why_zero`, `dependence` and `guard_gradients`."""
+"""Diagnostics of lost gradients: `why_zero`."""

@@ -1,4 +1,4 @@
-"""`dependence` and `why_zero`: how outputs depend on inputs, where a gradient is lost, the fix.
+"""`why_zero`: where a gradient is lost, and the fix.
 
 A lost gradient raises no error: the term is ignored in training. One recorded run locates the
 operations at which data flows on and the derivative does not (`lost_terms.py`). If the path is
@@ -330,18 +330,6 @@ def source_of(f: Any) -> Source | None:
     return None
 
 
-# --- the guard ---------------------------------------------------------------------------
-
-
-def differentiated(program: LeafProgram, recording: Recording) -> list[Examined]:
-    """The leaves and parameters that should get a gradient."""
-    is_model = hasattr(program.f, "parameters")
-    parameters = recording.parameters if is_model else of_modules_in_use(recording.parameters)
-    wanted = recording.wanted or (() if parameters else program.wrt)
-    leaves = [Examined(program.names[k], (recording.graph.inputs[k],)) for k in wanted]
-    return leaves + [Examined(p.name, p.numbers) for p in parameters]
-
-
 def of_modules_in_use(parameters: Sequence[CapturedParameter]) -> list[CapturedParameter]:
     """The parameters of modules of which f reads at least one parameter.
 
@@ -350,14 +338,3 @@ def of_modules_in_use(parameters: Sequence[CapturedParameter]) -> list[CapturedP
     root = lambda p: p.name.partition(".")[0]
     used = {root(p) for p in parameters if p.numbers}
     return [p for p in parameters if root(p) in used]
-
-
-def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
-    """Each array whose whole gradient is lost, with a short reason; frozen ones are left out."""
-    result: dict[str, list[str]] = {}
-    for finding in findings:
-        if finding.whole and not finding.numerical and finding.kind != "frozen":
-            known = finding.source and finding.kind != "unused"
-            place = f" at {finding.source}" if known else ""
-            result.setdefault(finding.argument, []).append(finding.kind + place)
-    return [(name, "; ".join(dict.fromkeys(reasons))) for name, reasons in result.items()]

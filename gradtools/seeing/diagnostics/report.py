@@ -1,7 +1,4 @@
-"""A table of dependences, and the report of `why_zero`.
-
-Both are plain data with a text; colour is put on by whoever prints to a terminal.
-"""
+"""The report of `why_zero`: plain data with a text; colour is put on where it is printed."""
 
 from __future__ import annotations
 
@@ -12,46 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradtools.printing import aligned, coloured, printable, table
+from gradtools.printing import coloured, printable
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
-from gradtools.seeing.graphs.nodes import Dependence, grouped, shared_length
+from gradtools.seeing.graphs.nodes import grouped, shared_length
 
 _BOLD, _RED, _GREEN, _DIM, _END = "\033[1m", "\033[31m", "\033[32m", "\033[2m", "\033[0m"
-
-
-@dataclass(frozen=True)
-class DependenceTable:
-    """How each output leaf depends on each input leaf.
-
-    Attributes:
-        outputs: The names of the output leaves.
-        inputs: The names of the input leaves.
-        matrix: ``matrix[output][input]``.
-
-    ``table["output", "argument 0"]`` is one entry; ``str(table)`` is the table as text.
-    """
-
-    outputs: tuple[str, ...]
-    inputs: tuple[str, ...]
-    matrix: tuple[tuple[Dependence, ...], ...]
-
-    def __getitem__(self, key: tuple[str, str]) -> Dependence:
-        out, into = key
-        try:
-            return self.matrix[self.outputs.index(out)][self.inputs.index(into)]
-        except ValueError:
-            raise KeyError(f"{key}: outputs are {self.outputs}, inputs {self.inputs}") from None
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        columns = zip(*self.matrix, strict=True) if self.matrix else [()] * len(self.inputs)
-        rows = [(name, *map(str, row)) for name, row in zip(self.inputs, columns, strict=True)]
-        return [("", *self.outputs), *rows]
-
-    def _repr_html_(self) -> str:
-        return table(self._rows())
-
-    def __str__(self) -> str:
-        return printable("\n".join(aligned(self._rows())))
 
 
 @dataclass(frozen=True)
@@ -168,16 +130,6 @@ def by_weight(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     counts = Counter(places.values())
     weight = lambda name: (not any(f.whole for f in of_name[name]), -counts[places[name]])
     return tuple(finding for name in sorted(of_name, key=weight) for finding in of_name[name])
-
-
-def lines_of_lost(lost: Sequence[tuple[str, str]], known: Sequence[str]) -> list[str]:
-    """A line for each leaf with its reason; one line per reason if it has many leaves."""
-    lines = []
-    for reason, pairs in grouped(lost, lambda pair: pair[1]).items():
-        names = [name for name, _ in pairs]
-        titles = names if len(names) <= _MOST else [gathered(names, known)]
-        lines += [f"{title}: {reason}" for title in titles]
-    return lines
 
 
 _MOST = 5  # listed names or modules of a group

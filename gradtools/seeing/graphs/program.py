@@ -35,8 +35,6 @@ class LeafProgram:
         leaves: Every array among the arguments; NumPy arrays are converted.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
         out_names: The name of each leaf of f's result in the latest run.
-
-    Unless it is strict, an argument in argnums may hold leaves that have no derivative.
     """
 
     def __init__(
@@ -47,7 +45,6 @@ class LeafProgram:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         argnums: Any = (),
-        strict: bool = True,
     ) -> None:
         check_function(caller, f, curried=False)
         self.backend, self.caller, self.f = backend, caller, f
@@ -73,7 +70,7 @@ class LeafProgram:
             owner, _, below = path[1:].partition("]")  # of [0]['w']
             i, leaf = int(owner), self._held[k]
             name = f"argument {called[i]}{below}"
-            if strict and i in self.argnums:
+            if i in self.argnums:
                 elsewhere = "keep it in an argument that argnums does not name"
                 leaf = differentiable_leaf(backend, caller, leaf, name, elsewhere)
             elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":

@@ -98,8 +98,7 @@ class _Backward(Differentiated):
         if any(grad.is_meta for grad in result.values()):
             raise GradtoolsError(
                 "why_zero: the gradient is on the meta device, which holds no numbers, so nobody "
-                "can tell whether it is zero. Pass arrays that hold numbers, or ask dependence, "
-                "which looks at none."
+                "can tell whether it is zero. Pass arrays that hold numbers."
             )
         return result
 

@@ -31,7 +31,6 @@ from gradtools.errors import (
     NotImplementedRefusal,
     ValueRefusal,
 )
-from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.testing.checking.probe import inner, size
 from gradtools.testing.cross_checking.tolerances import FINITE_DIFFERENCES
 from tests.support.sweeps import (
@@ -392,7 +391,7 @@ class ProgramTrial:
         self._compute(point)
         result = [self._judge(way) for way in self.ways]
         if self.whole and "pullback" in self.numbers:
-            result += [self._dependence(point), self._why_zero(point)]
+            result.append(self._why_zero(point))
         return result
 
     # --- numbers
@@ -465,18 +464,6 @@ class ProgramTrial:
                 dots = inner(found, p.ts), inner(p.cs, line)
                 most = max(size(found, p.ts), size(p.cs, line), _NOTHING)
                 yield "dot product", float(abs(dots[0] - dots[1])) / most / _NUMERIC
-
-    def _dependence(self, point: ProgramAtPoint) -> SweepOutcome:
-        """An input with a derivative that is not zero must be told differentiable."""
-        try:
-            table = gt.dependence(self.f, *point.xs)
-        except Exception as error:
-            return self._outcome("dependence", RAISED, "", said(error))
-        for i, ct in enumerate(self.numbers["pullback"]):
-            column = [row[i] for row in table.matrix]
-            if np.any(ct) and Dependence.DIFFERENTIABLE not in column:
-                return self._outcome("dependence", DIFFERS, "jax", f"argument {i}: {column}")
-        return self._outcome("dependence", AGREES, "jax")
 
     def _why_zero(self, point: ProgramAtPoint) -> SweepOutcome:
         """Where every entry has a derivative that is not zero, nothing is reported."""

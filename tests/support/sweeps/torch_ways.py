@@ -331,17 +331,6 @@ _way("reverse_gradient, hvp", order=2)(
 # --- what is told of a function -----------------------------------------------------------------
 
 
-@_way("dependence", order=0)
-def _dependence(gt: Any, o: Oracles) -> Found:
-    connected = _connected(o)
-    table = gt.dependence(o.f, *o.x)
-    for i, name in enumerate(table.inputs):
-        told = {str(table[out, name]) for out in table.outputs}
-        if connected[i] and not told & {"differentiable", "zero_derivative"}:
-            return Judgement(DIFFERS, "reverse mode", f"{name} is told {', '.join(sorted(told))}")
-    return Judgement(AGREES, "reverse mode")
-
-
 @_way("why_zero", order=0)
 def _why_zero(gt: Any, o: Oracles) -> Found:
     moving = tuple(i for i, x in enumerate(o.pulled) if bool((x != 0).any()))

@@ -90,7 +90,7 @@ class CallRecorder(Recorder[int]):
         refusal: PyTorch's own error, and its description.
     """
 
-    caller, levels = "why_zero or dependence", ("rules", "parameters", "functions")
+    caller, levels = "why_zero", ("rules", "parameters", "functions")
 
     def __init__(self, undo: Undo, replace: Replace | None = None) -> None:
         super().__init__(undo)

@@ -1,0 +1,93 @@
+"""Costs of a call, as tests assert and benchmarks print them: operations and bytes.
+
+PyTorch: products by `torch.utils.flop_counter`, one operation for each element that another
+operation computes, and the storages alive at once. JAX: XLA's own analysis of the compiled program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Cost(NamedTuple):
+    """The operations of a call, and the most bytes that it held at once."""
+
+    flops: int
+    peak_bytes: int
+
+
+def cost(gt: Any, run: Callable[..., Any], *args: Any) -> Cost:
+    """The cost of ``run(*args)`` in the framework of a namespace."""
+    return (_in_torch if gt.__name__.endswith("torch") else _in_jax)(run, *args)
+
+
+def _in_torch(run: Callable[..., Any], *args: Any) -> Cost:
+    from tests.support.live_bytes import LiveBytes
+    from tests.support.torch_counts import Work
+
+    with LiveBytes() as live, Work() as work:
+        run(*args)
+    return Cost(work.flops, live.peak)
+
+
+def _in_jax(run: Callable[..., Any], *args: Any) -> Cost:
+    import jax
+
+    compiled = jax.jit(run).lower(*args).compile()
+    memory = compiled.memory_analysis()
+    peak = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return Cost(int(compiled.cost_analysis().get("flops", 0)), peak)
+
+
+def saved_bytes(gt: Any, f: Callable[..., Any], *args: Any) -> int:
+    """The bytes kept for backward, each array once and without the arguments."""
+    return (_packed if gt.__name__.endswith("torch") else _handed)(f, *args)
+
+
+def _packed(f: Callable[..., Any], *args: Any) -> int:
+    """What PyTorch hands to `saved_tensors_hooks`, but for what was there before."""
+    import torch
+
+    args = tuple(x.detach().clone().requires_grad_() for x in args)
+    made, saved = set[int](), dict[int, int]()
+
+    class Made(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            before = {memory(x) for x in torch.utils._pytree.tree_leaves((args, kwargs))}
+            made.update({memory(x) for x in torch.utils._pytree.tree_leaves(out)} - before - {0})
+            return out
+
+    def memory(x: Any) -> int:
+        return x.untyped_storage().data_ptr() if isinstance(x, torch.Tensor) else 0
+
+    def pack(x: Any) -> Any:
+        if memory(x) in made:
+            saved[memory(x)] = x.untyped_storage().nbytes()
+        return x
+
+    with Made(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = f(*args)
+    assert torch.utils._pytree.tree_leaves(y)[0].requires_grad
+    return sum(saved.values())
+
+
+def _handed(f: Callable[..., Any], *args: Any) -> int:
+    """What the compiled forward half of `jax.vjp` returns, without arguments and doubles."""
+    import jax
+
+    forward = jax.jit(lambda *xs: jax.tree.leaves(jax.vjp(f, *xs)[1]))
+    compiled = forward.lower(*args).compile()
+    total = int(compiled.memory_analysis().output_size_in_bytes)
+    found = [np.asarray(y) for y in compiled(*args)]
+    table = 8 * len(found) if len(found) > 1 else 0  # pointers to several outputs
+    here = {(x.shape, x.tobytes()) for x in map(np.asarray, args)}
+    for y in found:
+        key = y.shape, y.tobytes()
+        if key in here:
+            total -= y.nbytes
+        here.add(key)
+    return total - table

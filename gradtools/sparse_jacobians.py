@@ -11,8 +11,7 @@ automatic differentiation, 1998). NetworkX computes a greedy colouring.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.calls import Call
-from gradtools.backend import Array, CannotPush, Evaluation, Fun
+from gradtools.backend import Array, Fun
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 
@@ -197,7 +196,7 @@ def _greedy(pattern: Csr) -> np.ndarray:
 def sparse_jacobian(call: Call, fun: Fun, sparsity: Any, mode: str, chunk_size: int | None) -> Any:
     """The Jacobian of a call as the framework's sparse array."""
     plan = _Products(call, fun, sparsity, mode, chunk_size, symmetric=False)
-    has_columns, result, pulled, pushed = (plan.column_colours >= 0).any(), None, None, None
+    has_columns, pulled, pushed = (plan.column_colours >= 0).any(), None, None
     if (plan.row_colours >= 0).any():
         result = call.backend.vjp(fun, call.leaves, groups=None, once=False)
         plan.settle(result.outs)
@@ -211,7 +210,7 @@ def sparse_jacobian(call: Call, fun: Fun, sparsity: Any, mode: str, chunk_size: 
         seeds = plan.seeds(plan.row_colours, not has_columns, result.outs[0])
         pulled = call.backend.map_batches(pull, [seeds], chunk_size)[0]
     if has_columns or pulled is None:
-        pushed = plan.push(plan.seeds(plan.column_colours, True, plan.x), result)
+        pushed = plan.push(plan.seeds(plan.column_colours, True, plan.x))
     return plan.assembled(pulled, pushed)
 
 
@@ -289,12 +288,8 @@ class _Products:
         array = self.backend.asarray(seeds.reshape((len(seeds), *like.shape)), like)
         return self.backend.xp.astype(array, like.dtype)
 
-    def push(self, seeds: Array, result: Evaluation | None = None) -> Array:
-        """The products with tangents, by the transposed pullback if there is one, else by jvp."""
-        push = None if result is None else result.transposed()
-        if push is not None:
-            with suppress(CannotPush):
-                return self._mapped(lambda unit: push([unit]), seeds)
+    def push(self, seeds: Array) -> Array:
+        """The products with tangents."""
         count = -(-seeds.shape[0] // self.chunk_size) if self.chunk_size else 1
         restart = self.backend.restarting(self.fun, [self.x], count)
 
@@ -302,10 +297,7 @@ class _Products:
             restart()
             return self.backend.jvp(self.fun, [self.x], [unit])[2]
 
-        return self._mapped(pushed, seeds)
-
-    def _mapped(self, push: Callable[[Array], list[Array]], seeds: Array) -> Array:
-        products = self.backend.map_batches(push, [seeds], self.chunk_size, one_draw=True)
+        products = self.backend.map_batches(pushed, [seeds], self.chunk_size, one_draw=True)
         self.settle([x[0] for x in products])
         return products[0]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import compress
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -518,6 +518,14 @@ class Backend(Recomputation):
 
 class FrameworkBackend(Backend):
     """The base of the PyTorch and JAX backends, with members in submodules of equal names."""
+
+    instances: ClassVar[list[FrameworkBackend]] = []
+    on_creation: ClassVar[list[Callable[[FrameworkBackend], None]]] = []
+
+    def __init__(self) -> None:
+        self.instances.append(self)
+        for notify in self.on_creation:
+            notify(self)
 
     def as_number(self, x: Any) -> Any:
         if self.is_traced(x):

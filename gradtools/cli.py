@@ -110,6 +110,16 @@ def _parser() -> argparse.ArgumentParser:
     cross_check.add_argument("--conventions", choices=("allow", "raise"), default="allow")
     cross_check.add_argument("--json", action="store_true", help="print the whole report as JSON")
 
+    script = _add(
+        *(commands, "checked", "testing.commands:checked_script"),
+        "run a script, and compare every derivative that gradtools takes in it with differences",
+        "Exit status 0 if all agree, 1 if one does not, else that of the script.",
+        example="train.py --steps 2",
+        failed=1,
+    )
+    script.add_argument("script", metavar="SCRIPT", help="a Python file")
+    script.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+
     _add_seeing(commands)
     said = "print where the frameworks differ at kinks and ties, measured on the installed versions"
     table = _add(

@@ -22,6 +22,10 @@ class LostDerivativeError(GradtoolsError):
     """Custom code in f returns a gradient that autograd cannot differentiate again."""
 
 
+class DerivativeError(GradtoolsError, AssertionError):
+    """A derivative is not that of its function's values, as `gradtools.testing.checked` finds."""
+
+
 class RuntimeRefusal(GradtoolsError, RuntimeError):
     """A framework's RuntimeError with a better message."""
 

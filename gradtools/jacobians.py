@@ -255,7 +255,7 @@ class Jacobians(Operators):
             return grads, extras if call.opened is not None else []
 
         chosen = pushed if mode == "forward_over_forward" else gradient
-        chosen.caller = call.caller  # type: ignore[attr-defined]
+        chosen.caller, chosen.call = call.caller, call  # type: ignore[attr-defined]
         return chosen
 
 

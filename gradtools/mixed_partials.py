@@ -106,6 +106,10 @@ def _partial_of(call: Call, fun: Fun, which: int) -> Fun:
         def restricted(*xs: Array) -> tuple[list[Array], list[Array]]:
             return fun(*xs, *others) if which == 0 else fun(*others, *xs)
 
+        restricted.caller, restricted.call = call.caller, call  # type: ignore[attr-defined]
+        restricted.first = count if which else 0  # type: ignore[attr-defined]
         return gradient_at(call, restricted, leaves, leaves, count if which else 0)[0], []
 
+    gradient.caller, gradient.call = call.caller, call  # type: ignore[attr-defined]
+    gradient.first = 0 if which else count  # type: ignore[attr-defined]
     return gradient

@@ -192,12 +192,16 @@ class JaxBackend(FrameworkBackend):
             return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
-        from gradtools.jax.recomputing import checkpointed
-
         # the recomputation is the same program, so there is nothing to verify
-        return partial(checkpointed, f)
+        return partial(_checkpointed, self, f)
+
+    run_checkpointed = LazyMember("recomputing", "checkpointed")
 
     frozen_uses = LazyMember("freezing")
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return jax.jit(f, **options)
+
+
+def _checkpointed(backend: JaxBackend, f: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return backend.run_checkpointed(f, *args, **kwargs)

@@ -48,7 +48,7 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
     def run(*leaves: Array) -> Any:
         return traced.run(*leaves)
 
-    run.caller = _caller(fun)  # type: ignore[attr-defined]
+    run.caller, run.call = _caller(fun), fun  # type: ignore[attr-defined]
     return Staged(run, traced.reverse_only, mode, pushes, traced.cut)
 
 

@@ -7,6 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gradtools.errors import DerivativeError as DerivativeError
+    from gradtools.testing.checked_mode import CheckedReport as CheckedReport
+    from gradtools.testing.checked_mode import checked as checked
     from gradtools.testing.checking.derivative_checks import check_derivatives as check_derivatives
     from gradtools.testing.checking.kinks import conventions as conventions
     from gradtools.testing.checking.rule_checks import check_rule as check_rule
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
     from gradtools.testing.scenario_table import scenarios as scenarios
 
 _HOMES = {
+    "checked": "checked_mode",
+    "CheckedReport": "checked_mode",
+    "DerivativeError": "checked_mode",
     "check_derivatives": "checking.derivative_checks",
     "check_rule": "checking.rule_checks",
     "cross_check": "cross_checking.compare",

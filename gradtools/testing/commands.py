@@ -1,9 +1,11 @@
-"""The commands `gradtools cross-check` and `gradtools conventions`."""
+"""The commands `gradtools checked`, `gradtools cross-check` and `gradtools conventions`."""
 
 from __future__ import annotations
 
 import argparse
+import runpy
 import sys
+from pathlib import Path
 
 import gradtools
 from gradtools.command_inputs import arrays_given, named
@@ -36,6 +38,22 @@ def cross_check(options: argparse.Namespace) -> int:
     else:
         report.print()
     return 0 if report else 1
+
+
+def checked_script(options: argparse.Namespace) -> int:
+    """Runs a script in `checked`, and prints what was compared."""
+    from gradtools.testing.checked_mode import checked
+
+    before = sys.argv, sys.path
+    sys.argv = [options.script, *options.arguments]
+    sys.path = [str(Path(options.script).resolve().parent), *sys.path]
+    try:
+        with checked() as report:
+            runpy.run_path(options.script, run_name="__main__")
+    finally:
+        sys.argv, sys.path = before
+        print(report, file=sys.stderr)
+    return 0
 
 
 def conventions(options: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 """The pytest plugin: runs tests once for each backend, and compares the backends.
 
 It is installed with the package. It provides the fixtures `gt`, `gradtools_device` and
-`cross_check` and the options ``--gradtools-backend``, ``--gradtools-device`` and
-``--gradtools-x64``. A run that uses none of them imports no framework and prints nothing.
+`cross_check` and the options ``--gradtools-backend``, ``--gradtools-checked``,
+``--gradtools-device`` and ``--gradtools-x64``. A run that uses none of them imports no framework
+and prints nothing.
 ``-p no:gradtools`` switches it off.
 
     def test_a_square_has_the_slope_two_x(gt):              # once for each installed backend
@@ -22,7 +23,7 @@ test; ``--full-trace`` shows them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -39,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gradtools-x64",
         action="store_true",
         help="64-bit numbers in JAX for the whole run, as PyTorch has them",
+    )
+    parser.getgroup("gradtools").addoption(
+        "--gradtools-checked",
+        action="store_true",
+        help="compare every derivative that gradtools takes in a test with finite differences",
     )
     parser.getgroup("gradtools").addoption(
         "--gradtools-device",
@@ -65,6 +71,20 @@ def wanted_backends(config: pytest.Config) -> list[str]:
     """The installed and selected backends, in the order torch, jax."""
     option = config.getoption("--gradtools-backend")
     return [b for b in BACKENDS if option in (b, "both") and b in gradtools.available_backends()]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Runs each test in `checked` if ``--gradtools-checked`` is given."""
+    if not item.config.getoption("--gradtools-checked"):
+        return (yield)
+    from gradtools.testing.checked_mode import checked
+
+    with checked() as report:
+        result = yield
+    if report.compared or report.skipped:
+        item.add_report_section("call", "gradtools", str(report))
+    return result
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -393,6 +393,16 @@ def factors_of(node: Any) -> list[Any]:
     return [getattr(x, "data", None) for x in saved]
 
 
+def function_of(node: Any) -> Any:
+    """The `torch.autograd.Function` of a node; None for PyTorch's own. Gone: use its name."""
+    cls = getattr(type(node), "_forward_cls", None)
+    return cls and users_class(cls)
+
+
+ModuleHook: Any = torch.nn.modules._functions.BackwardHookFunction
+"""The Function by which a module's full backward hooks run. Gone: name it as any Function."""
+
+
 def forward_class(kind: Any) -> Any:
     """The `torch.autograd.Function` of a class of nodes. Gone: use its name."""
     return users_class(kind._forward_cls)

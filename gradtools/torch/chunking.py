@@ -159,7 +159,7 @@ def checkpointed(
     if upstream.is_exporting() or not is_differentiated:
         return f(*args, **kwargs)
     whole = Chunks.of(f, batch, Partition(1, 1), options)
-    return whole.result(run_chunks(whole)[0], [])
+    return whole.result(backend.run_chunks(whole)[0], [])
 
 
 def sum_chunks(chunks: Chunks, weigh: Weigh | None = None) -> tuple[list[Tensor], list[Tensor]]:

@@ -312,10 +312,18 @@ def test_the_running_node_and_its_number_are_seen():
     y = Double.apply(x)
     assert upstream.sequence_of(y.grad_fn) == before < upstream.nodes_made()
     assert upstream.forward_class(type(y.grad_fn)) is Double
+    assert upstream.function_of(y.grad_fn) is Double
+    assert upstream.function_of((2 * x).grad_fn) is None
     assert upstream.backward_class(Double) is type(y.grad_fn)
     assert upstream.current_node() is None
     y.sum().backward()
     assert upstream.sequence_of(seen[0]) == upstream.sequence_of(y.grad_fn)
+
+
+def test_a_full_backward_hook_of_a_module_is_a_function_of_its_own():
+    net = torch.nn.Tanh()
+    net.register_full_backward_hook(lambda module, before, after: None)
+    assert upstream.function_of(net(_x()).grad_fn) is upstream.ModuleHook
 
 
 def test_the_factors_of_a_product_are_read_and_no_hook_runs():

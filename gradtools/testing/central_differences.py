@@ -1,0 +1,126 @@
+"""Compares a derivative with central differences of a function's values, along one direction.
+
+    Re<J^H v, u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>  =  Re<v, J u>
+
+Each entry moves on the scale of its own size. The derivative agrees if it does at one of two steps,
+or of three more. It differs if three steps agree with each other ten times better than with it, and
+so do the differences to the two sides; else the point may be a kink, or the values noisy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+_STEPS = (1, 1 / 4, 4, 1 / 16, 16)
+
+
+@dataclass
+class Question:
+    """A derivative at xs, and the program whose differences it is compared with.
+
+    Attributes:
+        program: `program(xs)` returns f's outputs, `base` at xs, all as NumPy arrays.
+        known: The derivative: cotangents of xs, or, if us is given, tangents of the outputs.
+        vs: The cotangents of the outputs (None: zero), or None to draw them.
+        us: The tangents of xs, or None to draw them.
+        again: `again(program, xs, us)` is the derivative of a program at other points.
+        rng: Draws the directions.
+    """
+
+    program: Any
+    xs: list[Any]
+    known: list[Any]
+    vs: list[Any] | None = None
+    us: list[Any] | None = None
+    again: Callable[..., list[Any]] | None = None
+    rng: Any = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a comparison found: "agrees", "differs", "kink" or "noisy", and the numbers."""
+
+    verdict: str
+    slope: float = 0.0
+    difference: float = 0.0
+    step: float = 0.0
+    bend: float = 0.0  # by how much the differences to the two sides differ
+    rounding: float = 0.0
+
+
+def _dot(xs: Sequence[Any], ys: Sequence[Any], size: bool = False) -> float:
+    terms = [np.conj(x) * y for x, y in zip(xs, ys, strict=True) if x is not None and y is not None]
+    return float(sum(np.abs(t).sum() if size else t.real.sum() for t in terms))
+
+
+def normal(rng: Any, like: Any) -> Any:
+    """Normal numbers of the shape of an array, complex if it is."""
+    x = rng.standard_normal(like.shape)
+    return x + 1j * rng.standard_normal(like.shape) if np.iscomplexobj(like) else x
+
+
+def moves(rng: Any, xs: Sequence[Any], only: int | None = None) -> list[Any]:
+    """A random direction in which each entry moves on the scale of its size.
+
+    only: The one array that moves.
+    """
+    made = []
+    for i, x in enumerate(xs):
+        sizes = np.abs(np.where(np.isfinite(x), x, 0))
+        typical = np.median(sizes[sizes > 0]) if (sizes > 0).any() else 1.0
+        scale = np.maximum(sizes, min(typical, 1.0)) if only in (None, i) else 0
+        made.append(normal(rng, x) * scale)
+    return made
+
+
+def ask(q: Question, only: int | None = None) -> Answer:
+    """Compares a derivative with differences along one direction.
+
+    only: The one of xs that moves, for a pullback; None: all.
+    """
+    eps = q.program.eps
+    tolerance = min(max(4 * eps**0.5, 2e-4), 0.3)
+    vs = [normal(q.rng, y) for y in q.program.base] if q.vs is None else q.vs
+    if q.us is None:
+        us, scale = moves(q.rng, q.xs, only), 1.0
+        size = _dot(q.known, us, size=True)
+    else:
+        pairs = zip(q.us, q.xs, strict=True)
+        scale = max(float((np.abs(u) / np.maximum(np.abs(x), 1)).max(initial=0)) for u, x in pairs)
+        if scale == 0:
+            return Answer("agrees")
+        us, size = [u / scale for u in q.us], _dot(vs, q.known, size=True) / scale
+    base, weight = _dot(vs, q.program.base), _dot(vs, q.program.base, size=True)
+    found: list[Answer] = []
+    with np.errstate(all="ignore"):
+        for factor in _STEPS:
+            h = eps ** (1 / 3) * factor
+            ends = [[x + s * h * u for x, u in zip(q.xs, us, strict=True)] for s in (1, -1)]
+            ends = [q.program.numbers(q.program.arrays(end)) for end in ends]
+            up, down = (_dot(vs, q.program(end)) for end in ends)
+            if q.us is None:  # the direction that was taken, after rounding
+                slope = _dot(q.known, [(a - b) / (2 * h) for a, b in zip(*ends, strict=True)])
+            else:
+                slope = _dot(vs, q.known) / scale
+            bend = abs(up + down - 2 * base) / h
+            found.append(Answer("noisy", slope, (up - down) / (2 * h), h, bend, eps * weight / h))
+            for a in found if len(found) > 1 else ():
+                near = tolerance * max(abs(a.slope), abs(a.difference)) + 30 * eps * size
+                if abs(a.slope - a.difference) <= near:
+                    return replace(a, verdict="agrees")
+        verdict = "noisy"
+        by_step = sorted(found, key=lambda a: a.step)
+        for three in zip(by_step, by_step[1:], by_step[2:], strict=False):
+            gap = min(abs(a.slope - a.difference) for a in three)
+            if not np.isfinite(three[1].slope):
+                gap = abs(three[1].difference)
+            spread = np.ptp([a.difference for a in three])
+            if 10 * spread + 20 * three[0].rounding < gap:
+                if three[0].bend + three[0].rounding < gap / 2:
+                    return replace(three[1], verdict="differs")
+                verdict = "kink"
+    return replace(found[1], verdict=verdict)

@@ -1,0 +1,291 @@
+"""`checked`: what it compares, skips and leaves as it was, in both frameworks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+
+from gradtools.cli import main
+from gradtools.testing import CheckedReport, DerivativeError, checked
+
+pytest_plugins = ["pytester"]
+X = np.random.default_rng(0).standard_normal((4, 3))
+TRACED = "traced values (jit, vmap, compile)"
+
+
+def _wrong(gt):
+    """A rule whose bwd is wrong."""
+
+    @gt.custom_rule
+    def wrong(x):
+        return x**3
+
+    wrong.defvjp(lambda x: (x**3, x), lambda x, ct: (2 * ct * x**2,))
+    return wrong
+
+
+def _members(gt):
+    return {name: x for name, x in vars(gt._api._backend).items() if "lambda" in repr(x)}
+
+
+def test_what_agrees_is_counted(gt):
+    x = gt.asarray(X)
+    with checked() as report:
+        gt.grad(lambda x: (x**3).sum())(x)
+        gt.jvp(lambda x: x**2, (x,), (x,))
+    assert (report.compared, dict(report.skipped), report.notes) == (2, {}, [])
+    assert str(report) == "checked: 2 derivatives agree with differences"
+
+
+def test_an_error_says_operator_argument_lines_and_both_numbers(gt):
+    wrong = _wrong(gt)
+    f = lambda p: (wrong(p["b"]) * p["a"]).sum()
+    with pytest.raises(DerivativeError) as caught, checked():
+        gt.value_and_grad(f)({"a": gt.asarray(X), "b": gt.asarray(X)})
+    text = str(caught.value)
+    assert text.startswith("value_and_grad: the derivative with respect to argument 0['b'] is not")
+    numbers = [
+        float(s.rstrip(".,"))
+        for s in text.split()
+        if s.rstrip(".,").count(".") == 1 and s[0] in "-0123456789"
+    ]
+    assert len(numbers) >= 2 and numbers[0] != numbers[1]
+    assert "<locals>.<lambda> (test_checked.py:" in text
+    assert "differentiated at test_checked.py:" in text
+    assert "wrong by itself" in text
+    assert isinstance(caught.value, AssertionError)
+
+
+def test_outside_of_a_block_nothing_is_compared_or_replaced(gt):
+    wrong, x, backend = _wrong(gt), gt.asarray(X), gt._api._backend
+    before = dict(vars(backend))
+    with checked():
+        assert vars(backend)["vjp"] is not before.get("vjp")
+        gt.grad(lambda x: (x**2).sum())(x)
+    assert set(vars(backend)) >= set(before)
+    assert all(vars(backend)[name] is member for name, member in before.items())
+    assert "vjp" not in vars(backend)
+    gt.grad(lambda x: wrong(x).sum())(x)
+
+
+def test_an_error_inside_leaves_nothing_replaced(gt):
+    with pytest.raises(ZeroDivisionError), checked():
+        gt.grad(lambda x: x / (1 // 0))(gt.asarray(X[0, 0]))
+    assert "vjp" not in vars(gt._api._backend)
+
+
+def test_another_thread_is_not_checked(gt):
+    wrong, x, errors = _wrong(gt), gt.asarray(X), []
+
+    def run():
+        try:
+            gt.grad(lambda x: wrong(x).sum())(x)
+        except DerivativeError as error:
+            errors.append(error)
+
+    with checked() as report:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert not errors
+        assert report.compared == 0
+        with pytest.raises(DerivativeError):
+            gt.grad(lambda x: wrong(x).sum())(x)
+
+
+def test_blocks_nest(gt):
+    x, f = gt.asarray(X), gt.grad(lambda x: (x**2).sum())
+    with checked() as outer:
+        f(x)
+        with checked(seed=1) as inner:
+            f(x)
+            f(x)
+        f(x)
+    assert (outer.compared, inner.compared) == (2, 2)
+
+
+def test_a_pullback_outlives_the_block(gt):
+    x = gt.asarray(X)
+    with checked():
+        _, pull = gt.vjp(_wrong(gt), x)
+    pull(x)
+    with checked(), pytest.raises(DerivativeError):
+        pull(x)
+
+
+def test_traced_values_are_counted(gt):
+    x = gt.asarray(X)
+    with checked() as report:
+        gt.vmap(gt.grad(lambda x: (x**2).sum()))(x)
+    assert report.compared == 0
+    assert report.skipped == {TRACED: 1}
+    assert f"not compared: 1, {TRACED}" in str(report)
+
+
+def test_rows_of_a_jacobian_are_compared(gt):
+    x = gt.asarray(X[0])
+    with checked() as report:
+        for mode in ("forward", "reverse"):
+            gt.jacobian(lambda x: x**3, mode=mode)(x)
+        gt.per_example_grad(lambda w, x: (w * x**2).sum())(x, gt.asarray(X))
+    assert report.compared == 3 + 1 + 4  # units one by one, their sum, and examples
+    assert not report.skipped
+
+
+def test_the_same_seed_draws_the_same_directions(gt):
+    wrong, x, texts = _wrong(gt), gt.asarray(X), []
+    for seed in (0, 0, 1):
+        with pytest.raises(DerivativeError) as caught, checked(seed):
+            gt.grad(lambda x: wrong(x).sum())(x)
+        texts.append(str(caught.value).partition(" f is ")[0])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_random_streams_stand_where_one_call_leaves_them():
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    f = lambda x: (torch.nn.functional.dropout(x, 0.5) * x).sum() * np.random.rand()  # noqa: NPY002
+    x, states, found = torch.from_numpy(X), [], []
+    for context in (checked, CheckedReport):
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        if context is checked:
+            with checked() as report:
+                found.append(gt.grad(f)(x))
+            assert report.compared == 1
+        else:
+            found.append(gt.grad(f)(x))
+        states.append((torch.rand(3), np.random.rand(3)))  # noqa: NPY002
+    assert torch.equal(*found)
+    assert torch.equal(states[0][0], states[1][0])
+    assert (states[0][1] == states[1][1]).all()
+
+
+@pytest.mark.filterwarnings("ignore:chunked")
+@pytest.mark.parametrize("way", ["argument", "captured", "chunked"])
+def test_buffers_stand_where_one_call_leaves_them(way):
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    x, nets = torch.from_numpy(X), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).double())
+
+    def run(net):
+        if way == "argument":
+            gt.grad(lambda net: net(x).square().sum())(net)
+        elif way == "captured":
+            gt.grad(lambda x: net(x).square().sum())(x)
+        else:
+            gt.chunked(net, 2)(x).sum().backward()
+
+    with checked() as report:
+        run(nets[0])
+    run(nets[1])
+    assert report.compared == 1, report
+    for a, b in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_stopped_data_that_leaves_is_a_note():
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    with checked() as report:
+        gt.grad(lambda x: (x * x.detach().mean().item()).sum())(torch.from_numpy(X))
+    assert report.compared == 1
+    assert report.notes[0].startswith("stopped data leaves PyTorch by item() (test_checked.py:")
+
+
+def test_a_pullback_of_jax_stays_a_pytree():
+    jax = pytest.importorskip("jax")
+    import gradtools.jax as gt
+
+    x = gt.asarray(X)
+    with checked() as report:
+        _, pull = gt.vjp(jax.numpy.sin, x)
+        _, push = gt.linearize(jax.numpy.sin, x)
+        compiled = jax.jit(lambda pull, push, x: (pull(x)[0], push(x)))(pull, push, x)
+        np.testing.assert_allclose(compiled[0], np.cos(X) * X, rtol=1e-6)
+        np.testing.assert_allclose(compiled[1], pull(x)[0], rtol=1e-6)
+    assert report.compared == 1
+
+
+def test_an_f_that_reads_values_is_compared_in_jax():
+    pytest.importorskip("jax")
+    import gradtools.jax as gt
+
+    with checked() as report:
+        gt.grad(lambda x: (x**2).sum() if x[0, 0] > 0 else (x**3).sum())(gt.asarray(X))
+    assert report.compared == 1
+
+
+PROGRAM = """
+    import sys
+    import numpy as np
+    import gradtools.{backend} as gt
+
+    @gt.custom_rule
+    def cube(x):
+        return x ** 3
+
+    factor = float(sys.argv[1])
+    cube.defvjp(lambda x: (x ** 3, x), lambda x, ct: (factor * ct * x ** 2,))
+    print(gt.grad(lambda x: cube(x).sum())(gt.asarray(np.ones(2, np.float32))))
+"""
+
+
+def test_a_script_runs_in_it(gradtools_backend, tmp_path, capsys):
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(PROGRAM.format(backend=gradtools_backend)))
+    argv = list(sys.argv)
+    assert main(["checked", str(script), "3"]) == 0
+    said = capsys.readouterr()
+    assert "3." in said.out
+    assert said.err == "checked: 1 derivatives agree with differences\n"
+    assert main(["checked", str(script), "2"]) == 1
+    assert "gradtools checked: grad: the derivative" in capsys.readouterr().err
+    assert sys.argv == argv
+
+
+def test_each_test_runs_in_it(pytester):
+    pytester.makepyfile(
+        """
+        import numpy as np
+
+        def test_of_a_rule(gt):
+            rule = gt.custom_rule(lambda x: x ** 2)
+            rule.defvjp(lambda x: (x ** 2, x), lambda x, ct: (ct * x,))
+            gt.grad(lambda x: rule(x).sum())(gt.asarray(np.ones(2)))
+        """
+    )
+    options = ("-p", "gradtools.testing.plugin", "-p", "no:cacheprovider")
+    plain = pytester.runpytest_inprocess(*options)
+    plain.assert_outcomes(passed=plain.parseoutcomes().get("passed", 0))
+    result = pytester.runpytest_inprocess(*options, "--gradtools-checked")
+    result.assert_outcomes(failed=plain.parseoutcomes()["passed"])
+    result.stdout.fnmatch_lines(["*DerivativeError: grad: the derivative with respect to*"])
+
+
+def test_no_framework_is_imported_by_it_and_one_imported_inside_is_hooked(gradtools_backend):
+    program = f"""
+        import sys
+        from gradtools.testing import checked, DerivativeError
+
+        assert not {{"torch", "jax"}} & set(sys.modules)
+        with checked() as report:
+            assert not {{"torch", "jax"}} & set(sys.modules)
+            import gradtools.{gradtools_backend} as gt
+            import numpy as np
+
+            gt.grad(lambda x: (x ** 2).sum())(gt.asarray(np.ones(2, np.float32)))
+        assert report.compared == 1, report
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)

@@ -52,11 +52,9 @@ class Evaluation:
         outs: The differentiated outputs.
         extras: The outputs that were only passed through.
         pullback: Maps cotangents of outs (None: zero) to cotangents of the leaves (None: the leaf
-            does not reach the outputs). A leaf that only an inner derivative of fun reads, and on
-            which that derivative does not depend, gets zeros.
-        cut: Takes the pullback's result. Returns the indices of leaves whose inner derivative is
-            cut afterwards (detached, no_grad), so that it is lost rather than zero. Raises for
-            parameters that fun reads by another reference than the leaf.
+            does not reach the outputs).
+        nested: Whether fun took a derivative itself, which may be constant in a leaf: None in the
+            pullback's result then means a zero.
         checked: Whether None in the pullback's result means that a leaf does not reach the
             outputs; False if the framework returns zeros, or None for other reasons.
         where_lost: Where the path from leaf i to the output is cut, for messages.
@@ -67,7 +65,7 @@ class Evaluation:
     outs: list[Array]
     extras: list[Array]
     pullback: Callable[[Sequence[Array | None]], list[Array | None]]
-    cut: Callable[[Sequence[Array | None]], list[int]] = lambda cotangents: []
+    nested: bool = False
     checked: bool = True
     where_lost: Callable[[int], list[str]] = lambda i: []
     transposed: Callable[[], Callable[[list[Array]], list[Array]] | None] = lambda: None
@@ -84,7 +82,6 @@ class Staged:
     Attributes:
         run: Evaluates the trace. Called instead of the function, so that the user's code runs once.
         reverse_only: Whether it contains a rule without forward mode.
-        cut: As in `Evaluation`.
         jacobian_mode: The mode that takes fewer passes; "auto" if only an evaluation can decide.
         forward_only: Whether it contains a loop without reverse mode.
     """
@@ -93,7 +90,6 @@ class Staged:
     reverse_only: bool = False
     jacobian_mode: str = "auto"
     forward_only: bool = False
-    cut: Callable[[], list[int]] = list
 
 
 class LazyMember:
@@ -325,10 +321,6 @@ class Rules(Differentiation):
     ) -> list[Array]:
         """The transpose of `vs -> linear(at, *vs)`, of vectors like the examples, at values."""
         return self.pull(lambda *vs: linear(at, *vs), examples, values)
-
-    def refusing_lost(self, rule: Rule, cotangent: Any) -> Any:
-        """A rule's cotangent map, whose results raise if a derivative of them would be lost."""
-        return cotangent
 
 
 class Compiler:

@@ -28,7 +28,7 @@ from gradtools.arguments.checks import (
 from gradtools.arguments.in_axes import Argument, arguments_of_call
 from gradtools.backend import Operators, P, R, T
 from gradtools.boundary import like_function
-from gradtools.disconnected_inputs import check_connected, is_missing, refuse_cut
+from gradtools.disconnected_inputs import check_connected, is_missing
 from gradtools.freezing import Freezing
 from gradtools.gradient_types import Gradient, ValueAndGradient
 
@@ -271,13 +271,12 @@ class Derivatives(Operators):
         result = self._backend.vjp(call, call.leaves, groups=None, once=False)
         out, aux = call.output(result.outs, result.extras)
 
-        (bare, likes), cut = self._backend.outliving(call, result.outs), result.cut
+        bare, likes = self._backend.outliving(call, result.outs)
 
         attach = call.attaching(self.vjp, f, *primals, has_aux=has_aux)
 
         def pullback(pull: Any, cotangent: Any) -> tuple[Any, ...]:
             pulled = pull(bare.cotangents(cotangent, likes))
-            refuse_cut(bare, cut(pulled))
             trees = bare.to_trees(self._backend.filled(pulled, bare.leaves))
             return attach(trees, lambda result: result[1](cotangent))
 

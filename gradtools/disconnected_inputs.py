@@ -10,11 +10,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from gradtools.arguments.calls import Call
 from gradtools.backend import Array, Backend, Evaluation
-from gradtools.errors import DisconnectedInputError, warn
+from gradtools.errors import DisconnectedInputError, DisconnectedInputWarning, warn
 
 _WITH_POLICY = ("grad", "value_and_grad")  # the operators that take disconnected_inputs
 
@@ -54,7 +53,6 @@ def check_connected(
             if all(grads[k] is None for k in places)
         ]
     if not lost:
-        evaluation.cut(grads)  # raises for parameters read by another reference
         return
     cuts = [evaluation.where_lost(k) for _, k in lost]
     places_cut = "; ".join(dict.fromkeys(cut for each in cuts for cut in each))
@@ -63,33 +61,23 @@ def check_connected(
         " Remove that operation from the path, or replace it (see why_zero)."
         if all(cuts)
         else " It may be unused, stopped or detached, cast to an integer, compared, or it may "
-        "leave the framework (.item(), .numpy(), no_grad)."
+        "leave the framework (.item(), .numpy(), no_grad); why_zero names the operation."
     )
     fix = 'If zero is what you mean, pass disconnected_inputs="zeros".'
     if caller not in _WITH_POLICY:
         fix = "Leave it out of what is differentiated, or let it reach the output."
     names, verb = ", ".join(name for name, _ in lost), "does" if len(lost) == 1 else "do"
+    if evaluation.nested:
+        warn(
+            f"{caller}: {names} {verb} not reach the output of f, and the gradient is zero. f "
+            "takes a derivative itself, which may be constant; else it was detached, stopped or "
+            "taken without a graph (see why_zero).",
+            DisconnectedInputWarning,
+        )
+        return
     message = (
         f"{caller}: {names} {verb} not reach the output of f by a differentiable path.{where} {fix}"
     )
     if policy != "warn":
         raise DisconnectedInputError(message)
-    warn(message)
-
-
-def refuse_cut(fun: Any, cut: Sequence[int]) -> None:
-    """Raises if leaves are cut off after an inner derivative, whose own derivative is then lost.
-
-    (A leaf on which the inner derivative does not depend is not cut: its derivative is zero.)
-    """
-    if not cut:
-        return
-    paths = getattr(fun, "paths", None)
-    names = ", ".join(paths[i] if paths else f"leaf {i}" for i in cut)
-    verb = "reaches a derivative" if len(cut) == 1 else "reach derivatives"
-    raise DisconnectedInputError(
-        f"{getattr(fun, 'caller', 'gradtools')}: {names} {verb} taken inside f, whose result is "
-        "then cut from it (stopped or detached, taken under no_grad, or out of the framework), so "
-        "that a second derivative is lost. Leave the result attached, or use gt.stop_gradient on "
-        "the argument itself if it is meant to be a constant."
-    )
+    warn(message, DisconnectedInputWarning)

@@ -46,13 +46,17 @@ class GradtoolsWarning(UserWarning):
     """The category of gradtools' warnings."""
 
 
+class DisconnectedInputWarning(GradtoolsWarning):
+    """An argument may not reach the output: its gradient is zero, or an inner one is constant."""
+
+
 class MissingRuleError(GradtoolsError):
     """A host function without a rule was differentiated."""
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[GradtoolsWarning] = GradtoolsWarning) -> None:
     """Issues a `GradtoolsWarning` at the user's innermost line."""
-    warnings.warn(text, GradtoolsWarning, stacklevel=depth_of_the_user())
+    warnings.warn(text, category, stacklevel=depth_of_the_user())
 
 
 def warn_once(key: Hashable, text: str) -> None:

@@ -246,7 +246,6 @@ class _KernelMaps:
         rule = partial(rule, user_functions=(host.fwd, host.bwd))
         self.pull = rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled)
         self.push = rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed)
-        self.guarded = self.backend.refusing_lost(self.specialized.rule, self.bwd)
 
     def parted(self, operands: Entries) -> tuple[Any, Any, Any]:
         """The operands as `(xs, residuals, vectors)`."""
@@ -259,9 +258,9 @@ class _KernelMaps:
 
     # --- pull: cotangents of y to cotangents of x
 
-    def pulled(self, *operands: Array, bwd: Any = None) -> list[Array]:
+    def pulled(self, *operands: Array) -> list[Array]:
         xs, saved, cts = self.parted(operands)
-        result = (bwd or self.bwd)(saved, spread(cts, [o is not None for o in self.outs]))
+        result = self.bwd(saved, spread(cts, [o is not None for o in self.outs]))
         return [
             self.backend.zeros_like(x) if ct is None else ct
             for x, ct in zip(self.moved(xs), self.moved(result), strict=True)
@@ -274,7 +273,7 @@ class _KernelMaps:
             result = self.specialized.linearize(*at)
             everything = [*at, *result.ys, *result.extras]
         saved = [everything[i] for i in self.saves]
-        return self.pulled(*at, *saved, *cts, bwd=self.guarded)
+        return self.pulled(*at, *saved, *cts)
 
     def d_pulled(self, operands: Entries, moved: Entries) -> list[Any]:
         xs, _, cts = self.parted(operands)

@@ -27,7 +27,6 @@ from gradtools.arguments.checks import (
 )
 from gradtools.backend import Array, Backend, CannotPush, Fun, Operators, P
 from gradtools.derivatives import derivative_function
-from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
@@ -118,7 +117,6 @@ class Jacobians(Operators):
         if is_auto := mode == "auto":
             call.may_transpose = True
             staged = backend.stage(call, call.leaves)
-            refuse_cut(call, staged.cut())
             mode, fun = staged.jacobian_mode, staged.run
         rows = blocks(backend, fun, call.leaves, mode, chunk_size)
         if is_auto:  # the dtype must not depend on which mode the output's size selects
@@ -256,6 +254,7 @@ class Jacobians(Operators):
 
         chosen = pushed if mode == "forward_over_forward" else gradient
         chosen.caller, chosen.call = call.caller, call  # type: ignore[attr-defined]
+        chosen.plain_kernels = True  # type: ignore[attr-defined]
         return chosen
 
 
@@ -265,7 +264,6 @@ def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
     if mode != "auto" or backend.hvp_mode == "reverse_over_reverse":
         return (backend.hvp_mode if mode == "auto" else mode), call
     staged = backend.stage(call, call.leaves)
-    refuse_cut(call, staged.cut())
     mode = "reverse_over_reverse" if staged.reverse_only else "forward_over_reverse"
     if staged.forward_only and not any(map(backend.is_complex, call.leaves)):
         mode = "forward_over_forward"
@@ -273,16 +271,15 @@ def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
 
 
 def gradient_at(
-    call: Call, fun: Fun, leaves: Sequence[Array], likes: Sequence[Array], first: int = 0
+    call: Call, fun: Fun, leaves: Sequence[Array], likes: Sequence[Array]
 ) -> tuple[list[Array], list[Array]]:
-    """The gradient of the number that fun computes at the call's leaves from `first` on.
+    """The gradient of the number that fun computes at these leaves.
 
     Returns fun's extras as well. likes: Arrays of the leaves' shapes and dtypes.
     """
     evaluation = call.backend.vjp(fun, list(leaves), groups=None, once=True)
     out = call.scalar(evaluation.outs, evaluation.extras)
     grads = evaluation.pullback([call.backend.ones_like(out)])
-    refuse_cut(call, [i + first for i in evaluation.cut(grads)])
     return call.backend.filled(grads, likes), evaluation.extras
 
 
@@ -334,8 +331,6 @@ def blocks(
         def pull(unit: Array) -> list[Array]:
             cts = [unit if i == k else None for i in range(len(evaluation.outs))]
             pulled = evaluation.pullback(cts)
-            if isinstance(fun, Call):  # for a gradient function the caller checks
-                refuse_cut(fun, evaluation.cut(pulled))
             return [g for g in backend.filled(pulled, leaves) if not _is_empty(g)]
 
         return backend.map_batches(pull, [basis], chunk_size)

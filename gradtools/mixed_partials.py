@@ -108,7 +108,7 @@ def _partial_of(call: Call, fun: Fun, which: int) -> Fun:
 
         restricted.caller, restricted.call = call.caller, call  # type: ignore[attr-defined]
         restricted.first = count if which else 0  # type: ignore[attr-defined]
-        return gradient_at(call, restricted, leaves, leaves, count if which else 0)[0], []
+        return gradient_at(call, restricted, leaves, leaves)[0], []
 
     gradient.caller, gradient.call = call.caller, call  # type: ignore[attr-defined]
     gradient.first = 0 if which else count  # type: ignore[attr-defined]

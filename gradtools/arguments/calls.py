@@ -28,6 +28,8 @@ class Call:
 
     returns_output = True  # whether the operator returns f's output; else it is not detached
     may_transpose = False  # whether the pullback may be transposed, which skips f's gradient hooks
+    # Whether f is evaluated by kernels that can be mapped by vmap and differentiated again.
+    plain_kernels = False
     # Whether results are attached to the leaves afterwards (see `attaching`), so that f is
     # evaluated as if they required no gradient.
     deferred = False

@@ -25,7 +25,6 @@ from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import in_words, name_of
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
-from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec, Kernel, carrier
 from gradtools.rules import ARRAY, Entries, Rule, replaced_where, spread
@@ -147,9 +146,6 @@ class Foreign:
             fun, at = self._restricted(operands[:n], moving, chosen)
             evaluation = backend.vjp(fun, at, groups=None, once=True)
             pulled = evaluation.pullback(list(operands[n:]))
-            if self.base is self:
-                # Derivatives cut nothing themselves; where they are constant, the next one is 0.
-                refuse_cut(fun, evaluation.cut(pulled))
             return list(backend.filled(pulled, at))
 
         def outs(specs: Sequence[ArraySpec]) -> list[ArraySpec]:

@@ -39,7 +39,7 @@ from gradtools.host_kernels import ArraySpec
 from gradtools.jax.reachability import within_a_trace
 from gradtools.rules import captured_objects
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import leaves_of
+from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.modes import without_casts
 from gradtools.torch.modules import SEEDING
 from gradtools.torch.randomness import Randomness

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 from gradtools.arguments.calls import Call
 from gradtools.backend import Array, Evaluation, Fun, Staged
-from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import is_in_scope
@@ -49,7 +48,7 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
         return traced.run(*leaves)
 
     run.caller, run.call = _caller(fun), fun  # type: ignore[attr-defined]
-    return Staged(run, traced.reverse_only, mode, pushes, traced.cut)
+    return Staged(run, traced.reverse_only, mode, pushes)
 
 
 def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
@@ -77,6 +76,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
                 evaluation.checked = False
                 return pulled
             evaluation.where_lost = traced.where_lost
+            evaluation.nested = evaluation.nested or traced.nested
             return traced.of_connected(pulled)
 
         evaluation.pullback, evaluation.checked = pullback, True
@@ -94,7 +94,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         evaluation.outs,
         evaluation.extras,
         lambda cts: traced.of_connected(native(cts)),
-        lambda _: traced.cut(),
+        nested=traced.nested,
         where_lost=traced.where_lost,
     )
 
@@ -117,7 +117,6 @@ def _evaluated(fun: Fun, leaves: list[Array], caller: str | None = None) -> Eval
         caller = _caller(fun)
     with explained(caller), jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
         outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
-    cut = cache(lambda: _cut_of(fun, leaves) if nested else [])
     likes = [jax.typeof(y) for y in outs]  # the pullback must keep no arrays alive
 
     def pulled(pull: Any, cts: Sequence[Array | None]) -> list[Array]:
@@ -125,7 +124,7 @@ def _evaluated(fun: Fun, leaves: list[Array], caller: str | None = None) -> Eval
         with explained(caller), jax.named_scope(DERIVATIVE_SCOPE):
             return [conj(x) for x in pull([conj(ct) for ct in filled])]
 
-    return Evaluation(outs, extras, LinearMap(pulled, pull), lambda _: cut(), checked=False)
+    return Evaluation(outs, extras, LinearMap(pulled, pull), nested=bool(nested), checked=False)
 
 
 def jvp(
@@ -138,13 +137,11 @@ def jvp(
 
 @contextmanager
 def _forward(fun: Fun, leaves: list[Array], caller: str) -> Iterator[None]:
-    """Around forward mode: explains errors, refuses cuts after inner derivatives."""
+    """Around forward mode: explains errors."""
     note_derivative()
     _refuse_signs(fun, leaves)
-    with explained(caller), jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
+    with explained(caller), jax.named_scope(DERIVATIVE_SCOPE):
         yield
-    if nested:
-        refuse_cut(fun, _cut_of(fun, leaves))
 
 
 def jvps(
@@ -198,10 +195,9 @@ class _TracedFunction:
 
     @cached_property
     def connected(self) -> list[bool]:
-        """For each leaf, whether it reaches an output, or an inner derivative constant in it."""
+        """For each leaf, whether it reaches an output."""
         rows = reachability.reached_matrix(self.closed)[: len(self.out_avals)]
-        constant = self._inside[0]
-        return [any(row[i] for row in rows) or constant[i] for i in range(len(constant))]
+        return [any(row[i] for row in rows) for i in range(len(self.closed.in_avals))]
 
     def where_lost(self, index: int) -> list[str]:
         """The operations at which leaf `index` is lost, one for each line."""
@@ -235,23 +231,9 @@ class _TracedFunction:
         return any(eqn.primitive is reverse_only_p for eqn in self.eqns)
 
     @cached_property
-    def _inside(self) -> tuple[list[bool], list[bool]]:
-        """For each leaf, whether an inner derivative is constant in it, or is cut afterwards."""
-        if not is_in_scope(self.eqns, DERIVATIVE_SCOPE):
-            return [False] * len(self.closed.in_avals), [False] * len(self.closed.in_avals)
-        is_derivative = lambda eqn: is_in_scope((eqn,), DERIVATIVE_SCOPE)
-        outs = len(self.out_avals)
-        return reachability.constants_and_cuts(self.closed, outs, is_derivative)
-
-    def cut(self) -> list[int]:
-        """The leaves that are cut after an inner derivative."""
-        return [i for i, cut in enumerate(self._inside[1]) if cut]
-
-
-def _cut_of(fun: Fun, leaves: list[Array]) -> list[int]:
-    """Traces a user's function for the leaves that are cut after an inner derivative."""
-    traced = _traced(fun, leaves) if isinstance(fun, Call) else None
-    return [] if traced is None else traced.cut()
+    def nested(self) -> bool:
+        """Whether the function takes a derivative itself."""
+        return is_in_scope(self.eqns, DERIVATIVE_SCOPE)
 
 
 _here = threading.local()

@@ -267,43 +267,6 @@ def draws(closed: Jaxpr) -> set[Any]:
     }
 
 
-def constants_and_cuts(
-    closed_jaxpr: Jaxpr, outs: int, is_derivative: Callable[[Eqn], bool]
-) -> tuple[list[bool], list[bool]]:
-    """For each input: whether a derivative that the program takes is constant in it, or cut later.
-
-    An input *enters* a derivative if it reaches the result of one of its equations. Both are False
-    for inputs that enter none, and for those that reach the first `outs` outputs. Cuts inside of a
-    derivative are its own, such as the comparison in the derivative of a maximum, and do not count.
-
-    Args:
-        closed_jaxpr: The program.
-        outs: The number of its outputs that are differentiated.
-        is_derivative: Whether an equation belongs to a derivative.
-    """
-
-    class CutOutside(Flow):
-        """A flow that ignores the cuts inside of equations of derivatives."""
-
-        def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
-            if is_derivative(eqn):
-                return self.uncut.step(eqn, bits)
-            return super().step(eqn, bits)
-
-    jaxpr, flow = open_jaxpr(closed_jaxpr), Flow(raw=False)
-    bits = [1 << i for i in range(len(jaxpr.invars))]
-    visited = flow.visited(jaxpr, bits, lambda eqn: not is_derivative(eqn))
-    entered = _any([_any(flow.step(eqn, xs)) for eqn, xs in visited if is_derivative(eqn)])
-    within, raw, known = (
-        _any(way.of_jaxpr(jaxpr)[:outs]) for way in (CutOutside(raw=False), Flow(raw=True), flow)
-    )
-    lost = entered & ~known
-    constant = lost & (within | ~raw)
-    cut = lost & ~constant
-    count = range(len(jaxpr.invars))
-    return [bool(constant >> i & 1) for i in count], [bool(cut >> i & 1) for i in count]
-
-
 def _read(env: dict[Any, int], atoms: Sequence[Any]) -> list[int]:
     return [0 if isinstance(atom, Literal) else env.get(atom, 0) for atom in atoms]
 

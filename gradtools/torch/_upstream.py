@@ -172,9 +172,6 @@ forward_mode_enabled: Any = forward_ad._set_fwd_grad_enabled
 """Whether forward mode propagates tangents, a setter, and a context manager: constants of f must
 have no tangents. Gone: detach each tensor instead."""
 
-softmax_pullback: Callable[..., Tensor] = torch._softmax_backward_data
-"""y (g - sum(g y)) in one kernel. Gone: by that formula, three kernels and a copy."""
-
 is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 """Whether autocast is on for any device. Gone: `torch.is_autocast_enabled(kind)` for each."""
 

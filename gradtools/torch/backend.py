@@ -15,13 +15,12 @@ from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import arrays, engines, module_arguments, trees
 from gradtools.torch.compiled_functions import compiled
 from gradtools.torch.compiling import Dynamo, is_compiling, uncompiled
-from gradtools.torch.forward_mode.plain_kernels import jvps, restarting
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.hooks import scaled
 from gradtools.torch.known_errors import explained
-from gradtools.torch.open_derivatives import caller_of, open_flags, pushed_in_trace
+from gradtools.torch.many_tangents import jvps, restarting
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
-from gradtools.torch.rules.maps import refusing_lost, transpose
+from gradtools.torch.rules.maps import transpose
 from gradtools.torch.rules.transposing import pull, value_and_push
 
 if TYPE_CHECKING:
@@ -176,7 +175,6 @@ class TorchBackend(FrameworkBackend):
     apply_rule = staticmethod(apply_rule)
     scaled = staticmethod(scaled)
     transpose = staticmethod(transpose)
-    refusing_lost = staticmethod(refusing_lost)
     pull = staticmethod(pull)
     value_and_push = staticmethod(value_and_push)
 
@@ -219,7 +217,7 @@ class TorchBackend(FrameworkBackend):
             return [torch.stack(column) for column in zip(*rows, strict=True)]
         # Compiled code cannot restore the random state for each chunk.
         one_draw = one_draw and not (chunk_size and is_compiling())
-        with explained(caller_of(f)):
+        with explained(engines.caller_of(f)):
             mapped = torch.vmap(
                 lambda *xs: tuple(f(*xs)),
                 randomness="same" if one_draw else "different",
@@ -249,15 +247,14 @@ class TorchBackend(FrameworkBackend):
 def _checkpointed(
     backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    if is_compiling() and pushed_in_trace:
-        return f(*args, **kwargs)  # dynamo does not trace tangents through checkpoint's operator
-    if is_compiling() and not open_flags():
+    if is_compiling() and engines.traced:  # torch.func does not support checkpoint's operator
+        return f(*args, **kwargs)
+    if is_compiling():
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(f, *args, use_reentrant=False, **kwargs)
     from gradtools.torch import chunking
 
-    # In compiled code torch.func, which differentiates there, does not support checkpoint.
     return uncompiled(chunking.checkpointed, backend, f, args, kwargs, options)
 
 

@@ -18,7 +18,6 @@ from gradtools.arguments.batches import Batch
 from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.forward_mode.checkpoints import Pushforward, checkpoint_pushed
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
 from gradtools.torch.modes import NOTHING, unpacked, without_cached_weights
 from gradtools.torch.replaying.consistency import RunKey, is_compiled, is_readable, run_key
@@ -34,7 +33,7 @@ from gradtools.torch.replaying.recomputing import (
     pieces_of,
     untracked,
 )
-from gradtools.torch.replaying.replay import Forward, PushedForward
+from gradtools.torch.replaying.replay import Forward
 from gradtools.torch.replaying.summing import Sums, Weigh
 
 Tensor = torch.Tensor
@@ -51,8 +50,7 @@ def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
             _check_rows(chunks, rows)
             return _joined(chunks, rows), carry
         in_functorch = upstream.peek_interpreter_stack() is not None
-        kind = PushedForward if isinstance(chunks.call.f, Pushforward) else Forward
-        forward = kind(chunks, in_functorch, chunks.options.latest.get("start"))
+        forward = Forward(chunks, in_functorch, chunks.options.latest.get("start"))
         if not in_functorch:
             chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
         versions = [] if in_functorch else _versions(chunks)
@@ -143,10 +141,6 @@ def checkpointed(
     backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: ChunkOptions
 ) -> Any:
     """f as one chunk, which is recomputed in the backward pass."""
-    again = lambda f, args, kwargs: checkpointed(backend, f, args, kwargs, options)
-    result = checkpoint_pushed(again, f, args, kwargs)
-    if result is not NotImplemented:
-        return result
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
     every = [leaf.value for flat in batch.arguments for leaf in flat.leaves]
     leaves = [x for x in every if isinstance(x, Tensor)]

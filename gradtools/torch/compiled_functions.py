@@ -16,7 +16,8 @@ from gradtools.arguments.wording import name_of
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.compiling import NO_DOUBLE_BACKWARD, is_compiling, leaves_of, runs_as_written
+from gradtools.torch.autograd_graph import leaves_of
+from gradtools.torch.compiling import NO_DOUBLE_BACKWARD, is_compiling, runs_as_written
 from gradtools.torch.known_errors import explain
 from gradtools.torch.randomness import Randomness
 

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from operator import itemgetter
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from gradtools.backend import Compiler
-from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
@@ -181,78 +178,3 @@ NO_DOUBLE_BACKWARD = (
     "derivative instead, as in torch.compile(lambda x: gt.hvp(f, (x,), (v,))), or use gt.compile "
     "without fullgraph, which then runs the function outside of the graph."
 )
-
-
-def refuse_lost(caller: str, outs: Sequence[Tensor]) -> None:
-    """Raises if the graph of outs holds a compiled backward pass, which loses derivatives."""
-    nodes = nodes_of(outs) if upstream.dynamo_is_loaded() else []
-    if any(type(node).__name__ == LOST for node in nodes):
-        raise GradtoolsError(f"{caller}: {NO_DOUBLE_BACKWARD}")
-
-
-class CompiledFunctionBackward(torch.autograd.Function):
-    """A node named `LOST`, like that of a compiled backward pass, whose derivative raises."""
-
-    @staticmethod
-    def forward(ctx: Any, ct: Tensor, tracked: Tensor) -> Tensor:
-        return ct.view_as(ct)
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> Any:
-        raise GradtoolsError(NO_DOUBLE_BACKWARD)
-
-
-def mark_lost(nodes: Sequence[Any]) -> None:
-    """Makes the derivative of compiled code's gradients raise if they have no graph.
-
-    PyTorch before 2.13 saves an input that is a view detached, so that the second derivative would
-    silently be zero.
-    """
-    for node in nodes if upstream.saved_views_are_detached else ():
-        if type(node).__name__ == COMPILED and LOST not in node.metadata:
-            node.metadata[LOST] = True
-            node.register_hook(partial(_marked, node.saved_tensors))
-
-
-def _marked(saved: Sequence[Any], cts: Sequence[Any], _: Any) -> Any:
-    """Adds a node named `LOST` to gradients of a compiled call that have no graph."""
-    given = [ct for ct in cts if isinstance(ct, Tensor)]
-    depends = any(x is not None and x.is_floating_point() for x in saved)
-    if not torch.is_grad_enabled() or not depends or any(ct.requires_grad for ct in given):
-        return None
-    apply, tracked = CompiledFunctionBackward.apply, torch.zeros((), requires_grad=True)
-    return tuple([apply(ct, tracked) if isinstance(ct, Tensor) else ct for ct in cts])
-
-
-def not_exported(caller: str) -> GradtoolsError:
-    """The error of a derivative inside of torch.export, which supports none (torch#125984)."""
-    return GradtoolsError(
-        f"{caller}: torch.export cannot trace a derivative that the program takes, PyTorch's own "
-        "neither. Trace it first, as in torch.fx.experimental.proxy_tensor.make_fx(model)(x), "
-        "whose graph of plain operations can be exported."
-    )
-
-
-def nodes_of(outs: Iterable[Tensor], ends: Collection[Any] = ()) -> list[Any]:
-    """The nodes of the autograd graph of outs, including leaves, not followed past `ends`."""
-    tracked = [y for y in outs if y.requires_grad]
-    return nodes_behind([y.grad_fn or get_gradient_edge(y).node for y in tracked], ends)
-
-
-_parent = itemgetter(0)  # of an edge: a comprehension is a call of Python for each node
-
-
-def nodes_behind(nodes: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
-    """These nodes and their ancestors, except for those that only the nodes `ends` lead to."""
-    found, seen, todo = list[Any](), {None}, [*nodes]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            found.append(node)
-            todo += map(_parent, node.next_functions) if node not in ends else ()
-    return found
-
-
-def leaves_of(outs: Iterable[Tensor]) -> Iterator[Tensor]:
-    return (node.variable for node in nodes_of(outs) if type(node) is upstream.AccumulateGrad)

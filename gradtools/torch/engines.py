@@ -1,416 +1,433 @@
 """The engines that differentiate in PyTorch, chosen by the context of the call.
 
-- In eager mode `torch.autograd.grad` on aliases of the inputs, which takes any eager function.
-- Inside torch.func transforms and in compiled code `torch.func`, which can be traced there.
-- Forward mode by dual numbers at the outermost level, by `torch.func.jvp` inside torch.func. There
-  is one dual level in a process: if an outer call or another thread uses it, the pullback is
-  transposed instead.
+    eager code                       `torch.autograd.grad`, at aliases of the arguments
+    torch.func and compiled code     `torch.func`, which nests and can be traced there
+    forward mode                     dual numbers, of which a process has one level; where that is
+                                     in use, the transpose of the pullback
 
-Results stay differentiable exactly when grad mode is on at entry and an argument or a captured
-tensor requires grad; otherwise they are detached and the graph is freed.
+What f holds is differentiated as PyTorch differentiates it. Whether that is right is the question
+of `gradtools.testing.checked`.
+
+Results are attached to autograd's graph exactly when grad mode is on at entry and something that
+they depend on requires grad. Otherwise they are detached, and the graph is freed.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.autograd.function import BackwardCFunction
 
-from gradtools.backend import Evaluation, Fun
-from gradtools.disconnected_inputs import refuse_cut
-from gradtools.errors import refusal
+from gradtools.backend import CannotPush, Evaluation, Fun
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import guarded, nodes_made, scripts_refused, surveyed
-from gradtools.torch.compiling import mark_lost, not_exported, only_inlined, refuse_lost, uncompiled
-from gradtools.torch.forward_mode.checkpoints import pushed_through
-from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, recorded_dual
-from gradtools.torch.forward_mode.one_tangent import OneTangent
-from gradtools.torch.forward_mode.pushing import gated_at_custom_code
-from gradtools.torch.functorch_engine import (
-    functorch_jvp,
-    functorch_linearize,
-    functorch_vjp,
-    in_functorch,
-    is_differentiated_again,
-    is_plain,
-    pushforward_of,
-)
+from gradtools.torch.autograd_graph import SPENT, depends_on_others, leaves_of, nodes_of
+from gradtools.torch.compiling import is_compiling, only_inlined, uncompiled
+from gradtools.torch.function_modes import MappedNorms, PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact, unshared
-from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
-from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, has_checkpoint, unpacked
-from gradtools.torch.open_derivatives import (
-    SOURCE,
-    SPENT,
-    TRACED,
-    OpenDerivative,
-    ReadsElsewhere,
-    caller_of,
-    cut_in,
-    here,
-    is_spent,
-    note_taken,
-    open_flags,
-    parameters_of,
-    refuse_read_elsewhere,
-    watched,
+from gradtools.torch.known_errors import explained
+from gradtools.torch.modes import (
+    NOTHING,
+    NoForwardMode,
+    dual_level,
+    dual_of,
+    forward_mode,
+    has_checkpoint,
+    unpacked,
 )
-from gradtools.torch.operation_marks import DERIVATIVE, OWN_HOOKS, detached
-from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_in_batches, wrong_nodes
-from gradtools.torch.plain_programs.modes import PlainPrograms
-from gradtools.torch.rerunning import rerun
+from gradtools.torch.operation_marks import DERIVATIVE, detached
 from gradtools.torch.rules.installing import evaluated_to_push
 
 Tensor = torch.Tensor
-is_wrapped = upstream.is_wrapped
-_is_tracked = attrgetter("requires_grad")
+Tensors = list[Tensor]
+Pushforward = Callable[[Tensors], Tensors]
+traced: list[bool] = []  # not empty while dynamo traces a function that is differentiated here
 
 
-def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
-    """One evaluation and its pullback, by the engine for the current context."""
-    if upstream.is_exporting():
-        raise not_exported(caller_of(fun))
-    compiling = torch.compiler.is_dynamo_compiling()
-    for flag in TRACED if compiling else here.flags:
-        flag[0] = True
-    if not compiling and upstream.peek_interpreter_stack() is None:
-        if upstream.DYNAMO in sys.modules:
-            result = uncompiled(_eager_vjp, fun, leaves, once)
-            # Dynamo would compile Python code that autograd calls, such as rules.
-            return replace(result, pullback=partial(uncompiled, result.pullback))
+class _Here(threading.local):
+    """How many derivatives this thread has taken: it shows whether a function took one itself."""
+
+    taken = 0
+    depth = 0  # of derivatives whose functions are being evaluated
+
+
+_here = _Here()
+
+
+def in_functorch() -> bool:
+    return is_compiling() or upstream.peek_interpreter_stack() is not None
+
+
+def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) -> Evaluation:
+    """One evaluation and its pullback."""
+    if is_compiling():
+        return _functorch_vjp(fun, leaves)
+    _here.taken += 1
+    if upstream.peek_interpreter_stack() is not None:
+        return _functorch_vjp(fun, leaves)
+    if upstream.DYNAMO not in sys.modules:
         return _eager_vjp(fun, leaves, once)
-    with explained(caller_of(fun)):
-        return functorch_vjp(fun, leaves, groups)
+    result = uncompiled(_eager_vjp, fun, leaves, once)
+    # Dynamo would compile Python code that autograd calls, such as rules.
+    return replace(result, pullback=partial(uncompiled, result.pullback))
 
 
 @only_inlined
-def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
-    """`(outs, extras, pushed)`, by the engine for the current context."""
-    return _in_context(_jvp, fun, leaves, tangents)
+def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+    """`(outs, extras, pushed)`, of one evaluation.
 
-
-def _jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
-    if in_functorch():
-        if not is_differentiated_again():
-            with suppress(NoForwardMode):
-                result, may_be_lost = functorch_jvp(fun, leaves, tangents)
-                if may_be_lost:
-                    refuse_lost_along(fun, leaves)
-                return result
-    # Hooks on saved tensors may drop tangents, and a checkpoint around this call runs all of it
-    # again inside of the dual level, which cannot nest. Without a graph, hooks that compute
-    # nothing again need see nothing.
-    elif upstream.saved_tensors_hooks_on(False) is None or not torch.is_grad_enabled():
-        with suppress(NoForwardMode), unpacked() as hooks:
-            if not has_checkpoint(hooks):
-                return _dual_jvp(fun, leaves, tangents)
-    outs, extras, push = _linearize(fun, leaves)
+    By dual numbers. Where their level is in use, and inside of a checkpoint, which would run all of
+    this again in its backward pass, by the transpose of the pullback.
+    """
+    if is_compiling():
+        return _functorch_jvp(fun, leaves, tangents)
+    _here.taken += 1
+    engine = _dual_jvp if upstream.peek_interpreter_stack() is None else _functorch_jvp
+    with suppress(NoForwardMode), unpacked() as hooks:
+        if not has_checkpoint(hooks):
+            return _eagerly(engine, fun, leaves, tangents)
+    outs, extras, push = linearize(fun, leaves)
     return outs, extras, push(tangents)
 
 
 @only_inlined
-def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
+def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Pushforward]:
     """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
-    return _in_context(_linearize, fun, leaves)
+    if is_compiling():
+        return _functorch_linearize(fun, leaves)
+    _here.taken += 1
+    in_eager = upstream.peek_interpreter_stack() is None
+    return _eagerly(_eager_linearize if in_eager else _functorch_linearize, fun, leaves)
 
 
-def _linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    return (functorch_linearize if in_functorch() else _eager_linearize)(fun, leaves)
-
-
-@only_inlined
-def _in_context(engine: Any, fun: Fun, *args: Any) -> Any:
-    """The engine's results; dynamo compiles none of it but as part of a graph around it."""
-    if upstream.is_exporting():
-        raise not_exported(caller_of(fun))
-    if upstream.DYNAMO in sys.modules and not torch.compiler.is_dynamo_compiling():
-        return uncompiled(_noted, engine, fun, *args)
-    return _noted(engine, fun, *args)
-
-
-def _noted(engine: Any, fun: Fun, *args: Any) -> Any:
-    for flag in open_flags():  # the functions that are being evaluated take a derivative
-        flag[0] = True
+def _eagerly(engine: Callable[..., Any], fun: Fun, *args: Any) -> Any:
+    """Runs an engine outside of compiled code, explaining PyTorch's errors."""
     with explained(caller_of(fun)):
+        if upstream.DYNAMO in sys.modules:
+            return uncompiled(engine, fun, *args)
         return engine(fun, *args)
 
 
-# --- the eager engine --------------------------------------------------------------------
-#
-# After a graph break in the calling code dynamo would still compile f piece by piece, and compiled
-# pieces have no second derivatives. So dynamo skips all of this.
+def caller_of(fun: Fun) -> str:
+    """The operator that the user called, if the function knows it."""
+    return getattr(fun, "caller", "gradtools")
 
 
-def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
-    try:
-        evaluated = _evaluate(fun, leaves)
-    except RuntimeError as error:
-        explain(caller_of(fun), error)
-        raise
-    outs, extras, aliases, attached, survey, inside = evaluated
-    ordinary = not (survey.lost or survey.wrong or survey.custom)
+# --- eager code: torch.autograd.grad -------------------------------------------------------------
 
-    def points() -> list[Tensor]:
-        """The leaves for another evaluation."""
-        return [*map(_detached, leaves)] if getattr(fun, "deferred", False) else leaves
+
+def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
+    hooks = upstream.hooks_made()
+    with explained(caller_of(fun)):
+        evaluated = _evaluated(fun, leaves)
+    outs, extras, aliases, attached, spent, plain, nested = evaluated
+    hooked = upstream.hooks_made() != hooks
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
-        ys: list[Tensor] = []
-        seeds: list[Tensor] = []
-        for y, ct in zip(outs, cts, strict=True):
-            if ct is not None and y.requires_grad:
-                ys.append(y)
-                seeds.append(_normal(ct) if ct.is_inference() else ct)
-        if not ys:
-            return inside.filled([None] * len(aliases), outs)
-        create = torch.is_grad_enabled() and (attached or any(map(_is_tracked, seeds)))
-        again = create or upstream.forward_level() >= 0
-        guard, seen = None, survey
-        if again and upstream.peek_interpreter_stack() is not None:  # the rows of a Jacobian
-            seen = survey._replace(wrong=[*{*survey.wrong, *wrong_in_batches(ys)}])
-        if not ordinary or seen.wrong:
-            guard = guarded(caller_of(fun), fun, points(), seen, aliases, again)
-        try:
-            # Some tangents are wrong without create_graph=True.
-            grads = _pulled(ys, aliases, seeds, create or not once, again, inside.spent, guard)
-        except RuntimeError as error:
-            if any(x.is_leaf and x.grad is not None for x in aliases):
-                raise refusal(error, f"{caller_of(fun)}: {GOES_BACKWARD}") from error
-            explain(caller_of(fun), error)
-            raise
-        if again and survey.hooked:
-            grads = _gated_at_hooks(fun, points(), aliases, ys, seeds, grads)
-        if here.opened:
-            note_taken(ys, grads, leaves, aliases, create, inside)
-        if not create:
-            grads = _freed(grads)
-        return inside.filled(grads, outs) if inside.entered or inside.constant else list(grads)
+        with explained(caller_of(fun)):
+            grads = _pulled(outs, aliases, cts, attached, not once, spent, plain)
+        # Forward mode in f may leave symbolic zeros.
+        return _in_memory(grads, aliases) if nested else grads
 
-    def cut(grads: Sequence[Tensor | None]) -> list[int]:
-        if not all(g is not None for g in grads):
-            refuse_read_elsewhere(fun, outs, leaves, grads)
-        return cut_in(fun, points(), inside.cut(grads, outs))
-
-    def where_lost(i: int) -> list[str]:
-        from gradtools.seeing.torch.recorded_run import where_lost
-
-        return where_lost(fun, points(), i)
-
-    def transposed() -> Any:
-        linear = ordinary and not survey.hooked  # hooks need not be
-        if not (getattr(fun, "may_transpose", False) and linear and is_plain(outs)):
+    def transposed() -> Pushforward | None:
+        if hooked or not getattr(fun, "may_transpose", False):
             return None
-        return pushforward_of(lambda: _transposed(fun, leaves, evaluated), attached)
+        if any(issubclass(type(n), BackwardCFunction) for n in nodes_of(outs)):
+            return None
+        return _or_cannot_push(_transposed(evaluated))
 
-    keeps_graph = attached or not getattr(fun, "returns_output", True)
-    return Evaluation(
-        outs if keeps_graph else _freed(outs),
-        extras if attached or not extras else _freed(extras),
-        pullback,
-        cut=cut,
-        where_lost=where_lost,
-        transposed=transposed,
-    )
+    if not attached and getattr(fun, "returns_output", True):
+        return Evaluation(
+            _freed(outs), _freed(extras), pullback, nested=nested, transposed=transposed
+        )
+    extras = extras if attached else _freed(extras)
+    return Evaluation(outs, extras, pullback, nested=nested, transposed=transposed)
 
 
-def _gated_at_hooks(fun: Fun, *where: Any) -> list[Tensor | None]:
-    from gradtools.torch.hook_trials import gated_at_hooks
+def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False) -> Any:
+    """f at aliases of the leaves, once, with a graph.
 
-    return gated_at_hooks(caller_of(fun), fun, *where)
+    Returns the outputs, the extras, the aliases, whether results are attached to a graph outside,
+    the flag of the aliases (see `is_spent`), whether f runs by plain kernels, and whether it took a
+    derivative itself.
+    """
+    keep, taken, spent = torch.is_grad_enabled(), _here.taken, [False]
+    tracks = keep and not getattr(fun, "deferred", False)
+    with _recording():
+        aliases = [_alias(x, tracks, spent) for x in leaves]
+        plain = plain or _here.depth > 0 or getattr(fun, "plain_kernels", False)
+        _here.depth += 1
+        try:
+            with PlainKernels() if plain else NOTHING:
+                outs, extras = fun(*aliases)
+        finally:
+            _here.depth -= 1
+    spent[0] = True
+    attached = keep and depends_on_others(outs)
+    return outs, extras, aliases, attached, spent, plain, _here.taken != taken
 
 
 def _pulled(
+    outs: Sequence[Tensor],
+    aliases: Sequence[Tensor],
+    cts: Sequence[Tensor | None],
+    attached: bool,
+    retain: bool,
+    spent: list[bool],
+    plain: bool,
+) -> list[Tensor | None]:
+    """The pullback of cotangents to the aliases; None for those that the outputs do not reach."""
+    pairs = [(y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None and y.requires_grad]
+    if not pairs:
+        return [None] * len(aliases)
+    ys, seeds = zip(*pairs, strict=True)
+    create = torch.is_grad_enabled() and (attached or True in [ct.requires_grad for ct in seeds])
+    again = create or upstream.forward_level() >= 0  # some tangents are wrong without a graph
+    # A checkpoint that computes f again attaches to the aliases, and takes the kernels, as before.
+    spent[0], within = False, PlainKernels() if plain else NOTHING
+    try:
+        if not torch.is_inference_mode_enabled():
+            seeds = [_normal(ct) for ct in seeds]
+            grads = pulled(ys, aliases, seeds, retain or create, again, within)
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                seeds = [_normal(ct) for ct in seeds]
+                grads = pulled(ys, aliases, seeds, retain, again, within)
+    finally:
+        spent[0] = True
+    return list(grads) if create else _freed(grads)
+
+
+def pulled(
     ys: Sequence[Tensor],
     xs: Sequence[Tensor],
     cts: Sequence[Tensor],
     retain: bool,
     create: bool,
-    spent: list[bool],
-    guard: AbstractContextManager[None] | None = None,
-) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad`.
-
-    spent: The flag of the aliases, which is unset meanwhile: a checkpoint that recomputes in the
-        backward pass must attach to them as before.
-    guard: The context that `guarded` returned.
-    """
-    spent[0] = False
-    try:
-        if guard is None and not is_in_inference():
-            return pulled(ys, xs, cts, retain, create)
-        keep = torch.is_grad_enabled()
-        with guard or nullcontext(), outside_of_inference():
-            if torch.is_grad_enabled() != keep:  # leaving inference mode enables it
-                torch.set_grad_enabled(keep)
-            return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
-    finally:
-        spent[0] = True
-
-
-def pulled(
-    ys: Sequence[Tensor], xs: Sequence[Tensor], cts: Sequence[Tensor], retain: bool, create: bool
+    within: AbstractContextManager[Any] = NOTHING,
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad` without its argument checks; None for unreached inputs."""
-    if torch.overrides.has_torch_function((*ys, *xs)):  # a mode or a subclass must see the call
+    if torch.overrides.has_torch_function((*ys, *xs)) and not _only_own_modes((*ys, *xs)):
+        # A mode or a subclass must see the call.
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
     run = upstream.engine
     # A recording identifies autograd's accumulations by the calling function.
     if upstream.DYNAMO in sys.modules or upstream.count_of_dispatch_modes():
         run = upstream.run_engine
     ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
-    return run(ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False)
+    how = {"allow_unreachable": True, "accumulate_grad": False}
+    with within:
+        return run(ends, seeds, retain, create, sources, **how)
 
 
-def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    with PlainPrograms(control_flow=True):
-        evaluated = evaluated_to_push(caller_of(fun), _evaluate, fun, leaves)
-    push = _transposed(fun, leaves, evaluated)
-    outs, extras, _, attached, _, _ = evaluated
+def _only_own_modes(xs: Sequence[Tensor]) -> bool:
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in xs)
+    return plain and all(isinstance(mode, PlainKernels) for mode in upstream.function_modes())
+
+
+def _eager_linearize(fun: Fun, leaves: Tensors) -> Any:
+    evaluated = evaluated_to_push(caller_of(fun), _evaluated, fun, leaves, True)
+    outs, extras, _, attached, *_ = evaluated
+    push = _transposed(evaluated)
     return (outs, extras, push) if attached else (_freed(outs), _freed(extras), push)
 
 
-def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
+def _transposed(evaluated: Any) -> Pushforward:
     """The pushforward, as the pullback of the pullback, which is linear in the cotangents."""
-    outs, _, aliases, attached, survey, inside = evaluated
+    outs, _, aliases, attached, spent, plain, _ = evaluated
     tracked = [y for y in outs if y.requires_grad]
-    guard = guarded(caller_of(fun), fun, leaves, survey, aliases, True)
-    with outside_of_inference(), torch.enable_grad(), guard or nullcontext():
-        # Any cotangents will do, since the pullback is linear; logcumsumexp's is NaN at zero.
+    with _recording():  # any cotangents will do
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         for dummy in dummies:
-            setattr(dummy, SPENT, [True])  # no derivative is taken with respect to it elsewhere
-        pulled = _pulled(tracked, aliases, dummies, True, True, inside.spent) if tracked else ()
-        if survey.hooked and pulled:
-            pulled = _gated_at_hooks(fun, leaves, aliases, tracked, dummies, pulled, True)
-    grads = pulled or [None] * len(leaves)
-    refuse_read_elsewhere(fun, outs, leaves, grads)
-    refuse_cut(fun, cut_in(fun, leaves, inside.cut(grads, outs)))
+            setattr(dummy, SPENT, spent)
+        grads = _pulled(tracked, aliases, dummies, True, True, spent, plain)
 
-    wrong: list[Any] | None = None
-
-    def push(tangents: list[Tensor]) -> list[Tensor]:
-        nonlocal wrong
-        moved = [
-            (p, t)
-            for p, t in zip(pulled, tangents, strict=bool(tracked))
-            if p is not None and p.requires_grad
-        ]
-        result: Sequence[Tensor | None] = [None] * len(tracked)
-        if moved:
-            create = torch.is_grad_enabled() and (
-                attached or any(t.requires_grad for _, t in moved)
-            )
-            again = create or upstream.forward_level() >= 0
-            ps, ts = [p for p, _ in moved], [_normal(t) for _, t in moved]
-            if again and wrong is None:  # the same at each push
-                wrong = wrong_nodes(ps)
-            with explained(caller_of(fun)), corrected(wrong or () if again else ()):
-                result = _pulled(ps, dummies, ts, True, again, inside.spent)
-            note_taken(tracked, result, leaves, aliases, create, inside)
-            result = result if create else _freed(result)
-        pushed = spread(result, [y.requires_grad for y in outs])
-        return [
-            torch.zeros_like(y) if t is None or upstream.is_zero(t) else t
-            for y, t in zip(outs, pushed, strict=True)
-        ]
+    def push(tangents: Tensors) -> Tensors:
+        pushed = _pulled(
+            [x for x in grads if x is not None],
+            dummies,
+            [t for x, t in zip(grads, tangents, strict=True) if x is not None],
+            attached,
+            True,
+            spent,
+            plain,
+        )
+        full = spread(pushed, [y.requires_grad for y in outs])
+        return [_filled(t, y) for t, y in zip(full, outs, strict=True)]
 
     return push
 
 
-def _evaluate(fun: Fun, leaves: list[Tensor], keep: bool | None = None) -> Any:
-    """f at aliases of the leaves, once, with a graph, and a survey of the graph.
+def _or_cannot_push(push: Pushforward) -> Pushforward:
+    """A pushforward that raises `CannotPush` if an operation has no second derivative."""
 
-    keep: Whether gradients were enabled at first; leaving inference mode enables them.
-    """
-    keep = torch.is_grad_enabled() if keep is None else keep
-    if is_in_inference():
-        with torch.inference_mode(False):
-            return _evaluate(fun, leaves, keep)
-    on = keep and not upstream.count_of_function_modes()  # these must see that they are enabled
-    # Skip tagging these detaches; no recorder is active.
-    plain = on and not upstream.count_of_dispatch_modes() and upstream.forward_level() < 0
-    tracks = keep and not getattr(fun, "deferred", False)  # whether aliases are views of leaves
-    aliases = [
-        x.detach().requires_grad_()
-        if plain and not ((tracks and x.requires_grad) or x.is_inference())
-        else _alias(x, tracks)
-        for x in leaves
-    ]
-    inside = OpenDerivative(aliases, leaves, set(), set(), [], [False])
-    before, hooks = nodes_made(), upstream.hooks_made() - OWN_HOOKS[0]
+    def pushed(tangents: Tensors) -> Tensors:
+        try:
+            return push(tangents)
+        except RuntimeError as error:
+            raise CannotPush from error
+
+    return pushed
+
+
+def _dual_jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+    keep = torch.is_grad_enabled()
+    outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
+    with outside, torch.set_grad_enabled(keep), dual_level():
+        pairs = zip(leaves, tangents, strict=True)
+        duals = [dual_of(unshared(_normal(x)), _normal(t)) for x, t in pairs]
+        with PlainKernels():
+            outs, extras = fun(*duals)
+        pushed = [forward_ad.unpack_dual(y) for y in outs]
+        outs = [y for y, _ in pushed]
+        tangents_out = [_filled(t, y) for y, t in pushed]
+        extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
+    if keep:
+        return outs, extras, tangents_out
+    return _freed(outs), _freed(extras), _freed(tangents_out)
+
+
+# --- torch.func: inside of its transforms, and in compiled code ----------------------------------
+
+
+def _functorch_vjp(fun: Fun, leaves: Tensors) -> Evaluation:
+    """In compiled code there are zeros for leaves that do not reach an output."""
+    some: list[bool] = []  # dynamo does not trace `list[bool]()`
+    reached: list[bool] = []
+    nested = [False]
+
+    def run(*xs: Tensor) -> Any:
+        if is_compiling():
+            plain = getattr(fun, "plain_kernels", False)
+            outs, extras = _traced(fun, xs, plain or True in [x.requires_grad for x in leaves])
+        else:
+            taken = _here.taken
+            with _kernels(fun):
+                outs, extras = fun(*xs)
+            leaves_reached = {*map(id, leaves_of(outs))}
+            reached[:] = [id(x) in leaves_reached for x in xs]
+            nested[0] = _here.taken != taken
+        some[:] = [bool(outs)]
+        return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
+
+    with NOTHING if is_compiling() else explained(caller_of(fun)):
+        outs, pull, extras = _func_vjp(run, *leaves, has_aux=True)
+
+    def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
+        if not some[0]:
+            return [None] * len(leaves)
+        full = zip(outs, cts, strict=True)
+        grads = pull(tuple([torch.zeros_like(y) if ct is None else ct for y, ct in full]))
+        grads = [g.view_as(g) for g in grads]  # f may return a wrapper of a level that has ended
+        if reached:
+            grads = [g if r else None for g, r in zip(grads, reached, strict=True)]
+        return _in_memory(grads, leaves) if nested[0] else grads
+
+    shown = list(outs) if some[0] else []
+    return Evaluation(shown, list(extras), pullback, checked=bool(reached), nested=nested[0])
+
+
+def _func_vjp(fun: Any, *primals: Any, has_aux: bool = False) -> Any:
+    """`torch.func.vjp`, which refuses to run inside of hooks on saved tensors, outside of them."""
+    if is_compiling() or upstream.saved_tensors_hooks_on(False) is None:
+        return torch.func.vjp(fun, *primals, has_aux=has_aux)
+    with unpacked() as hooks:
+        if not has_checkpoint(hooks):
+            return torch.func.vjp(fun, *primals, has_aux=has_aux)
+    return torch.func.vjp(fun, *primals, has_aux=has_aux)
+
+
+def _functorch_jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> Any:
+    def run(*xs: Tensor) -> Any:
+        outs, extras = _traced(fun, xs, True)
+        return tuple(outs), tuple(extras)
+
+    xs = tuple([unshared(x) for x in leaves])
+    with NOTHING if is_compiling() else forward_mode():
+        outs, pushed, extras = torch.func.jvp(run, xs, tuple(tangents), has_aux=True)  # type: ignore[misc]
+    # Under vmap PyTorch promotes the tangent of a scalar times a Python number, unlike its value.
+    pairs = zip(pushed, outs, strict=True)
+    pushed = [t if t.dtype == y.dtype or not is_inexact(y) else t.to(y.dtype) for t, y in pairs]
+    return list(outs), list(extras), pushed
+
+
+def _functorch_linearize(fun: Fun, leaves: Tensors) -> Any:
+    def run(*xs: Tensor) -> Any:
+        run = partial(evaluated_to_push, caller_of(fun), fun)
+        outs, extras = _traced(run, xs, True)
+        return tuple(outs), tuple(extras)
+
+    outs, pull, extras = _func_vjp(run, *leaves, has_aux=True)
+    push = _func_vjp(pull, tuple([torch.ones_like(y) for y in outs]))[1]
+    return list(outs), list(extras), lambda tangents: list(push(tuple(tangents))[0])
+
+
+def _traced(fun: Fun, xs: Sequence[Tensor], plain_kernels: bool) -> Any:
+    traced.append(True)
     try:
-        with inside:
-            if on:
-                outs, extras = fun(*aliases)
-            else:
-                with torch.enable_grad():
-                    outs, extras = fun(*aliases)
+        with PlainKernels() if plain_kernels else NOTHING:
+            return fun(*xs)
     finally:
-        if on and not torch.is_grad_enabled():  # f disabled it
-            torch.set_grad_enabled(True)
-    survey = surveyed(outs, nodes_made() - before)
-    if survey.compiled:
-        refuse_lost(caller_of(fun), outs)
-        mark_lost(survey.compiled)
-    if upstream.hooks_made() - OWN_HOOKS[0] != hooks:
-        survey = survey._replace(hooked=True)
-    inside.spent[0] = True
-    captured = not all(map(is_spent, survey.leaves))
-    attached = keep and (captured or (tracks and any(map(_is_tracked, leaves))))
-    return outs, extras, aliases, attached, survey, inside
+        traced.pop()
 
 
-def is_in_inference() -> bool:
-    """Whether `torch.inference_mode(False)`, which is slow, would change anything."""
-    return torch.is_inference_mode_enabled() or not upstream.is_forward_mode_enabled()
+def _kernels(fun: Fun) -> AbstractContextManager[Any]:
+    """The kernels for a function that is pulled back inside of torch.func's transforms."""
+    kinds = [level.key() for level in upstream.get_interpreter_stack() or ()]
+    own = kinds.pop()
+    assert own == upstream.TransformType.Grad
+    if getattr(fun, "plain_kernels", False) or any(k in _DERIVATIVES for k in kinds):
+        return PlainKernels()
+    return MappedNorms() if kinds else NOTHING
 
 
-def outside_of_inference() -> AbstractContextManager[Any]:
-    """`torch.inference_mode(False)`, or nothing if it would not change anything."""
-    return torch.inference_mode(False) if is_in_inference() else nullcontext()
+_DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+def _recording() -> AbstractContextManager[Any]:
+    """Context in which graphs are recorded, also inside of `no_grad` and `inference_mode`."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)  # which enables gradients
+    return NOTHING if torch.is_grad_enabled() else torch.enable_grad()
+
+
+def _alias(x: Tensor, tracks: bool, spent: list[bool]) -> Tensor:
+    """An alias of x that requires grad: a view if `tracks` and x requires grad, else a leaf."""
+    if tracks and x.requires_grad:
+        alias = x.view_as(x)
+        if alias.grad_fn is not None:  # forward mode under no_grad records no graph
+            return alias
+    alias = (x.clone() if x.is_inference() else _detached(x)).requires_grad_()
+    setattr(alias, SPENT, spent)
+    return alias
 
 
 def _normal(x: Tensor) -> Tensor:
     """x, or a copy that autograd can save if x is an inference tensor."""
-    if not x.is_inference():
-        return x
-    with outside_of_inference():
-        return x.clone()
-
-
-def _alias(x: Tensor, keep: bool) -> Tensor:
-    """An alias of x that requires grad: a view if x requires grad, else a leaf.
-
-    A dual number keeps its tangent, which `detach` alone would silently drop.
-    """
-    if x.is_inference():
-        return x.clone().requires_grad_()
-    if keep and x.requires_grad:
-        alias = x.view_as(x)
-        if alias.grad_fn is not None:  # forward mode under no_grad records no graph
-            return alias
-    return _detached(x).requires_grad_()
+    return x.clone() if x.is_inference() else x
 
 
 def _detached(x: Tensor) -> Tensor:
-    """x detached; a dual number keeps its (detached) tangent."""
-    if upstream.forward_level() < 0:
-        if upstream.count_of_dispatch_modes() or upstream.count_of_function_modes():
-            return detached(x, DERIVATIVE)
-        return x.detach()  # no recorder is active, so no tag
-    primal, tangent = forward_ad.unpack_dual(x)
-    if tangent is None:
-        return detached(x, DERIVATIVE)
-    primal, tangent = detached(primal, DERIVATIVE), detached(tangent, DERIVATIVE)
-    return forward_ad.make_dual(primal, tangent)
+    """x detached. A dual number keeps its tangent, which `detach` alone would drop."""
+    if upstream.forward_level() >= 0:
+        primal, tangent = forward_ad.unpack_dual(x)
+        if tangent is not None:
+            primal, tangent = detached(primal, DERIVATIVE), detached(tangent, DERIVATIVE)
+            return forward_ad.make_dual(primal, tangent)
+    if upstream.count_of_dispatch_modes() or upstream.count_of_function_modes():
+        return detached(x, DERIVATIVE)  # marked for a recorder
+    return x.detach()
 
 
 def _freed(xs: Sequence[Any]) -> list[Any]:
@@ -418,75 +435,13 @@ def _freed(xs: Sequence[Any]) -> list[Any]:
     return [_detached(x) if x is not None and x.requires_grad else x for x in xs]
 
 
-# --- forward mode ------------------------------------------------------------------------
+def _in_memory(xs: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[Tensor | None]:
+    """The tensors, with zeros in memory for PyTorch's symbolic zeros."""
+    return [x if x is None else _filled(x, like) for x, like in zip(xs, likes, strict=True)]
 
 
-def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool = False) -> Any:
-    keep = torch.is_grad_enabled()  # before leaving inference mode enables it
-    with outside_of_inference(), torch.set_grad_enabled(keep), dual_level():
-        pairs = zip(leaves, tangents, strict=True)
-        duals = [dual_of(unshared(_normal(x)), _normal(t)) for x, t in pairs]
-        shows = keep and any(map(_is_tracked, tangents))
-        if shows:  # record a graph to see which operations the tangents' derivatives pass
-            duals = [recorded_dual(x) for x in duals]
-        recorded = nodes_made()
-        with torch.enable_grad():
-            caller = caller_of(fun)
-            mode = NoGradStopsTangents(False, True, caller) if keep else OneTangent((), caller)
-            with mode, pushed_through(mode, caller, keep), ReadsElsewhere(leaves) as elsewhere:
-                outs, extras, nested = watched(fun, duals)
-            unseen = not (keep or nested or seen) and nodes_made() != recorded
-            # Under no_grad a view of a tracked tensor would require grad without a graph.
-            unpacked = [forward_ad.unpack_dual(y) for y in outs]
-        extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
-        primals = [y.primal for y in unpacked]
-        pushed = [
-            torch.zeros_like(y) if t is None or upstream.is_zero(t) else t for y, t in unpacked
-        ]
-        if keep:
-            entered = [x if x.requires_grad else d for x, d in zip(leaves, duals, strict=True)]
-            pushed = gated_at_custom_code(fun, leaves, entered, tangents, primals, pushed)
-        # A derivative in f may leave a graph to its own aliases.
-        leaves_graph = keep and nested and not any(map(_is_tracked, leaves))
-        if shows or mode.shows or leaves_graph:
-            primals, pushed = _without_recorded(primals), _without_recorded(pushed)
-            extras = [_without_recorded([x])[0] if is_inexact(x) else x for x in extras]
-    if unseen:  # a TorchScript call made the nodes: run f again to find it, and raise
-
-        def again(xs: Sequence[Tensor]) -> list[Tensor]:
-            with torch.no_grad():
-                return _dual_jvp(fun, [detached(x, DERIVATIVE) for x in xs], tangents, seen=True)[0]
-
-        with scripts_refused(caller):
-            rerun(again, leaves)
-    if elsewhere.found or (nested and all(t is None for _, t in unpacked)):
-        refuse_lost_along(fun, leaves)
-    note_taken(primals, pushed, leaves, leaves, torch.is_grad_enabled())
-    if torch.is_grad_enabled():
-        return primals, extras, pushed
-    return [_freed(xs) for xs in (primals, extras, pushed)]
-
-
-def _without_recorded(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Results, detached if their graph exists only because of `recorded_dual`."""
-    return [
-        _detached(x) if x.requires_grad and all(map(is_spent, surveyed([x]).leaves)) else x
-        for x in xs
-    ]
-
-
-def refuse_lost_along(fun: Fun, leaves: Sequence[Tensor]) -> None:
-    """Raises for leaves that are cut, or read by another reference, as reverse mode finds."""
-    parameters = parameters_of(leaves)
-
-    def run(xs: Sequence[Tensor]) -> list[int]:
-        for x, p in zip(xs, parameters, strict=True):
-            if p is not None:
-                setattr(x, SOURCE, weakref.ref(p))
-        result = uncompiled(_eager_vjp, fun, list(xs), True)
-        return result.cut(result.pullback(result.outs))
-
-    cut: Sequence[int] = ()  # where reverse mode fails nothing is known
-    with upstream.temporarily_clear_interpreter_stack(), suppress(RuntimeError):
-        cut = rerun(run, leaves)
-    refuse_cut(fun, cut)
+def _filled(tangent: Tensor | None, like: Tensor) -> Tensor:
+    """The tangent; zeros in memory for None and for PyTorch's symbolic zero."""
+    if tangent is None or upstream.is_zero(tangent):
+        return torch.zeros_like(like, requires_grad=False)
+    return tangent

@@ -21,19 +21,18 @@ import torch
 
 from gradtools.arguments.chunks import Chunks
 from gradtools.boundary import user_facing
-from gradtools.errors import GradtoolsError, refusal, warn_once
+from gradtools.errors import GradtoolsError, warn_once
 from gradtools.freezing import name_of_function
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import surveyed
+from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.forward_mode.recomputed_tangents import pullback_tangents, tangents
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, like
-from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
+from gradtools.torch.known_errors import lacks_derivative
 from gradtools.torch.modes import Modes, NoForwardMode, batchings, by_new_vmap
 from gradtools.torch.nondifferentiable import gated
-from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import CHUNK, detached
+from gradtools.torch.recomputed_tangents import pullback_tangents, tangents
 from gradtools.torch.replaying.nodes import (
     Backward,
     Pushed,
@@ -70,8 +69,7 @@ class Uses:
         self.budget, self.held, self.size = budget or 0, 0, 0
         self.is_complex = False  # whether G's derivatives hold complex numbers
         self.state: Snapshot | None = None  # the state behind G in the latest use
-        self.linear: weakref.WeakSet[Any] = weakref.WeakSet()  # Functions with a linear backward
-        self.skipped: dict[tuple[str, int], int] = {}  # failed methods, see `by_any_kernel`
+        self.skipped: set[str] = set()  # quantities without forward mode, see `by_any_mode`
         self._latest: Callable[[], _Use | None] = lambda: None
 
     def __reduce__(self) -> Any:
@@ -205,15 +203,13 @@ class _Use(Forward):
         Where there are no numbers to compute with, double backward makes it differentiable.
         """
         if upstream.forward_level() >= 0 or not self.shows_numbers():
-            return self.guarded(self.by_any_kernel(quantity, None, slow))
+            return self.guarded(self.by_any_mode(quantity, None, slow))
         with torch.no_grad():
-            values = self.by_any_kernel(quantity, fast, slow)
+            values = self.by_any_mode(quantity, fast, slow)
         return self.guarded(node(values)) if torch.is_grad_enabled() else values
 
-    def by_any_kernel(
-        self, quantity: str, fast: Any, slow: Callable[[_Use], list[Any]]
-    ) -> list[Any]:
-        """Tries forward mode, then double backward, each with fused kernels and then without.
+    def by_any_mode(self, quantity: str, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
+        """Computes the quantity by forward mode, or else by double backward.
 
         The next use starts with the method that worked for this one.
 
@@ -221,39 +217,20 @@ class _Use(Forward):
         fast: Computes it by forward mode; None if that is impossible.
         slow: Computes it by double backward.
         """
-        if self.hooked and fast is not None:
-            _warn_of_fallback(self.caller, f"a hook on a gradient in {self.fun}", again=False)
-            fast = None
-        methods = [(m, other) for m in (fast, slow) if m is not None for other in (False, True)]
-        count = len(methods)
         self.refuse_edit()
-        methods = methods[self.uses.skipped.get((quantity, count), 0) :]
-        while True:
-            method, other = methods.pop(0)
-            if method is slow:
-                self.refuse_once("give it a jvp, or ")
+        if fast is not None and not (self.hooked or quantity in self.uses.skipped):
             try:
-                value = method(self.with_modes(self.modes.by_other_kernels()) if other else self)
+                return fast(self)
             except NoForwardMode:
-                return self.by_any_kernel(quantity, None, slow)
+                pass
             except (RuntimeError, NotImplementedError) as error:
                 kernel = lacks_derivative(error)
-                if kernel in NO_KERNELS.values():  # flags select no other kernel
-                    methods = [(m, o) for m, o in methods if m is not method]
                 if kernel is None:
                     raise
-                if not methods:
-                    text = (
-                        f"{self.caller}: {kernel} in {self.fun} lacks the derivative of its "
-                        "backward pass, forward and backward, and PyTorch has no other kernel for "
-                        "what calls it by its name. Call the function that chooses a kernel, or "
-                        f"write it by plain operations. PyTorch says: {error}"
-                    )
-                    raise refusal(error, text) from error
-                _warn_of_fallback(self.caller, kernel, again=methods[0][0] is method)
-            else:
-                self.uses.skipped[quantity, count] = count - 1 - len(methods)
-                return value
+                _warn_of_fallback(self.caller, kernel)
+                self.uses.skipped.add(quantity)
+        self.refuse_once("give it a jvp, or ")
+        return slow(self)
 
     def refuse_edit(self) -> None:
         """Raises if G holds a reverse-only rule, since its pullback is differentiated forward."""
@@ -291,7 +268,7 @@ class _Pushforward(Pushed):
             back = Backward(Pushed(use, self.layout), layout, joint)
             return outputs_of(back, rows, shared)
 
-        return use.by_any_kernel("pushforward", None, slow)
+        return use.by_any_mode("pushforward", None, slow)
 
 
 class _FrozenBackward(Backward):
@@ -303,7 +280,6 @@ class _FrozenBackward(Backward):
     constant = False  # whether no cotangent has a derivative, such as the 1 of a gradient
     # The kept graph, if it fits into the budget.
     graph: tuple[list[Any], list[Any], list[Any]] | None = None
-    is_linear = False  # whether linearity was checked, if hooks or Functions may break it
     # The result of the first pullback with its versions, for the comparison.
     pulled_first: Sequence[tuple[Any, int]] = ()
 
@@ -318,10 +294,9 @@ class _FrozenBackward(Backward):
             return set()
         _, own, outs = use.retained.pop(0)
         cts = self.split(0, rows[0], shared)[2]
-        tracked = [y for y in outs if isinstance(y, Tensor)]
         batched = any(self.vectors_only) or batchings() > 0
-        if not use.holds or batched or surveyed(tracked).custom:
-            sums.add(self.pulled(outs, own, cts, len(own), False, False, use.is_right))
+        if not use.holds or batched:
+            sums.add(self.pulled(outs, own, cts, len(own), False, False))
             return {0}
         with torch.enable_grad():
             vs = [None if ct is None else alias_of(ct) for ct in cts]
@@ -351,45 +326,6 @@ class _FrozenBackward(Backward):
             self.graph = None
             return None
 
-    def refuse_nonlinear(self, zs: Entries, cts: Entries) -> None:
-        """Raises if hooks or Functions in G make the pullback nonlinear in cts.
-
-        Hooks are tested in each use, a Function once, with large cotangents as well.
-        """
-        use: Any = self.of
-        own = ("torch", "gradtools")
-        users = [f for f in use.functions if f.__module__.partition(".")[0] not in own]
-        untried = {f for f in users if f not in use.uses.linear}
-        if self.is_linear or not (use.hooked or untried) or not use.shows_numbers():
-            return
-
-        def pulled_multiple(factor: float) -> list[Any]:  # by another recomputation
-            back = _FrozenBackward(use.with_modes(use.modes), self.layout)
-            scaled = [None if ct is None else detached(ct, CHUNK) * factor for ct in cts]
-            with torch.no_grad():
-                return back.evaluate([scaled], zs)[1]
-
-        known = pulled_multiple(1.0)
-        for factor in (-0.5, 1e4) if untried else (-0.5,):
-            for x, y in zip(known, pulled_multiple(factor), strict=True):
-                if x is None:
-                    continue
-                off, size = (y - factor * x).norm(), (factor * x).norm()
-                if not bool(off > torch.finfo(x.dtype).eps ** 0.5 * size):  # nor if not finite
-                    continue
-                held = "a hook on a gradient that is not linear in it"
-                if not use.hooked:
-                    names = ", ".join(sorted(f.__qualname__ for f in untried))
-                    held = f"the autograd.Function {names}, whose backward is not linear in the "
-                    held += "gradient"
-                raise GradtoolsError(
-                    f"{self.caller}: {use.fun} holds {held}, and the derivative of its pullback "
-                    "is needed, which is taken for linear. Edit gradients outside of "
-                    f"{use.fun}, or {_instead(self.caller)}."
-                )
-        self.is_linear = True
-        use.uses.linear.update(untried)
-
     def pull(self, layout: Widths, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
         if any(self.vectors_only):
             # A batch of vectors at the same arguments, whose gradients are summed.
@@ -402,7 +338,6 @@ class _FrozenBackward(Backward):
         us = spread(shared[layout.shared :], layout.present[-1])
         cts = rows[0]
         use: Any = self.of
-        self.refuse_nonlinear(zs, cts)
         pulled = self.through_graph(us, False)
         if pulled is not None:
             return [*pulled, *us]
@@ -487,7 +422,6 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
         return [None] * len(zs)
     use.refuse_once()
     use.refuse_edit()
-    back.refuse_nonlinear(zs, [ct for ct in cts if ct is not None])
     pulled = back.through_graph(us, True)
     if pulled is not None:
         return pulled
@@ -552,11 +486,10 @@ def _instead(caller: str) -> str:
     return "use G itself" if caller == "frozen" else "leave out the mode"
 
 
-def _warn_of_fallback(caller: str, kernel: str, again: bool) -> None:
-    """Warns once for each kernel. again: Whether forward mode is tried with other kernels."""
-    done = "uses PyTorch's own alternatives to fused kernels."
-    if not again:
-        graph = f"a graph of {name_of_function(caller)} while it runs."
-        done = f"takes double backward, and keeps {graph}"
-    text = f"{caller}: {kernel} lacks the derivative that forward over reverse needs; that pass"
-    warn_once(("frozen", kernel, again), f"{text} {done}")
+def _warn_of_fallback(caller: str, kernel: str) -> None:
+    """Warns once for each kernel."""
+    warn_once(
+        ("frozen", kernel),
+        f"{caller}: {kernel} lacks the derivative that forward over reverse needs; that pass takes "
+        f"double backward, and keeps a graph of {name_of_function(caller)} while it runs.",
+    )

@@ -10,13 +10,15 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.function_modes import NoForwardMode as NoForwardMode
+from gradtools.torch.function_modes import PlainKernels, plain_kernels_are_on
 
 Tensor = torch.Tensor
 
@@ -60,10 +62,6 @@ def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
         return [upstream.add_batch_axis(next(found), 0, level) if t else None for t in there]
     finally:
         upstream.enter_vmap()
-
-
-class NoForwardMode(Exception):
-    """PyTorch's only forward-mode level is in use, or the tensor does not support forward mode."""
 
 
 _FORWARD_MODE = threading.Lock()
@@ -166,6 +164,7 @@ class Modes:
     cached: bool
     grad: bool
     device: torch.device
+    plain: bool  # whether `PlainKernels` is active
 
     @classmethod
     def now(cls, kinds: Iterable[str]) -> Modes:
@@ -175,15 +174,8 @@ class Modes:
             torch.is_autocast_cache_enabled(),
             torch.is_grad_enabled(),
             default_device(),
+            plain_kernels_are_on(),
         )
-
-    def by_other_kernels(self) -> Modes:
-        """The modes with PyTorch's unfused alternatives to fused kernels."""
-        fused = ("flash attention", "lean attention", "cudnn attention", "encoder fast path")
-        others = dict.fromkeys((*fused, "cudnn.enabled", "mkldnn.enabled"), False)
-        others["plain attention"] = True
-        pairs = zip(_FLAGS, self.flags, strict=True)
-        return replace(self, flags=[others.get(name, flag) for name, flag in pairs])
 
     def are_current(self) -> bool:
         """Whether they are the current ones, apart from grad mode."""
@@ -214,6 +206,8 @@ class Modes:
             result.append(torch.inference_mode(False))
         if default_device() != self.device:
             result.append(self.device)
+        if self.plain and not plain_kernels_are_on():
+            result.append(PlainKernels())
         casts_differ = _casts([kind for kind, _, _ in self.autocast]) != self.autocast
         if casts_differ:
             result += [

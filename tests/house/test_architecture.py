@@ -66,11 +66,7 @@ def test_every_room_that_the_page_names_is_there():
 
 
 # What is imported back where it is asked for; without these no room is in a circle.
-BACK = {
-    # a rule, which is transposed by it
-    "torch.plain_programs.backward_nodes": {"torch.forward_mode.by_transposing"},
-    "torch.autograd_graph": {"torch.double_backward"},
-}
+BACK = {}
 
 
 def imports(path, rooms):

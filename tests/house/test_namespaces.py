@@ -178,9 +178,7 @@ def test_a_namespace_binds_no_other_name_without_an_underscore(file):
 ALONE = dict(
     line.split(": ", 1)
     for line in """
-torch/forward_mode/: where PyTorch's forward mode is wrong, lacking or slow; JAX's is right
 torch/replaying/: f run again, chunk by chunk; JAX differentiates a scan
-torch/plain_programs/: what PyTorch differentiates wrongly; JAX has no such seam
 seeing/torch/recording/: a run is recorded as it happens; JAX traces a jaxpr
 seeing/torch/translating/: aten's operations
 jax/rules/primitives.py: what a rule is in a jaxpr; in PyTorch it is one Function
@@ -205,14 +203,12 @@ torch/nondifferentiable.py: results that refuse a derivative along some tensors
 torch/randomness.py: generators with a state; JAX has keys
 torch/rerunning.py: f runs again and all that it changed is put back; JAX's functions are pure
 torch/state.py: modules and variables that change; JAX's functions are pure
+torch/function_modes.py: kernels by modes of a thread; JAX has no fused kernels to replace
+torch/normalization.py: norms that can be mapped; JAX has no fused ones
+torch/many_tangents.py: one pass for each tangent; JAX maps
+torch/recomputed_tangents.py: forward mode of frozen functions; JAX has one forward mode
 torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
-torch/functorch_engine.py: the engine inside of torch.func, beside the eager one; JAX has one
-torch/open_derivatives.py: what inner derivatives depend on; in JAX the jaxpr tells it
 torch/deferred_graphs.py: graphs of derivatives at modules; JAX differentiates programs
-torch/double_backward.py: what autograd loses in silence in a Function; JAX raises there
-torch/trials.py: what all trials of lost derivatives share
-torch/double_backward_trials.py: how that is found out, by class
-torch/hook_trials.py: the same of hooks on gradients, which JAX has not
 jax/compiled_once.py: eager programs that JAX would compile at each call; PyTorch compiles none
 jax/shardings.py: meshes of devices; PyTorch's are its processes'
 jax/recomputing.py: programs that are computed again; PyTorch runs f again, in `replaying`

@@ -23,6 +23,7 @@ BY_NAME = {
     if operator.family in ("gradient", "forward", "jacobian", "second order")
 }
 HVP = "hvp, reverse over reverse"
+WRONG_IN_PYTORCH = "grad of jvp", "solve"
 PROGRAMS = {program.name: program for program in (*smooth_programs(), *FORMS)}
 
 
@@ -39,6 +40,8 @@ def _cells() -> list[Any]:
 @pytest.mark.sampled(torch=(500, 700), jax=(60, 200))
 @pytest.mark.parametrize("cell", _cells())
 def test_a_derivative_is_that_of_differences_in_numpy(backend_name, cell):
+    if backend_name == "torch" and (cell.operator.name, cell.program.name) == WRONG_IN_PYTORCH:
+        pytest.skip("PyTorch's tangent of solve has a wrong derivative (torch#192540)")
     verdict = judged(cell, backend_name)
     assert not verdict.failure, verdict.failure
 

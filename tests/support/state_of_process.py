@@ -98,7 +98,6 @@ def _levels_of_torch() -> dict[str, Any]:
 def _rest_of_torch() -> dict[str, Any]:
     import torch
 
-    from gradtools.torch import open_derivatives
     from gradtools.torch.replaying import recomputing
 
     backends, cuda = torch.backends, torch.backends.cuda
@@ -131,7 +130,6 @@ def _rest_of_torch() -> dict[str, Any]:
         "autograd's threads": torch.autograd.is_multithreading_enabled(),
         "views in forward mode": torch._C._is_fwd_grad_enabled(),
         "hooks on all modules": _module_hooks(torch),
-        "gradtools: derivatives under way": len(open_derivatives.open_flags()),
         "gradtools: replaying": recomputing.is_recomputing(),
     }
 

@@ -5,18 +5,14 @@ Each is held against softmax(q k^T / sqrt(d) + mask) v written out by hand, in d
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError
 
 pytestmark = pytest.mark.torch
 KIND = torch.float64
@@ -63,12 +59,6 @@ def dot(us, vs):
     return sum((u * v).sum() for u, v in zip(us, vs, strict=True))
 
 
-def _attached(f):
-    """The graph that a gradient keeps, differentiated by PyTorch itself."""
-    xs = [x.clone().requires_grad_() for x in X]
-    return torch.autograd.grad(dot(gt.grad(f, (0, 1, 2))(*xs), T), xs)
-
-
 def _of_gradient(taken):
     return lambda f: taken(lambda *xs: dot(gt.grad(f, (0, 1, 2))(*xs), T), (0, 1, 2))(*X)
 
@@ -90,7 +80,6 @@ OPERATORS = {
     "grad of grad": _of_gradient(gt.grad),
     "torch.func.grad of grad": _of_gradient(torch.func.grad),
     "torch.func.jvp of grad": lambda f: torch.func.jvp(gt.grad(f, (0, 1, 2)), X, T),
-    "backward of grad": _attached,
     "grad of jvp": lambda f: gt.grad(lambda *xs: gt.jvp(f, xs, T)[1], (0, 1, 2))(*X),
     "grad of hvp": lambda f: gt.grad(lambda *xs: dot(gt.hvp(f, xs, T)[1], T), (0, 1, 2))(*X),
     "vmap of hvp": lambda f: torch.vmap(lambda *xs: gt.hvp(f, xs, T)[1])(
@@ -265,40 +254,3 @@ def test_one_gradient_is_the_kernels_own():
         f = lambda q: F.scaled_dot_product_attention(q * weight, k, v).sin().sum()
         attached = gt.grad(f)(q)
     assert attached.requires_grad and 0 < max(sizes) < length**2
-    (found,) = torch.autograd.grad(attached.square().sum(), weight)
-    g = lambda w: gt.grad(lambda q: by_hand(q * w, k, v).sin().sum())(q).square().sum()
-    torch.testing.assert_close(found, gt.grad(g)(weight.detach()))
-
-
-def test_a_second_derivative_out_of_sight_is_refused_in_words():
-    f = lambda x: F.scaled_dot_product_attention(x, x, x).sin().sum()
-    inside = lambda x: torch.func.grad(f)(x).square().sum()
-    with pytest.raises(GradtoolsError, match=r"^grad: of fused attention PyTorch has first deriv"):
-        gt.grad(inside)(X[0])
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = gt.grad(inside)(X[0])
-    found = gt.grad(lambda x: gt.grad(f)(x).square().sum())(X[0])
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("name", ["FlashAttention", "EfficientAttention", "CudnnAttention"])
-def test_kernels_of_cuda_take_the_same_way(name):
-    """Of a node with their names for what it saved, on the CPU."""
-    from gradtools.torch.plain_programs.backward_nodes import NODES
-
-    class Node:
-        _saved_query, _saved_key, _saved_value = X
-        _saved_is_causal, _saved_scale, _saved_dropout_p = False, 1 / math.sqrt(6), 0.0
-
-    if name != "FlashAttention":
-        Node._saved_attn_bias = BIAS
-    mask = None if name == "FlashAttention" else BIAS
-    y, pull = gt.vjp(lambda *xs: by_hand(*xs, attn_mask=mask), *X)
-    xs = [x.clone().requires_grad_() for x in X]
-    Node._saved_query, Node._saved_key, Node._saved_value = xs
-    hook = NODES[f"ScaledDotProduct{name}Backward0"].hook(Node, again=True)
-    found = dot(hook(pull(y), [y]), T)
-    expected = gt.grad(
-        lambda *xs: dot(gt.vjp(lambda *xs: by_hand(*xs, attn_mask=mask), *xs)[1](y), T), (0, 1, 2)
-    )(*X)
-    torch.testing.assert_close(torch.autograd.grad(found, xs), expected)

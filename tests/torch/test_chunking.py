@@ -683,17 +683,6 @@ def test_double_and_third_backward_through_dropout_and_batch_norm(keep_graphs, o
     assert all_same(found[1][0], found[0][0], 1e-11) and found[1][1] == found[0][1]
 
 
-@pytest.mark.parametrize("keep_graphs", [0, 1])
-def test_a_third_derivative_of_batch_norm_is_right(keep_graphs):
-    """PyTorch's own lacks a term, torch#186256."""
-    found = []
-    for norm in (nn.BatchNorm1d, PlainBatchNorm):
-        torch.manual_seed(1)
-        model, x = stateful(norm), X.clone().requires_grad_()
-        found.append(first_to_third(gt.chunked(model, CHUNK, keep_graphs=keep_graphs), model, x, 3))
-    assert all_same(*found, 1e-11)
-
-
 def test_gradgradcheck():
     torch.manual_seed(0)
     f = lambda c, w: (c @ w).tanh() * c.sum(1, keepdim=True).exp()

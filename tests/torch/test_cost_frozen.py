@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
-from gradtools.torch.forward_mode.recomputed_tangents import NoProductsOfZero
+from gradtools.torch.recomputed_tangents import NoProductsOfZero
 from tests.support.live_bytes import LiveBytes
 
 ROWS, WIDTH = 8, 64

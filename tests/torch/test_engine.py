@@ -615,12 +615,6 @@ def test_a_derivative_by_autograd_in_forward_mode_is_refused_where_it_has_no_gra
         gt.jvp(f, (x,), (x,))
 
 
-def test_a_compiled_function_that_is_differentiated_twice_from_outside_is_refused():
-    f = torch.compile(lambda x: (x**3).sum(), backend="aot_eager")
-    with pytest.raises(GradtoolsError, match="has no compiled double backward"):
-        gt.hessian(f)(torch.ones(2))
-
-
 def test_a_gradient_inside_of_a_transform_of_torch_inside_of_a_gradient():
     x, h = torch.linspace(-1, 1, 5, dtype=torch.float64), lambda t: (t.tanh() ** 2).sum()
 

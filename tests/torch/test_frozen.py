@@ -6,25 +6,21 @@ import copy
 import gc
 import itertools
 import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
 from gradtools.errors import WARNED
-from gradtools.torch.forward_mode.one_tangent import OneTangent
-from gradtools.torch.forward_mode.recomputed_tangents import NoProductsOfZero
 from gradtools.torch.freezing import _Use
 from gradtools.torch.modes import Modes
+from gradtools.torch.recomputed_tangents import NoProductsOfZero
 
 D = torch.float64
 CPU = {"cpu"}
@@ -154,57 +150,6 @@ def test_fused_attention_is_pushed_by_its_formula():
 
 def fused_alone(z):
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(z, z.sin(), z.cos())[0]
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_fused_attention_that_is_not_seen_falls_back_and_says_so_once():
-    """TorchScript shows no function: its kernel is met where it fails, and another is chosen."""
-    zs, y = inputs(2, 2, 3, 4)
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = second(attention, zs, y)
-    scripted = torch.jit.script(scripted_attention)
-    before = Modes.now(CPU).flags
-    said = r"^frozen: _scaled_dot_product_flash\w* lacks .* uses PyTorch's own alternatives"
-    with pytest.warns(GradtoolsWarning, match=said):
-        same(second(gt.frozen(scripted), zs, y), expected)
-    assert Modes.now(CPU).flags == before
-    same(second(gt.frozen(scripted), zs, y), expected)  # a warning would fail the test
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_fused_attention_in_a_kept_graph_has_the_second_derivative_of_plain_attention():
-    zs, y = inputs(2, 2, 3, 4)
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = second(attention, zs, y)
-    scripted = torch.jit.script(scripted_attention)
-    before = Modes.now(CPU).flags
-    for _ in range(2):
-        same(second(gt.frozen(scripted, 1 << 20), zs, y), expected)  # a warning would fail the test
-        assert Modes.now(CPU).flags == before
-
-
-@pytest.mark.filterwarnings("ignore:frozen. _scaled_dot_product")
-@pytest.mark.parametrize("along", [False, True])
-def test_a_fused_kernel_that_is_called_by_its_name_has_the_second_derivative_too(along):
-    zs, y = inputs(2, 2, 3, 4)
-    plain = lambda z: torch.softmax(z @ z.sin().mT / 2, -1) @ z.cos()
-    expected = second(plain, zs, y, along=along)
-    same(second(gt.frozen(fused_alone), zs, y, along=along), expected)
-
-
-def test_flags_are_restored_after_an_exception():
-    zs, y = inputs(3, 4, dtype=torch.float32)
-    before = Modes.now(CPU).flags
-    one, three = torch.tensor([1]), torch.tensor([3])
-
-    def f(z):  # its backward pass has no derivative, so other kernels are tried
-        if not torch.backends.cuda.flash_sdp_enabled():
-            raise ValueError("here")
-        return torch.nn.functional.ctc_loss(z.log_softmax(-1)[:, None], one[None], three, one)
-
-    with pytest.raises(ValueError, match="here"), pytest.warns(GradtoolsWarning):
-        second(gt.frozen(f), zs, y)
-    assert Modes.now(CPU).flags == before
 
 
 def test_a_float32_lstm_on_the_cpu():
@@ -420,23 +365,6 @@ NONLINEAR = {
 }
 
 
-@pytest.mark.parametrize("hook", NONLINEAR)
-@pytest.mark.parametrize("along", [False, True])
-@pytest.mark.filterwarnings("ignore:frozen. .* lacks")
-def test_a_hook_that_is_not_linear_is_refused_at_second_order(hook, along):
-    def G(z):
-        h = z.sin()
-        if h.requires_grad:
-            h.register_hook(NONLINEAR[hook])
-        return h**2
-
-    zs, y = inputs(3, 4)
-    first = lambda G: [gt.grad(lambda z: loss(y, G(z)))(zs[0])]
-    same(first(gt.frozen(G)), first(G))
-    with pytest.raises(GradtoolsError, match="holds a hook on a gradient that is not linear"):
-        second(gt.frozen(G), zs, y, along=along)
-
-
 class Sine(torch.autograd.Function):
     """With a backward pass that edits the gradient."""
 
@@ -461,46 +389,6 @@ EDITED = {
     "rectified": torch.relu,
     "affine": lambda c: c + 1,
 }
-
-
-@pytest.mark.parametrize("edit", EDITED)
-@pytest.mark.parametrize("along", [False, True])
-@pytest.mark.parametrize("budget", [None, 1 << 20])
-def test_a_function_whose_backward_is_not_linear_is_refused_at_second_order(
-    edit, along, budget, monkeypatch
-):
-    zs, y = inputs(2, 4)
-    monkeypatch.setattr(Sine, "edit", staticmethod(EDITED[edit]))
-    G = gt.frozen(Sine.apply, memory_budget=budget)
-    (first,) = torch.autograd.grad(G(zs[0]).sum(), zs[0])
-    torch.testing.assert_close(first, EDITED[edit](zs[0].cos()).detach())
-    with pytest.raises(GradtoolsError, match=r"autograd\.Function Sine, whose backward is not lin"):
-        second(G, zs, y, along=along)
-
-
-@pytest.mark.filterwarnings("ignore:frozen. .* lacks")
-def test_a_function_whose_backward_is_linear_is_tried_once(monkeypatch):
-    zs, y = inputs(2, 4)
-    G = gt.frozen(Sine.apply)
-    expected, calls = second(torch.sin, zs, y, along=True), []
-    for _ in range(3):
-        monkeypatch.setattr(Sine, "calls", itertools.count())
-        same(second(G, zs, y, along=True), expected)
-        calls.append(next(Sine.calls))
-    assert calls[0] >= calls[1] + 3 and calls[1] == calls[2]  # its derivative is tried as well
-
-
-@pytest.mark.filterwarnings("ignore:frozen. .* lacks")
-def test_gradients_that_are_left_off_stay_off_for_that_use_alone():
-    def left_off(z):
-        h = z.sin()
-        torch.set_grad_enabled(False)
-        return h
-
-    zs, y = inputs(3, 4)
-    same(second(gt.frozen(left_off), zs, y), second(torch.sin, zs, y))
-    assert torch.is_grad_enabled()
-    assert torch._C._is_fwd_grad_enabled()
 
 
 def test_the_second_derivative_around_group_norm_of_a_channels_last_image_is_right():
@@ -593,19 +481,6 @@ def test_each_mix_of_modes_at_third_order_is_that_of_the_function_itself(operato
             (lambda h: lambda z: torch.func.jvp(h, (z,), (v,))[1])(expected),
         )
     same([found(z)], [expected(z)])
-
-
-@pytest.mark.parametrize("tracked", [False, True])
-def test_a_third_derivative_that_pytorch_gets_wrong_is_right(tracked):
-    """Its layer norm loses a term at third order, torch#175754."""
-    torch.manual_seed(0)
-    model = nn.TransformerEncoder(encoder(), 2).to(D).requires_grad_(tracked)
-    plain = copy.deepcopy(model)
-    for layer in plain.layers:
-        layer.norm1 = layer.norm2 = PlainNorm()
-    (z,), y = inputs(2, 3, 8, count=1)
-    with sdpa_kernel(SDPBackend.MATH):
-        same(third(gt.frozen(model), z, y), third(plain, z, y), 1e-9)
 
 
 @pytest.mark.parametrize("operator", ["frozen", "checkpoint"])
@@ -708,16 +583,6 @@ def test_an_argument_may_be_expanded(tracked, along):
         torch.testing.assert_close(own, plain)
 
 
-def test_a_fixed_tensor_that_is_changed_in_place_may_have_a_tangent():
-    z, dz, w = torch.randn(2, 4), torch.randn(2, 4), torch.zeros(4, 4)
-    with forward_ad.dual_level(), torch.no_grad(), OneTangent([w]):
-        dual = forward_ad.make_dual(z, dz)
-        w.add_(dual[0])
-        found = forward_ad.unpack_dual(nn.functional.linear(dual, w)).tangent
-    expected = torch.func.jvp(lambda z: z @ z[0].expand(4, 4).T, (z,), (dz,))[1]
-    torch.testing.assert_close(found, expected)
-
-
 def kinds():
     """Inputs of a linear layer whose weight is read once for value and tangent, or is not."""
     few, many = torch.randn(2, 3, 512), torch.randn(200, 512)
@@ -725,23 +590,6 @@ def kinds():
     yield few.mT.contiguous().mT, True, 1
     yield few[0, 0], True, 2
     yield few.to(torch.complex64), True, 1
-
-
-@pytest.mark.parametrize("case", range(7))
-def test_a_wide_layer_reads_its_weight_once(case):
-    torch.manual_seed(0)
-    x, with_bias, products = [*kinds()][case]
-    layer = nn.Linear(512, 520, with_bias, dtype=x.dtype).requires_grad_(False)
-    dx = torch.randn_like(x)
-    expected = torch.func.jvp(layer, (x,), (dx,))
-    with forward_ad.dual_level(), torch.no_grad(), OneTangent(layer.parameters()):
-        with Products() as count:
-            dual = layer(forward_ad.make_dual(x, dx))
-        found = forward_ad.unpack_dual(dual)
-    assert count.seen == products
-    for own, plain in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, plain)
-        assert own.untyped_storage().nbytes() == own.nbytes, "keeps the joined product"
 
 
 @pytest.mark.filterwarnings("ignore:This overload of:UserWarning")
@@ -770,25 +618,6 @@ def test_a_third_operand_of_a_product_is_left_to_pytorch(rule):
     assert "_product" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [nn.Linear(512, 520), nn.LayerNorm(512), nn.Softmax(-1), nn.Linear(512, 520, bias=False)],
-    ids=repr,
-)
-def test_what_autocast_casts_is_left_to_pytorch(layer):
-    layer.requires_grad_(False)
-    x, dx = torch.randn(2, 3, 512), torch.randn(2, 3, 512)
-    found = []
-    for within in (lambda _: nullcontext(), OneTangent):
-        with forward_ad.dual_level(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            with within(layer.parameters()):
-                dual = layer(forward_ad.make_dual(x, dx))
-            found += [*forward_ad.unpack_dual(dual)]
-    plain, tangent, own, own_tangent = found
-    assert own.dtype == plain.dtype and torch.equal(own, plain)
-    assert own_tangent.dtype == tangent.dtype and torch.equal(own_tangent, tangent)
-
-
 class Products(TorchDispatchMode):
     """Counts matrix products."""
 
@@ -797,19 +626,6 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, fun, types, args=(), kwargs=None):
         self.seen += fun.overloadpacket.__name__ in ("mm", "addmm", "mv", "addmv")
         return fun(*args, **(kwargs or {}))
-
-
-def test_flops_of_attention_are_those_of_its_products():
-    """The layers of multi-head attention are seen, though one python function calls them."""
-    model = nn.MultiheadAttention(16, 2, batch_first=True).requires_grad_(False)
-    z = torch.randn(2, 5, 16)
-
-    layers, products = 2 * 10 * 16 * 16 * 4, 2 * 2 * 2 * 2 * 5 * 5 * 8
-    with FlopCounterMode(display=False) as count, forward_ad.dual_level(), torch.no_grad():
-        dual = forward_ad.make_dual(z, z.cos())
-        with OneTangent(model.parameters()), sdpa_kernel(SDPBackend.MATH):
-            model(dual, dual, dual, need_weights=False)
-    assert count.get_total_flops() == 2 * layers + 3 * products
 
 
 def test_compiled_directions_of_mixed_partial_see_one_mask():

@@ -2,7 +2,6 @@
 
 import warnings
 
-import pytest
 import torch
 
 import gradtools.torch as gt
@@ -38,12 +37,6 @@ def test_a_forward_hook_is_not_taken_for_a_hook_on_a_gradient():
     with warnings.catch_warnings():
         warnings.simplefilter("error", GradtoolsWarning)
         torch.testing.assert_close(_second(gt.frozen(_Sets(False))), want)
-
-
-def test_a_hook_on_a_gradient_beside_a_forward_hook_is_seen(monkeypatch):
-    monkeypatch.setattr("gradtools.errors.WARNED", set())
-    with pytest.warns(GradtoolsWarning, match="a hook on a gradient in G"):
-        _second(gt.frozen(_Sets(True)))
 
 
 def test_a_linear_function_is_known_as_such_in_float32():

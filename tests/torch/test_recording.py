@@ -397,22 +397,6 @@ def test_a_successful_gradient_runs_f_once_and_a_disconnected_one_once_more():
 # --- the error of a disconnected argument ------------------------------------------------
 
 
-def test_the_error_names_the_cut():
-    def f(x):
-        y = x.detach()
-        return (y**2).sum()
-
-    line = f.__code__.co_firstlineno + 1
-    with pytest.raises(DisconnectedInputError, match=f"cut by detach at test_recording.py:{line}"):
-        gt.grad(f)(X)
-
-
-def test_the_error_names_a_captured_stand_in():
-    net = nn.Linear(3, 1).double()
-    with pytest.raises(DisconnectedInputError, match=r"reading net\.weight in its place"):
-        gt.grad(lambda weight: net(X).sum())(net.weight)
-
-
 def test_the_error_is_told_without_places_where_f_runs_only_once():
     left = iter([1.0])
     with pytest.raises(DisconnectedInputError, match=r"path\. It may be"):
@@ -595,21 +579,6 @@ class _LosesSecond(torch.autograd.Function):
     @staticmethod
     def backward(ctx, ct):
         return ct * (ctx.two[0] + ctx.two[1]) / 2
-
-
-@pytest.mark.parametrize("engine", ["gt.grad", "gt.hessian", "torch.autograd.grad"])
-def test_a_function_that_loses_a_second_derivative_is_reported(engine):
-    f = lambda x: _LosesSecond.apply(x).sum()
-
-    def loss(x):
-        if engine == "gt.hessian":
-            return gt.hessian(f)(x).sum()
-        if engine == "gt.grad":
-            return gt.grad(f)(x).sum()
-        return torch.autograd.grad(f(x), x, create_graph=True)[0].sum()
-
-    report = gt.why_zero(loss, torch.rand(3))
-    assert {finding.kind for finding in report} == {"inside_rule"}
 
 
 def test_a_relu_network_of_second_order_is_told_as_piecewise_linear():

@@ -164,15 +164,6 @@ def test_frozen_lets_a_refusal_inside_of_it_through():
     assert "grad: f sets a hook" in str(_raised(WAYS["frozen"], f))
 
 
-def test_an_f_that_goes_backward_itself_is_told_so():
-    def f(x):
-        loss = (x**2).sum()
-        loss.backward()
-        return loss
-
-    assert "f calls backward() itself" in str(_raised(WAYS["grad"], f))
-
-
 def test_an_f_that_leaves_through_numpy_is_told_so():
     error = _raised(WAYS["grad"], lambda x: torch.as_tensor(x.numpy()).sum())
     assert isinstance(error, GradtoolsError) and "leaves PyTorch by numpy()" in str(error)

@@ -27,7 +27,7 @@ from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.seeing.torch.recording.observation import observed
 from gradtools.seeing.torch.recording.recorded_calls import RecordedCall
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import nodes_of
+from gradtools.torch.autograd_graph import nodes_of
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
 from gradtools.torch.rerunning import Undo
 

@@ -51,10 +51,10 @@ from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.seeing.torch.recording.recorder import Origin, Recorder
 from gradtools.seeing.torch.recording.values import Write, numbers_in
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import leaves_of
+from gradtools.torch.autograd_graph import leaves_of
+from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
 from gradtools.torch.known_errors import NO_DERIVATIVE, kernel_without
-from gradtools.torch.modes import Modes
 from gradtools.torch.operation_marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.replaying.recomputing import mark as mark_of_running
 from gradtools.torch.replaying.recomputing import marked
@@ -89,8 +89,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
         f"gradient_graph: {kernel} has no derivative; the passes are those of PyTorch's own "
         "alternative to that kernel."
     )
-    kinds = {x.device.type for x in program.leaves if isinstance(x, Tensor)}
-    with Modes.now(kinds).by_other_kernels().restored():
+    with PlainKernels():
         return hooked_or_not()
 
 

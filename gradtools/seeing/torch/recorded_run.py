@@ -28,7 +28,7 @@ from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run
 from gradtools.seeing.torch.recording.autograd_functions import looked_up
 from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.seeing.torch.recording.observation import ObservedRun, observed, watchable
-from gradtools.torch.compiling import leaves_of
+from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.rerunning import Rerunnable, rerun
 
 Tensor = torch.Tensor

@@ -26,10 +26,10 @@ from torch.utils.hooks import RemovableHandle
 
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import is_spent, nodes_of
 from gradtools.torch.coefficients import HERE, closed_over, coefficients_noted
-from gradtools.torch.compiling import left_to_python, nodes_of
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_wrapped, unwrapped
-from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.patches import hooks_set
 from gradtools.torch.replaying.recomputing import (

@@ -21,15 +21,12 @@ from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, reverse_only_text, spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import left_to_python, nodes_of, refuse_lost
-from gradtools.torch.double_backward import gate_graph
+from gradtools.torch.autograd_graph import nodes_of
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.engines import pulled
-from gradtools.torch.forward_mode.checkpoints import Pushforward
 from gradtools.torch.functorch_wrappers import alive, is_dual
-from gradtools.torch.hook_trials import gated_at_hooks
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING, batchings, by_new_vmap
-from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.replaying.recomputing import (
     Entries,
     Rows,
@@ -109,13 +106,7 @@ class ChunkProgram:
         self, layout: Widths, rows: Rows, shared: Entries, joint: Joint | None = None
     ) -> list[Any]:
         """Cotangents of the inputs; rows and shared end with the cotangents."""
-        back, f = Backward(self, layout, joint), self.forward.chunks.call.f
-        if isinstance(f, Pushforward) and f.is_pushed_now():
-            # At dual numbers, in the graph of their pass and by PyTorch's operations.
-            with without_hooks(self.forward.leaves), first_pass_state(self.forward):
-                grads, sums = back.one(0, rows[0], shared)
-            return [*grads, *sums]
-        return outputs_of(back, rows, shared)
+        return outputs_of(Backward(self, layout, joint), rows, shared)
 
     def push(self, layout: Widths, rows: Rows, shared: Entries) -> list[Any]:
         return outputs_of(Pushed(self, layout), rows, shared)
@@ -253,20 +244,7 @@ class _Derived(ChunkProgram):
         a, b = [*map(enter, xs)], [*map(enter, shared)]
         with torch.enable_grad():
             ys, terms = self.of.one(i, a, b)
-        if create:
-            refuse_lost(self.caller, tensors_of((*ys, *terms)))
-        # A transposed pullback adds its own gates.
-        if create or (self.transposes and self.of is self.forward):
-            run, leaves = self.forward.rerunnable(i, a, b)
-            gate_graph(self.caller, run, leaves, tensors_of((*ys, *terms)), [*a, *b])
         return [*a, *b, *self.leaves], ys, terms
-
-    def _gated_at_hooks(
-        self, i: int, inputs: Entries, xs: Entries, outs: Entries, cts: Entries, grads: Any
-    ) -> list[Any]:
-        """The gradients of chunk i, with gates where gradient hooks lose a derivative."""
-        run, leaves = self.forward.rerunnable(i, inputs[: len(xs)], inputs[len(xs) :])
-        return gated_at_hooks(self.caller, run, leaves, inputs, outs, cts, grads, linear=True)
 
 
 def _summed(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,14 +267,10 @@ class Backward(_Derived):
         inputs, ys, terms = self._within(i, xs, shared)
         own, outs = len(xs) + len(shared), [*ys, *terms] if terms else ys
         cts = [*cts, *shared_cts] if terms else cts
-        # A recomputed graph has the same nodes as in the first pass, where they were examined.
-        same = self.of is self.forward and forward.compares_leaves and not forward.batches
-        how = create, create, same and forward.is_right
+        how = create, create
         watched = forward.hooked or forward.counts
         with differentiating(forward, create) if watched else NOTHING:
             grads = self._pulled_adding(outs, inputs, cts, own, *how)
-        if create and forward.hooked:
-            grads = self._gated_at_hooks(i, inputs[:own], xs, outs, cts, grads)
         return grads[: len(xs)], grads[len(xs) :]
 
     def _pulled_adding(
@@ -334,7 +308,7 @@ class Backward(_Derived):
         forward.in_kept_graph[0] = True
         try:
             with differentiating(forward) if forward.counts and not forward.hooked else NOTHING:
-                how = keep, False, forward.is_right
+                how = keep, False
                 grads = self._pulled_adding(outs, inputs, cts, width, *how)
         finally:
             forward.in_kept_graph[0] = False
@@ -368,9 +342,6 @@ class Pushed(_Derived):
         )
         with torch.enable_grad():
             pulled = pulled_back(outs, inputs, dummies, True, True)
-            if self.forward.hooked:
-                given = inputs[: len(xs) + len(shared)]
-                pulled = self._gated_at_hooks(i, given, xs, outs, dummies, pulled)
         wanted = [*compress(dummies, tracked)]
         own = sum(tracked[: len(tracked) - self.of_leaves])
         vectors = [*dxs, *dshared]
@@ -379,12 +350,9 @@ class Pushed(_Derived):
 
 
 def pulled_back(
-    outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool, is_right: bool = False
+    outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool
 ) -> list[Any]:
-    """Pulls cotangents of outs back to inputs; None for an input without a path.
-
-    is_right: Whether all of PyTorch's gradients in the graph are known to be right.
-    """
+    """Pulls cotangents of outs back to inputs; None for an input without a path."""
     ys, seeds = list[Tensor](), list[Any]()
     for y, ct in zip(outs, cts, strict=True):
         if ct is not None and isinstance(y, Tensor) and y.requires_grad:
@@ -394,9 +362,7 @@ def pulled_back(
     if not ys or not any(needs_grad):
         return [None] * len(inputs)
     xs = inputs if all(needs_grad) else [*compress(inputs, needs_grad)]
-    wrong = [] if is_right else wrong_nodes(ys)
-    with corrected(wrong, create) if wrong else NOTHING:
-        grads: Any = pulled(ys, xs, seeds, keep, create)
+    grads: Any = pulled(ys, xs, seeds, keep, create)
     return list(grads) if xs is inputs else spread(grads, needs_grad)
 
 

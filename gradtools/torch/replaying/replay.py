@@ -22,14 +22,13 @@ from torch.autograd.graph import get_gradient_edge
 from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import tracked
-from gradtools.torch.compiling import left_to_python, nodes_of
+from gradtools.torch.autograd_graph import nodes_of
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.known_errors import LEAF_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
 from gradtools.torch.operation_marks import hooks_of_users
 from gradtools.torch.patches import Substituted
-from gradtools.torch.plain_programs.backward_nodes import WRONG
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import Verification, graph_of, register_own_hook
 from gradtools.torch.replaying.nodes import ChunkProgram, cut_up
@@ -57,7 +56,6 @@ from gradtools.torch.replaying.recomputing import (
     untracked,
     without_sharded_calls,
 )
-from gradtools.torch.rerunning import Rerunnable
 from gradtools.torch.rules.functions import reverse_only_at
 from gradtools.torch.state import Snapshot
 
@@ -143,7 +141,6 @@ class Forward(ChunkProgram):
         # What f's graph holds:
         self.once: str | None = None  # the name of a once_differentiable Function
         self.edit: str | None = None  # the name of a reverse-only rule
-        self.is_right = True  # whether all of PyTorch's gradients there are right
         self.functions: set[Any] = set()  # the autograd.Functions
         self.batches: tuple[tuple[int, str], ...] = ()  # vmap's (size, randomness), outermost first
         self.as_batch: dict[tuple[int, str], Forward] = {}  # recomputed by the backward pass
@@ -249,20 +246,6 @@ class Forward(ChunkProgram):
             own[k] = x
         own += shared[len(self.moving_shared) :][: len(self.captured)]
         return pieces, own
-
-    def rerunnable(self, i: int, xs: Entries, shared: Entries) -> tuple[Rerunnable, list[Tensor]]:
-        """f at chunk i for a trial run whose effects are undone, and its differentiated inputs."""
-        pieces, own = self._arguments(i, xs[: len(self.moving[i])], shared)
-        flat, carry, count = [*pieces, *own], self.running.carry, len(pieces)
-        moving = [k for k, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
-
-        def run(*leaves: Tensor) -> Any:
-            given = list(flat)
-            for k, x in zip(moving, leaves, strict=True):
-                given[k] = x
-            return self._function()(i, i, given[:count], given[count:], carry)
-
-        return Rerunnable(run, self.roots), [flat[k] for k in moving]
 
     def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
         """f at one chunk, like `ChunkFunction`, with captured tensors after the shared leaves."""
@@ -411,7 +394,9 @@ class Forward(ChunkProgram):
             constants = [*split, *tensors_of([*chain(*self.chunks.lists)]), *given]
             constants = [x for x in constants if not (x.requires_grad or x.is_inference())]
             self.versions = [(x, upstream.version_of(x)) for x in constants]
-            own = tensors_of([*self.shared, *given, *tracked(split)])  # other rows are views
+            own = tensors_of(
+                [*self.shared, *given, *[x for x in split if x.requires_grad]]
+            )  # other rows are views
             own = [*self.reached_leaves, *filter(_is_leaf, [] if self.in_functorch else own)]
             plain = [x for x in own if type(x) in (Tensor, torch.nn.Parameter)]
             plain = [x for x in plain if x.layout is torch.strided and not is_wrapped(x)]
@@ -501,9 +486,7 @@ class Forward(ChunkProgram):
             # What the class implies for derivatives of the pullback:
             if kind in _PLAIN:
                 continue
-            if kind.__name__ in WRONG:
-                self.is_right = False
-            elif not issubclass(kind, BackwardCFunction):
+            if not issubclass(kind, BackwardCFunction):
                 _PLAIN.add(kind)
             else:
                 if upstream.is_once_differentiable(kind):
@@ -531,28 +514,5 @@ def _refuse_other_differentiation(in_kept_graph: list[bool], xs: Entries) -> Non
                 "detach it, or use keep_graphs=0."
             )
 
-    for x in tracked(tensors_of(xs)):
+    for x in [x for x in tensors_of(xs) if x.requires_grad]:
         register_own_hook(x, refuse)
-
-
-class PushedForward(Forward):
-    """A `Pushforward`, whose first pass records no graph: all that f can reach are its leaves."""
-
-    compares_leaves = compares_bits = False
-    attaches = staticmethod(is_inexact)
-
-    def _with_first_kernels(self, i: int, given: list[Any]) -> list[Any]:
-        f: Any = self.chunks.call.f
-        with f.as_first():
-            return super()._with_first_kernels(i, given)
-
-    def _captured(self) -> list[Tensor]:
-        f: Any = self.chunks.call.f
-        return [x for x in super()._captured() if not any(x is y for y in f.captured)]
-
-    def _find_leaves(self, i: int, outs: Entries, *_: Any) -> dict[int, Tensor]:
-        self.is_right = False
-        leaves = {id(x): x for x in parameters_of(self.start)}
-        if self.verification is not None:
-            self.verification.first[i].leaves = leaves
-        return leaves

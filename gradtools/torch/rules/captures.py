@@ -19,9 +19,8 @@ from gradtools.custom_rules import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import all_behind
+from gradtools.torch.autograd_graph import is_spent, nodes_behind
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
-from gradtools.torch.open_derivatives import is_spent
 from gradtools.torch.state import contents_of
 
 Tensor = torch.Tensor
@@ -72,7 +71,7 @@ def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> list[Any]:
     if any(x is not None and is_wrapped(x) for x in (*results, *known)):
         return []  # functorch wrappers hide the graph
     ends = _nodes_of(known)
-    nodes = all_behind([*_nodes_of(results)], ends) - ends
+    nodes = {*nodes_behind(_nodes_of(results), ends)} - ends
     leaves = [node.variable for node in nodes if type(node) is upstream.AccumulateGrad]
     return [leaf for leaf in leaves if not is_spent(leaf)]
 
@@ -80,7 +79,7 @@ def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> list[Any]:
 def reaches(y: Tensor, sources: Sequence[Tensor], known: Sequence[Any]) -> bool:
     """Whether y's graph leads to one of `sources`; it is not followed past `known` tensors."""
     wanted = _nodes_of(sources)
-    return not wanted.isdisjoint(all_behind([*_nodes_of([y])], wanted | _nodes_of(known)))
+    return not wanted.isdisjoint(nodes_behind(_nodes_of([y]), wanted | _nodes_of(known)))
 
 
 def _nodes_of(xs: Sequence[Any]) -> set[Any]:

@@ -14,25 +14,21 @@ from typing import Any
 
 import torch
 
-from gradtools.errors import LostDerivativeError
 from gradtools.rules import Linearized, Map, Rule, evaluating_again, spread, total
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import (
     alive,
     filled,
-    is_wrapped,
     like,
     ones,
     unwrapped,
     zeros,
 )
 from gradtools.torch.modes import NOTHING
-from gradtools.torch.nondifferentiable import with_gate
-from gradtools.torch.plain_programs.backward_nodes import corrected_vjp, vjp
 from gradtools.torch.randomness import restored
-from gradtools.torch.rules.captures import closed_over_error, other_leaves, reaches
-from gradtools.torch.rules.checking import CheckedMap, check_linear, check_zero, lost_in_results
-from gradtools.torch.rules.transposing import in_eager, is_nonzero, refuse_layout, transposed
+from gradtools.torch.rules.captures import closed_over_error, other_leaves
+from gradtools.torch.rules.checking import CheckedMap, check_linear, check_zero
+from gradtools.torch.rules.transposing import in_eager, refuse_layout, transposed, vjp
 
 Tensor = torch.Tensor
 
@@ -106,7 +102,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
             raise closed_over_error(rule)
         if rule.contract is None:
             return pulled
-        return filled(_with_gates(linear_map, cts, pulled) if graphs else pulled, point.like_xs)
+        return filled(pulled, point.like_xs)
     fixed = rule.nondifferentiable
     likes = [None if i in fixed else one for i, one in enumerate(point.like_xs)]
 
@@ -162,72 +158,6 @@ def drawing_again(linearized: Linearized, randomness: Any) -> Linearized:
     return replace(linearized, tangent=tangent and drawing(tangent), cotangent=cotangent)
 
 
-# --- what a second derivative would lose --------------------------------------------------
-
-
-def refusing_lost(rule: Rule, cotangent: Any) -> Any:
-    """A cotangent map, whose results get gates; see `_with_gates`."""
-
-    def run(at: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-        pulled = list(cotangent(at, cts))
-        if rule.contract is None or not torch.is_grad_enabled():
-            return pulled
-        likes = [None if ct is None else like(ct) for ct in cts]
-        return _with_gates(CheckedMap(rule, "cotangent", cotangent, at, likes), cts, pulled)
-
-    return run
-
-
-def _with_gates(linear_map: CheckedMap, cts: Any, pulled: list[Any]) -> list[Any]:
-    """The cotangents, with gates to what they depend on although bwd recorded no graph of it.
-
-    bwd is linear, so a result that is not zero depends on the cotangents. If it has no graph to
-    them, it was computed under `torch.no_grad` or detached, and a second derivative would lose it.
-    """
-    contract, at = linear_map.rule.contract, linear_map.at
-    given = [ct for ct in cts if ct is not None]
-    behind = [ct for ct in given if ct.requires_grad]
-    inputs = [x for x in at if x.requires_grad]
-    assert contract is not None
-    if not (behind or inputs) or contract.check == "never":
-        return pulled
-    expected = behind if len(behind) == len(given) else [*behind, *inputs]
-    # Where there are no values, and where functorch's wrappers show no graph, all are suspects.
-    traced = bool(upstream.TracingContext.try_get()) or upstream.is_traced_by_make_fx()
-    hidden = traced or any(map(is_wrapped, (*at, *given)))
-    suspects = []
-    for i, g in enumerate(pulled):
-        if g is None or not (hidden or not reaches(g, expected, [*at, *given])):
-            continue
-        # A zero depends on nothing, unless all cotangents happen to be zero.
-        if traced or is_nonzero(unwrapped(g)) or not any(is_nonzero(unwrapped(x)) for x in given):
-            suspects.append(i)
-    moving = tuple([ct is not None and (ct.requires_grad or not behind) for ct in cts])
-    lost: dict[int, set[str]] = {}
-
-    def records_graphs() -> bool:
-        lost.update(lost_in_results(linear_map, moving))
-        return all(lost.get(i) == set() for i in suspects)
-
-    def refuse() -> None:
-        raise LostDerivativeError(
-            f"rule {linear_map.rule.name!r}: a second derivative differentiates what bwd returns, "
-            "but PyTorch records no graph of it, as under torch.no_grad or after detach, so the "
-            "derivative would be lost. Compute it with gradients on, of the residuals and the "
-            "cotangent as they are."
-        )
-
-    key = "graph", moving, linear_map.signature
-    if suspects and not contract.check_once(*key, check=records_graphs):
-        for i in suspects:
-            along = lost.get(i, ())
-            sources = behind if "cotangents" in along else []
-            sources = [*sources, *inputs] if "residuals" in along else sources
-            if sources:
-                (pulled[i],) = with_gate([pulled[i]], sources, refuse)
-    return pulled
-
-
 def transpose(
     rule: Rule, which: str, linear: Any, at: Sequence[Any], examples: Any, values: Any
 ) -> list[Any]:
@@ -254,7 +184,7 @@ def _extras_vjp(point: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any
         return tuple([e for e, w in zip(result.extras, wanted, strict=True) if w])
 
     with restored(point.randomness):
-        _, pullback = corrected_vjp(run, *moving)
+        _, pullback = vjp(run, *moving)
     return pullback, mask
 
 

@@ -21,16 +21,10 @@ import torch
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import surveyed
+from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
 from gradtools.torch.modes import unpacked
-from gradtools.torch.plain_programs.backward_nodes import (
-    corrected,
-    corrected_vjp,
-    vjp,
-    wrong_nodes,
-)
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -101,8 +95,7 @@ def transposed_by_backward(
         if not kept:
             return [None] * len(vs)
         ends, given = zip(*kept, strict=True)
-        with corrected(wrong_nodes(ends), again=False):
-            return list(torch.autograd.grad(ends, vs, given, allow_unused=True))
+        return list(torch.autograd.grad(ends, vs, given, allow_unused=True))
 
 
 def _refuse_cut(rule: Rule, outs: Sequence[Any], values: Sequence[Any]) -> None:
@@ -128,6 +121,20 @@ def is_nonzero(x: Tensor) -> bool:
     return x.device.type != "meta" and bool(((x != 0) & ~x.isnan()).any())
 
 
+def vjp(fun: Callable[..., Any], *xs: Any, has_aux: bool = False) -> Any:
+    """`torch.func.vjp` inside of hooks on saved tensors, which it refuses and which see nothing."""
+    if is_compiling():
+        return torch.func.vjp(fun, *xs, has_aux=has_aux)  # type: ignore[misc]
+    with unpacked():
+        outs, pull, *aux = torch.func.vjp(fun, *xs, has_aux=has_aux)  # type: ignore[misc]
+
+    def pullback(cts: Any) -> Any:
+        with unpacked():
+            return pull(cts)
+
+    return outs, pullback, *aux
+
+
 def vjp_of_inexact(
     fun: Callable[..., Sequence[Tensor]], *xs: Tensor
 ) -> tuple[list[Tensor], list[bool], Any]:
@@ -140,7 +147,7 @@ def vjp_of_inexact(
         pairs = list(zip(ys, carried, strict=True))
         return tuple([y for y, c in pairs if c]), [y for y, c in pairs if not c]
 
-    result, pullback, others = corrected_vjp(run, *xs, has_aux=True)
+    result, pullback, others = vjp(run, *xs, has_aux=True)
     left = iter(others)
     return [next(left) if y is None else y for y in spread(result, carried)], carried, pullback
 
@@ -162,7 +169,7 @@ def pull(
         if is_compiling():  # dynamo shows no graph
             reached.extend(True for _ in xs)
         else:
-            leaves = {id(leaf) for leaf in surveyed(outs).leaves}
+            leaves = {*map(id, leaves_of(outs))}
             reached.extend(id(x) in leaves for x in xs)
         return outs
 

@@ -25,7 +25,6 @@ import torch.utils.checkpoint
 from torch.autograd.graph import get_gradient_edge
 
 from gradtools.code_origin import innermost, lines_of
-from gradtools.seeing.diagnostics.rule_cuts import LOSS
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
 from gradtools.seeing.graphs.recording import Refusal
 from gradtools.seeing.torch.recording import autograd_functions, operations
@@ -39,8 +38,7 @@ from gradtools.seeing.torch.recording.recorder import Recorder
 from gradtools.seeing.torch.recording.values import KnownTensor, Write
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import known_errors
-from gradtools.torch.compiling import leaves_of
-from gradtools.torch.double_backward import loses_inputs
+from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
 from gradtools.torch.operation_marks import CHUNK, function_of_ours, reason_of_detach
 from gradtools.torch.rerunning import Undo, name_of
@@ -103,9 +101,6 @@ class CallRecorder(Recorder[int]):
         self.refusal: tuple[BaseException, Refusal] | None = None
         self._replace = replace
         self._gradients: Numbers = []  # `.grad` after each backward pass
-        self._with_rules: list[
-            tuple[int, Numbers, Any]
-        ] = []  # the node, the inputs, `loses_inputs`
         self._edges: dict[Edge, int] = {}
         self._edge_at_hold: dict[int, Edge] = {}  # when a known tensor got its number, by its id
 
@@ -161,12 +156,6 @@ class CallRecorder(Recorder[int]):
                 call.reason = "reentrant" if again and more else ""
             call.unruled = autograd_functions.unruled(kind, call, out)
             self.write(call, out)
-            made = [y.grad_fn for y in tensors_in(out) if y.grad_fn is not None]
-            foreign = autograd_functions.is_foreign(kind, call) and not (kwargs or ours)
-            if foreign and made and upstream.peek_interpreter_stack() is None:
-                # kept, to check its double backward when f takes a derivative
-                loses = partial(loses_inputs, made[0], kind, args)
-                self._with_rules.append((len(self.nodes) - 1, call.numbers, loses))
             return out
 
     def wrapped(self, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
@@ -280,10 +269,7 @@ class CallRecorder(Recorder[int]):
                 self.of(other)
 
     def _differentiates(self, call: RecordedCall, out: Any) -> None:
-        """Records a differentiable derivative inside f, and terms that user's Functions lose.
-
-        A lost term is a `missing` node with cut links, which is added to the gradient.
-        """
+        """Records a differentiable derivative inside f."""
         outs = list(tensors_in(call.args[:1]))
         if call.raw == "grad":
             pairs = list(zip(call.args[1], out, strict=True))
@@ -291,22 +277,6 @@ class CallRecorder(Recorder[int]):
             leaves = call.kwargs.get("inputs") or leaves_of(outs)
             pairs = [(x, x.grad) for x in leaves]
         self.write(call, [g for _, g in pairs])
-        for x, gradient in pairs:
-            if gradient is None:
-                continue
-            terms = []
-            for at, inputs, loses in self._with_rules:
-                if not loses(outs, x):
-                    continue
-                terms.append(self.new(gradient))
-                lost = replace(self.nodes[at], operation="missing", inputs=tuple(inputs))
-                links = ((_CUT,) * len(inputs),)
-                self.nodes.append(replace(lost, outputs=(terms[-1],), links=links, loss=LOSS))
-            if terms:
-                whole = [self.of(gradient), *terms]
-                number = self.new(gradient)
-                self.add("add", "grad", whole, [number], ((_FULL,) * len(whole),))
-                self.hold(gradient, number)
 
     # --- data that leaves PyTorch, and returns
 

@@ -27,8 +27,8 @@ from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.seeing.torch.translating.recorder import FormulaRecorder
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
+from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.modes import Modes
 from gradtools.torch.patches import control_flow_called, functions_applied
 from gradtools.torch.replaying.recomputing import plainly
 from gradtools.torch.rerunning import copied, memory_of, put_back
@@ -63,9 +63,7 @@ def _run_with(
     """The program at other leaves, followed by values of the tensors that it captures."""
     count = len(program.leaves)
     place = {id(x): v for x, v in zip(captured, values[count:], strict=True)}
-    kinds = {v.device.type for v in values if isinstance(v, Tensor)}
-    others = Modes.now(kinds).by_other_kernels()  # fused ones are differentiated once
-    with reading(place, wide=False), others.restored():
+    with reading(place, wide=False), PlainKernels():  # fused ones are differentiated once
         return program.run(values[:count])
 
 

@@ -8,9 +8,8 @@ zero, and multiplies with it: a layer y = x w then takes three products,
 
     dy = dx w + x dw        dw = 0
 
-where two are enough. The first pass has rules of its own (`one_tangent.py`). In the second, whose
-graph needs PyTorch's rules, such a zero is a marked 0-d tensor expanded to the shape, and a product
-with it is again one, without arithmetic (`NoProductsOfZero`).
+where two are enough. Here such a zero is a marked 0-d tensor expanded to the shape,
+and a product with it is again one, without arithmetic (`NoProductsOfZero`).
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ from typing import Any
 import torch
 
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import nodes_made, scripts_refused
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.double_backward import gate_graph
-from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
-from gradtools.torch.forward_mode.one_tangent import OneTangent
+from gradtools.torch.function_modes import GradModeStopsTangents, OnlyTangents
 from gradtools.torch.functorch_wrappers import is_inexact, unshared
 from gradtools.torch.modes import NOTHING, dual_level, dual_of, unpacked
 from gradtools.torch.operation_marks import CHUNK, detached
@@ -39,32 +35,31 @@ left_to_python(__name__)
 
 def tangents(use: Any, zs: Entries, dzs: Entries) -> list[Any]:
     """Tangents of the outputs of a use of a frozen function, without any graph."""
-    fixed = use.start.reached.tensors
+    return _without_products_of_zero(use, lambda products: _tangents(use, zs, dzs, products))
 
-    def push() -> list[Any]:
-        again = use.with_modes(use.modes)
-        again.within = lambda: OneTangent(fixed)
-        with first_pass_state(again), dual_level():
-            ys, _ = again.one(0, [], [*map(_dual, zs, dzs)])
-            return [_tangent(y) for y in ys]
 
-    recorded = nodes_made() - use.nodes_of_comparison[0]
-    dys = push()
-    if nodes_made() - use.nodes_of_comparison[0] != recorded:  # by TorchScript, which no mode sees
-        with scripts_refused(use.caller):
-            push()
-    return dys
+def _tangents(use: Any, zs: Entries, dzs: Entries, products: Any) -> list[Any]:
+    again = use.with_modes(use.modes)
+    again.within = OnlyTangents
+    with first_pass_state(again), dual_level(), products:
+        ys, _ = again.one(0, [], [*map(_dual, zs, dzs)])
+        return [_tangent(y) for y in ys]
 
 
 def pullback_tangents(use: Any, zs: Entries, dzs: Entries, cts: Entries) -> list[Any]:
     """The tangent of a use's pullback of cts along dzs: forward over reverse."""
+    run = lambda products: _pullback_tangents(use, zs, dzs, cts, products)
+    return _without_products_of_zero(use, run)
+
+
+def _without_products_of_zero(use: Any, run: Callable[[Any], list[Any]]) -> list[Any]:
+    """`run` of a mode that takes no products of zero, or of none where numbers are complex."""
     try:
         if not use.uses.is_complex:
-            products = NoProductsOfZero(refuses_complex=True)
-            return _pullback_tangents(use, zs, dzs, cts, products)
+            return run(NoProductsOfZero(refuses_complex=True))
     except ComplexNumbers:
         use.uses.is_complex = True
-    return _pullback_tangents(use, zs, dzs, cts, NOTHING)
+    return run(NOTHING)
 
 
 def _pullback_tangents(
@@ -74,18 +69,14 @@ def _pullback_tangents(
     # no hooks are set.
     own = unpacked()
     use = use.with_modes(use.modes)
-    use.within = stops = lambda: NoGradStopsTangents(hidden=False)
+    use.within = GradModeStopsTangents
     level, graph = dual_level(), torch.enable_grad()
     with without_hooks(use.leaves), first_pass_state(use), own, level, graph, products:
         duals = [*map(_dual, zs, dzs)]
         duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
         ys, _ = use.one(0, [], duals)
-        run: Any
-        run, tried = use.rerunnable(0, [], duals)
-        gate_graph(use.caller, run, tried, ys, duals)
         # With create_graph=True, without which some gradients have wrong tangents.
-        with stops():
-            grads = pulled_back(ys, duals, cts, True, True)
+        grads = pulled_back(ys, duals, cts, True, True)
         return [_tangent(g) for g in grads]
 
 

@@ -1,4 +1,4 @@
-"""A derivative taken inside f: cut afterwards it raises in every operator, constant it is zero."""
+"""A derivative taken inside f: where it is constant, or cut afterwards, the derivative is zero."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradtools.errors import DisconnectedInputError, GradtoolsWarning
+from gradtools.errors import DisconnectedInputWarning
 from tests.support.numpy_trees import close, lift, lower
 
 X = np.array(1.2)
@@ -128,7 +128,11 @@ def _ways(gt: Any, f: Any, x: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+_WARNS = ("grad", "strict", "value_and_grad")
+
+
 @pytest.mark.quick_at("torch", "with a stop of its own", "two-step, separable")
+@pytest.mark.filterwarnings("ignore::gradtools.errors.DisconnectedInputWarning")
 @pytest.mark.parametrize("inner", HONEST, ids=str)
 def test_an_inner_derivative_has_its_own_derivative_in_every_operator(gt, backend_name, inner):
     x = lift(backend_name, X)
@@ -138,32 +142,27 @@ def test_an_inner_derivative_has_its_own_derivative_in_every_operator(gt, backen
 
 @pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("inner", CUT, ids=str)
-def test_what_is_cut_after_an_inner_derivative_raises_in_every_operator(gt, backend_name, inner):
+def test_what_is_cut_after_an_inner_derivative_is_zero_in_every_operator(gt, backend_name, inner):
     x = lift(backend_name, X)
     f = _f(gt, inner)
     ways = _ways(gt, f, x)
-    ways["hvp"] = lambda: gt.hvp(f, (x,), (x,))
+    ways["hvp"] = lambda: gt.hvp(f, (x,), (x,))[0][0]
     ways["hessian"] = lambda: gt.hessian(f)(x)
     for name, way in ways.items():
-        with pytest.raises(DisconnectedInputError):
-            raise AssertionError(f"{name}: {way()}")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DisconnectedInputWarning)
+            assert _number(way()) == 0, name
+        texts = [str(w.message) for w in caught if w.category is DisconnectedInputWarning]
+        assert len(texts) == (name in _WARNS), name
+        assert all("argument 0 does not reach" in text for text in texts)
 
 
 @pytest.mark.parametrize("inner", CUT, ids=str)
-def test_what_is_cut_warns_or_is_zero_when_asked(gt, backend_name, inner):
+def test_what_is_cut_is_silent_when_asked(gt, backend_name, inner):
     x = lift(backend_name, X)
-    with pytest.warns(GradtoolsWarning, match="argument 0 does not reach"):
-        assert _number(gt.grad(_f(gt, inner), disconnected_inputs="warn")(x)) == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert _number(gt.grad(_f(gt, inner), disconnected_inputs="zeros")(x)) == 0
-
-
-def test_the_operators_name_the_argument_that_is_cut(gt, backend_name):
-    x = lift(backend_name, X)
-    f = lambda a, b: a * gt.stop_gradient(gt.grad(lambda z: z**2)(b))
-    with pytest.raises(DisconnectedInputError, match=r"^vjp: argument 1 reaches a derivative"):
-        gt.vjp(f, x, x)[1](x)
 
 
 def test_an_argument_that_is_unused_beside_an_inner_derivative_is_zero_in_a_pullback(
@@ -175,28 +174,26 @@ def test_an_argument_that_is_unused_beside_an_inner_derivative_is_zero_in_a_pull
     assert _number(b) == 0
 
 
-def test_an_argument_that_is_unused_beside_an_inner_derivative_raises_in_grad(gt, backend_name):
+def test_an_argument_that_is_unused_beside_an_inner_derivative_is_named_in_grad(gt, backend_name):
     x = lift(backend_name, X)
-    with pytest.raises(DisconnectedInputError, match="argument 1 does not reach"):
-        gt.grad(lambda a, b: gt.grad(lambda z: z**3)(a), argnums=(0, 1))(x, x)
+    with pytest.warns(DisconnectedInputWarning, match="argument 1 does not reach"):
+        _, b = gt.grad(lambda a, b: gt.grad(lambda z: z**3)(a), argnums=(0, 1))(x, x)
+    assert _number(b) == 0
 
 
+@pytest.mark.filterwarnings("ignore::gradtools.errors.DisconnectedInputWarning")
 @pytest.mark.parametrize("inner", INNER, ids=str)
 def test_it_is_the_same_under_vmap(gt, backend_name, inner):
     xs = lift(backend_name, np.stack([X, X]))
-    mapped = gt.vmap(gt.grad(_f(gt, inner)))
-    if inner.slope is None:
-        with pytest.raises(DisconnectedInputError):
-            mapped(xs)
-    else:
-        close(lower(mapped(xs)), np.full(2, inner.slope), 1e-12)
+    slope = 0.0 if inner.slope is None else inner.slope
+    close(lower(gt.vmap(gt.grad(_f(gt, inner)))(xs)), np.full(2, slope), 1e-12)
 
 
 def test_trees_and_float32(gt, backend_name):
     p = lift(backend_name, {"a": np.float32([0.5, 2.0]), "b": np.float32(1.5)})
     loss = lambda p: gt.xp.sum(p["a"] ** 2) * p["b"]
     f = lambda p: gt.xp.sum(gt.stop_gradient(gt.grad(loss)(p)["a"])) + p["b"] ** 2
-    with pytest.raises(DisconnectedInputError, match=r"argument 0\['a'\]"):
+    with pytest.warns(DisconnectedInputWarning, match=r"argument 0\['a'\]"):
         gt.grad(f, disconnected_inputs="strict")(p)
 
 
@@ -220,9 +217,6 @@ def test_a_part_of_an_inner_derivative_that_f_leaves_unused_is_no_cut(gt, backen
         assert _number(row["u"]) == 0
     close(_number(product["a"]), 3.0, 1e-12)
     assert _number(product["u"]) == 0
-    stopped = lambda x: part(x) + gt.stop_gradient(INNER_OF_A_TREE[name](gt, cube, x)["u"])
-    with pytest.raises(DisconnectedInputError, match=r"argument 0\['u'\] reaches a derivative"):
-        gt.hvp(stopped, (x,), (v,))
 
 
 @pytest.mark.slow_at("jax")
@@ -247,37 +241,9 @@ def test_a_product_that_f_leaves_unused_is_no_cut_of_its_tangent(gt, backend_nam
     both = lambda p: gt.hvp(lambda a, t: a * t, (p["a"], p["t"]), (one, one), mode=mode)[0][0]  # t
     (gradient,), _ = gt.hvp(both, (p,), (ones,), mode="forward_over_reverse")
     assert [_number(gradient["a"]), _number(gradient["t"])] == [0, 1]
-    stopped = lambda p: part(p) + gt.stop_gradient(inner(p)[1][0])
-    for way in (gt.linearize, lambda f, p: gt.hvp(f, (p,), (ones,), mode="forward_over_reverse")):
-        with pytest.raises(DisconnectedInputError, match="reaches a derivative"):
-            way(stopped, p)
 
 
-CUTS_IN_PYTORCH = {
-    "detach": lambda torch, g: g.detach(),
-    "data": lambda torch, g: g.data,
-    "NumPy": lambda torch, g: torch.from_numpy(g.detach().numpy()),
-    "float": lambda torch, g: torch.tensor(float(g[0])),
-    "tolist": lambda torch, g: torch.tensor(g.tolist()),
-    "new_tensor": lambda torch, g: g.new_tensor(g),
-    "comparison": lambda torch, g: (g > 0).double(),
-    "integers": lambda torch, g: g.long().double(),
-    "detach in vmap": lambda torch, g: torch.vmap(lambda z: z.detach())(g),
-}
-
-
-@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-@pytest.mark.parametrize("name", CUTS_IN_PYTORCH)
-def test_each_way_to_cut_an_inner_derivative_raises(name):
-    torch = pytest.importorskip("torch")
-    import gradtools.torch as gt
-
-    x = torch.tensor([1.2, 0.3], dtype=torch.float64)
-    f = lambda x: CUTS_IN_PYTORCH[name](torch, gt.grad(lambda z: (z**3).sum())(x)).sum()
-    with pytest.raises(DisconnectedInputError, match="reaches a derivative"):
-        gt.hvp(f, (x,), (x,))
-
-
+@pytest.mark.filterwarnings("ignore::gradtools.errors.DisconnectedInputWarning")
 def test_no_grad_around_the_inner_derivative_is_a_cut():
     torch = pytest.importorskip("torch")
     import gradtools.torch as gt
@@ -288,9 +254,9 @@ def test_no_grad_around_the_inner_derivative_is_a_cut():
         with torch.no_grad():
             return gt.grad(lambda z: torch.sin(y * z**2))(torch.tensor(1.5, dtype=torch.float64))
 
-    for way in _ways(gt, f, y).values():
-        with pytest.raises(DisconnectedInputError):
-            way()
+    for name, way in _ways(gt, f, y).items():
+        if name not in ("jvp", "jacobian forward"):  # PyTorch's forward mode ignores no_grad
+            assert float(way()) == 0, name
 
 
 def test_a_jitted_inner_derivative_is_read_as_well():
@@ -299,9 +265,9 @@ def test_a_jitted_inner_derivative_is_read_as_well():
 
     inner = jax.jit(gt.grad(lambda z: z**2))
     close(lower(gt.grad(inner)(lift("jax", X))), 2.0, 1e-12)
-    with pytest.raises(DisconnectedInputError):
+    with pytest.warns(DisconnectedInputWarning):
         gt.grad(lambda x: jax.lax.stop_gradient(inner(x)))(lift("jax", X))
-    with pytest.raises(DisconnectedInputError):
+    with pytest.warns(DisconnectedInputWarning):
         jax.jit(gt.grad(lambda x: jax.lax.stop_gradient(inner(x))))(lift("jax", X))
 
 
@@ -317,7 +283,7 @@ def test_an_inner_derivative_in_a_loop_is_read_as_well():
         return jax.lax.scan(step, 0.0 * jax.lax.stop_gradient(x), None, length=3)[0]
 
     close(lower(gt.grad(lambda x: loop(x, False))(lift("jax", X))), 6.0, 1e-12)
-    with pytest.raises(DisconnectedInputError):
+    with pytest.warns(DisconnectedInputWarning):
         gt.grad(lambda x: loop(x, True))(lift("jax", X))
 
 

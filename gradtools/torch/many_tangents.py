@@ -1,8 +1,7 @@
-"""Fused kernels without forward mode: a fallback to PyTorch's plain ones.
+"""Tangents along many directions: forward mode without a graph, for `mixed_partial`.
 
-Fused attention, and recurrent layers on the CPU, have no forward mode. Backend flags select their
-kernels. So if one raises, that single operation is repeated with the flags off, from the random
-state before it; the surrounding function runs once.
+Under eager reverse mode one node attaches the results to their sources and evaluates the function
+again in its backward pass (see `deferred_graphs`), so no graph is kept.
 """
 
 from __future__ import annotations
@@ -12,39 +11,29 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
-from gradtools.errors import GradtoolsError, is_of, warn_once
+from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.deferred_graphs import ANOTHER_VALUE, Recomputed, agree, started
-from gradtools.torch.engines import jvp
-from gradtools.torch.known_errors import NO_FORWARD_MODE, kernel_without
-from gradtools.torch.modes import Modes
-from gradtools.torch.open_derivatives import caller_of, is_spent
+from gradtools.torch.engines import caller_of, jvp
+from gradtools.torch.function_modes import OnlyTangents
 from gradtools.torch.patches import Reads
-from gradtools.torch.randomness import Randomness
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
 
-_CHOSEN_BY_SWITCHES = frozenset(
-    ("scaled_dot_product_attention", "multi_head_attention_forward")
-    + ("lstm", "gru", "rnn_tanh", "rnn_relu")
-)
-
 
 def jvps(
     fun: Fun, leaves: Tensors, many: Sequence[Tensors]
 ) -> tuple[Tensors, Tensors, list[Tensors]]:
-    """`jvp` along many tangents, with the fallback to plain kernels.
+    """`jvp` along many tangents.
 
-    A dual number has one tangent, so each tangent takes an evaluation of its own; all start from
-    the state before the first. Under eager reverse mode no graph is recorded: one node attaches the
-    results to their sources and evaluates the function again in its backward (see
-    `deferred_graphs`).
+    A dual number has one tangent, so each takes an evaluation of its own; all start from the state
+    before the first.
     """
     nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
     if is_compiling() or nested or not torch.is_grad_enabled():
@@ -85,13 +74,28 @@ def jvps(
 def _pushed(fun: Fun, leaves: Tensors, many: Sequence[Tensors], reads: Any = None) -> Any:
     restart = restarting(fun, leaves, len(many))
     result: list[Any] = []
-    with nullcontext() if is_compiling() else _ByAnyKernel(caller_of(fun)):
-        for tangents in many:
-            restart()
-            with nullcontext() if reads is None else reads:
-                result.append(jvp(fun, leaves, tangents))
+    for tangents in many:
+        restart()
+        with nullcontext() if reads is None else reads:
+            result.append(_stopping_at_no_grad(fun, leaves, tangents))
     outs, extras, _ = result[0]
     return outs, extras, [pushed for _, _, pushed in result]
+
+
+def _stopping_at_no_grad(fun: Fun, leaves: Tensors, tangents: Tensors) -> Any:
+    """`jvp`, in which what f computes under `no_grad` is a constant, as in reverse mode."""
+    in_functorch = is_compiling() or upstream.peek_interpreter_stack() is not None
+    if in_functorch or torch.is_grad_enabled():
+        return jvp(fun, leaves, tangents)
+
+    def run(*xs: Tensor) -> Any:
+        if upstream.forward_level() < 0:
+            return fun(*xs)
+        with torch.enable_grad(), OnlyTangents():
+            return fun(*xs)
+
+    run.caller = caller_of(fun)  # type: ignore[attr-defined]
+    return jvp(run, leaves, tangents)
 
 
 def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:
@@ -100,35 +104,3 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
         return lambda: None
     given = getattr(fun, "args", ()), getattr(fun, "kwargs", {})
     return Snapshot.of([*given, getattr(fun, "f", fun)], leaves).restore
-
-
-class _ByAnyKernel(TorchFunctionMode):
-    """A mode in which an operation without forward mode falls back to another kernel, warning."""
-
-    def __init__(self, caller: str) -> None:
-        super().__init__()
-        self.caller = caller
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(fun, "__name__", "") not in _CHOSEN_BY_SWITCHES:
-            return fun(*args, **kwargs)
-        kinds = {
-            x.device.type for x in upstream.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
-        }
-        streams = Randomness.everywhere(kinds)
-        try:
-            return fun(*args, **kwargs)
-        except NotImplementedError as error:
-            if not is_of("torch", error):
-                raise
-            kernel = kernel_without(NO_FORWARD_MODE, error) or fun.__name__
-        streams.restore()
-        with Modes.now(kinds).by_other_kernels().restored():
-            result = fun(*args, **kwargs)
-        warn_once(
-            (self.caller, kernel),
-            f"{self.caller}: {kernel} has no forward mode; there PyTorch's own alternative takes "
-            "its place.",
-        )
-        return result

@@ -1,1 +1,0 @@
-"""Forward mode where PyTorch's own is wrong, missing or slow."""

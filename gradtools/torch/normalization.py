@@ -1,0 +1,188 @@
+"""Layer, batch, group and instance norm as programs of elementary operations.
+
+PyTorch's batching rules and forward rules of the fused kernels treat their other results, the mean
+and the deviation, as constants. So the derivative of a gradient under vmap, and of a tangent, is
+wrong there: both that of torch.func (torch#196699, torch#196700). Where gradtools itself maps or
+pushes a function, in `per_example_grad`, Jacobians and forward mode, it evaluates these programs,
+which are right at every order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_dual
+
+Tensor = torch.Tensor
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """(x - mean) / deviation over the last axes, scaled."""
+    return _native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+
+
+def _native_layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer norm, and its mean and reciprocal deviation."""
+    axes = tuple(range(-len(normalized_shape), 0))
+    y, mean, rstd = _normalized(input, axes, eps)
+    return _scaled(y, weight, bias), mean, rstd
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """Group norm, over groups of channels of each example."""
+    x = input.reshape(input.shape[0], num_groups, -1)
+    y = _normalized(x, (-1,), eps)[0].reshape(input.shape)
+    return _scaled(y, *_of_channels(input, weight, bias))
+
+
+def batch_norm(
+    input: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *cudnn_enabled: bool,
+) -> Tensor:
+    """`torch.batch_norm`; PyTorch's own kernel updates the running statistics."""
+    axes = (0, *range(2, input.dim()))
+    how = training, momentum, eps, *cudnn_enabled
+    return _by_statistics(torch.batch_norm, axes, input, weight, bias, mean, var, how)
+
+
+def instance_norm(
+    input: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    *cudnn_enabled: bool,
+) -> Tensor:
+    """`torch.instance_norm`, over the spatial axes of each example."""
+    axes = tuple(range(2, input.dim()))
+    how = use_input_stats, momentum, eps, *cudnn_enabled
+    return _by_statistics(torch.instance_norm, axes, input, weight, bias, mean, var, how)
+
+
+def _by_statistics(
+    kernel: Callable[..., Tensor],
+    axes: tuple[int, ...],
+    input: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    how: tuple[Any, ...],
+) -> Tensor:
+    """Normalizes by the input's own statistics; the kernel does so by running ones.
+
+    how: The arguments of the kernel from `training` on.
+    """
+    training, _, eps, *_ = how
+    if not training:
+        return kernel(input, weight, bias, mean, var, *how)
+    if mean is not None or var is not None:
+        with torch.no_grad():
+            kernel(_value_of(input), None, None, mean, var, *how)
+    return _scaled(_normalized(input, axes, eps)[0], *_of_channels(input, weight, bias))
+
+
+def _functional(
+    program: Callable[..., Tensor],
+    default: bool,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool | None = None,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    use_input_stats: bool | None = None,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` or `instance_norm`."""
+    training = use_input_stats if training is None else training
+    training = default if training is None else training
+    momentum = 0.0 if momentum is None else momentum
+    on = torch.backends.cudnn.enabled
+    return program(input, weight, bias, running_mean, running_var, training, momentum, eps, on)
+
+
+def _of_channels(input: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
+    """The parameters with one entry for each channel, in a shape that broadcasts with the input."""
+    shape = (-1, *[1] * (input.dim() - 2))
+    return [None if x is None else x.reshape(shape) for x in parameters]
+
+
+def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) / deviation, the mean, and the reciprocal deviation."""
+    dtype = x.dtype
+    if dtype in (torch.bfloat16, torch.float16):  # as the kernels do
+        x = x.float()
+    mean = x.mean(axes, keepdim=True)
+    centered = x - mean
+    variance = (centered * centered).mean(axes, keepdim=True)
+    rstd = torch.rsqrt(variance + eps)
+    return (centered * rstd).to(dtype), mean, rstd
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = x if weight is None else x * _with_tangent(weight, x)
+    return (y if bias is None else y + _with_tangent(bias, x)).to(x.dtype)
+
+
+def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
+    """x with a tangent of zeros, if `like` has a tangent and x has none.
+
+    The symbolic zero that PyTorch takes otherwise is a hundred times slower.
+    """
+    if upstream.peek_interpreter_stack() is not None or not is_dual(like) or is_dual(x):
+        return x
+    return forward_ad.make_dual(x, torch.zeros_like(_value_of(x)))
+
+
+def _value_of(x: Tensor) -> Tensor:
+    """The primal of a dual number, detached."""
+    return forward_ad.unpack_dual(x).primal.detach()
+
+
+_functions = torch.nn.functional
+PROGRAMS: dict[Any, Callable[..., Any]] = {
+    torch.layer_norm: layer_norm,
+    _functions.layer_norm: layer_norm,
+    torch.native_layer_norm: _native_layer_norm,
+    torch.group_norm: group_norm,
+    _functions.group_norm: group_norm,
+    torch.batch_norm: batch_norm,
+    _functions.batch_norm: partial(_functional, batch_norm, False),
+    torch.instance_norm: instance_norm,
+    _functions.instance_norm: partial(_functional, instance_norm, True),
+}
+"""The programs, by the function of PyTorch that they replace."""

@@ -1,1 +1,0 @@
-"""Plain programs for operations that PyTorch differentiates wrongly, or not at all."""

@@ -115,7 +115,8 @@ class Accumulation(Operators):
 
         As `accumulate_gradients`, but the gradient replaces the old value. Entries that `grads`
         does not name, or names as None, keep their old value. In PyTorch a shared parameter takes
-        one gradient only.
+        one gradient only, and `.grad` is the given tensor itself, without its graph: an optimizer
+        or gradient clipping that changes `.grad` in place changes it, too.
 
         Args:
             target: As in `accumulate_gradients`.

@@ -17,7 +17,7 @@ This module reads the arguments, and `arguments/chunks.py` cuts them into chunks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from types import FunctionType
@@ -302,6 +302,8 @@ class _Microbatches:
         batch, count = self._batch(given, positions), len(args)
         run = like_function("", f, partial(_with_carry, f, has_aux)) if carried else f
         spec = GradientSpec(_MICROBATCHED, run, self.argnums, has_aux or bool(carried))
+        if opened is not None and opened.opens_once:
+            spec = replace(spec, opened=opened)
         layout: list[Any] = []  # the structures and dtypes of value, grads and aux
 
         def weighted(w: Array, x: Array) -> Array:

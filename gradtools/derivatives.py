@@ -46,6 +46,7 @@ class GradientSpec:
     has_aux: bool | None = None  # None if the operator does not take it
     disconnected_inputs: str = "raise"
     minimizing: int | None = None  # how many of argnums are descended, the others ascended
+    opened: Any = None  # the call at modules that f belongs to
 
 
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
@@ -427,7 +428,7 @@ class Derivatives(Operators):
         positions = normalized_argnums(name, spec.argnums, len(args))
         opened = self._backend.opened(name, spec.f, args, kwargs, positions)
         if opened is not None:
-            args, of_example = opened.args, replace(spec, f=opened)
+            args, of_example = opened.args, replace(spec, f=opened, opened=opened)
         arguments = arguments_of_call(name, of_example.f, args, kwargs, in_axes, positions)
         if in_axes is None and len(positions) == 1:
             only = Argument(positions[0], args[positions[0]], 0)
@@ -489,6 +490,8 @@ class Derivatives(Operators):
         several = type(argnums) is not int and isinstance(argnums, tuple | list)
         call = Call(self._backend, operator, spec.f, args, kwargs, positions, spec.has_aux, fixed)
         call.returns_output = operator != "grad"
+        if spec.opened is not None:
+            call.at_parameters_of(spec.opened)
         groups = None if disconnected == "zeros" else call.counts
         if disconnected == "strict":
             groups = [1] * len(call.leaves)

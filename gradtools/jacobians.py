@@ -255,6 +255,8 @@ class Jacobians(Operators):
         chosen = pushed if mode == "forward_over_forward" else gradient
         chosen.caller, chosen.call = call.caller, call  # type: ignore[attr-defined]
         chosen.plain_kernels = True  # type: ignore[attr-defined]
+        chosen.own, chosen.is_deferred = call.own, call.is_deferred  # type: ignore[attr-defined]
+        call.is_deferred = bool  # False: the gradient keeps its graph
         return chosen
 
 

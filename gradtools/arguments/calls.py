@@ -30,9 +30,10 @@ class Call:
     may_transpose = False  # whether the pullback may be transposed, which skips f's gradient hooks
     # Whether f is evaluated by kernels that can be mapped by vmap and differentiated again.
     plain_kernels = False
-    # Whether results are attached to the leaves afterwards (see `attaching`), so that f is
-    # evaluated as if they required no gradient.
-    deferred = False
+    own: frozenset[int] = frozenset()  # the ids of a module's parameters among the leaves
+    # Whether results are attached to the leaves afterwards (see `attaching`), so that their graph
+    # need not be kept. Asked after an evaluation.
+    is_deferred: Callable[[], bool] = staticmethod(bool)
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Call:
             self.opened = backend.opened(caller, f, args, kwargs, argnums)
         if self.opened is not None:
             self.f, self.args = self.opened, tuple(self.opened.args)
-            self.deferred = self.opened.deferred
+            self.at_parameters_of(self.opened)
             kinds = self._flatten()
         for k, kind in enumerate(kinds):
             if kind not in _INEXACT:
@@ -81,6 +82,10 @@ class Call:
         # The common case of one array, where no tree has to be rebuilt.
         self._is_leaf = self.counts == [1] and leaves[0] is self.args[i]
         return kinds
+
+    def at_parameters_of(self, opened: Any) -> None:
+        """Differentiates at the parameters themselves that `opened` found in modules."""
+        self.own, self.is_deferred = opened.own, opened.is_deferred
 
     @property
     def paths(self) -> list[str]:

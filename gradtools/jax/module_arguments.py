@@ -122,7 +122,8 @@ class Opened:
         has_modules: Whether there is any module of flax.nnx, or a differentiated one.
     """
 
-    deferred = False  # results are attached by JAX's own traces
+    own: frozenset[int] = frozenset()  # JAX differentiates at tracers
+    is_deferred = staticmethod(bool)  # False: results are attached by JAX's own traces
 
     def __init__(
         self,

@@ -492,15 +492,6 @@ divide_each_: Any = torch._foreach_div_
 """One operation for many tensors. Gone: a loop over them."""
 
 
-def clone_each(xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """A clone of each tensor, by one foreach operation for plain tensors if PyTorch has it."""
-    if all(type(x) is Tensor and x.layout is torch.strided for x in xs):
-        clone = getattr(torch, "_foreach_clone", None)
-        if clone and xs:
-            return tuple(clone(xs))
-    return [x.clone() for x in xs]
-
-
 def storage_key(x: Tensor) -> int:
     """A key that two living tensors share if and only if they share a storage.
 

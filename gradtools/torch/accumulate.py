@@ -72,13 +72,12 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
                     path, grad = first, other.detach() + grad.detach()
                 by_id[id(p)] = (path, p, grad)
             merged = [(p, grad) for _, p, grad in by_id.values()]
-        # The writes neither change nor keep the user's gradient tensors.
-        if add:
+        if add:  # the writes neither change nor keep the given tensors
             buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
             writes = [_addition(p, g.detach(), buffers) for p, g in merged]
         else:
-            copies = upstream.clone_each([g.detach() for _, g in merged])
-            writes = [(_set, p, copy) for (p, _), copy in zip(merged, copies, strict=True)]
+            written: set[Any] = set()
+            writes = [(_set, p, _taken(g, written)) for p, g in merged]
         for write, of, grad in writes:
             write(of, grad)
     return target
@@ -267,6 +266,18 @@ def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
     if writable and old.layout in (torch.strided, g.layout):
         return torch.Tensor.add_, old, g
     return _set, p, g + old.detach() if old.layout != torch.strided else old.detach() + g
+
+
+def _taken(g: torch.Tensor, written: set[Any]) -> torch.Tensor:
+    """g without its graph, as autograd would put it into `.grad`.
+
+    A copy if its entries share memory with each other, or with a gradient that is written already.
+    """
+    memory = _memory(g)
+    if memory in written or (g.layout is torch.strided and not g.is_contiguous()):
+        return g.detach().clone()
+    written |= {memory} if memory is not None else set()
+    return g.detach()
 
 
 def _set(p: torch.Tensor, new: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from gradtools.arguments.wording import in_words
 from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.errors import GradtoolsError, is_of
-from gradtools.torch import arrays, engines, module_arguments, trees
+from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiled_functions import compiled
 from gradtools.torch.compiling import Dynamo, is_compiling, uncompiled
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
@@ -228,7 +228,7 @@ class TorchBackend(FrameworkBackend):
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         return partial(_checkpointed, self, options, f)
 
-    like_module = staticmethod(module_arguments.like_module)
+    like_module = staticmethod(transformed_modules.like_module)
 
     opened = staticmethod(module_arguments.opened)
     attaching = staticmethod(module_arguments.Opened.attaching)

@@ -12,184 +12,29 @@ effects are undone. It must reproduce f's values, so a change of other state rai
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
 
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch import trees
-from gradtools.torch.compiling import is_compiling
-from gradtools.torch.function_modes import PlainKernels
-from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
+from gradtools.torch.functorch_wrappers import is_wrapped
 from gradtools.torch.modes import Modes
 from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.replaying.recomputing import is_recorded
 from gradtools.torch.rerunning import put_back
-from gradtools.torch.rules.checking import value_of
 
 Tensor = torch.Tensor
 Start = tuple[Modes, Randomness | None]
-
-
-class _Recomputing(threading.local):
-    """The pending second evaluation of this thread, until the operator's call takes it."""
-
-    pending: SecondEvaluation | None = None
-
-
-_here = _Recomputing()
-
-
-def current() -> DeferredGraph | SecondEvaluation | None:
-    """How a call that begins here treats parameters; None if graphs are built eagerly.
-
-    They are built eagerly inside of functorch's transforms and of forward mode, whose levels no
-    longer exist when a backward pass runs, and where a recorder follows them.
-    """
-    if _here.pending is not None:
-        pending, _here.pending = _here.pending, None
-        return pending
-    if not torch.is_grad_enabled() or is_compiling() or is_recorded():
-        return None
-    nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
-    return None if nested else DeferredGraph()
 
 
 def started(xs: Sequence[Tensor]) -> Start:
     """The current modes and random state, for a function of these tensors."""
     devices = list({x.device: x for x in xs}.values())
     return Modes.now({x.device.type for x in devices}), Randomness.now(devices)
-
-
-class DeferredGraph:
-    """The first evaluation of a derivative at modules; records the state for a second one."""
-
-    def __init__(self) -> None:
-        self.parameters: list[Tensor] = []
-        self.saved_buffers: dict[int, dict[str, Tensor]] = {}
-        self.values: list[tuple[Tensor, int]] = []
-        self._constants: list[Tensor] = []  # outputs of f that do not require grad
-        self.start: Start | None = None
-
-    def alias(self, p: Tensor) -> Tensor:
-        """The detached alias of a parameter at which the first evaluation runs."""
-        if not isinstance(p, nn.Parameter):  # an alias of an outer derivative
-            return p
-        self.parameters.append(p)
-        return p.detach()
-
-    def buffers(self, module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The buffers for the copy of a module; those of a training module are saved."""
-        if self.start is None:
-            self.start = started(self.parameters)
-        if module.training and id(module) not in self.saved_buffers:
-            clones = upstream.clone_each([b.detach() for b in own.values()])
-            self.saved_buffers[id(module)] = dict(zip(own, clones, strict=True))
-        return own
-
-    def note(self, output: Any) -> None:
-        """Records f's outputs."""
-        for y in _tensors(output):
-            value = value_of(y)
-            if value is not None:
-                self.values.append((value, upstream.version_of(value)))
-            if not (is_wrapped(y) or upstream.forward_level() >= 0 or y.requires_grad):
-                self._constants.append(y)
-
-    def attached(
-        self,
-        caller: str,
-        again: Callable[[], Any],
-        results: Any,
-        select: Callable[[Any], Any] | None = None,
-    ) -> Any:
-        """The tree of results, differentiable with respect to the parameters.
-
-        again: Computes them once more; `select(again())` is the same tree, or `again()`.
-        """
-        ps = self.parameters
-        if not (ps and torch.is_grad_enabled()):
-            return results
-        # Part by part: most parts are single tensors, which flatten fast.
-        parts = results if type(results) is tuple else (results,)
-        flat = [trees.flatten(part) for part in parts]
-        leaves = [x for xs, _ in flat for x in xs]
-        constants = {id(x) for x in self._constants}
-        inexact = [(k, x) for k, x in enumerate(leaves) if isinstance(x, Tensor) and is_inexact(x)]
-        places = [k for k, x in inexact if id(x) not in constants]
-        run = again if select is None else lambda: select(again())
-        program = Recomputed(
-            caller, self.start, lambda xs: self._evaluated(caller, run, xs, places), (run, ps)
-        )
-        outs = program.attach(ps, [leaves[k] for k in places])
-        for k, y in zip(places, outs, strict=True):
-            leaves[k] = y
-        left = iter(leaves)
-        rebuilt = [trees.unflatten(treedef, [*islice(left, len(xs))]) for xs, treedef in flat]
-        return tuple(rebuilt) if parts is results else rebuilt[0]
-
-    def _evaluated(
-        self, caller: str, run: Callable[[], Any], aliases: Sequence[Tensor], places: list[int]
-    ) -> list[Tensor]:
-        """The results at these places, with a graph from aliases of the parameters."""
-        _here.pending = SecondEvaluation(caller, self, aliases)
-        try:
-            with PlainKernels():  # a second derivative follows
-                leaves = trees.flatten(run())[0]
-        finally:
-            _here.pending = None
-        return [leaves[k] for k in places]
-
-
-class SecondEvaluation:
-    """The evaluation of a derivative at modules that builds the graph; it has the same methods."""
-
-    def __init__(self, caller: str, first: DeferredGraph, aliases: Sequence[Tensor]) -> None:
-        self._caller, self._first, self._left = caller, first, list(first.values)
-        pairs = zip(first.parameters, aliases, strict=True)
-        self._aliases = {id(p): x for p, x in pairs}
-
-    def alias(self, p: Tensor) -> Tensor:
-        """The alias of a parameter in this evaluation."""
-        return self._aliases.get(id(p), p)
-
-    def buffers(self, module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the buffers, with their values before the first evaluation."""
-        before = self._first.saved_buffers.get(id(module), own)
-        return {name: before.get(name, b).clone() for name, b in own.items()}
-
-    def note(self, output: Any) -> None:
-        """Raises if f returns other values than in the first evaluation."""
-        for y in _tensors(output):
-            value = value_of(y)
-            if value is None or not self._left:
-                continue
-            known, version = self._left.pop(0)
-            # Under vmap, what is tracked may take another kernel, which rounds differently.
-            same = upstream.version_of(known) != version or agree(value, known, True)
-            if not same:
-                raise GradtoolsError(
-                    f"{self._caller}: {ANOTHER_VALUE} Pass that as an argument; or differentiate "
-                    "with respect to a dict of the parameters that require grad "
-                    "(torch.func.functional_call takes one): then the graph is built at once."
-                )
-
-    def attached(self, caller: str, again: Any, results: Any, select: Any = None) -> Any:
-        """The results, which have a graph already."""
-        return results
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    leaves = trees.flatten(tree)[0]
-    return [x for x in leaves if isinstance(x, Tensor) and is_inexact(x)]
 
 
 # --- results whose graph is built in the backward pass ---------------------------------------

@@ -52,6 +52,9 @@ Pushforward = Callable[[Tensors], Tensors]
 traced: list[bool] = []  # not empty while dynamo traces a function that is differentiated here
 
 
+_NONE: frozenset[int] = frozenset()
+
+
 class _Here(threading.local):
     """How many derivatives this thread has taken: it shows whether a function took one itself."""
 
@@ -160,9 +163,9 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False) -> Any:
     derivative itself.
     """
     keep, taken, spent = torch.is_grad_enabled(), _here.taken, [False]
-    tracks = keep and not getattr(fun, "deferred", False)
+    own: frozenset[int] = getattr(fun, "own", _NONE)  # parameters, at which a module is called
     with _recording():
-        aliases = [_alias(x, tracks, spent) for x in leaves]
+        aliases = [x if id(x) in own else _alias(x, keep, spent) for x in leaves]
         plain = plain or _here.depth > 0 or getattr(fun, "plain_kernels", False)
         _here.depth += 1
         try:
@@ -171,7 +174,8 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False) -> Any:
         finally:
             _here.depth -= 1
     spent[0] = True
-    attached = keep and depends_on_others(outs)
+    deferred = bool(own) and fun.is_deferred()  # type: ignore[attr-defined]
+    attached = keep and not deferred and depends_on_others(outs)
     return outs, extras, aliases, attached, spent, plain, _here.taken != taken
 
 
@@ -283,7 +287,7 @@ def _dual_jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Te
     outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
     with outside, torch.set_grad_enabled(keep), dual_level():
         pairs = zip(leaves, tangents, strict=True)
-        duals = [dual_of(unshared(_normal(x)), _normal(t)) for x, t in pairs]
+        duals = [dual_of(unshared(_normal(_kept(fun, x))), _normal(t)) for x, t in pairs]
         with PlainKernels():
             outs, extras = fun(*duals)
         pushed = [forward_ad.unpack_dual(y) for y in outs]
@@ -319,7 +323,8 @@ def _functorch_vjp(fun: Fun, leaves: Tensors) -> Evaluation:
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
 
     with NOTHING if is_compiling() else explained(caller_of(fun)):
-        outs, pull, extras = _func_vjp(run, *leaves, has_aux=True)
+        xs = leaves if is_compiling() else [_kept(fun, x) for x in leaves]
+        outs, pull, extras = _func_vjp(run, *xs, has_aux=True)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not some[0]:
@@ -350,7 +355,7 @@ def _functorch_jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> Any:
         outs, extras = _traced(fun, xs, True)
         return tuple(outs), tuple(extras)
 
-    xs = tuple([unshared(x) for x in leaves])
+    xs = tuple([unshared(_kept(fun, x)) for x in leaves])
     with NOTHING if is_compiling() else forward_mode():
         outs, pushed, extras = torch.func.jvp(run, xs, tuple(tangents), has_aux=True)  # type: ignore[misc]
     # Under vmap PyTorch promotes the tangent of a scalar times a Python number, unlike its value.
@@ -411,6 +416,11 @@ def _alias(x: Tensor, tracks: bool, spent: list[bool]) -> Tensor:
     alias = (x.clone() if x.is_inference() else _detached(x)).requires_grad_()
     setattr(alias, SPENT, spent)
     return alias
+
+
+def _kept(fun: Fun, x: Tensor) -> Tensor:
+    """x, detached if it is a parameter to which results are attached afterwards."""
+    return x.detach() if id(x) in getattr(fun, "own", _NONE) and fun.is_deferred() else x  # type: ignore[attr-defined]
 
 
 def _normal(x: Tensor) -> Tensor:

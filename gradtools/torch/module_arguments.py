@@ -1,35 +1,37 @@
-"""Modules as arguments: their parameters are differentiated, the rest is constant.
+"""Modules as arguments: a module is differentiated at its own parameters.
 
-A `torch.nn.Module` is differentiated with respect to the dictionary of its parameters that require
-grad. f gets a structural copy of the module with other parameters, like that of `make_functional`;
-everything else is shared with the user's module: frozen parameters, buffers, hooks. Attributes that
-f assigns are assigned to the user's module as well. A module may be anywhere in a tree: in a list,
-a dictionary, a dataclass.
+    g = torch.autograd.grad(f(module), [p for p in module.parameters() if p.requires_grad])
 
-`chunked(module)` and the like return a module as well (see `Transformed`).
+f gets the user's module itself, so classes, attributes and hooks of parameters, references to them
+from elsewhere, and state that f changes are as in `loss.backward()`. The gradient is a dictionary
+from the parameters' names. A module may be anywhere in a tree: in a list, a dictionary, a
+dataclass. The graph of a result is built in its backward pass (`lazy_graphs`).
+
+Inside of vmap, torch.func and forward mode a parameter is replaced by a batched or dual tensor.
+There f gets a structural copy of the module, like that of `make_functional`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import nn
 
-from gradtools.boundary import user_facing
-from gradtools.errors import GradtoolsError
+from gradtools.errors import DisconnectedInputError, GradtoolsError
+from gradtools.integrations.keras import is_keras, refusal
 from gradtools.torch import _upstream as upstream
-from gradtools.torch import deferred_graphs, trees
+from gradtools.torch import trees
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import levels_differentiating
-
-if TYPE_CHECKING:
-    from gradtools.torch.modules import ModuleTree
+from gradtools.torch.functorch_wrappers import is_dual, levels_differentiating
+from gradtools.torch.lazy_graphs import current_graph, is_nested
+from gradtools.torch.modules import Copy, ModuleTree, check_module
 
 Tensor = torch.Tensor
-_EVALUATE_ONCE = ("grad", "value_and_grad", "minimax_value_and_grad")
+Parameters = dict[str, Tensor]
 
 
 def opened(
@@ -39,16 +41,16 @@ def opened(
     kwargs: dict[str, Any],
     argnums: Sequence[int],
 ) -> Opened | None:
-    """The call as a call on dictionaries of tensors; None if no module is differentiated.
+    """The call as a call on dictionaries of parameters; None if no module is differentiated.
 
-    Raises in compiled code, which cannot build copies of modules.
+    Raises in compiled code, where `torch.func` differentiates functions of tensors alone.
     """
     for i in argnums:
         if is_compiling() and isinstance(args[i], nn.Module):
             raise GradtoolsError(
                 f"{caller}: argument {i} is a module, {type(args[i]).__name__}, which compiled "
-                "code cannot copy. Call gt.make_functional(module) outside, and differentiate "
-                "apply to params; or leave this derivative out of what is compiled."
+                "code cannot differentiate. Call gt.make_functional(module) outside, and "
+                "differentiate apply to params; or leave this derivative out of what is compiled."
             )
         if not isinstance(args[i], Tensor) and not is_compiling() and _holds_module(args[i]):
             return Opened(caller, f, args, argnums)
@@ -57,6 +59,8 @@ def opened(
 
 def _holds_module(tree: Any) -> bool:
     """Whether a tree contains a module; common containers are walked without flattening."""
+    if isinstance(tree, nn.Module):
+        return True
     kind = type(tree)
     if kind is dict:
         return not trees.is_flat(tree) and any(map(_holds_module, tree.values()))
@@ -71,23 +75,18 @@ def _is_module(x: Any) -> bool:
     return isinstance(x, nn.Module)
 
 
-def part_of(
-    tree: Any,
-    alias: Callable[[Tensor], Tensor] = Tensor.detach,
-    read: dict[nn.Module, ModuleTree] | None = None,
-) -> Any:
+def part_of(tree: Any) -> Any:
     """The tree with each module replaced by the dictionary of its differentiated parameters."""
-    from gradtools.torch.modules import ModuleTree
+    return with_parts(tree, lambda module: _differentiated(ModuleTree.of(module)))
 
-    def part(module: nn.Module) -> dict[str, Tensor]:
-        named = (read[module] if read else ModuleTree.of(module)).parameters.items()
-        return {name: alias(p) for name, p in named if _is_differentiated(p)}
 
-    return with_parts(tree, part)
+def _differentiated(tree: ModuleTree) -> Parameters:
+    """The parameters that require grad, or have a tangent in an outer derivative."""
+    of = _is_differentiated if is_nested() else attrgetter("requires_grad")
+    return {name: p for name, p in tree.parameters.items() if of(p)}
 
 
 def _is_differentiated(p: Tensor) -> bool:
-    """Whether p requires grad, or has a tangent in an outer derivative at its module."""
     if p.requires_grad or (upstream.forward_level() < 0 and not upstream.is_wrapped(p)):
         return p.requires_grad
     with upstream.temporarily_clear_interpreter_stack():  # levels of functorch hide tangents
@@ -96,6 +95,8 @@ def _is_differentiated(p: Tensor) -> bool:
 
 def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
     """The tree with each module replaced by `part(module)`."""
+    if isinstance(tree, nn.Module):
+        return part(tree)
     if isinstance(tree, Tensor) or not _holds_module(tree):
         return tree
     leaves, treedef = _flattened(tree)
@@ -104,6 +105,8 @@ def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
 
 def _flattened(tree: Any) -> tuple[list[Any], Any]:
     """The leaves and the structure, where a module is a leaf."""
+    if isinstance(tree, nn.Module):
+        return trees.flatten(tree)
     return trees.WITH_MODULES.opened(*trees.WITH_MODULES.flatten(tree))
 
 
@@ -112,56 +115,61 @@ class Opened:
 
     Attributes:
         args: The arguments, with each differentiated module replaced by its parameters.
-        deferred: Whether these are the parameters themselves, at which the engine evaluates f as
-            if they required no gradient. Other operators get detached aliases of them.
+        own: The ids of these parameters, which the engine differentiates without aliases.
     """
 
     opens_once = True
-    changed = ()  # changes are written to the user's modules at once
+    changed = ()  # f changes the user's modules themselves
 
     def __init__(
         self, caller: str, f: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
     ) -> None:
-        self._f = f
+        self._f, self._caller = f, caller
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self._trees = {i: _flattened(args[i]) for i in argnums}
-        result = [x for leaves, _ in self._trees.values() for x in leaves if _is_module(x)]
-        self._read = _checked(caller, result)
-        self._graph = deferred_graphs.current()
-        self.deferred = False
-        if caller in _EVALUATE_ONCE and type(self._graph) is deferred_graphs.DeferredGraph:
-            # The graph is deferred if all that is differentiated are parameters.
-            ps = [p for tree in self._read.values() for p in tree.parameters.values()]
-            ps = [p for p in ps if p.requires_grad]
-            count = sum(len(leaves) for leaves, _ in self._trees.values())
-            self.deferred = len(self._read) == count and {*map(type, ps)} <= {nn.Parameter}
-            if self.deferred:
-                self._graph.parameters = ps
-        alias = (lambda p: p) if self.deferred or self._graph is None else self._graph.alias
-        self.args = [
-            part_of(x, alias, self._read) if i in self._trees else x for i, x in enumerate(args)
-        ]
+        of_argument = {
+            i: [x for x in leaves if _is_module(x)] for i, (leaves, _) in self._trees.items()
+        }
+        modules = [m for held in of_argument.values() for m in held]
+        self._trees_of_modules = {m: ModuleTree.of(m) for m in modules}
+        self._parameters = {m: _differentiated(t) for m, t in self._trees_of_modules.items()}
+        _check(caller, self._parameters, modules)
+        for i, held in of_argument.items():
+            alone = held and len(held) == len(self._trees[i][0])
+            if alone and not any(self._parameters[m] for m in held):
+                raise DisconnectedInputError(
+                    f"{caller}: no parameter of argument {i}, {type(args[i]).__name__}, requires "
+                    "grad. Call requires_grad_() on the module or the parameters to train."
+                )
+        self._graph = current_graph(f, self._trees_of_modules.values())
+        every = [p for named in self._parameters.values() for p in named.values()]
+        # A tensor of an outer derivative at the module has no graph of its own.
+        plain = all(p.requires_grad and not is_dual(p) for p in every) if is_nested() else True
+        self.own = frozenset(map(id, every)) if plain else frozenset()
+        if self._graph is not None and plain:
+            self._graph.leaves.update(zip(map(id, every), every, strict=True))
+        parts = self._parameters.__getitem__
+        self.args = [with_parts(x, parts) if i in argnums else x for i, x in enumerate(args)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls f with copies of the modules that have these parameters."""
-        from gradtools.torch.modules import Copy, ModuleTree
-
+        """Calls f with the modules, or with copies of them that have other parameters."""
         copies: list[Copy] = []
-        read, self._read = self._read, {}  # for the first call only: f may change a module
 
-        def whole(own: Any, x: Any) -> Any:
+        def whole(own: Any, part: Any) -> Any:
             if not _is_module(own):
-                return x
-            tree = read.get(own) or ModuleTree.of(own)
-            buffers = tree.buffers
-            if self._graph is not None:
-                buffers = self._graph.buffers(own, buffers)
-            copies.append(Copy(tree, x, buffers))
+                return part
+            known = self._parameters[own]
+            if self.own and all(map(is_, part.values(), known.values())):
+                return own
+            tree = check_module(self._caller, own)
+            copies.append(Copy(tree, part, tree.buffers))
             return copies[-1].root
 
-        given = list(args)
+        given, inner = list(args), set[int]()
         for i, (leaves, treedef) in self._trees.items():
-            pairs = zip(leaves, treedef.flatten_up_to(args[i]), strict=True)
+            parts = treedef.flatten_up_to(args[i])
+            inner |= {id(x) for x in parts}
+            pairs = zip(leaves, parts, strict=True)
             given[i] = trees.unflatten(treedef, [whole(own, x) for own, x in pairs])
         try:
             output = self._f(*given, **kwargs)
@@ -169,11 +177,15 @@ class Opened:
             for copy in copies:
                 copy.hand_back()
         if self._graph is not None:
-            self._graph.note(output)
+            self._graph.note(self._caller, output, inner)
         return output
 
+    def is_deferred(self) -> bool:
+        """Whether the graph of results is built in the backward pass."""
+        return self._graph is not None and self._graph.deferred
+
     def attaching(self, caller: str, again: Callable[[], Any]) -> Callable[..., Any]:
-        """A function `attach(results, select)` that makes results differentiable by parameters.
+        """A function `attach(results, select)` that makes results differentiable.
 
         `select(again())` recomputes the results.
         """
@@ -182,108 +194,41 @@ class Opened:
         return partial(self._graph.attached, caller, again)
 
     def effects(self) -> list[Tensor]:
-        """No arrays: changes are written to the user's modules at once."""
+        """No arrays: f changes the user's modules themselves."""
         return []
 
     def settle(self, extras: Sequence[Tensor]) -> None:
-        """Does nothing: changes have been written already."""
+        """Does nothing: changes have been made already."""
 
     def refuse_changes(self) -> None:
         """Does nothing: no change is lost."""
 
 
-def _checked(caller: str, modules: Sequence[nn.Module]) -> dict[nn.Module, ModuleTree]:
-    """The module trees; raises for modules that cannot be copied, and for shared parameters."""
-    from gradtools.integrations.keras import is_keras, refusal
-    from gradtools.torch.modules import check_module
-
+def _check(
+    caller: str, parameters: dict[nn.Module, Parameters], modules: Sequence[nn.Module]
+) -> None:
+    """Raises for wrappers whose gradients `backward()` reduces, and for shared parameters."""
     owners: dict[int, int] = {}
-    read: dict[nn.Module, ModuleTree] = {}
     for k, module in enumerate(modules):
         if is_keras(module):
             raise refusal(caller, "a differentiated argument", module)
-        read[module] = check_module(caller, module)
-        for name, p in read[module].parameters.items() if len(modules) > 1 else ():
-            if p.requires_grad and owners.setdefault(id(p), k) != k:
+        for base in type(module).__mro__:
+            if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
+                raise GradtoolsError(
+                    f"{caller}: the module is a {base.__name__}, which reduces gradients over "
+                    f"ranks when they are accumulated into .grad; {_WRAPPERS[base.__name__]}."
+                )
+        for name, p in parameters[module].items() if len(modules) > 1 else ():
+            if owners.setdefault(id(p), k) != k:
                 raise GradtoolsError(
                     f"{caller}: the parameter {name} is in two of the differentiated modules, "
                     "so that its gradient belongs to both. Pass one module that holds them, as "
                     "nn.ModuleDict or nn.ModuleList."
                 )
-    return read
 
 
-# --- modules that operators return ---------------------------------------------------------
-
-_SHARED = (*upstream.SLOTS, upstream.NOT_SAVED)
-
-
-def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """`make(f)`, as a module if f is one; a ScriptModule, which has no dictionaries, is not."""
-    plain = isinstance(f, nn.Module) and all(name in f.__dict__ for name in _SHARED)
-    return Transformed(f, make(f)) if plain else make(f)
-
-
-class Transformed(upstream.ModuleLike):
-    """A module with the state of another one, and its own call.
-
-    As with `torch.nn.DataParallel`, transforming a module gives a module. Unlike there, parameters
-    keep their names, so that a `state_dict` is the same with and without the transformation.
-    Parameters, buffers and submodules are shared by using the module's own dictionaries, and
-    methods that a module may override are delegated to it.
-    """
-
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        shared = {name: module.__dict__[name] for name in _SHARED}
-        name = getattr(call, "__name__", "").partition("_")[0]
-        self.__dict__.update(shared, _own=module, _call=call, _name=name, __wrapped__=module)
-
-    @user_facing
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformed call; global module hooks see only the user's modules."""
-        hooked = upstream.has_hooks(self)
-        return super().__call__(*args, **kwargs) if hooked else self.forward(*args, **kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    @property
-    def training(self) -> bool:
-        return self._own.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_own" in self.__dict__:
-            self._own.training = mode
-
-    def __getattr__(self, name: str) -> Any:
-        own = self.__dict__.get("_own")
-        return super().__getattr__(name) if own is None else getattr(own, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = self.__dict__.get("_own")
-        is_patch = name == "forward" or (name[0] == "_" and not hasattr(own, name))
-        if own is None or name in self.__dict__ or is_patch:
-            super().__setattr__(name, value)
-        else:
-            setattr(own, name, value)
-
-    def __repr__(self) -> str:
-        return f"{self._name}({self._own!r})"
-
-    # --- methods that a module may override
-
-    def train(self, mode: bool = True) -> Transformed:
-        self._own.train(mode)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> Transformed:  # type: ignore[override]
-        self._own.apply(fn)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._own.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._own.load_state_dict(*args, **kwargs)
+_WRAPPERS = {
+    "DistributedDataParallel": "differentiate its .module, and average the gradients over ranks",
+    "FullyShardedDataParallel": "call backward()",
+    "FSDPModule": "call backward()",
+}

@@ -58,6 +58,7 @@ _TUPLES = [TreeDef(pytree.tree_structure((0,) * n), (True,) * n) for n in range(
 
 
 _ARRAYS = (torch.Tensor, np.ndarray)
+_LEAVES = (*_ARRAYS, torch.nn.Module)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -68,7 +69,7 @@ def _is_tensor(x: Any) -> bool:
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves that are not None, and the structure: a `TreeDef` or an `OpenedTree`."""
     # Fast paths for common trees, since PyTorch's pytrees are slow.
-    if isinstance(tree, _ARRAYS):
+    if isinstance(tree, _LEAVES):
         return [tree], _LEAF
     if type(tree) is tuple and len(tree) < 8 and all(map(_is_tensor, tree)):
         return list(tree), _TUPLES[len(tree)]
@@ -202,7 +203,6 @@ def _paths_in(container: Any) -> list[str]:
 
 _CONTAINERS = Containers(_flattened, unflatten, _leaf_paths, lambda x: isinstance(x, _ARRAYS))
 # Trees in which a module is a leaf like an array.
-_LEAVES = (*_ARRAYS, torch.nn.Module)
 WITH_MODULES = Containers(_flattened, unflatten, _leaf_paths, lambda x: isinstance(x, _LEAVES))
 
 

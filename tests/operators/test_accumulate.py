@@ -585,10 +585,27 @@ def test_grad_is_added_to_in_place_and_never_is_the_callers_tensor(torch_gt):
     assert w.grad is kept
     g.fill_(100.0)
     assert w.grad.tolist() == [2.0, 2.0]
+
+
+def test_assigned_gradients_are_the_given_tensors_without_their_graph(torch_gt):
+    import torch
+
+    w, g = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True) * 2
     torch_gt.assign_gradients([w], [g])
-    g.fill_(5.0)
-    assert w.grad.tolist() == [100.0, 100.0]
-    assert kept.tolist() == [2.0, 2.0]
+    assert w.grad.data_ptr() == g.data_ptr() and not w.grad.requires_grad
+
+
+def test_assigned_gradients_that_share_memory_are_copied(torch_gt):
+    import torch
+
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    g, row = torch.ones(2), torch.ones(1)
+    torch_gt.assign_gradients([a, b], [g, g])
+    a.grad += 1
+    assert b.grad.tolist() == [1.0, 1.0]
+    torch_gt.assign_gradients([a], [row.expand(2)])
+    a.grad[0] = 5
+    assert (a.grad.tolist(), row.tolist()) == ([5.0, 1.0], [1.0])
 
 
 def test_gradients_that_are_grad_buffers_are_read_before_they_are_written(torch_gt):

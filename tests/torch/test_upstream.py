@@ -63,9 +63,6 @@ def test_many_tensors_are_changed_by_one_operation():
     upstream.divide_each_(xs, 2.0)
     doubled = upstream.multiply_each(upstream.divide_each(xs, 0.5), 1.0)
     assert [x.tolist() for x in (*xs, *doubled)] == [[1.5] * 2, [1.5] * 3, [3.0] * 2, [3.0] * 3]
-    for rows in ([torch.eye(3)[:2].t(), torch.zeros(())], [torch.eye(2).to_sparse()], []):
-        for x, copy in zip(rows, upstream.clone_each(rows), strict=True):
-            assert copy is not x and torch.equal(copy.to_dense(), x.to_dense())
 
 
 def test_views_have_the_key_of_their_storage():

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.upstream_bugs_page import PAGE, RIGHT, SHOWN, page, row_of
+from tests.support.upstream_bugs_page import NAMED, PAGE, RIGHT, SHOWN, page, row_of
+
+UNSEEN = {  # which `checked` does not name: NaN, and a complex silu that cannot run again
+    ("linalg.det", "tangent of the gradient"),
+    ("cumprod", "derivative of the tangent"),
+    ("nn.functional.silu", "tangent"),
+}
 
 
 @pytest.mark.parametrize(
     ("row", "wrong"), SHOWN, ids=lambda x: x if isinstance(x, str) else x.operation
 )
-def test_plain_pytorch_is_wrong(row, wrong):
+def test_plain_pytorch_is_wrong_and_checked_names_a_wrong_number(row, wrong):
     """Where plain PyTorch is right, upstream has fixed it: take it out of the table."""
-    assert row_of(row, wrong).plain != RIGHT
+    found = row_of(row, wrong)
+    assert found.plain != RIGHT
+    if (row.operation, wrong) not in UNSEEN:
+        assert found.ours in (NAMED, RIGHT, "an error", "a refusal")
 
 
 def test_the_page_is_what_its_script_writes():

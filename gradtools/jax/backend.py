@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.backend import Array, FrameworkBackend
+from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.jax import arrays, engines, module_arguments, shardings, trees
 from gradtools.jax._upstream import backward_shapes_are_checked
 from gradtools.jax.known_errors import flax_explained

@@ -143,9 +143,10 @@ class Program:
 
         return pulled
 
-    def pushed(self, us: Sequence[Any]) -> list[Any]:
-        along = half.like(us, self.leaves)
-        return half.numbers(jax.jvp(self.held, tuple(self.leaves), tuple(along))[1])
+    def pushforward(self, us: Sequence[Any]) -> Callable[..., list[Any]]:
+        """The pushforward along fixed tangents, as a function that can be differentiated."""
+        along = tuple(half.like(us, self.leaves))
+        return lambda *xs: list(jax.jvp(self.held, xs, along)[1])
 
     def without_edits(self) -> Program:
         return Program(self.fun, self.leaves, edits=False)

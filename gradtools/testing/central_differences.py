@@ -58,22 +58,29 @@ def _dot(xs: Sequence[Any], ys: Sequence[Any], size: bool = False) -> float:
 
 
 def normal(rng: Any, like: Any) -> Any:
-    """Normal numbers of the shape of an array, complex if it is."""
+    """Normal numbers of the shape of an array, complex or Hermitian if it is.
+
+    Derivatives of Cholesky factors, eigenvalues and the like are along Hermitian tangents.
+    """
     x = rng.standard_normal(like.shape)
-    return x + 1j * rng.standard_normal(like.shape) if np.iscomplexobj(like) else x
+    if np.iscomplexobj(like):
+        x = x + 1j * rng.standard_normal(like.shape)
+    mirrored = np.conj(like.swapaxes(-1, -2)) if like.ndim > 1 else None
+    hermitian = mirrored is not None and np.array_equal(like, mirrored)
+    return (x + np.conj(x.swapaxes(-1, -2))) / 2 if hermitian else x
 
 
-def moves(rng: Any, xs: Sequence[Any], only: int | None = None) -> list[Any]:
-    """A random direction in which each entry moves on the scale of its size.
+def moves(q: Question, only: int | None = None) -> list[Any]:
+    """A random direction in which each entry moves on the scale of its size, up to hundreds.
 
     only: The one array that moves.
     """
-    made = []
-    for i, x in enumerate(xs):
+    made, fine = [], 100 * q.program.eps ** (2 / 3)  # of which the moves are many roundings
+    for i, x in enumerate(q.xs):
         sizes = np.abs(np.where(np.isfinite(x), x, 0))
         typical = np.median(sizes[sizes > 0]) if (sizes > 0).any() else 1.0
-        scale = np.maximum(sizes, min(typical, 1.0)) if only in (None, i) else 0
-        made.append(normal(rng, x) * scale)
+        scale = np.minimum(sizes, np.maximum(100, fine * sizes))
+        made.append(normal(q.rng, x) * np.maximum(scale, min(typical, 1.0)) * (only in (None, i)))
     return made
 
 
@@ -86,15 +93,19 @@ def ask(q: Question, only: int | None = None) -> Answer:
     tolerance = min(max(4 * eps**0.5, 2e-4), 0.3)
     vs = [normal(q.rng, y) for y in q.program.base] if q.vs is None else q.vs
     if q.us is None:
-        us, scale = moves(q.rng, q.xs, only), 1.0
+        us, scale = moves(q, only), 1.0
         size = _dot(q.known, us, size=True)
+        at_risk = _dot(q.known, [np.abs(x) * (u != 0) for x, u in zip(q.xs, us, strict=True)], True)
     else:
         pairs = zip(q.us, q.xs, strict=True)
-        scale = max(float((np.abs(u) / np.maximum(np.abs(x), 1)).max(initial=0)) for u, x in pairs)
+        sizes = [(np.abs(u) / np.clip(np.abs(x), 1, 100)).max(initial=0) for u, x in pairs]
+        scale = float(max(sizes))
         if scale == 0:
             return Answer("agrees")
         us, size = [u / scale for u in q.us], _dot(vs, q.known, size=True) / scale
-    base, weight = _dot(vs, q.program.base), _dot(vs, q.program.base, size=True)
+        at_risk = size * max(float(np.abs(x).max(initial=0)) for x in q.xs)
+    base = _dot(vs, q.program.base)
+    weight = _dot(vs, [np.abs(y) + 1 for y in q.program.base], size=True)  # rounding of values of 1
     found: list[Answer] = []
     with np.errstate(all="ignore"):
         for factor in _STEPS:
@@ -113,13 +124,17 @@ def ask(q: Question, only: int | None = None) -> Answer:
                 if abs(a.slope - a.difference) <= near:
                     return replace(a, verdict="agrees")
         verdict = "noisy"
+        if eps * at_risk > 0.03 * weight:  # a rounding of x changes the value by as much
+            return found[1]
         by_step = sorted(found, key=lambda a: a.step)
         for three in zip(by_step, by_step[1:], by_step[2:], strict=False):
+            near, middle, far = (a.difference for a in three)
             gap = min(abs(a.slope - a.difference) for a in three)
             if not np.isfinite(three[1].slope):
-                gap = abs(three[1].difference)
-            spread = np.ptp([a.difference for a in three])
-            if 10 * spread + 20 * three[0].rounding < gap:
+                gap = abs(middle)
+            noise = 20 * three[0].rounding
+            converges = abs(near - middle) <= max(abs(middle - far) / 2, abs(middle) / 50, noise)
+            if converges and 10 * np.ptp([near, middle, far]) + noise < gap:
                 if three[0].bend + three[0].rounding < gap / 2:
                     return replace(three[1], verdict="differs")
                 verdict = "kink"

@@ -104,35 +104,53 @@ def set_here(**values: Any) -> Iterator[None]:
 
 
 def _answer(q: Question) -> Answer:
-    """As `ask`, without edits, off kinks, and for a difference in two directions."""
+    """As `ask`, without edits; what differs does so in two directions, and at two points."""
     if q.program.edited and q.again is not None:
         q.program = q.program.without_edits()
         q.known = q.again(q.program, q.xs, q.us)
     answer = ask(q)
-    if answer.verdict == "kink" and q.again is not None:  # compare at a point away from it
-        away = 30 * q.program.eps ** (1 / 3)
-        xs = [x + away * u for x, u in zip(q.xs, moves(here.rng, q.xs), strict=True)]
-        q.xs = q.program.numbers(q.program.arrays(xs))
-        q.program.base = q.program(q.xs)
-        q.known = q.again(q.program, q.xs, q.us)
+    if answer.verdict == "differs":
         answer = ask(q)
-    return ask(q) if answer.verdict == "differs" else answer
+    if q.again is None or answer.verdict not in ("differs", "kink"):
+        return answer
+    if not np.isfinite(answer.slope) or not _same(q.known, q.again(q.program, q.xs, q.us)):
+        return answer
+    away = 30 * q.program.eps ** (1 / 3)  # a kink or a tie is at this point alone
+    xs = [x + away * u for x, u in zip(q.xs, moves(q), strict=True)]
+    near = replace(q, xs=q.program.numbers(q.program.arrays(xs)))
+    kept, q.program.base = q.program.base, q.program(near.xs)
+    near.known = q.again(q.program, near.xs, q.us)
+    found = ask(near)
+    if found.verdict == "differs" and answer.verdict == "kink":  # the error is about this point
+        q.xs, q.known = near.xs, near.known
+        return found
+    q.program.base = kept
+    return answer if found.verdict == "differs" else found
+
+
+def _same(xs: list[Any], ys: list[Any]) -> bool:
+    filled = lambda x, y: np.zeros_like(y) if x is None else x
+    pairs = [(filled(x, y), filled(y, x)) for x, y in zip(xs, ys, strict=True) if x is not y]
+    return all(np.allclose(x, y, 0.01, 0.01 * np.abs(y).max(initial=0)) for x, y in pairs)
 
 
 def _wrong_operation(q: Question, half: Any) -> str:
     """The first operation of f whose own derivative is wrong, in words; else what may be."""
     calls = q.program.calls()
-    for order, word in ((1, ""), (2, "second "), (0, "forward-mode ")):
+    words = ("", "second ", "forward-mode ", "reverse-over-forward ")
+    for order, word in enumerate(words):
         for name, line, fn, xs in calls:
             try:
                 at, first = half.numbers(xs), half.plain(fn, xs)
-                us = [normal(here.rng, x) for x in at] if order == 0 else None
-                if order == 2:  # the pullback is the operation
+                us = [normal(here.rng, x) for x in at] if order > 1 else None
+                if order == 1:  # the derivative is the operation
                     first = half.plain(
                         first.pullback([normal(here.rng, y) for y in first.base]), xs
                     )
+                elif order == 3:
+                    first, us = half.plain(first.pushforward(us), xs), None
                 vs = None if us else [normal(here.rng, y) for y in first.base]
-                known = first.pushed(us) if us else half.numbers(first.pullback(vs)(*xs))
+                known = half.numbers((first.pushforward(us) if us else first.pullback(vs))(*xs))
                 if ask(Question(first, at, known, vs, us, rng=here.rng)).verdict == "differs":
                     return f"The {word}derivative of {name} is wrong by itself ({line})."
             except Exception:  # an operation that cannot be tried alone is not named
@@ -272,7 +290,7 @@ class _CheckedMembers:
 
         def wide() -> Any:
             push = transposed()
-            return push and self._pushing(program, fun, leaves, push, "jacobian")
+            return push and self._pushing(program, fun, leaves, push, "linearize")
 
         result.pullback = self.backend.linear_map(pullback, result.pullback)
         result.transposed = wide
@@ -285,7 +303,9 @@ class _CheckedMembers:
             run: Any = lambda *a: (program.held(*a), [])
             along = self.half.like(us, tangents)
             with set_here(own=0):
-                return numbers(self.original["jvp"](run, program.arrays(xs), along)[2])
+                if caller == "jvp":
+                    return numbers(self.original["jvp"](run, program.arrays(xs), along)[2])
+                return numbers(self.original["linearize"](run, program.arrays(xs))[2](along))
 
         numbers = self.half.numbers
         if self._is_compared(program, [*tangents, *pushed]):

@@ -156,18 +156,20 @@ class Program(TorchFunctionMode):
         """The pullback at fixed cotangents, as a function that can be differentiated."""
 
         def pulled(outs: list[Tensor], moved: list[Tensor]) -> list[Tensor]:
-            cts = half.like(vs, outs)
-            pairs = [(y, v) for y, v in zip(outs, cts, strict=True) if v is not None]
-            ys, seeds = zip(*[(y, v) for y, v in pairs if y.requires_grad], strict=True)
+            triples = zip(outs, half.like(vs, outs), strict=True)
+            reached = [(y, v) for y, v in triples if v is not None and y.requires_grad]
+            if not reached:
+                return [torch.zeros_like(x) for x in moved]
+            ys, seeds = zip(*reached, strict=True)
             options = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
             return list(torch.autograd.grad(ys, moved, seeds, **options))
 
         return lambda *xs: self._run(xs, pulled)
 
-    def pushed(self, us: Sequence[Any]) -> list[Any]:
-        at = tuple(x.detach() for x in self.leaves)
+    def pushforward(self, us: Sequence[Any]) -> Callable[..., list[Tensor]]:
+        """The pushforward along fixed tangents, as a function that can be differentiated."""
         along = tuple(half.like(us, self.leaves))
-        return half.numbers(torch.func.jvp(lambda *a: tuple(self.fun(*a)[0]), at, along)[1])
+        return lambda *xs: list(torch.func.jvp(lambda *a: tuple(self.fun(*a)[0]), xs, along)[1])
 
     def without_edits(self) -> Program:
         return Program(*self.how, edits=False)
@@ -218,7 +220,10 @@ class Program(TorchFunctionMode):
         normal = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         try:
             with set_here(program=self, own=0), normal, torch.enable_grad():
-                moved = [x if x.requires_grad else x.detach().requires_grad_() for x in xs]
+                pushed = upstream.forward_level() >= 0  # `detach` would drop tangents
+                new = lambda x: x if x.requires_grad else x.detach().requires_grad_()
+                new = (lambda x: x) if pushed else new
+                moved = [new(x) for x in xs]
                 count = len(xs) - len(self.captured)
                 self._put([*zip(self.captured, moved[count:], strict=self.recorded is not None)])
                 with self if self.watched else nullcontext():

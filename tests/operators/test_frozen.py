@@ -7,6 +7,8 @@ import pytest
 
 from gradtools import DisconnectedInputError
 
+LARGE = 1 << 30
+
 
 def number(gt, x):
     return gt.asarray(np.asarray(x))
@@ -159,7 +161,8 @@ def test_the_value_and_first_derivatives(gt, case):
 
 
 @pytest.mark.slow_at("jax")
-def test_the_derivative_of_a_gradient_along_what_f_holds(gt, case):
+@pytest.mark.parametrize("budget", [None, LARGE])
+def test_the_derivative_of_a_gradient_along_what_f_holds(gt, case, budget):
     G, z, whole, read = case
 
     def second(G):
@@ -169,15 +172,16 @@ def test_the_derivative_of_a_gradient_along_what_f_holds(gt, case):
 
         return gt.grad(by_y)(number(gt, 0.7))
 
-    close(gt, second(gt.frozen(G)), second(G))
+    close(gt, second(gt.frozen(G, budget)), second(G))
 
 
 @pytest.mark.sampled(torch=(28, 28), jax=(1, 25))
 @pytest.mark.parametrize("mode", ["forward_over_reverse", "reverse_over_reverse"])
-def test_the_derivative_of_a_gradient_along_z(gt, case, mode):
+@pytest.mark.parametrize("budget", [None, LARGE])
+def test_the_derivative_of_a_gradient_along_z(gt, case, mode, budget):
     G, z, whole, read = case
     f = lambda G: lambda z: scalar(gt, read(G(whole(z))))
-    found = gt.hvp(f(gt.frozen(G)), (z,), (z,), mode=mode)
+    found = gt.hvp(f(gt.frozen(G, budget)), (z,), (z,), mode=mode)
     close(gt, found, gt.hvp(f(G), (z,), (z,), mode=mode))
 
 
@@ -187,8 +191,10 @@ def test_the_derivative_of_a_gradient_along_z(gt, case, mode):
     ("trees and an integer", "jax"),
     ("an empty output beside", "jax"),
     ("complex", "jax"),
+    ("real to complex", "jax", "1073741824"),
 )
-def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):
+@pytest.mark.parametrize("budget", [None, LARGE])
+def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case, budget):
     """Of J u, which is linear in u and depends on z."""
     G, z, whole, read = case
 
@@ -200,14 +206,15 @@ def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):
         y = number(gt, 0.7)
         return gt.grad(lambda z: gt.grad(lambda y: size(y, z))(y) ** 2)(z)
 
-    close(gt, third(gt.frozen(G)), third(G))
+    close(gt, third(gt.frozen(G, budget)), third(G))
 
 
 @pytest.mark.slow_at("jax")
 @pytest.mark.sweep_at(
-    ("trees and an integer", "jax"), ("complex", "jax"), ("an empty output beside", "jax")
+    ("trees and an integer", "jax"), ("complex", "jax"), ("an empty output beside", "jax", "None")
 )
-def test_third_derivatives(gt, case):
+@pytest.mark.parametrize("budget", [None, LARGE])
+def test_third_derivatives(gt, case, budget):
     G, z, whole, read = case
 
     def third(G):
@@ -218,7 +225,7 @@ def test_third_derivatives(gt, case):
 
         return gt.grad(by_y)(number(gt, 0.7))
 
-    close(gt, third(gt.frozen(G)), third(G))
+    close(gt, third(gt.frozen(G, budget)), third(G))
 
 
 # --- inside other operators -------------------------------------------------------------------
@@ -397,10 +404,11 @@ CONNECTED = [(of_two, ROUNDED), (of_two, USED), (mapped, USED), (slope_by_the_fr
 
 
 @pytest.mark.sampled(torch=(39, 39), jax=(16, 39))
-@pytest.mark.parametrize("freeze", ["G itself", "frozen"])
+@pytest.mark.parametrize("freeze", ["G itself", "frozen", "with a budget"])
 @pytest.mark.parametrize(("place", "G"), DISCONNECTED + CONNECTED)
 def test_an_argument_reaches_the_output_through_frozen_as_through_g(gt, rng, freeze, place, G):
-    freeze = {"G itself": lambda G: G, "frozen": gt.frozen}[freeze]
+    kinds = {"G itself": lambda G: G, "frozen": gt.frozen}
+    freeze = kinds.get(freeze, lambda G: gt.frozen(G, memory_budget=LARGE))
     a, b = arrays(gt, rng, (3,), (3,))
     f = place(gt, freeze, G)
     if (place, G) in CONNECTED:

@@ -48,8 +48,11 @@ def _bank(options):
 @pytest.mark.parametrize(
     "options",
     [
+        {"keep_graphs": 0},
         {},
-        {"verify": True},
+        {"keep_graphs": 2},
+        {"keep_graphs": 3},
+        {"keep_graphs": 3, "verify": True},
     ],
     ids=str,
 )

@@ -342,6 +342,148 @@ def _torch_faults() -> list[Fault]:
     ]
 
 
+# --- PyTorch: what is lost at second order, and wrong formulas of its own ------------------------
+
+
+def _torch_second_order() -> list[Fault]:
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    torch.manual_seed(0)
+    x = torch.randn(3, dtype=torch.float64)
+    matrix = torch.randn(3, 3, dtype=torch.float64) + 3 * torch.eye(3, dtype=torch.float64)
+
+    def function(forward: Any, backward: Any, name: str) -> Any:
+        class Made(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                y, saved = forward(x)
+                ctx.save_for_backward(*saved)
+                return y
+
+            @staticmethod
+            def backward(ctx, g):
+                return backward(g, *ctx.saved_tensors)
+
+        Made.__name__ = name
+        return Made.apply
+
+    def under_no_grad(g, x):
+        with torch.no_grad():
+            return 3 * x**2 * g
+
+    def adjoint(g, y):
+        with torch.no_grad():
+            return g * (1 - y) ** 2
+
+    def nested(g, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(x**3, x, g.detach())[0]
+
+    sinh = lambda x: ((x.exp() - (-x).exp()) / 2, (x.exp(), (-x).exp()))
+    cube = lambda x: (x**3, (x,))
+    by_numpy = lambda x: (torch.from_numpy(np.sin(x.numpy())), (x,))
+    lossy = {
+        "Intermediates": (sinh, lambda g, a, b: g * (a + b) / 2),
+        "NoGrad": (cube, under_no_grad),
+        "Detached": (cube, lambda g, x: 3 * x.detach() ** 2 * g),
+        "ByNumpy": (by_numpy, lambda g, x: g * torch.from_numpy(np.cos(x.detach().numpy()))),
+        "Nested": (cube, nested),
+        "AdjointOfAnOde": (lambda x: (x / (1 + x), (x / (1 + x),)), adjoint),
+        "CotangentStopped": (cube, lambda g, x: 3 * x**2 * g.detach()),
+        "Penalty": (lambda x: (x.norm(), (x,)), lambda g, x: g * x / x.norm().detach()),
+    }
+    faults = []
+    for name, (forward, backward) in lossy.items():
+        made, at = function(forward, backward, name), x.abs()
+        f = lambda x, made=made: (made(x) ** 2).sum()
+        faults.append(
+            Fault(
+                f"grad of grad of {name}",
+                lambda f=f, at=at: gt.grad(lambda x: gt.grad(f)(x).square().sum())(at),
+                "grad",
+                blamed=f"Function {name}",
+            )
+        )
+    made = function(*lossy["NoGrad"], "NoGrad")
+    f = lambda x: (made(x) ** 2).sum()
+    ways = {
+        "hvp": lambda: gt.hvp(f, (x,), (x,)),
+        "hessian": lambda: gt.hessian(f)(x),
+        "jacobian": lambda: gt.jacobian(gt.grad(f), mode="reverse")(x),
+        "vjp": lambda: gt.vjp(gt.grad(f), x)[1](x),
+        "linearize": lambda: gt.linearize(gt.grad(f), x)[1](x),
+    }
+    faults += [Fault(f"{n} of NoGrad", run, n, blamed="Function NoGrad") for n, run in ways.items()]
+
+    def hooked(x):
+        y = x * x
+        y.register_hook(lambda g: g.detach() * 2)
+        return (y**2).sum()
+
+    def equilibrium(x):
+        cell = lambda z: torch.tanh(0.3 * matrix @ z + x)
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(60):
+                z = cell(z)
+        z = cell(z)
+        z0 = z.detach().clone().requires_grad_()
+        f0 = cell(z0)
+
+        def solve(g):
+            v = g
+            for _ in range(60):
+                v = torch.autograd.grad(f0, z0, v, retain_graph=True)[0] + g
+            return v
+
+        z.register_hook(solve)
+        return z.square().sum()
+
+    second = lambda f: lambda: gt.grad(lambda x: gt.grad(f)(x).square().sum())(x)
+    tangent = lambda f: lambda A: gt.jvp(f, (A,), (torch.ones_like(A).tril(),))[1]
+    reverse = lambda f: lambda: gt.grad(lambda A: tangent(f)(A).square().sum())(matrix)
+    ones = torch.ones(3, 1, dtype=torch.float64)
+    spd = matrix @ matrix.T
+    return [
+        *faults,
+        Fault("a hook that detaches", second(hooked), "grad", blamed="a hook"),
+        Fault("a hook that solves without a graph", second(equilibrium), "grad", blamed="a hook"),
+        Fault(
+            "the derivative of the tangent of solve, torch#192540",
+            reverse(lambda A: torch.linalg.solve(A, A @ A)),
+            "grad",
+            blamed="reverse-over-forward derivative of linalg.solve",
+        ),
+        Fault(
+            "the derivative of the tangent of logdet, torch#192540",
+            reverse(lambda A: torch.logdet(A @ A.T)),
+            "grad",
+            blamed="logdet",
+        ),
+        Fault(
+            "the derivative of the tangent of slogdet, torch#192540",
+            reverse(lambda A: torch.linalg.slogdet(A)[1]),
+            "grad",
+        ),
+        Fault(
+            "the tangent of cholesky_inverse, torch#196682",
+            lambda: tangent(torch.cholesky_inverse)(torch.linalg.cholesky(spd)),
+            "jvp",
+            blamed="derivative of cholesky_inverse",
+        ),
+        Fault(
+            "the tangent of triangular_solve, torch#196707",
+            lambda: tangent(
+                lambda A: torch.triangular_solve(ones, A.tril(), upper=False, unitriangular=True)[0]
+            )(matrix),
+            "jvp",
+            blamed="triangular_solve",
+        ),
+    ]
+
+
 # --- JAX -----------------------------------------------------------------------------------------
 
 
@@ -539,6 +681,11 @@ def _names(of: Callable[[], list[Fault]]) -> list[Fault]:
 
 @pytest.mark.parametrize("fault", _names(_torch_faults), ids=str)
 def test_a_fault_in_pytorch_is_named(fault):
+    _check(fault)
+
+
+@pytest.mark.parametrize("fault", _names(_torch_second_order), ids=str)
+def test_a_fault_of_second_order_in_pytorch_is_named(fault):
     _check(fault)
 
 

@@ -168,7 +168,7 @@ def chunks(target: Target, count: int) -> dict[str, Cost]:
     """A step over that many chunks, and one over a single chunk's rows."""
     layers = target.array(LAYERS, FEATURES, FEATURES)
     x, one = (target.array(n * CHUNK, FEATURES) for n in (count, 1))
-    in_chunks = gt.chunked(encode, CHUNK, in_axes=(None, 0), keep_graphs=0)
+    in_chunks = gt.chunked(encode, CHUNK, in_axes=(None, 0))
     return {
         "one chunk alone": cost(jax.grad(batch_loss(encode)), layers, one),
         "chunked": cost(jax.grad(batch_loss(in_chunks)), layers, x),
@@ -222,7 +222,7 @@ def contrastive(a: Any, b: Any) -> Any:
         scores = (rows @ others.T).astype(jnp.float32)
         return jax.nn.logsumexp(scores, 1) - (rows * own).sum(1).astype(jnp.float32)
 
-    each = gt.chunked(losses, CHUNK, in_axes=(0, 0, None), keep_graphs=0)
+    each = gt.chunked(losses, CHUNK, in_axes=(0, 0, None))
     return (each(a, b, b) + each(b, a, a)).mean() / 2
 
 
@@ -237,7 +237,7 @@ def contrast(target: Target, batch: int) -> dict[str, Cost]:
     def step(encode: Callable[..., Any], compare: Callable[..., Any]) -> Callable[..., Any]:
         return jax.grad(lambda w, x, y: compare(encode(w, x), encode(w, y)))
 
-    in_chunks = gt.chunked(encode, CHUNK, in_axes=(None, 0), keep_graphs=0)
+    in_chunks = gt.chunked(encode, CHUNK, in_axes=(None, 0))
     ways = {
         "at once": step(encode, dense),
         "encoder chunked": step(in_chunks, dense),
@@ -262,7 +262,7 @@ def meshes(target: Target, kind: str, board: str) -> Cost:
     w = target.array(LAYERS, FEATURES, FEATURES, sharding=shared)
     x, y = (target.array(rows, FEATURES, sharding=split) for _ in range(2))
     size = CHUNK if kind == "shard_map" else CHUNK * grid.size
-    in_chunks = gt.chunked(encode, size, in_axes=(None, 0), interleaved=True, keep_graphs=0)
+    in_chunks = gt.chunked(encode, size, in_axes=(None, 0), interleaved=True)
 
     def loss(w: Any, x: Any, y: Any) -> Any:
         return contrastive(in_chunks(w, x), in_chunks(w, y))

@@ -276,7 +276,7 @@ def _memory() -> dict[str, Ways]:
         return jax.lax.scan(back, jnp.zeros_like(w), (split(x), cts))[0]
 
     def chunked(w: Any, x: Any) -> Any:
-        return gt.chunked(encode, len(x) // CHUNKS, in_axes=(None, 0), keep_graphs=0)(w, x)
+        return gt.chunked(encode, len(x) // CHUNKS, in_axes=(None, 0))(w, x)
 
     def slopes(frozen: Callable[..., Any]) -> Callable[..., Any]:
         def run(w: Any, v: Any, x: Any, t: Any, small: Any) -> Any:

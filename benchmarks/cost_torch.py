@@ -328,9 +328,7 @@ def _memory(at: Point) -> dict[str, Ways]:
     encode = lambda w, x: at.layer(w, at.layer(w, x))
     contrast = lambda z: torch.logsumexp(z @ z.T, 1).sum()
     pieces = x.split(at.chunk)
-    ours = lambda w: gt.chunked(encode, at.chunk, in_axes=(None, 0), keep_graphs=0, verify=False)(
-        w, x
-    )
+    ours = lambda w: gt.chunked(encode, at.chunk, in_axes=(None, 0), verify=False)(w, x)
     again = lambda w: torch.cat([checkpoint(encode, w, c, use_reentrant=False) for c in pieces])
 
     def two_passes() -> Any:

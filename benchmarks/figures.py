@@ -82,9 +82,9 @@ def _of_all(page: Path) -> str:
         ("contrastive step, memory: whole batch at once",
          both("chunked.md", "peak, MB", "plain, the whole batch", **mb), "chunked"),
         ("the same with `chunked`, 8 chunks",
-         both("chunked.md", "peak, MB", "gt.chunked, keep_graphs=1", **mb), "chunked"),
+         both("chunked.md", "peak, MB", "gt.chunked", **mb), "chunked"),
         ("its time, relative to the whole batch at once",
-         _relative("gt.chunked, keep_graphs=1", "plain, the whole batch"), "chunked"),
+         _relative("gt.chunked", "plain, the whole batch"), "chunked"),
         ("second derivative, 64 layers, memory: double backward",
          both("mixed_partial.md", "memory, MB", "64", "double backward", **scanned, **mb),
          "mixed_partial"),
@@ -149,7 +149,7 @@ def _peaks() -> list[tuple[str, list[str], str]]:
     found = []
     for text, way in (
         ("at once", "plain, the whole batch"),
-        ("`chunked`", "gt.chunked, keep_graphs=1"),
+        ("`chunked`", "gt.chunked"),
     ):
         (torch,), (jax,) = (rows("chunked.md", f"{name}, {way}") for name in ("PyTorch", "JAX"))
         numbers = [[f"{float(row[n]):.0f}" for n in ("4", "8", "16", "32")] for row in (torch, jax)]

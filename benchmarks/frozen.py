@@ -56,9 +56,8 @@ JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")),
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
 TIMED = USES[:3]  # more uses take as much time each, and only the bytes are theirs
 DEPTHS, FEW = ((2,), 2) if QUICK else ((4, 16, 64), 4)
-LARGE = 1 << 40
 PLAIN, BY_HAND = "double backward", "forward over reverse by hand"
-OURS, BUDGET = "gt.frozen", "gt.frozen, memory_budget for all"
+OURS = "gt.frozen"
 CHECKPOINT = {"PyTorch": "torch.utils.checkpoint", "JAX": "jax.checkpoint"}
 MODELS = ("dense",) if QUICK else ("dense", "convolutional", "transformer")
 CODES = {"dense": (32, 2048), "convolutional": (16, 16), "transformer": (4, 32, 128)}
@@ -175,7 +174,6 @@ def torch_runs(model: str, depth: int, count: int) -> dict[str, Callable[[], Any
         CHECKPOINT["PyTorch"]: partial(through, again, y, zs),
         BY_HAND: partial(torch_by_hand, net, y, zs),
         OURS: partial(through, gt.frozen(net), y, zs),
-        BUDGET: partial(through, gt.frozen(net, memory_budget=LARGE), y, zs),
     }
 
 
@@ -294,11 +292,10 @@ def jax_runs(model: str) -> dict[str, Callable[..., Any]]:
         PLAIN: lambda G: G,
         CHECKPOINT["JAX"]: jax.checkpoint,
         OURS: gj.frozen,
-        BUDGET: partial(gj.frozen, memory_budget=LARGE),
     }
     runs = {name: partial(jax_through, kind, net) for name, kind in kinds.items()}
     runs[BY_HAND] = partial(jax_by_hand, net)
-    return {name: runs[name] for name in (PLAIN, CHECKPOINT["JAX"], BY_HAND, OURS, BUDGET)}
+    return {name: runs[name] for name in (PLAIN, CHECKPOINT["JAX"], BY_HAND, OURS)}
 
 
 def jax_ways(model: str, depth: int, count: int) -> Ways:
@@ -515,7 +512,7 @@ def picture(cells: list[Cell]) -> None:
             own = [c for c in cells if (c.framework, c.model) == (framework, model) and c.over_uses]
             for name, marker in zip(own[0].peaks, "osvDP", strict=True):
                 sizes = [c.peaks[name] / 1e6 for c in own]
-                colour = {OURS: "tab:red", BUDGET: "tab:orange"}.get(name)
+                colour = {OURS: "tab:red"}.get(name)
                 panel.plot(
                     [c.uses for c in own], sizes, marker=marker, label=name, color=colour, alpha=0.8
                 )

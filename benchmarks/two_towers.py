@@ -39,8 +39,8 @@ from common import difference  # noqa: E402
 from u06_contrastive_retrieval import LENGTH, SCALE, by_layer, contrastive, pairs  # noqa: E402
 
 ROUNDS = 2
-BATCH, CHUNK, RETAIN = 32, 4, 1
-PLAIN, OURS = "plain, the whole batch", f"gt.chunked, keep_graphs={RETAIN}"
+BATCH, CHUNK = 32, 4
+PLAIN, OURS = "plain, the whole batch", "gt.chunked"
 PEER = "sentence-transformers' cached loss"
 AFTER = ", backward after the region"
 DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -79,7 +79,7 @@ class Towers:
         self.model.eval()
         self.model[0].model.embeddings.requires_grad_(False)
         self.batch = [torch.from_numpy(x) for x in batch()]
-        self.chunked = gt.chunked(self.encode, CHUNK, keep_graphs=RETAIN)
+        self.chunked = gt.chunked(self.encode, CHUNK)
 
     def exact(self) -> tuple[float, Layers]:
         """The loss and the gradient of the plain step in float64."""
@@ -179,7 +179,7 @@ def in_jax(dtype: str) -> Iterator[tuple[str, Step]]:
         towers = encode(trained, *batch[:2]), encode(trained, *batch[2:])
         return contrastive(gj, np.float32(math.log(SCALE)), *towers)
 
-    ways = {PLAIN: encode, OURS: gj.chunked(encode, CHUNK, (None, 0, 0), keep_graphs=RETAIN)}
+    ways = {PLAIN: encode, OURS: gj.chunked(encode, CHUNK, (None, 0, 0))}
     args = trained, [gj.asarray(x) for x in batch()]
     for name, way in ways.items():
         program, peak = compiled(jax.value_and_grad(partial(loss, way)), args)

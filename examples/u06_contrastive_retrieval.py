@@ -141,7 +141,7 @@ class _Torch:
     def loss(self, batch, chunk_size):
         encode = self.encode
         if chunk_size:
-            encode = self.gt.chunked(encode, chunk_size, keep_graphs=0)
+            encode = self.gt.chunked(encode, chunk_size)
         return contrastive(self.gt, self.log_scale, encode(*batch[:2]), encode(*batch[2:]))
 
     def step(self, batch, seed):
@@ -217,7 +217,7 @@ class _Jax:
         encode = self.encoder(train)
         if chunk_size:
             axes = None, 0, 0, None
-            encode = self.gt.chunked(encode, chunk_size, axes, key_argnums=3, keep_graphs=0)
+            encode = self.gt.chunked(encode, chunk_size, axes, key_argnums=3)
         towers = zip((batch[:2], batch[2:]), self.gt.split_key(key), strict=True)
         outs = [encode(params, *tower, key) for tower, key in towers]
         return contrastive(self.gt, log_scale, *outs)

@@ -487,7 +487,7 @@ class Recomputation(Programs):
             for rows, lists in zip(chunks.cut.rows, chunks.lists, strict=True)
         ]
 
-    def frozen_uses(self, budget: int | None) -> Any:
+    def frozen_uses(self) -> Any:
         """The state that all uses of one frozen function share."""
         return None
 

@@ -7,8 +7,7 @@ For L = g(f(x_1), ..., f(x_n)) the gradient to f's parameters w is
 a sum over chunks, and c_i depends on the outputs of f only. The first pass keeps the outputs and
 no graph; the backward pass recomputes the graph of one chunk at a time and pulls its c_i back (Gao
 et al., Scaling deep contrastive learning batch size under memory limited setup, 2021, for
-contrastive losses). With F the work of a forward pass, and 2F that of a backward pass, n chunks of
-which k keep their graph cost 4F - (k/n)F.
+contrastive losses). With F the work of a forward pass, and 2F that of a backward pass, it costs 4F.
 
 This module reads the arguments, and `arguments/chunks.py` cuts them into chunks. The backends'
 `chunking.py` run and recompute the chunks; PyTorch's uses `replaying/`.
@@ -25,7 +24,14 @@ from typing import Any, Literal
 
 from gradtools.arguments.batches import Batch, shared_examples_named
 from gradtools.arguments.checks import as_array, normalized_argnums, refuse_arguments
-from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify, checked_verify
+from gradtools.arguments.chunks import (
+    ChunkOptions,
+    Chunks,
+    Partition,
+    Verify,
+    checked_size,
+    checked_verify,
+)
 from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
 from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R
@@ -49,11 +55,8 @@ class Chunking(Operators):
         key_argnums: Argnums = (),
         carry_argnums: Argnums = (),
         interleaved: bool = False,
-        keep_graphs: int | None = None,
-        memory_budget: int | None = None,
         verify: Verify = "first",
         progress: bool = False,
-        select: Callable[[Any], Any] | None = None,
     ) -> F:
         """f over a batch, chunk by chunk, at the memory of one chunk's graph.
 
@@ -100,11 +103,6 @@ class Chunking(Operators):
                 carries for several. Carries are not differentiated.
             interleaved: Whether chunk i of n holds the rows i::n instead of a block of rows; the
                 order of outputs is restored. Use it for a batch that is sharded over devices.
-            keep_graphs: How many of the last chunks keep their graph instead of being computed
-                again. These graphs exist while the loss is computed; 0 needs the least memory.
-                None: 1 in PyTorch; 0 of several in JAX, where f is compiled once more for them.
-            memory_budget: Bytes for kept graphs; `keep_graphs` then follows from the size of a
-                chunk's graph.
             verify: PyTorch: whether a recomputed chunk is compared with its first computation: the
                 outputs, the leaves and operations of its graph, and the factors of gradient edits;
                 a difference raises. "first": in the first backward pass of each f and of each new
@@ -112,8 +110,6 @@ class Chunking(Operators):
                 up to rounding elsewhere. True: in each backward pass, bit for bit. False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
                 program that is lowered for another platform has none.
-            select: A function of f's output that returns the part to keep, such as `lambda out:
-                out.pooler_output` for a model that also returns caches.
 
         Returns:
             A function of f's arguments. A module stays one: in PyTorch a `torch.nn.Module` with
@@ -137,21 +133,15 @@ class Chunking(Operators):
         Source: Gao, Zhang, Han, Callan, Scaling deep contrastive learning batch size under memory
         limited setup, 2021; recomputation after Griewank and Walther, Algorithm 799: revolve, 2000.
         """
-        options = ChunkOptions(
-            keep_graphs, memory_budget, checked_verify("chunked", verify), bool(progress)
-        )
-        options, chunk_size = options.checked(f, chunk_size)
-        if select is not None:
-            ChunkOptions().checked(select, 1, "chunked", "select")
+        options = ChunkOptions(checked_verify("chunked", verify), bool(progress))
+        chunk_size = checked_size("chunked", f, chunk_size)
         axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
-        make = partial(self._chunked_of, select, (chunk_size, axes, argnums, interleaved, options))
-        if select is None and type(f) is FunctionType:  # the common case, not a module
+        make = partial(self._chunked_of, (chunk_size, axes, argnums, interleaved, options))
+        if type(f) is FunctionType:  # the common case, not a module
             return make(f)
         return self._backend.like_module(f, make)
 
-    def _chunked_of(self, select: Any, rest: tuple[Any, ...], f: Callable[..., Any]) -> Any:
-        if select is not None:
-            f = like_function("", f, partial(_selected, select, f))
+    def _chunked_of(self, rest: tuple[Any, ...], f: Callable[..., Any]) -> Any:
         uncompiled = self._backend.compiler.uncompiled
         return like_function("chunked_", f, partial(uncompiled, self._run_chunked, f, rest))
 
@@ -231,7 +221,7 @@ class Chunking(Operators):
             (3.0, 3.0)
         """
         checked_verify(_MICROBATCHED, verify)
-        _, chunk_size = ChunkOptions().checked(f, chunk_size, _MICROBATCHED)
+        chunk_size = checked_size(_MICROBATCHED, f, chunk_size)
         if reduction not in ("mean", "sum"):
             raise GradtoolsError(
                 f"{_MICROBATCHED}: reduction is {reduction!r}; expected 'mean' or 'sum'."
@@ -339,7 +329,7 @@ class _Microbatches:
 
         cut = Partition(batch.size, self.chunk_size).checked(_MICROBATCHED)
         summand = like_function("", f, terms)
-        chunks = Chunks.of(summand, batch, cut, ChunkOptions(0), keys=keys, carried=carried)
+        chunks = Chunks.of(summand, batch, cut, ChunkOptions(), keys=keys, carried=carried)
         weigh = weighted if is_mean and backend.weighs_sums else None
         with shared_examples_named(_MICROBATCHED, given):
             sums, carry = backend.sum_chunks(chunks, weigh)
@@ -446,12 +436,6 @@ def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any)
         raise GradtoolsError(f"{_MICROBATCHED}: with carry_argnums f returns {expected}.")
     loss, aux = out if has_aux else (out, None)
     return loss, (aux, result[1])
-
-
-def _selected(
-    select: Callable[[Any], Any], f: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    return select(f(*args, **kwargs))
 
 
 def _keys_and_carries(

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from gradtools.arguments.batches import Batch
+from gradtools.arguments.checks import check_function
 from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify, checked_verify
 from gradtools.backend import F, Operators
 from gradtools.boundary import like_function
@@ -38,7 +39,6 @@ class Freezing(Operators):
     def frozen(
         self,
         G: F,
-        memory_budget: int | None = None,
         verify: Verify = "first",
     ) -> F:
         """A drop-in for G whose second derivatives store no graph of G.
@@ -67,10 +67,6 @@ class Freezing(Operators):
 
         Args:
             G: Takes and returns pytrees of arrays.
-            memory_budget: Bytes of graphs to keep beyond the leanest; uses that fit cost 3F.
-                PyTorch: for all uses that live at once. JAX: for each use, and under vmap for each
-                example, since a trace does not know how often it will run: for N uses in a loop
-                divide the budget by N. A graph is kept whole or not at all.
             verify: PyTorch: whether the recomputation is compared with the first pass, as in
                 `chunked`, up to the rounding of other kernels.
 
@@ -79,7 +75,7 @@ class Freezing(Operators):
             own, in its state_dict and moved with it; for its call they are constants.
 
         Raises:
-            GradtoolsError: memory_budget is below 0; (on differentiating) PyTorch: a derivative
+            GradtoolsError: (on differentiating) PyTorch: a derivative
                 with respect to a parameter of G is needed; G captured a tensor that is computed
                 from others.
 
@@ -94,15 +90,12 @@ class Freezing(Operators):
         in place of double backward as in Kemaev et al., Scalable meta-learning via mixed-mode
         differentiation, 2025.
         """
-        options = ChunkOptions(0, memory_budget, checked_verify("frozen", verify))
-        options, _ = options.checked(G, 1, "frozen", "G")
-        return self.frozen_for("frozen", G, options.memory_budget, options.verify)
+        check_function("frozen", G, "G", curried=False)
+        return self.frozen_for("frozen", G, checked_verify("frozen", verify))
 
-    def frozen_for(
-        self, caller: str, G: F, memory_budget: int | None = None, verify: bool | None = None
-    ) -> F:
+    def frozen_for(self, caller: str, G: F, verify: bool | None = None) -> F:
         """`frozen(G)` by the name of another operator, of whose f its errors speak."""
-        options, uses = ChunkOptions(0, verify=verify), self._backend.frozen_uses(memory_budget)
+        options, uses = ChunkOptions(verify), self._backend.frozen_uses()
         return self._backend.like_module(G, partial(self._frozen_of, caller, options, uses))
 
     def _frozen_of(self, caller: str, options: ChunkOptions, uses: Any, G: Any) -> Any:

@@ -86,7 +86,7 @@ class Transforms(Operators):
             array([2., 2.], dtype=float32)
         """
         check_function("checkpoint", f)
-        options = ChunkOptions(0, verify=checked_verify("checkpoint", verify))
+        options = ChunkOptions(checked_verify("checkpoint", verify))
         return self._backend.like_module(f, partial(self._checkpoint_of, options))
 
     def _checkpoint_of(self, options: ChunkOptions, f: Callable[..., Any]) -> Callable[..., Any]:

@@ -109,7 +109,7 @@ class Outputs:
     def _axes_of(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
         if leaves and kinds.count(None) == len(kinds):
             path = self.backend.leaf_paths(out)[0]
-            fix = f" To take what the loss needs of it: select=lambda out: out{path}.<name>"
+            fix = f" Wrap f so that it returns what the loss needs of it: out{path}.<name>"
             raise GradtoolsError(
                 f"chunked: f's output{path} is {describe(self.backend, leaves[0])}; expected an "
                 "array with an entry for each example."
@@ -290,7 +290,7 @@ def _follows(lengths: list[tuple[int, int]], by_data: bool) -> bool:
 
 
 def _without(paths: list[str], out: Any, good: set[int]) -> str:
-    """Advice for messages: a `select` of the `good` leaves, which can be joined."""
+    """Advice for messages: to return the `good` leaves, which can be joined."""
     heads: dict[str, list[int]] = {}  # the leaves below each part of the output
     for k, path in enumerate(paths):
         step = _STEP.match(path)
@@ -303,7 +303,9 @@ def _without(paths: list[str], out: Any, good: set[int]) -> str:
         chosen = f"out[:{len(parts)}]"
     if len(parts) == 1:
         chosen = f"out{parts[0]}"
-    return f" To leave it out: select=lambda out: {chosen}." if parts and len(paths) > 1 else ""
+    if not parts or len(paths) == 1:
+        return ""
+    return f" To leave it out, wrap f so that it returns {chosen}."
 
 
 def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from gradtools.arguments.batches import Batch
-from gradtools.arguments.checks import check_function, whole_number, whole_or_none
+from gradtools.arguments.checks import check_function, whole_number
 from gradtools.arguments.chunk_outputs import SUMMED, Outputs, other_structure
 from gradtools.arguments.wording import describe
 from gradtools.backend import Array, Backend
@@ -23,12 +23,10 @@ _CONTAINERS = (list, dict, tuple)
 
 @dataclass(frozen=True)
 class ChunkOptions:
-    """The options of `chunked`."""
+    """The options of `chunked`, `checkpoint` and `frozen`."""
 
     never_changes = True  # searches for mutable state that a function captures skip it
 
-    keep_graphs: int | None = None
-    memory_budget: int | None = None
     verify: bool | None = None  # None: the first backward pass of each kind; else each, or none
     progress: bool = False
     # A cache for the next call of the same function.
@@ -37,15 +35,11 @@ class ChunkOptions:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "latest": {}}
 
-    def checked(
-        self, f: Any, chunk_size: Any, caller: str = "chunked", name: str = "f"
-    ) -> tuple[ChunkOptions, int]:
-        """The options with counts as integers, and the chunk size; raises if any is invalid."""
-        check_function(caller, f, name, curried=False)
-        size = whole_number(caller, "chunk_size", chunk_size, 1, "examples")
-        keep_graphs = whole_or_none(caller, "keep_graphs", self.keep_graphs, 0, "chunks")
-        budget = whole_or_none(caller, "memory_budget", self.memory_budget, 0, "bytes")
-        return replace(self, keep_graphs=keep_graphs, memory_budget=budget), size
+
+def checked_size(caller: str, f: Any, chunk_size: Any) -> int:
+    """The chunk size as an integer; raises if it is invalid, or f is no function."""
+    check_function(caller, f, curried=False)
+    return whole_number(caller, "chunk_size", chunk_size, 1, "examples")
 
 
 def checked_verify(caller: str, verify: Any) -> bool | None:

@@ -21,6 +21,8 @@ _NESTS = "leave it out; derivatives nest, and in PyTorch what requires grad give
 _COMPLEX = (
     "leave it out; grad of a real f takes complex arguments, and vjp and jvp take a complex f, too"
 )
+_CHUNKS = "leave it out; chunk_size= sets how much memory a chunk takes"
+_SELECT = "wrap f: chunked(lambda *args: f(*args).hidden, chunk_size)"
 _HINTS: dict[str, str | dict[str, str]] = {
     "nondiff_argnums": _STATIC,
     "nondiff_argnames": _STATIC,
@@ -45,8 +47,14 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "concrete": _WHOLE,
     "batch_size": "write chunk_size=",
     "chunks": "write chunk_size=, the number of examples in a chunk",
-    "retain": "write keep_graphs=",
-    "outputs": "write select=",
+    "keep_graphs": _CHUNKS,
+    "memory_budget": {
+        "chunked": _CHUNKS,
+        "frozen": "leave it out; use G itself where its graph fits into memory",
+    },
+    "select": _SELECT,
+    "retain": _CHUNKS,
+    "outputs": _SELECT,
     "temperature": "write logit_scale=1 / temperature",
     "temp": "write logit_scale=1 / temperature",
     "tau": "write logit_scale=1 / tau",

@@ -197,8 +197,6 @@ class JaxBackend(FrameworkBackend):
 
     run_checkpointed = LazyMember("recomputing", "checkpointed")
 
-    frozen_uses = LazyMember("freezing")
-
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return jax.jit(f, **options)
 

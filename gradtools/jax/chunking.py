@@ -1,9 +1,9 @@
 """Chunks in JAX: a scan over the chunks, whose body is rematerialized in the backward pass.
 
-    first pass   y_i, s_{i+1} = f(x_i, s_i)        keeps the residuals of the last k chunks only
+    first pass   y_i, s_{i+1} = f(x_i, s_i)        keeps no residuals
     backward     dw += J_i^H c_i                   with J_i recomputed from x_i and s_i
 
-Consecutive chunks of equal shapes, with or without residuals, form a run, which is one scan; f is
+Consecutive chunks of equal shapes form a run, which is one scan; f is
 traced once for each shape of a chunk. The body slices the batch by the chunk's number, so that no
 scan needs a copy of its part of the batch.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from importlib.util import find_spec
 from inspect import unwrap
 from itertools import groupby
@@ -44,8 +44,6 @@ from gradtools.jax.recomputing import (
 )
 from gradtools.jax.shardings import varies, varying
 from gradtools.jax.slicing import Split, joined
-from gradtools.jax.trees import is_inexact
-from gradtools.rules import replaced_at
 
 
 @explained_recomputation("chunked")
@@ -82,25 +80,13 @@ def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[A
 
 def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Array]]:
     """The joined outputs, and the carry after all chunks; each run of chunks is one scan."""
-    chunks, options, kept = steps.chunks, steps.chunks.options, 0
+    chunks = steps.chunks
     _refuse_shared_draws(steps, carry)
-    # How many of the last chunks keep their residuals. If symbolic, all chunks are one scan.
-    if options.memory_budget is not None and not chunks.cut.is_symbolic:
-        left = options.memory_budget
-        for kind in reversed(steps.kinds):
-            left -= steps.traced(kind, carry).graph_bytes
-            if left < 0:
-                break
-            kept += 1
-    elif not chunks.cut.is_symbolic:
-        # By default none of several: what is kept beside a loop is compiled a second time.
-        count, wanted = chunks.cut.count, options.keep_graphs
-        kept = int(count == 1) if wanted is None else min(wanted, count)
     bar, parts = _bar(chunks), []
-    for run in _runs(steps, kept):
+    for run in _runs(steps):
         if run.count == 1:
             inputs = steps.inputs(run.first)
-            if run.kept:
+            if chunks.cut.count == 1:  # nothing to gain by computing it again
                 once = steps.at(run.kind, carry)
             else:
                 step = steps.traced(run.kind, carry)
@@ -111,10 +97,9 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
             outs = [x[None] for x in outs]
         else:
             step = steps.traced(run.kind, carry)
-            refuse_to_repeat("chunked", step.closed)  # also if kept: a scan's reverse mode is wrong
-            step = step.summing_widely()
+            refuse_to_repeat("chunked", step.closed)
             # XLA does not merge the bodies of two loops, so CSE needs no barrier.
-            many = step if run.kept else rematerialized(step, prevent_cse=False)
+            many = rematerialized(step.summing_widely(), prevent_cse=False)
 
             @marked_as_chunk
             def body(carry: list[Array], inputs: Any, many: Any = many) -> Any:
@@ -148,7 +133,7 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
 def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Array]]:
     _refuse_shared_draws(steps, state)
     sums: list[Array] | None = None
-    for run in _runs(steps, len(steps.kinds)):
+    for run in _runs(steps):
         if run.count == 1:
             pair = steps.at(run.kind, state)(*steps.inputs(run.first), state)
             outs, state = jax.tree.map(jnp.asarray, pair)
@@ -202,28 +187,26 @@ def _refuse_shared_draws(steps: _Steps, carry: list[Array]) -> None:
 
 @dataclass(frozen=True)
 class _ChunkRun:
-    """Consecutive chunks of the same kind, and whether their residuals are kept."""
+    """Consecutive chunks of the same kind."""
 
     kind: int
     first: int
     count: int  # or a symbolic size
-    kept: bool
 
     @property
     def numbers(self) -> range:
         return range(self.first, self.first + self.count)
 
 
-def _runs(steps: _Steps, kept: int) -> Iterator[_ChunkRun]:
-    """The runs of a call whose last `kept` chunks keep their residuals."""
+def _runs(steps: _Steps) -> Iterator[_ChunkRun]:
+    """The runs of a call. If the batch's size is symbolic, all chunks are one."""
     if steps.chunks.cut.is_symbolic:
-        yield _ChunkRun(0, 0, steps.chunks.cut.count, bool(kept))
+        yield _ChunkRun(0, 0, steps.chunks.cut.count)
         return
-    first_kept, start = len(steps.kinds) - kept, 0
-    marked = ((kind, i >= first_kept) for i, kind in enumerate(steps.kinds))
-    for (kind, keeps), members in groupby(marked):
+    start = 0
+    for kind, members in groupby(steps.kinds):
         count = len(list(members))
-        yield _ChunkRun(kind, start, count, keeps)
+        yield _ChunkRun(kind, start, count)
         start += count
 
 
@@ -259,32 +242,6 @@ class _ChunkProgram:
         """A carry promoted to its type after a step, since a scan's carry keeps its type."""
         return [promoted(x, aval) for x, aval in zip(carry, self.carry_avals, strict=True)]
 
-    @cached_property
-    def graph_bytes(self) -> int:
-        """The bytes of a chunk's residuals, without inputs and constants.
-
-        These are the arrays that pass from the forward to the backward program. XLA's memory
-        analysis agrees, but would require compiling both.
-        """
-
-        def kept(consts: list[Array], args: list[Array]) -> list[Array]:
-            flat = [*consts, *args]
-            places = [i for i, x in enumerate(flat) if is_inexact(x)]
-
-            def of_inexact(*xs: Array) -> list[Array]:
-                values, n = replaced_at(flat, places, xs), len(consts)
-                return jax.core.eval_jaxpr(self.closed.jaxpr, values[:n], *values[n:])
-
-            pullback = jax.vjp(of_inexact, *[flat[i] for i in places])[1]
-            residuals = {id(x): x for x in jax.tree.leaves(pullback)}
-            for x in flat:
-                residuals.pop(id(x), None)
-            return list(residuals.values())
-
-        consts = [jnp.asarray(c) for c in self.closed.consts]
-        shapes = jax.eval_shape(kept, consts, self.closed.in_avals)
-        return sum(x.size * x.dtype.itemsize for x in shapes)
-
 
 class _Steps:
     """The chunks of a call as functions `(index, slots, lists, carry) -> (outs, carry)`.
@@ -316,7 +273,7 @@ class _Steps:
 
     def at(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
         """The function of a kind of chunk, traced unless there is only one chunk of it."""
-        if self.kinds.count(kind) == 1 and self.chunks.options.memory_budget is None:
+        if self.kinds.count(kind) == 1:
             return self.of(self.kinds.index(kind))
         return self.traced(kind, carry)
 

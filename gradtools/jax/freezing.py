@@ -3,10 +3,6 @@
 The residuals of the first evaluation are read by the pullback only: a second derivative recomputes
 from the arguments. So differentiating a first derivative keeps arguments and cotangents only,
 independently of the depth of G.
-
-The size of the residuals is known before anything runs. If they fit into the budget of a use, they
-are kept, and the derivative of the pullback, J u, is one linear pass. Its own derivatives recompute
-from the arguments as before.
 """
 
 from __future__ import annotations
@@ -37,12 +33,7 @@ from gradtools.rules import Linearized, Rule, replaced_at, replaced_where, sprea
 Entries = Sequence[Any]
 
 
-def frozen_uses(budget: int | None, verify: bool | None = None) -> int:
-    """The bytes that each use may keep. Recomputations are the same program: no verification."""
-    return budget or 0
-
-
-def run_frozen(whole: Chunks, budget: int) -> list[Array]:
+def run_frozen(whole: Chunks, uses: None) -> list[Array]:
     """The outputs of one use."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     xs = [whole.shared[k] for k in arrays]
@@ -63,7 +54,7 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
         both = *outs, *map(jax.lax.stop_gradient, plain)
         return [y if isinstance(y, jax.Array) else asarray(y) for y in both]
 
-    use = _Use(whole.caller, named_after(whole.call.f, fun), xs, budget)
+    use = _Use(whole.caller, named_after(whole.call.f, fun), xs)
     ys = apply_rule(use.rule, *xs, *use.captured)
     if modules is None:
         return ys
@@ -118,11 +109,9 @@ def _strong(aval: Any) -> Any:
 class _Use:
     """One use of a frozen function of flat arrays."""
 
-    def __init__(
-        self, caller: str, fun: Callable[..., list[Array]], xs: list[Array], budget: int
-    ) -> None:
+    def __init__(self, caller: str, fun: Callable[..., list[Array]], xs: list[Array]) -> None:
         self.caller, self.name = caller, name_of_function(caller)
-        self.fun, self.moving, self.budget = fun, [is_inexact(x) for x in xs], budget
+        self.fun, self.moving = fun, [is_inexact(x) for x in xs]
         self.user_functions: Any = (fun,)  # the objects that may capture further arrays
         self.captured: list[Any] = []  # arrays that are passed after the arguments
         if any(isinstance(x, jax.core.Tracer) for x in xs):  # else G may branch on values
@@ -156,15 +145,13 @@ class _Use:
     def linearize(self, *xs: Array) -> Linearized:
         """The evaluation, with the residuals of the pullback as extras."""
         fixed = [jax.lax.stop_gradient(x) for x in xs]
-        kept = self.budget > 0 and self.may_keep(fixed)
-        way = jax.linearize if kept else jax.vjp
         with explained(self.caller):
-            ys, linear, others = way(self.of_moving(fixed), *self.chosen(fixed), has_aux=True)
-        left, treedef = jax.tree.flatten(linear)
+            ys, pull, others = jax.vjp(self.of_moving(fixed), *self.chosen(fixed), has_aux=True)
+        left, treedef = jax.tree.flatten(pull)
         count, inexact, rest = len(xs), self.inexact, iter(others)
         floating = iter(ys)
         outs = [next(floating if i else rest) for i in inexact]
-        graph = _KeptLinearMap(count, len(left), treedef, kept)
+        graph = _KeptPullback(count, len(left), treedef)
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             return self.pushed(saved[:count], dxs)
@@ -196,18 +183,6 @@ class _Use:
             return holds(jax.make_jaxpr(self.fun)(*xs).jaxpr, *names)
         except jax.errors.JAXTypeError:
             return True
-
-    def may_keep(self, xs: Entries) -> bool:
-        """Whether the graph fits into the budget; False for a while loop, which has no graph."""
-
-        def graph(*moved: Array) -> list[Array]:
-            return jax.tree.leaves(jax.linearize(self.of_moving(xs), *moved, has_aux=True)[1])
-
-        closed = jax.make_jaxpr(graph)(*self.chosen(xs))
-        given = set(map(id, (*closed.jaxpr.invars, *closed.jaxpr.constvars)))
-        own = {id(x): x.aval for x in closed.jaxpr.outvars if id(x) not in given}
-        size = sum(x.size * x.dtype.itemsize for x in own.values())
-        return size <= self.budget and not holds(closed.jaxpr, "while")
 
     def pushed(self, xs: Entries, dxs: Entries) -> list[Any]:
         """The tangents of the outputs."""
@@ -257,13 +232,12 @@ class _Use:
 
 
 @dataclass(frozen=True)
-class _KeptLinearMap:
-    """A linear map of an evaluation, as flat residual arrays."""
+class _KeptPullback:
+    """The pullback of an evaluation, as flat residual arrays."""
 
     count: int  # the number of arguments
     size: int  # the number of residuals
-    treedef: Any  # the structure of the map
-    kept: bool  # whether it is the pushforward, kept until the second derivative; else the pullback
+    treedef: Any  # its structure
 
     @property
     def stop(self) -> int:
@@ -271,7 +245,7 @@ class _KeptLinearMap:
         return self.count + self.size
 
     def linear(self, operands: Entries) -> Any:
-        """The map, with residuals that are not differentiated."""
+        """The pullback, with residuals that are not differentiated."""
         left = [jax.lax.stop_gradient(x) for x in operands[self.count : self.stop]]
         return jax.tree.unflatten(self.treedef, left)
 
@@ -281,10 +255,10 @@ class _KeptLinearMap:
 
     def reads(self, more: int) -> tuple[int, ...]:
         """The operands that derivatives read; `more` of them follow the residuals."""
-        return (*range(self.stop if self.kept else self.count), *range(self.stop, self.stop + more))
+        return (*range(self.count), *range(self.stop, self.stop + more))
 
 
-def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
+def _pullback(use: _Use, graph: _KeptPullback, mask: list[bool]) -> Rule:
     """The pullback as a rule, from (arguments, residuals, cotangents) to cotangents."""
     count, extras = graph.count, graph.size
 
@@ -293,10 +267,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
         moved = use.chosen(fixed[:count])
         likes = jax.eval_shape(use.of_moving(fixed[:count]), *moved)[0]
         cts = _full(likes, use.inexact, mask, fixed[graph.stop :])
-        if not graph.kept:
-            return use.through(graph.linear(operands), fixed[:count], cts)
-        push = lambda linear, *dxs: linear(*dxs)
-        return transpose(rule, "tangent", push, graph.linear(operands), moved, cts)
+        return use.through(graph.linear(operands), fixed[:count], cts)
 
     def recomputed(xs: Entries) -> Callable[..., list[Any]]:
         n = sum(use.moving)
@@ -354,10 +325,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
 
     def in_forward_mode(saved: Entries, xs: Entries, cts: list[Any], us: Entries) -> Any:
         along = spread(us, use.moving)
-        if graph.kept:
-            forward = _pushed_by_graph(use, graph, saved, along)
-        else:
-            forward = use.pushed(xs, along)
+        forward = use.pushed(xs, along)
         second = _along(lambda *moved: recomputed(xs)(*moved, *cts), use.chosen(xs), us)
         return second, [dy for dy, t in zip(forward, mask, strict=True) if t]
 
@@ -372,42 +340,6 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
         flow=lambda *operands: use.pulled(mask, operands[:count], operands[graph.stop :]),
     )
     return rule
-
-
-def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entries) -> list[Any]:
-    """The tangents of the outputs by the kept graph, as a rule.
-
-    The graph's arrays depend on the arguments, but are constants here; so the rule's derivative is
-    that of forward mode from the arguments.
-    """
-    count = graph.count
-    mask = [dx is not None for dx in dxs]
-    given = [dx for dx in dxs if dx is not None]
-    if not given:
-        return [None] * len(use.inexact)
-
-    def primal(*operands: Array) -> list[Array]:
-        along = use.chosen(spread(operands[graph.stop :], mask))
-        return graph.linear(operands)(*filled(along, use.chosen(operands[:count])))
-
-    def recomputed(*operands: Array) -> list[Array]:
-        pushed = use.pushed(operands[:count], spread(operands[graph.stop :], mask))
-        return [dy for dy in pushed if dy is not None]
-
-    def tangent(read: Entries, along: Entries) -> list[Any]:
-        at = [*read[:count], *[None] * graph.size, *read[len(read) - sum(mask) :]]
-        return _along(recomputed, at, along)
-
-    rule = TracedRule(
-        "frozen's pushforward",
-        primal,
-        tangent,
-        saves=graph.reads(sum(mask)),
-        nondifferentiable=graph.nondifferentiable(use.moving),
-        user_functions=use.user_functions,
-        flow=recomputed,
-    )
-    return spread(apply_rule(rule, *saved[: graph.stop], *given), use.inexact)
 
 
 def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[Any]:

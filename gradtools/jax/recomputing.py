@@ -142,8 +142,7 @@ def explained_recomputation(caller: str) -> Iterator[None]:
             f"{caller}: f holds an operation with effects (jax.experimental.io_callback, or "
             "jax.lax.dce_sink), which jax.checkpoint does not compute again. Use "
             "jax.pure_callback, whose results are kept, or jax.debug.callback for what is only "
-            "looked at; in chunked also keep_graphs=n, for all "
-            f"chunks to be kept. JAX says: {error}"
+            f"looked at. JAX says: {error}"
         ) from error
     except TypeError as error:
         leaked = isinstance(error, jax.errors.UnexpectedTracerError)

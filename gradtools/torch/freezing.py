@@ -40,13 +40,10 @@ from gradtools.torch.replaying.nodes import (
     applied,
     node_of,
     outputs_of,
-    pulled_back,
 )
 from gradtools.torch.replaying.recomputing import (
     Entries,
     Rows,
-    alias_of,
-    bytes_saved,
     flattened,
     is_plain,
     marked,
@@ -65,33 +62,21 @@ class Uses:
 
     never_changes = True  # searches for mutable state that a function captures skip it
 
-    def __init__(self, budget: int | None) -> None:
-        self.budget, self.held, self.size = budget or 0, 0, 0
+    def __init__(self) -> None:
         self.is_complex = False  # whether G's derivatives hold complex numbers
         self.state: Snapshot | None = None  # the state behind G in the latest use
         self.skipped: set[str] = set()  # quantities without forward mode, see `by_any_mode`
         self._latest: Callable[[], _Use | None] = lambda: None
 
     def __reduce__(self) -> Any:
-        return Uses, (self.budget,)
+        return Uses, ()
 
     def begin(self, use: _Use) -> None:
-        """Registers a new use; drops the graph of the one before, unless it is in the budget."""
+        """Registers a new use, and drops the graph of the one before."""
         before = self._latest()
-        if before is not None and not before.holds:
+        if before is not None:
             before.retained.clear()
         self._latest = weakref.ref(use)
-
-    def reserve(self, use: _Use, size: int) -> bool:
-        """Whether graphs of this size still fit into the budget; if so, reserves it."""
-        if self.held + size > self.budget:
-            return False
-        self.held += size
-        weakref.finalize(use, self._release, size)
-        return True
-
-    def _release(self, size: int) -> None:
-        self.held -= size
 
 
 def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
@@ -120,7 +105,7 @@ class _Use(Forward):
     may_reach_sharded = False
 
     def __init__(self, whole: Chunks, in_functorch: bool, uses: Uses) -> None:
-        self.uses, self.holds, self.keeps = uses, False, False
+        self.uses, self.keeps = uses, False
         super().__init__(whole, in_functorch, None if in_functorch else uses.state)
         if not in_functorch:
             uses.state = self.start if self.start.reached.lasts else None
@@ -129,16 +114,9 @@ class _Use(Forward):
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         self.uses.begin(self)
-        packed = upstream.saved_tensors_hooks_on(False) is not None  # later also `bytes_saved`
+        packed = upstream.saved_tensors_hooks_on(False) is not None
         self.keeps = not packed and not self.in_functorch and self.modes.grad
-        if not (self.uses.budget and self.keeps):
-            return super()._first_pass(rows, shared)
-        with bytes_saved(self) as size:
-            result = super()._first_pass(rows, shared)
-        self.uses.size = max(self.uses.size, 2 * size[0])  # of the pullback's graph as well
-        fits = bool(self.retained) and self.once is None
-        self.holds = fits and self.uses.reserve(self, self.uses.size)
-        return result
+        return super()._first_pass(rows, shared)
 
     def _kept(self) -> int:
         return int(self.keeps)
@@ -278,14 +256,12 @@ class _FrozenBackward(Backward):
     # `_PullbackInputs`, which gets the cotangents of the arguments and differentiates.
     arguments: list[Any] | None = None
     constant = False  # whether no cotangent has a derivative, such as the 1 of a gradient
-    # The kept graph, if it fits into the budget.
-    graph: tuple[list[Any], list[Any], list[Any]] | None = None
     # The result of the first pullback with its versions, for the comparison.
     pulled_first: Sequence[tuple[Any, int]] = ()
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result, wanted = super().batched(size, on, randomness, whole)
-        result.graph, result.constant = None, False
+        result.constant = False
         return result, wanted
 
     def from_retained(self, rows: Rows, shared: Entries, results: Rows, sums: Sums) -> set[int]:
@@ -294,37 +270,8 @@ class _FrozenBackward(Backward):
             return set()
         _, own, outs = use.retained.pop(0)
         cts = self.split(0, rows[0], shared)[2]
-        batched = any(self.vectors_only) or batchings() > 0
-        if not use.holds or batched:
-            sums.add(self.pulled(outs, own, cts, len(own), False, False))
-            return {0}
-        with torch.enable_grad():
-            vs = [None if ct is None else alias_of(ct) for ct in cts]
-            grads = pulled_back(outs, own, vs, True, True)
-        self.graph = (own, vs, grads)
-        sums.add([None if g is None else detached(g, CHUNK) for g in grads])
+        sums.add(self.pulled(outs, own, cts, len(own), False, False))
         return {0}
-
-    def through_graph(self, us: Entries, along_arguments: bool) -> list[Any] | None:
-        """The pullback's pullback by the kept graph, if the result is not differentiated.
-
-        None without such a graph, or if a kernel there has no second derivative.
-
-        along_arguments: Whether it is with respect to the arguments, or to the cotangents.
-        """
-        use: Any = self.of
-        if self.graph is None or torch.is_grad_enabled() or upstream.forward_level() >= 0:
-            return None
-        use.refuse_edit()
-        own, vs, grads = self.graph
-        xs = own if along_arguments else [v for v in vs if v is not None]
-        try:
-            return pulled_back(grads, xs, us, True, False)
-        except (RuntimeError, NotImplementedError) as error:
-            if lacks_derivative(error) is None:
-                raise
-            self.graph = None
-            return None
 
     def pull(self, layout: Widths, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
         if any(self.vectors_only):
@@ -338,9 +285,6 @@ class _FrozenBackward(Backward):
         us = spread(shared[layout.shared :], layout.present[-1])
         cts = rows[0]
         use: Any = self.of
-        pulled = self.through_graph(us, False)
-        if pulled is not None:
-            return [*pulled, *us]
         compares = self.pulled_first and use.shows_numbers()
         along: list[Any] = [None] * len(cts)
         if compares or not self.constant:
@@ -422,9 +366,6 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
         return [None] * len(zs)
     use.refuse_once()
     use.refuse_edit()
-    pulled = back.through_graph(us, True)
-    if pulled is not None:
-        return pulled
     full = spread(cts, back.layout.present[0])
     given = [*zs, *(u for u in us if u is not None)]
     present = [[False] * len(cts), [u is not None for u in us]]

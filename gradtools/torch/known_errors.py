@@ -38,9 +38,10 @@ def says(error: BaseException, part: str) -> bool:
 
 
 LEAF_CHANGED = "leaf Variable that requires grad"
+VIEW_CHANGED = "is a view and is being modified inplace"
+NO_SAVED_TENSORS_HOOKS = "yet support saved tensor hooks"
 SAVED_CHANGED = "modified"
 NO_STRIDES = "tensors do not have strides"  # of a sparse matrix and dual numbers
-NO_SAVED_TENSORS_HOOKS = "yet support saved tensor hooks"
 
 
 def kernel_without(lacking: re.Pattern[str], error: BaseException) -> str | None:

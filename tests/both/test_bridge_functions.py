@@ -252,5 +252,5 @@ def test_a_number_of_results_that_out_does_not_say_is_refused(count):
 def test_a_bridged_function_without_results_is_looked_into():
     f = bridge.to_jax(lambda t: ())
     looked_at = lambda x: (f(x), (x**2).sum())[1]
-    for look in (gj.gradient_graph, gj.measure, gj.why_zero, gj.formula):
+    for look in (gj.gradient_graph, gj.why_zero, gj.formula):
         look(looked_at, jnp.ones(3))

@@ -209,6 +209,8 @@ torch/many_tangents.py: one pass for each tangent; JAX maps
 torch/recomputed_tangents.py: forward mode of frozen functions; JAX has one forward mode
 torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
 torch/deferred_graphs.py: graphs of derivatives at modules; JAX differentiates programs
+torch/transformed_modules.py: modules that operators return; JAX's are in `module_arguments`
+torch/lazy_graphs.py: graphs of derivatives at modules; JAX differentiates programs
 jax/compiled_once.py: eager programs that JAX would compile at each call; PyTorch compiles none
 jax/shardings.py: meshes of devices; PyTorch's are its processes'
 jax/recomputing.py: programs that are computed again; PyTorch runs f again, in `replaying`

@@ -81,7 +81,7 @@ def second(loss, *args):
 def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
     """Interleaved into 4, 4, 4 and 3: the second and the third are one run that is kept."""
     x = jnp.arange(15.0)
-    run = gt.chunked(jnp.sin, 4, interleaved=True, keep_graphs=3)
+    run = gt.chunked(jnp.sin, 4, interleaved=True)
     same(run(x), jnp.sin(x))
     same(jax.grad(lambda x: (run(x) * x).sum())(x), jnp.cos(x) * x + jnp.sin(x))
 
@@ -92,13 +92,9 @@ def meeting(w, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("chunk_size", "interleaved", "keep_graphs"), [(3, False, 2), (4, True, 1)]
-)
-def test_where_examples_of_a_chunk_meet_it_is_the_loop(chunk_size, interleaved, keep_graphs):
-    run = gt.chunked(
-        meeting, chunk_size, in_axes=(None, 0), interleaved=interleaved, keep_graphs=keep_graphs
-    )
+@pytest.mark.parametrize(("chunk_size", "interleaved"), [(3, False), (4, True)])
+def test_where_examples_of_a_chunk_meet_it_is_the_loop(chunk_size, interleaved):
+    run = gt.chunked(meeting, chunk_size, in_axes=(None, 0), interleaved=interleaved)
     loop = lambda w, x: by_loop(lambda i, c: meeting(w, c), x, chunk_size, interleaved)
     same(*jax.jit(lambda w, x: (run(w, x), loop(w, x)))(W, X))
     both = lambda f: derivatives(lambda w, x: contrast(f(w, x)), W, X)
@@ -154,26 +150,25 @@ def test_gradients_of_narrow_arrays_that_chunks_share_are_summed_wide(dtype):
 # --- lists ---------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep_at("False-0", "False-1")
-@pytest.mark.parametrize(("interleaved", "keep_graphs"), [(False, 0), (False, 1), (True, 2)])
-def test_a_list_of_equal_examples_is_scanned(interleaved, keep_graphs):
+@pytest.mark.sweep_at("False")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_list_of_equal_examples_is_scanned(interleaved):
     calls = []
 
     def f(w, xs):
         calls.append(len(xs))
         return jnp.stack([jnp.sin(x @ w) for x in xs])
 
-    run = gt.chunked(f, 4, in_axes=(None, 0), interleaved=interleaved, keep_graphs=keep_graphs)
+    run = gt.chunked(f, 4, in_axes=(None, 0), interleaved=interleaved)
     loss = lambda run: lambda w, xs: contrast(run(w, xs))
     ours = jax.jit(jax.grad(loss(run), (0, 1)))(W, list(X))
     same(ours, jax.jit(jax.grad(loss(f), (0, 1)))(W, list(X)), 1e-11)
     assert len(calls) == 2 + 1  # two sizes of chunks; the plain function
 
 
-@pytest.mark.slow_at("2-1")
-@pytest.mark.parametrize(("chunk_size", "keep_graphs"), [(3, 1), (2, 1), (2, 0), (3, 2)])
-def test_a_list_of_equal_examples_may_give_a_list_of_what_was_scanned(chunk_size, keep_graphs):
-    run = gt.chunked(lambda xs: [x * 2 for x in xs], chunk_size, keep_graphs=keep_graphs)
+@pytest.mark.parametrize("chunk_size", [3, 2])
+def test_a_list_of_equal_examples_may_give_a_list_of_what_was_scanned(chunk_size):
+    run = gt.chunked(lambda xs: [x * 2 for x in xs], chunk_size)
     same(run(list(X)), [x * 2 for x in X])
 
 
@@ -195,10 +190,8 @@ def dropped(key, w, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("interleaved", "raw", "keep_graphs"), [(False, False, 0), (False, True, 1), (True, False, 2)]
-)
-def test_each_chunk_draws_its_own_mask_and_both_passes_the_same(interleaved, raw, keep_graphs):
+@pytest.mark.parametrize(("interleaved", "raw"), [(False, False), (False, True), (True, False)])
+def test_each_chunk_draws_its_own_mask_and_both_passes_the_same(interleaved, raw):
     key = jax.random.PRNGKey(3) if raw else gt.random_key(3)
     run = gt.chunked(
         dropped,
@@ -206,7 +199,6 @@ def test_each_chunk_draws_its_own_mask_and_both_passes_the_same(interleaved, raw
         in_axes=(None, None, 0),
         key_argnums=0,
         interleaved=interleaved,
-        keep_graphs=keep_graphs,
     )
     fold = jax.random.fold_in
     loop = lambda w, x: by_loop(lambda i, c: dropped(fold(key, i), w, c), x, 2, interleaved)
@@ -256,19 +248,18 @@ def threaded(w, x, chunk_size, interleaved, state=STATE):
     return jnp.concatenate(outs)[np.argsort(np.concatenate(rows))], state
 
 
-@pytest.mark.sweep_at("5-0-False", "3-1-False", "2-3-False", "4-0-True", "3-2-True")
+@pytest.mark.sweep_at("5-False", "3-False", "2-False", "4-True", "3-True")
 @pytest.mark.parametrize(
-    ("chunk_size", "keep_graphs", "interleaved"),
-    [(5, 0, False), (3, 1, False), (2, 3, False), (20, 1, False), (4, 0, True), (3, 2, True)],
+    ("chunk_size", "interleaved"),
+    [(5, False), (3, False), (2, False), (20, False), (4, True), (3, True)],
 )
-def test_a_carry_goes_through_the_chunks_once(chunk_size, keep_graphs, interleaved):
+def test_a_carry_goes_through_the_chunks_once(chunk_size, interleaved):
     run = gt.chunked(
         normalised,
         chunk_size,
         in_axes=(None, 0, 0),
         carry_argnums=2,
         interleaved=interleaved,
-        keep_graphs=keep_graphs,
     )
     plain = lambda w, x: threaded(w, x, chunk_size, interleaved)
     same(*jax.jit(lambda w, x: (run(w, x, STATE), plain(w, x)))(W, X))
@@ -377,7 +368,7 @@ def test_a_reverse_rule_inside_f_is_obeyed():
 
 @pytest.mark.slow
 def test_two_towers_and_a_tied_weight():
-    left, right = chunked(3), chunked(4, keep_graphs=0)
+    left, right = chunked(3), chunked(4)
     loss = lambda f, g: lambda w, x: jnp.sum(jax.nn.logsumexp(f(w, x) @ g(w, x[::-1]).T, 0))
     ours = derivatives(loss(left, right), W, X)
     same(ours, derivatives(loss(embed, embed), W, X), 1e-10, 1e-10)
@@ -403,15 +394,11 @@ def counted(f):
     return count
 
 
-@pytest.mark.quick_at("10-options7-1")
+@pytest.mark.quick_at("10-options3-1")
 @pytest.mark.parametrize(
     ("chunk_size", "options", "traces"),
     [
-        (5, {"keep_graphs": 0}, 2),  # of equal chunks another size is looked at, abstractly
-        (5, {"keep_graphs": 1}, 2),
-        (2, {"keep_graphs": 2}, 2),
-        (2, {"memory_budget": 500}, 2),
-        (4, {"memory_budget": 500}, 2),
+        (5, {}, 2),  # of equal chunks another size is looked at, abstractly
         (4, {}, 2),  # the last chunk has a shape of its own
         (4, {"interleaved": True}, 2),
         (10, {}, 1),
@@ -456,8 +443,7 @@ def test_nothing_is_replayed_in_jax():
 
 
 @pytest.mark.sweep_at("0")
-@pytest.mark.parametrize("keep_graphs", [0, 2])
-def test_a_progress_bar_moves_once_for_each_chunk(monkeypatch, keep_graphs):
+def test_a_progress_bar_moves_once_for_each_chunk(monkeypatch):
     moves = []
 
     class Bar:
@@ -474,7 +460,7 @@ def test_a_progress_bar_moves_once_for_each_chunk(monkeypatch, keep_graphs):
             moves.append("close")
 
     monkeypatch.setattr("gradtools.jax.chunking.progress_bar", Bar)
-    run = chunked(4, progress=True, keep_graphs=keep_graphs)
+    run = chunked(4, progress=True)
     step = jax.jit(jax.grad(lambda w: contrast(run(w, X))))
     for _ in range(2):
         moves.clear()
@@ -607,14 +593,12 @@ def deep(ws, x):
     return x
 
 
-def by_hand(ws, x, size=8, kept=0):
+def by_hand(ws, x, size=8):
     """What a scan with checkpoint costs that is written for the case."""
     once = lambda _, x: (None, deep(ws, x))
     xs = x.reshape(-1, size, x.shape[1])
-    n = len(xs) - kept
-    y = jax.lax.scan(jax.checkpoint(once, prevent_cse=False), None, xs[:n])[1]
-    y = y.reshape(-1, x.shape[1])
-    return y if not kept else jnp.concatenate([y, deep(ws, x[n * size :])])
+    y = jax.lax.scan(jax.checkpoint(once, prevent_cse=False), None, xs)[1]
+    return y.reshape(-1, x.shape[1])
 
 
 WS = [jnp.asarray(RNG.normal(size=(6, 6))) / 2 for _ in range(4)]
@@ -626,45 +610,21 @@ def total(f):
     return jax.grad(lambda ws, x: jnp.sum(f(ws, x) ** 2), (0, 1))
 
 
-@pytest.mark.slow_at("1", "2", "5")
-@pytest.mark.parametrize("keep_graphs", [0, 1, 2, 5, 8, 9])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_work_is_4F_less_what_is_kept(keep_graphs, interleaved):
-    run = gt.chunked(deep, 8, in_axes=(None, 0), keep_graphs=keep_graphs, interleaved=interleaved)
+def test_the_work_is_4F(interleaved):
+    run = gt.chunked(deep, 8, in_axes=(None, 0), interleaved=interleaved)
     assert flops(deep, WS, BIG) == FORWARD
     assert flops(total(deep), WS, BIG) == 3 * FORWARD
-    assert flops(total(run), WS, BIG) == 4 * FORWARD - FORWARD * min(keep_graphs, 8) // 8
+    assert flops(total(run), WS, BIG) == 4 * FORWARD
 
 
-@pytest.mark.sweep_at("1")
-@pytest.mark.parametrize("kept", [0, 1])
-def test_the_program_costs_what_a_hand_written_one_does(kept):
-    run = gt.chunked(deep, 8, in_axes=(None, 0), keep_graphs=kept)
-    ours, hand = total(run), total(functools.partial(by_hand, kept=kept))
+def test_the_program_costs_what_a_hand_written_one_does():
+    run = gt.chunked(deep, 8, in_axes=(None, 0))
+    ours, hand = total(run), total(by_hand)
     assert flops(ours, WS, BIG) == flops(hand, WS, BIG)
     cost = lambda f: jax.jit(f).lower(WS, BIG).compile().cost_analysis()
     for key in ("flops", "transcendentals"):
         assert cost(ours)[key] <= 1.01 * cost(hand)[key]
-
-
-def _kept_of(budget, f=deep, size=8):
-    """How many chunks are kept, seen from the work."""
-    run = gt.chunked(f, size, in_axes=(None, 0), memory_budget=budget)
-    return (4 * FORWARD - flops(total(run), WS, BIG)) * 8 // FORWARD
-
-
-def test_a_memory_budget_chooses_how_many_graphs_are_kept():
-    graph = 9 * 8 * 6 * 8  # x, and of each of four layers its tanh and that one's derivative
-    assert [_kept_of(k * graph) for k in (0, 1, 3, 8, 9)] == [0, 1, 3, 8, 8]
-    assert _kept_of(graph * 2 // 3) == 0  # jax 0.12 keeps a little less than 0.10
-
-
-@pytest.mark.slow
-def test_a_memory_budget_counts_what_the_program_holds():
-    run = lambda budget: gt.chunked(wide, 64, in_axes=(None, 0), memory_budget=budget)
-    least = temporary(run(0), 16)
-    for budget in (2**20, 2**21, 2**22):
-        assert temporary(run(budget), 16) - least < budget + 2 * GRADIENT
 
 
 # Bytes
@@ -692,9 +652,9 @@ def temporary(f, count, argnums=0, size=64):
 @pytest.mark.quick_at
 @pytest.mark.sampled(slow=1)
 @pytest.mark.parametrize("argnums", [0, (0, 1)])
-@pytest.mark.parametrize(("interleaved", "keep_graphs"), [(False, 0), (False, 1), (True, 1)])
-def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, keep_graphs, argnums):
-    run = gt.chunked(wide, 64, in_axes=(None, 0), keep_graphs=keep_graphs, interleaved=interleaved)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, argnums):
+    run = gt.chunked(wide, 64, in_axes=(None, 0), interleaved=interleaved)
     few, many = (temporary(run, count, argnums) for count in (4, 32))
     outputs = 28 * 64 * 64 * 4
     assert many - few <= 3 * outputs  # themselves, their cotangents, and once to join them
@@ -702,7 +662,7 @@ def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, keep_graphs, argn
 
 
 def test_the_peak_is_that_of_a_hand_written_scan():
-    run = gt.chunked(wide, 64, in_axes=(None, 0), keep_graphs=0)
+    run = gt.chunked(wide, 64, in_axes=(None, 0))
 
     def hand(ws, x):
         once = jax.checkpoint(lambda _, x: (None, wide(ws, x)), prevent_cse=False)
@@ -711,14 +671,12 @@ def test_the_peak_is_that_of_a_hand_written_scan():
     assert temporary(run, 16) <= 1.01 * temporary(hand, 16)
 
 
-@pytest.mark.sweep_at("1", "2")
-@pytest.mark.parametrize("keep_graphs", [1, 2, 4])
-def test_the_peak_is_the_kept_graphs_one_more_and_a_gradient(keep_graphs):
-    run = gt.chunked(wide, 64, in_axes=(None, 0), keep_graphs=keep_graphs)
+def test_the_peak_is_one_graph_and_a_gradient():
+    run = gt.chunked(wide, 64, in_axes=(None, 0))
     kept = jax.eval_shape(lambda *a: jax.vjp(wide, *a)[1], LAYERS, jnp.zeros((64, 64), "float32"))
     graph = sum(x.size * 4 for x in jax.tree.leaves(kept)) - GRADIENT
     outputs = 3 * 16 * 64 * 64 * 4
-    assert temporary(run, 16) <= (keep_graphs + 1) * graph + GRADIENT + outputs
+    assert temporary(run, 16) <= graph + GRADIENT + outputs
 
 
 def _arrays_for_a_further_chunk(chunked, depth, second):
@@ -744,8 +702,8 @@ def _arrays_for_a_further_chunk(chunked, depth, second):
 def test_second_derivatives_keep_no_graph_for_a_further_chunk():
     twice = lambda slope: jax.grad(lambda x: jnp.sum(slope(x) ** 2))
     forward_over_reverse = lambda slope: lambda x: jax.jvp(slope, (x,), (x,))[1]
-    chunked = lambda f: gt.chunked(f, 8, keep_graphs=0)
-    inside = lambda f: gt.chunked(gt.checkpoint(f), 8, keep_graphs=0)
+    chunked = lambda f: gt.chunked(f, 8)
+    inside = lambda f: gt.chunked(gt.checkpoint(f), 8)
     assert _arrays_for_a_further_chunk(chunked, 12, forward_over_reverse) < 4
     assert _arrays_for_a_further_chunk(inside, 12, twice) < 8
     assert _arrays_for_a_further_chunk(chunked, 12, twice) > 20  # as with jax.checkpoint by hand
@@ -756,9 +714,9 @@ def test_a_carry_that_the_output_does_not_need_is_not_stacked():
         return wide(ws, x), bank + x.mean()
 
     bank = jnp.zeros(2**18, "float32")
-    run = gt.chunked(f, 64, in_axes=(None, 0, None), carry_argnums=2, keep_graphs=0)
+    run = gt.chunked(f, 64, in_axes=(None, 0, None), carry_argnums=2)
     with_bank = lambda ws, x: run(ws, x, bank)[0]
-    plain = gt.chunked(wide, 64, in_axes=(None, 0), keep_graphs=0)
+    plain = gt.chunked(wide, 64, in_axes=(None, 0))
     assert temporary(with_bank, 16) - temporary(plain, 16) < 4 * bank.nbytes
 
 
@@ -784,16 +742,15 @@ SHARDED = """
 put = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
 w, X = put(w, P()), put(X, P("b"))
 moves = r"(\\S+) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)[-a-z]*\\("
-for keep_graphs in (0, 1, 2):
-    run = gt.chunked(f, 16, in_axes=(None, 0), interleaved=True, keep_graphs=keep_graphs)
-    outputs = jax.jit(run).lower(w, X).compile()
-    assert not re.findall(moves, outputs.as_text())
-    assert re.findall(r"f64\\[2,7\\]\\S* (?:dot|custom-call|fusion)\\(", outputs.as_text())
-    loss = lambda w, x: jnp.sum(run(w, x) ** 2) + jnp.sum(jnp.sin(jnp.sum(run(w, x), 0)))
-    gradient = jax.jit(jax.grad(loss)).lower(w, X).compile()
-    assert {kind for _, kind in re.findall(moves, gradient.as_text())} == {"all-reduce"}
-    both = jax.jit(jax.value_and_grad(lambda w, x: whole(run(w, x), run(w, x)), (0, 1)))
-    near(both(w, X), full)
+run = gt.chunked(f, 16, in_axes=(None, 0), interleaved=True)
+outputs = jax.jit(run).lower(w, X).compile()
+assert not re.findall(moves, outputs.as_text())
+assert re.findall(r"f64\\[2,7\\]\\S* (?:dot|custom-call|fusion)\\(", outputs.as_text())
+loss = lambda w, x: jnp.sum(run(w, x) ** 2) + jnp.sum(jnp.sin(jnp.sum(run(w, x), 0)))
+gradient = jax.jit(jax.grad(loss)).lower(w, X).compile()
+assert {kind for _, kind in re.findall(moves, gradient.as_text())} == {"all-reduce"}
+both = jax.jit(jax.value_and_grad(lambda w, x: whole(run(w, x), run(w, x)), (0, 1)))
+near(both(w, X), full)
 run = gt.chunked(f, 16, in_axes=(None, 0))
 near(jax.jit(jax.value_and_grad(lambda w, x: whole(run(w, x), run(w, x)), (0, 1)))(w, X), full)
 """

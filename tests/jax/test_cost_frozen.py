@@ -97,7 +97,7 @@ def is_jaxpr(x):
     return hasattr(getattr(x, "jaxpr", x), "eqns")
 
 
-DEPTH, COUNT, LARGE = 6, 5, 1 << 30
+DEPTH, COUNT = 6, 5
 FORWARD = 2 * Z.size * WIDTH * DEPTH
 ZS = jnp.asarray(np.random.default_rng(2).normal(size=(COUNT, *Z.shape)))
 
@@ -124,16 +124,15 @@ def mapped(G):
     return lambda y: jax.vmap(lambda z: (by_z(G)(y, z) ** 2).sum())(ZS).sum()
 
 
-@pytest.mark.slow_at("in_a_loop", "unrolled", "None-4", "1073741824-3")
-@pytest.mark.whole_at("in_a_loop", ("mapped", "scanned"), ("100-4", "mapped"))
+@pytest.mark.slow_at("in_a_loop", "unrolled")
+@pytest.mark.whole_at("in_a_loop", ("mapped", "scanned"))
 @pytest.mark.parametrize("G", [scanned, unrolled])
 @pytest.mark.parametrize("loss", [in_a_loop, one_by_one, mapped])
-@pytest.mark.parametrize(("budget", "passes"), [(None, 4), (100, 4), (LARGE, 3)])
-def test_forward_passes_that_a_second_derivative_costs(G, loss, budget, passes):
+def test_forward_passes_that_a_second_derivative_costs(G, loss):
     plain = flops(jax.grad(loss(G)), Y)
-    ours = flops(jax.grad(loss(gt.frozen(G, budget))), Y)
+    ours = flops(jax.grad(loss(gt.frozen(G))), Y)
     assert plain == 3 * FORWARD * COUNT
-    assert ours == passes * FORWARD * COUNT
+    assert ours == 4 * FORWARD * COUNT
     assert ours / plain <= 1.34
 
 
@@ -148,13 +147,11 @@ def test_the_count_is_what_runs_outside_of_jit(monkeypatch):
     assert sum(2 * a.size * b.shape[-1] for a, b in ran) == flops(loss, Y) == 4 * FORWARD * COUNT
 
 
-@pytest.mark.sweep_at("1073741824-3")
-@pytest.mark.parametrize(("budget", "passes"), [(None, 4), (LARGE, 3)])
-def test_the_term_along_z_is_computed_only_when_asked(budget, passes):
-    G = gt.frozen(unrolled, budget)
+def test_the_term_along_z_is_computed_only_when_asked():
+    G = gt.frozen(unrolled)
     second = lambda wanted: jax.grad(lambda y, z: (by_z(G)(y, z) ** 2).sum(), wanted)
-    assert flops(second(0), Y, Z) == passes * FORWARD
-    assert flops(second((0, 1)), Y, Z) >= (passes + 4) * FORWARD
+    assert flops(second(0), Y, Z) == 4 * FORWARD
+    assert flops(second((0, 1)), Y, Z) >= 8 * FORWARD
     assert flops(jax.grad(lambda z: gt.frozen(unrolled)(z).sum()), Z) == 2 * FORWARD
 
 
@@ -166,7 +163,7 @@ def test_the_other_argument_is_differentiated_only_when_asked():
     assert by_y < by_shift
 
 
-# --- the budget -------------------------------------------------------------------------------
+# --- bytes ------------------------------------------------------------------------------------
 
 
 def graph_of(G, z):
@@ -176,22 +173,11 @@ def graph_of(G, z):
     return sum(x.nbytes for x in arrays.values())
 
 
-def test_a_graph_is_kept_when_it_fits_to_the_byte():
-    size = graph_of(scanned, Z)
-    costs = [
-        flops(jax.grad(in_a_loop(gt.frozen(scanned, budget))), Y)
-        for budget in (0, size - 1, size, LARGE)
-    ]
-    assert costs == [passes * FORWARD * COUNT for passes in (4, 4, 3, 3)]
-
-
 @pytest.mark.slow
-@pytest.mark.sweep_at("lean", "plain")
-@pytest.mark.parametrize("way", ["lean", "budget", "plain"])
+@pytest.mark.parametrize("way", ["lean", "plain"])
 def test_bytes_that_the_compiled_program_keeps_for_a_further_z(way):
     size = graph_of(scanned, Z)
-    ways = {"lean": None, "budget": size}
-    G = gt.frozen(scanned, ways[way]) if way in ways else scanned
+    G = gt.frozen(scanned) if way == "lean" else scanned
     step = lambda y, zs: jax.lax.map(lambda z: (by_z(G)(y, z) ** 2).sum(), zs).sum()
 
     def temp(count):
@@ -200,16 +186,7 @@ def test_bytes_that_the_compiled_program_keeps_for_a_further_z(way):
         return compiled.memory_analysis().temp_size_in_bytes
 
     slope, own = (temp(48) - temp(16)) / 32, 8 * Z.nbytes
-    most = {"lean": own, "budget": size + own, "plain": math.inf}[way]
-    assert {"lean": 0, "budget": size, "plain": 1.5 * size}[way] < slope <= most
-
-
-def test_what_is_kept_of_the_weights_does_not_grow_with_the_uses():
-    weights = network(DEPTH)[1]
-    G = gt.frozen(scanned, LARGE)
-    _, pull = jax.vjp(lambda y: jax.lax.map(lambda z: by_z(G)(y, z), ZS), Y)
-    sizes = [x.size for x in jax.tree.leaves(pull) if hasattr(x, "size")]
-    assert max(sizes) <= max(weights.size, COUNT * DEPTH * Z.size)
+    assert 0 < slope <= own if way == "lean" else slope > 1.5 * size
 
 
 # --- mixed_partial ----------------------------------------------------------------------------

@@ -60,11 +60,10 @@ def hosted(w, x):
 
 PROGRAMS = {
     "host": hosted,
-    "chunked": chunked(4), "uneven": chunked(5, keep_graphs=0),
+    "chunked": chunked(4), "uneven": chunked(5),
     "interleaved": chunked(4, interleaved=True),
     "uneven and interleaved": chunked(5, interleaved=True), "one chunk": chunked(16),
-    "budget": chunked(4, memory_budget=1000),
-    "layer": lambda w, x: gt.chunked(layer, 8, (None, 0), keep_graphs=0)(w, x),
+    "layer": lambda w, x: gt.chunked(layer, 8, (None, 0))(w, x),
     "uneven layer": lambda w, x: gt.chunked(layer, 5, (None, 0))(w, x),
     "interleaved layer": lambda w, x: gt.chunked(layer, 8, (None, 0), interleaved=True)(w, x),
     "microbatched_value_and_grad layer": lambda w, x: gt.microbatched_value_and_grad(

@@ -46,11 +46,9 @@ def _adjoint(z: Any, c: Any, factor: complex) -> Any:
     return np.conj(factor * 2**trips) * np.asarray(c)
 
 
-@pytest.mark.sweep_at("1000000")
 @pytest.mark.filterwarnings(WAITING)
-@pytest.mark.parametrize("budget", [None, 10**6])
-def test_the_second_derivative_through_a_frozen_while_loop(budget: int | None) -> None:
-    G = gt.frozen(lambda z: jnp.sum(_doubled(z) ** 2), memory_budget=budget)
+def test_the_second_derivative_through_a_frozen_while_loop() -> None:
+    G = gt.frozen(lambda z: jnp.sum(_doubled(z) ** 2))
     z, y = jnp.array([1.0, 2.0]), jnp.float64(3.0)  # G = 16 |z|^2, so dG = 32 z
     slope = lambda y, z: jnp.sum(jax.grad(lambda z: y * G(z))(z) ** 2)
     for run in (lambda f: f, jax.jit):
@@ -61,7 +59,7 @@ def test_the_second_derivative_through_a_frozen_while_loop(budget: int | None) -
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_a_progress_bar_is_lowered_for_every_platform(platform: str) -> None:
-    f = gt.chunked(jnp.sin, 2, progress=True, keep_graphs=0)
+    f = gt.chunked(jnp.sin, 2, progress=True)
     program = jax.jit(jax.grad(lambda x: f(x).sum() ** 2)).trace(jnp.arange(6.0))
     text = program.lower(lowering_platforms=(platform,)).as_text()
     assert ("callback" in text) == (platform == "cpu")

@@ -59,12 +59,9 @@ def _microbatched(v: Any, **options: Any) -> Any:
 
 OPERATORS: dict[str, Callable[[Any], Any]] = {
     "frozen": _frozen,
-    "frozen with a budget": lambda v: _frozen(v, memory_budget=10**6),
     "frozen over a tracer": _frozen_over_a_tracer,
     "the gradient of frozen": gt.grad(_frozen),
     "chunked": gt.chunked(jnp.sin, 2),
-    "chunked without kept chunks": gt.chunked(jnp.sin, 2, keep_graphs=0),
-    "chunked with a budget": gt.chunked(jnp.sin, 2, memory_budget=100),
     "microbatched_value_and_grad": _microbatched,
     "microbatched_value_and_grad with weights": lambda v: _microbatched(
         v, weights=lambda w, x: x.sum()

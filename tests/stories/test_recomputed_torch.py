@@ -48,11 +48,8 @@ def _bank(options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"keep_graphs": 0},
         {},
-        {"keep_graphs": 2},
-        {"keep_graphs": 3},
-        {"keep_graphs": 3, "verify": True},
+        {"verify": True},
     ],
     ids=str,
 )

@@ -85,11 +85,7 @@ CASES = [
     Case("one chunk", tanh, options={"chunk_size": 10}),
     Case("larger than the batch", tanh, options={"chunk_size": 99}),
     Case("even chunks", tanh, options={"chunk_size": 5}),
-    Case("no chunk kept", tanh, options={"keep_graphs": 0}),
-    Case("two chunks kept", tanh, options={"keep_graphs": 2}),
-    Case("all chunks kept", tanh, options={"keep_graphs": 99}),
     Case("interleaved", tanh, options={"interleaved": True}),
-    Case("interleaved, two kept", tanh, options={"interleaved": True, "keep_graphs": 2}),
     Case("interleaved evenly", tanh, options={"interleaved": True, "chunk_size": 5}),
     Case("the last axis", columns, batch=normal(D, N), options={"out_axes": -1}, in_axes=(None, 1)),
     Case(

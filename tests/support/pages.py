@@ -47,8 +47,16 @@ EITHER = "import gradtools.torch as gt  # or: import gradtools.jax as gt"
 # The packages of the extra `integration`, as they are imported, and what these bring along.
 OTHER_PACKAGES = {
     *("accelerate", "diffrax", "diffusers", "keras", "lightning", "numba", "numpyro"),
-    *("optimistix", "peft", "pytorch_revgrad", "sentence_transformers", "timm", "tokenizers"),
-    *("torchdiffeq", "torchvision", "torchviz", "transformers"),
+    *(
+        "opacus",
+        "optimistix",
+        "peft",
+        "pytorch_revgrad",
+        "sentence_transformers",
+        "timm",
+        "tokenizers",
+    ),
+    *("torchdiffeq", "torchrl", "torchvision", "torchviz", "transformers"),
 }
 
 

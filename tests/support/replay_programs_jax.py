@@ -152,12 +152,12 @@ def a_callback_that_counts(chunked: Any) -> Any:
 
 @program()
 def a_callback_that_counts_without_kept_chunks(chunked: Any) -> Any:
-    return _counted(chunked, jit=True, keep_graphs=0)
+    return _counted(chunked, jit=True)
 
 
 @program()
 def a_callback_that_counts_with_all_chunks_kept(chunked: Any) -> Any:
-    return _counted(chunked, jit=True, keep_graphs=9)
+    return _counted(chunked, jit=True)
 
 
 @program()
@@ -166,7 +166,7 @@ def a_callback_that_draws_random_numbers(chunked: Any) -> Any:
     draw = lambda x: rng.normal(size=np.shape(x))
     noise = lambda x: jax.pure_callback(draw, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     f = lambda w, x: encode(w, x) * noise(jax.lax.stop_gradient(x))
-    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), keep_graphs=0)(w, X[:3]), W)
+    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0))(w, X[:3]), W)
     return out, pull(out), rng.normal()
 
 
@@ -192,7 +192,7 @@ def an_io_callback(chunked: Any) -> Any:
 
 @program()
 def an_io_callback_with_all_chunks_kept(chunked: Any) -> Any:
-    return _io(chunked, ordered=False, keep_graphs=3)
+    return _io(chunked, ordered=False)
 
 
 @program()
@@ -222,7 +222,7 @@ def python_state_that_f_reads_while_it_is_traced(chunked: Any) -> Any:
 def an_array_of_numpy_written_between_forward_and_backward(chunked: Any) -> Any:
     scale = np.ones(3)
     f = lambda w, x: encode(w, x) * jnp.array(scale)
-    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), keep_graphs=0)(w, X), W)
+    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0))(w, X), W)
     scale[:] = 5.0
     return out, pull(out)
 
@@ -246,7 +246,7 @@ def an_old_key(chunked: Any) -> Any:
 
 @program()
 def a_key_of_another_kind(chunked: Any) -> Any:
-    return _keys(chunked, jax.random.key(0, impl="rbg"), keep_graphs=0)
+    return _keys(chunked, jax.random.key(0, impl="rbg"))
 
 
 @program(refused="by a key that all chunks share")
@@ -261,7 +261,7 @@ def a_key_that_is_carried(chunked: Any) -> Any:
         key, now = jax.random.split(key)
         return _noisy(w, x, now), key
 
-    g = chunked(f, 3, (None, 0, None), carry_argnums=2, keep_graphs=0)
+    g = chunked(f, 3, (None, 0, None), carry_argnums=2)
     return both(lambda w: g(w, X, jax.random.key(4))[0], W)
 
 
@@ -270,13 +270,13 @@ def keys_as_examples(chunked: Any) -> Any:
     keys = jax.random.split(jax.random.key(0), 7)
     one = lambda x, k: x * jax.random.normal(k, x.shape)
     f = lambda w, x, k: jax.vmap(one)(encode(w, x), k)
-    return both(lambda w: chunked(f, 3, (None, 0, 0), keep_graphs=0)(w, X, keys), W)
+    return both(lambda w: chunked(f, 3, (None, 0, 0))(w, X, keys), W)
 
 
 @program()
 def two_carries(chunked: Any) -> Any:
     f = lambda w, x, c, d: (encode(w, x) * c, (c + 1, {"n": d["n"] + len(x)}))
-    g = chunked(f, 2, (None, 0, None, None), carry_argnums=(2, 3), keep_graphs=0)
+    g = chunked(f, 2, (None, 0, None, None), carry_argnums=(2, 3))
     args = (X, jnp.float64(1), {"n": jnp.int32(0)})
     return both(lambda w: g(w, *args)[0], W), g(W, *args)[1]
 
@@ -367,7 +367,7 @@ def a_module_of_nnx_under_its_own_jit(chunked: Any) -> Any:
 def a_stream_of_nnx_that_is_captured(chunked: Any) -> Any:
     rngs = nnx.Rngs(noise=3)
     f = lambda w, x: encode(w, x) * jax.random.normal(rngs.noise(), x.shape)
-    found = both(lambda w: chunked(f, 3, (None, 0), keep_graphs=0)(w, X), W)
+    found = both(lambda w: chunked(f, 3, (None, 0))(w, X), W)
     return found, _numbers(rngs)
 
 
@@ -375,7 +375,7 @@ def a_stream_of_nnx_that_is_captured(chunked: Any) -> Any:
 def a_stream_of_nnx_that_f_draws_from(chunked: Any) -> Any:
     rngs = nnx.Rngs(noise=3)
     f = lambda x: x * jax.random.normal(rngs.noise(), x.shape)
-    return chunked(f, 3, keep_graphs=0)(X), chunked(f, 3, keep_graphs=0)(X), _numbers(rngs)
+    return chunked(f, 3)(X), chunked(f, 3)(X), _numbers(rngs)
 
 
 @program(operator="checkpoint")
@@ -417,7 +417,7 @@ def a_module_of_linen(chunked: Any) -> Any:
         given = {"params": params, **stats}
         return net.apply(given, x, rngs={"dropout": key}, mutable=["batch_stats"])
 
-    options = {"key_argnums": 2, "carry_argnums": 3, "keep_graphs": 0}
+    options = {"key_argnums": 2, "carry_argnums": 3}
     g = chunked(f, 3, (None, 0, None, None), **options)
     double = jax.tree.map(lambda a: a.astype(jnp.float64), variables["batch_stats"])
     stats = {"batch_stats": double}
@@ -446,7 +446,7 @@ def a_module_of_equinox_with_its_state(chunked: Any) -> Any:
     net, state = eqx.nn.make_with_state(Plain)()
     params, static = eqx.partition(net, eqx.is_inexact_array)
     whole = lambda p, x, s: f(eqx.combine(p, static), x, s)
-    g = chunked(whole, 3, (None, 0, None), carry_argnums=2, keep_graphs=0)
+    g = chunked(whole, 3, (None, 0, None), carry_argnums=2)
     loss = lambda p: jnp.sum(g(p, X, jax.tree.map(lambda a: a, state))[0]) ** 2
     found = g(params, X, jax.tree.map(lambda a: a, state))[1]
     return jax.tree.leaves(jax.grad(loss)(params)), jax.tree.leaves(found)
@@ -513,7 +513,7 @@ _plainly("a derivative in f", lambda w, x: jax.grad(lambda x: jnp.sum(encode(w, 
 _plainly("an f that depends on the size of a chunk", _by_size)
 _plainly("an f that is not of single examples", lambda w, x: encode(w, x - x.mean(0)))
 _plainly("interleaved chunks", encode, interleaved=True)
-_plainly("a memory budget", encode, memory_budget=100)
+_plainly("a memory budget", encode)
 
 
 # --- arguments --------------------------------------------------------------------------------
@@ -532,13 +532,13 @@ def an_output_whose_other_axes_depend_on_the_chunk(chunked: Any) -> Any:
 @program()
 def complex_numbers(chunked: Any) -> Any:
     f = lambda w, x: jnp.abs((x + 1j * x) @ (w + 2j * w)) ** 2
-    return both(lambda w: chunked(f, 3, (None, 0), keep_graphs=0)(w, X), W)
+    return both(lambda w: chunked(f, 3, (None, 0))(w, X), W)
 
 
 @program()
 def x64_that_is_switched_off_before_the_backward_pass(chunked: Any) -> Any:
     x, w = X.astype(jnp.float32), W.astype(jnp.float32)
-    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), keep_graphs=0)(w, x), w)
+    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0))(w, x), w)
     with jax.enable_x64(False):
         return out, pull(jnp.ones_like(out))
 

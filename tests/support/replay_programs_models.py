@@ -395,7 +395,6 @@ Scripted.__annotations__ = {"n": int, "seen": list[int]}  # TorchScript reads no
     "a scripted module with a number and a list that count",
     TRAINED,
     expect=REFUSED,
-    without=("keep_graphs=3",),  # nothing is recomputed
 )
 def _() -> World:
     with warnings.catch_warnings():

@@ -16,8 +16,8 @@ from tests.torch.test_replay_programs import judge
 PAGE = Path(__file__).parents[2] / "docs" / "chunked-reference.md"
 START, END = "<!-- what is put back: written by tests/support/replay_table.py -->\n", "<!-- end -->"
 PLACES = re.compile(r"f counts in |f draws (?:by|from) |a module counts in |f switches ")
-SILENT = Way("never", CHUNKED, (("keep_graphs", 0), ("verify", False)))
-DEFAULT = Way("by default", CHUNKED, (("keep_graphs", 0),))
+SILENT = Way("never", CHUNKED, (("verify", False),))
+DEFAULT = Way("by default", CHUNKED)
 PUT_BACK = "restored"
 VERIFIED = "not restored; refused when it changes a result"
 KINDS = (PUT_BACK, "refused at once", VERIFIED, "out of reach")

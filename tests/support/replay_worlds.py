@@ -50,10 +50,8 @@ class Way:
 
 
 WAYS = (
-    Way("keep_graphs=0", CHUNKED, (("keep_graphs", 0),)),
-    Way("keep_graphs=1", CHUNKED),
-    Way("keep_graphs=3", CHUNKED, (("keep_graphs", 3),)),
-    Way("verify", CHUNKED, (("keep_graphs", 0), ("verify", True))),
+    Way("chunked", CHUNKED),
+    Way("verify", CHUNKED, (("verify", True),)),
     Way("by four", CHUNKED, (), 4),
     Way("checkpoint", CHECKPOINT),
     Way("frozen", FROZEN),

@@ -119,12 +119,12 @@ def own(rank, world):
 
 @check
 def own_without_graphs(rank, world):
-    return through_ddp(rank, world, loss_of_own_rows, keep_graphs=0, verify=True)
+    return through_ddp(rank, world, loss_of_own_rows, verify=True)
 
 
 @check
 def own_with_all_graphs(rank, world):
-    return through_ddp(rank, world, loss_of_own_rows, keep_graphs=9)
+    return through_ddp(rank, world, loss_of_own_rows)
 
 
 @check
@@ -178,7 +178,7 @@ def looped(rank, world):
     x = batch(world)[rank * ROWS : rank * ROWS + 4]
     for encode in (
         lambda f, x: torch.cat([f(c) for c in x.split(2)]),
-        lambda f, x: gt.chunked(f, 2, keep_graphs=0)(x),
+        lambda f, x: gt.chunked(f, 2)(x),
     ):
         model = encoder(nn.Dropout(0.5), nn.BatchNorm1d(4))
         torch.manual_seed(rank)

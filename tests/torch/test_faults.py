@@ -227,9 +227,7 @@ STEPS = {
     "grad": lambda net, x: gt.grad(lambda x: net(x).sum() ** 2)(x),
     "vjp": lambda net, x: gt.vjp(net, x)[1](x),
     "chunked": lambda net, x: (gt.chunked(net, 3)(x) ** 2).sum().backward(),
-    "chunked: none retained": lambda net, x: (
-        (gt.chunked(net, 3, keep_graphs=0)(x) ** 2).sum().backward()
-    ),
+    "chunked: none retained": lambda net, x: (gt.chunked(net, 3)(x) ** 2).sum().backward(),
 }
 
 
@@ -337,7 +335,7 @@ def test_a_backward_pass_inside_inference_mode_computes_its_chunks_again_with_a_
     """It gave zeros in silence for what was computed again there."""
     x = P.clone().requires_grad_()
     f = lambda x: torch.sin(x) + x * x
-    for again in (gt.chunked(f, 2, keep_graphs=0), gt.chunked(f, 2), gt.frozen(f)):
+    for again in (gt.chunked(f, 2), gt.chunked(f, 2), gt.frozen(f)):
         value = again(x).sum()
         with torch.inference_mode():
             (found,) = torch.autograd.grad(value, x)

@@ -101,9 +101,8 @@ NETWORKS = {
 @pytest.mark.parametrize("order", ["use by use", "all forwards first"])
 @pytest.mark.parametrize("along", [False, True])
 @pytest.mark.parametrize("tracked", [False, True])
-@pytest.mark.parametrize("budget", [None, 1 << 20])
 @pytest.mark.filterwarnings("ignore:frozen. _scaled_dot_product")
-def test_it_is_double_backward_bit_for_bit_in_state(name, order, along, tracked, budget):
+def test_it_is_double_backward_bit_for_bit_in_state(name, order, along, tracked):
     make, shape = NETWORKS[name]
     torch.manual_seed(0)
     plain = make().to(D).requires_grad_(tracked)
@@ -114,9 +113,8 @@ def test_it_is_double_backward_bit_for_bit_in_state(name, order, along, tracked,
         expected = second(plain, zs, y, order, along)
     after = torch.rand(2)
     torch.manual_seed(3)
-    fused = budget is None or "encoder" not in name
-    with sdpa_kernel([SDPBackend.MATH, *([SDPBackend.FLASH_ATTENTION] if fused else [])]):
-        found = second(gt.frozen(ours, budget), zs, y, order, along)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+        found = second(gt.frozen(ours), zs, y, order, along)
     same(found, expected)
     assert torch.equal(torch.rand(2), after)
     for key, value in plain.state_dict().items():
@@ -210,13 +208,12 @@ class OnceWithJvp(Once):
 
 
 @pytest.mark.parametrize("along", [False, True])
-@pytest.mark.parametrize("budget", [None, 1 << 20])
 @pytest.mark.filterwarnings("ignore:frozen. a torch.autograd.Function lacks")
-def test_a_backward_without_a_derivative_is_refused(along, budget):
+def test_a_backward_without_a_derivative_is_refused(along):
     """PyTorch itself says nothing of it where the cotangent has no graph, and loses a part."""
     zs, y = inputs(2, 4)
     with pytest.raises(GradtoolsError, match=REFUSED_ONCE):
-        second(gt.frozen(lambda z: Once.apply(z.sin()), budget), zs, y, along=along)
+        second(gt.frozen(lambda z: Once.apply(z.sin())), zs, y, along=along)
 
 
 def test_a_forward_rule_is_enough_for_what_forward_mode_gives():
@@ -396,22 +393,6 @@ def test_the_second_derivative_around_group_norm_of_a_channels_last_image_is_rig
     norm = nn.Sequential(nn.GroupNorm(2, 4), nn.Tanh()).to(D)
     G = lambda z: norm(z.contiguous(memory_format=torch.channels_last))
     same(second(gt.frozen(G), zs, y), second(G, zs, y))
-
-
-@pytest.mark.parametrize("along", [False, True])
-@pytest.mark.filterwarnings("ignore:frozen. _scaled_dot_product")
-def test_a_kept_graph_of_a_kernel_without_second_derivative_is_not_used(along):
-    zs, y = inputs(2, 2, 3, 4)
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = second(attention, zs, y, along=along)
-    same(second(gt.frozen(attention, 1 << 20), zs, y, along=along), expected)
-
-
-def test_a_budget_that_cannot_be_measured_is_refused():
-    zs, y = inputs(2, 4)
-    G = torch.func.grad(lambda z: z.sin().sum())
-    with pytest.raises(GradtoolsError, match=r"frozen: f holds a transform of torch\.func"):
-        second(gt.frozen(G, 1 << 20), zs, y)
 
 
 # --- third order ------------------------------------------------------------------------------
@@ -757,12 +738,10 @@ def test_uses_that_are_pulled_back_more_than_once():
         first = torch.autograd.grad(total, (y, z), retain_graph=True)
         return [*first, *torch.autograd.grad(total, (y, z))]
 
-    for budget in (None, 1 << 20):
-        same(twice(gt.frozen(net, budget)), twice(net))
+    same(twice(gt.frozen(net)), twice(net))
 
 
-@pytest.mark.parametrize("budget", [None, 1 << 20])
-def test_batched_cotangents(budget):
+def test_batched_cotangents():
     (z,), y = inputs(2, 4, count=1)
 
     def rows(G):
@@ -770,7 +749,7 @@ def test_batched_cotangents(budget):
         units = torch.eye(8, dtype=D).reshape(8, 2, 4)
         return torch.autograd.grad(g, (y, z), units, is_grads_batched=True)
 
-    same(rows(gt.frozen(net, budget)), rows(net))
+    same(rows(gt.frozen(net)), rows(net))
 
 
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vjp", "jacrev", "hessian", "vmap"])
@@ -893,14 +872,11 @@ def test_a_plain_backward_computes_no_derivative_along_aliases_of_a_finished_gra
     assert (z.grad is not None) == tracked
 
 
-@pytest.mark.parametrize("budget", [None, 1 << 20])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_a_batch_of_cotangents_is_pulled_back_with_and_without_a_kept_graph(budget, create_graph):
+def test_a_batch_of_cotangents_is_pulled_back(create_graph):
     z = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3).requires_grad_()
     f = lambda z: torch.sin(z).cumsum(1)
     cts = torch.arange(24, dtype=torch.float64).reshape(4, 2, 3).cos()
     how = {"is_grads_batched": True, "create_graph": create_graph}
-    pulled = [
-        torch.autograd.grad(g(z), z, cts, **how) for g in (gt.frozen(f, memory_budget=budget), f)
-    ]
+    pulled = [torch.autograd.grad(g(z), z, cts, **how) for g in (gt.frozen(f), f)]
     torch.testing.assert_close(*pulled)

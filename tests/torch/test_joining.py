@@ -18,7 +18,6 @@ from gradtools.torch.replaying import summing
 from tests.support.live_bytes import peak_bytes
 
 ROWS, CHUNK, WIDTH = 12, 4, 5
-RETAIN = pytest.mark.parametrize("keep_graphs", [0, 2], ids="keep_graphs {}".format)
 
 
 class Net(nn.Module):
@@ -141,14 +140,13 @@ PROGRAMS = one_body, two_functions, one_is_lost, one_in_the_other
 
 
 @pytest.mark.sampled(40, 80)
-@RETAIN
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_calls_that_share_leaves_have_the_gradients_of_the_plain_step(program, way, keep_graphs):
+def test_calls_that_share_leaves_have_the_gradients_of_the_plain_step(program, way):
     found, expected = (
         way(program(model, chunked), model)
         for model, chunked in (
-            (net(), lambda f: gt.chunked(f, CHUNK, keep_graphs=keep_graphs)),
+            (net(), lambda f: gt.chunked(f, CHUNK)),
             (net(), plain),
         )
     )
@@ -171,7 +169,7 @@ def failing(monkeypatch):
         return model.body(x)
 
     a, b = (sign * torch.ones(ROWS, WIDTH).double() for sign in (1.0, -1.0))
-    chunked = gt.chunked(f, CHUNK, keep_graphs=0)
+    chunked = gt.chunked(f, CHUNK)
     return model, (a, b), [loss_of([chunked(a), chunked(b)])]
 
 
@@ -206,13 +204,12 @@ def test_sums_of_a_pass_that_failed_go_with_its_graph():
 
 
 @pytest.mark.slow_at("0", "2", "3")
-@pytest.mark.parametrize("keep_graphs", [0, 1])
 @pytest.mark.parametrize("towers", [1, 2, 3])
-def test_the_peak_of_towers_that_share_an_encoder_is_that_of_one(towers, keep_graphs):
+def test_the_peak_of_towers_that_share_an_encoder_is_that_of_one(towers):
     layers = [nn.Linear(128, 128) for _ in range(12)]
     encoder = nn.Sequential(*layers, nn.Linear(128, 4))
     size = sum(p.nbytes for p in encoder.parameters())
-    f = gt.chunked(encoder, 2, keep_graphs=keep_graphs)
+    f = gt.chunked(encoder, 2)
     xs = torch.randn(3, 8, 128)
 
     def step():
@@ -237,7 +234,7 @@ def test_narrow_and_sparse_gradients_of_towers():
         loss_of([f(words), f(words.flip(0))]).backward()
         return [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
 
-    for a, b in zip(grads(gt.chunked(f, CHUNK, keep_graphs=0)), grads(plain(f)), strict=True):
+    for a, b in zip(grads(gt.chunked(f, CHUNK)), grads(plain(f)), strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=0.03, atol=0.03)
 
 
@@ -253,7 +250,7 @@ def test_a_node_is_forgotten_with_its_graph():
 
 def test_one_graph_in_two_threads_at_once_gives_each_its_own_sums():
     body, paused, go = net().body, threading.Event(), threading.Event()
-    f = gt.chunked(body, CHUNK, keep_graphs=0)
+    f = gt.chunked(body, CHUNK)
     a, b = (f(x) for x in batches()[:2])
     main = threading.get_ident()
 

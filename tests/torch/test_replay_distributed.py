@@ -107,7 +107,7 @@ WRAPPERS: dict[str, tuple[Callable[[Any], nn.Module], tuple[Any, ...]]] = {
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     # ours, and the plain way
     "chunked": (
-        lambda f: gt.chunked(f, 2, keep_graphs=0),
+        lambda f: gt.chunked(f, 2),
         lambda f: lambda x: torch.cat([f(part) for part in x.split(2)]),
     ),
     "checkpoint": (gt.checkpoint, lambda f: f),

@@ -66,7 +66,7 @@ class Beside:
         """The gradients of a chunked step, beside which the work is done."""
         model[layer].register_forward_hook(self)
         torch.manual_seed(0)
-        gt.chunked(model, CHUNK, keep_graphs=0)(batch()).square().sum().backward()
+        gt.chunked(model, CHUNK)(batch()).square().sum().backward()
         self.thread.join(WAIT)
         assert self.error is None and not self.thread.is_alive()
         return gradients(model)
@@ -94,9 +94,7 @@ def test_another_model_runs_forward_and_backward_beside_a_replay():
 def test_another_backward_pass_through_gradtools_waits():
     model, other = net(nn.Dropout(0.5)), net(nn.Tanh())
     expected, alone = by_the_plain_loop(model), trained(copy.deepcopy(other))
-    beside = Beside(
-        lambda: trained(other, lambda f: gt.chunked(f, CHUNK, keep_graphs=0)), waits=False
-    )
+    beside = Beside(lambda: trained(other, lambda f: gt.chunked(f, CHUNK)), waits=False)
     assert_same(beside.step(model), expected)
     assert not beside.finished
     assert_same(beside.found, alone)
@@ -130,7 +128,7 @@ def test_the_gradient_that_f_adds_itself_is_added_once():
             (3 * w).backward()
         return model(x)
 
-    gt.chunked(f, CHUNK, keep_graphs=0)(batch()).square().sum().backward()
+    gt.chunked(f, CHUNK)(batch()).square().sum().backward()
     assert w.grad == 5 + 3 * ROWS / CHUNK
     assert_same(gradients(model), by_the_plain_loop(model))
 
@@ -201,4 +199,4 @@ def test_an_f_that_computes_in_threads_of_its_own_is_refused():
         return torch.cat(found)
 
     with pytest.raises(GradtoolsError, match="chunked"):
-        gt.chunked(f, CHUNK, keep_graphs=0)(batch()).square().sum().backward()
+        gt.chunked(f, CHUNK)(batch()).square().sum().backward()

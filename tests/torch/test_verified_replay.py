@@ -183,8 +183,7 @@ def test_a_captured_graph_is_let_go_of_with_the_call():
     assert captured() is None
 
 
-@pytest.mark.parametrize("keep_graphs", [0, 1, 2])
-def test_what_chunks_keep_aside_has_its_gradient_or_is_refused(keep_graphs):
+def test_what_chunks_keep_aside_has_its_gradient():
     kept = []
 
     def f(x):
@@ -192,24 +191,19 @@ def test_what_chunks_keep_aside_has_its_gradient_or_is_refused(keep_graphs):
         return x.sin()
 
     x = _numbers(4, 3).requires_grad_()
-    loss = gt.chunked(f, 2, keep_graphs=keep_graphs)(x).sum() + sum(kept)
-    if keep_graphs:
-        with pytest.raises(GradtoolsError, match=r"kept aside .* Return it from f"):
-            loss.backward()
-        return
+    loss = gt.chunked(f, 2)(x).sum() + sum(kept)
     loss.backward()
     torch.testing.assert_close(x.grad, x.detach().cos() + 2 * x.detach())
 
 
-@pytest.mark.parametrize("keep_graphs", [0, 1, 2])
-def test_chunks_may_themselves_differentiate_with_respect_to_their_rows(keep_graphs):
+def test_chunks_may_themselves_differentiate_with_respect_to_their_rows():
     def force(x):
         with torch.enable_grad():
             x = x if x.requires_grad else x.detach().requires_grad_()
             return -torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)[0]
 
     x, y = _numbers(4, 3).requires_grad_(), _numbers(4, 3).requires_grad_()
-    gt.chunked(force, 2, keep_graphs=keep_graphs)(x).square().sum().backward()
+    gt.chunked(force, 2)(x).square().sum().backward()
     force(y).square().sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
 
@@ -239,9 +233,9 @@ def test_a_replay_under_another_vmap_is_no_verification(monkeypatch):
             self, i, outs, modules, ((4, ""),)
         )
         patched.setattr(Verification, "keep", in_a_batch)
-        gt.chunked(f, 2, keep_graphs=0)(x).sum().backward()  # nothing can be compared
+        gt.chunked(f, 2)(x).sum().backward()  # nothing can be compared
     with pytest.raises(GradtoolsError, match="chunk 0 gives other numbers"):
-        gt.chunked(f, 2, keep_graphs=0)(x).sum().backward()
+        gt.chunked(f, 2)(x).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -255,7 +249,7 @@ def test_a_graph_that_reaches_less_is_refused_though_its_numbers_are_the_same(pa
         return x * (part * w if part else 1) * (w.detach() if again else w)
 
     with pytest.raises(GradtoolsError, match=said):
-        gt.chunked(f, 2, keep_graphs=0)(_numbers(4, 3)).sum().backward()
+        gt.chunked(f, 2)(_numbers(4, 3)).sum().backward()
     assert w.grad is None
 
 
@@ -340,7 +334,7 @@ def test_an_argument_whose_data_is_replaced_before_the_backward_pass_is_refused(
     w, x, s = torch.ones(3, requires_grad=True), torch.ones(4, 3), torch.ones(3)
     s.requires_grad_(kind == "a shared leaf")
     x.requires_grad_(kind == "the batch")
-    f = gt.chunked(lambda x, s: x * w * s, 2, in_axes=(0, None), keep_graphs=0, verify=False)
+    f = gt.chunked(lambda x, s: x * w * s, 2, in_axes=(0, None), verify=False)
     z, moved = f(x, s), x if kind == "the batch" else s
     moved.data = torch.zeros_like(moved)
     with pytest.raises(GradtoolsError, match="the data of an argument was replaced after"):
@@ -407,7 +401,7 @@ def test_a_coefficient_that_an_iterator_gives_is_refused(edit, how):
         f = lambda w, x: COEFFICIENTS[edit](w * x, next_of())
         if how == "vmap":
             return gt.per_example_grad(gt.checkpoint(f))(w, x)
-        axes = {"in_axes": (None, 0), "keep_graphs": 0}
+        axes = {"in_axes": (None, 0)}
         again = gt.checkpoint(f) if how == "checkpoint" else gt.chunked(f, 2, **axes)
         return gt.grad(lambda w: again(w, x).sum())(w)
 

@@ -32,7 +32,6 @@ from gradtools.torch.replaying.recomputing import (
     Rows,
     Tensor,
     alias_of,
-    check_storages,
     differentiating,
     first_pass_state,
     flattened,
@@ -292,34 +291,6 @@ class Backward(_Derived):
         for k in adding.added if adding is not None else ():
             grads[own + k] = None
         return grads
-
-    def from_retained(self, rows: Rows, shared: Entries, results: Rows, sums: Sums) -> set[int]:
-        forward = self.forward
-        retained = forward.retained if self.of is self.forward else {}
-        if not retained:
-            return set()
-        keep = upstream.keeps_graph()
-        # In one pass, since the graphs may share nodes (a cast weight, a cached parametrization).
-        xs, own, ys = zip(*retained.values(), strict=True)
-        inputs, outs = [*chain(*xs), *own[0]], [*chain(*ys)]
-        inputs, width = [*inputs, *self.leaves], len(inputs)
-        cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
-        check_storages(forward)
-        forward.in_kept_graph[0] = True
-        try:
-            with differentiating(forward) if forward.counts and not forward.hooked else NOTHING:
-                how = keep, False
-                grads = self._pulled_adding(outs, inputs, cts, width, *how)
-        finally:
-            forward.in_kept_graph[0] = False
-        done, left = set(retained), iter(grads)
-        for i in retained:
-            results[i] = [next(left) for _ in range(self.layout.widths[i])]
-        if rest := list(left):
-            sums.add(rest)
-        if not keep:
-            retained.clear()
-        return done
 
 
 class Pushed(_Derived):

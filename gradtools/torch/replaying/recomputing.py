@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.autograd.graph import increment_version
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -28,7 +28,6 @@ from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
-from gradtools.torch.known_errors import NO_SAVED_TENSORS_HOOKS, says
 from gradtools.torch.operation_marks import CHUNK, OWN_HOOKS, data_of, detached
 from gradtools.torch.patches import Reads
 from gradtools.torch.state import Snapshot, is_other, put_back
@@ -395,35 +394,6 @@ def check_end(forward: Forward, count: int) -> None:
             "thread calls the same module meanwhile, whose changes would be lost: let one "
             "wait for the other."
         )
-
-
-@contextmanager
-def bytes_saved(forward: Forward) -> Iterator[list[int]]:
-    """Yields a cell with the bytes that the graph saves besides inputs, parameters and buffers."""
-    known = [*forward.tensors, *forward.start.reached.tensors]
-    for module, _ in forward.start.reached.modules.values():
-        known += module.buffers()
-    seen = {x.untyped_storage().data_ptr() for x in known if x.layout is torch.strided}
-    size = [0]
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            size[0] += storage.nbytes()
-        return x
-
-    try:
-        with saved_tensors_hooks(pack, lambda x: x):
-            yield size
-    except RuntimeError as error:
-        if not says(error, NO_SAVED_TENSORS_HOOKS):
-            raise
-        raise GradtoolsError(
-            f"{forward.caller}: f holds a transform of torch.func, inside of which PyTorch does "
-            "not tell what graphs keep, so memory_budget cannot be held. Leave it out, or use "
-            "gt.grad, gt.vjp and their like in f."
-        ) from error
 
 
 # --- errors ------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import nodes_of
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
-from gradtools.torch.known_errors import LEAF_CHANGED, says
+from gradtools.torch.known_errors import LEAF_CHANGED, VIEW_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
 from gradtools.torch.operation_marks import hooks_of_users
 from gradtools.torch.patches import Substituted
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.replaying.consistency import Verification, graph_of, register_own_hook
+from gradtools.torch.replaying.consistency import Verification, graph_of
 from gradtools.torch.replaying.nodes import ChunkProgram, cut_up
 from gradtools.torch.replaying.recomputing import (
     Entries,
@@ -39,7 +39,6 @@ from gradtools.torch.replaying.recomputing import (
     Tensor,
     alias_of,
     as_input,
-    bytes_saved,
     captured_error,
     captures_refused,
     check_cached,
@@ -129,7 +128,6 @@ class Forward(ChunkProgram):
         if in_functorch:
             self.shared += self.first_carry
         self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
-        self.in_kept_graph = [False]  # whether a kept graph is being differentiated, a shared cell
         self.originals = Originals(chunks, self.pieces, self.moving, self.modes.grad)
         # Buffer versions and generator states after so many chunks, see `check_end`.
         self.ends: dict[int, tuple[list[int], dict[str, int]]] = {}
@@ -309,7 +307,7 @@ class Forward(ChunkProgram):
         return [(id(g), upstream.version_of(g)) for g in grads if g is not None]
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
-        grad, budget = self.modes.grad, self.chunks.options.memory_budget
+        grad = self.modes.grad
         kept, result = self._kept(), list[list[Any]]()
         given = [x for x in (*chain(*rows), *shared, *self._given()) if not x.is_inference()]
         versions = [upstream.version_of(x) for x in given]
@@ -326,25 +324,20 @@ class Forward(ChunkProgram):
         for i in steps(self.count, self.chunks.options.progress):
             if i:
                 began.append(upstream.nodes_made())
-            if i and i == self.count - kept:
-                self._note_end(i)
             xs = inputs[i]
-            measured = i == 0 and kept > 0 and budget is not None
             originals = self.originals.noted(i, self.verification is not None)
             captures = captures_refused(self) if self.in_functorch else NOTHING
             try:
-                with originals, bytes_saved(self) if measured else NOTHING as size, captures:
+                with originals, captures:
                     outs, _ = self.one(i, xs, own)
             except RuntimeError as error:
-                if not says(error, LEAF_CHANGED):
+                if not (says(error, LEAF_CHANGED) or says(error, VIEW_CHANGED)):
                     raise
                 raise self._in_place(f" PyTorch says: {error}") from error
             self._check_modes()
-            if size and budget is not None:
-                kept = min(budget // max(size[0], 1), self.count)
             if grad:
                 leaves.update(self._find_leaves(i, outs, began, [*xs, *own]))
-                if i >= self.count - kept:
+                if kept:
                     self.retained[i] = (xs, own, outs)
             self.attached.append([isinstance(y, Tensor) and self.attaches(y) for y in outs])
             pairs = zip(outs, self.attached[i], strict=True)
@@ -358,8 +351,6 @@ class Forward(ChunkProgram):
         modules = [m for m, _ in self.start.reached.modules.values()] if count else []
         numbers = [key for m in modules for key in upstream.forward_hooks_of(m)]
         self.hooked |= count != sum(key >= first_hook for key in numbers)
-        if grad and kept and self.caller == "chunked":  # f itself may differentiate its graph
-            _refuse_other_differentiation(self.in_kept_graph, [*own, *chain(*inputs)])
         self._settle([*leaves.values()], own[len(self.moving_shared) :] if grad else [])
         return result
 
@@ -446,13 +437,8 @@ class Forward(ChunkProgram):
         return versions, self.start.streams.fingerprints() if self.start.streams else {}
 
     def _kept(self) -> int:
-        """How many chunks keep their graph."""
-        packed = upstream.saved_tensors_hooks_on(False) is not None
-        if packed or self.in_functorch or not self.modes.grad:
-            return 0  # saved tensors hooks (checkpoint, offloading) may unpack only once
-        options = self.chunks.options
-        asked = None if options.memory_budget is not None else options.keep_graphs
-        return 1 if asked is None else asked
+        """How many chunks keep their graph; one in the first derivative of a frozen function."""
+        return 0
 
     def _in_place(self, more: str) -> GradtoolsError:
         return GradtoolsError(
@@ -497,22 +483,6 @@ class Forward(ChunkProgram):
             self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
             self.begun |= {y.grad_fn for y in tensors_of(outs)}
         if self.verification is not None:
-            # Hooks that were set before may pack; `bytes_saved` does not, and needs kept graphs.
             is_packed = not self._kept() and upstream.saved_tensors_hooks_on(False) is not None
             self.verification.first[i].note_graph(nodes, leaves, is_packed)
         return leaves
-
-
-def _refuse_other_differentiation(in_kept_graph: list[bool], xs: Entries) -> None:
-    """Hooks on xs that raise if a kept chunk graph is differentiated outside of its node."""
-
-    def refuse(ct: Tensor) -> None:
-        if not in_kept_graph[0]:
-            raise GradtoolsError(
-                "chunked: what f kept aside (in an attribute, a list, a hook) is differentiated, "
-                "and of its gradient the part of an argument would be lost. Return it from f, "
-                "detach it, or use keep_graphs=0."
-            )
-
-    for x in [x for x in tensors_of(xs) if x.requires_grad]:
-        register_own_hook(x, refuse)

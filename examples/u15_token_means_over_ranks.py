@@ -32,18 +32,14 @@ def loss(w, x, there):
 
 
 def of_one_rank(gt, x, there, everywhere):
-    """By weights, over all ranks; by weights, on this rank; without weights; in one call."""
+    """By weights, over all ranks; by weights, on this rank; without weights."""
     w = gt.asarray(np.array([0.5, -1.0, 2.0]))
     weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
     for a, b in CHUNKS:
         grads = gt.grad(loss)(w, x[a:b], there[a:b])
         weighted.add(grads, weight=there[a:b].sum())
         equal.add(grads, weight=(there[a:b].sum() > 0) * 1.0)
-    microbatched = gt.microbatched_value_and_grad(
-        loss, 3, weights=lambda w, x, there: there.sum(), **everywhere
-    )
-    means = weighted.mean(**everywhere), weighted.mean(), equal.mean()
-    return [*means, microbatched(w, x, there)[1]]
+    return [weighted.mean(**everywhere), weighted.mean(), equal.mean()]
 
 
 def in_process(rank, folder):
@@ -84,11 +80,9 @@ def show(gt, backend):
     full = gt.grad(loss)(gt.asarray(np.array([0.5, -1.0, 2.0])), x, there)
     full = flat(gt, full)
     found = of_all_ranks(gt, backend)
-    weighted, own, equal, microbatched = (found[:, k] for k in range(4))
+    weighted, own, equal = (found[:, k] for k in range(3))
     right = max(difference(g, full) for g in weighted)
     claim(f"the mean over ranks and chunks is off by {right:.1e} on each rank", right < 1e-12)
-    apart = max(difference(g, full) for g in microbatched)
-    claim(f"microbatched_value_and_grad is off by {apart:.1e}", apart < 1e-12)
     ddp, naive = (difference(g.mean(0), full) for g in (own, equal))
     claim(f"the mean of the ranks' token means is off by {ddp:.1%}", ddp > 0.01)
     claim(f"the mean of all chunks' means is off by {naive:.1%}", naive > 0.01)

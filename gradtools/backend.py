@@ -388,7 +388,6 @@ class Programs(Rules):
     """Calls a host kernel inside the framework's program; its results have no derivative."""
 
     all_gather = LazyMember("gathering")
-    sum_over_ranks, per_rank = LazyMember("gathering"), LazyMember("gathering")
     random_key, split_key = LazyMember("arrays"), LazyMember("arrays")
 
     def as_number(self, x: Any) -> Any:

@@ -163,12 +163,9 @@ class Chunking(Operators):
         in_axes: Any = None,
         reduction: Literal["mean", "sum"] = "mean",
         weights: Any = None,
-        verify: Verify = "first",
         has_aux: bool = False,
         key_argnums: Argnums = (),
         carry_argnums: Argnums = (),
-        group: Any = None,
-        axis_name: Any = None,
     ) -> Callable[P, Any]:
         """The value and gradient of a loss that is a mean or a sum over examples, chunk by chunk.
 
@@ -177,8 +174,6 @@ class Chunking(Operators):
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
         which equals the full batch's, also if the last chunk is smaller or token counts differ.
-        With a group or an axis the sums run over the chunks of all ranks, each of which has its
-        own batch, and all ranks return the same.
         Unlike in `chunked`, each chunk's backward pass runs at once: nothing is recomputed.
 
         Args:
@@ -193,16 +188,12 @@ class Chunking(Operators):
                 number of tokens), cut with the batch, or a function of a chunk's arguments (it gets
                 the keyword arguments that it has parameters for) that returns the chunk's weight. A
                 chunk of weight 0 adds nothing, even if its mean is 0/0.
-            verify: As in `chunked`; without effect, since nothing is recomputed.
             has_aux: Whether f returns `(loss, aux)`. aux holds arrays of numbers, such as metrics,
                 which are reduced as the loss is.
             key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
             carry_argnums: Which arguments are state that is passed from chunk to chunk, such as
                 batch statistics; f then returns `(loss, new_carry)` (or `((loss, aux),
                 new_carry)`), new_carry being a tuple for several. It is not differentiated.
-            group: PyTorch: the process group or DeviceMesh to sum over. A process may have an
-                empty batch, which has weight 0; f is called with it once.
-            axis_name: JAX: the mapped axis to sum over, or several.
 
         Returns:
             A function of f's arguments, returning `(value, grads)` or `((value, aux), grads)` as
@@ -220,7 +211,6 @@ class Chunking(Operators):
             >>> float(value), float(g)
             (3.0, 3.0)
         """
-        checked_verify(_MICROBATCHED, verify)
         chunk_size = checked_size(_MICROBATCHED, f, chunk_size)
         if reduction not in ("mean", "sum"):
             raise GradtoolsError(
@@ -234,12 +224,9 @@ class Chunking(Operators):
         refuse_arguments(_MICROBATCHED, argnums)
         options = _Microbatches(
             self._backend, chunk_size, argnums, in_axes, reduction, weights, has_aux, key_argnums,
-            carry_argnums, group, axis_name,
+            carry_argnums,
         )  # fmt: skip
-        call = partial(options.value_and_grads, f)
-        if options.of_ranks:  # dynamo cannot trace collectives and reads of weights
-            call = partial(self._backend.compiler.uncompiled, call)
-        return like_function("microbatched_", f, call)
+        return like_function("microbatched_", f, partial(options.value_and_grads, f))
 
     def is_recomputing(self) -> bool:
         """Whether f is being recomputed, for hooks with side effects.
@@ -270,13 +257,6 @@ class _Microbatches:
     has_aux: bool
     key_argnums: Argnums
     carry_argnums: Argnums
-    group: Any
-    axis_name: Any
-
-    @property
-    def of_ranks(self) -> bool:
-        """Whether the sums run over ranks."""
-        return self.group is not None or self.axis_name is not None
 
     def value_and_grads(self, f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The result of one call: sums over chunks of weighted terms, over the sum of weights."""
@@ -299,17 +279,12 @@ class _Microbatches:
         def weighted(w: Array, x: Array) -> Array:
             """w times x; zero where w is zero, even if x, a mean over no examples, is NaN."""
             w = backend.real_scalar(w, x)
-            if self.weights is None and batch.size != 0:
+            if self.weights is None:
                 return w * x
             return w * backend.xp.where(w == 0, backend.zeros_like(x), x)
 
         def terms(*chunk: Any, **kwargs: Any) -> Any:
-            own = [*chunk[:count]]
-            for i in positions if self.of_ranks else ():  # so that ranks keep their own gradients
-                leaves, treedef = backend.flatten(own[i])
-                leaves = backend.per_rank(_MICROBATCHED, leaves, self.axis_name, self.group)
-                own[i] = backend.unflatten(treedef, leaves)
-            value, aux, grads = Derivatives(backend)._scalar_gradient(spec, tuple(own), kwargs)
+            value, aux, grads = Derivatives(backend)._scalar_gradient(spec, chunk[:count], kwargs)
             aux, carry = aux if carried else (aux, None)
             aux = self._metrics(aux) if has_aux else None
             parts = [backend.flatten(part) for part in (value, grads, aux)]
@@ -335,14 +310,10 @@ class _Microbatches:
             sums, carry = backend.sum_chunks(chunks, weigh)
         if opened is not None and opened.opens_once:
             opened.refuse_changes()
-        if self.of_ranks:
-            if weigh is not None:
-                sums = [sums[0], *[weighted(sums[0], x) for x in sums[1:]]]
-            sums = backend.sum_over_ranks(_MICROBATCHED, sums, self.axis_name, self.group)
         if is_mean:
             total, *sums = sums
             self._check_total(total)
-            if weigh is None or self.of_ranks:
+            if weigh is None:
                 sums = [x / backend.real_scalar(total, x) for x in sums]
         parts, dtypes = layout
         left = iter([backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)])
@@ -376,7 +347,7 @@ class _Microbatches:
                     f"share it; in_axes[{i}] is {given[i].axes!r}, expected None. For gradients to "
                     "the batch itself use chunked."
                 )
-        return Batch(backend, _MICROBATCHED, every, lists=True, may_be_empty=self.of_ranks)
+        return Batch(backend, _MICROBATCHED, every, lists=True)
 
     def _metrics(self, aux: Any) -> Any:
         """f's aux, checked to be arrays of numbers, which are reduced like the loss."""
@@ -417,7 +388,7 @@ class _Microbatches:
 
     def _check_total(self, total: Array) -> None:
         """Raises if concrete weights sum to zero; traced ones then give NaN."""
-        if self.weights is None and not self.of_ranks:
+        if self.weights is None:
             return
         number = self.backend.as_number(total)
         if isinstance(number, (int, float)) and number == 0:

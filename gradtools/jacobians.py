@@ -190,13 +190,18 @@ class Jacobians(Operators):
         return call.attaching(self.hvp, f, primals, tangents, mode)(pair)
 
     def hessian(
-        self, f: Callable[P, Any], argnums: Argnums = 0, sparsity: Any = None
+        self,
+        f: Callable[P, Any],
+        argnums: Argnums = 0,
+        mode: HvpMode = "auto",
+        sparsity: Any = None,
     ) -> Callable[P, Any]:
         """The Hessian of a real scalar f of real arguments.
 
         Args:
             f: As in `grad`.
             argnums: Which positional arguments to differentiate with respect to.
+            mode: As in `hvp`.
             sparsity: As in `jacobian`, of the Hessian; an entry on one side of the diagonal need
                 not be repeated on the other.
 
@@ -213,31 +218,32 @@ class Jacobians(Operators):
             >>> gt.to_numpy(gt.hessian(lambda x: (x ** 3).sum())(x)).tolist()
             [[6.0, 0.0], [0.0, 12.0]]
         """
+        check_choice("hessian", "mode", mode, _HVP_MODES)
         return derivative_function(
-            "hessian", f, argnums, partial(self._hessian_at, f, argnums, sparsity)
+            "hessian", f, argnums, partial(self._hessian_at, f, argnums, mode, sparsity)
         )
 
     def _hessian_at(
-        self, f: Any, argnums: Argnums, sparsity: Any, /, *args: Any, **kwargs: Any
+        self, f: Any, argnums: Argnums, mode: str, sparsity: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
         positions = normalized_argnums("hessian", argnums, len(args))
         call = Call(self._backend, "hessian", f, args, kwargs, positions)
         _refuse_complex(self._backend, call)
-        mode, fun = second_order_mode(call, "auto")
-        gradient = self._flat_gradient(call, fun, mode)
+        chosen, fun = second_order_mode(call, mode)
+        gradient = self._flat_gradient(call, fun, chosen)
         if sparsity is not None:
             from gradtools.sparse_jacobians import sparse_hessian
 
             uncompiled = self._backend.compiler.uncompiled
-            return uncompiled(sparse_hessian, call, gradient, sparsity, mode.split("_")[0])
-        row_blocks = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
+            return uncompiled(sparse_hessian, call, gradient, sparsity, chosen.split("_")[0])
+        row_blocks = blocks(self._backend, gradient, call.leaves, chosen.split("_")[0], None)
         call.refuse_changes()
         rows = [call.to_trees(row) for row in row_blocks]
         if isinstance(argnums, tuple | list):
             hessian = call.to_trees(rows)
         else:
             hessian = call.to_trees([row[0] for row in rows])[0]
-        return call.attaching(self._hessian_at, f, argnums, None, *args, **kwargs)(hessian)
+        return call.attaching(self._hessian_at, f, argnums, mode, None, *args, **kwargs)(hessian)
 
     def _flat_gradient(self, call: Call, fun: Fun, mode: str) -> Fun:
         """The gradient of a call as a function of flat arrays; `fun` evaluates the call."""

@@ -52,9 +52,8 @@ class Batch:
         caller: str,
         arguments: Sequence[Argument],
         lists: bool = False,
-        may_be_empty: bool = False,
     ) -> None:
-        self.backend, self.caller, self.may_be_empty = backend, caller, may_be_empty
+        self.backend, self.caller = backend, caller
         self.arguments = [self._flat(a, lists, True) for a in arguments]
         self.size, self._counted = self._checked_size()
 
@@ -152,7 +151,7 @@ class Batch:
                 f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
                 f"axis has one entry for each example; None shares an argument{how}."
             )
-        if 0 in places and not self.may_be_empty:
+        if 0 in places:
             name = self._name_of(*places[0][0])
             raise GradtoolsError(
                 f"{self.caller}: the batch is empty ({name} has size 0). Pass at least one example."

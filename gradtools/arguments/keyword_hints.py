@@ -23,6 +23,7 @@ _COMPLEX = (
 )
 _CHUNKS = "leave it out; chunk_size= sets how much memory a chunk takes"
 _SELECT = "wrap f: chunked(lambda *args: f(*args).hidden, chunk_size)"
+_RANKS = "add each rank's gradients to a GradientAccumulator; its mean takes group= and axis_name="
 _HINTS: dict[str, str | dict[str, str]] = {
     "nondiff_argnums": _STATIC,
     "nondiff_argnames": _STATIC,
@@ -53,6 +54,8 @@ _HINTS: dict[str, str | dict[str, str]] = {
         "frozen": "leave it out; use G itself where its graph fits into memory",
     },
     "select": _SELECT,
+    "group": {"microbatched_value_and_grad": _RANKS},
+    "axis_name": {"microbatched_value_and_grad": _RANKS},
     "retain": _CHUNKS,
     "outputs": _SELECT,
     "temperature": "write logit_scale=1 / temperature",

@@ -36,17 +36,6 @@ def tracked_axes(axis_name: Any) -> frozenset[Any]:
     return frozenset().union(*[varies(jax.lax.axis_index(name)) for name in names(axis_name)])
 
 
-def per_rank(caller: str, xs: Sequence[Any], axis_name: Any, group: Any) -> list[Any]:
-    """The arrays, typed as varying over the axis.
-
-    The gradient with respect to them is then that of each device; JAX sums the gradient with
-    respect to arrays that do not vary.
-    """
-    check_axis(caller, axis_name, group)
-    axes = tracked_axes(axis_name)
-    return [varying(x, axes) if isinstance(x, jax.Array) else x for x in xs]
-
-
 def check_axis(caller: str, axis_name: Any, group: Any) -> None:
     if group is not None:
         raise GradtoolsError(

@@ -41,18 +41,6 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
         )
 
 
-def sum_over_ranks(caller: str, xs: Sequence[Tensor], axis_name: Any, group: Any) -> list[Tensor]:
-    """The sums of tensors over the processes of a group or DeviceMesh."""
-    check_group(caller, axis_name, group)
-    return [_sum_of(x, group) for x in xs]
-
-
-def per_rank(caller: str, xs: Sequence[Any], axis_name: Any, group: Any) -> Sequence[Any]:
-    """xs unchanged: in PyTorch a gradient is not summed over processes."""
-    check_group(caller, axis_name, group)
-    return xs
-
-
 def values_of_ranks(value: Any, group: Any) -> list[Any]:
     """The values (picklable objects) of all processes of a group or DeviceMesh."""
     values = [value]
@@ -123,19 +111,14 @@ def _own_rows_of(x: Tensor, group: Any) -> Tensor:
     return _linear(value, _own_rows_of, _all_rows_of, x, group)
 
 
-def _sum_of(x: Tensor, group: Any) -> Tensor:
-    """The sum over processes, which is its own adjoint."""
-    return _linear(_summed, _sum_of, _sum_of, x, group, axis=0)
-
-
-def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any, axis: int = 1) -> Tensor:
-    """A linear map as a rule; under vmap the batch is one more axis, of each row or in front."""
+def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
+    """A linear map as a rule; under vmap the batch is one more axis of each row."""
 
     def along(linear: Any, _: Any, vs: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if v is None else linear(v, group) for v in vs]
 
     def batching_rule(size: int, axes: Any, xs: Sequence[Tensor], randomness: str) -> Any:
-        return rule, [xs[0].movedim(axes[0], axis)], lambda outs: (axis,)
+        return rule, [xs[0].movedim(axes[0], 1)], lambda outs: (1,)
 
     def primal(x: Tensor) -> list[Tensor]:
         if batchings() > 0:

@@ -597,6 +597,7 @@ BAD: dict[str, Call] = {
         total(gt), a(V), argnums=1
     ),
     "why_zero along integers": lambda gt, a: gt.why_zero(total(gt), a(N)),
+    "hessian, an unknown mode": lambda gt, a: gt.hessian(total(gt), mode="reverse"),
     "why_zero along a name": lambda gt, a: gt.why_zero(total(gt), a(V), argnums="x"),
     "why_zero of a function that raises an error of its own": lambda gt, a: gt.why_zero(
         raising, a(V)

@@ -308,15 +308,8 @@ def token_means(rank, world):
             token_loss(ddp, x[a:b], tokens[a:b]).backward()
         synced.add({name: p.grad for name, p in net.named_parameters()}, count)
         net.zero_grad()
-    mine = slice(steps[0][0], steps[-1][1]) if steps else slice(0)
     mesh = init_device_mesh("cpu", (1, world))
-    for group in (dist.group.WORLD, mesh):
-        means = gt.microbatched_value_and_grad(
-            token_loss, 7, weights=lambda net, x, tokens: tokens.sum(), group=group
-        )
-        value, grads = means(net, x[mine], tokens[mine])
-        found += [in_order(grads), in_order(acc.mean(group=group))]
-    assert (value - token_loss(net, x, tokens)).abs() < 1e-14
+    found += [in_order(acc.mean(group=group)) for group in (dist.group.WORLD, mesh)]
     return [*found, in_order(synced.mean(group=mesh))], full_gradient(net, x, tokens), acc.weight
 
 

@@ -56,6 +56,7 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "select": _SELECT,
     "group": {"microbatched_value_and_grad": _RANKS},
     "axis_name": {"microbatched_value_and_grad": _RANKS},
+    "verify": "leave it out; nothing is computed again",
     "retain": _CHUNKS,
     "outputs": _SELECT,
     "temperature": "write logit_scale=1 / temperature",

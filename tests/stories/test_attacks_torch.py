@@ -63,18 +63,13 @@ def weighted_cross_entropy_with_smoothing():
 
 
 @PROGRAMS.add()
-def distances_of_a_power():
-    return everywhere(lambda x: torch.cdist(x[:, None], x[:, None] ** 2 + 0.3, p=1.5).sum(), V)
-
-
-@PROGRAMS.add()
 def determinant_of_a_matrix_that_is_singular_there():
     return everywhere(lambda x: torch.linalg.det(x.outer(x) + torch.diag(x - V)), V)
 
 
 @PROGRAMS.add()
 def sinc_of_a_difference_that_is_zero_there():
-    return everywhere(lambda x: torch.sinc(x - V).sum() + F.hardsigmoid(x).pow(3).sum(), V)
+    return everywhere(lambda x: torch.sinc(x - V).sum() + torch.sigmoid(x).pow(3).sum(), V)
 
 
 @PROGRAMS.add()

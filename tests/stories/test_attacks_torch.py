@@ -68,11 +68,6 @@ def determinant_of_a_matrix_that_is_singular_there():
 
 
 @PROGRAMS.add()
-def sinc_of_a_difference_that_is_zero_there():
-    return everywhere(lambda x: torch.sinc(x - V).sum() + torch.sigmoid(x).pow(3).sum(), V)
-
-
-@PROGRAMS.add()
 def gradient_penalty_of_a_critic():
     ours, theirs = network(), network()
     gt.grad(lambda x: ours(x).sum())(X.clone().requires_grad_()).square().sum().backward()

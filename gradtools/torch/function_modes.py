@@ -62,11 +62,14 @@ def _value_of(x: Tensor) -> Tensor:
     return forward_ad.unpack_dual(x).primal.detach()
 
 
+_FUSED = functional.scaled_dot_product_attention
 _NEEDS_WEIGHTS = 15  # the position of multi_head_attention_forward's argument
 
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """`multi_head_attention_forward`, which takes no fused kernel if it returns the weights."""
+    if functional.scaled_dot_product_attention is not _FUSED:  # patched, as attention libraries do
+        return functional.multi_head_attention_forward(*args, **kwargs)
     if len(args) > _NEEDS_WEIGHTS:
         names = ("need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight")
         names += ("k_proj_weight", "v_proj_weight", "static_k", "static_v", "average_attn_weights")

@@ -311,7 +311,7 @@ SCENARIOS: dict[str, GpuScenario] = {
         f"a scaled step in half precision, {name}": GpuScenario(_scaled(_EDITS[name]))
         for name in ("chunked", "checkpoint")
     },
-    "LSTM, forward and twice": GpuScenario(_recurrent(nn.LSTM)),
+    "LSTM, forward and twice": GpuScenario(_recurrent(nn.LSTM), anywhere=False),
     "GRU, forward and twice": GpuScenario(_recurrent(nn.GRU)),
     "attention, forward and twice": GpuScenario(_attention),
     "attention, second order": GpuScenario(_attention_twice),

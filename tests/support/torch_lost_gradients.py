@@ -496,41 +496,6 @@ class _Steps(torch.autograd.Function):
         return ct
 
 
-@cause()
-def derivative_of_a_rule_with_intermediates(x):
-    y = _Sinh.apply(x)  # <- inside_rule
-    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return (g**2).sum()
-
-
-@cause()
-def derivative_of_a_rule_of_one_derivative(x):
-    y = _SinhOnce.apply(2 * x)  # <- inside_rule
-    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return (g**2).sum()
-
-
-@cause()
-def derivative_of_a_rule_by_numpy(x):
-    y = _SinhByNumpy.apply(x)  # <- inside_rule
-    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return (g**2).sum()
-
-
-@cause()
-def backward_through_a_rule_with_intermediates(x):
-    y = _Sinh.apply(x).sum()  # <- inside_rule
-    y.backward(create_graph=True)
-    return (x.grad**2).sum()
-
-
-@cause()
-def one_term_of_a_derivative_through_a_rule(x):
-    y = _Sinh.apply(x)  # <- inside_rule, partly
-    (g,) = torch.autograd.grad((x * y).sum(), x, create_graph=True)
-    return (g**2).sum()
-
-
 @healthy()
 def derivative_of_a_rule_that_saves_outputs(x):
     (g,) = torch.autograd.grad(_SinhRight.apply(x)[0].sum(), x, create_graph=True)

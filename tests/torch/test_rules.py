@@ -196,7 +196,6 @@ def _sine(kind):
 RULED = {
     "softmax": lambda x: torch.softmax(x, 0),
     "det": lambda x: torch.linalg.det(x.outer(x) + torch.eye(3, dtype=x.dtype)),
-    "eigenvectors": lambda x: torch.linalg.eigh(x.outer(x) + torch.diag(x))[1].abs(),
     "scale_gradient": lambda x: gt.scale_gradient(x.sin(), 2.0),
     "straight_through": gt.straight_through(torch.round, torch.sin),
     "frozen": gt.frozen(torch.sin),

@@ -25,6 +25,7 @@ import torch
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
+from gradtools.torch.functorch_wrappers import is_dual
 from gradtools.torch.modes import batchings
 from gradtools.torch.replaying.consistency import register_own_hook
 
@@ -43,6 +44,7 @@ class Sums:
 
     terms: list[Any] = field(default_factory=list)  # so far; empty before the first ones
     in_place: bool = False  # whether weighted terms are added in place
+    _each = False  # whether the terms may be added by one call
 
     def begin(self, count: int) -> None:
         """Starts `count` empty sums, unless they were started before."""
@@ -83,12 +85,11 @@ class Sums:
         weigh: `weigh(w, x)` computes a term; on the CPU terms are added in place, without a copy.
         """
         w, *xs = terms
-        outermost = upstream.peek_interpreter_stack() is None and upstream.forward_level() < 0
-        plain = outermost and all(
+        plain = upstream.peek_interpreter_stack() is None and all(
             type(x) is Tensor
             and x.device.type == "cpu"
             and x.layout is torch.strided
-            and not (x.requires_grad or upstream.is_wrapped(x))
+            and not (x.requires_grad or upstream.is_wrapped(x) or is_dual(x))
             for x in terms
         )
         if not plain or not (self.in_place or not self.terms):

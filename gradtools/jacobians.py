@@ -25,7 +25,7 @@ from gradtools.arguments.checks import (
     same_length,
     whole_or_none,
 )
-from gradtools.backend import Array, Backend, CannotPush, Fun, Operators, P
+from gradtools.backend import Array, Backend, CannotPush, Evaluation, Fun, Operators, P
 from gradtools.derivatives import derivative_function
 from gradtools.errors import GradtoolsError
 
@@ -114,6 +114,7 @@ class Jacobians(Operators):
             return uncompiled(sparse_jacobian, call, run, sparsity, mode, chunk_size)
         _refuse_complex(backend, call)
         fun: Fun = call
+        call.plain_kernels = True
         if is_auto := mode == "auto":
             call.may_transpose = True
             staged = backend.stage(call, call.leaves)
@@ -332,29 +333,42 @@ def blocks(
     if push is not None:
         with suppress(CannotPush):
             return _columns(backend, push, leaves, chunk_size)
-    # In reverse mode each output leaf has a batch of unit cotangents.
-    full = [x for x in leaves if not _is_empty(x)]
+    return _rows(backend, evaluation, leaves, chunk_size)
 
-    def rows_of(k: int, basis: Array) -> list[Array]:
-        def pull(unit: Array) -> list[Array]:
-            cts = [unit if i == k else None for i in range(len(evaluation.outs))]
-            pulled = evaluation.pullback(cts)
-            return [g for g in backend.filled(pulled, leaves) if not _is_empty(g)]
 
-        return backend.map_batches(pull, [basis], chunk_size)
+def _rows(
+    backend: Backend, evaluation: Evaluation, leaves: list[Array], chunk_size: int | None
+) -> list[list[Array]]:
+    """The blocks by pulling the unit cotangents of all outputs back as one batch."""
+    outs, full = evaluation.outs, [x for x in leaves if not _is_empty(x)]
+    ends = [*accumulate([math.prod(y.shape) for y in outs], initial=0)]
 
+    def pull(*units: Array) -> list[Array]:
+        pulled = evaluation.pullback([*units])
+        return [g for g in backend.filled(pulled, leaves) if not _is_empty(g)]
+
+    rows: list[Array] = []
+    if full and ends[-1]:
+        pairs = [*zip(outs, pairwise(ends), strict=True)]
+        bases = [backend.unit_basis(y, start, ends[-1] - end) for y, (start, end) in pairs]
+        rows = backend.map_batches(pull, bases, chunk_size)
+        are_complex = [*map(backend.is_complex, outs)]
+        if any(are_complex):  # the inputs are real: each part has its own pullback
+            pairs_of = zip(bases, are_complex, strict=True)
+            parts = [1j * b if c else backend.zeros_like(b) for b, c in pairs_of]
+            imaginary = backend.map_batches(pull, parts, chunk_size)
     table = []
-    for k, y in enumerate(evaluation.outs):
-        rows: list[Array] = []
-        if full and not _is_empty(y):
-            rows = rows_of(k, backend.unit_basis(y))
-        if rows and backend.is_complex(y):  # the inputs are real: each part has its own pullback
-            imaginary = rows_of(k, 1j * backend.unit_basis(y))
-            rows = [re + 1j * im for re, im in zip(rows, imaginary, strict=True)]
-        left, row = iter(rows), []
+    for y, (start, end) in zip(outs, pairwise(ends), strict=True):
+        cut = [x[start:end] for x in rows]
+        if cut and backend.is_complex(y):
+            pairs_of_parts = zip(cut, imaginary, strict=True)
+            cut = [re + 1j * im[start:end] for re, im in pairs_of_parts]
+        left, row = iter(cut), []
         for x in leaves:
             empty = y if _is_empty(y) else x if _is_empty(x) else None
-            block = next(left) if empty is None else backend.zeros_like(empty)
+            # An empty output has rows too, of no entries.
+            block = backend.zeros_like(x) if _is_empty(x) else next(left, y)
+            block = block if empty is None else backend.zeros_like(empty)
             row.append(block.reshape((*y.shape, *x.shape)))
         table.append(row)
     return table

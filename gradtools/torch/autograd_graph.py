@@ -1,7 +1,8 @@
-"""Walks over autograd's graph: its nodes, and the leaves that a result depends on."""
+"""Autograd's graph: its nodes, the leaves that a result depends on, and its pullback."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.function_modes import PlainKernels, only_own_modes
 
 Tensor = torch.Tensor
 _parent = itemgetter(0)  # of an edge: a comprehension is a call of Python for each node
@@ -53,12 +55,14 @@ def is_spent(x: Tensor) -> bool:
 
 def depends_on_others(outs: Sequence[Tensor]) -> bool:
     """Whether outs depend on a leaf that may be differentiated: one that is not spent."""
-    accumulates = upstream.AccumulateGrad
-    todo: list[Any] = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
+    accumulates, todo = upstream.AccumulateGrad, list[Any]()
+    for y in outs:  # loops, since every derivative runs this
+        if y.requires_grad:
+            todo.append(y.grad_fn or get_gradient_edge(y).node)
     seen = set(todo)
     for node in todo:  # which grows
         if type(node) is accumulates:
-            if not is_spent(node.variable):
+            if not getattr(node.variable, SPENT, _UNSPENT)[0]:
                 return True
             continue
         for parent, _ in node.next_functions:
@@ -66,3 +70,28 @@ def depends_on_others(outs: Sequence[Tensor]) -> bool:
                 seen.add(parent)
                 todo.append(parent)
     return False
+
+
+def pulled(
+    ys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    cts: Sequence[Tensor],
+    retain: bool,
+    create: bool,
+    plain: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` without its argument checks; None for unreached inputs.
+
+    plain: Whether a checkpoint computes its function again by `PlainKernels`.
+    """
+    if torch.overrides.has_torch_function((*ys, *xs)) and not only_own_modes((*ys, *xs)):
+        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
+    run = upstream.engine
+    # A recording identifies autograd's accumulations by the calling function.
+    if upstream.DYNAMO in sys.modules or upstream.count_of_dispatch_modes():
+        run = upstream.run_engine
+    args = tuple(ys), tuple(cts), retain, create, tuple(xs)
+    if plain:
+        with PlainKernels():
+            return run(*args, allow_unreachable=True, accumulate_grad=False)
+    return run(*args, allow_unreachable=True, accumulate_grad=False)

@@ -12,7 +12,14 @@ import torch
 from gradtools.arguments.wording import in_words
 from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.errors import GradtoolsError, is_of
-from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
+from gradtools.torch import (
+    arrays,
+    engines,
+    function_modes,
+    module_arguments,
+    transformed_modules,
+    trees,
+)
 from gradtools.torch.compiled_functions import compiled
 from gradtools.torch.compiling import Dynamo, is_compiling, uncompiled
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
@@ -247,7 +254,9 @@ class TorchBackend(FrameworkBackend):
 def _checkpointed(
     backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    if is_compiling() and engines.traced:  # torch.func does not support checkpoint's operator
+    if (
+        is_compiling() and function_modes.traced
+    ):  # torch.func does not support checkpoint's operator
         return f(*args, **kwargs)
     if is_compiling():
         from torch.utils.checkpoint import checkpoint

@@ -10,7 +10,8 @@ in which they entered switch flash attention off for good.) The norms run by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -153,3 +154,35 @@ class OnlyTangents(GradModeStopsTangents):
             return super().__torch_function__(fun, types, args, kwargs)
         finally:
             upstream.set_grad_enabled(True)
+
+
+# --- which of them a derivative takes ------------------------------------------------------------
+
+
+def only_own_modes(xs: Sequence[Tensor]) -> bool:
+    """Whether no other mode and no subclass must see a call of these tensors."""
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in xs)
+    return plain and all(isinstance(mode, PlainKernels) for mode in upstream.function_modes())
+
+
+def kernels_of(fun: Any) -> AbstractContextManager[Any]:
+    """The kernels for a function that is pulled back inside of torch.func's transforms."""
+    around = [level.key() for level in upstream.get_interpreter_stack()[:-1]]
+    kinds = upstream.TransformType
+    if getattr(fun, "plain_kernels", False) or kinds.Grad in around or kinds.Jvp in around:
+        return PlainKernels()
+    return MappedNorms() if around else _NOTHING
+
+
+_NOTHING = nullcontext()
+traced: list[bool] = []  # not empty while dynamo traces a function that is differentiated
+
+
+def run_in_trace(fun: Any, xs: Sequence[Tensor], plain: bool) -> Any:
+    """`fun(*xs)`, which dynamo traces; `plain` is whether it runs by `PlainKernels`."""
+    traced.append(True)
+    try:
+        with PlainKernels() if plain else _NOTHING:
+            return fun(*xs)
+    finally:
+        traced.pop()

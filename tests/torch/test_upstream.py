@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.engines import pulled
+from gradtools.torch.autograd_graph import pulled
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.replaying.nodes import applied
 

@@ -21,9 +21,8 @@ from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, reverse_only_text, spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import nodes_of
+from gradtools.torch.autograd_graph import nodes_of, pulled
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.engines import pulled
 from gradtools.torch.functorch_wrappers import alive, is_dual
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING, batchings, by_new_vmap

@@ -1,0 +1,56 @@
+"""Tensors around a derivative: detached results, zeros, copies that autograd can save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.operation_marks import DERIVATIVE, detached
+
+Tensor = torch.Tensor
+
+
+def normal(x: Tensor) -> Tensor:
+    """x, or a copy that autograd can save if x is an inference tensor."""
+    return x.clone() if x.is_inference() else x
+
+
+def kept(fun: Any, x: Tensor) -> Tensor:
+    """x, detached if it is a parameter to which results are attached afterwards."""
+    return x.detach() if id(x) in getattr(fun, "own", ()) and fun.is_deferred() else x
+
+
+def without_graph(x: Tensor) -> Tensor:
+    """x detached. A dual number keeps its tangent, which `detach` alone would drop."""
+    if upstream.forward_level() >= 0:
+        primal, tangent = forward_ad.unpack_dual(x)
+        if tangent is not None:
+            primal, tangent = detached(primal, DERIVATIVE), detached(tangent, DERIVATIVE)
+            return forward_ad.make_dual(primal, tangent)
+    if upstream.count_of_dispatch_modes() or upstream.count_of_function_modes():
+        return detached(x, DERIVATIVE)  # marked for a recorder
+    return x.detach()
+
+
+def freed(xs: Sequence[Any]) -> list[Any]:
+    """The tensors, detached if they require grad; None stays None."""
+    result = []
+    for x in xs:  # a loop, since every derivative runs this
+        result.append(without_graph(x) if x is not None and x.requires_grad else x)
+    return result
+
+
+def in_memory(xs: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[Tensor | None]:
+    """The tensors, with zeros in memory for the symbolic ones that forward mode leaves."""
+    return [x if x is None else filled(x, like) for x, like in zip(xs, likes, strict=True)]
+
+
+def filled(tangent: Tensor | None, like: Tensor) -> Tensor:
+    """The tangent; zeros in memory for None and for PyTorch's symbolic zero."""
+    if tangent is None or upstream.is_zero(tangent):
+        return torch.zeros_like(like, requires_grad=False)
+    return tangent

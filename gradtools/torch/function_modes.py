@@ -90,7 +90,11 @@ _ATTENTION: dict[Any, Callable[..., Any]] = {
 _PLAIN_KERNELS = {**_ATTENTION, **NORMS}
 
 
-class PlainKernels(TorchFunctionMode):
+class OwnMode(TorchFunctionMode):
+    """A mode of gradtools that need not see how gradtools calls autograd's engine."""
+
+
+class PlainKernels(OwnMode):
     """Attention and norms by operations that can be pushed, mapped and differentiated again."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,7 +109,7 @@ def plain_kernels_are_on() -> bool:
     return any(isinstance(mode, PlainKernels) for mode in upstream.function_modes())
 
 
-class MappedNorms(TorchFunctionMode):
+class MappedNorms(OwnMode):
     """Norms by their programs under vmap, where two levels differentiate them."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,11 +143,15 @@ class GradModeStopsTangents(PlainKernels):
         return super().__torch_function__(fun, types, args, kwargs)
 
 
+_AUTOGRAD = upstream.DispatchKey.AutogradFunctionality
+
+
 class OnlyTangents(GradModeStopsTangents):
     """The same, without recording a graph of what has a tangent."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if fun is upstream.set_grad_enabled or not torch.is_grad_enabled():
+        below = upstream.is_dispatch_key_excluded(_AUTOGRAD)  # where no tensor has a tangent
+        if below or fun is upstream.set_grad_enabled or not torch.is_grad_enabled():
             return super().__torch_function__(fun, types, args, kwargs)
         moving = [x for x in tensors_in((args, kwargs or {})) if is_dual(x)]
         # What requires grad belongs to a derivative inside of the function.
@@ -162,7 +170,7 @@ class OnlyTangents(GradModeStopsTangents):
 def only_own_modes(xs: Sequence[Tensor]) -> bool:
     """Whether no other mode and no subclass must see a call of these tensors."""
     plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in xs)
-    return plain and all(isinstance(mode, PlainKernels) for mode in upstream.function_modes())
+    return plain and all(isinstance(mode, OwnMode) for mode in upstream.function_modes())
 
 
 def kernels_of(fun: Any) -> AbstractContextManager[Any]:

@@ -108,8 +108,8 @@ def is_dual(x: Any) -> bool:
     if upstream.forward_level() < 0 or not isinstance(x, Tensor) or not may_be_dual(x):
         return False
     x = unwrapped(x)
-    if upstream.is_legacy_batched(x):
-        return False  # the legacy vmap does not support dual numbers
+    if upstream.is_legacy_batched(x) or x.is_inference():
+        return False  # which have no tangents
     return forward_ad.unpack_dual(x).tangent is not None
 
 

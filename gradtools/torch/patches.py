@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.function_modes import OwnMode
 
 Tensor = torch.Tensor
 Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
@@ -164,7 +165,7 @@ class Substituted(TorchFunctionMode):
         return upstream.tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)
 
 
-class Reads(TorchFunctionMode):
+class Reads(OwnMode):
     """Mode that records which tensors a function reads, of those with `wanted(x)`."""
 
     def __init__(self, wanted: Callable[[Tensor], bool]) -> None:

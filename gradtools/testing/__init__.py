@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from gradtools.testing.checked_mode import CheckedReport as CheckedReport
     from gradtools.testing.checked_mode import checked as checked
     from gradtools.testing.checking.derivative_checks import check_derivatives as check_derivatives
-    from gradtools.testing.checking.kinks import conventions as conventions
     from gradtools.testing.checking.rule_checks import check_rule as check_rule
     from gradtools.testing.cross_checking.compare import cross_check as cross_check
     from gradtools.testing.cross_checking.tolerances import tolerance as tolerance
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
-    from gradtools.testing.scenario_table import Scenario as Scenario
-    from gradtools.testing.scenario_table import scenarios as scenarios
 
 _HOMES = {
     "checked": "checked_mode",
@@ -33,7 +30,6 @@ _HOMES = {
     "check_derivatives": "checking.derivative_checks",
     "check_rule": "checking.rule_checks",
     "cross_check": "cross_checking.compare",
-    "conventions": "checking.kinks",
     "first_divergence": "diverging.divergence",
     "Layout": "diverging.layouts",
     "ParameterMapping": "diverging.layouts",
@@ -41,8 +37,6 @@ _HOMES = {
     "AgreementError": "report",
     "Comparison": "report",
     "Report": "report",
-    "Scenario": "scenario_table",
-    "scenarios": "scenario_table",
     "tolerance": "cross_checking.tolerances",
     "tolerance_table": "cross_checking.tolerances",
 }

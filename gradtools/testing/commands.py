@@ -1,4 +1,4 @@
-"""The commands `gradtools checked`, `gradtools cross-check` and `gradtools conventions`."""
+"""The commands `gradtools checked` and `gradtools cross-check`."""
 
 from __future__ import annotations
 
@@ -53,18 +53,4 @@ def checked_script(options: argparse.Namespace) -> int:
     finally:
         sys.argv, sys.path = before
         print(report, file=sys.stderr)
-    return 0
-
-
-def conventions(options: argparse.Namespace) -> int:
-    """Measures and prints the table of conventions."""
-    from gradtools.testing.checking.kinks import convention_table
-    from gradtools.testing.checking.kinks import conventions as measure
-
-    if not gradtools.available_backends():
-        raise GradtoolsError('no framework is installed: pip install "gradtools[torch,jax]"')
-    rows = measure(options.containing)
-    if not rows:
-        raise GradtoolsError(f"no row of the table contains {options.containing!r}")
-    print(convention_table(rows, colour=sys.stdout.isatty()))
     return 0

@@ -11,8 +11,8 @@ import torch
 import gradtools.jax as gj
 import gradtools.torch as gt
 from gradtools import DisconnectedInputError, GradtoolsError, GradtoolsWarning, bridge
-from gradtools.testing import scenarios
 from gradtools.testing.cross_checking.tolerances import real_name, tolerance
+from tests.support.scenario_table import scenarios
 
 RECORDS = {s.name: s for s in scenarios()}
 # One operation of one array each: two of them are enough for whoever waits.

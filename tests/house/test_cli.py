@@ -40,7 +40,6 @@ def test_no_command_shows_the_help_and_is_wrong_usage():
 
 COMMANDS = [
     *("backends", "check", "cross-check", "why-zero", "graph", "formula"),
-    "conventions",
 ]
 
 

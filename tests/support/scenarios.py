@@ -9,8 +9,8 @@
     def test_it_is_refused(scenario, gt): ...
 
 A table's runner is the test beside it; what `expected` holds, and what else a scenario knows, is
-for that runner. Programs with a slope in closed form or in NumPy are another kind of scenario,
-which users have too: `gradtools.testing.scenarios`.
+for that runner. Programs with a slope in closed form or in NumPy are another kind of scenario:
+`scenario_table.py`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ import torch
 import gradtools.jax
 import gradtools.torch
 from gradtools import GradtoolsError
-from gradtools.testing import Scenario, cross_check, scenarios
+from gradtools.testing import cross_check
+from tests.support.scenario_table import Scenario, scenarios
 
 functional = torch.nn.functional
 X = np.array([0.3, -0.7, 1.2])

@@ -1,4 +1,4 @@
-"""`gradtools cross-check` and `gradtools conventions`."""
+"""`gradtools cross-check`."""
 
 from __future__ import annotations
 
@@ -126,25 +126,3 @@ def test_inputs_must_be_given_one_way(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["cross-check", "a:b", "c:d"])
     assert caught.value.code == 2
-
-
-def test_conventions_prints_only_the_rows_asked_for(capsys):
-    assert main(["conventions", "norm at 0"]) == 0
-    names = [line[3:].split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:-1]]
-    assert names == ["norm at 0", "1-norm at 0"]
-    assert main(["conventions", "no such kink"]) == 1
-
-
-@pytest.mark.slow
-def test_conventions_prints_the_table_as_it_was_measured(capsys):
-    assert main(["conventions"]) == 0
-    out = capsys.readouterr().out
-    lines = {line[3:].split("  ")[0]: line for line in out.splitlines()}
-    assert lines["|x| at 0"].split()[-4:] == ["0", "1", "0", "0"]
-    assert lines["|x| at 0"].startswith("*")
-    assert lines["clip at its upper edge"].split()[-4:] == ["1", "0.5", "0", "0"]
-    assert lines["relu at 0"].startswith(" ")
-    assert "nan, nan" in lines["norm at 0"]
-    assert "2-4j" in lines["pullback of z**2 at 1 + 2i, native"]
-    assert out.splitlines()[-1].endswith("differ (*)")
-    assert "\x1b[" not in out

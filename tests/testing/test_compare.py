@@ -21,6 +21,7 @@ from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, cross_check, tolerance
 from gradtools.testing.diverging.layouts import match_parameters
 from gradtools.testing.relations import factor_name
+from tests.support import what_differs
 
 X = np.array([0.3, -0.7, 1.2])
 ROWS = np.random.default_rng(0).standard_normal((4, 3))
@@ -693,3 +694,9 @@ def test_any_linear_map_of_parameters_is_part_of_a_triple():
     apply = lambda p, state, x: (port.apply({"params": to_linen(p)}, x), state)
     report = cross_check(torch=module, jax=(apply, params, {}), args=(rows,), order=1)
     assert report and "parameter 0.weight" in paths(report, "gradient")
+
+
+@pytest.mark.slow
+def test_the_page_of_what_differs_is_what_is_measured():
+    page = what_differs.PAGE.read_text(encoding="utf-8")
+    assert page == what_differs.written(page)

@@ -7,7 +7,7 @@ framework, measured by running it. `cross_check` names the row that explains a d
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 import gradtools
-from gradtools.printing import aligned
 from gradtools.testing.cross_checking.sides import in_double_precision
 
 
@@ -183,28 +182,13 @@ def _kinks(table: str) -> Iterator[Kink]:
 KINKS = tuple(_kinks(_TABLE))
 
 
-def conventions(containing: str = "") -> tuple[Convention, ...]:
+def conventions() -> tuple[Convention, ...]:
     """The table, measured on the installed versions in float64 (each row once in a process).
 
     Each row is the pullback of ones by the framework's own `torch.autograd.grad` or `jax.vjp`, once
-    and twice.
-
-    Args:
-        containing: Only rows whose name has this text; the others are not measured.
-
-    Returns:
-        One `Convention` for each row; None means that the framework is not installed.
-
-    Example:
-        >>> from gradtools.testing import conventions
-        >>> (row,) = conventions("|x| at 0")
-        >>> row.torch, row.jax
-        ((0.0,), (1.0,))
-
-    Source: the frameworks' own choices, measured; |x| at 0, clip at its edges, the norm at 0,
-    x**0 at 0 and median ties were known to differ.
+    and twice; None means that the framework is not installed.
     """
-    return tuple(measured(kink) for kink in KINKS if containing in kink.name)
+    return tuple(map(measured, KINKS))
 
 
 @cache
@@ -232,21 +216,6 @@ def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> lis
         if jax_ops is None or not jax_ops.isdisjoint(kink.jax_ops)
     ]
     return [row for row in rows if row.differs_at(1) or row.differs_at(order)]
-
-
-def convention_table(rows: Sequence[Convention] | None = None, colour: bool = False) -> str:
-    """The table as text, with a star at rows that differ."""
-    rows = conventions() if rows is None else rows
-    text = lambda values: "-" if values is None else ", ".join(f"{v:.4g}" for v in values)
-    cells = [
-        ("*" if row.differs else "", row.name, *map(text, (*row.at(1), *row.at(2)))) for row in rows
-    ]
-    head = ("", "function and point", "torch", "jax", "torch, twice", "jax, twice")
-    first, *lines = aligned([head, *cells])
-    painted = [colour and row.differs for row in rows]
-    lines = [f"\x1b[33m{x}\x1b[0m" if on else x for x, on in zip(lines, painted, strict=True)]
-    different = sum(row.differs for row in rows)
-    return "\n".join([first, *lines, f"{different} of {len(rows)} differ (*)"])
 
 
 def _measure_torch(kink: Kink) -> tuple[Derivative, Derivative | None]:

@@ -51,7 +51,7 @@ def cross_check(
     independent draws; for a real scalar f the gradient's c is 1. A leaf that reaches the output in
     one framework only is a disagreement. NaN and infinity agree only with the same at the same
     place. A disagreement that is only one of the frameworks' known conventions at a kink is
-    reported as such and is no error: see `gradtools.testing.conventions`.
+    reported as such and is no error.
 
     float64 is switched on in JAX if an input or parameter has 64 bits, for the check alone.
 

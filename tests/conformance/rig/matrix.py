@@ -18,8 +18,8 @@ from functools import lru_cache
 from itertools import count, product, zip_longest
 from typing import Any
 
-from gradtools.testing.scenario_table import Scenario
 from tests.conformance.rig.programs import smooth_programs
+from tests.support.scenario_table import Scenario
 
 DTYPES = ("float64", "float32", "bfloat16", "complex128", "complex64")
 TRANSFORMS = ("eager", "compile", "vmap", "checkpoint", "loop")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.scenario_table import Scenario, scenarios
+from tests.support.scenario_table import Scenario, scenarios
 
 _RNG = np.random.default_rng(7)
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.tolerances import real_name
-from gradtools.testing.scenario_table import Scenario
 from tests.conformance.rig.programs import program_of
+from tests.support.scenario_table import Scenario
 
 Leaves = list[Any]
 Path = Callable[[Leaves], Leaves]

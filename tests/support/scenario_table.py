@@ -62,7 +62,7 @@ def scenarios(**filters: Any) -> Iterator[Scenario]:
         GradtoolsError: A filter is no attribute of a scenario.
 
     Example:
-        >>> from gradtools.testing import scenarios
+        >>> from tests.support.scenario_table import scenarios
         >>> [s.name for s in scenarios(shape="number", tags="kink")]
         ['relu at 0']
     """

@@ -328,12 +328,6 @@ def test_a_rule_right_at_first_and_wrong_at_second_order_is_refused(gt, backend_
     f = wrong_at_second_order(backend_name)
     loss = lambda x, y: (f(x) * y).sum()
     assert check_derivatives(loss, (X, Y), gt, order=1)
-    if backend_name == "torch":
-        with pytest.raises(
-            GradtoolsError, match=r"the torch\.autograd\.Function Exp, whose backward"
-        ):
-            check_derivatives(loss, (X, Y), gt)
-        return
     first = refused(check_derivatives, loss, (X, Y), gt).first
     assert first.order == 2 and first.path == "argument 0"
     assert first.quantity == "reverse over reverse | finite differences"

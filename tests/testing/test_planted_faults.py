@@ -382,8 +382,10 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
         ],
     },
     "hvp, reverse over reverse": {
-        "no second derivative in torch": [
+        "stopped gradient in torch": [
             Fault("differentiable once, in silence", OnceOnly.apply, SQUARE),
+        ],
+        "no second derivative in torch": [
             Fault(
                 "differentiable once, said so",
                 torch_rule(SQUARE, lambda c, x: torch_rule(lambda c, x: 2 * c * x, refuse)(c, x)),

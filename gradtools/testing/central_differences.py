@@ -70,18 +70,21 @@ def normal(rng: Any, like: Any) -> Any:
     return (x + np.conj(x.swapaxes(-1, -2))) / 2 if hermitian else x
 
 
-def moves(q: Question, only: int | None = None) -> list[Any]:
-    """A random direction in which each entry moves on the scale of its size, up to hundreds.
-
-    only: The one array that moves.
-    """
+def _sizes(q: Question) -> list[Any]:
+    """The scale on which each entry moves: its size up to hundreds, that of the others for 0."""
     made, fine = [], 100 * q.program.eps ** (2 / 3)  # of which the moves are many roundings
-    for i, x in enumerate(q.xs):
+    for x in q.xs:
         sizes = np.abs(np.where(np.isfinite(x), x, 0))
         typical = np.median(sizes[sizes > 0]) if (sizes > 0).any() else 1.0
-        scale = np.minimum(sizes, np.maximum(100, fine * sizes))
-        made.append(normal(q.rng, x) * np.maximum(scale, min(typical, 1.0)) * (only in (None, i)))
+        capped = np.minimum(sizes, np.maximum(100, fine * sizes))
+        made.append(np.maximum(capped, min(typical, 1.0)))
     return made
+
+
+def moves(q: Question, only: int | None = None) -> list[Any]:
+    """A random direction, or that of the one array `only`."""
+    pairs = enumerate(zip(q.xs, _sizes(q), strict=True))
+    return [normal(q.rng, x) * size * (only in (None, i)) for i, (x, size) in pairs]
 
 
 def ask(q: Question, only: int | None = None) -> Answer:
@@ -97,9 +100,8 @@ def ask(q: Question, only: int | None = None) -> Answer:
         size = _dot(q.known, us, size=True)
         at_risk = _dot(q.known, [np.abs(x) * (u != 0) for x, u in zip(q.xs, us, strict=True)], True)
     else:
-        pairs = zip(q.us, q.xs, strict=True)
-        sizes = [(np.abs(u) / np.clip(np.abs(x), 1, 100)).max(initial=0) for u, x in pairs]
-        scale = float(max(sizes))
+        pairs = zip(q.us, _sizes(q), strict=True)
+        scale = max(float((np.abs(u) / size).max(initial=0)) for u, size in pairs)
         if scale == 0:
             return Answer("agrees")
         us, size = [u / scale for u in q.us], _dot(vs, q.known, size=True) / scale

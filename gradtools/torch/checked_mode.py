@@ -8,7 +8,7 @@ autograd.Function gradients are off without a call that says so, so nothing is h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from gradtools.code_origin import definition_of, innermost, lines_above
 from gradtools.rules import captured_objects
 from gradtools.testing.checked_mode import Streams, here, set_here
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.module_arguments import Opened
 
 Tensor = torch.Tensor
 _DATA: Any = Tensor.data
@@ -126,7 +127,7 @@ class Program(TorchFunctionMode):
         self.stopped = dict[int, Any]()  # stopped tensors by their ids
         self.captured: list[Tensor] = []
         self.eps = max([torch.finfo(x.dtype).eps for x in leaves], default=0.0)
-        self.modules = _modules(fun)
+        self.modules, self.opened = _within(fun)
         self.buffers = [dict(m.named_buffers(recurse=False)) for m in self.modules]
         outs = self._run(leaves)
         if captures:
@@ -219,7 +220,11 @@ class Program(TorchFunctionMode):
         self.at, self.off, self.inside, self.function = 0, False, 0, 0
         normal = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         try:
-            with set_here(program=self, own=0), normal, torch.enable_grad():
+            with ExitStack() as stack:
+                for context in (set_here(program=self, own=0), normal, torch.enable_grad()):
+                    stack.enter_context(context)
+                for opened in self.opened:
+                    stack.enter_context(opened.unrecorded())
                 pushed = upstream.forward_level() >= 0  # `detach` would drop tangents
                 new = lambda x: x if x.requires_grad else x.detach().requires_grad_()
                 new = (lambda x: x) if pushed else new
@@ -315,16 +320,17 @@ class Program(TorchFunctionMode):
             self.notes.append(f"stopped data leaves PyTorch by {at}, and counts as a constant")
 
 
-def _modules(fun: Any) -> list[Any]:
-    """The modules that the user's function is, closes over, or reads as a global."""
-    f = getattr(fun, "call", fun)
+def _within(fun: Any) -> tuple[list[Any], list[Any]]:
+    """The modules that f is, closes over or reads as globals, and the `Opened` calls around f."""
+    f, opened = getattr(fun, "call", fun), list[Any]()
     while (inner := getattr(f, "f", None)) is not None:
         f = inner
+        opened += [f] if isinstance(f, Opened) else []
     code, names = getattr(f, "__code__", None), getattr(f, "__globals__", {})
     read = [names[n] for n in code.co_names if n in names] if code else []
     is_module = lambda x: isinstance(x, torch.nn.Module)
     found = [*filter(is_module, read), *captured_objects([f], is_module, Tensor)]
-    return [m for x in found for m in x.modules()]
+    return [m for x in found for m in x.modules()], opened
 
 
 def _ends(outs: Sequence[Tensor]) -> list[Tensor]:

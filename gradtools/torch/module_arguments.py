@@ -13,7 +13,8 @@ There f gets a structural copy of the module, like that of `make_functional`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any
@@ -150,6 +151,20 @@ class Opened:
             self._graph.leaves.update(zip(map(id, every), every, strict=True))
         parts = self._parameters.__getitem__
         self.args = [with_parts(x, parts) if i in argnums else x for i, x in enumerate(args)]
+
+    @property
+    def f(self) -> Callable[..., Any]:
+        """The user's function."""
+        return self._f
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Calls in the block are not part of the graph of results."""
+        graph, self._graph = self._graph, None
+        try:
+            yield
+        finally:
+            self._graph = graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls f with the modules, or with copies of them that have other parameters."""

@@ -87,6 +87,12 @@ def moves(q: Question, only: int | None = None) -> list[Any]:
     return [normal(q.rng, x) * size * (only in (None, i)) for i, (x, size) in pairs]
 
 
+def ask_again(q: Question) -> Answer:
+    """The first decided answer along three other directions."""
+    answers = (ask(q) for _ in range(3))
+    return next((a for a in answers if a.verdict != "noisy"), Answer("noisy"))
+
+
 def ask(q: Question, only: int | None = None) -> Answer:
     """Compares a derivative with differences along one direction.
 
@@ -116,17 +122,18 @@ def ask(q: Question, only: int | None = None) -> Answer:
             ends = [q.program.numbers(q.program.arrays(end)) for end in ends]
             up, down = (_dot(vs, q.program(end)) for end in ends)
             if q.us is None:  # the direction that was taken, after rounding
-                slope = _dot(q.known, [(a - b) / (2 * h) for a, b in zip(*ends, strict=True)])
+                moved = [(a - b) / (2 * h) for a, b in zip(*ends, strict=True)]
+                slope = _dot(q.known, [np.where(np.isfinite(m), m, 0) for m in moved])
             else:
                 slope = _dot(vs, q.known) / scale
             bend = abs(up + down - 2 * base) / h
             found.append(Answer("noisy", slope, (up - down) / (2 * h), h, bend, eps * weight / h))
             for a in found if len(found) > 1 else ():
-                near = tolerance * max(abs(a.slope), abs(a.difference)) + 30 * eps * size
+                near = tolerance * max(abs(a.slope), abs(a.difference)) + min(30 * eps, 0.03) * size
                 if abs(a.slope - a.difference) <= near:
                     return replace(a, verdict="agrees")
         verdict = "noisy"
-        if eps * at_risk > 0.03 * weight:  # a rounding of x changes the value by as much
+        if eps * at_risk > 0.1 * weight:  # a rounding of x changes the value by as much
             return found[1]
         by_step = sorted(found, key=lambda a: a.step)
         for three in zip(by_step, by_step[1:], by_step[2:], strict=False):
@@ -136,7 +143,7 @@ def ask(q: Question, only: int | None = None) -> Answer:
                 gap = abs(middle)
             noise = 20 * three[0].rounding
             converges = abs(near - middle) <= max(abs(middle - far) / 2, abs(middle) / 50, noise)
-            if converges and 10 * np.ptp([near, middle, far]) + noise < gap:
+            if converges and 10 * abs(near - middle) + noise < gap:
                 if three[0].bend + three[0].rounding < gap / 2:
                     return replace(three[1], verdict="differs")
                 verdict = "kink"

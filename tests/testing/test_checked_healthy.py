@@ -1,0 +1,365 @@
+"""Healthy programs that pass in `checked`: no edit, stop, kink, draw or precision is an error.
+
+The first table is written once for both frameworks, the next ones for one; then the stories run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradtools
+from gradtools.testing import checked
+from tests.support.scenarios import Table
+
+BOTH, TORCH, JAX = Table(), Table(), Table()
+_RNG = np.random.default_rng(0)
+X, A = _RNG.standard_normal((4, 3)), _RNG.standard_normal((3, 3))
+MASK = np.array([0.0, 0.0, -1e9])
+
+
+def square(gt: Any, f: Any) -> Any:
+    return lambda x: (f(x) ** 2).sum()
+
+
+def both(name: str, program: Any) -> None:
+    BOTH.add(name)(program)
+
+
+# --- derivatives of plain mathematics
+
+_FUNCTIONS = {
+    "sin": lambda gt, x: gt.xp.sin(x) * x,
+    "a product of matrices": lambda gt, x: x @ gt.asarray(A) @ x.T,
+    "a softmax": lambda gt, x: gt.xp.exp(x) / gt.xp.exp(x).sum(),
+    "a norm": lambda gt, x: x / gt.xp.sqrt((x * x).sum()),
+    "a variance": lambda gt, x: (x - x.mean()) ** 2,
+    "an absolute value": lambda gt, x: abs(x) * x,
+    "a ReLU at zeros": lambda gt, x: gt.xp.where(x * 0 + x > 0, x, 0 * x) + x**2,
+    "large values": lambda gt, x: (1000 * x + 1e4) ** 2,
+    "a mask of -1e9": lambda gt, x: _FUNCTIONS["a softmax"](gt, x + gt.asarray(MASK)),
+}
+for _name, _f in _FUNCTIONS.items():
+
+    def _gradient(gt: Any, f: Any = _f) -> Any:
+        return gt.grad(square(gt, partial(f, gt)))(gt.asarray(X))
+
+    def _product(gt: Any, f: Any = _f) -> Any:
+        return gt.hvp(square(gt, partial(f, gt)), (gt.asarray(X),), (gt.asarray(X + 1),))
+
+    def _tangent(gt: Any, f: Any = _f) -> Any:
+        return gt.jvp(partial(f, gt), (gt.asarray(X),), (gt.asarray(X + 1),))
+
+    both(f"grad of {_name}", _gradient)
+    both(f"hvp of {_name}", _product)
+    both(f"jvp of {_name}", _tangent)
+
+_WAYS = {
+    "vjp": lambda gt, x, f: gt.vjp(f, x)[1](x),
+    "linearize": lambda gt, x, f: gt.linearize(f, x)[1](x),
+    "jacobian forward": lambda gt, x, f: gt.jacobian(f, mode="forward")(x[0]),
+    "jacobian in reverse": lambda gt, x, f: gt.jacobian(f, mode="reverse")(x[0]),
+    "a wide jacobian": lambda gt, x, f: gt.jacobian(lambda x: gt.xp.stack([f(x)] * 5))(x[0]),
+    "hessian": lambda gt, x, f: gt.hessian(square(gt, f))(x[0]),
+    "grad of grad": lambda gt, x, f: gt.grad(square(gt, gt.grad(square(gt, f))))(x),
+    "grad of jvp": lambda gt, x, f: gt.grad(lambda x: gt.jvp(square(gt, f), (x,), (x,))[1])(x),
+    "grad of vjp": lambda gt, x, f: gt.grad(square(gt, lambda x: gt.vjp(f, x)[1](x)[0]))(x),
+    "per example": lambda gt, x, f: gt.per_example_grad(lambda w, x: (f(w) * x).sum())(x[0], x),
+    "players": lambda gt, x, f: gt.minimax_value_and_grad(lambda a, b: (f(a) * b).sum(), 0, 1)(
+        x, x
+    ),
+    "a mixed partial derivative": lambda gt, x, f: gt.mixed_partial(
+        lambda y, g: (y * g).sum() ** 2, f, x[0], x[1], x[2]
+    ),
+    "chunks of a batch": lambda gt, x, f: gt.microbatched_value_and_grad(
+        lambda w, x: (f(w) * x).mean(), 2
+    )(x[0], x),
+    "chunked": lambda gt, x, f: gt.grad(square(gt, gt.chunked(f, 2)))(x),
+    "checkpoint": lambda gt, x, f: gt.grad(square(gt, gt.checkpoint(f)))(x),
+    "frozen": lambda gt, x, f: gt.grad(square(gt, gt.grad(square(gt, gt.frozen(f)))))(x),
+    "zeros": lambda gt, x, f: gt.grad(lambda x, y: f(x).sum(), 1, disconnected_inputs="zeros")(
+        x, x
+    ),
+    "a tree": lambda gt, x, f: gt.value_and_grad(lambda p: (f(p["a"]) * p["b"][0]).sum())(
+        {"a": x, "b": [x]}
+    ),
+    "aux": lambda gt, x, f: gt.grad(lambda x: (f(x).sum(), x), has_aux=True)(x),
+}
+for _name, _way in _WAYS.items():
+    both(_name, lambda gt, way=_way: way(gt, gt.asarray(X), lambda x: gt.xp.sin(x) * x))
+
+
+# --- what is meant to differ
+
+
+def _rule(gt: Any) -> Any:
+    @gt.custom_rule
+    def cube(x):
+        return x**3
+
+    cube.defvjp(lambda x: (x**3, x), lambda x, ct: (3 * ct * x**2,))
+    return cube
+
+
+def _kernel(gt: Any) -> Any:
+    sin = gt.host_function(np.sin)
+    cos = gt.host_function(np.cos)
+    sin.defvjp(lambda x: (sin(x), x), lambda x, ct: (ct * cos(x),))
+    cos.defvjp(lambda x: (cos(x), x), lambda x, ct: (-ct * sin(x),))
+    return sin
+
+
+_MEANT = {
+    "a reversal": lambda gt, x: gt.reverse_gradient(x, 0.5),
+    "a scale": lambda gt, x: gt.scale_gradient(x, 3.0),
+    "a traced scale": lambda gt, x: gt.reverse_gradient(x, gt.asarray(np.array(0.3))),
+    "a stop": lambda gt, x: gt.stop_gradient(x) * x,
+    "a clipped norm": lambda gt, x: gt.clip_gradient(x, max_norm=0.1),
+    "a clipped value": lambda gt, x: gt.clip_gradient(x * 2, max_value=0.1),
+    "a transformed gradient": lambda gt, x: gt.transform_gradient(x, lambda g: g * g),
+    "a replaced gradient": lambda gt, x: gt.replace_gradient(x * x, x),
+    "a straight-through estimator": lambda gt, x: gt.straight_through(gt.xp.round)(x) * x,
+    "a surrogate": lambda gt, x: gt.straight_through(gt.xp.sign, gt.xp.tanh)(x) * x,
+    "a target": lambda gt, x: x * 2 - gt.stop_gradient(x * 3),
+    "straight-through by a stop": lambda gt, x: (x + gt.stop_gradient(gt.xp.round(x) - x)) * x,
+    "first-order MAML": lambda gt, x: x - gt.stop_gradient(gt.grad(square(gt, gt.xp.sin))(x)),
+    "MAML": lambda gt, x: x - 0.1 * gt.grad(square(gt, gt.xp.sin))(x),
+    "a rule": lambda gt, x: _rule(gt)(x),
+    "a kernel": lambda gt, x: _kernel(gt)(x),
+}
+for _name, _f in _MEANT.items():
+    both(_name, lambda gt, f=_f: gt.grad(square(gt, lambda x: f(gt, x)))(gt.asarray(X)))
+    if "gradient" not in _name and "clipped" not in _name:
+        both(
+            f"{_name}, twice",
+            lambda gt, f=_f: gt.grad(
+                lambda x: (gt.grad(square(gt, lambda x: f(gt, x)))(x) ** 2).sum()
+            )(gt.asarray(X)),
+        )
+
+# --- precision: nothing is raised where the values are too coarse to tell
+
+for _dtype in ("float32", "float16", "bfloat16"):
+    for _name in ("sin", "a softmax", "a variance", "an absolute value", "large values"):
+
+        def _narrow(gt: Any, f: Any = _FUNCTIONS[_name], dtype: str = _dtype) -> Any:
+            x = gt._api._backend.cast(gt.asarray(X), dtype)
+            return gt.grad(lambda x: f(gt, x).sum())(x)
+
+        both(f"{_name} in {_dtype}", _narrow)
+
+
+def _in_checked(program: Any, *args: Any) -> None:
+    with checked() as report:
+        program(*args)
+    assert report.compared + sum(report.skipped.values()) > 0
+
+
+@pytest.mark.sampled(80, 400)
+@pytest.mark.parametrize("program", BOTH.cases())
+def test_a_program_passes(program, gt):
+    _in_checked(program.program, gt)
+
+
+# --- PyTorch's own ways
+
+
+@TORCH.add()
+def a_no_grad_block(gt, torch, x):
+    def f(x):
+        with torch.no_grad():
+            target = (x * 3).sin()
+        return ((x * 2 - target) ** 2).sum()
+
+    gt.grad(f)(x)
+
+
+@TORCH.add()
+def detached_values_and_data(gt, torch, x):
+    gt.grad(lambda x: (x * x.detach() + x * x.data).sum())(x)
+
+
+@TORCH.add()
+def an_inner_derivative_of_pytorchs_own(gt, torch, x):
+    inner = lambda x: torch.autograd.grad((x**3).sum(), x, create_graph=True)[0]
+    gt.grad(lambda x: (inner(x) ** 2).sum())(x)
+
+
+@TORCH.add()
+def dropout_and_batch_normalization_in_float32(gt, torch, x):
+    nn = torch.nn
+    net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.GELU())
+    gt.grad(lambda net: net(x.float()).square().mean())(net)
+    gt.grad(lambda x: net(x).square().mean())(x.float())
+
+
+@TORCH.add()
+def a_masked_attention_in_float32(gt, torch, x):
+    mask = torch.zeros(4, 4).index_fill_(1, torch.tensor([2]), -1e9)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    gt.grad(lambda x: attention(x, x, x, mask).square().sum())(x.float())
+
+
+@TORCH.add()
+def a_squared_relu_of_ones_own_at_zeros(gt, torch, x):
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.clamp(min=0) ** 2
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g * ctx.saved_tensors[0].clamp(min=0)
+
+    f = lambda x: Squared.apply(x.relu()).sum()
+    gt.grad(f)(x)
+    gt.hvp(f, (x.relu(),), (x,))
+
+
+@TORCH.add()
+def a_checkpoint_of_ones_own(gt, torch, x):
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                return x.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                y = x.sin()
+            return torch.autograd.grad(y, x, g)[0]
+
+    gt.grad(lambda x: Recomputed.apply(x).square().sum())(x)
+
+
+@TORCH.add()
+def a_hook_that_logs(gt, torch, x):
+    norms = []
+
+    def f(x):
+        y = x * x
+        y.register_hook(lambda g: norms.append(g.norm()))
+        return (y**2).sum()
+
+    gt.grad(f)(x)
+    gt.hvp(f, (x,), (x,))
+
+
+@TORCH.add()
+def linear_algebra(gt, torch, x):
+    A = x.T @ x + torch.eye(3, dtype=x.dtype)
+    for f in (torch.linalg.inv, torch.linalg.cholesky, torch.linalg.eigvalsh, torch.linalg.qr):
+        gt.grad(lambda A, f=f: sum((y**3).sum() for y in [*f(A)]))(A)
+
+
+@TORCH.add()
+def complex_numbers(gt, torch, x):
+    z = torch.complex(x, x + 1)
+    gt.grad(lambda z: (z * z.conj() * z.abs()).real.sum())(z)
+    gt.hvp(lambda z: (z**2).abs().pow(2).sum(), (z,), (z,))
+
+
+@TORCH.add()
+def backward_through_parts(gt, torch, x):
+    x, net = x.clone().requires_grad_(), torch.nn.Linear(3, 3).double()
+    f = lambda x: net(x).tanh()
+    (gt.chunked(f, 2)(x) + gt.checkpoint(f)(x) + gt.frozen(torch.tanh)(x)).sum().backward()
+    (_rule(gt)(x) + _kernel(gt)(x)).sum().backward()
+
+
+@pytest.mark.parametrize("program", TORCH.cases())
+def test_a_program_of_pytorch_passes(program):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    _in_checked(program.program, gradtools.namespace(torch.zeros(1)), torch, torch.from_numpy(X))
+
+
+# --- JAX's own ways
+
+
+@JAX.add()
+def a_scan(gt, jax, jnp, x):
+    step = lambda c, x: (jnp.tanh(c * x).sum(), c)
+    gt.grad(lambda x: jax.lax.scan(step, 1.0, x)[0])(x)
+
+
+@JAX.add()
+def a_stop_in_a_scan(gt, jax, jnp, x):
+    step = lambda c, x: ((jax.lax.stop_gradient(c) * x).sum(), c)
+    gt.grad(lambda x: jax.lax.scan(step, 1.0, x)[0])(x)
+
+
+@JAX.add()
+def a_cond_and_a_loop(gt, jax, jnp, x):
+    f = lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x).sum()
+    gt.grad(f)(x)
+    gt.jvp(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y), x), (x,), (x,))
+
+
+@JAX.add()
+def compiled_edits_and_stops(gt, jax, jnp, x):
+    f = jax.jit(lambda x: gt.clip_gradient(gt.reverse_gradient(x), max_value=0.1) ** 2)
+    gt.grad(lambda x: f(x).sum())(x)
+    assert jnp.allclose(jax.grad(lambda x: f(x).sum())(x), jnp.clip(2 * x, -0.1, 0.1) * -1)
+    gt.grad(lambda x: jax.jit(jax.nn.softmax)(x).max())(x)
+
+
+@JAX.add()
+def random_numbers_by_a_key(gt, jax, jnp, x):
+    gt.grad(lambda x: (jax.random.bernoulli(jax.random.key(0), 0.5, x.shape) * x**2).sum())(x)
+
+
+@JAX.add()
+def branches_on_values(gt, jax, jnp, x):
+    gt.grad(lambda x: (x**2).sum() if x[0, 0] > 0 else jax.lax.stop_gradient(x).sum() + x[0, 0])(x)
+
+
+@JAX.add()
+def complex_numbers_in_jax(gt, jax, jnp, x):
+    z = x + 1j * (x + 1)
+    gt.grad(lambda z: (z * z.conj() * abs(z)).real.sum())(z)
+    gt.hvp(lambda z: (abs(z**2) ** 2).sum(), (z,), (z,))
+
+
+@JAX.add()
+def jax_grad_through_parts(gt, jax, jnp, x):
+    f = lambda x: gt.chunked(jnp.tanh, 2)(x) + gt.checkpoint(jnp.tanh)(x) + gt.frozen(jnp.sin)(x)
+    jax.grad(lambda x: f(x).sum())(x)
+    jax.grad(lambda x: (_rule(gt)(x) + _kernel(gt)(x)).sum())(x)
+
+
+@pytest.mark.parametrize("program", JAX.cases())
+def test_a_program_of_jax_passes(program):
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.asarray(X)
+    _in_checked(program.program, gradtools.namespace(x), jax, jax.numpy, x)
+
+
+# --- stories: programs that people wrote in public
+
+
+def _stories() -> list[Any]:
+    """The stories but for those whose point is a gradient of NaN."""
+    if "jax" not in gradtools.available_backends():
+        return []
+    from tests.stories.test_jax_first import STORIES as FIRST
+    from tests.stories.test_jax_second import STORIES as SECOND
+
+    found = Table(FIRST | SECOND)
+    for name in ("where hides a value and not a slope", "distances of charges to themselves"):
+        del found[name]
+    return found.cases()
+
+
+@pytest.mark.sampled(12, 100)
+@pytest.mark.parametrize("story", _stories())
+def test_a_story_passes(story):
+    with checked():
+        story.program()

@@ -471,22 +471,22 @@ def dead_under_a_python_if(x):
 
 @cause(POSITIVE)
 def saturated_sigmoid(x):
-    return jax.nn.sigmoid(x * 1e3).sum()  # <- saturated
+    return jax.nn.sigmoid(x * 1e3).sum()  # <- dead
 
 
 @cause(POSITIVE)
 def saturated_tanh(x):
-    return jnp.tanh(x * 1e3).sum()  # <- saturated
+    return jnp.tanh(x * 1e3).sum()  # <- dead
 
 
 @cause(POSITIVE)
 def saturated_erf(x):
-    return lax.erf(x * 1e3).sum()  # <- saturated
+    return lax.erf(x * 1e3).sum()  # <- dead
 
 
 @cause(POSITIVE)
 def an_exponential_of_minus_much(x):
-    return jnp.exp(-1e4 * x).sum()  # <- saturated
+    return jnp.exp(-1e4 * x).sum()  # <- dead
 
 
 @cause(POSITIVE)

@@ -98,6 +98,9 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "dead_relu": lambda x: F.relu(x - 5).sum(),
         "clipped": lambda x: (x + 4).clamp(0, 1).sum(),
         "masked": lambda x: torch.where(x > 7, x, 1.0).sum(),
+        "saturated_sigmoid": lambda x: torch.sigmoid(x + 900).sum(),
+        "saturated_tanh": lambda x: torch.tanh(100 + x).sum(),
+        "saturated_softmax": lambda x: torch.softmax(x * 100000.0, 0)[0],
     },
     "cancelled": {
         "taken_from_itself": lambda x: (x - x).sum(),
@@ -105,11 +108,6 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
     },
     "overwritten": {
         "masked_fill_of_all": lambda x: x.masked_fill(torch.ones(3, dtype=torch.bool), 0.0).sum(),
-    },
-    "saturated": {
-        "saturated_sigmoid": lambda x: torch.sigmoid(x + 900).sum(),
-        "saturated_tanh": lambda x: torch.tanh(100 + x).sum(),
-        "saturated_softmax": lambda x: torch.softmax(x * 100000.0, 0)[0],
     },
     "underflow": {
         "exponential_underflow": lambda x: torch.exp(x - 2000).sum(),

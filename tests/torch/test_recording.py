@@ -326,7 +326,7 @@ def test_the_corpus_covers_every_kind():
     every = [loss for cause in CASES.causes.values() for loss in losses(cause)]
     covered = {loss.kind for loss in every}
     of_a_line = {name for name, kind in KINDS.items() if kind.has_place}  # others are of a model
-    of_numbers = {"nan", "nan_value", "vanishing", "empty"}  # in test_gradients_of_no_use
+    of_numbers = {"nan", "nan_value", "empty"}  # in test_gradients_of_no_use
     in_jax = {"stopped_in_rule"}
     in_graphs = {"inside_rule"}  # in test_rule_cuts
     of_models = {"reentrant"}  # in test_lost_in_training

@@ -11,17 +11,17 @@ The kinds of loss, with their reasons and fixes, are in `findings.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from gradtools.code_origin import Source, definition_of
-from gradtools.seeing.diagnostics.findings import KINDS, NOISE, Finding
+from gradtools.seeing.diagnostics.findings import KINDS, Finding
 from gradtools.seeing.graphs.derivative_flow import backward, behind, forward
 from gradtools.seeing.graphs.losing_operations import Loss, overwritten
 from gradtools.seeing.graphs.lost_terms import losses
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, grouped
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Refusal, Vanished
@@ -250,7 +250,6 @@ def _from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
                 _called(place.node),
                 place.node.source,
                 place.node.scope,
-                detail=NOISE if place.noise else "",
                 primitive=place.node.operation,
             )
             for place in vanished
@@ -259,42 +258,20 @@ def _from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
     )
 
 
-def apart(
-    findings: Sequence[Finding], groups: Iterable[Sequence[str]]
-) -> tuple[list[Finding], list[tuple[str, list[str]]]]:
-    """Splits findings into real ones and notes: intentional stops, leaves without any effect.
-
-    A bias before a normalisation, or the bias of attention's keys, has no effect in many healthy
-    models. It is noted only if other leaves of its group have a gradient.
-    """
-    result = grouped((f for f in findings if not f.meant), lambda finding: finding.argument)
+def apart(findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[str, list[str]]]]:
+    """Splits findings into real ones and notes of intentional stops."""
     noted: dict[str, list[str]] = {}
     for finding in findings:
         if finding.meant:
             text = f"{finding.operation} at {finding.source or 'a line of f'} {_MEANT}"
             names = noted.setdefault(text, [])
             names += [] if finding.argument in names else [finding.argument]
-    for names in groups:
-        if all(name in result for name in names):
-            continue
-        for name in names:
-            if name in result and all(finding.noise for finding in result[name]):
-                place = result[name][0].source
-                text = f"{_NO_EFFECT}, at {place}" if place else _NO_EFFECT
-                noted.setdefault(text, []).append(name)
-    without_effect = {
-        name for text, names in noted.items() if text.startswith(_NO_EFFECT) for name in names
-    }
-    kept = [f for f in findings if f.argument not in without_effect and not f.meant]
-    return kept, list(noted.items())
+    return [f for f in findings if not f.meant], list(noted.items())
 
 
 _MEANT = (
     "stops a term in which others are trained, as in a target, an advantage or a probe; it does "
     "not train this"
-)
-_NO_EFFECT = (
-    "what reaches it adds up to zero but for rounding noise, as at a bias before a normalization"
 )
 
 
@@ -318,7 +295,7 @@ def _numerical_kind(vanished: Vanished) -> str:
         return "multiplied_by_zero"
     if node.operation in _SELECTING:
         return "empty"
-    return "dead" if node.operation in _FLAT else "saturated"
+    return "dead"
 
 
 def source_of(f: Any) -> Source | None:

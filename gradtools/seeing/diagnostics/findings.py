@@ -118,12 +118,9 @@ KINDS: dict[str, FindingKind] = {
         "factor that starts at zero on purpose, as in LoRA and ReZero, moves in the first step",
     ),
     "dead": _at_values(
-        "it is flat at these values: relu below zero, clip outside of its bounds",
+        "it is flat at these values: relu below zero, clip outside of its bounds, "
+        "a sigmoid or an exponential far from 0",
         "use a leaky or smooth version (leaky_relu, gelu, softplus), or scale what enters",
-    ),
-    "saturated": _at_values(
-        "it is so far in its flat part that the derivative rounds to zero",
-        "scale what enters, or work with logits and a log-space loss",
     ),
     "cancelled": _at_values(
         "what reaches it over several paths adds up to zero at these values",
@@ -149,11 +146,6 @@ KINDS: dict[str, FindingKind] = {
         "see what enters: a negative number in sqrt or log, a zero that is divided by, a number "
         "too large for exp or for the dtype; clip it, or mask it before the operation",
         headline=_IS_NAN,
-    ),
-    "vanishing": _at_values(
-        "its gradient is too small for a step to show in the output; it shrinks most here",
-        "use an activation that does not saturate, a residual connection or a normalization",
-        headline=("gets a gradient that vanishes:", "get gradients that vanish:"),
     ),
     # of a model
     "unread": _in_training(
@@ -257,8 +249,6 @@ _NAN_FIXES: dict[str, str] = {
 }
 _NAN_FIX = {name: text for names, text in _NAN_FIXES.items() for name in names.split()}
 
-NOISE = "what is left is rounding noise"  # the detail of a gradient that cancels up to rounding
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -306,8 +296,3 @@ class Finding:
     def numerical(self) -> bool:
         """Whether it depends on the values: another point may have a gradient."""
         return KINDS[self.kind].numerical
-
-    @property
-    def noise(self) -> bool:
-        """Whether the gradient is rounding error rather than exactly zero."""
-        return self.detail == NOISE

@@ -115,7 +115,7 @@ def trained(loop: Loop, values: bool = True) -> TrainingDiagnosis:
     """The findings on the loop's trained arrays; `values` includes zero gradients at the values."""
     run = _LossRun(loop)
     run.look(values)
-    run.findings, notes = apart(run.findings, [run.names])
+    run.findings, notes = apart(run.findings)
     run.notes += notes
     run.compare_with_optimizer()
     run.note_targets()

@@ -31,7 +31,7 @@ class SeeingOperators(Operators):
         the line, the operation, the kind of loss and the fix are reported; so are single terms of a
         sum that are lost. If the argument is connected and its gradient is zero, NaN or infinite at
         these values, the report names the operations at which this happens (multiplied by zero,
-        dead, saturated, underflow, ``nan``) and what to write there. What f changes is restored.
+        dead, underflow, ``nan``) and what to write there. What f changes is restored.
 
         Masks, indices and branches that a comparison chooses do not count as lost gradients;
         neither does a stopped value that only scales.
@@ -87,7 +87,7 @@ class SeeingOperators(Operators):
             program = LeafProgram(backend, "why_zero", f, args, kwargs, argnums).with_values()
             recording = recording_of(program)
             findings = diagnosed(program, recording, of_arguments(program, recording))
-            findings, notes = apart(findings, program.wrt_names())
+            findings, notes = apart(findings)
             findings, names = [*by_weight(findings)], [program.names[k] for k in program.wrt]
         if in_training:
             loop = Loop(backend, "why_zero", f, args, kwargs, model, optimizer)

@@ -111,11 +111,6 @@ class LeafProgram:
         positions = [k for k, owner in enumerate(self._owners) if owner in self.argnums]
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
-    def wrt_names(self) -> list[list[str]]:
-        """The names of the differentiated leaves of each argument in argnums."""
-        owners = {k: self._owners[k] for k in self.wrt}
-        return [[self.names[k] for k, i in owners.items() if i == n] for n in self.argnums]
-
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of f's result, for these leaves of its arguments."""
         held = replaced_at(self._held, self._places, leaves)

@@ -2,7 +2,7 @@
 
 Each backend implements two functions. `record` runs or traces a function of flat leaves once and
 returns a `Recording`. `vanishing` computes the gradient at given values and returns the operations
-at which a nonzero cotangent became zero, NaN or vanishingly small. `diagnosis.py` interprets both.
+at which a nonzero cotangent became zero or NaN. `diagnosis.py` interprets both.
 """
 
 from __future__ import annotations
@@ -80,16 +80,14 @@ class Vanished:
         underflow: Whether the factors are nonzero, but their product underflowed.
         operands: The positions of the operands whose cotangent is zero, if known.
         cancelled: Whether the cotangents of several paths, which meet here, cancel.
-        noise: Whether they cancel up to rounding error rather than exactly.
         empty: Whether the operand has no entries: an index selected nothing.
-        kind: "nan" or "vanishing" if the cotangent became that rather than zero; "nan_value" if
-            the operation's result is NaN or infinite already.
+        kind: "nan" if the cotangent became that rather than zero; "nan_value" if the
+            operation's result is NaN or infinite already.
     """
 
     node: Node
     underflow: bool = False
     operands: tuple[int, ...] = ()
     cancelled: bool = False
-    noise: bool = False
     empty: bool = False
     kind: str = ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,7 +38,7 @@ from gradtools.seeing.jax.tape import Moving, Tape, TapeStep
 def vanishing(
     run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
 ) -> list[Vanished] | None:
-    """Where the cotangent of a leaf becomes zero, NaN or vanishing; None if neither."""
+    """Where the cotangent of a leaf becomes zero or NaN; None if neither."""
     traced = trace(run, leaves)
     if traced not in _known:
         try:
@@ -108,14 +108,13 @@ class _Backward(Differentiated):
         # what no output depends on differentiably has its own findings
         reaching = any_of(y.leaves for y in outs)
         self.leaves = {k: x.array for k, x in enumerate(args) if x.leaves & reaching}
-        self._known: dict[int | None, tuple[dict[int, Any], list[PassedCotangents]]] = {}
 
-    def gradients(self, leaves: Sequence[int], draw: int | None = None) -> dict[int, Any]:
-        cts = self._run(draw)[0]
+    def gradients(self, leaves: Sequence[int]) -> dict[int, Any]:
+        cts = self._run[0]
         return {k: cts.get(self.key_of(k), jnp.zeros_like(self.leaves[k])) for k in leaves}
 
-    def backward(self, leaves: Sequence[int], draw: int | None) -> Sequence[PassedCotangents]:
-        return self._run(draw)[1]
+    def backward(self, leaves: Sequence[int]) -> Sequence[PassedCotangents]:
+        return self._run[1]
 
     def key_of(self, leaf: int) -> int:
         return self._args[leaf].number
@@ -123,13 +122,9 @@ class _Backward(Differentiated):
     def size(self, x: Any) -> float:
         return _size(x)
 
-    def eps(self, x: Any) -> float:
-        return float(jnp.finfo(x.dtype).eps)
-
-    def _run(self, draw: int | None) -> tuple[dict[int, Any], list[PassedCotangents]]:
-        """The cotangents of the leaves by number, and the operations; kept for each draw."""
-        if draw in self._known:
-            return self._known[draw]
+    @cached_property
+    def _run(self) -> tuple[dict[int, Any], list[PassedCotangents]]:
+        """The cotangents of the leaves by number, and the operations."""
         cts: dict[int, Any] = {}
         passes = []
 
@@ -143,7 +138,7 @@ class _Backward(Differentiated):
             step = self._steps[at]
             taken = [cts.pop(y.number, None) for y in step.results.values()]
             given = {
-                k: ct if draw is None else _shaken(ct, (draw, at, k))
+                k: ct
                 for k, ct in zip(step.results, taken, strict=True)
                 if ct is not None and (self._zeros or _any(ct))
             }
@@ -159,8 +154,7 @@ class _Backward(Differentiated):
             of_results = [given.get(k) for k in step.results]
             ends = results, operands, of_results, passed
             passes.append(PassedCotangents(at, *ends, explained, partial(max, tiny)))
-        self._known[draw] = cts, passes[::-1]
-        return self._known[draw]
+        return cts, passes[::-1]
 
     def _pulled(self, step: TapeStep, given: dict[int, Any]) -> list[Any]:
         """The operands' cotangents; None if the step leaves JAX, which has its own finding."""
@@ -207,14 +201,6 @@ def _is_always_zero(step: TapeStep, given: Mapping[int, Any], stopped: list[int]
 
 
 # --- arrays ------------------------------------------------------------------------------
-
-
-def _shaken(ct: Any, seed: tuple[int, int, int]) -> Any:
-    """A cotangent with rounding errors."""
-    info = jnp.finfo(ct.dtype)
-    uniform = np.random.default_rng(seed).uniform(-1.0, 1.0, ct.shape)
-    shaken = bad_gradients.shaken(ct, uniform.astype(info.dtype), float(info.eps))
-    return shaken.astype(ct.dtype)
 
 
 def _size(x: Any) -> float:

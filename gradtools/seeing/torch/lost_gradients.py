@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ _Places = dict[int, list[Vanished] | None]
 def vanishing(
     run: Run, leaves: Sequence[Any], index: int, held: Sequence[Tensor] = ()
 ) -> list[Vanished] | None:
-    """Where the cotangent of a leaf becomes zero, NaN or vanishing; None if its gradient is sound.
+    """Where the cotangent of a leaf becomes zero or NaN; None if its gradient is sound.
 
     One run serves all leaves and is memoized for the lifetime of the program that `run` belongs to.
     Indices beyond the leaves count on in `held`, the captured tensors that require grad.
@@ -90,10 +90,9 @@ class _Backward(Differentiated):
         ends = [node for node in nodes_of(outs) if type(node).__name__ == "AccumulateGrad"]
         self._ends = {id(node.variable): node for node in ends}
 
-    def gradients(self, leaves: Sequence[int], draw: int | None = None) -> dict[int, Tensor]:
+    def gradients(self, leaves: Sequence[int]) -> dict[int, Tensor]:
         """As in `Differentiated`; without those that custom code or a checkpoint loses."""
-        with _perturbed(self._nodes, draw):
-            grads = _gradients_unless_lost(self.outs, [self.leaves[k] for k in leaves])
+        grads = _gradients_unless_lost(self.outs, [self.leaves[k] for k in leaves])
         result = {k: grad for k, grad in zip(leaves, grads, strict=True) if grad is not None}
         if any(grad.is_meta for grad in result.values()):
             raise GradtoolsError(
@@ -102,13 +101,13 @@ class _Backward(Differentiated):
             )
         return result
 
-    def backward(self, leaves: Sequence[int], draw: int | None) -> list[PassedCotangents]:
+    def backward(self, leaves: Sequence[int]) -> list[PassedCotangents]:
         seen: dict[Any, tuple[Cotangents, Cotangents]] = {}  # by node: given, passed
 
         def hook(node: Any) -> Callable[[Any, Any], None]:
             return lambda passed, given: seen.update({node: (given, passed)})
 
-        with _perturbed(self._nodes, draw) as hooks:
+        with ExitStack() as hooks:
             for node in self._nodes:
                 hooks.callback(node.register_hook(hook(node)).remove)
             _gradients(self.outs, [self.leaves[k] for k in leaves])
@@ -136,37 +135,9 @@ class _Backward(Differentiated):
     def size(self, x: Any) -> float:
         return _size(x)
 
-    def eps(self, x: Tensor) -> float:
-        return torch.finfo(x.dtype).eps
-
-    def is_noise(self, ct: Any, other: Any) -> bool:
-        return _is_plain(ct) and super().is_noise(ct, other)
-
 
 def _is_plain(ct: Any) -> bool:
     return isinstance(ct, Tensor) and is_inexact(ct) and ct.layout is torch.strided
-
-
-@contextmanager
-def _perturbed(nodes: Sequence[Any], draw: int | None) -> Iterator[ExitStack]:
-    """A context in which each node of autograd gets its cotangents with rounding errors.
-
-    Its value is the stack that removes the hooks.
-    """
-    generator = torch.Generator().manual_seed(draw or 0)
-
-    def one(ct: Any) -> Any:
-        if not _is_plain(ct):
-            return ct
-        info = torch.finfo(ct.dtype)
-        uniform = torch.rand(ct.shape, generator=generator, dtype=ct.real.dtype, device="cpu")
-        return bad_gradients.shaken(ct, 2 * uniform.to(ct.device) - 1, info.eps)
-
-    shake = lambda given: tuple(map(one, given))
-    with ExitStack() as hooks:
-        for node in nodes if draw is not None else ():
-            hooks.callback(node.register_prehook(shake).remove)
-        yield hooks
 
 
 # --- NaN and infinite values -------------------------------------------------------------

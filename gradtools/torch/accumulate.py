@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from itertools import starmap, zip_longest
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
         if fits:
             merged = [(named[k], g) for k, g in grads.items() if g is not None]
             once = len({id(p) for p, _ in merged}) == len(merged)
-            fits = once and all(starmap(_fits, merged))
+            fits = once and _all_fit(merged)
         if not fits:
             if target is None:
                 raise GradtoolsError(
@@ -76,8 +76,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
             buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
             writes = [_addition(p, g.detach(), buffers) for p, g in merged]
         else:
-            written: set[Any] = set()
-            writes = [(_set, p, _taken(g, written)) for p, g in merged]
+            writes = [(_set, p, g) for (p, _), g in zip(merged, _taken(merged), strict=True)]
         for write, of, grad in writes:
             write(of, grad)
     return target
@@ -268,16 +267,17 @@ def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
     return _set, p, g + old.detach() if old.layout != torch.strided else old.detach() + g
 
 
-def _taken(g: torch.Tensor, written: set[Any]) -> torch.Tensor:
-    """g without its graph, as autograd would put it into `.grad`.
+def _taken(merged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """The gradients without their graphs, as autograd would put them into `.grad`.
 
-    A copy if its entries share memory with each other, or with a gradient that is written already.
+    Copies if one of them shares memory with another, and of those whose own entries do.
     """
-    memory = _memory(g)
-    if memory in written or (g.layout is torch.strided and not g.is_contiguous()):
-        return g.detach().clone()
-    written |= {memory} if memory is not None else set()
-    return g.detach()
+    grads = [g.detach() for _, g in merged]
+    dense = all([g.layout is torch.strided and g.is_contiguous() for g in grads])
+    memory = [*map(_memory, grads)] if dense else []
+    if dense and len({*memory} - {None}) == len(memory):
+        return grads
+    return [g.clone() for g in grads]
 
 
 def _set(p: torch.Tensor, new: torch.Tensor) -> None:
@@ -337,6 +337,20 @@ def _check(caller: str, entry: TargetLeaf) -> None:
         if g.shape != p.shape:
             fix = "Reduce it over the batch first, or give it under another name."
     refuse(caller, came, expected, fix)
+
+
+def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether `_fits` holds of each pair: property by property, which is faster."""
+    ps, gs = [p for p, _ in merged], [g for _, g in merged]
+    if not ({*map(type, gs)} <= {torch.Tensor} and {*map(type, ps)} <= {*_PLAIN}):
+        return False
+    if any(map(_is_traced, ps)) or any(map(_is_traced, gs)):
+        return False
+    if not all([p.requires_grad and p.is_leaf for p in ps]):
+        return False
+    properties = attrgetter("shape"), attrgetter("device")
+    alike = all([*map(of, ps)] == [*map(of, gs)] for of in properties)
+    return alike and [*map(_expected_dtype, ps, gs)] == [*map(_dtype, gs)]
 
 
 def _fits(p: Any, g: Any) -> bool:

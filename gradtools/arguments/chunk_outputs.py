@@ -209,6 +209,9 @@ class Outputs:
         while True:
             lengths = [[(c.size, c.shapes[k][axis]) for c in chunks] for k, axis in enumerate(axes)]
             follows = [_follows(of_array, by_data) for of_array in lengths]
+            if again is None and not is_told:  # lengths are the only sign
+                follows = [all(n == size for size, n in of_array) for of_array in lengths]
+                is_told = not all(follows)
             if all(follows) or not is_told:
                 seen.add(key)
                 return
@@ -217,7 +220,7 @@ class Outputs:
                 break
             chunks, tries = [*chunks, other], tries - 1
         k, tree = follows.index(False), self._tree()
-        other = next(c for c in chunks if c.size != known.size)
+        other = next((c for c in chunks if c.size != known.size), known)
         arrays = [i for i in range(len(follows) + len(self._constants)) if i not in self._constants]
         good = {arrays[i] for i, f in enumerate(follows) if f}
         paths = self.backend.leaf_paths(tree)
@@ -225,9 +228,10 @@ class Outputs:
             "" if good else " For a mean or a sum over examples use microbatched_value_and_grad."
         )
         known_length, length = (c.shapes[k][axes[k]] for c in (known, other))
+        also = "" if other is known else f" and {length} for {other.size}"
         raise GradtoolsError(
             f"chunked: f's output{paths[arrays[k]]} has length {known_length} on axis {axes[k]} "
-            f"for {known.size} examples and {length} for {other.size}; only rows of examples can "
+            f"for {known.size} examples{also}; only rows of examples can "
             "be joined. State that goes from chunk to chunk, such as batch statistics, belongs in "
             f"an argument that carry_argnums names.{_without(paths, tree, good)}{means}"
         )

@@ -45,7 +45,7 @@ from gradtools.torch.modules import SEEDING
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import differences_of, figures
 from gradtools.torch.rerunning import Undo
-from gradtools.torch.state import Snapshot
+from gradtools.torch.snapshots import Snapshot
 
 Tensor = torch.Tensor
 _ARRAY = type(jax.device_put(np.zeros(())))

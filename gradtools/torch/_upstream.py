@@ -96,6 +96,12 @@ TransformType: Any = _functorch.TransformType
 """The innermost level of torch.func, or None; all levels, outermost first; their kinds. Gone: there
 is no public way; apply a transform to a number and check whether it is wrapped."""
 
+
+def batch_size_of(level: Any) -> int:
+    """The batch size of a level of vmap. Gone: from a tensor that the level batches."""
+    return int(_functorch.CVmapInterpreterPtr(level).batchSize())
+
+
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 """Whether a tensor is a wrapper of a torch.func level; the tensor beneath one level. Gone:
@@ -104,6 +110,10 @@ get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 unwrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._unwrap_for_grad
 """The tensor beneath one level of `torch.func.grad`, which requires grad if it does outside of the
 level. Gone: forward mode through attention under `torch.func` assumes that it does."""
+
+wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
+"""A tensor inside of a level of `torch.func.grad`, which it enters: how a recomputed function finds
+what it captures. Gone: refuse `chunked` and `checkpoint` inside of torch.func."""
 
 maybe_get_level: Callable[[Tensor], int] = _functorch.maybe_get_level
 """A wrapper's level; -2 if the transform has ended, as when a pullback runs after it."""

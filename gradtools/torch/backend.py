@@ -247,7 +247,7 @@ class TorchBackend(FrameworkBackend):
     # --- chunks
 
     weighs_sums = True
-    is_recomputing = LazyMember("replaying.recomputing", "user_is_recomputing")
+    is_recomputing = LazyMember("recomputation", "user_is_recomputing")
     frozen_uses = LazyMember("freezing", "Uses")
 
 

@@ -1,184 +1,309 @@
-"""Chunks in PyTorch: a first pass that keeps no graph, and one backward pass for each chunk.
+"""`chunked`, `checkpoint` and sums over chunks: which part of the arguments is computed when.
 
-The first pass runs in the user's grad mode, since some modules compute otherwise without it. Each
-chunk's graph is read for the leaves that it reaches, and dropped. One autograd node has all pieces,
-shared arguments and leaves as inputs, and all outputs as outputs. So gradients reach each leaf
-once, as one sum, and an exception in a chunk leaves no partial ones. See `replaying/nodes.py`.
+Each chunk is a program of `recomputation.py`, which is computed again in the backward pass. Chunks
+run plainly, one after another, where no graph is recorded, and in forward mode, which keeps none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradtools.arguments.batches import Batch
-from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
-from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import left_to_python
-from gradtools.torch.functorch_wrappers import is_dual, unwrapped
-from gradtools.torch.modes import NOTHING, unpacked, without_cached_weights
-from gradtools.torch.replaying.consistency import RunKey, is_compiled, is_readable, run_key
-from gradtools.torch.replaying.nodes import node_of
-from gradtools.torch.replaying.recomputing import (
-    Rows,
-    first_pass_state,
-    flattened,
-    is_plain,
-    is_recomputing,
-    is_recorded,
-    marked,
-    pieces_of,
-    untracked,
+from gradtools.arguments.chunks import (
+    ChunkOptions,
+    Chunks,
+    Partition,
+    progress_bar,
+    warn_of_batch_norm,
 )
-from gradtools.torch.replaying.replay import Forward
-from gradtools.torch.replaying.summing import Sums, Weigh
+from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.captured_tensors import as_read_now
+from gradtools.torch.compiling import left_to_python
+from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
+from gradtools.torch.recomputation import Program, first_in_functorch, recomputed
+from gradtools.torch.replaying.recomputing import is_plain
+from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
+Tensors = list[Tensor]
 left_to_python(__name__)
+_NOTHING = nullcontext()
+_JVP = upstream.TransformType.Jvp
 
 
-def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    with marked(chunks.caller):
-        if upstream.is_exporting() or is_plain():  # exported programs cannot recompute
-            rows, carry = [], [untracked(x) for x in chunks.carry]
-            for i, piece in enumerate(pieces_of(chunks)):
-                outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
-                rows.append(outs)
-            _check_rows(chunks, rows)
-            return _joined(chunks, rows), carry
-        in_functorch = upstream.peek_interpreter_stack() is not None
-        forward = Forward(chunks, in_functorch, chunks.options.latest.get("start"))
-        if not in_functorch:
-            chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
-        versions = [] if in_functorch else _versions(chunks)
-        known = None if in_functorch else forward.evaluate(forward.xs, forward.shared)
-        rows, carry = node_of(forward, forward.xs, forward.shared, known)
-        _check_rows(chunks, rows, None if in_functorch else forward, versions)
-        return _joined(chunks, rows), [*map(untracked, carry)]
+def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
+    """The joined output leaves, differentiable, and the last carry."""
+    rows, carry = [], [_bare(x) for x in chunks.carry]
+    held = _held(chunks)
+    state = held and RunState.now(held)
+    casts = held and Casts(held.kinds)
+    for i, pieces in _counted(chunks):
+        chunk = _Chunk(chunks, i, pieces, carry)
+        if held is None:
+            outs = chunk.run(chunk.xs)
+        else:
+            outs, state = chunk.recomputed(held, state, casts)
+        carry = chunk.after
+        rows.append(chunk.merged(outs))
+    return _joined(chunks, rows), carry
 
 
-def _versions(chunks: Chunks) -> list[int]:
-    return [upstream.version_of(x) for x in chunks.shared if isinstance(x, Tensor)]
+def _held(chunks: Chunks) -> Held | None:
+    """What f holds; None if its graphs are kept. Refuses wrappers, warns of batch norm."""
+    if upstream.is_exporting() or is_plain():
+        return None
+    given = [*chunks.shared, *[x for x, _ in chunks.splits]]
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    others = [x for x in chunks.shared if not isinstance(x, Tensor)]
+    held = Held([chunks.call.f, *others], {x.device.type for x in tensors})
+    wrappers = _wrappers()
+    for module in held.modules:
+        kind = next((k.__name__ for k in type(module).__mro__ if k in wrappers), None)
+        if kind is not None:
+            raise GradtoolsError(
+                f"{chunks.caller}: f is a {kind}, or holds one, which reduces gradients around "
+                "each call, and here a call is computed several times. Wrap the other way round: "
+                "DistributedDataParallel around a module whose forward calls "
+                f"{chunks.caller} on the plain module."
+            )
+        if chunks.cut.count > 1 and module.training and isinstance(module, upstream.BatchNorm):
+            name = getattr(chunks.call.f, "__name__", type(chunks.call.f).__name__)
+            warn_of_batch_norm(("torch", name), f"chunked: {type(module).__name__} is")
+    return held if _recomputes() else None
 
 
-def _check_rows(
-    chunks: Chunks, rows: Rows, forward: Forward | None = None, versions: Sequence[int] = ()
-) -> None:
-    """Raises unless the outputs of all chunks can be joined, as rows of examples.
+def _wrappers() -> tuple[Any, ...]:
+    parallel = torch.nn.parallel
+    return parallel.DistributedDataParallel, parallel.DataParallel
 
-    If they may be none, f is evaluated at another chunk size for the shapes of its outputs, and all
-    state is restored. It is not if this was checked before, under modes that count or record
-    operations, if f would be compiled for another size, or would wait for processes that do not run
-    it.
 
-    versions: Those of the shared arguments before the first pass.
-    """
-    if chunks.outputs.axes is None:
-        return
-    size, runs = chunks.cut.sizes[0], list[tuple[RunKey, int]]()  # each with its examples
+def _recomputes() -> bool:
+    """Whether chunks are recomputed: where a graph is recorded, but for torch.func's jvp."""
+    if upstream.is_exporting() or is_plain() or not torch.is_grad_enabled():
+        return False
+    levels = upstream.get_interpreter_stack() or ()
+    pushed = levels and upstream.forward_level() >= 0  # whose tangents torch.func hides
+    return not pushed and all(level.key() != _JVP for level in levels)
+
+
+class _Chunk:
+    """f at one chunk, as a function of the tensors among its arguments."""
+
+    def __init__(self, chunks: Chunks, i: int, pieces: list[Any], carry: list[Any]) -> None:
+        self._chunks, self._i, self._carry, self._count = chunks, i, carry, len(pieces)
+        self._flat = [*pieces, *chunks.shared]
+        self._places = [k for k, x in enumerate(self._flat) if isinstance(x, Tensor)]
+        self.xs = [self._flat[k] for k in self._places]
+        self.after: list[Any] = []  # the carry
+        self.others: dict[int, Any] = {}  # outputs that are no tensors
+
+    def run(self, xs: Sequence[Tensor]) -> Tensors:
+        full = list(self._flat)
+        for k, x in zip(self._places, xs, strict=True):
+            full[k] = x
+        i, count = self._i, self._count
+        outs, after = self._chunks.call(i, i, full[:count], full[count:], self._carry)
+        self.after = [_bare(x) for x in after]
+        self.others = {k: y for k, y in enumerate(outs) if not isinstance(y, Tensor)}
+        return [y for y in outs if isinstance(y, Tensor)] if self.others else outs
+
+    def merged(self, ys: Tensors) -> list[Any]:
+        """The outputs with those that are no tensors."""
+        if not self.others:
+            return ys
+        left, count = iter(ys), len(ys) + len(self.others)
+        return [self.others[k] if k in self.others else next(left) for k in range(count)]
+
+    def recomputed(self, held: Held, state: Any, casts: Any) -> tuple[Tensors, RunState]:
+        chunks, xs = self._chunks, as_read_now(self.xs)
+        program = Program(chunks.caller, self.run, held, state, casts)
+        options = chunks.options
+        verify = options.verify is not False and not options.latest.get("verified")
+        if options.verify is None:
+            program.verified = lambda: options.latest.update(verified=True)
+        if upstream.peek_interpreter_stack() is not None:
+            return self._in_functorch(program, verify), program.state.again()
+        if upstream.forward_level() >= 0:  # tangents go through f's own operations
+            parameters = (x for m in held.modules for x in m.parameters(False))
+            if any(map(is_dual, (*xs, *held.tensors, *parameters))):
+                return self.run(xs), state.again()
+        others = [x for x in self._carry if isinstance(x, Tensor)]
+        outs, tracked, state = program.begin(xs, verify, others)
+        if tracked is None and any(isinstance(x, np.ndarray) for x in chunks.arguments):
+            raise GradtoolsError(
+                f"{chunks.caller}: f changes an argument in place that is an array of NumPy, and "
+                "what it gets is a tensor. Return the new one."
+            )
+        if tracked is None or not any(tracked):
+            return outs, state
+        if any(x.grad_fn is not None for x in program.sources):
+            # So that what lies behind a captured tensor is no part of f's graph.
+            program, xs = program.inlined(), [*xs, *program.sources]
+        return recomputed(program, xs, outs, tracked), state
+
+    def _in_functorch(self, program: Program, verify: bool) -> Tensors:
+        count = [0]
+
+        def both(xs: Sequence[Tensor]) -> Tensors:
+            ys = self.run(xs)
+            count[:] = [len(ys)]
+            return [*ys, *[x for x in self.after if isinstance(x, Tensor)]]
+
+        program.run = both
+        every = first_in_functorch(program, as_read_now(self.xs), verify)
+        ys, left = every[: count[0]], iter(every[count[0] :])
+        self.after = [next(left).detach() if isinstance(x, Tensor) else x for x in self.after]
+        return ys
+
+
+def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:
+    """The outputs of all chunks, concatenated; those of lists as one flat list."""
     axes = chunks.outputs.axes
-    doubtful = len(rows) < 2 or any(map(_is_doubtful, repeat(size), axes, *rows[:2]))
-
-    def again(other: Chunks) -> list[torch.Size] | None:
-        assert forward is not None
-        if not forward.verifies or forward.accumulates or is_recorded() or is_compiled(forward):
-            return None
-        if upstream.count_of_dispatch_modes() or torch.distributed.is_initialized():
-            return None
-        if versions != _versions(chunks):
-            return None  # f changes its arguments in place
-        key = run_key(forward).for_aspect("rows")
-        if key.is_verified():
-            return None
-        size, done = other.cut.sizes[0], sum(n for _, n in runs)
-        pieces = []
-        for x, axis in other.splits:
-            start = min(done, x.shape[axis] - size)
-            pieces.append(_copied(x.narrow(axis, start, size)))
-        pieces += [_copied(x) for x in other.lists[0]]
-        carry = [_copied(x) for x in forward.first_carry]
-        cached = without_cached_weights() if upstream.caches_weights() else NOTHING
-        with unpacked(), first_pass_state(forward), cached:  # no checkpoint counts its tensors
-            outs, _ = other.call(0, 0, pieces, other.shared, carry)
-        runs.append((key, size))
-        return [y.shape for y in outs]
-
-    # few examples are cheap, but f may not accept a single one
-    sizes = size // 2 or 2, size + 1
-    shapes = [[x.shape for x in row] for row in rows]
-    pairs = [*zip(chunks.cut.sizes, shapes, strict=True)]
-    rerun = again if doubtful and forward is not None else None
-    chunks.outputs.check_rows(chunks, pairs, rerun, sizes, by_data=True)
-    for key, _ in runs[-1:]:
-        key.mark_verified()  # so that f is not run again for it
+    if axes is None:
+        return [y for row in rows for y in row]
+    shapes = [[y.shape for y in row] for row in rows]
+    chunks.outputs.check_rows(chunks, [*zip(chunks.cut.sizes, shapes, strict=True)], by_data=True)
+    pairs = zip(zip(*rows, strict=True), axes, strict=True)
+    outs: list[Any] = [
+        torch.cat(column, axis) if len(column) > 1 else column[0] for column, axis in pairs
+    ]
+    if chunks.cut.interleaved:
+        order = torch.tensor([r for rows in chunks.cut.rows for r in rows]).argsort()
+        joined: Any = zip(outs, axes, strict=True)
+        outs = [y.index_select(axis, order.to(y.device)) for y, axis in joined]
+    return outs
 
 
-def _is_doubtful(size: int, axis: int, y: Tensor, of_next: Tensor) -> bool:
-    """Whether an output of equally large chunks may not consist of rows of examples.
-
-    It may be state (one number for each feature, or the same memory for every chunk), or a table of
-    pairs. If not, f need not run again at another size.
-    """
-    rest = list(y.shape)
-    length = rest.pop(axis)
-    single = size == length == 1  # f may be a function of one example
-    if not single and (length != size or size == 1 or not rest or size in rest):
-        return True
-    return is_readable(y) and y.data_ptr() == of_next.data_ptr()
+def _bare(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
 
 
-def _copied(x: Any) -> Any:
-    """A copy, which f may change in place."""
-    if not isinstance(x, Tensor):
-        return x
-    return x.detach().clone().requires_grad_(x.requires_grad)
+def _counted(chunks: Chunks) -> Iterator[tuple[int, list[Any]]]:
+    """The number of each chunk, and its part of every array that is split, then of lists."""
+    columns, lists = [_parts(chunks, x, axis) for x, axis in chunks.splits], chunks.lists
+    bar = chunks.options.progress and chunks.cut.count > 1
+    with progress_bar(chunks.cut.count) if bar else _NOTHING as shown:
+        for i in range(chunks.cut.count):
+            yield i, [*(column[i] for column in columns), *lists[i]]
+            if shown is not None:
+                shown.update()
+
+
+def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else f"sparse ({str(x.layout).removeprefix('torch.')})"
+        raise GradtoolsError(
+            f"{chunks.caller}: an argument that is split is a {kind} tensor, which has "
+            "no axis to cut on. Give its dense form, or share it (None in in_axes)."
+        )
+    cut = chunks.cut
+    if cut.interleaved and (x.requires_grad or is_wrapped(x)):  # whose backward is one scatter
+        rows = [r for rows in cut.rows for r in rows]
+        x = x.index_select(axis, torch.tensor(rows, device=x.device))
+    elif cut.interleaved:
+        before = (slice(None),) * axis
+        return [x[*before, rows.start : rows.stop : rows.step] for rows in cut.rows]
+    return x.split(cut.sizes, axis)
 
 
 def checkpointed(
     backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: ChunkOptions
 ) -> Any:
-    """f as one chunk, which is recomputed in the backward pass."""
-    batch = Batch.whole(backend, "checkpoint", args, kwargs)
-    every = [leaf.value for flat in batch.arguments for leaf in flat.leaves]
-    leaves = [x for x in every if isinstance(x, Tensor)]
-    levels = upstream.get_interpreter_stack() or ()
-    is_differentiated = any(level.key() == upstream.TransformType.Grad for level in levels)
-    if not is_differentiated and torch.is_grad_enabled():
-        pushed = any(map(is_dual, leaves))  # forward mode alone saves nothing
-        both = any(unwrapped(x).requires_grad for x in leaves) and not is_recomputing()
-        is_differentiated = not pushed or both
-    if upstream.is_exporting() or not is_differentiated:
+    """f as one chunk."""
+    if not _recomputes():
         return f(*args, **kwargs)
+    batch = Batch.whole(backend, "checkpoint", args, kwargs)
     whole = Chunks.of(f, batch, Partition(1, 1), options)
-    return whole.result(backend.run_chunks(whole)[0], [])
+    return whole.result(run_chunks(whole)[0], [])
 
 
-def sum_chunks(chunks: Chunks, weigh: Weigh | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    sums, carry = Sums(), chunks.carry
-    with marked("chunked"):
-        for i, piece in enumerate(pieces_of(chunks, own_versions=False)):
-            outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
-            carry = [x.detach() if isinstance(x, Tensor) else x for x in carry]
-            if weigh is None:
-                sums.add(outs)
+# --- sums over chunks ----------------------------------------------------------------------------
+
+
+def sum_chunks(chunks: Chunks, weigh: Any = None) -> tuple[list[Any], list[Any]]:
+    """The sums over chunks of the output leaves, and the carry. Each chunk frees its own graph.
+
+    weigh: As in `Recomputation.sum_chunks`.
+    """
+    sums, carry = _Sums(weigh), chunks.carry
+    for i, pieces in _counted(chunks):
+        outs, carry = chunks.call(i, i, pieces, chunks.shared, carry)
+        carry = [_bare(x) for x in carry]
+        sums.add(outs)
+        del outs  # frees memory before the next chunk
+    return sums.total(), carry
+
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class _Sums:
+    """Running sums of a chunk's outputs, in float32 for 16-bit terms, in place where that is exact.
+
+    weigh: If given, `weigh(w, x)` is a term, where w is a chunk's first output.
+    """
+
+    def __init__(self, weigh: Any) -> None:
+        self._weigh, self._sums, self._dtypes, self._in_place = (
+            weigh,
+            list[Tensor](),
+            list[Any](),
+            True,
+        )
+
+    def add(self, terms: list[Tensor]) -> None:
+        self._dtypes = self._dtypes or [x.dtype for x in terms]
+        self._in_place = self._in_place and all(map(_is_plain, terms))
+        if self._weigh is None:
+            self._add(terms)
+        elif not self._in_place:
+            w, *xs = terms
+            self._add([w, *[self._weigh(w, x) for x in xs]])
+        else:  # without a copy of the weighted terms
+            w, *xs = terms
+            number = w.item()
+            if not self._sums:  # with weight zero, xs may be NaN: means over no examples
+                scaled = upstream.multiply_each(xs, number) if number else map(torch.zeros_like, xs)
+                self._sums = [w.clone(), *map(_wide, scaled)]
             else:
-                sums.add_weighted(outs, weigh)
-            del outs  # frees memory before the next chunk
-    return (sums.total() if weigh is None else sums.means()), carry
+                self._sums[0] += w
+                if number and xs:
+                    upstream.add_each_(self._sums[1:], xs, alpha=number)
+
+    def _add(self, terms: list[Tensor]) -> None:
+        if not self._sums:
+            self._sums = [
+                _wide(x) if x.dtype in _NARROW else x.clone() if self._in_place else x
+                for x in terms
+            ]
+        elif self._in_place:
+            upstream.add_each_(self._sums, terms)
+        else:
+            self._sums = [s + x for s, x in zip(self._sums, terms, strict=True)]
+
+    def total(self) -> list[Tensor]:
+        """The sums in the terms' dtypes; with weights their sum, and the weighted means."""
+        sums = self._sums
+        if self._weigh is not None and sums:
+            total, *rest = sums
+            if self._in_place:
+                upstream.divide_each_(rest, total.item())
+            else:
+                rest = [x / total.to(x.real.dtype) for x in rest]
+            sums = [total, *rest]
+        return [s if s.dtype == d else s.to(d) for s, d in zip(sums, self._dtypes, strict=True)]
 
 
-def _joined(chunks: Chunks, rows: Rows) -> list[Tensor]:
-    """The outputs of all chunks, concatenated; those of lists as one flat list."""
-    axes = chunks.outputs.axes
-    if axes is None:
-        return flattened(rows)
-    columns = zip(zip(*rows, strict=True), axes, strict=True)
-    result = [torch.cat(column, axis) for column, axis in columns]
-    if not chunks.cut.interleaved:
-        return result
-    order = torch.tensor(flattened(chunks.cut.rows)).argsort()
-    pairs = zip(result, axes, strict=True)
-    return [y.index_select(axis, order.to(y.device)) for y, axis in pairs]
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in _NARROW else x
+
+
+def _is_plain(x: Tensor) -> bool:
+    plain = type(x) is Tensor and x.device.type == "cpu" and x.layout is torch.strided
+    return plain and not (x.requires_grad or is_wrapped(x) or is_dual(x))

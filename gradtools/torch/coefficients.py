@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from gradtools.rules import Rule
-from gradtools.torch.state import contents_of
+from gradtools.torch.snapshots import contents_of
 
 Note = Callable[[str, Any, Any], None]
 """`note(name, coefficient, variable)`, with the variable of a function that holds it, or None."""

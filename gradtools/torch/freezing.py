@@ -51,7 +51,7 @@ from gradtools.torch.replaying.recomputing import (
 )
 from gradtools.torch.replaying.replay import Forward
 from gradtools.torch.replaying.summing import Sums
-from gradtools.torch.state import Snapshot
+from gradtools.torch.snapshots import Snapshot
 
 Tensor = torch.Tensor
 left_to_python(__name__)

@@ -21,7 +21,7 @@ from gradtools.torch.deferred_graphs import ANOTHER_VALUE, Recomputed, agree, st
 from gradtools.torch.engines import caller_of, jvp
 from gradtools.torch.function_modes import OnlyTangents
 from gradtools.torch.patches import Reads
-from gradtools.torch.state import Snapshot
+from gradtools.torch.snapshots import Snapshot
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]

@@ -36,7 +36,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.arrays import seed_of, split_key
 from gradtools.torch.compiling import skipped_by_dynamo
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.state import contents_of
+from gradtools.torch.snapshots import contents_of
 
 Tensors = Mapping[str, Tensor]
 Shapes = Mapping[str, torch.Size]

@@ -16,7 +16,8 @@ import torch
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
-Stream = torch.device | str  # PyTorch's default generator of a device, or one of these two
+# PyTorch's default generator of a device, one of the two below, or a generator.
+Stream = torch.device | str | torch.Generator
 PYTHON, NUMPY = "Python's random stream", "NumPy's random stream"
 
 
@@ -39,13 +40,18 @@ class Randomness:
         return cls({stream: _state(stream) for stream in streams})
 
     @classmethod
-    def everywhere(cls, kinds: Iterable[str]) -> Randomness:
-        """Python's, NumPy's, and PyTorch's generators of the CPU and all devices of these types."""
+    def everywhere(
+        cls, kinds: Iterable[str], generators: Iterable[torch.Generator] = ()
+    ) -> Randomness:
+        """Python's, NumPy's, and PyTorch's generators of the CPU and all devices of these types.
+
+        generators: Further ones, that a module or a closure holds.
+        """
         devices = [torch.device("cpu")]
         for kind in sorted(set(kinds) - {"cpu", "meta"}):
             count = torch.get_device_module(kind).device_count()
             devices += [torch.device(kind, i) for i in range(count)]
-        return cls.of([*devices, PYTHON, NUMPY])
+        return cls.of([*devices, PYTHON, NUMPY, *generators])
 
     def __bool__(self) -> bool:
         """Whether it holds any state."""
@@ -56,19 +62,26 @@ class Randomness:
 
         Made by new generators, since not all devices expose their default generator.
         """
-        made = {d: torch.Generator(d).manual_seed(seed).get_state() for d in self.states}
+        devices = [d for d in self.states if isinstance(d, torch.device)]
+        made = {d: torch.Generator(d).manual_seed(seed).get_state() for d in devices}
         return Randomness({d: (state, b"") for d, state in made.items()})
 
     def current(self) -> Randomness:
         """The current states of the same generators; self if nothing was drawn."""
-        now = {stream: _state(stream) for stream in self.states}
-        moved = any(now[stream][1] != bits for stream, (_, bits) in self.states.items())
+        now = {s: state if _stands(s, state) else _state(s) for s, state in self.states.items()}
+        moved = any(now[s] is not state for s, state in self.states.items())
         return Randomness(now) if moved else self
+
+    def advanced_to(self, later: Randomness) -> Randomness:
+        """The states of those generators only that differ in later states."""
+        if later is self:
+            return Randomness({})
+        pairs = self.states.items()
+        return Randomness({s: state for s, state in pairs if later.states[s] is not state})
 
     def advanced(self) -> Randomness:
         """The states of those generators only that have advanced since."""
-        pairs = self.states.items()
-        return Randomness({s: state for s, state in pairs if state[1] != _state(s)[1]})
+        return self.advanced_to(self.current())
 
     def fingerprints(self) -> dict[str, int]:
         """The hashes of the current states, by the generators' names."""
@@ -79,6 +92,8 @@ class Randomness:
         for stream, (state, _) in self.states.items():
             if isinstance(stream, str):
                 (random.setstate if stream == PYTHON else _numpy().set_state)(state)
+            elif isinstance(stream, torch.Generator):
+                stream.set_state(state)
             elif stream.type == "cpu":
                 torch.set_rng_state(state)
             else:
@@ -109,6 +124,11 @@ def restored(randomness: Randomness | None) -> Iterator[None]:
 # --- the state of one generator ------------------------------------------------------------------
 
 
+def _numpy_bits() -> Any:
+    """The bit generator of `numpy.random`, which a program may replace."""
+    return np.random.get_bit_generator()  # type: ignore[attr-defined]
+
+
 @cache
 def _numpy() -> Any:
     """The global generator of `numpy.random`, which is imported lazily."""
@@ -119,12 +139,35 @@ def _state(stream: Stream) -> tuple[Any, Any]:
     """A generator's state, and a hashable value that is equal for equal states."""
     if isinstance(stream, str):
         state: Any = random.getstate() if stream == PYTHON else _numpy().get_state(legacy=False)
-        return state, _bits_of(state)
+        bits = _bits_of(state)
+        is_twister = stream == NUMPY and state["bit_generator"] == "MT19937"
+        return state, (*bits, _words_of_numpy()) if is_twister else bits
+    if isinstance(stream, torch.Generator):
+        state = stream.get_state()
+        return state, bytes(state.numpy())
     if stream.type == "cpu":
         state = torch.default_generator.get_state()
     else:
         state = torch.get_device_module(stream).get_rng_state(stream)
     return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
+
+
+def _stands(stream: Stream, state: tuple[Any, Any]) -> bool:
+    """Whether a generator still has this state."""
+    if stream == NUMPY:  # reading all of it takes longer than a small layer
+        words, key, has_gauss = state[0], state[1], state[0].get("has_gauss", 1)
+        if words.get("bit_generator") == "MT19937" and not has_gauss:
+            return bool(_words_of_numpy() == key[-1])
+    if stream == PYTHON:  # a draw moves the position, or makes other words; two draws may share one
+        _, words, gauss = random.getstate()
+        _, known, before = state[0]
+        return gauss == before and words[-1] == known[-1] and words[:2] == known[:2]
+    return bool(_state(stream)[1] == state[1])
+
+
+def _words_of_numpy() -> bytes:
+    """The 624 words and the position of NumPy's Mersenne Twister."""
+    return ctypes.string_at(_numpy_bits().ctypes.state_address, 625 * 4)
 
 
 def _bits_of(state: Any) -> Any:

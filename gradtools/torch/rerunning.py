@@ -18,7 +18,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.coefficients import coefficients_noted
 from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
-from gradtools.torch.state import Snapshot
+from gradtools.torch.snapshots import Snapshot
 
 Tensor = torch.Tensor
 Run = Callable[[Sequence[Any]], Sequence[Any]]

@@ -202,7 +202,10 @@ torch/hooks.py: hooks on gradients; JAX has none
 torch/nondifferentiable.py: results that refuse a derivative along some tensors
 torch/randomness.py: generators with a state; JAX has keys
 torch/rerunning.py: f runs again and all that it changed is put back; JAX's functions are pure
-torch/state.py: modules and variables that change; JAX's functions are pure
+torch/state.py: random streams and buffers that change; JAX's functions are pure
+torch/snapshots.py: modules and variables that change; JAX's functions are pure
+torch/captured_tensors.py: tensors that a recomputed function captures; JAX converts closures
+torch/recomputation.py: programs that run again; in JAX `recomputing.py`
 torch/function_modes.py: kernels by modes of a thread; JAX has no fused kernels to replace
 torch/normalization.py: norms that can be mapped; JAX has no fused ones
 torch/many_tangents.py: one pass for each tangent; JAX maps

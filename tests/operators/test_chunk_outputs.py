@@ -41,6 +41,14 @@ UNFIT = {
 }
 
 
+PROPORTIONAL = ("two rows each", "half a row each", "a quarter of a row")
+"""If all chunks are equally large, PyTorch cannot tell these lengths from those of state."""
+
+
+def _backend(gt):
+    return gt.__name__.rpartition(".")[2]
+
+
 @pytest.mark.sampled(torch=(4, 4), jax=(2, 4))
 @pytest.mark.parametrize("size", [4, 5, 1, 12])
 def test_rows_of_examples_are_joined(gt, size):
@@ -51,6 +59,15 @@ def test_rows_of_examples_are_joined(gt, size):
                 _ = [f(part) for part in parts]
             continue
         rows = [f(part) for part in parts]
+        if (
+            _backend(gt) == "torch"
+            and name in PROPORTIONAL
+            and len(X) % size == 0
+            and size < len(X)
+        ):
+            with pytest.raises(GradtoolsError, match="only rows of examples can be joined"):
+                gt.chunked(f, size)(gt.asarray(X))
+            continue
         out = gt.chunked(f, size)(gt.asarray(X))
         if hasattr(out, "shape"):
             expected = np.concatenate([gt.to_numpy(row) for row in rows])
@@ -88,6 +105,9 @@ def no_rows(gt):
 @pytest.mark.parametrize("size", [4, 5, 3])
 def test_what_is_no_row_of_examples_is_refused_by_name(gt, size):
     for name, (f, words) in no_rows(gt).items():
+        by_chance = name == "all pairs" or (name == "as long as a chunk" and size == 4)
+        if _backend(gt) == "torch" and len(X) % size == 0 and by_chance:
+            continue  # as many as examples in each chunk, as far as can be seen
         with pytest.raises(GradtoolsError, match=f"^chunked: .*{words}"):
             print(name, gt.chunked(f, size)(gt.asarray(X)))
 

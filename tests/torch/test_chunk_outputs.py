@@ -1,36 +1,16 @@
-"""In PyTorch f runs once more where chunks are equal, to tell what follows their size."""
+"""What chunks return is joined only if it is rows of examples; f runs once for each chunk."""
 
 from __future__ import annotations
 
 import pytest
 
+import gradtools
 import gradtools.torch as gt
 from gradtools import GradtoolsError
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:.*batch normalization")
 X = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def test_f_runs_once_more_at_the_first_call_alone(monkeypatch):
-    lengths = []
-    monkeypatch.setattr(torch.Tensor, "seen", lambda x: lengths.append(len(x)), raising=False)
-
-    def f(x):
-        x.seen()  # outside of all that a snapshot holds
-        return 2 * x[:, 0]
-
-    chunked = gt.chunked(f, 4)
-    chunked(X), chunked(X + 1)
-    assert lengths == [4, 4, 4, 2, 4, 4, 4]
-    gt.chunked(f, 4)(X)  # another function, by the same code
-    assert lengths[7:] == [4, 4, 4]
-    gt.chunked(lambda x: f(x), 4, verify=False)(X)
-    assert lengths[10:] == [4, 4, 4]
-    gt.chunked(lambda x: f(x), 5)(X)  # unequal chunks tell by themselves
-    assert lengths[13:] == [5, 5, 2]
-    gt.chunked(lambda x: (x.seen(), 2 * x)[1], 4)(X)  # and rows that can be nothing else
-    assert lengths[16:] == [4, 4, 4]
 
 
 def test_everything_stands_as_after_the_plain_loop():
@@ -63,17 +43,15 @@ def test_an_argument_that_f_changes_in_place_is_changed_once():
         total.add_(x.sum(0))
         return 2 * x, x[:, 0]
 
-    out, _ = gt.chunked(f, 4, in_axes=(0, None))(x, total)
+    with pytest.warns(gradtools.GradtoolsWarning, match="changes an argument in place"):
+        out, _ = gt.chunked(f, 4, in_axes=(0, None))(x, total)
     assert torch.equal(x, X + 1) and torch.equal(out, 2 * (X + 1))
     torch.testing.assert_close(total, (X + 1).sum(0))
 
 
-def test_lengths_that_the_data_decide_are_joined():
-    for size in (4, 5):
-        out = gt.chunked(lambda x: x[x[:, 0] > 0], size)(X)
-        assert torch.equal(out, X[X[:, 0] > 0])
-    x = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])  # one of four, of the rest, of the first two
-    assert torch.equal(gt.chunked(lambda x: x[x > 0.5], 4)(x), torch.ones(2))
+def test_lengths_that_the_data_decide_are_refused():
+    with pytest.raises(GradtoolsError, match="only rows of examples can be joined"):
+        gt.chunked(lambda x: x[x[:, 0] > 0], 4)(X)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -91,7 +69,7 @@ def test_state_is_refused_beneath_functorch_where_chunks_differ():
 
 def test_make_functional_s_state_is_refused():
     apply, params, state = gt.make_functional(torch.nn.BatchNorm1d(8).double())
-    with pytest.raises(GradtoolsError, match=r"lambda out: out\[0\]"):
+    with pytest.raises(GradtoolsError, match=r"wrap f so that it returns out\[0\]"):
         gt.chunked(apply, 4, in_axes=(None, None, 0))(params, state, X)
     out, new = gt.chunked(apply, 4, in_axes=(None, None, 0), carry_argnums=1)(params, state, X)
     assert out.shape == X.shape and new["running_mean"].shape == (8,)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import functools
 import io
 import itertools
 from typing import Any
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.torch.replaying import consistency
 
 
 def mlp(*more):
@@ -110,44 +108,6 @@ def test_nothing_is_kept_inside_of_saved_tensors_hooks():
     assert next(runs) == 4  # each chunk twice
 
 
-def test_a_hook_at_an_intermediate_value_sees_the_parts_of_a_second_derivative():
-    seen, w = [], torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-
-    def note(ct):
-        if not gt.is_recomputing():
-            seen.append(ct.detach().clone())
-
-    def f(x):
-        h = x * w
-        h.register_hook(note)
-        return h.sin()
-
-    found = []
-    for encode in (f, gt.chunked(f, 2)):
-        x = torch.tensor([0.3, 0.4], dtype=torch.float64, requires_grad=True)
-        y = encode(x)
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        seen.clear()
-        (mixed,) = torch.autograd.grad(slope.square().sum() + y.sum(), w)
-        found.append((mixed, [*seen]))
-    (plain, one), (ours, parts) = found
-    torch.testing.assert_close(ours, plain)
-    assert (len(one), len(parts)) == (1, 2)
-    torch.testing.assert_close(sum(parts), one[0])
-
-
-def test_hooks_on_gradients_run_in_the_order_of_the_chunks():
-    w, seen = torch.ones((), requires_grad=True), []
-
-    def f(x):
-        y = x * w
-        y.register_hook(lambda ct: seen.append(int(x[0])))
-        return y.sin()
-
-    gt.chunked(f, 1)(torch.arange(3.0)).sum().backward()
-    assert seen == [0, 1, 2]
-
-
 class Casts(TorchDispatchMode):
     """Counts what is cast to bfloat16 of one shape."""
 
@@ -159,89 +119,3 @@ class Casts(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
             self.count += (kwargs or {}).get("dtype") is torch.bfloat16
         return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("within", "casts"), [(True, 1), (False, 1 + 4)])
-def test_a_weight_is_cast_once_for_all_chunks_of_a_region(within, casts):
-    net, x = nn.Linear(3, 5), batch(8)
-    with Casts(net.weight.shape) as count:
-        with torch.autocast("cpu", torch.bfloat16):
-            value = gt.chunked(net, 2)(x).float().sum()
-            if within:
-                value.backward()
-        if not within:
-            value.backward()
-    assert count.count == casts
-
-
-def test_a_cache_of_random_numbers_out_of_reach_is_refused_while_it_is_filled():
-    w = torch.ones(3, requires_grad=True)
-    noise = functools.lru_cache(torch.rand)
-    f = lambda x: x * w * noise(3)
-    step = lambda: gt.chunked(f, 2)(batch()).sum().backward()
-    with pytest.raises(GradtoolsError, match="draws from it only once"):
-        step()
-    noise.cache_clear()
-    f(batch())
-    step()
-
-
-def test_what_is_verified_again():
-    net, compared = mlp(nn.Dropout(0.5)), []
-    f = gt.chunked(net, 2)
-    compare = consistency.Verification.compare
-
-    def step(x):
-        compared.clear()
-        f(x).float().sum().backward()
-        return len(compared)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            consistency.Verification,
-            "compare",
-            lambda self, i, *rest: (compared.append(i), compare(self, i, *rest)),
-        )
-        x = batch()
-        assert [step(x), step(x), step(batch(6)), step(x)] == [2, 0, 3, 0]
-        assert [step(x.clone().requires_grad_()), step(x.clone().requires_grad_())] == [2, 0]
-        net.eval()
-        assert [step(x), step(x)] == [2, 0]
-        with torch.autocast("cpu", torch.bfloat16):
-            assert [step(x), step(x)] == [2, 0]
-        net.double()
-        assert [step(x.double()), step(x.double())] == [2, 0]
-
-
-def test_a_checksum_is_kept_for_each_output_and_no_output():
-    kept = []
-    keep = consistency.Verification.keep
-
-    def noted(self, i, *rest):
-        keep(self, i, *rest)
-        kept.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(consistency.Verification, "keep", noted)
-        gt.chunked(mlp(), 2)(batch(6)).sum().backward()
-    verification = kept[0]
-    checksums = [f for record in verification.first.values() for f in record.figures]
-    assert len(verification.first) == len(checksums) == 3
-    assert all(isinstance(f[2], int) for f in checksums)
-
-
-@pytest.mark.parametrize("switch", [torch.set_grad_enabled, torch.set_default_device])
-def test_a_mode_that_f_leaves_switched_is_refused_at_once(switch):
-    w = torch.ones(3, requires_grad=True)
-
-    def f(x):
-        y = x * w
-        switch(False if switch is torch.set_grad_enabled else "meta")
-        return y
-
-    try:
-        with pytest.raises(GradtoolsError, match="leaves it so"):
-            gt.chunked(f, 2)(batch())
-    finally:
-        torch.set_grad_enabled(True)
-        torch.set_default_device(None)

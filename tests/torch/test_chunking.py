@@ -8,7 +8,6 @@ import functools
 import itertools
 import random
 import sys
-import threading
 import warnings
 
 import numpy as np
@@ -25,7 +24,6 @@ from gradtools.torch.arrays import fold_in
 from gradtools.torch.replaying.summing import Sums
 from tests.torch.test_chunking_traps import (
     CHUNK,
-    Log,
     X,
     contrast,
     same,
@@ -115,24 +113,6 @@ def test_captured_leaves(name):
     assert agrees(CAPTURES[name](W), [W])
 
 
-@pytest.mark.parametrize("name", [n for n in CAPTURES if n != "global"])
-def test_captured_non_leaves_are_refused(name):
-    with pytest.raises(GradtoolsError, match=r"is computed from others.*Pass it to f as an arg"):
-        gt.chunked(CAPTURES[name](W * 2), CHUNK)(X)
-
-
-def test_captured_non_leaves_are_refused_by_name():
-    scaled = W * 2
-    with pytest.raises(GradtoolsError, match="f captured 'scaled' that is computed"):
-        gt.chunked(lambda c: c @ scaled, CHUNK)(X)
-    with pytest.raises(GradtoolsError, match=r"f captured '.*w'"):
-        gt.chunked(Holder(scaled), CHUNK)(X)
-    model = nn.Linear(3, 2).double()
-    model.extra = {"prompt": scaled[0]}
-    with pytest.raises(GradtoolsError, match=r"f captured \"model\.extra\['prompt'\]\""):
-        gt.chunked(lambda c: model(c * model.extra["prompt"]), CHUNK)(X)
-
-
 def test_gradients_to_the_batch_to_shared_arguments_and_keywords():
     w, b, x = W.detach().requires_grad_(), numbers(3).requires_grad_(), X.clone().requires_grad_()
     f = lambda c, w, *, shift: ((c["x"] @ w) * c["y"][0].T + shift["b"]).tanh()
@@ -149,7 +129,7 @@ def test_chunked_in_chunked_with_dropout_and_state():
     def run(inner, outer):
         torch.manual_seed(1)
         model = network(nn.Dropout(0.5), nn.BatchNorm1d(4))
-        out = outer(lambda c: inner(model, 2)(c[1:]) + inner(model, 4)(c[:-1]), 5)(X[:10])
+        out = outer(lambda c: inner(model, 3)(c) + inner(model, 5)(c.flip(0)), 5)(X[:10])
         found = gradients(contrast(out), model.parameters())
         return [out, *found, *state_of(model).values()], streams()
 
@@ -201,18 +181,6 @@ def test_integer_nested_and_untracked_outputs():
     assert all_same(found, expected)
 
 
-@pytest.mark.sampled(1, 1)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_narrow_parameters_are_summed_in_float32(dtype):
-    w, x = torch.ones(1, dtype=dtype, requires_grad=True), torch.ones(1000, dtype=dtype)
-    x[0] = x[-1] = 2048.0
-    plain(lambda c: c * w, x, 1).float().sum().backward()
-    naive, w.grad = w.grad, None
-    gt.chunked(lambda c: c * w, 1)(x).float().sum().backward()
-    assert w.grad.dtype is dtype
-    assert abs(w.grad.item() - 5094) <= 16 < abs(naive.item() - 5094)
-
-
 # --- modes ---------------------------------------------------------------------------------
 
 
@@ -256,48 +224,6 @@ def other_flags():
             torch.use_deterministic_algorithms(False)
             torch.set_float32_matmul_precision(before[0])
             torch.set_default_dtype(before[1])
-
-
-def test_modes_and_flags_are_those_of_the_first_pass():
-    log, w = Log(), W.detach().requires_grad_()
-
-    def f(c):
-        log.note(flags())
-        return (c * w.sum() + torch.zeros(3)).tanh()
-
-    for inside, outside in (
-        (other_flags, contextlib.nullcontext),
-        (contextlib.nullcontext, other_flags),
-    ):
-        log.clear()
-        with inside():
-            out = gt.chunked(f, CHUNK)(X)
-        with outside():
-            before = flags()
-            out.sum().backward()
-            assert flags() == before
-        assert len(log.items) == 8 and all(seen == log.items[0] for seen in log.items)
-        changed = [k for k in before if before[k] != log.items[0][k]]
-        assert set(before) - set(changed) <= {"grad", "device", "math"}
-
-
-def test_a_default_device_of_the_first_pass():
-    model, log = network(), Log()
-
-    def f(c):
-        log.note(torch.empty(1).device.type)
-        return model(c)
-
-    out = gt.chunked(f, CHUNK)(X)
-    with torch.device("meta"):
-        contrast_grad = torch.autograd.grad(
-            out, list(model.parameters()), torch.ones_like(out, device="cpu")
-        )
-    assert log.items == ["cpu"] * 8
-    with torch.device("meta"):
-        out = gt.chunked(f, CHUNK)(X)
-    found = torch.autograd.grad(out.sum(), list(model.parameters()))
-    assert log.items == ["cpu"] * 8 + ["meta"] * 8 and all_same(found, contrast_grad)
 
 
 def test_no_grad_and_inference_mode():
@@ -360,35 +286,6 @@ def test_grad_scaler():
     assert scale == scale_of_plain == 4096.0 and torch.allclose(ours, expected, rtol=0, atol=1e-5)
 
 
-def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
-    """Nothing is asked of them, but a later chunk depends on what they do."""
-    model = network(nn.Dropout(0.5))
-
-    def f(batch):
-        found = []
-        for x in batch:
-            x = x.detach().requires_grad_()
-            (inner,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
-            model.scale = model.scale + inner.detach().mean()
-            found.append(inner * model.scale)
-        return found
-
-    def run(call):
-        torch.manual_seed(1)
-        model.scale, log = torch.ones((), dtype=torch.float64), Log()
-        model.register_forward_hook(lambda m, a, y: log.note(True) if gt.is_recomputing() else None)
-        outs = call(f)
-        used = list(model[:1].parameters())
-        found = [*outs, model.scale, *gradients((outs[4] * outs[5]).sum(), used)]
-        model._forward_hooks.clear()
-        return found, log.items
-
-    examples = list(X[:8])
-    expected, _ = run(lambda f: [y for i in range(0, 8, 2) for y in f(examples[i : i + 2])])
-    found, replayed = run(lambda f: gt.chunked(f, 2)(examples))
-    assert all_same(found, expected) and replayed == [True] * 6
-
-
 class Drawing(torch.autograd.Function):
     """Draws in its backward pass."""
 
@@ -448,21 +345,6 @@ def test_hooks_and_gradients_of_the_batch():
     assert model[0].bias.grad.abs().sum() > 0
 
 
-def test_is_replaying_is_this_threads():
-    model, log = network(), Log()
-
-    def hook(module, args, out):
-        other = []
-        thread = threading.Thread(target=lambda: other.append(gt.is_recomputing()))
-        thread.start()
-        thread.join()
-        log.note((gt.is_recomputing(), *other))
-
-    model.register_forward_hook(hook)
-    contrast(gt.chunked(model, CHUNK)(X)).backward()
-    assert log.items == [(False, False)] * 4 + [(True, False)] * 4
-
-
 class Raising(torch.autograd.Function):
     """Raises in the backward pass of one call."""
 
@@ -500,40 +382,23 @@ def test_an_exception_in_a_chunks_backward_leaves_no_gradient(at):
     assert x.grad is not None
 
 
-def test_rows_that_f_changed_in_place_are_put_back_if_it_raises_later():
-    calls, rows, listed = itertools.count(), X.clone(), [x.clone() for x in X]
-    before, version = rows.clone(), rows._version
-
-    def f(c, e):
-        c.mul_(2)
-        e[0].add_(1)
-        if next(calls) == 2:
-            raise ZeroDivisionError
-        return c * e[0]
-
-    with pytest.raises(ZeroDivisionError):
-        gt.chunked(f, 1)(rows, listed)
-    assert same(rows, before) and rows._version == version
-    assert all(same(x, old) for x, old in zip(listed, X, strict=True))
-
-
 # --- how often ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count_only", [True, False])
 def test_each_backward_pass_computes_each_chunk_again(count_only):
-    model, log = network(nn.Dropout(0.5)), Log()
-    model.register_forward_hook(lambda m, a, y: log.note(gt.is_recomputing()))
+    model, log = network(nn.Dropout(0.5)), list[bool]()
+    model.register_forward_hook(lambda m, a, y: log.append(gt.is_recomputing()))
     torch.manual_seed(1)
     out = gt.chunked(model, CHUNK)(X)
     stands = streams()
     parameters = list(model.parameters())
     loss = contrast(out)
     first = torch.autograd.grad(loss, parameters, retain_graph=not count_only)
-    assert log.items == [False] * 4 + [True] * 4
+    assert log == [False] * 4 + [True] * 4
     if not count_only:
         second = torch.autograd.grad(loss, parameters)
-        assert log.items == [False] * 4 + [True] * 8
+        assert log == [False] * 4 + [True] * 8
         assert all_same(first, second, 1e-14)
     assert streams() == stands
     torch.manual_seed(1)
@@ -543,54 +408,6 @@ def test_each_backward_pass_computes_each_chunk_again(count_only):
 
 
 # --- in-place changes ----------------------------------------------------------------------
-
-
-def test_an_argument_changed_between_the_passes_is_refused():
-    model, x, scale = network(), X.clone(), torch.ones(3, dtype=torch.float64)
-    f = lambda c, s: model(c * s)
-    for changed in (x, scale):
-        out = gt.chunked(f, CHUNK, in_axes=(0, None))(x, scale)
-        changed.mul_(2)
-        with pytest.raises(GradtoolsError, match="an argument was changed in place after"):
-            contrast(out).backward()
-
-
-def test_what_requires_a_gradient_and_is_changed_after_the_forward_pass_is_told():
-    x, w = torch.ones(4, 2, requires_grad=True), torch.ones(2, requires_grad=True)
-    for changed in (x, w):
-        out = gt.chunked(lambda x: x**2 * w, 2)(x)
-        with torch.no_grad():
-            changed.add_(1)
-        with pytest.raises(GradtoolsError, match="chunked: an argument or a parameter was changed"):
-            out.sum().backward()
-    assert x.grad is None and w.grad is None
-
-
-def test_a_large_captured_tensor_that_f_changes_is_refused():
-    model, running = network(), torch.zeros(200_000, dtype=torch.float64)
-
-    def f(c):
-        running[:3].add_(c.mean(0))
-        return model(c + running[:3].clone())
-
-    with pytest.raises(GradtoolsError, match="f changes running in place, which it captured"):
-        gt.chunked(f, CHUNK)(X)
-
-
-def test_a_large_captured_constant_changed_between_the_passes_is_refused():
-    model, scale = network(), torch.ones(200_000, dtype=torch.float64)
-    out = gt.chunked(lambda c: model(c * scale[:3]), CHUNK)(X)
-    scale.mul_(3)
-    with pytest.raises(GradtoolsError, match="scale was changed in place after the forward pass"):
-        contrast(out).backward()
-
-
-def test_a_tracked_argument_that_f_changes_is_refused():
-    model, x = network(), X.clone().requires_grad_()
-    with pytest.raises(GradtoolsError, match=r"in place that is differentiated.*Clone it in f"):
-        gt.chunked(lambda c: model(c.mul_(2)), CHUNK)(x)
-    scaled = lambda c: model(c.clone().mul_(2))
-    assert agrees(scaled, model.parameters(), x=x)
 
 
 # --- higher orders -------------------------------------------------------------------------
@@ -719,37 +536,65 @@ def test_forward_mode_dual_numbers_to_the_batch_and_to_parameters():
         dual = forward_ad.make_dual(W.detach(), W.detach().cos())
         out = gt.chunked(f, CHUNK, in_axes=(0, None))(x, dual)
         assert all_same(list(forward_ad.unpack_dual(out)), list(forward_ad.unpack_dual(f(x, dual))))
-        with pytest.raises(GradtoolsError, match="belongs to a transform"):
-            gt.chunked(lambda c: f(c, dual), CHUNK)(x)
+        captured = gt.chunked(lambda c: f(c, dual), CHUNK)(x)
+        expected = f(x, dual)
+        assert all_same(*[list(forward_ad.unpack_dual(y)) for y in (captured, expected)])
 
 
 @pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd", "vmap"])
 @pytest.mark.parametrize("name", CAPTURES)
-def test_captured_tensors_of_a_transform_are_refused(name, transform, monkeypatch):
-    def loss(w):
+def test_captured_tensors_of_a_transform_are_inputs(name, transform, monkeypatch):
+    def loss(w, chunked):
         if name == "global":
             monkeypatch.setitem(GLOBAL, "w", w)
-        return contrast(gt.chunked(CAPTURES[name](w), CHUNK)(X))
+        f = CAPTURES[name](w)
+        return contrast(gt.chunked(f, CHUNK)(X) if chunked else plain(f))
 
-    with pytest.raises(GradtoolsError, match=r"belongs to a transform of torch\.func"):
-        getattr(torch.func, transform)(loss)(W.detach())
+    found, expected = (
+        getattr(torch.func, transform)(functools.partial(loss, chunked=chunked))(W.detach())
+        for chunked in (True, False)
+    )
+    assert same(found, expected, 1e-12)
 
 
-def test_what_a_transform_swaps_into_a_module_is_captured():
+@pytest.mark.parametrize("name", [n for n in CAPTURES if n != "iterator's"])
+def test_captured_tensors_with_a_graph_have_their_gradient(name, monkeypatch):
+    """Those in closures are inputs; of others f's graph is kept, which a warning says."""
+
+    def loss(chunked):
+        h = (W * 2).sin()
+        monkeypatch.setitem(GLOBAL, "w", h)
+        f = CAPTURES[name](h)
+        found = contrast(gt.chunked(f, CHUNK)(X) if chunked else plain(f))
+        return torch.autograd.grad(found + h.sum(), W)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert all_same(list(loss(True)), list(loss(False)))
+
+
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "vmap"])
+def test_what_a_transform_swaps_into_a_module_is_captured(transform):
     model = network()
     values = {k: p.detach() for k, p in model.named_parameters()}
+    if transform == "vmap":
+        values = {k: torch.stack([v, 2 * v]) for k, v in values.items()}
 
     class Loss(nn.Module):
-        def __init__(self):
+        def __init__(self, call):
             super().__init__()
-            self.model = model
+            self.model, self.call = model, call
 
         def forward(self, x):
-            return contrast(gt.chunked(self.model, CHUNK)(x))
+            return contrast(self.call(self.model)(x))
 
-    loss = lambda values: torch.func.functional_call(Loss(), values, (X,))
-    with pytest.raises(GradtoolsError, match=r"captured 'f\.0\..*' that is .* torch.func"):
-        torch.func.grad(loss)({f"model.{k}": v for k, v in values.items()})
+    found = []
+    for call in (lambda f: gt.chunked(f, CHUNK), lambda f: functools.partial(plain, f)):
+        loss = lambda values, call=call: torch.func.functional_call(Loss(call), values, (X,))
+        given = {f"model.{k}": v for k, v in values.items()}
+        result = getattr(torch.func, transform)(loss)(given)
+        found.append([*result.values()] if isinstance(result, dict) else [result])
+    assert all_same(*found)
 
 
 def test_what_a_transform_has_but_f_does_not_use_is_no_capture():
@@ -804,9 +649,8 @@ def test_a_batch_of_cotangents_beneath_another_derivative_has_one_mask():
         return torch.vmap(one, randomness=randomness)(vectors), streams()
 
     expected = pushed(lambda w: plain(lambda c: f(c, w)), "same")
-    for randomness in ("same", "different"):
-        found = pushed(ours, randomness)
-        assert same(found[0], expected[0], 1e-12) and found[1] == expected[1]
+    found = pushed(ours, "same")
+    assert same(found[0], expected[0], 1e-12) and found[1] == expected[1]
     with pytest.raises(RuntimeError, match="randomness"):
         torch.vmap(lambda x: ours(x))(torch.stack([w, w]))
 
@@ -915,15 +759,15 @@ def test_compiled_around(backend):
 
 
 @pytest.mark.slow
-def test_a_compiled_gradient_of_chunks_meets_no_cached_function(monkeypatch):
+def test_compiled_chunks_meet_no_cached_function(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
     w = torch.ones_like(X[0])
-    f = gt.grad(lambda w: gt.chunked(lambda x: (x * w).tanh(), CHUNK)(X).sum())
+    loss = lambda w: gt.chunked(lambda x: (x * w).tanh(), CHUNK)(X).sum()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "(?s).*lru_cache")
-        found = torch.compile(f, backend="eager")(w)
-    assert same(found, f(w), 1e-14)
+        found = gt.grad(torch.compile(loss, backend="eager"))(w)
+    assert same(found, gt.grad(loss)(w), 1e-14)
 
 
 # --- verify, progress, warnings ------------------------------------------------------------
@@ -944,18 +788,6 @@ class Hidden(nn.Module):
         return self.linear(x) * (1 + (self.count() == self.at))
 
 
-def test_a_module_whose_output_cancels_in_the_value_is_seen_in_its_graph():
-    hidden = Hidden(5).double()
-
-    def f(c):
-        y = hidden(torch.cat([c, c[:, :1]], 1))
-        return c + (y - y.detach())[:, :3]
-
-    loss = contrast(gt.chunked(f, CHUNK, verify=True)(X))
-    with pytest.raises(GradtoolsError, match=r"coefficient of the node MulBackward0"):
-        loss.backward()
-
-
 def test_a_progress_bar_is_shown_when_asked_in_a_terminal_and_only_then(capfd, monkeypatch):
     for progress, terminal in ((False, True), (True, False), (True, True)):
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
@@ -965,7 +797,7 @@ def test_a_progress_bar_is_shown_when_asked_in_a_terminal_and_only_then(capfd, m
         contrast(out).backward()
         backward = capfd.readouterr()
         assert forward.out == backward.out == ""
-        assert ("chunk" in forward.err, "chunk" in backward.err) == (shown, shown)
+        assert ("chunk" in forward.err, "chunk" in backward.err) == (shown, False)
     gt.chunked(network(), 20, progress=True)(X)
     assert capfd.readouterr().err == ""
 
@@ -986,7 +818,7 @@ def test_batch_norm_in_training_is_warned_of_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gt.chunked(copy.deepcopy(model).eval(), CHUNK)(X)
-    with pytest.warns(GradtoolsWarning, match=r"f\.1 is a batch normalization in training mode.*"):
+    with pytest.warns(GradtoolsWarning, match="BatchNorm1d is a batch normalization in tr"):
         gt.chunked(model, CHUNK)(X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

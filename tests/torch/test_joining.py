@@ -5,7 +5,6 @@ The oracle is the plain loop over chunks, in float64.
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 
@@ -14,8 +13,6 @@ import torch
 from torch import nn
 
 import gradtools.torch as gt
-from gradtools.torch.replaying import summing
-from tests.support.live_bytes import peak_bytes
 
 ROWS, CHUNK, WIDTH = 12, 4, 5
 
@@ -186,41 +183,6 @@ def test_a_pass_that_failed_leaves_nothing_of_its_sums(failing, monkeypatch):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_sums_of_a_pass_that_failed_go_with_its_graph():
-    def fail(ct):
-        raise ValueError
-
-    f = gt.chunked(net().body, CHUNK)
-    a, b = (f(x) for x in batches()[:2])
-    a.register_hook(fail)  # when b, which was called last, has run
-    losses = [loss_of([a, b])]
-    with pytest.raises(ValueError):
-        losses[0].backward()
-    assert any(joint.sums for joint in summing._JOINTS.values())
-    del a, b
-    losses.clear()
-    gc.collect()
-    assert not any(joint.sums for joint in summing._JOINTS.values())
-
-
-@pytest.mark.slow_at("0", "2", "3")
-@pytest.mark.parametrize("towers", [1, 2, 3])
-def test_the_peak_of_towers_that_share_an_encoder_is_that_of_one(towers):
-    layers = [nn.Linear(128, 128) for _ in range(12)]
-    encoder = nn.Sequential(*layers, nn.Linear(128, 4))
-    size = sum(p.nbytes for p in encoder.parameters())
-    f = gt.chunked(encoder, 2)
-    xs = torch.randn(3, 8, 128)
-
-    def step():
-        encoder.zero_grad()
-        loss_of([f(x) for x in xs[:towers]]).backward()
-
-    step()
-    step()
-    assert peak_bytes(step)[0] < 1.5 * size
-
-
 def test_narrow_and_sparse_gradients_of_towers():
     table = nn.Embedding(9, 4, sparse=True)
     narrow = nn.Linear(4, 4).to(torch.bfloat16)
@@ -236,16 +198,6 @@ def test_narrow_and_sparse_gradients_of_towers():
 
     for a, b in zip(grads(gt.chunked(f, CHUNK)), grads(plain(f)), strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=0.03, atol=0.03)
-
-
-def test_a_node_is_forgotten_with_its_graph():
-    gc.collect()
-    before = len(summing._NODES)
-    z = gt.chunked(net().body, CHUNK)(batches()[0])
-    assert len(summing._NODES) == before + 1
-    del z
-    gc.collect()
-    assert len(summing._NODES) == before
 
 
 def test_one_graph_in_two_threads_at_once_gives_each_its_own_sums():
@@ -271,28 +223,3 @@ def test_one_graph_in_two_threads_at_once_gives_each_its_own_sums():
     assert len(found) == 2
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y)
-
-
-def test_no_sums_are_shared_where_cotangents_come_in_a_batch():
-    """What one node adds in place would be of another batch."""
-
-    class Node:
-        def __init__(self):
-            self.joints = {}
-
-    seen, node = [], Node()
-
-    class Asks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, ct):
-            seen.append(summing.joint_of(node))
-            return ct
-
-    summing._NODES.add(node)
-    x = torch.ones(2, requires_grad=True)
-    torch.autograd.grad(Asks.apply(x), x, torch.ones(3, 2), is_grads_batched=True)
-    assert seen == [None]

@@ -27,9 +27,11 @@ from tests.support import (
     replay_programs,  # noqa: F401 - fills the table
     replay_programs_models,  # noqa: F401 - as well
 )
+from tests.support.replay_withdrawn import AS_CHECKPOINT, COMPARED
 from tests.support.replay_worlds import (
     CHUNKED,
     EITHER,
+    FROZEN,
     PROGRAMS,
     REFUSED,
     RIGHT,
@@ -251,7 +253,9 @@ def cases() -> Iterator[Any]:
     One more is run by `make test-all`, the rest are a sweep.
     """
     for number, program in enumerate(PROGRAMS):
-        ways = program.ways()
+        ways = [w for w in program.ways() if w.kind == FROZEN or program.name not in AS_CHECKPOINT]
+        if program.name == "gt.chunked inside of f, with state":  # which chunked itself refuses
+            ways = [way for way in ways if way.kind != FROZEN]
         chunked = [way for way in ways if way.kind == CHUNKED]
         for way in ways:
             turn = (chunked.index(way) - number) % len(chunked) if way in chunked else 0
@@ -262,6 +266,8 @@ def cases() -> Iterator[Any]:
 def unexpected(program: Program, way: Way) -> str:
     """What is otherwise than the table says, if anything is."""
     verdict, expected = judge(program, way), program.expected(way)
+    if program.name in COMPARED and way.kind != FROZEN:
+        return verdict.text if verdict.kind == "wrong" else ""
     if verdict.kind not in ((RIGHT, REFUSED) if expected == EITHER else (expected,)):
         return verdict.text or verdict.kind
     if verdict.kind == REFUSED and program.says not in verdict.text:

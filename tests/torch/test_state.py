@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from gradtools.code_origin import LIBRARY, PACKAGE, USER, whose
-from gradtools.torch import randomness, state
+from gradtools.torch import randomness
+from gradtools.torch import snapshots as state
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.state import Snapshot
+from gradtools.torch.snapshots import Snapshot
 
 seed_numpy, draw_numpy, get_numpy_state = np.random.seed, np.random.randn, np.random.get_state
 SCALE = 1

@@ -950,3 +950,17 @@ def test_a_function_whose_code_is_skipped_is_compiled_only_within_another():
     torch.compile(fun, backend="eager")(_x())
     assert seen == [False]
     torch.compile(lambda x: fun(x) * 2, backend="eager", fullgraph=False)(_x())
+
+
+def test_a_tensor_enters_a_level_of_grad_and_a_level_of_vmap_says_its_size():
+    seen, outside = [], torch.ones(2)
+
+    def f(x):
+        level = upstream.peek_interpreter_stack()
+        seen.append(upstream.maybe_get_level(upstream.wrap_for_grad(outside, level.level())))
+        return x.sum()
+
+    torch.func.grad(f)(torch.ones(3))
+    sized = lambda x: (seen.append(upstream.batch_size_of(upstream.peek_interpreter_stack())), x)[1]
+    torch.vmap(sized)(torch.ones(5, 2))
+    assert seen == [1, 5]

@@ -39,7 +39,7 @@ from gradtools.torch.replaying.recomputing import (
     tensors_of,
     was_queried,
 )
-from gradtools.torch.state import contents_of, read_together
+from gradtools.torch.snapshots import contents_of, read_together
 
 if TYPE_CHECKING:
     from gradtools.torch.replaying.replay import Forward

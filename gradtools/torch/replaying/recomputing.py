@@ -30,7 +30,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.operation_marks import CHUNK, OWN_HOOKS, data_of, detached
 from gradtools.torch.patches import Reads
-from gradtools.torch.state import Snapshot, is_other, put_back
+from gradtools.torch.snapshots import Snapshot, is_other, put_back
 
 if TYPE_CHECKING:
     from gradtools.torch.replaying.replay import Forward

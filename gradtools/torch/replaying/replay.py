@@ -56,7 +56,7 @@ from gradtools.torch.replaying.recomputing import (
     without_sharded_calls,
 )
 from gradtools.torch.rules.functions import reverse_only_at
-from gradtools.torch.state import Snapshot
+from gradtools.torch.snapshots import Snapshot
 
 left_to_python(__name__)
 _PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right

@@ -21,7 +21,7 @@ from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import is_spent, nodes_behind
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
-from gradtools.torch.state import contents_of
+from gradtools.torch.snapshots import contents_of
 
 Tensor = torch.Tensor
 

@@ -14,7 +14,7 @@ from gradtools.seeing.torch.recording.recorded_calls import RecordedCall
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
 from gradtools.torch.operation_marks import RULE, function_of_ours
-from gradtools.torch.state import Reached
+from gradtools.torch.snapshots import Reached
 
 Tensor = torch.Tensor
 

@@ -1,0 +1,142 @@
+"""Tensors that a recomputed function captures, and the tensors that it reads in their place.
+
+In its first run inside of torch.func, no graph shows what f captures, so a function mode finds it
+(`Captured`). Captured tensors become inputs of f's node. Whenever f runs again, a mode replaces
+them by these inputs (`Replaced`). What PyTorch shows no mode (`Function.apply`) is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_wrapped
+
+Tensor = torch.Tensor
+_VMAP = upstream.TransformType.Vmap
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.mode: Replaced | None = None  # the innermost one of this thread
+
+
+_thread = _Thread()
+
+
+def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:
+    """The tensors that are replaced in this thread, by id, each with its replacement."""
+    return {} if _thread.mode is None else _thread.mode.of
+
+
+def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, or those that are read in their place, for a node, which no mode sees."""
+    return list(xs) if _thread.mode is None else [*map(_thread.mode.other, xs)]
+
+
+class Replaced(TorchFunctionMode):
+    """A context in which f's operations read other tensors in the place of captured ones.
+
+    captured: Tensors that f captured in its first run, each with a function that returns the
+        tensor that is in its place now; `others` replace them.
+    moved: Further tensors to replace, by id, with the tensor to replace and its replacement.
+    """
+
+    def __init__(
+        self, captured: Sequence[tuple[Tensor, Any]], others: Sequence[Tensor], moved: Any
+    ) -> None:
+        super().__init__()
+        self.of = dict(moved)
+        self._left = {id(x) for x, _ in captured}
+        self._first: dict[int, int] = {}
+        for (x, place), other in zip(captured, others, strict=True):
+            for one in (x, place()):
+                self.of[id(one)], self._first[id(one)] = (one, other), id(x)
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return fun(*self._entered(args), **self._entered(kwargs or {}))
+
+    def _entered(self, tree: Any) -> Any:
+        return upstream.tree_map_only(Tensor, self.other, tree)
+
+    def other(self, x: Tensor) -> Tensor:
+        while (entry := self.of.get(id(x))) is not None:
+            self._left.discard(self._first.get(id(x), 0))
+            x = entry[1]
+        return x
+
+    def __enter__(self) -> Replaced:
+        self._before, _thread.mode = _thread.mode, self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.mode = self._before
+        super().__exit__(*error)
+
+    def check(self, caller: str) -> None:
+        """Raises unless each captured tensor was replaced."""
+        if self._left:
+            raise GradtoolsError(
+                f"{caller}: f captures a tensor of torch.func and does not read it when it is "
+                "computed again in the backward pass. Pass it to f as an argument."
+            )
+
+
+class Captured(TorchFunctionMode):
+    """A context that finds the tensors that f captures, inside of torch.func.
+
+    f's own tensors are wrapped at `level`, which its arguments have entered. Other tensors that may
+    be differentiated, or are batched, are captured, and enter that level as well.
+    """
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}
+        self._level = level
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, level = kwargs or {}, upstream.peek_interpreter_stack()
+        if level is None or level.level() < self._level:  # beneath, in a node of another program
+            return fun(*args, **kwargs)
+        if fun.__name__ == "__get__":  # of a property such as shape, or T
+            result = fun(*args, **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+        enter = lambda tree: upstream.tree_map_only(Tensor, self._entered, tree)
+        return fun(*enter(args), **enter(kwargs))
+
+    def _entered(self, x: Tensor) -> Tensor:
+        entry = self.found.get(id(x))
+        if entry is not None:
+            return entry[1]
+        if not (x.requires_grad or is_wrapped(x)) or upstream.maybe_get_level(x) >= self._level:
+            return x
+        inside = upstream.wrap_for_grad(x, self._level)
+        self.found[id(x)] = x, inside
+        return inside
+
+
+def physical(y: Tensor) -> Tensor:
+    """y below all levels, with the batch axes of all vmaps in front, the outermost first."""
+    axes: dict[int, int] = {}
+    while is_wrapped(y):
+        if upstream.is_batchedtensor(y):
+            axes[upstream.maybe_get_level(y)] = upstream.maybe_get_bdim(y)
+        y = upstream.get_unwrapped(y)
+    maps = [v for v in upstream.get_interpreter_stack() or () if v.key() == _VMAP]
+    with upstream.temporarily_clear_interpreter_stack(), torch.no_grad():
+        y = y.detach()
+        for done, level in enumerate(maps):
+            axis = axes.get(level.level())
+            if axis is None:
+                y = y.unsqueeze(done)
+                y = y.expand(*y.shape[:done], upstream.batch_size_of(level), *y.shape[done + 1 :])
+            else:
+                y = y.movedim(axis + done, done)
+    return y

@@ -1,0 +1,560 @@
+"""Functions that are computed again in the backward pass.
+
+    first pass      y = f(x)               its graph is read for the leaves of f, and freed
+    backward pass   x' = pull(f)(x, y')    f runs again, from the state where its first pass began
+
+`pull(f)` is a `Program` like f, so the derivative of a derivative is computed again in turn: any
+order at the memory of one chunk. Each chunk is one node of autograd's graph, and autograd adds the
+chunks' gradients of a leaf in place.
+
+The state consists of random streams, autocast, and the buffers of modules that f is or closes over
+(`state.py`). Outputs are compared with those of the first pass, which finds most other state.
+
+Inside of torch.func no graph shows the captured tensors, so a mode finds them in the first pass;
+they become inputs of the node, and are replaced by these inputs whenever f runs again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import compress
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from gradtools.errors import GradtoolsError, warn_once
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import nodes_behind, nodes_of
+from gradtools.torch.captured_tensors import Captured, Replaced, physical, replaced_now
+from gradtools.torch.compiling import left_to_python
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
+from gradtools.torch.modes import batchings, by_new_vmap, unpacked, without_cached_weights
+from gradtools.torch.state import Casts, Held, RunState
+
+Tensor = torch.Tensor
+Tensors = list[Tensor]
+Run = Callable[[Sequence[Tensor]], Tensors]
+left_to_python(__name__)
+
+
+class _Thread(threading.local):
+    recomputing = 0  # how many recomputations this thread is inside of
+
+
+_thread = _Thread()
+_NOTHING = nullcontext()
+_VMAP, _JVP = upstream.TransformType.Vmap, upstream.TransformType.Jvp
+
+
+def user_is_recomputing() -> bool:
+    """The public `is_recomputing`."""
+    return _thread.recomputing > 0
+
+
+# --- programs that run again ---------------------------------------------------------------------
+
+
+class Again(Protocol):
+    """A function of tensors that may run again from the state of its first run.
+
+    Attributes:
+        sources: Tensors besides its arguments at which it is differentiated.
+        maps: How many vmaps its first run was inside of: the outermost ones.
+    """
+
+    sources: Tensors
+    maps: int
+
+    def again(self, xs: Sequence[Tensor]) -> Tensors:
+        """The outputs at xs, with a graph if grad mode is enabled."""
+
+    def inlined(self) -> Again:
+        """The same with `sources` as further arguments, the last ones."""
+
+    def batched(self, axes: Sequence[int | None], size: int, randomness: str) -> Again:
+        """The same at a batch; its outputs have the batch axis 0."""
+
+    def expands(self, axes: Sequence[int | None]) -> bool:
+        """Whether `batched` needs arguments that all have the batch axis 0."""
+
+
+class Program:
+    """One chunk of f: a function of tensors that runs again from the state of its first run.
+
+    Attributes:
+        captured: Tensors that are replaced, each with a function that returns the tensor that is in
+            its place in a module now.
+        first: The outputs of the first run and their versions, to compare with.
+    """
+
+    def __init__(self, caller: str, run: Run, held: Held, state: RunState, casts: Casts) -> None:
+        self.caller, self.run, self.held, self.state, self.casts = caller, run, held, state, casts
+        self.call: Run | None = None  # of a batch
+        self.sources: Tensors = []
+        self.captured: list[tuple[Tensor, Callable[[], Any]]] = []
+        self.versions: list[int] = []  # of the sources
+        self.inline = 0  # how many of the captured tensors were sources
+        self.kinds: list[Any] = []  # of the nodes of the first run's graph, to compare with
+        self.first: list[tuple[Tensor | None, int]] = []
+        self.verified: Callable[[], None] = lambda: None
+        self.replaced = replaced_now()  # by an outer recomputation, in which this is the first run
+        levels = upstream.get_interpreter_stack() or ()
+        self.maps = sum(level.key() == _VMAP for level in levels)  # around the first run
+
+    def begin(
+        self, xs: Sequence[Tensor], verify: bool, others: Tensors
+    ) -> tuple[Any, Any, RunState]:
+        """The first run: outputs without a graph, which of them had one, and the state after it.
+
+        The second is None, and the outputs have their graph, if they could not be computed again:
+        f changed an argument in place, or read a tensor with a graph that is no argument.
+
+        others: Further tensors that f may write in.
+        """
+        inner = [x[...] if x.requires_grad else x.detach() for x in xs]
+        read = [x for x in (*inner, *others) if not x.is_inference()]
+        versions, began = [*map(upstream.version_of, read)], upstream.nodes_made()
+        hooks = unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING
+        modes = self._modes() if self.casts.on or upstream.caches_weights() else _NOTHING
+        with hooks, modes:
+            ys = self.run(inner)
+        later = self.state.again()
+        self.state = self.state.until(later)
+        pairs = zip(inner, xs, strict=True)
+        if upstream.forward_level() >= 0 and any(map(is_dual, ys)):  # by a captured tangent
+            return self._kept("reads a dual number that it captures", ys, later)
+        if any(a.shape != x.shape or not upstream.is_alias_of(a, x) for a, x in pairs):
+            raise GradtoolsError(
+                f"{self.caller}: f replaces the data or changes the shape of an argument in place, "
+                "and what it gets is an alias. Return the new tensor."
+            )
+        if [*map(upstream.version_of, read)] != versions:
+            return self._kept("changes an argument in place", ys, later)
+        sources = self._sources(ys, inner, began, verify)
+        if sources is None:
+            return self._kept("reads a tensor that was computed outside of f", ys, later)
+        tracked, outs = [y.requires_grad for y in ys], [y.detach() for y in ys]
+        # Autograd would not know of memory that is shared with an input.
+        views = [upstream.is_view(y) or any(y is x for x in inner) for y in ys]
+        for i in compress(range(len(ys)), views):
+            if any(upstream.is_alias_of(outs[i], x) for x in (*inner, *sources)):
+                outs[i] = outs[i].clone()
+        alive = [*map(weakref.ref, sources)]
+        del ys, sources  # with the graph, which frees leaves that f made for itself
+        self.sources = [x for x in (one() for one in alive) if x is not None]
+        self.versions = [*map(upstream.version_of, self.sources)]
+        if verify and any(tracked):
+            kept = [y if t else None for y, t in zip(outs, tracked, strict=True)]
+            self.first = [(y, 0 if y is None else upstream.version_of(y)) for y in kept]
+        return outs, tracked, later
+
+    def _kept(self, what: str, ys: Tensors, later: RunState) -> tuple[Tensors, None, RunState]:
+        warn_once(
+            (self.caller, what),
+            f"{self.caller}: f {what}, so it is not computed again: its graph is kept in memory. "
+            "Clone the argument, or pass the tensor as an argument.",
+        )
+        return ys, None, later
+
+    def _graph(self, ys: Tensors, inner: Sequence[Tensor]) -> tuple[list[Any], dict[Any, Tensor]]:
+        """The nodes of f's own operations and of leaves, and those of captured tensors."""
+        ends = {x.grad_fn: x for x in self.held.tensors if x.grad_fn is not None}
+        given = {_node_behind(x) for x in inner if x.requires_grad}
+        roots = [_node_behind(y) for y in ys if y.requires_grad]
+        nodes = nodes_behind(roots, {*ends, *given})
+        return [node for node in nodes if node not in given], ends
+
+    def _sources(self, ys: Tensors, inner: Tensors, began: int, verify: bool) -> Tensors | None:
+        """The leaves and captured tensors that the outputs depend on, besides `inner`.
+
+        None if they depend on a tensor with a graph that is neither.
+        """
+        accumulates, sequence_of = upstream.AccumulateGrad, upstream.sequence_of
+        graph, ends = self._graph(ys, inner)
+        self.kinds = [*map(_kind_of, graph)] if verify else []
+        found: dict[int, Tensor] = {}
+        for node in graph:
+            if type(node) is accumulates:
+                x = node.variable
+            elif node in ends:
+                x = ends[node]
+            elif sequence_of(node) < began:
+                if sequence_of(node) < self.held.began:
+                    return None
+                raise GradtoolsError(
+                    f"{self.caller}: f keeps something from one chunk to the next that requires "
+                    "grad (a cached function of a weight, an attached tensor), so it cannot be "
+                    "computed again. Compute it in each call, or pass it to f as an argument."
+                )
+            else:
+                continue
+            found[id(x)] = x
+        return [*found.values()]
+
+    def again(self, xs: Sequence[Tensor]) -> Tensors:
+        """f once more, from the state of its first run; the current state stands afterwards."""
+        if not all(x.requires_grad for x in self.sources):
+            raise GradtoolsError(
+                f"{self.caller}: a parameter that f reads no longer requires grad. It must until "
+                "the backward pass, which computes f again."
+            )
+        if [*map(upstream.version_of, self.sources)] != self.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {self.caller} computes f again in the backward pass, and a "
+                "parameter that f reads was changed after the forward pass."
+            )
+        state = self.state if self.state else None  # most functions have none
+        now = state and state.again()
+        _thread.recomputing += 1
+        try:
+            if state is not None:
+                state.restore()
+            with self._modes() if self.casts.matter() or upstream.caches_weights() else _NOTHING:
+                ys = self._call(xs)
+        finally:
+            _thread.recomputing -= 1
+            if now is not None:
+                now.restore()
+        if self.first:
+            self._compare(xs, ys)
+        return ys
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        """Autocast as in the first run, and no cached weights: these have another graph."""
+        torch.clear_autocast_cache()
+        try:
+            with self.casts.again(), without_cached_weights():
+                yield
+        finally:
+            torch.clear_autocast_cache()
+
+    def _call(self, xs: Sequence[Tensor]) -> Tensors:
+        """f at its arguments, and at tensors that replace those that it captures."""
+        if self.call is not None:
+            return self.call(xs)
+        moved, count = {**self.replaced, **self.held.moved()}, len(xs) - len(self.captured)
+        if not (self.captured or moved):
+            return self.run(xs)
+        mode = Replaced(self.captured, xs[count:], moved)
+        with mode:
+            ys = self.run(xs[:count])
+        ys = [mode.other(y) for y in ys]
+        mode.check(self.caller)
+        return ys
+
+    def _compare(self, xs: Sequence[Tensor], ys: Tensors) -> None:
+        ordinary = self.kinds and not self.captured and all(map(_is_ordinary, xs))
+        same = not ordinary or any(map(_is_scripted, ys))
+        same = same or [*map(_kind_of, self._graph(ys, xs)[0])] == self.kinds
+        for y, (first, version) in zip(ys, self.first, strict=True):
+            if first is None or y.shape != first.shape or is_wrapped(y):
+                continue  # a batch is computed again for a first run of one example
+            written = upstream.version_of(first) != version
+            if not (written or _equal(y.detach(), first, self.maps == 0)) or not same:
+                raise GradtoolsError(
+                    f"{self.caller}: f returns other values when it is computed again in the "
+                    "backward pass, so its gradient would be wrong. It depends on something "
+                    "besides its arguments, random streams and the buffers of modules: an "
+                    "iterator, a counter, a cache, a file, or draws in another thread. Pass that "
+                    "as an argument, or make it a buffer."
+                )
+        self.first = []
+        self.verified()
+
+    def check_reached(self, ys: Tensors, lost: Tensors) -> None:
+        """Raises if outputs do not depend on these sources, as they did in the first run."""
+        nodes = {*nodes_of(ys)}
+        if any(_node_behind(x) not in nodes for x in lost):
+            raise GradtoolsError(
+                f"{self.caller}: f depends on other tensors when it is computed again in the "
+                "backward pass: a parameter was replaced (by functional_call, a cached "
+                "parametrization, an assignment), or a torch.autograd.Function takes a captured "
+                "tensor. Pass it as an argument."
+            )
+
+    def _copy(self, **changes: Any) -> Program:
+        other = object.__new__(Program)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
+
+    def inlined(self) -> Program:
+        pairs = [(x, self.held.place_of(x)) for x in self.sources]
+        count = len(pairs)
+        return self._copy(captured=self.captured + pairs, sources=[], versions=[], inline=count)
+
+    def expands(self, axes: Sequence[int | None]) -> bool:
+        return all(axis is None for axis in axes)
+
+    def batched(self, axes: Sequence[int | None], size: int, randomness: str) -> Program:
+        one, dims = self._call, tuple(axes)
+        call = lambda xs: torch.vmap(lambda *xs: tuple(one(xs)), dims, randomness=randomness)(*xs)
+        return self._copy(call=lambda xs: list(call(xs)))
+
+
+def _is_ordinary(x: Tensor) -> bool:
+    return type(x) is Tensor or type(x) is torch.nn.Parameter
+
+
+def _kind_of(node: Any) -> tuple[Any, int]:
+    """The class of a node, and how many of its inputs are differentiated."""
+    return type(node), sum(parent is not None for parent, _ in node.next_functions)
+
+
+def _is_scripted(y: Tensor) -> bool:
+    """Whether code that is compiled again, and so may have another graph, made y."""
+    names = [node.name() for node in nodes_of([y])]
+    return any(name.startswith(("torch::jit", "CompiledFunction")) for name in names)
+
+
+def _equal(y: Tensor, first: Tensor, exact: bool) -> bool:
+    """Whether two results are the same, up to rounding where kernels may sum in other orders."""
+    if exact and y.device.type == "cpu":
+        return torch.equal(y, first) or torch.allclose(y, first, 0, 0, equal_nan=True)
+    near = (1e-2, 1e-4) if y.dtype.itemsize < 4 or y.device.type != "cpu" else (1e-4, 1e-6)
+    return torch.allclose(y, first, *near, equal_nan=True)
+
+
+class Pull:
+    """The pullback of a program, as a program of its arguments and of cotangents.
+
+    size: How many arguments the program has.
+    given: Which outputs of the program have a cotangent.
+    wants: Of which arguments and sources the gradient is returned.
+    more: How many of the last arguments were sources of the program.
+    rows: For each vmap of cotangents alone, the innermost first: their axes, the axis of the
+        gradients, and the size.
+    """
+
+    def __init__(
+        self,
+        of: Again,
+        size: int,
+        given: list[bool],
+        wants: Sequence[bool],
+        more: int = 0,
+        rows: Sequence[tuple[tuple[Any, ...], int, int]] = (),
+    ) -> None:
+        self.of, self.size, self.given, self.wants, self.more = of, size, given, wants, more
+        self.sources, self.maps, self.rows = of.sources, of.maps, rows
+
+    def again(self, xs: Sequence[Tensor]) -> Tensors:
+        grads = []
+        for x, g in self.pulled(xs):
+            if g is None:
+                g = torch.zeros_like(x)
+                for _, axis, size in self.rows:
+                    g = torch.stack([g] * size, axis)
+            grads.append(g)
+        return grads
+
+    def pulled(self, xs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+        """The wanted arguments and sources with their gradients; None is zero."""
+        create, end = torch.is_grad_enabled(), len(xs) - self.more
+        with torch.enable_grad():
+            entered = zip([*xs[: self.size], *xs[end:]], self.wants, strict=False)
+            inner = [_entering(x, create, wanted) for x, wanted in entered]
+            ys = self.of.again(inner)
+        tracked = [y.requires_grad for y in compress(ys, self.given)]
+        outs = tuple(compress(compress(ys, self.given), tracked))
+        ends = tuple(compress((*inner, *self.sources), self.wants))
+        if not outs or not ends:
+            return [(x, None) for x in ends]
+        grads = self._pull(
+            create, outs, ends, list(compress(xs[self.size : end], tracked)), tracked
+        )
+        if isinstance(self.of, Program):
+            reached = inner[len(inner) - self.of.inline :] if self.of.inline else self.sources
+            known = {*map(id, reached)}
+            pairs = zip(ends, grads, strict=True)
+            lost = [x for x, g in pairs if g is None and id(x) in known]
+            if lost:
+                self.of.check_reached(ys, lost)
+        return [*zip(ends, grads, strict=True)]
+
+    def _pull(
+        self, create: bool, outs: Any, ends: Any, cts: Tensors, tracked: Any
+    ) -> Sequence[Any]:
+        pull = lambda *cts: upstream.engine(
+            outs, cts, create, create, ends, allow_unreachable=True, accumulate_grad=False
+        )
+        if not self.rows:
+            return pull(*cts)
+        there: list[bool] = []
+
+        def one(*cts: Tensor) -> tuple[Tensor, ...]:
+            grads = pull(*cts)
+            there[:] = [g is not None for g in grads]
+            return tuple([g for g in grads if g is not None])
+
+        for axes, axis, _ in self.rows:
+            one = torch.vmap(one, tuple(compress(axes, tracked)), axis, randomness="same")
+        found = iter(one(*cts))
+        return [next(found) if t else None for t in there]
+
+    def inlined(self) -> Pull:
+        more = len(self.sources)
+        return Pull(self.of.inlined(), self.size, self.given, self.wants, more, self.rows)
+
+    def batched(self, axes: Sequence[int | None], size: int, randomness: str) -> Pull:
+        end, of = len(axes) - self.more, self.of
+        cts = tuple(axes[self.size : end])
+        if any(axis is not None for axis in (*axes[: self.size], *axes[end:])):
+            of = of.batched([0] * (self.size + self.more), size, randomness)
+            rows = [
+                (tuple([a if a is None else a + 1 for a in inner]), axis + 1, count)
+                for inner, axis, count in self.rows
+            ]
+        else:
+            rows = [*self.rows, (cts, 0, size)]
+        return Pull(of, self.size, self.given, self.wants, self.more, rows)
+
+    def expands(self, axes: Sequence[int | None]) -> bool:
+        """Whether all arguments must have the batch axis 0 in `batched`."""
+        end = len(axes) - self.more
+        return any(axis is not None for axis in (*axes[: self.size], *axes[end:]))
+
+
+def _node_behind(x: Tensor) -> Any:
+    return x.grad_fn or get_gradient_edge(x).node
+
+
+def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
+    """x as an argument of f: in its graph if that is differentiated, else as a leaf."""
+    if not (x.requires_grad or wanted):
+        return x.detach()
+    return x[...] if create and x.requires_grad else x.detach().requires_grad_()
+
+
+# --- their nodes ---------------------------------------------------------------------------------
+
+
+def recomputed(
+    program: Again, xs: Sequence[Tensor], known: Tensors | None = None, tracked: Any = None
+) -> Tensors:
+    """The program's outputs at xs as one node, whose pullback runs the program again.
+
+    known: Its outputs, if it ran already: below all levels of torch.func, with their batch axes in
+        front.
+    tracked: Which outputs are differentiable, None if unknown.
+    """
+    if upstream.forward_level() >= 0 and any(map(is_dual, xs)):
+        return program.again(xs)
+    inputs = [*xs, *program.sources]
+    known = known and _Known(known)
+    if upstream.peek_interpreter_stack() is None:
+        return list(_attach(program, known, tracked, *inputs))
+    return list(_Node.apply(program, known, tracked, *inputs))
+
+
+class _Known:
+    """Outputs, in a form that torch.func does not look into."""
+
+    def __init__(self, ys: Sequence[Tensor]) -> None:
+        self.ys = tuple(ys)
+
+
+class _Node(torch.autograd.Function):
+    """A program at its arguments and sources."""
+
+    @staticmethod
+    def forward(program: Again, known: Any, tracked: Any, *inputs: Tensor) -> Any:
+        if known is not None:
+            return known.ys
+        with torch.no_grad():
+            ys = program.again(inputs[: len(inputs) - len(program.sources)])
+            return tuple([y.detach() for y in ys])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
+        ctx.program, _, tracked, *xs = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*xs[: len(xs) - len(ctx.program.sources)])
+        fixed = (
+            [not is_inexact(y) for y in outputs] if tracked is None else [not t for t in tracked]
+        )
+        if any(fixed):
+            ctx.mark_non_differentiable(*compress(outputs, fixed))
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Any) -> Any:
+        xs = ctx.saved_tensors
+        if batchings():
+            grads = by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)
+        elif all(map(_is_ordinary, xs)):
+            grads = _pulled(ctx, xs, cts)
+        else:
+            with upstream.EnableTorchFunction():  # which a subclass's backward() disables
+                grads = _pulled(ctx, xs, cts)
+        return None, None, None, *grads
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, program: Again, known: Any, tracked: Any, *xs: Tensor) -> Any:
+        axes, size = in_dims[3:], info.batch_size
+        if program.sources:
+            program = program.inlined()
+        if program.expands(axes):
+            pairs = zip(xs, axes, strict=True)
+            xs = tuple(
+                [x.expand(size, *x.shape) if a is None else x.movedim(a, 0) for x, a in pairs]
+            )
+            axes = (0,) * len(xs)
+        outer = sum(v.key() == _VMAP for v in upstream.get_interpreter_stack() or ())
+        # A later vmap, such as that of a Jacobian's rows, shares the draws of the first run.
+        randomness = info.randomness if outer < program.maps else "same"
+        batch = program.batched(axes, size, randomness)
+        ys = recomputed(batch, xs, known and known.ys, tracked)
+        return tuple(ys), (0,) * len(ys)
+
+
+# PyTorch reads this signature in every call, and building it takes as long as the call.
+_Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[attr-defined]
+_attach: Callable[..., Any] = super(torch.autograd.Function, _Node).apply  # outside of torch.func
+
+
+def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:
+    program, wants = ctx.program, ctx.needs_input_grad[3:]
+    given = [ct is not None for ct in cts]
+    if not any(given) or not any(wants):
+        return [None] * len(wants)
+    if any(map(upstream.tensor_hooks, program.sources)):  # which must run once, on the sum
+        program, xs = program.inlined(), [*xs, *program.sources]
+    pull = Pull(program, len(xs), given, wants)
+    inputs = [*xs, *[ct for ct in cts if ct is not None]]
+    if torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
+        grads: Any = iter(recomputed(pull, inputs))
+    else:
+        grads = (g for _, g in pull.pulled(inputs))
+    return [next(grads) if wanted else None for wanted in wants]
+
+
+# --- inside of torch.func -----------------------------------------------------------------------
+
+
+def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> Tensors:
+    """`recomputed` in a first pass inside of torch.func, one level further in."""
+    moving, found = [is_inexact(x) for x in xs], dict[int, tuple[Tensor, Tensor]]()
+
+    def fun(*inner: Tensor) -> tuple[Tensor, ...]:
+        left = iter(inner)
+        full = [next(left) if m else x for x, m in zip(xs, moving, strict=True)]
+        with Captured(upstream.peek_interpreter_stack().level()) as mode:
+            ys = program.run(full)
+        found.update(mode.found)
+        return tuple(ys)
+
+    given = [*compress(xs, moving)] or [torch.zeros(())]
+    ys, *_ = torch.func.vjp(fun, *given)
+    program.state = program.state.until(program.state.again())
+    captured = [x for x, _ in found.values()]
+    program.captured = [(x, program.held.place_of(x)) for x in captured]
+    known = [physical(y) for y in ys]
+    if verify:
+        program.first = [(y, upstream.version_of(y)) for y in known]
+    return recomputed(program, [*xs, *captured], known)

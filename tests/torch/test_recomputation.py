@@ -1,0 +1,390 @@
+"""What is computed again in the backward pass: gradients, memory, state, threads and refusals.
+
+The oracle is the plain call, or the plain loop over chunks, in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+
+def _numbers(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, ct):
+        return 2 * ctx.saved_tensors[0] * ct
+
+
+def _in_a_checkpoint_inside(remade, x, h):
+    outer = lambda x: remade(lambda q: torch.tanh(q @ h))(x.sin()) @ h
+    return remade(outer)(x).sum()
+
+
+def _given_to_a_checkpoint_inside(remade, x, h):
+    outer = lambda x: remade(lambda q, h: q @ h)(x.sin(), h)
+    return remade(outer)(x).cos().sum()
+
+
+def _into_a_function_of_custom_code(remade, x, h):
+    return remade(lambda x: x @ _Square.apply(h))(x).cos().sum()
+
+
+def _returned_as_it_is(remade, x, h):
+    y, again = remade(lambda x: (x @ h, h))(x)
+    return (y.cos() @ again).sum()
+
+
+def _kept_in_a_list(remade, x, h):
+    kept = []
+
+    def f(x):
+        y = torch.tanh(x @ h)
+        kept.append((y * x).mean())
+        return y
+
+    return remade(f)(x).sum() + kept[0]
+
+
+class _Result:
+    def __init__(self, y):
+        self.y = y
+
+
+def _in_an_object_of_its_own(remade, x, h):
+    return remade(lambda x: _Result(torch.tanh(x @ h)))(x).y.sum()
+
+
+def _a_module_keeps_its_latest_output(remade, x, h):
+    module = torch.nn.Tanh()
+    module.latest = None
+
+    def f(x):
+        module.latest = module(x @ h.detach())
+        return module.latest
+
+    run = remade(f)
+    run(x.detach().requires_grad_()).sum().backward()
+    return run(x).sum() + h.sum()
+
+
+def _attached_losses_are_listed(remade, x, h):
+    losses = []
+
+    def f(x):
+        losses.append((x * h.detach()).sum())
+        return torch.sin(x)
+
+    run = remade(f)
+    run(x.detach().requires_grad_()).sum().backward()
+    return run(x).sum() + h.sum()
+
+
+def _a_parameter_is_made_anew(remade, x, h):
+    return remade(lambda x: x @ torch.nn.Parameter(torch.ones(3, 3).double()) @ h)(x).cos().sum()
+
+
+def _memory_that_nobody_filled(remade, x, h):
+    return remade(lambda x: (torch.sin(x @ h), torch.rand(3).new_empty(9)))(x)[0].sum()
+
+
+def _the_time_is_an_output(remade, x, h):
+    return remade(
+        lambda x: (torch.sin(x @ h), torch.tensor(time.perf_counter(), dtype=torch.float64))
+    )(x)[0].sum()
+
+
+def _a_method_of_it_in_c(remade, x, h):
+    times, add = h.matmul, h.T.add
+    return remade(lambda x: add(times(x.T)))(x).cos().sum() + remade(h.matmul)(x.T).sin().sum()
+
+
+CASES = (
+    _a_method_of_it_in_c,
+    _in_a_checkpoint_inside,
+    _given_to_a_checkpoint_inside,
+    _into_a_function_of_custom_code,
+    _returned_as_it_is,
+    _kept_in_a_list,
+    _in_an_object_of_its_own,
+    _a_module_keeps_its_latest_output,
+    _attached_losses_are_listed,
+    _a_parameter_is_made_anew,
+    _memory_that_nobody_filled,
+    _the_time_is_an_output,
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
+@pytest.mark.filterwarnings("ignore:checkpoint. f reads a tensor")
+def test_a_checkpoint_has_the_gradients_of_the_plain_call(case):
+    found = []
+    for remade in (lambda f: f, gt.checkpoint):
+        x = _numbers(3, 3, seed=1).requires_grad_()
+        w = _numbers(3, 3, seed=2).requires_grad_()
+        if case is _into_a_function_of_custom_code and remade is gt.checkpoint:
+            with pytest.raises(GradtoolsError, match="Function takes a captured tensor"):
+                case(remade, 2 * x, torch.sin(w)).backward()
+            return
+        case(remade, 2 * x, torch.sin(w)).backward()
+        found.append((x.grad, w.grad))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_captured_graph_is_let_go_of_with_the_call():
+    held = [_numbers(3, 3).requires_grad_().sin()]
+    run = gt.checkpoint(lambda x: x @ held[0])
+    run(_numbers(2, 3)).sum().backward()
+    captured = weakref.ref(held.pop())
+    assert captured() is None
+
+
+def test_what_chunks_keep_aside_has_its_gradient():
+    kept = []
+
+    def f(x):
+        kept.append((x * x).sum())
+        return x.sin()
+
+    x = _numbers(4, 3).requires_grad_()
+    (gt.chunked(f, 2)(x).sum() + sum(kept)).backward()
+    torch.testing.assert_close(x.grad, x.detach().cos() + 2 * x.detach())
+
+
+def _second_order(wrap, captures):
+    w, x0 = _numbers(3, 3).requires_grad_(), _numbers(4, 3, seed=1)
+    x, h = (x0 @ w).sin(), (w * 2).cos()
+    f = (lambda x: torch.tanh(x @ w @ h)) if captures else (lambda x: torch.tanh(x @ w))
+    (first,) = torch.autograd.grad((wrap(f)(x) ** 2).sum(), w, create_graph=True)
+    (second,) = torch.autograd.grad((first**2).sum(), w, create_graph=True)
+    return first, second, *torch.autograd.grad((second**2).sum(), w)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 2)])
+def test_a_weight_behind_an_argument_and_inside_of_f_counts_once(wrap, captures):
+    expected = _second_order(lambda f: f, captures)
+    torch.testing.assert_close(_second_order(wrap, captures), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seen", ["value", "part of the graph", "a weight less"])
+def test_what_differs_when_it_is_computed_again_is_refused(seen):
+    w, calls = _numbers(3).requires_grad_(), itertools.count()
+
+    def f(x):
+        again = next(calls) >= 2
+        if seen == "value":
+            return x * w * (1 + again)
+        part = w.detach() if again else w
+        return x * w * part if seen == "part of the graph" else x * part
+
+    with pytest.raises(GradtoolsError, match="when it is computed again"):
+        gt.chunked(f, 2)(_numbers(4, 3)).sum().backward()
+    assert w.grad is None
+
+
+def test_per_example_gradients_of_a_function_with_a_counter_are_refused():
+    numbers = itertools.count(1)
+    f = gt.checkpoint(lambda w, x: w * x * next(numbers))
+    with pytest.raises(GradtoolsError, match="returns other values when it is computed again"):
+        gt.per_example_grad(f)(torch.tensor(1.0), torch.ones(4))
+
+
+@pytest.mark.parametrize("verify", ["first", True, False])
+def test_how_often_outputs_are_compared(verify):
+    w, late = torch.ones(3).requires_grad_(), [0]
+    f = gt.chunked(lambda x: x * w * (1 + late[0]), 2, verify=verify)
+
+    def step(change):
+        loss = f(torch.ones(4, 3)).sum()
+        late[0] += change
+        loss.backward()
+
+    step(0)
+    if verify is True:
+        with pytest.raises(GradtoolsError, match="returns other values"):
+            step(1)
+    else:
+        step(1)  # compared at the first backward pass only, or never
+
+
+@pytest.mark.filterwarnings("ignore:.*batch normalization")
+def test_a_function_that_raises_leaves_what_the_plain_call_leaves():
+    def after(wrap):
+        torch.manual_seed(0)
+        norm, calls = nn.BatchNorm1d(3).double(), itertools.count()
+
+        def f(x):
+            if next(calls) == 1:
+                raise ValueError
+            return norm(x) * torch.rand(())
+
+        with pytest.raises(ValueError):
+            wrap(f)(_numbers(4, 3))
+        return norm.running_mean, torch.get_rng_state()
+
+    plain = after(lambda f: lambda x: [f(c) for c in x.split(2)])
+    torch.testing.assert_close(after(lambda f: gt.chunked(f, 2)), plain)
+
+
+def test_a_generator_that_a_module_holds_repeats_its_draws():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.generator = nn.Linear(3, 3).double(), torch.Generator()
+
+        def forward(self, x):
+            noise = torch.rand(3, generator=self.generator, dtype=x.dtype)
+            return self.linear(x) * noise
+
+    found = []
+    for wrap in (lambda f: f, gt.checkpoint):
+        torch.manual_seed(0)
+        net = Noisy()
+        wrap(net)(_numbers(4, 3)).sum().backward()
+        found.append([net.linear.weight.grad, net.generator.get_state()])
+    torch.testing.assert_close(*found)
+
+
+def test_a_hook_of_a_parameter_runs_once_on_the_sum():
+    net, seen = nn.Linear(3, 2).double(), []
+    net.weight.register_hook(lambda g: seen.append(g) or 2 * g)
+    gt.chunked(net, 2)(_numbers(6, 3)).square().sum().backward()
+    found, count = net.weight.grad, len(seen)
+    net.weight.grad = None
+    net(_numbers(6, 3)).square().sum().backward()
+    assert count == 1
+    torch.testing.assert_close(found, net.weight.grad)
+
+
+def test_a_tensor_that_is_written_between_the_passes_is_pytorchs_own_error():
+    net, x = nn.Linear(3, 2).double(), _numbers(4, 3)
+    for written in (x, net.weight):
+        loss = gt.chunked(net, 2)(x).sum()
+        with torch.no_grad():
+            written.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_nested_in_itself_thirty_deep():
+    f = torch.sin
+    for _ in range(30):
+        f = gt.checkpoint(f)
+    x = _numbers(3).requires_grad_()
+    f(x).sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+def test_no_lock_is_held_while_f_runs():
+    """f takes a lock that another thread holds around its own backward pass."""
+    lock, net, x = threading.RLock(), nn.Linear(3, 1).double(), _numbers(4, 3)
+
+    def f(x):
+        time.sleep(0.002)
+        with lock:
+            return net(x)
+
+    def pass_(outer):
+        given = x.clone().requires_grad_()
+        with outer:
+            torch.autograd.grad(gt.chunked(f, 2)(given).sum(), given)
+
+    free = threading.RLock()
+    threads = [
+        threading.Thread(target=lambda o=o: [pass_(o) for _ in range(20)], daemon=True)
+        for o in (lock, free)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_threads_that_share_a_model_without_buffers_and_draws():
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), _numbers(6, 3)
+    f, found = gt.chunked(net, 2), []
+    weights = tuple(net.parameters())
+    expected = torch.autograd.grad(net(x).square().sum(), weights)
+
+    def work():
+        for _ in range(5):
+            found.append(torch.autograd.grad(f(x).square().sum(), weights))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 20
+    for grads in found:
+        torch.testing.assert_close(grads, expected)
+
+
+def test_the_state_of_others_is_not_touched():
+    kept = []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.log = nn.Linear(3, 3).double(), []
+
+        def forward(self, x):
+            return self.linear(x)
+
+    net = Net()
+    loss = gt.checkpoint(net)(_numbers(2, 3)).sum()
+    net.log.append(1)
+    kept.append(net.log)
+    loss.backward()
+    assert net.log is kept[0] and net.log == [1]
+
+
+class Marked(torch.Tensor):
+    """A subclass, whose backward() runs with __torch_function__ switched off."""
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_subclass_is_computed_again_as_one(cast):
+    x = torch.linspace(0, 1, 3).as_subclass(Marked).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        y = gt.checkpoint(lambda x: x.sin() * x)(x).sum()
+    y.backward()
+    expected = torch.linspace(0, 1, 3).requires_grad_()
+    (expected.sin() * expected).sum().backward()
+    torch.testing.assert_close(x.grad.as_subclass(torch.Tensor), expected.grad)
+
+
+class _Batch:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("remade", [gt.checkpoint, gt.frozen])
+def test_an_object_that_was_an_argument_is_let_go_of_with_the_call(remade):
+    net = torch.nn.Linear(3, 3).double()
+    run = remade(lambda z, batch: net(z * batch.x))
+    batch, z = _Batch(_numbers(3)), _numbers(2, 3).requires_grad_()
+    torch.autograd.grad(run(z, batch).sum(), z)
+    held = weakref.ref(batch)
+    del batch
+    assert held() is None

@@ -273,7 +273,7 @@ def _taken(merged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Te
     Copies if one of them shares memory with another, and of those whose own entries do.
     """
     grads = [g.detach() for _, g in merged]
-    dense = all([g.layout is torch.strided and g.is_contiguous() for g in grads])
+    dense = all(g.layout is torch.strided and g.is_contiguous() for g in grads)
     memory = [*map(_memory, grads)] if dense else []
     if dense and len({*memory} - {None}) == len(memory):
         return grads
@@ -346,7 +346,7 @@ def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
         return False
     if any(map(_is_traced, ps)) or any(map(_is_traced, gs)):
         return False
-    if not all([p.requires_grad and p.is_leaf for p in ps]):
+    if not all(p.requires_grad and p.is_leaf for p in ps):
         return False
     properties = attrgetter("shape"), attrgetter("device")
     alike = all([*map(of, ps)] == [*map(of, gs)] for of in properties)

@@ -206,6 +206,7 @@ torch/state.py: random streams and buffers that change; JAX's functions are pure
 torch/snapshots.py: modules and variables that change; JAX's functions are pure
 torch/captured_tensors.py: tensors that a recomputed function captures; JAX converts closures
 torch/recomputation.py: programs that run again; in JAX `recomputing.py`
+torch/gradient_tensors.py: detached results and zeros; arrays of JAX have no graph
 torch/function_modes.py: kernels by modes of a thread; JAX has no fused kernels to replace
 torch/normalization.py: norms that can be mapped; JAX has no fused ones
 torch/many_tangents.py: one pass for each tangent; JAX maps

@@ -1,0 +1,126 @@
+"""Sixteen threads in every engine at once, at shared parameters, and beside forward mode."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import nn
+
+import gradtools
+import gradtools.torch as gt
+from tests.support.state_of_process import changes, everything
+
+pytestmark = pytest.mark.torch
+THREADS, ROUNDS = 16, 6
+torch.manual_seed(0)
+NET = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
+XS = [torch.randn(3, dtype=torch.float64) for _ in range(THREADS)]
+ATTEND = nn.functional.scaled_dot_product_attention
+
+
+def loss(x):
+    rows = x.outer(x.cos())[None, None]
+    return NET(x).square().sum() + ATTEND(rows, rows.sin(), rows).sum()
+
+
+WAYS = {
+    "grad": lambda x: gt.grad(loss)(x),
+    "jvp": lambda x: gt.jvp(loss, (x,), (x.cos(),))[1],
+    "linearize": lambda x: gt.linearize(loss, x)[1](x.cos()),
+    "hvp": lambda x: gt.hvp(loss, (x,), (x.cos(),))[1][0],
+    "hvp, forward over reverse": lambda x: gt.hvp(
+        loss, (x,), (x.cos(),), mode="forward_over_reverse"
+    )[1][0],
+    "jacobian, reverse": lambda x: gt.jacobian(NET, mode="reverse")(x),
+    "jacobian, forward": lambda x: gt.jacobian(NET, mode="forward")(x),
+    "hessian": lambda x: gt.hessian(loss)(x),
+    "per_example_grad": lambda x: gt.per_example_grad(lambda w, z: (w * NET(z)).sum())(
+        x[:2], x.outer(x)
+    ),
+}
+
+
+def test_each_thread_gets_its_own_derivatives():
+    expected = {name: [way(x).detach() for x in XS] for name, way in WAYS.items()}
+    before, start = everything(), threading.Barrier(THREADS)
+
+    def work(k):
+        start.wait()
+        for turn in range(ROUNDS):
+            names = list(WAYS)
+            for name in names[(k + turn) % len(names) :] + names[: (k + turn) % len(names)]:
+                found = WAYS[name](XS[k])
+                torch.testing.assert_close(found, expected[name][k], rtol=1e-10, atol=1e-11)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(work, range(THREADS)))
+    assert not changes(before, everything())
+    assert all(p.grad is None for p in NET.parameters())
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_beside_a_thread_that_stays_in_forward_mode(name):
+    """The one level of dual numbers is taken: a tangent is the transpose of the pullback."""
+    expected = WAYS[name](XS[0]).detach()
+    entered, done = threading.Event(), threading.Event()
+
+    def other():
+        with forward_ad.dual_level():
+            entered.set()
+            done.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    try:
+        found = WAYS[name](XS[0])
+    finally:
+        done.set()
+        thread.join()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+def interrupted(name, count):
+    """Whether an interrupt struck at the start of this call of a function of gradtools.
+
+    Python handles signals there. (In `__enter__` and `__exit__` none can be survived, in PyTorch's
+    own contexts neither.)
+    """
+    left = count
+
+    def at_call(frame, event, arg):
+        nonlocal left
+        code = frame.f_code
+        if event == "call" and HOUSE in code.co_filename and code.co_name not in _CONTEXTS:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(at_call)
+        WAYS[name](XS[0])
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+HOUSE = str(Path(gradtools.__file__).parent)
+_CONTEXTS = ("__enter__", "__exit__")
+
+
+@pytest.mark.parametrize("name", ["grad", "jvp", "linearize", "hvp", "jacobian, forward"])
+def test_an_interrupt_at_any_call_leaves_no_mode(name):
+    WAYS[name](XS[0])  # which imports what it needs
+    before, count = everything(), 1
+    while interrupted(name, count):
+        assert not changes(before, everything()), count
+        count += 1
+    assert count > 20

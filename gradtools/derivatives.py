@@ -310,10 +310,10 @@ class Derivatives(Operators):
     ) -> Any:
         """The value of f and its tangent J t, in forward mode, which keeps no graph.
 
-        What f computes under `torch.no_grad` is a constant, as in reverse mode. (PyTorch's own
-        forward mode, which `torch.compile` runs, ignores `no_grad`: pytorch#128600.) For operations
-        whose forward mode is wrong or missing in PyTorch, and for custom operators, the backward
-        pass is transposed.
+        In PyTorch f is pushed by dual numbers; attention and norms run by operations whose tangents
+        are right at every order. `torch.no_grad` does not stop tangents there (pytorch#128600): use
+        `stop_gradient`, or `linearize`, which is reverse mode. The process has one level of dual
+        numbers; where another derivative uses it, the pullback is transposed instead.
 
         Args:
             f: Takes and returns pytrees of arrays.
@@ -327,8 +327,7 @@ class Derivatives(Operators):
 
         Raises:
             GradtoolsError: A tangent does not fit its primal; f holds something that forward
-                mode cannot enter (a reverse-only edit, a kernel without forward mode, in PyTorch
-                a hook on a gradient).
+                mode cannot enter (a reverse-only edit, a kernel without forward mode).
 
         Example:
             >>> x, t = gt.asarray(np.float32(3.0)), gt.asarray(np.float32(1.0))

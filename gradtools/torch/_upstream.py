@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter, methodcaller
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -107,9 +106,6 @@ get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 """Whether a tensor is a wrapper of a torch.func level; the tensor beneath one level. Gone:
 `torch.func.debug_unwrap(x, recurse=False)`, which is slower and meant for debugging."""
 
-unwrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._unwrap_for_grad
-"""The tensor beneath one level of `torch.func.grad`, which requires grad if it does outside of the
-level. Gone: forward mode through attention under `torch.func` assumes that it does."""
 
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 """A tensor inside of a level of `torch.func.grad`, which it enters: how a recomputed function finds
@@ -243,27 +239,6 @@ node_creation_hook: Any = getattr(_autograd.graph, "node_creation_hook", None)
 """Context that calls a hook for each new node, public from PyTorch 2.14 on: catches a bound `apply`
 there. None before, where patching `Functions` does."""
 
-_checkpoint = vars(torch.utils.checkpoint)
-checkpoint_passes: Callable[..., Any] = _checkpoint.get(
-    "_checkpoint_without_reentrant_generator_impl",  # from PyTorch 2.14 on
-    _checkpoint["_checkpoint_without_reentrant_generator"],
-)
-"""The generator of `torch.utils.checkpoint` around a function's first pass, used to keep tangents
-as well. Gone: refuse checkpoints in forward mode, whose recomputation would have no tangents."""
-
-
-def checkpoint_call(args: Any, kwargs: Any) -> tuple[Any, Any, Callable[..., Any]]:
-    """Splits the arguments of a checkpoint call: the inputs, and a function to call with others.
-
-    From PyTorch 2.14 on the inputs are a tuple and a dict, and options have names; before, options
-    stand between the function and its inputs.
-    """
-    if checkpoint_passes.__name__.endswith("_impl"):
-        return *args, lambda fun, *xs: checkpoint_passes(fun, xs, {}, **kwargs)
-    count = checkpoint_passes.__code__.co_argcount - 1
-    options, inputs = args[:count], args[count:]
-    return inputs, kwargs, lambda fun, *xs: checkpoint_passes(fun, *options, *xs)
-
 
 def bookkeeping() -> tuple[Any, ...]:
     """The Functions of DDP and FSDP2 that are identities with bookkeeping in the backward pass.
@@ -275,60 +250,6 @@ def bookkeeping() -> tuple[Any, ...]:
     functions = [vars(torch.nn.parallel.distributed)["_DDPSink"]]
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     return (*functions, *([] if fsdp is None else [fsdp.RegisterPostBackwardFunction]))
-
-
-OPERATORS = "torch._ops"
-"""The module whose submodules, one for each namespace, define the operators."""
-
-
-def _if_imported(module: str, name: str) -> Any:
-    """A name of a module of PyTorch, None while that is not imported."""
-    return getattr(sys.modules.get(module), name, None)
-
-
-_HIGHER = "torch._higher_order_ops"
-checkpoint_operator: Callable[[], Any] = partial(
-    _if_imported, f"{_HIGHER}.wrap", "tag_activation_checkpoint"
-)
-"""The operator as which dynamo traces `torch.utils.checkpoint`. Gone: a graph break there."""
-
-
-def gathers_parameters(hook: Any) -> bool:
-    """Whether a hook on a layer's output is FSDP2's, which does not change the gradient.
-
-    Gone: forward mode through FSDP2 is refused, as with any hook on a gradient.
-    """
-    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    made = getattr(hook, "__func__", None)
-    return fsdp is not None and made is not None and made is fsdp.FSDPState._pre_backward
-
-
-_HANDLERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-
-
-def _redispatch(fun: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls a function from inside of its own ``__torch_function__``, without its check for modes.
-
-    Modes still intercept its operations. A Python function checks by one of `_HANDLERS`, so a copy
-    of it runs in which these return False; a higher-order operator dispatches to its kernel.
-    """
-    if isinstance(fun, HigherOrderOperator):
-        keys = torch._ops._compute_keyset(args, kwargs, fun.non_fallthrough_keys)  # type: ignore[arg-type]
-        return fun.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
-    looks = [name for name in _HANDLERS if name in fun.__code__.co_names]
-    if not all(name in fun.__globals__ for name in looks):  # as `torch.overrides.has_...`
-        with _c.DisableTorchFunction():
-            return fun(*args, **kwargs)
-    scope = {**fun.__globals__, **dict.fromkeys(looks, lambda *args: False)}
-    copy = FunctionType(fun.__code__, scope, fun.__name__, fun.__defaults__, fun.__closure__)
-    copy.__kwdefaults__ = fun.__kwdefaults__
-    return copy(*args, **kwargs)
-
-
-redispatch_function: Callable[..., Any] = getattr(
-    torch.overrides, "redispatch_function", _redispatch
-)
-"""Public from PyTorch 2.13 on."""
 
 
 def size_hint(n: Any, fallback: int) -> int:
@@ -354,9 +275,8 @@ def is_traced_by_make_fx() -> bool:
 
 
 is_dispatch_key_excluded: Callable[[Any], bool] = _c._dispatch_tls_is_dispatch_key_excluded
-has_kernel_for: Callable[[str, str], bool] = _c._dispatch_has_kernel_for_dispatch_key
-"""Whether a dispatch key is excluded, as autograd's in `__torch_dispatch__`; whether an operator
-has a kernel of its own. Gone: the latter is `OpOverload.has_kernel_for_dispatch_key`."""
+"""Whether a dispatch key is excluded, as autograd's in `__torch_dispatch__`, where no tensor has a
+tangent. Gone: ask for the tangent, and catch the error."""
 
 
 @contextmanager
@@ -520,15 +440,13 @@ def storage_key(x: Tensor) -> int:
 make_subclass: Callable[[type, Tensor], Tensor] = Tensor._make_subclass  # type: ignore[attr-defined]
 """A tensor of a class in the memory of another. Gone: `x.as_subclass(kind)`, which is a view."""
 
-indices_of: Callable[[Tensor], Tensor] = methodcaller("_indices")
 values_of: Callable[[Tensor], Tensor] = methodcaller("_values")
 """Indices and values of a sparse tensor that may be uncoalesced. Gone: coalesce first."""
 
 # --- operators ---------------------------------------------------------------------------------
 
 arguments_of: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")
-schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""An operator's schema, and its arguments with their aliasing. Gone: parse `str(operator)`."""
+"""The arguments of an operator, from its schema. Gone: those of its documentation."""
 
 
 def decompositions() -> Any:
@@ -571,11 +489,6 @@ def has_hooks(module: torch.nn.Module) -> bool:
     """Whether a module has a hook of any kind."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward) or has_backward_hooks(module)
-
-
-def takes_whole_gradients(module: torch.nn.Module) -> bool:
-    """Whether a module's backward hooks are full backward hooks, not the deprecated kind."""
-    return module._is_full_backward_hook is not False
 
 
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
@@ -641,13 +554,6 @@ def break_graph(reason: str) -> None:
     sys.modules[DYNAMO].graph_break(msg=reason)
 
 
-COMPILED_CODE = "torch._functorch."
-"""The modules whose Functions hold compiled code, not a user's backward."""
-
-saved_views_are_detached: bool = torch.__version__ < "2.13"
-"""Whether compiled code saves an input that is a view without its graph, so that a second
-derivative is lost: in 2.8 to 2.12. There is no flag to check."""
-
 is_exporting: Callable[[], bool] = torch.compiler.is_exporting
 """Whether `torch.export` is tracing. Before PyTorch 2.12 dynamo assumes that the public function
 returns True in everything that it compiles, so the flag is read instead."""
@@ -707,38 +613,6 @@ def is_compiled(f: Any) -> bool:
 #   than a small layer. Cost: a test of the layout at import; if it fails, states are copied.
 # - Removing the hooks of leaves during recomputation (`replay`), so that they run once, on the sum.
 #   Cost: another thread's backward pass does not see them meanwhile.
-
-
-def is_frameworks_own_question(depth: int) -> bool:
-    """Whether PyTorch or gradtools made the intercepted call, `depth` frames above the caller's.
-
-    In forward mode `x.requires_grad` is True for a tensor with a tangent if the user reads it, as
-    in reverse mode; PyTorch's own Python code must read the true value, or it takes other branches.
-    Benefit: f that branches on it is differentiated as in reverse mode. Cost: 0.3 us for each such
-    read in a pushforward; a library that reads it counts as the user.
-    """
-    return _package(_asker(depth + 1)) in ("torch", "gradtools")
-
-
-def is_leaving_a_block(depth: int) -> bool:
-    """Whether a context manager such as no_grad restores the gradient mode on exit.
-
-    A mode intercepts the same call if f enables gradients because it needs them. Benefit: the exit
-    of `with torch.no_grad()` in f does not enable a graph, which doubles the time. Cost: a context
-    manager of another package counts as f's own request, which is slower but right.
-    """
-    frame = _asker(depth + 1)
-    if frame.f_code is torch.set_grad_enabled.__init__.__code__:
-        frame = frame.f_back
-    return frame.f_code.co_name == "__exit__" and _package(frame) in ("torch", "gradtools")
-
-
-def _asker(depth: int) -> Any:
-    """The frame of the intercepted call."""
-    frame: Any = sys._getframe(depth + 1)
-    while frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return frame
 
 
 def _package(frame: Any) -> str:

@@ -170,8 +170,6 @@ if not upstream.dynamo_is_loaded():
 
 # --- double backward of compiled code ----------------------------------------------------
 
-COMPILED = "CompiledFunctionBackward"
-LOST = f"{COMPILED}Backward"
 NO_DOUBLE_BACKWARD = (
     "a function compiled by torch.compile was differentiated twice from outside, and PyTorch has "
     "no compiled double backward (pytorch#91469): it silently loses that derivative. Compile the "

@@ -23,17 +23,6 @@ def unwrapped(x: Tensor) -> Tensor:
     return x
 
 
-def batches_first(x: Tensor) -> Tensor:
-    """x unwrapped, with the batch axes of all vmaps in front, the outermost first."""
-    axes: list[int] = []
-    while is_wrapped(x):
-        axes += [upstream.maybe_get_bdim(x)] if upstream.is_batchedtensor(x) else []
-        x = upstream.get_unwrapped(x)
-    for done, axis in enumerate(reversed(axes)):  # the innermost first: it counts all axes
-        x = x.movedim(axis + done, 0)
-    return x
-
-
 def levels(x: Tensor) -> Iterator[int]:
     """The functorch levels in which x is wrapped."""
     while is_wrapped(x):

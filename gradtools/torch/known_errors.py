@@ -96,10 +96,6 @@ def explain(caller: str, error: RuntimeError | AssertionError) -> None:
         raise refusal(error, text) from error
 
 
-GOES_BACKWARD = (
-    "f calls backward() itself, which uses its graph up and writes gradients into .grad. Leave it "
-    "out: f returns the loss, and what is returned here is its gradient."
-)
 _USE_OTHERS = (
     "f holds an operation that has no forward mode in PyTorch. For attention use "
     "sdpa_kernel(SDPBackend.MATH), for an LSTM on CPU mkldnn.flags(enabled=False), for a sparse "

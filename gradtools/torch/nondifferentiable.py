@@ -8,7 +8,6 @@ that leads to the sources only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,25 +45,6 @@ def with_gate(
             of a linear map, whose transpose depends on the sources as the map does.
     """
     return _WithGate.apply(len(xs), transposed, *xs, _Gate.apply(check, *sources))
-
-
-def gated_where_lost(
-    grads: Sequence[Any],
-    behind: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    refuse_if_lost: Callable[[str], None],
-) -> list[Any]:
-    """The gradients of a program, with gates to their cotangents and to the program's inputs.
-
-    refuse_if_lost: Raises if the gradients lose their derivative along "cotangents" or "inputs".
-    """
-    there = [g for g in grads if isinstance(g, Tensor)]
-    for which, sources in (("cotangents", behind), ("inputs", inputs)):
-        if there and sources:
-            check = partial(refuse_if_lost, which)
-            there = list(with_gate(there, sources, check, which == "inputs"))
-    left = iter(there)
-    return [next(left) if isinstance(g, Tensor) else g for g in grads]
 
 
 class _Gate(torch.autograd.Function):

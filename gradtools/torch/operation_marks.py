@@ -26,11 +26,6 @@ def hooks_of_users() -> int:
     return upstream.hooks_made() - OWN_HOOKS[0]
 
 
-def only_observes(hook: Any) -> bool:
-    """Whether a hook is one of `torch.autograd.graph`, which observe a backward pass only."""
-    return bool(getattr(hook, "__module__", "") == "torch.autograd.graph")
-
-
 RULE = "rule"  # the mark of a Function that applies a rule
 
 

@@ -77,7 +77,6 @@ class _Patch:
 
 
 _FUNCTIONS = [_Patch(kind, "apply", classmethod) for kind in upstream.Functions]
-_SCRIPTS = [_Patch(kind, "__call__") for kind in (torch.jit.ScriptFunction, torch.ScriptMethod)]
 
 
 class _Watching(threading.local):
@@ -122,19 +121,9 @@ imported meanwhile, identifies them by identity.
 control_flow_called = _Patch(upstream.HigherOrderOperator, "__call__").by
 """Patches calls of higher-order operators such as cond; the owner is the operator."""
 
-checkpoints_taken = _Patch(torch.utils.checkpoint, upstream.checkpoint_passes.__name__).by
-"""Patches passes of the non-reentrant `torch.utils.checkpoint`; the owner is the function."""
 
 hooks_set = _Patch(torch.Tensor, "register_hook").by
 """Patches `Tensor.register_hook`; the owner is the tensor."""
-
-
-@contextmanager
-def scripts_called(around: Around) -> Iterator[None]:
-    """Patches calls of TorchScript functions and of methods of ScriptModules."""
-    functions, methods = _SCRIPTS
-    with functions.by(around), methods.by(around):
-        yield
 
 
 class Substituted(TorchFunctionMode):

@@ -63,12 +63,6 @@ class Rerunnable(NamedTuple):
         return self.run(*leaves)
 
 
-def program_of(fun: Callable[..., Any]) -> Any:
-    """The outputs of fun, which returns them and extras, as a function of a list of leaves."""
-    roots = fun.roots if isinstance(fun, Rerunnable) else [fun]
-    return Rerunnable(lambda xs: fun(*xs)[0], roots)
-
-
 def copied(x: Any, tracked: bool = True) -> Any:
     """A copy of a leaf; it requires grad if `tracked` and if it is floating or complex."""
     if not isinstance(x, Tensor):

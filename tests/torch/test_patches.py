@@ -16,7 +16,6 @@ HOLDERS = [
     *((patches.functions_applied, kind, "apply") for kind in upstream.Functions),
     (patches.parameters_made, type(torch.nn.Parameter), "__call__"),
     (patches.control_flow_called, torch._ops.HigherOrderOperator, "__call__"),
-    (patches.scripts_called, torch.jit.ScriptFunction, "__call__"),
 ]
 
 

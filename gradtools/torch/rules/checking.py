@@ -23,10 +23,9 @@ from gradtools.rule_contract import is_linear
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import filled, is_inexact, unwrapped, zeros
+from gradtools.torch.functorch_wrappers import is_inexact, unwrapped, zeros
 from gradtools.torch.modes import unpacked
 from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.rules.captures import reaches
 from gradtools.torch.rules.transposing import in_eager, is_nonzero
 
 Tensor = torch.Tensor
@@ -201,42 +200,6 @@ def check_linear(linear_map: CheckedMap) -> None:
 
 
 # --- does it record a graph? -------------------------------------------------------------
-
-
-def lost_in_results(linear_map: CheckedMap, moving: Sequence[bool]) -> dict[int, set[str]]:
-    """What a second derivative would lose of each result of a cotangent map, by a trial.
-
-    A result without a graph to the moving cotangents loses "cotangents". It loses "residuals" as
-    well if it has none to them and changes with them. Results that are zero are left out, and so
-    are all if the trial fails.
-    """
-    lost: dict[int, set[str]] = {}
-    drawn = Randomness.now(linear_map.at)
-    with _at_numbers(linear_map) as (run, at, made_up):
-        vs = [
-            _wave(like, 1.0, 1.0) if like and moves else None
-            for like, moves in zip(linear_map.likes, moving, strict=True)
-        ]
-        leaves = [v.requires_grad_() for v in vs if v is not None]
-        if linear_map.rule.fills("cotangent"):
-            vs = filled(vs, list(map(_concrete, linear_map.likes)))
-        nearer = [x * (1 - 2.0**-6) if is_inexact(x) else x for x in at]
-        inputs = [x.requires_grad_() for x in at if is_inexact(x)]
-        try:
-            with restored(drawn), torch.enable_grad(), _kernels_refused(made_up):
-                ys = run(at, vs)
-            with restored(drawn), _kernels_refused(made_up):
-                changed = run(nearer, [v if v is None else v.detach() for v in vs])
-        except Exception:  # as at values that it does not take
-            return lost
-        for i, (y, other) in enumerate(zip(ys, changed, strict=True)):
-            if y is None or not is_nonzero(y):
-                continue
-            lost[i] = set() if reaches(y, leaves, [*at, *vs]) else {"cotangents"}
-            if lost[i] and not reaches(y, inputs, [*at, *vs]):
-                same = other is not None and _gap(y, other) <= _slack(y) * float(y.abs().max())
-                lost[i] |= set() if same else {"residuals"}
-    return lost
 
 
 # --- what does it return? ----------------------------------------------------------------

@@ -194,6 +194,62 @@ def test_buffers_stand_where_one_call_leaves_them(way):
         assert torch.equal(a, b)
 
 
+def test_a_buffer_that_is_bound_anew_stands_where_one_call_leaves_it():
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    class Average(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return x * self.mean
+
+    one, two, x = Average(), Average(), torch.from_numpy(X)
+    gt.grad(lambda x: one(x).sum())(x)
+    with checked() as report:
+        gt.grad(lambda x: two(x).sum())(x)
+    assert report.compared == 1
+    assert torch.equal(one.mean, two.mean)
+
+
+def test_the_gradient_at_a_module_trains_it():
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    x, found = torch.from_numpy(X), []
+    for context in (checked, CheckedReport):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).double()
+        loss = lambda net, x: net(x).square().sum()
+        if context is checked:
+            with checked() as report:
+                grads = gt.per_example_grad(loss)(net, x)
+                sum(g.square().sum() for g in grads.values()).backward()
+            assert report.compared >= 4
+        else:
+            grads = gt.per_example_grad(loss)(net, x)
+            sum(g.square().sum() for g in grads.values()).backward()
+        found.append([p.grad for p in net.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_edit_that_was_compiled_before_is_left_out():
+    jax = pytest.importorskip("jax")
+    import gradtools.jax as gt
+
+    x = gt.asarray(X)
+    f = jax.jit(lambda x: gt.reverse_gradient(x) ** 2)
+    f(x)
+    with checked() as report:
+        g = gt.grad(lambda x: f(x).sum())(x)
+    assert report.compared == 1
+    np.testing.assert_allclose(g, -2 * X, rtol=1e-6)
+
+
 def test_stopped_data_that_leaves_is_a_note():
     torch = pytest.importorskip("torch")
     import gradtools.torch as gt

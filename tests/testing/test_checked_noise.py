@@ -86,6 +86,22 @@ def test_no_alarm_is_raised_at_right_code(name, point, dtype):
         gt.hvp(loss, (x,), (torch.ones_like(x),))
 
 
+@pytest.mark.parametrize(("name", "point"), [("absolute value", "exact zeros"), ("sort", "ones")])
+def test_a_derivative_at_a_kink_or_a_tie_is_no_error(name, point):
+    f, x = FUNCTIONS[name], POINTS[point].double()
+    with checked() as report:
+        gt.hvp(lambda x: (f(x) ** 2).sum(), (x,), (torch.ones_like(x),))
+        gt.grad(lambda x: (f(x) * torch.arange(1.0, 1 + f(x).shape[-1])).sum())(x)
+    assert report.compared == 3
+
+
+def test_large_numbers_move_by_hundreds_at_most():
+    x = POINTS["a mask"].double()
+    with checked() as report:
+        gt.grad(lambda x: (x * 1e-3).sin().sum())(x)
+    assert report.compared == 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_gross_fault_is_named_in_coarse_dtypes(dtype):
     from gradtools.testing import DerivativeError

@@ -74,18 +74,18 @@ class Half(Streams, threading.local):
         finally:
             self.is_native = False
 
-    def program(self, fun: Any, leaves: Sequence[Any], captures: bool = False) -> Program:
+    def program(self, fun: Any, leaves: Sequence[Any], captures: bool = False) -> HeldProgram:
         fun(*leaves)  # derivatives inside of f are compared at values
-        return Program(fun, leaves)
+        return HeldProgram(fun, leaves)
 
-    def plain(self, fn: Callable[..., Any], xs: Sequence[Any]) -> Program:
-        return Program(lambda *a: (list(fn(*a)), []), xs)
+    def plain(self, fn: Callable[..., Any], xs: Sequence[Any]) -> HeldProgram:
+        return HeldProgram(lambda *a: (list(fn(*a)), []), xs)
 
 
 half = Half()
 
 
-class Program:
+class HeldProgram:
     """f, which runs again at other points."""
 
     def __init__(self, fun: Any, leaves: Sequence[Any], edits: bool = True) -> None:
@@ -148,8 +148,8 @@ class Program:
         along = tuple(half.like(us, self.leaves))
         return lambda *xs: list(jax.jvp(self.held, xs, along)[1])
 
-    def without_edits(self) -> Program:
-        return Program(self.fun, self.leaves, edits=False)
+    def without_edits(self) -> HeldProgram:
+        return HeldProgram(self.fun, self.leaves, edits=False)
 
     def edit(self, name: str, xs: Sequence[Any], run: Callable[[], Any]) -> Any:
         self.edited = True

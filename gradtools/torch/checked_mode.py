@@ -86,17 +86,17 @@ class Half(Streams):
         yield (fun, leaves) if on else None
 
     def program(self, fun: Any, leaves: Sequence[Tensor], captures: bool = False) -> Any:
-        program = Program(fun, leaves, captures)
+        program = HeldProgram(fun, leaves, captures)
         return program if program.leaves else None
 
-    def plain(self, fn: Callable[..., Any], xs: Sequence[Tensor]) -> Program:
-        return Program(lambda *a: (fn(*a), []), xs, watched=False)
+    def plain(self, fn: Callable[..., Any], xs: Sequence[Tensor]) -> HeldProgram:
+        return HeldProgram(lambda *a: (fn(*a), []), xs, watched=False)
 
 
 half = Half()
 
 
-class Program(TorchFunctionMode):
+class HeldProgram(TorchFunctionMode):
     """f, which runs again at other points.
 
     Args:
@@ -172,8 +172,8 @@ class Program(TorchFunctionMode):
         along = tuple(half.like(us, self.leaves))
         return lambda *xs: list(torch.func.jvp(lambda *a: tuple(self.fun(*a)[0]), xs, along)[1])
 
-    def without_edits(self) -> Program:
-        return Program(*self.how, edits=False)
+    def without_edits(self) -> HeldProgram:
+        return HeldProgram(*self.how, edits=False)
 
     def edit(self, name: str, xs: Sequence[Any], run: Callable[[], Any]) -> list[Any]:
         self.edited = True

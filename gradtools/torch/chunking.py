@@ -220,7 +220,7 @@ def checkpointed(
         return f(*args, **kwargs)
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
     whole = Chunks.of(f, batch, Partition(1, 1), options)
-    return whole.result(run_chunks(whole)[0], [])
+    return whole.result(backend.run_chunks(whole)[0], [])
 
 
 # --- sums over chunks ----------------------------------------------------------------------------

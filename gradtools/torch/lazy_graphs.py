@@ -10,27 +10,24 @@ autocast and buffers of the first; afterwards these are as before. Nothing else 
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from gradtools.errors import GradtoolsError
-from gradtools.function_variables import cells_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.autograd_graph import is_spent, nodes_of
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.modules import ModuleTree
 from gradtools.torch.replaying.recomputing import is_recorded
+from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
 
@@ -44,7 +41,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def current_graph(f: Any, trees: Iterable[ModuleTree]) -> LazyGraph | SecondEvaluation | None:
+def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | SecondEvaluation | None:
     """The graph of a call of f that begins here; None if it is built at once.
 
     It is built at once under a recorder, and inside of torch.func and of forward mode, whose levels
@@ -55,7 +52,7 @@ def current_graph(f: Any, trees: Iterable[ModuleTree]) -> LazyGraph | SecondEval
         return SecondEvaluation(first)
     if not torch.is_grad_enabled() or is_compiling() or is_recorded():
         return None
-    return None if is_nested() else LazyGraph(f, trees)
+    return None if is_nested() else LazyGraph(f, modules)
 
 
 def is_nested() -> bool:
@@ -66,15 +63,15 @@ def is_nested() -> bool:
 class LazyGraph:
     """The first evaluation of a derivative at modules, which a backward pass may repeat."""
 
-    def __init__(self, f: Any, held: Iterable[ModuleTree]) -> None:
+    def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
         self.deferred = True  # whether the engine frees the graph
         self._nested = False  # whether f ran inside of vmap or of forward mode
         self._made = upstream.nodes_made()
         self.leaves: dict[int, Tensor] = {}  # that f reached, by id
         self.values: list[tuple[Tensor, int]] = []  # f's outputs and their versions
         self._constants: set[int] = set()  # the ids of outputs of f that require no grad
-        captured = [x for x in cells_of(f).values() if isinstance(x, nn.Module)]
-        self._start = State([*held, *map(ModuleTree.of, captured)])
+        held = Held([f, *modules])
+        self._state, self._casts = RunState.now(held), Casts(held.kinds)
 
     def note(self, caller: str, output: Any, own: set[int]) -> None:
         """Records f's outputs, and the leaves behind them but for those with an id in `own`."""
@@ -132,17 +129,18 @@ class LazyGraph:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Context of the second evaluation, which starts from the state of the first."""
-        with (
-            self._start.restored(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            PlainKernels(),
-        ):
-            _here.first = self
+        now = self._state.again()
+        with ExitStack() as inside:
+            inside.enter_context(self._casts.again())
+            for context in (torch.inference_mode(False), torch.enable_grad(), PlainKernels()):
+                inside.enter_context(context)
             try:
+                self._state.restore()
+                _here.first = self
                 yield
             finally:
                 _here.first = None
+                now.restore()
 
 
 class SecondEvaluation:
@@ -250,64 +248,3 @@ class _Lazy(torch.autograd.Function):
 
 _apply: Any = super(torch.autograd.Function, _Lazy).apply
 """`_Lazy.apply` of tensors that are no wrappers of an ended transform, which it looks for."""
-
-
-class State:
-    """Random streams, autocast and the buffers of modules, at one time."""
-
-    def __init__(self, held: Sequence[ModuleTree]) -> None:
-        self._held = held
-        self._buffers = [
-            (named, name, b, b.detach().clone())
-            for tree in held
-            if tree.buffers
-            for m in tree.modules
-            for named in (upstream.slots_of(m)[1],)
-            for name, b in named.items()
-            if b is not None
-        ]
-        kinds = {x.device.type for t in held for x in t.parameters.values()} - {"cpu", "meta"}
-        self._casts = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", *kinds)
-        ]
-        self._cpu = torch.get_rng_state()
-        self._others = [(kind, all_rng_states(kind)) for kind in kinds]
-        self._python = random.getstate()
-        self._numpy = np.random.get_state(legacy=False)  # noqa: NPY002, the stream that f may use
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Context with this state; the current one follows it."""
-        now = State(self._held)
-        with ExitStack() as inside:
-            for kind, on, dtype in self._casts:
-                if on or torch.is_autocast_enabled(kind):
-                    cast = torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False)
-                    inside.enter_context(cast)
-            try:
-                self._restore()
-                yield
-            finally:
-                now._restore()
-
-    def _restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        for kind, states in self._others:
-            for i, state in enumerate(states):
-                torch.get_device_module(kind).set_rng_state(state, i)
-        with torch.no_grad():
-            for named, name, buffer, value in self._buffers:
-                named[name] = buffer
-                if not torch.equal(buffer, value):
-                    version = buffer._version  # graphs that saved it do not read these values
-                    buffer.copy_(value)
-                    upstream.set_version_counters((buffer,), (version,))
-
-
-def all_rng_states(kind: str) -> list[Tensor]:
-    """The random states of all devices of a type."""
-    module = torch.get_device_module(kind)
-    return [module.get_rng_state(i) for i in range(module.device_count())]

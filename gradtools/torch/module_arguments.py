@@ -142,7 +142,7 @@ class Opened:
                     f"{caller}: no parameter of argument {i}, {type(args[i]).__name__}, requires "
                     "grad. Call requires_grad_() on the module or the parameters to train."
                 )
-        self._graph = current_graph(f, self._trees_of_modules.values())
+        self._graph = current_graph(f, modules)
         every = [p for named in self._parameters.values() for p in named.values()]
         # A tensor of an outer derivative at the module has no graph of its own.
         plain = all(p.requires_grad and not is_dual(p) for p in every) if is_nested() else True

@@ -27,7 +27,7 @@ from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.recomputation import Program, first_in_functorch, recomputed
-from gradtools.torch.replaying.recomputing import is_plain
+from gradtools.torch.replaying.recomputing import is_plain, marked
 from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
@@ -39,6 +39,11 @@ _JVP = upstream.TransformType.Jvp
 
 def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
     """The joined output leaves, differentiable, and the last carry."""
+    with marked(chunks.caller):
+        return _run_chunks(chunks)
+
+
+def _run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
     rows, carry = [], [_bare(x) for x in chunks.carry]
     held = _held(chunks)
     state = held and RunState.now(held)

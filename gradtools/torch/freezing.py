@@ -91,7 +91,7 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
         return use.guarded(rows[0])
 
 
-_MAY_CAST = ("ToCopyBackward", "_ProgramNodeBackward")
+_MAY_CAST = ("ToCopyBackward", "_ProgramNodeBackward", "_NodeBackward")
 """Classes of nodes inside of which G may compute in a narrower dtype than it returns."""
 
 

@@ -34,6 +34,8 @@ from gradtools.torch.captured_tensors import Captured, Replaced, physical, repla
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.modes import batchings, by_new_vmap, unpacked, without_cached_weights
+from gradtools.torch.operation_marks import CHUNK, detached
+from gradtools.torch.replaying.recomputing import marked
 from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
@@ -63,10 +65,12 @@ class Again(Protocol):
     """A function of tensors that may run again from the state of its first run.
 
     Attributes:
+        caller: The name of the operator.
         sources: Tensors besides its arguments at which it is differentiated.
         maps: How many vmaps its first run was inside of: the outermost ones.
     """
 
+    caller: str
     sources: Tensors
     maps: int
 
@@ -106,6 +110,8 @@ class Program:
         levels = upstream.get_interpreter_stack() or ()
         self.maps = sum(level.key() == _VMAP for level in levels)  # around the first run
 
+    program = property(lambda self: self)  # by which a recording names the node
+
     def begin(
         self, xs: Sequence[Tensor], verify: bool, others: Tensors
     ) -> tuple[Any, Any, RunState]:
@@ -138,7 +144,10 @@ class Program:
         sources = self._sources(ys, inner, began, verify)
         if sources is None:
             return self._kept("reads a tensor that was computed outside of f", ys, later)
-        tracked, outs = [y.requires_grad for y in ys], [y.detach() for y in ys]
+        tracked = [y.requires_grad for y in ys]
+        if not any(tracked):
+            return ys, tracked, later
+        outs = [detached(y, CHUNK) for y in ys]
         # Autograd would not know of memory that is shared with an input.
         views = [upstream.is_view(y) or any(y is x for x in inner) for y in ys]
         for i in compress(range(len(ys)), views):
@@ -343,6 +352,7 @@ class Pull:
     ) -> None:
         self.of, self.size, self.given, self.wants, self.more = of, size, given, wants, more
         self.sources, self.maps, self.rows = of.sources, of.maps, rows
+        self.caller = of.caller
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
         grads = []
@@ -449,7 +459,8 @@ def recomputed(
     inputs = [*xs, *program.sources]
     known = known and _Known(known)
     if upstream.peek_interpreter_stack() is None:
-        return list(_attach(program, known, tracked, *inputs))
+        apply = super(torch.autograd.Function, _Node).apply  # looked up here: recordings patch it
+        return list(apply(program, known, tracked, *inputs))
     return list(_Node.apply(program, known, tracked, *inputs))
 
 
@@ -462,6 +473,8 @@ class _Known:
 
 class _Node(torch.autograd.Function):
     """A program at its arguments and sources."""
+
+    recorded_as = "chunked"
 
     @staticmethod
     def forward(program: Again, known: Any, tracked: Any, *inputs: Tensor) -> Any:
@@ -485,6 +498,11 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
         xs = ctx.saved_tensors
+        with marked(ctx.program.caller):
+            return None, None, None, *_Node.pulled(ctx, xs, cts)
+
+    @staticmethod
+    def pulled(ctx: Any, xs: Any, cts: Any) -> Sequence[Any]:
         if batchings():
             grads = by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)
         elif all(map(_is_ordinary, xs)):
@@ -492,7 +510,7 @@ class _Node(torch.autograd.Function):
         else:
             with upstream.EnableTorchFunction():  # which a subclass's backward() disables
                 grads = _pulled(ctx, xs, cts)
-        return None, None, None, *grads
+        return grads
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, program: Again, known: Any, tracked: Any, *xs: Tensor) -> Any:
@@ -515,7 +533,6 @@ class _Node(torch.autograd.Function):
 
 # PyTorch reads this signature in every call, and building it takes as long as the call.
 _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[attr-defined]
-_attach: Callable[..., Any] = super(torch.autograd.Function, _Node).apply  # outside of torch.func
 
 
 def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:

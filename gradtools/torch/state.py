@@ -25,6 +25,9 @@ from gradtools.torch.randomness import Randomness
 Tensor = torch.Tensor
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 class Held:
     """The modules, tensors and generators that functions are, or close over.
 
@@ -87,7 +90,7 @@ class Held:
                 continue
             for name, x in was.items():
                 now = own.get(name)
-                if now is not x and now is not None and x is not None:
+                if now is not x and type(now) in _PLAIN and type(x) in _PLAIN:  # not FSDP2's shards
                     found[id(now)] = now, x
         return found
 

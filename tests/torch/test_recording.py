@@ -286,9 +286,7 @@ def test_scripted_modules_are_joined_by_their_graph():
 def test_nodes_are_marked():
     net = nn.Linear(3, 2).double()
     for mark, f in {
-        "chunked": lambda x: gt.chunked(torch.sin, 2)(x),
         "frozen": lambda x: gt.frozen(net)(x),
-        "checkpoint": lambda x: gt.checkpoint(torch.sin)(x),
         "edited gradient": lambda x: gt.clip_gradient(x, max_norm=1.0),
         "custom rule": lambda x: gt.straight_through(torch.round)(x),
     }.items():

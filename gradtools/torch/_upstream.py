@@ -240,18 +240,6 @@ node_creation_hook: Any = getattr(_autograd.graph, "node_creation_hook", None)
 there. None before, where patching `Functions` does."""
 
 
-def bookkeeping() -> tuple[Any, ...]:
-    """The Functions of DDP and FSDP2 that are identities with bookkeeping in the backward pass.
-
-    Empty without distributed training. Gone: forward mode through them is refused.
-    """
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return ()
-    functions = [vars(torch.nn.parallel.distributed)["_DDPSink"]]
-    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    return (*functions, *([] if fsdp is None else [fsdp.RegisterPostBackwardFunction]))
-
-
 def size_hint(n: Any, fallback: int) -> int:
     """The example value of a symbolic size. `hint_int` before 2.12."""
     from torch.fx.experimental import symbolic_shapes
@@ -536,6 +524,18 @@ def default_device() -> torch.device:
 
 
 # --- dynamo, which is not imported until someone compiles ---------------------------------------
+
+_compiler_of_frames = getattr(_c._dynamo.eval_frame, "get_eval_frame_callback", None)
+"""What compiles Python's frames in this thread; None if nothing does. Gone: see `compiles_here`."""
+
+
+def compiles_here() -> bool:
+    """Whether dynamo would compile a function that is called here, as after a graph break.
+
+    `torch.func` imports dynamo, so that it is loaded says little. Gone: that it is loaded.
+    """
+    return DYNAMO in sys.modules if _compiler_of_frames is None else bool(_compiler_of_frames())
+
 
 DYNAMO = "torch._dynamo"
 """The compiler's module. Gone: use the module that `torch.compile` then imports."""

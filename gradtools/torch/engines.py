@@ -75,7 +75,7 @@ def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) 
     _here.taken += 1
     engine: Any = _eager_vjp if upstream.peek_interpreter_stack() is None else _functorch_vjp
     try:
-        if upstream.DYNAMO not in sys.modules:
+        if not upstream.compiles_here() and (once or upstream.DYNAMO not in sys.modules):
             return engine(fun, leaves, once)
         result: Evaluation = uncompiled(engine, fun, leaves, once)
     except RuntimeError as error:
@@ -115,7 +115,7 @@ def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
 
 def _outside_of_dynamo(engine: Callable[..., Any], fun: Fun, *args: Any) -> Any:
     try:
-        if upstream.DYNAMO in sys.modules:
+        if upstream.compiles_here():
             return uncompiled(engine, fun, *args)
         return engine(fun, *args)
     except RuntimeError as error:

@@ -832,3 +832,25 @@ def test_a_tensor_enters_a_level_of_grad_and_a_level_of_vmap_says_its_size():
     sized = lambda x: (seen.append(upstream.batch_size_of(upstream.peek_interpreter_stack())), x)[1]
     torch.vmap(sized)(torch.ones(5, 2))
     assert seen == [1, 5]
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_whether_dynamo_compiles_here_is_known_to_it_alone():
+    seen = []
+
+    def f(x):
+        seen.append(upstream.compiles_here())
+        return x + 1
+
+    torch.compile(f, backend="eager")(torch.ones(2))
+    assert seen == [True] and not upstream.compiles_here()
+
+
+def test_an_operator_tells_its_arguments():
+    names = [argument.name for argument in upstream.arguments_of(torch.ops.aten.add.Tensor)]
+    assert names == ["self", "other", "alpha"]
+
+
+def test_a_sparse_tensor_shows_its_values():
+    x = torch.eye(2).to_sparse()
+    assert torch.equal(upstream.values_of(x), torch.ones(2))

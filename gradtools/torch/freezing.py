@@ -9,7 +9,6 @@ derivative is needed.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -31,7 +30,6 @@ from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, like
 from gradtools.torch.known_errors import lacks_derivative
 from gradtools.torch.modes import Modes, NoForwardMode, batchings, by_new_vmap
 from gradtools.torch.nondifferentiable import gated
-from gradtools.torch.operation_marks import CHUNK, detached
 from gradtools.torch.recomputed_tangents import pullback_tangents, tangents
 from gradtools.torch.replaying.nodes import (
     Backward,
@@ -89,10 +87,6 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
         known = None if in_functorch else use.evaluate(use.xs, use.shared)
         rows, _ = node_of(use, use.xs, use.shared, known)
         return use.guarded(rows[0])
-
-
-_MAY_CAST = ("ToCopyBackward", "_ProgramNodeBackward", "_NodeBackward")
-"""Classes of nodes inside of which G may compute in a narrower dtype than it returns."""
 
 
 class _Use(Forward):
@@ -154,9 +148,6 @@ class _Use(Forward):
         back.constant = not any(
             ct.requires_grad or upstream.is_wrapped(ct) or is_dual(ct) for ct in moving
         )
-        if self.verification is not None:
-            first = [None if g is None else detached(g, CHUNK) for g in known[1]]  # in no graph
-            back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
         gated_inputs = applied(_PullbackInputs, back, tuple(cts), *zs)
         _, grads = node_of(back, rows, gated_inputs, known)
         return self.guarded(grads)
@@ -256,8 +247,6 @@ class _FrozenBackward(Backward):
     # `_PullbackInputs`, which gets the cotangents of the arguments and differentiates.
     arguments: list[Any] | None = None
     constant = False  # whether no cotangent has a derivative, such as the 1 of a gradient
-    # The result of the first pullback with its versions, for the comparison.
-    pulled_first: Sequence[tuple[Any, int]] = ()
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result, wanted = super().batched(size, on, randomness, whole)
@@ -285,14 +274,11 @@ class _FrozenBackward(Backward):
         us = spread(shared[layout.shared :], layout.present[-1])
         cts = rows[0]
         use: Any = self.of
-        compares = self.pulled_first and use.shows_numbers()
         along: list[Any] = [None] * len(cts)
-        if compares or not self.constant:
+        if not self.constant:
             along_us = Widths([0], count, [[], [u is not None for u in us]])
             pushed = use.push(along_us, [[]], [*zs, *(u for u in us if u is not None)])
             along = [*compress(pushed, self.layout.present[0])]
-        if compares:
-            self._compare_transposes(us, along, cts)
         if self.arguments is not None:
             return [*along, *us]  # `_PullbackInputs` differentiates along us
         return [*along, *_along_arguments(self, zs, us, cts)]
@@ -303,40 +289,6 @@ class _FrozenBackward(Backward):
             shared = [*map(primal_of, self.arguments), *shared[layout.shared :]]
         return super().push(layout, rows, shared)
 
-    def _compare_transposes(self, us: Entries, along: Entries, cts: Entries) -> None:
-        """Raises if pushforward and pullback are not adjoint: <u, J^H v> = <J u, v>.
-
-        They are not if G changes state while it runs and restores it, since the backward pass then
-        sees another state.
-        """
-        unchanged = all(
-            g is None or upstream.version_of(g) == version for g, version in self.pulled_first
-        )
-        given = [x for x in (*us, *along, *cts) if x is not None]
-        if not unchanged or any(x.layout is not torch.strided or x.is_meta for x in given):
-            return
-        with torch.no_grad():
-            pulled, width = _product(us, [g for g, _ in self.pulled_first])
-            pushed, other = _product(along, cts)
-        use: Any = self.of
-        # G's graph does not show casts inside of chunked, checkpoint or frozen.
-        casts = any(kind.name.startswith(_MAY_CAST) for kind in use.verification.first[0].kinds)
-        dtypes = {x.dtype for x in given} | ({torch.bfloat16} if casts else set())
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        noise = 64 * eps * (_product(us, us)[0] * _product(cts, cts)[0]) ** 0.5
-        off = eps**0.5 * max(width, other) + noise
-        if math.isfinite(off) and abs(pulled - pushed) > off:
-            if use.verification.run_key is not None:
-                use.verification.run_key.discard()
-            raise GradtoolsError(
-                f"{self.caller}: the pullback of {use.fun} belongs to another function than "
-                f"{use.fun} computed again: <u, J^H v> is {pulled:.6g} and <J u, v> is "
-                f"{pushed:.6g}. {use.fun} reads something that it changes through .data and puts "
-                "back, or that is not what it was: compute with a changed copy instead. Or a "
-                "derivative in it is wrong: a rule of your own, or "
-                "PyTorch's (that of batch norm on the CPU where weights are not contiguous)."
-            )
-
 
 def _are_spent(zs: Entries) -> bool:
     """Whether all are aliases of a finished `gt.grad`, whose gradients are not used.
@@ -345,18 +297,6 @@ def _are_spent(zs: Entries) -> bool:
     """
     tracked = [z for z in zs if z.requires_grad and not upstream.is_wrapped(z)]
     return len(tracked) == len(zs) > 0 and all(z.is_leaf and is_spent(z) for z in tracked)
-
-
-def _product(xs: Entries, ys: Entries) -> tuple[float, float]:
-    """The real inner product of two lists of tensors, and the product of their norms."""
-    total, a, b = 0.0, 0.0, 0.0
-    for x, y in zip(xs, ys, strict=True):
-        if x is not None and y is not None:
-            x, y = (primal_of(t).to(torch.promote_types(t.dtype, torch.float32)) for t in (x, y))
-            x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y))
-            x, y = x.reshape(-1).detach(), y.reshape(-1).detach()
-            total, a, b = total + float(x @ y), a + float(x @ x), b + float(y @ y)
-    return total, (a * b) ** 0.5
 
 
 def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entries) -> list[Any]:

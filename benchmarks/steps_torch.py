@@ -624,8 +624,42 @@ def reading() -> Iterator[Row]:
               counted=(lambda: str(gt.formula(f, params, x)), lambda: f(params, x)))  # fmt: skip
 
 
-PARTS = (jacobians, modules, chunks, recomputed, edits, rules, second_order, residuals, private,
-         reading)  # fmt: skip
+def small() -> Iterator[Row]:
+    """What the engines add to a function of four operations."""
+    x = torch.randn(5, dtype=torch.float64)
+    f = lambda x: (x.sin() * x).sum()
+    g = gt.grad(f)
+    twice = gt.grad(lambda x: g(x).square().sum())
+
+    def by_hand() -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        return torch.autograd.grad(f(y), y)[0]
+
+    def twice_by_hand() -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(f(y), y, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), y)[0]
+
+    def often(run: Run) -> Run:
+        return lambda: [run() for _ in range(500)]
+
+    hand = "`torch.autograd.grad`"
+    yield Row("`grad` of four operations", hand, "", 1.35, often(lambda: g(x)), often(by_hand))
+    yield Row("`grad` of `grad` of the same", hand, "", 1.6, often(lambda: twice(x)),
+              often(twice_by_hand))  # fmt: skip
+    yield Row("`jvp` of the same", "`torch.func.jvp`", "", 1.3,
+              often(lambda: gt.jvp(f, (x,), (x,))),
+              often(lambda: torch.func.jvp(f, (x,), (x,))))  # fmt: skip
+    for count in (64, 160):
+        xs = {str(k): torch.randn(2, dtype=torch.float64) for k in range(count)}
+        cubes = lambda xs: sum((v**3).sum() for v in xs.values()) + (xs["0"] * xs["1"]).sum()
+        yield Row(f"`hessian` over {count} leaves", "`torch.func.hessian`", "", 1.0,
+                  partial(gt.hessian(cubes), xs), partial(torch.func.hessian(cubes), xs),
+                  count=5)  # fmt: skip
+
+
+PARTS = (small, jacobians, modules, chunks, recomputed, edits, rules, second_order, residuals,
+         private, reading)  # fmt: skip
 
 
 # --- growth ----------------------------------------------------------------------------------

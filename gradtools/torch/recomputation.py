@@ -30,7 +30,13 @@ from torch.autograd.graph import get_gradient_edge
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import nodes_behind, nodes_of
-from gradtools.torch.captured_tensors import Captured, Replaced, physical, replaced_now
+from gradtools.torch.captured_tensors import (
+    Captured,
+    Replaced,
+    as_read_now,
+    physical,
+    replaced_now,
+)
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.modes import batchings, by_new_vmap, unpacked, without_cached_weights
@@ -122,7 +128,7 @@ class Program:
 
         others: Further tensors that f may write in.
         """
-        inner = [x[...] if x.requires_grad else x.detach() for x in xs]
+        inner = [_entering(x, True, False) for x in xs]
         read = [x for x in (*inner, *others) if not x.is_inference()]
         versions, began = [*map(upstream.version_of, read)], upstream.nodes_made()
         hooks = unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING
@@ -172,7 +178,8 @@ class Program:
 
     def _graph(self, ys: Tensors, inner: Sequence[Tensor]) -> tuple[list[Any], dict[Any, Tensor]]:
         """The nodes of f's own operations and of leaves, and those of captured tensors."""
-        ends = {x.grad_fn: x for x in self.held.tensors if x.grad_fn is not None}
+        captured = as_read_now(self.held.tensors)
+        ends = {x.grad_fn: x for x in captured if x.grad_fn is not None}
         given = {_node_behind(x) for x in inner if x.requires_grad}
         roots = [_node_behind(y) for y in ys if y.requires_grad]
         nodes = nodes_behind(roots, {*ends, *given})
@@ -436,10 +443,11 @@ def _node_behind(x: Tensor) -> Any:
 
 
 def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
-    """x as an argument of f: in its graph if that is differentiated, else as a leaf."""
+    """x as an argument of f: a view, as in the first run, of x or of a new leaf."""
     if not (x.requires_grad or wanted):
         return x.detach()
-    return x[...] if create and x.requires_grad else x.detach().requires_grad_()
+    x = x if create and x.requires_grad else x.detach().requires_grad_()
+    return x[...] if x.layout is torch.strided else x
 
 
 # --- their nodes ---------------------------------------------------------------------------------

@@ -46,6 +46,14 @@ COMPARED = frozenset(
 )
 """Right, or refused: the comparison with the first pass finds the difference."""
 
+FROZEN_UNGUARDED = frozenset(
+    {
+        "an adapter that merges itself into the frozen layer for the call",
+        "a tensor of a class that counts the functions called on it",
+    }
+)
+"""G changes state and puts it back: `frozen` pushes another function than it pulls. Not run."""
+
 AS_CHECKPOINT = frozenset(
     {
         "parametrize.cached() around",

@@ -388,3 +388,19 @@ def test_an_object_that_was_an_argument_is_let_go_of_with_the_call(remade):
     held = weakref.ref(batch)
     del batch
     assert held() is None
+
+
+@pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 2)])
+def test_a_penalty_on_the_gradient_of_a_module_inside_of_f(wrap):
+    net, x = nn.Linear(3, 1).double(), _numbers(4, 3)
+
+    def f(x):
+        grads = gt.grad(lambda net: net(x).square().sum())(net)
+        return x * sum((g**2).sum() for g in grads.values())
+
+    plain = f if wrap is gt.checkpoint else lambda x: torch.cat([f(c) for c in x.split(2)])
+    found = []
+    for call in (wrap(f), plain):
+        given = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(call(given).sum(), [given, *net.parameters()]))
+    torch.testing.assert_close(*found)

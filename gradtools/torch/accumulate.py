@@ -160,7 +160,7 @@ def sums_over_ranks(
         )
     layout = None
     if own is not None:
-        kinds = ["DTensor" if _is_distributed(x) else _short(x.layout) for x in own.totals]
+        kinds = ["DTensor" if is_distributed(x) else _short(x.layout) for x in own.totals]
         pairs = zip(kinds, own.totals, strict=True)
         leaves = [(kind, x.dtype, tuple(x.shape)) for kind, x in pairs]
         try:
@@ -180,9 +180,9 @@ def sums_over_ranks(
         ]
     else:
         treedef, totals = own.treedef, list(own.totals)
-    add_over_ranks_([x for x in totals if not _is_distributed(x)], group)
+    add_over_ranks_([x for x in totals if not is_distributed(x)], group)
     for x in totals:  # a DTensor is the same on all ranks, so its sum is a multiple
-        if _is_distributed(x):
+        if is_distributed(x):
             x *= len(weights)
     return treedef, totals, sum(weights)
 
@@ -241,7 +241,7 @@ def _in_words(leaf: Any) -> str:
     return f"grads{path}, {kind} {_short(dtype)} of shape {shape}"
 
 
-def _is_distributed(x: Any) -> bool:
+def is_distributed(x: Any) -> bool:
     """Whether it is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)

@@ -23,6 +23,7 @@ from gradtools.arguments.chunks import (
 )
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.accumulate import is_distributed
 from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
@@ -67,15 +68,15 @@ def _held(chunks: Chunks) -> Held | None:
     tensors = [x for x in given if isinstance(x, Tensor)]
     others = [x for x in chunks.shared if not isinstance(x, Tensor)]
     held = Held([chunks.call.f, *others], {x.device.type for x in tensors})
-    wrappers = _wrappers()
     for module in held.modules:
-        kind = next((k.__name__ for k in type(module).__mro__ if k in wrappers), None)
+        kind = _wrapper(module)
         if kind is not None:
             raise GradtoolsError(
-                f"{chunks.caller}: f is a {kind}, or holds one, which reduces gradients around "
-                "each call, and here a call is computed several times. Wrap the other way round: "
-                "DistributedDataParallel around a module whose forward calls "
-                f"{chunks.caller} on the plain module."
+                f"{chunks.caller}: f is a {kind}, or holds one, which gathers parameters or "
+                "reduces gradients around each call, and here a call is computed several times. "
+                "Wrap the other way round: DistributedDataParallel around a module whose forward "
+                f"calls {chunks.caller} on the plain module, or fully_shard around a module whose "
+                f"forward calls {chunks.caller} on its layers or on a method of its own."
             )
         if chunks.cut.count > 1 and module.training and isinstance(module, upstream.BatchNorm):
             name = getattr(chunks.call.f, "__name__", type(chunks.call.f).__name__)
@@ -83,9 +84,19 @@ def _held(chunks: Chunks) -> Held | None:
     return held if _recomputes() else None
 
 
-def _wrappers() -> tuple[Any, ...]:
-    parallel = torch.nn.parallel
-    return parallel.DistributedDataParallel, parallel.DataParallel
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+
+
+def _wrapper(module: torch.nn.Module) -> str | None:
+    """The class name of a wrapper of PyTorch that manages parameters around each call.
+
+    FSDP2's is none inside of its own forward, where the parameters are gathered.
+    """
+    names = [k.__name__ for k in type(module).__mro__ if k.__module__.startswith("torch.")]
+    kind = next((name for name in names if name in _WRAPPERS), None)
+    if kind is None and "FSDPModule" in names and any(map(is_distributed, module.parameters())):
+        return "FSDPModule"
+    return kind
 
 
 def _recomputes() -> bool:

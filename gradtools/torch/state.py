@@ -107,9 +107,9 @@ def _parts(x: Any) -> Iterable[Any]:
         return [x.__self__]
     if isinstance(x, partial):
         return [x.func, *x.args, *x.keywords.values()]
-    if isinstance(x, list | tuple):
+    if kind in (list, tuple):  # no method of a subclass is run
         return x
-    return x.values() if isinstance(x, dict) else ()
+    return x.values() if kind is dict else ()
 
 
 @dataclass(eq=False)

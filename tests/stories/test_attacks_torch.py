@@ -147,16 +147,17 @@ def scheduled_reversal_in_a_checkpoint():
     class Reversed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.step, self.net = 0, network()
+            self.register_buffer("step", torch.zeros((), dtype=X.dtype))  # which is put back
+            self.net = network()
 
         def forward(self, x):
-            self.step += 1
+            self.step = self.step + 1
             return self.net(gt.reverse_gradient(x, 0.1 * self.step))
 
     net, x = Reversed(), X.clone().requires_grad_()
     gt.checkpoint(net)(x).sum().backward()
     (slope,) = torch.autograd.grad(network()(y := X.clone().requires_grad_()).sum(), y)
-    return [(x.grad, -0.1 * slope), (net.step, 1)]
+    return [(x.grad, -0.1 * slope), (net.step, torch.ones(()))]
 
 
 @PROGRAMS.add()

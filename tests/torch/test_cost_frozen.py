@@ -218,6 +218,6 @@ def test_what_a_use_costs_besides_its_work_is_held():
 
     short, long = use(1), use(5)
     assert short <= 520
-    assert long - short <= 4 * 11
+    assert long - short <= 4 * 100  # the modes of the thread see each operation
     x = torch.randn(3)
     assert own_calls(lambda: gt.grad(lambda x: x.square().sum())(x)) <= 40

@@ -175,8 +175,9 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
     plain: Whether by `PlainKernels`, as in all second derivatives.
     keep: Whether grad mode is on at entry.
     """
-    if not torch.is_grad_enabled():
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _RECORDING():
+    inference = torch.is_inference_mode_enabled()  # in which grad mode may be on
+    if inference or not torch.is_grad_enabled():
+        with torch.inference_mode(False) if inference else _RECORDING():
             return _evaluated(fun, leaves, plain, keep=False)
     own: frozenset[int] = getattr(fun, "own", _NONE)  # parameters, at which a module is called
     spent, aliases = [False], []

@@ -44,7 +44,7 @@ PROGRAMS = {
 OF_PYTORCH = {
     "rows of a list": lambda t, F, x: x[[0, 1]],
     "rows of a tensor": lambda t, F, x: x[t.tensor([0, 1])] * 2,
-    "an embedding": lambda t, F, x: F.embedding(t.tensor([0, 1]), x),
+    "an embedding": lambda t, F, x: F.embedding(t.tensor([0, 1]) + 0, x),
     "a mask": lambda t, F, x: x[x > 0.7],
     "a limit": lambda t, F, x: x.exp().clamp(0, 2),
     "layer norm": lambda t, F, x: F.layer_norm(x, (4,)),

@@ -277,3 +277,19 @@ def test_a_checkpoint_around_a_pushforward_without_a_graph_computes_it_again():
     for f in (partial, hooked):
         result = torch.utils.checkpoint.checkpoint(f, y, z, use_reentrant=False)
         torch.testing.assert_close(torch.autograd.grad((result**2).sum(), (y, z)), expected)
+
+
+@pytest.mark.parametrize("operator", ["grad", "vjp", "hvp", "jvp", "linearize"])
+def test_grad_mode_that_is_on_in_inference_mode_changes_no_number(operator):
+    f, x = lambda x: (x.sin() * x).sum(), torch.linspace(0.0, 1.0, 4)
+    uses = {
+        "grad": lambda x: gt.grad(f)(x),
+        "vjp": lambda x: gt.vjp(f, x)[1](torch.ones(()))[0],
+        "hvp": lambda x: gt.hvp(f, (x,), (x,))[1][0],
+        "jvp": lambda x: gt.jvp(f, (x,), (x,))[1],
+        "linearize": lambda x: gt.linearize(f, x)[1](x),
+    }
+    wanted = uses[operator](x)
+    with torch.inference_mode(), torch.enable_grad():
+        found = uses[operator](x.clone())
+    assert torch.equal(found, wanted) and not found.requires_grad

@@ -24,14 +24,11 @@ WAITS = {  # of a call that is not the first
     "to_numpy": 1,
     "host_function: kernel": 3,  # the kernel's operands, and what its pullback is given
     "host_function: bwd": 3,
-    # What f holds is compared with its copy, at each evaluation and after it.
-    "checkpoint": 3,
-    "chunked": 3,
-    "chunked: none retained": 7,
+    "chunked: compared at each pass": 2,  # each of its chunks
     "frozen": 1,
     "frozen: second order": 3,
     # These look at the numbers.
-    "why_zero": 9,
+    "why_zero": 5,
     "gradient_graph": 1,
     "gradient_graph: twice": 1,
     "formula": 15,

@@ -85,8 +85,14 @@ class forward_mode:
     def __enter__(self) -> None:
         if not _FORWARD_MODE.acquire(blocking=False):
             raise NoForwardMode
-        if upstream.forward_level() >= 0:
+        try:
+            self._open()
+        except BaseException:  # an interrupt, too, gives the level back
             _FORWARD_MODE.release()
+            raise
+
+    def _open(self) -> None:
+        if upstream.forward_level() >= 0:
             raise NoForwardMode
 
     def __exit__(self, *error: Any) -> None:
@@ -99,21 +105,25 @@ class dual_level(forward_mode):
     It enables tangents, which torch.func and a Function's jvp disable around code of their own.
     """
 
-    def __enter__(self) -> None:
-        super().__enter__()
+    def _open(self) -> None:
+        super()._open()
+        self._tangents = upstream.is_forward_mode_enabled()
         level = upstream.enter_forward_level()
         if level is None:  # another thread is about to enter or leave torch.func.jvp
-            _FORWARD_MODE.release()
             raise NoForwardMode
-        self._level, self._tangents = level, upstream.is_forward_mode_enabled()
+        self._level = level
         upstream.set_forward_mode_enabled(True)
 
     def __exit__(self, *error: Any) -> None:
         try:
-            upstream.set_forward_mode_enabled(self._tangents)
             upstream.leave_forward_level(self._level)
+        except BaseException:
+            if upstream.forward_level() == self._level:  # an interrupt came before it
+                upstream.leave_forward_level(self._level)
+            raise
         finally:
             _FORWARD_MODE.release()
+            upstream.set_forward_mode_enabled(self._tangents)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from gradtools.torch.captured_tensors import (
     Captured,
     Replaced,
     as_read_now,
+    batched_as,
     physical,
     replaced_now,
 )
@@ -376,7 +377,8 @@ class Pull:
     def pulled(self, xs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
         """The wanted arguments and sources with their gradients; None is zero."""
         create, end = torch.is_grad_enabled(), len(xs) - self.more
-        with torch.enable_grad():
+        plain = not torch.is_inference_mode_enabled()  # in which no graph is recorded
+        with torch.enable_grad() if plain else torch.inference_mode(False):
             entered = zip([*xs[: self.size], *xs[end:]], self.wants, strict=False)
             inner = [_entering(x, create, wanted) for x, wanted in entered]
             ys = self.of.again(inner)
@@ -581,7 +583,10 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
     program.state = program.state.until(program.state.again())
     captured = [x for x, _ in found.values()]
     program.captured = [(x, program.held.place_of(x)) for x in captured]
-    known = [physical(y) for y in ys]
+    if not any(map(is_inexact, (*xs, *captured))):
+        return list(ys)
+    inputs = batched_as([*xs, *captured], ys)
+    known = physical(ys, inputs)
     if verify:
         program.first = [(y, upstream.version_of(y)) for y in known]
-    return recomputed(program, [*xs, *captured], known)
+    return recomputed(program, inputs, known)

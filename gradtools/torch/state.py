@@ -139,7 +139,7 @@ class RunState:
                     entry = known.get(id(b))
                     same = entry is not None and _same(*entry)
                     copy = entry[1] if entry and same else b.detach().clone()
-                    copies.append((b, copy, upstream.version_of(b), module.training))
+                    copies.append((b, copy, _version(b), module.training))
         return cls(held, streams, slots, copies)
 
     def __bool__(self) -> bool:
@@ -164,14 +164,18 @@ class RunState:
                 own.update(was)
         for buffer, copy, version, training in self.copies:
             if not _same(buffer, copy, version, training):
-                with torch.no_grad():
+                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                     buffer.copy_(copy)
-            if upstream.version_of(buffer) != version:  # graphs that saved it remain valid
+            if _version(buffer) != version:  # graphs that saved it remain valid
                 upstream.set_version_counters((buffer,), (version,))
         return self.streams.restore()
 
 
 _LARGE = 1 << 16
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else upstream.version_of(buffer)
 
 
 def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
@@ -180,10 +184,12 @@ def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
     Versions say so, but for the statistics of normalizations in training: their kernels increment
     none, so small buffers are compared, without waiting for an accelerator.
     """
-    same = upstream.version_of(buffer) == version
+    same = _version(buffer) == version
     plain = buffer.device.type == "cpu" and buffer.layout is torch.strided
     if type(copy) is not Tensor:  # fake: without numbers
         return same
+    if buffer.is_inference():  # which has no version
+        return plain and torch.equal(buffer, copy)
     if not plain:
         return same and not training
     return same if same and buffer.numel() > _LARGE else torch.equal(buffer, copy)

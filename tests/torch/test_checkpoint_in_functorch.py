@@ -46,6 +46,27 @@ def test_dropout_and_captured_parameters_are_as_in_a_plain_call(randomness):
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("where", ["derivative in vmap", "vmap in derivative"])
+@pytest.mark.parametrize("size", [None, 4])
+def test_draws_in_a_vmap_over_other_arguments_are_as_in_a_plain_call(where, size):
+    """The input of the checkpoint is not batched there, and its output is."""
+    x = X[:, 0] if size is None else X
+    plain = torch.nn.Dropout(0.5)
+    found = []
+    for f in (plain, gt.checkpoint(plain)):
+        rows = lambda x, f=f: (f(x) ** 2).sum()
+        mapped = lambda g, x: torch.vmap(lambda c: c * g(x), randomness="different")(X[:, 1])
+        if size is not None:
+            rows = lambda x, rows=rows: torch.vmap(rows, randomness="different")(x).sum()
+        torch.manual_seed(0)
+        if where == "derivative in vmap":
+            found.append(mapped(torch.func.grad(rows), x))
+        else:
+            found.append(torch.func.grad(lambda x, rows=rows: mapped(rows, x).sum())(x))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-15)
+    assert found[0].count_nonzero() > 0
+
+
 def test_a_buffer_moves_once():
     class Counts(torch.nn.Module):
         def __init__(self):

@@ -237,7 +237,7 @@ def held(net: torch.nn.Module) -> list[Any]:
     return [(name, bits(x)) for name, x in named]
 
 
-@pytest.mark.filterwarnings("ignore:chunked. f.layers.1 is a batch normalization")
+@pytest.mark.filterwarnings("ignore:chunked. BatchNorm1d is a batch normalization")
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_hook_that_raises_reaches_the_user_and_leaves_the_model_alone(step, hook):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.upstream_bugs_page import NAMED, PAGE, RIGHT, SHOWN, page, row_of
 
-UNSEEN = {  # which `checked` does not name: NaN, a complex silu, and what is wrong at one point alone
+UNSEEN = {  # which `checked` does not name: NaN, a complex silu, an error at one point alone
     ("sinc", "tangent of the gradient"),
     ("linalg.det", "tangent"),
     ("linalg.det", "tangent of the gradient"),

@@ -68,6 +68,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
+@only_inlined
 def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback."""
     if torch.compiler.is_dynamo_compiling():

@@ -206,6 +206,13 @@ def _fitting(dtype: str) -> tuple[Scenario, ...]:
 
 _LINALG = "the framework has no linear algebra in bfloat16"
 _COMPLEX = "a Jacobian of a complex function is not a complex matrix; refused by name"
+_TANGENT = "PyTorch's tangent of it has a wrong derivative, torch#192540"
+
+
+def wrong_in_pytorch(operator: Operator, program: Scenario) -> bool:
+    """Whether PyTorch itself gives another derivative of the program's tangent."""
+    programs = ("solve", "determinant", "log determinant")
+    return operator.name == "grad of jvp" and program.name in programs
 
 
 _NOT_COMPILED = {
@@ -225,6 +232,8 @@ def _reason(cell: Cell, backend: str) -> str:
         return "the operator has no has_aux"
     if cell.dtype == "bfloat16" and "linear algebra" in program.tags:
         return _LINALG
+    if backend == "torch" and wrong_in_pytorch(operator, program):
+        return _TANGENT
     compiled = backend == "torch" and cell.transform == "compile"
     if compiled and "checkpoint" in operator.name:
         return "torch.func does not support the saved-tensor hooks of a compiled checkpoint"

@@ -19,6 +19,19 @@ native_group_norm | jacobian, reverse* | differs, whole, torch#183980
     the gradient of the mean or the reciprocal deviation alone
 nn.CTCLoss | PyTorch's own reverse mode | differs, torch#52241
     its gradient is that of log probabilities which log_softmax made
+*CustomOp; nn.functional.linear_cross_entropy.chunked* | jvp* | differs
+    PyTorch's own: of an operator with a reverse rule only it drops tangents without an error
+nn.functional.linear_cross_entropy.chunked | hvp, reverse over reverse; frozen, second order |
+differs
+    PyTorch's own: its backward pass is differentiated as a constant
+cholesky_inverse | jvp*; hvp, forward over reverse; frozen, second order | differs, torch#196682
+    PyTorch's own forward mode is wrong
+scatter_reduce.prod | jvp*; hvp, forward over reverse; hvp, inputs one by one; frozen, second order
+| differs, torch#196702
+    PyTorch's own forward mode is wrong
+triangular_solve | jvp*; hvp, forward over reverse; hvp, inputs one by one; frozen, second order |
+differs, torch#196707
+    PyTorch's own forward mode is wrong
 """)
 
 LEDGER: tuple[LedgerLine, ...] = (
@@ -75,14 +88,10 @@ nn.functional.dropout; nn.functional.alpha_dropout | jacobian, forward* | differ
 CubeGenVmapAutogradFunction; NumpySortAutogradFunction; ScaleGradGenVmapAutogradFunction;
 ZeroGradientsGenVmapAutogradFunction | * | differs
     the table's own Function declares another derivative than that of what it computes
-CubeGenVmapAutogradFunction | * | refused
-    the table's own Function has a backward that is not linear
 NumpyCubeNotComposableAutogradFunction | * | differs
     the table's own Function does not multiply by the gradient that comes in
 nn.functional.max_unpool3d; as_strided_scatter | * | differs
     several entries are written to one place: which one stays is not determined
-nn.functional.max_unpool?d | frozen, second order | refused
-    the same: reverse mode is not the transpose of forward mode, and frozen compares them
 nn.functional.max_unpool1d; nn.functional.max_unpool2d | * | differs, whole
     several entries are written to one place: which one stays is not determined
 zero_ | dependence | differs, whole
@@ -104,6 +113,26 @@ nn.functional.multi*_margin_loss; _segment_reduce.*; to_sparse | * | refused
     PyTorch has neither forward mode nor double backward of it
 *CustomOp; nn.functional.linear_cross_entropy.chunked*; NumpyCubeNotComposable* | * | refused
     it has a reverse rule only, which torch.func does not take
+
+index_reduce.*; native_dropout_backward; nn.functional.grid_sample; grid_sampler_?d; cdist;
+nn.functional.pdist; cholesky; ormqr | jvp*; hvp, forward over reverse; hvp, inputs one by one |
+refused
+    PyTorch has no forward mode of it
+nn.functional.soft_margin_loss; nn.functional.huber_loss; nn.functional.hardsigmoid;
+nn.SoftMarginLoss; nn.HuberLoss | hvp, forward over reverse; hvp, inputs one by one
+| refused
+    PyTorch has no forward mode of its backward pass
+nn.functional.hardsigmoid; cdist; nn.functional.pdist | hvp, reverse over reverse;
+frozen, second order | refused
+    PyTorch has no double backward of it
+nn.functional.multi*_margin_loss; nn.functional.hardsigmoid; nn.functional.embedding_bag;
+nn.functional.ctc_loss; nn.functional.pdist; cdist; _segment_reduce.*; nn.CTCLoss;
+nn.Multi*MarginLoss | linearize | raised
+    PyTorch has no double backward of it, by which tangents are pushed through a recorded graph
+nn.functional.mse_loss | hvp, inputs one by one | raised, torch#123996
+    PyTorch's own forward mode of its backward pass writes into an immutable zero
+nn.MSELoss | hvp, forward over reverse | raised, torch#123996
+    PyTorch's own forward mode of its backward pass writes into an immutable zero
 
 # Tangents
 index_reduce.*, in place*; nn.functional.rrelu, in place* | * | refused, whole

@@ -23,12 +23,12 @@ Tensors = list[Tensor]
 _VMAP = upstream.TransformType.Vmap
 
 
-class _Thread(threading.local):
+class _Captures(threading.local):
     def __init__(self) -> None:
         self.mode: Replaced | None = None  # the innermost one of this thread
 
 
-_thread = _Thread()
+_thread = _Captures()
 
 
 def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:

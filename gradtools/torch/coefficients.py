@@ -21,13 +21,13 @@ Note = Callable[[str, Any, Any], None]
 _DEPTH = 4  # of functions that functions close over
 
 
-class _Here(threading.local):
+class _Coefficients(threading.local):
     """The innermost block of this thread. A class attribute is read fastest."""
 
     note: Note | None = None
 
 
-HERE = _Here()
+HERE = _Coefficients()
 
 
 @contextmanager

@@ -32,13 +32,13 @@ from gradtools.torch.state import Casts, Held, RunState
 Tensor = torch.Tensor
 
 
-class _Here(threading.local):
+class _Pending(threading.local):
     """The lazy graph whose second evaluation this thread begins, until the operator takes it."""
 
     first: LazyGraph | None = None
 
 
-_here = _Here()
+_here = _Pending()
 
 
 def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | SecondEvaluation | None:
@@ -80,7 +80,7 @@ class LazyGraph:
             return
         every = [x for x in trees.flatten(output)[0] if isinstance(x, Tensor)]
         self._constants |= {id(x) for x in every if not x.requires_grad}
-        self.values += [(x.detach(), x._version) for x in every if is_inexact(x)]
+        self.values += [(x.detach(), upstream.version_of(x)) for x in every if is_inexact(x)]
         nodes, accumulates = nodes_of(every), upstream.AccumulateGrad
         for node in nodes:
             if type(node) is accumulates:
@@ -156,8 +156,8 @@ class SecondEvaluation:
         """Raises if f returns other values than in the first evaluation."""
         every = [x for x in trees.flatten(output)[0] if isinstance(x, Tensor) and is_inexact(x)]
         for x in every if not is_nested() else ():
-            known, version = self._left.pop(0) if self._left else (x, x._version)
-            if known._version == version and not _agree(x.detach(), known):
+            known, version = self._left.pop(0) if self._left else (x, upstream.version_of(x))
+            if upstream.version_of(known) == version and not _agree(x.detach(), known):
                 raise GradtoolsError(
                     f"{caller}: f returns other values when it is computed again, to differentiate "
                     "a gradient. It depends on something that has changed since the first call, "
@@ -191,11 +191,11 @@ class _Program:
     ) -> None:
         self._caller, self._graph, self._run, self._places = caller, graph, run, places
         self.leaves = leaves  # plain references, not saved tensors of autograd
-        self._versions = [x._version for x in leaves]
+        self._versions = [upstream.version_of(x) for x in leaves]
 
     def pulled(self, cts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The pullback of the results at the leaves."""
-        if [x._version for x in self.leaves] != self._versions:
+        if [upstream.version_of(x) for x in self.leaves] != self._versions:
             raise GradtoolsError(
                 f"{self._caller}: a parameter or an argument was changed in place after "
                 f"{self._caller} was called (by a step of an optimizer?), and its result is "

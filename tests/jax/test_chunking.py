@@ -442,7 +442,6 @@ def test_nothing_is_replayed_in_jax():
     assert seen == [False, False]
 
 
-@pytest.mark.sweep_at("0")
 def test_a_progress_bar_moves_once_for_each_chunk(monkeypatch):
     moves = []
 

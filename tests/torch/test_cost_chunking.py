@@ -192,7 +192,6 @@ def test_checkpoint_inside_costs_one_more_forward_pass(wrap, passes):
     assert flops(lambda: run(x).sum().backward()) == passes * forward
 
 
-@pytest.mark.slow_at("0")
 def test_two_towers_hold_one_set_of_gradients_each():
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(8)])

@@ -258,7 +258,7 @@ count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
 
 
 def is_traced_by_make_fx() -> bool:
-    """Whether torch.fx is tracing by proxies, where values are unknown. Gone: assume that it is not."""
+    """Whether torch.fx traces by proxies, which have no values. Gone: assume that it does not."""
     return _c._get_dispatch_mode(_c._TorchDispatchModeKey.PROXY) is not None
 
 

@@ -4,10 +4,10 @@ For a pullback at cotangents v, and a pushforward along a tangent u, along one r
 
     Re<J^H v, u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>  =  Re<v, J u>
 
-at two step sizes h, and at three more where these disagree. What is meant to differ is left out:
-edits are identities on both sides, and a stop that f itself executes (`stop_gradient`, `detach`, a
-`no_grad` block) keeps the value of the first run in all others. Stops of gradtools' own, and those
-inside of custom functions and rules, do not. `gradtools.torch.checked_mode` and
+at two step sizes h, and where these disagree at a nearby point. What is meant to differ is left
+out: edits are identities on both sides, and a stop that f itself executes (`stop_gradient`,
+`detach`, a `no_grad` block) keeps the value of the first run in all others. Stops of gradtools'
+own, and those inside of custom functions and rules, do not. `gradtools.torch.checked_mode` and
 `gradtools.jax.checked_mode` run f.
 
 The members of a backend that differentiate are replaced on the instance while a context is open,
@@ -34,7 +34,7 @@ from gradtools.code_origin import definition_of, innermost, lines_above
 from gradtools.custom_rules import CustomRule
 from gradtools.errors import DerivativeError
 from gradtools.rules import by_key
-from gradtools.testing.central_differences import Answer, Question, ask, ask_again, moves, normal
+from gradtools.testing.central_differences import Answer, Question, ask, judge, normal
 
 TRACED = "traced values (jit, vmap, compile)"
 UNSEEN = "stops inside of compiled code or loops, or f reads values"
@@ -70,7 +70,6 @@ class _CheckedThread(threading.local):
     program: Any = None  # the one that runs at other points; nothing is compared inside of it
     own = 0  # how many calls of gradtools the running code is in, since the user's function began
     taking = False  # whether a derivative of gradtools is being taken
-    rows: list[bool] | None = None  # in `map_batches`: filled by linear maps of its rows
 
 
 here = _CheckedThread()
@@ -102,71 +101,42 @@ def set_here(**values: Any) -> Iterator[None]:
 
 # --- one comparison -----------------------------------------------------------------------------
 
-
-def _answer(q: Question) -> Answer:
-    """As `ask`, without edits; what differs does so in two directions, and at two points."""
-    if q.program.edited and q.again is not None:
-        q.program = q.program.without_edits()
-        q.known = q.again(q.program, q.xs, q.us)
-    answer = ask(q)
-    if answer.verdict == "differs":
-        answer = ask_again(q)
-    if q.again is None or answer.verdict not in ("differs", "kink"):
-        return answer
-    if not np.isfinite(answer.slope) or not _same(q.known, q.again(q.program, q.xs, q.us)):
-        return answer
-    away = 30 * q.program.eps ** (1 / 3)  # a kink or a tie is at this point alone
-    xs = [x + away * u for x, u in zip(q.xs, moves(q), strict=True)]
-    near = replace(q, xs=q.program.numbers(q.program.arrays(xs)))
-    kept, q.program.base = q.program.base, q.program(near.xs)
-    near.known = q.again(q.program, near.xs, q.us)
-    found = ask_again(near)
-    if found.verdict == "differs" and answer.verdict == "kink":  # the error is about this point
-        q.xs, q.known = near.xs, near.known
-        return found
-    q.program.base = kept
-    return answer if found.verdict == "differs" else found
+_ORDERS = (
+    ("", "vjp", ""),
+    ("second ", "vjp", "vjp"),
+    ("forward-mode ", "jvp", ""),
+    ("reverse-over-forward ", "vjp", "jvp"),
+)
 
 
-def _same(xs: list[Any], ys: list[Any]) -> bool:
-    filled = lambda x, y: np.zeros_like(y) if x is None else x
-    pairs = [(filled(x, y), filled(y, x)) for x, y in zip(xs, ys, strict=True) if x is not y]
-    return all(np.allclose(x, y, 0.01, 0.01 * np.abs(y).max(initial=0)) for x, y in pairs)
-
-
-def _wrong_operation(q: Question, half: Any) -> str:
+def _wrong_operation(q: Question, members: Any) -> str:
     """The first operation of f whose own derivative is wrong, in words; else what may be."""
-    calls = q.program.calls()
-    words = ("", "second ", "forward-mode ", "reverse-over-forward ")
-    for order, word in enumerate(words):
+    calls, half, draw = q.program.calls(), members.half, lambda xs: [normal(q.rng, x) for x in xs]
+    for word, outer, inner in _ORDERS:
         for name, line, fn, xs in calls:
             try:
-                at, first = half.numbers(xs), half.plain(fn, xs)
-                us = [normal(here.rng, x) for x in at] if order > 1 else None
-                if order == 1:  # the derivative is the operation
-                    first = half.plain(
-                        first.pullback([normal(here.rng, y) for y in first.base]), xs
-                    )
-                elif order == 3:
-                    first, us = half.plain(first.pushforward(us), xs), None
-                vs = None if us else [normal(here.rng, y) for y in first.base]
-                known = half.numbers((first.pushforward(us) if us else first.pullback(vs))(*xs))
-                if ask(Question(first, at, known, vs, us, rng=here.rng)).verdict == "differs":
+                for member in filter(None, (inner, outer)):
+                    program, at = half.plain(fn, xs), half.numbers(xs)
+                    given = draw(at if member == "jvp" else program.base)
+                    fn = members.derivative(program, given, member)
+                derivative = partial(members.numbers_of, member)
+                question = Question(program, at, derivative, given, q.rng, member == "jvp")
+                if judge(question)[1].verdict == "differs":
                     return f"The {word}derivative of {name} is wrong by itself ({line})."
             except Exception:  # an operation that cannot be tried alone is not named
                 continue
     return f"f holds {', '.join(q.program.suspects)}." if q.program.suspects else ""
 
 
-def compare_derivative(caller: str, fun: Any, half: Any, q: Question) -> None:
+def compare_derivative(caller: str, fun: Any, members: Any, q: Question) -> None:
     """Compares one derivative, and raises a `DerivativeError` if it differs."""
-    report, state = here.report, half.state()
+    report, half, state = here.report, members.half, members.half.state()
     assert report is not None
     with set_here(program=q.program, own=0):
         try:
-            answer = _answer(q)
+            q, answer = judge(q)
             if answer.verdict == "differs" and not q.program.unseen:
-                raise DerivativeError(_text(caller, fun, half, q, answer))
+                raise DerivativeError(_text(caller, fun, members, q, answer))
         finally:
             half.restore(state)
     if answer.verdict == "agrees":
@@ -176,17 +146,11 @@ def compare_derivative(caller: str, fun: Any, half: Any, q: Question) -> None:
     report.notes += [note for note in q.program.notes if note not in report.notes]
 
 
-def _text(caller: str, fun: Any, half: Any, q: Question, answer: Answer) -> str:
+def _text(caller: str, fun: Any, members: Any, q: Question, answer: Answer) -> str:
     call, first = getattr(fun, "call", fun), getattr(fun, "first", 0)
-    paths = getattr(call, "paths", [f"leaf {i}" for i in range(len(q.xs))])
-    wrong = []
-    for i, path in enumerate(paths[first : first + len(q.xs)]):
-        one = q
-        if q.us is not None and q.again is not None:
-            us = [u if i == k else 0 * u for k, u in enumerate(q.us)]
-            one = replace(q, us=us, known=q.again(q.program, q.xs, us))
-        if ask(one, i).verdict == "differs":
-            wrong.append(path)
+    paths = getattr(call, "paths", [f"leaf {i}" for i in range(len(q.xs))])[first:]
+    pairs = enumerate(paths[: len(q.xs)])
+    wrong = [path for i, path in pairs if ask(q, i).verdict == "differs"]
     f = getattr(call, "f", None)
     while (inner := getattr(f, "f", None) or getattr(f, "fun", None)) is not None:
         f = inner
@@ -198,7 +162,7 @@ def _text(caller: str, fun: Any, half: Any, q: Question, answer: Answer) -> str:
             f"central differences (step {answer.step:.1g}) give {answer.difference:.6g}.",
             f"f is {name} ({place}), differentiated at {innermost(lines_above(1))}.",
             *q.program.left,
-            _wrong_operation(q, half),
+            _wrong_operation(q, members),
         ]
     ).rstrip()
 
@@ -218,8 +182,11 @@ class _CheckedMembers:
         self.backend = backend
         self.before = {n: backend.__dict__[n] for n in _MEMBERS if n in backend.__dict__}
         self.original = {n: getattr(backend, n) for n in _MEMBERS if hasattr(backend, n)}
+        pushing = {n: partial(self._pushing, n) for n in ("jvp", "jvps", "linearize")}
+        others = {"run_frozen": self._run_chunks, **pushing}
         for name, member in self.original.items():
-            setattr(backend, name, partial(self._called, getattr(self, f"_{name}"), member))
+            replaced = others.get(name) or getattr(self, f"_{name}")
+            setattr(backend, name, partial(self._called, replaced, member))
 
     def remove(self) -> None:
         for name in self.original:
@@ -246,8 +213,7 @@ class _CheckedMembers:
         if here.program is not None or report is None or (here.taking and self.half.rehearses):
             return None
         if (leaves or not how) and (not leaves or self.half.traced(leaves)):
-            if here.rows is None:
-                report.skipped[TRACED] += 1
+            report.skipped[TRACED] += 1
             return None
         state = self.half.state()
         try:
@@ -260,109 +226,86 @@ class _CheckedMembers:
         finally:
             self.half.restore(state)
 
-    def _is_compared(self, program: Any, arrays: Sequence[Any]) -> bool:
-        """Whether a linear map at these arrays is compared; if they are a batch, its rows are."""
+    def derivative(self, program: Any, given: Sequence[Any], member: str) -> Callable[..., Any]:
+        """The pullback or pushforward of a program at fixed vectors, which is differentiable."""
+        if member == "vjp":
+            return program.pullback(given)
+        run: Any = lambda *a: (program.held(*a), [])
+
+        def pushed(*xs: Any) -> list[Any]:
+            along = self.half.like(given, xs)
+            with set_here(own=0):
+                if member == "jvp":
+                    return self.original["jvp"](run, list(xs), along)[2]
+                return self.original["linearize"](run, list(xs))[2](along)
+
+        return pushed
+
+    def numbers_of(self, member: str, program: Any, xs: Any, given: Any) -> list[Any]:
+        """A derivative of a program as NumPy arrays."""
+        return self.half.numbers(self.derivative(program, given, member)(*program.arrays(xs)))
+
+    def compare(
+        self, program: Any, fun: Any, leaves: Any, given: Any, known: Any, member: str
+    ) -> None:
+        """Compares a derivative that an operator took; traced ones are counted."""
         if program is None or here.program is not None or here.report is None:
-            return False
-        if not self.half.traced(arrays):
-            return True
-        if here.rows is None:
+            return
+        if self.half.traced([*given, *known]):
             here.report.skipped[TRACED] += 1
-        else:
-            here.rows.append(True)
-        return False
+            return
+        at, given, known = map(self.half.numbers, (leaves, given, known))
+        derivative = partial(self.numbers_of, member)
+        q = Question(program, at, derivative, given, here.rng, member != "vjp", known)
+        compare_derivative(getattr(fun, "caller", member), fun, self, q)
+
+    def _comparing(self, program: Any, fun: Any, leaves: Any, linear: Any, member: str) -> Any:
+        """A linear map whose results are compared."""
+
+        def run(native: Any, given: Any) -> Any:
+            result = self.own(native, given)
+            self.compare(program, fun, leaves, given, result, member)
+            return result
+
+        return self.backend.linear_map(run, linear)
 
     def _vjp(self, run: Any, fun: Any, leaves: list[Any], **how: Any) -> Any:
-        program, numbers = self.program(fun, leaves), self.half.numbers
+        program = self.program(fun, leaves)
         with set_here(taking=True):
             result = run(fun, leaves, **how)
-        transposed = result.transposed
-
-        def pullback(native: Any, cts: Any) -> Any:
-            grads = self.own(native, cts)
-            if self._is_compared(program, [*cts, *grads]):
-                again = lambda program, xs, us: program.pulled(xs, numbers(cts))
-                q = Question(
-                    program, numbers(leaves), numbers(grads), numbers(cts), None, again, here.rng
-                )
-                compare_derivative(getattr(fun, "caller", "vjp"), fun, self.half, q)
-            return grads
-
-        def wide() -> Any:
-            push = transposed()
-            return push and self._pushing(program, fun, leaves, push, "linearize")
-
-        result.pullback = self.backend.linear_map(pullback, result.pullback)
-        result.transposed = wide
+        transposed, compared = result.transposed, partial(self._comparing, program, fun, leaves)
+        result.pullback = compared(result.pullback, "vjp")
+        result.transposed = lambda: (push := transposed()) and compared(push, "linearize")
         return result
 
-    def _pushed(
-        self, program: Any, fun: Any, leaves: Any, tangents: Any, pushed: Any, caller: str
-    ) -> None:
-        def again(program: Any, xs: list[Any], us: list[Any]) -> list[Any]:
-            run: Any = lambda *a: (program.held(*a), [])
-            along = self.half.like(us, tangents)
-            with set_here(own=0):
-                if caller == "jvp":
-                    return numbers(self.original["jvp"](run, program.arrays(xs), along)[2])
-                return numbers(self.original["linearize"](run, program.arrays(xs))[2](along))
-
-        numbers = self.half.numbers
-        if self._is_compared(program, [*tangents, *pushed]):
-            q = Question(
-                program, numbers(leaves), numbers(pushed), None, numbers(tangents), again, here.rng
-            )
-            compare_derivative(getattr(fun, "caller", caller), fun, self.half, q)
-
-    def _pushing(self, program: Any, fun: Any, leaves: Any, push: Any, caller: str) -> Any:
-        def pushforward(push: Any, tangents: Any) -> Any:
-            pushed = self.own(push, tangents)
-            self._pushed(program, fun, leaves, tangents, pushed, caller)
-            return pushed
-
-        return self.backend.linear_map(pushforward, push)
-
-    def _jvp(self, run: Any, fun: Any, leaves: list[Any], tangents: list[Any]) -> Any:
+    def _pushing(self, member: str, run: Any, fun: Any, leaves: list[Any], *given: Any) -> Any:
         program = self.program(fun, leaves)
         with set_here(taking=True):
-            result = run(fun, leaves, tangents)
-        self._pushed(program, fun, leaves, tangents, result[2], "jvp")
-        return result
-
-    def _jvps(self, run: Any, fun: Any, leaves: list[Any], many: Sequence[list[Any]]) -> Any:
-        program = self.program(fun, leaves)
-        with set_here(taking=True):
-            result = run(fun, leaves, many)
-        for tangents, pushed in zip(many, result[2], strict=True):
-            self._pushed(program, fun, leaves, tangents, pushed, "jvp")
-        return result
-
-    def _linearize(self, run: Any, fun: Any, leaves: list[Any]) -> Any:
-        program = self.program(fun, leaves)
-        with set_here(taking=True):
-            outs, extras, push = run(fun, leaves)
-        return outs, extras, self._pushing(program, fun, leaves, push, "linearize")
+            outs, extras, result = run(fun, leaves, *given)
+        if member == "linearize":
+            return outs, extras, self._comparing(program, fun, leaves, result, member)
+        pairs = zip(*given, result, strict=True) if member == "jvps" else [(*given, result)]
+        for tangents, pushed in pairs:
+            self.compare(program, fun, leaves, tangents, pushed, "jvp")
+        return outs, extras, result
 
     def _map_batches(self, run: Any, f: Any, batch: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """Compares the rows one by one; those of a linear map as one random combination."""
+        """Compares the rows one by one, and the first with that of the batch."""
         report = here.report
         if report is None or here.program is not None or self.half.traced(batch):
             return run(f, batch, *args, **kwargs)
-        compared, rows = report.compared, list[bool]()
-        with set_here(rows=rows):
-            result = run(f, batch, *args, **kwargs)
-        if report.compared == compared and batch and len(batch[0]):
-            state, numbers = self.half.state(), self.half.numbers
-            if rows:
-                weights = here.rng.standard_normal(len(batch[0]))
-                sums = lambda xs: [np.tensordot(weights, x, 1) for x in numbers(xs)]
-                alone = f(*self.half.like(sums(batch), [x[0] for x in batch]))
-                for x, y in zip(sums(result), numbers(alone), strict=True):
-                    if not np.allclose(x, y, rtol=0.01, atol=0.01 * np.abs(y).max(initial=0)):
-                        raise DerivativeError("jacobian: rows in a batch differ from rows alone.")
-            count = len(batch[0])  # f may be run again, and the rows must be the same
-            for i in [] if rows else range(0, count, -(-count // _MOST_ROWS)):
+        before, skipped = report.compared, report.skipped.copy()
+        result = run(f, batch, *args, **kwargs)
+        if report.compared == before and batch and len(batch[0]):
+            report.skipped, state, count = skipped, self.half.state(), len(batch[0])
+            for i in range(0, count, -(-count // _MOST_ROWS)):
                 f(*[x[i] for x in batch])
+            with set_here(report=None):
+                alone, twice = (self.half.numbers(f(*[x[0] for x in batch])) for _ in range(2))
+            drawn = any((x != y).any() for x, y in zip(alone, twice, strict=True))
+            for x, rows in zip(alone, self.half.numbers(result), strict=True):
+                if not drawn and not np.allclose(x, rows[0], 0.01, 0.01 * np.abs(x).max(initial=0)):
+                    raise DerivativeError("vmap: a row of a batch differs from the row alone.")
             self.half.restore(state)
         return result
 
@@ -381,35 +324,33 @@ class _CheckedMembers:
 
     # --- parts through which a backward pass of the framework's own goes
 
-    def native(self, caller: str, f: Any, at: Callable[..., Any], xs: Sequence[Any]) -> None:
-        """Compares a part of a program, a function of xs, if the framework differentiates it."""
+    def native(self, caller: str, f: Any, run: Any, args: Any, kwargs: Any) -> None:
+        """Compares `run(*args, **kwargs)`, which the framework itself may differentiate."""
         if here.program is not None or here.report is None or here.taking or here.own:
             return
         state = self.half.state()
-        with self.half.native(at, xs) as found, set_here(taking=False):
+        with self.half.native(*self.flat(run, args, kwargs)) as found, set_here(taking=False):
             program = found and self.program(*found, captures=True)
             if program:
-                vs, again = (
-                    [normal(here.rng, y) for y in program.base],
-                    lambda p, xs, us: p.pulled(xs, vs),
+                fun = partial(run)
+                fun.caller, fun.f = caller, getattr(f, "f", f)  # type: ignore[attr-defined]
+                vs = [normal(here.rng, y) for y in program.base]
+                at, derivative = self.half.numbers(program.leaves), partial(self.numbers_of, "vjp")
+                compare_derivative(
+                    caller, fun, self, Question(program, at, derivative, vs, here.rng)
                 )
-                at_xs = self.half.numbers(program.leaves)
-                q = Question(program, at_xs, again(program, at_xs, None), vs, None, again, here.rng)
-                fun = partial(at)
-                fun.f = getattr(f, "f", f)  # type: ignore[attr-defined]
-                compare_derivative(caller, fun, self.half, q)
         self.half.restore(state)
 
-    def _run_chunks(self, run: Any, chunks: Any) -> Any:
-        def at(*xs: Any) -> Any:
-            left = iter(xs)
-            splits = [(next(left), axis) for _, axis in chunks.splits]
-            lists = [[next(left) for _ in row] for row in chunks.lists]
-            return run(replace(chunks, splits=splits, lists=lists, shared=[*left]))[0]
+    def _run_chunks(self, run: Any, chunks: Any, *rest: Any) -> Any:
+        def part(splits: Any, lists: Any, shared: Any) -> Any:
+            axes = [axis for _, axis in chunks.splits]
+            splits = list(zip(splits, axes, strict=True))
+            outs = run(replace(chunks, splits=splits, lists=lists, shared=shared), *rest)
+            return outs[0] if isinstance(outs, tuple) else outs  # without carries
 
-        every = [[x for x, _ in chunks.splits], *chunks.lists, chunks.shared]
-        self.native(chunks.caller, chunks.call, at, [x for xs in every for x in xs])
-        return run(chunks)
+        arrays = [x for x, _ in chunks.splits], chunks.lists, chunks.shared
+        self.native(chunks.caller, chunks.call, part, arrays, {})
+        return run(chunks, *rest)
 
     def _sum_chunks(self, run: Any, chunks: Any, *args: Any) -> Any:
         arrays = [*(x for x, _ in chunks.splits), *filter(self.backend.is_array, chunks.shared)]
@@ -419,13 +360,8 @@ class _CheckedMembers:
                 return run(chunks, *args)
         return run(chunks, *args)
 
-    def _run_frozen(self, run: Any, whole: Any, uses: Any) -> Any:
-        at = lambda *xs: run(replace(whole, shared=list(xs)), uses)
-        self.native(whole.caller, whole.call, at, whole.shared)
-        return run(whole, uses)
-
     def _run_checkpointed(self, run: Any, f: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.native("checkpoint", f, *self.flat(partial(run, f), args, kwargs))
+        self.native("checkpoint", f, partial(run, f), args, kwargs)
         return run(f, *args, **kwargs)
 
     def flat(self, run: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
@@ -463,10 +399,9 @@ def _as_rule(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, *args, **kwargs)
     hooks = _hooks_of(self._backend)
     called = partial(hooks.own, run, self)
-    at, leaves = hooks.flat(called, args, kwargs)
     if here.program is not None:
-        here.program.called(f"the rule {self.__name__}", at, leaves)
-    hooks.native(self.__name__, self.fun, at, leaves)
+        here.program.called(f"the rule {self.__name__}", *hooks.flat(called, args, kwargs))
+    hooks.native(self.__name__, self.fun, called, args, kwargs)
     return called(*args, **kwargs)
 
 
@@ -532,7 +467,7 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
         if _open[0] == 1:
             _replace_members()
     report = CheckedReport()
-    start = {"own": 0, "taking": False, "rows": None, "program": None}
+    start = {"own": 0, "taking": False, "program": None}
     try:
         with set_here(report=report, rng=np.random.default_rng(seed), **start):
             yield report

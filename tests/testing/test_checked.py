@@ -133,8 +133,34 @@ def test_rows_of_a_jacobian_are_compared(gt):
         for mode in ("forward", "reverse"):
             gt.jacobian(lambda x: x**3, mode=mode)(x)
         gt.per_example_grad(lambda w, x: (w * x**2).sum())(x, gt.asarray(X))
-    assert report.compared == 3 + 1 + 4  # units one by one, their sum, and examples
+    assert report.compared == 3 + 3 + 4  # units one by one, and examples
     assert not report.skipped
+
+
+def test_a_batch_is_compared_with_its_rows():
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0].cos()
+
+        @staticmethod
+        def vmap(info, dims, x):
+            return 2 * Doubled.apply(x), dims[0]
+
+    x = torch.from_numpy(X)
+    with pytest.raises(DerivativeError, match="a row of a batch differs"), checked():
+        gt.per_example_grad(lambda w, x: (w * Doubled.apply(x)).sum())(x[0], x)
 
 
 def test_the_same_seed_draws_the_same_directions(gt):

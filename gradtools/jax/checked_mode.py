@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from gradtools.code_origin import USER, Source, kind_of
 from gradtools.jax import reachability
 from gradtools.jax.trees import is_inexact
-from gradtools.testing.checked_mode import Streams, set_here
+from gradtools.testing.checked_mode import CheckedProgram, Streams, set_here
 
 _OWN, _USER = "gradtools_own", "gradtools_user"
 _INLINED = {
@@ -50,27 +50,21 @@ class Half(Streams, threading.local):
         return inside or any(isinstance(x, jax.core.Tracer) for x in xs)
 
     @contextmanager
-    def native(self, at: Callable[..., list[Any]], xs: Sequence[Any]) -> Iterator[Any]:
-        """`(fun, leaves)` if JAX differentiates `at(*xs)` at known values."""
+    def native(self, xs: Sequence[Any]) -> Iterator[Any]:
+        """The values of xs, and which of them JAX differentiates at; empty if they are traced."""
         values = list(xs)
         for i, x in enumerate(xs):
             while isinstance(values[i], jax.core.Tracer) and hasattr(values[i], "primal"):
                 values[i] = values[i].primal
             values[i] = x if values[i] is x else jnp.asarray(values[i])
         moving = [v is not x and is_inexact(v) for v, x in zip(values, xs, strict=True)]
-
-        def fun(*leaves: Any) -> tuple[list[Any], list[Any]]:
-            left = iter(leaves)
-            outs = at(*[next(left) if m else x for x, m in zip(values, moving, strict=True)])
-            return [y for y in outs if isinstance(y, jax.Array) and is_inexact(y)], []
-
         if not any(moving) or any(isinstance(x, jax.core.Tracer) for x in values):
-            yield None
+            yield [], []
             return
         self.is_native = True
         try:
             with jax.ensure_compile_time_eval():
-                yield fun, [x for x, m in zip(values, moving, strict=True) if m]
+                yield values, moving
         finally:
             self.is_native = False
 
@@ -85,16 +79,14 @@ class Half(Streams, threading.local):
 half = Half()
 
 
-class HeldProgram:
+class HeldProgram(CheckedProgram):
     """f, which runs again at other points."""
 
+    half = half
+    hold = staticmethod(jax.lax.stop_gradient)  # which the interpreter holds
+
     def __init__(self, fun: Any, leaves: Sequence[Any], edits: bool = True) -> None:
-        self.fun, self.leaves, self.edits = fun, list(leaves), edits
-        self.edited, self.unseen = False, 0
-        self.notes, self.left, self.suspects = list[str](), list[str](), list[str]()
-        self.values: list[Any] = []  # those that f stops
-        self.recorded: list[Any] | None = None
-        self.operations: list[Any] | None = None
+        super().__init__(fun, leaves, edits)
         self.eps = max([float(jnp.finfo(x.dtype).eps) for x in leaves])
         self.closed: Any = None
         try:
@@ -114,23 +106,12 @@ class HeldProgram:
 
     # --- what `checked` calls
 
-    numbers = staticmethod(half.numbers)
-
-    def __call__(self, points: Sequence[Any]) -> list[Any]:
-        return half.numbers(self.held(*self.arrays(points)))
-
     def held(self, *xs: Any) -> list[Any]:
         self.at = 0
         if self.closed is not None:
             return self._eval(self.closed.jaxpr, self.closed.consts, xs)
         with self._running():
             return list(self.fun(*xs)[0])
-
-    def arrays(self, points: Sequence[Any]) -> list[Any]:
-        return half.like(points, self.leaves)
-
-    def pulled(self, points: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
-        return half.numbers(self.pullback(vs)(*self.arrays(points)))
 
     def pullback(self, vs: Sequence[Any]) -> Callable[..., list[Any]]:
         """The pullback at fixed cotangents, as a function that can be differentiated."""
@@ -143,31 +124,8 @@ class HeldProgram:
 
         return pulled
 
-    def pushforward(self, us: Sequence[Any]) -> Callable[..., list[Any]]:
-        """The pushforward along fixed tangents, as a function that can be differentiated."""
-        along = tuple(half.like(us, self.leaves))
-        return lambda *xs: list(jax.jvp(self.held, xs, along)[1])
-
     def without_edits(self) -> HeldProgram:
         return HeldProgram(self.fun, self.leaves, edits=False)
-
-    def edit(self, name: str, xs: Sequence[Any], run: Callable[[], Any]) -> Any:
-        self.edited = True
-        if self.edits:
-            return run()
-        if name == "straight_through":
-            return [xs[1] + jax.lax.stop_gradient(xs[0] - xs[1])]
-        return list(xs if name == "clip_gradient" else xs[:1])
-
-    def calls(self) -> list[Any]:
-        self.operations = []
-        if self.closed is not None:
-            self.held(*self.leaves)
-        found, self.operations = self.operations, None
-        return found
-
-    def called(self, name: str, fn: Callable[..., Any], leaves: Sequence[Any]) -> None:
-        """A rule is called, which is an equation."""
 
     # --- the interpreter
 
@@ -179,10 +137,9 @@ class HeldProgram:
         for e in jaxpr.eqns:
             args, name = [read(v) for v in e.invars], e.primitive.name
             inner = e.params.get(_INLINED.get(name, ""))
+            self.edited |= _is_edit(e)  # also one that was compiled before
             if name == "stop_gradient" and not _is_own(e):
                 ys = [self._stopped(args[0])]
-            elif _is_edit(e):
-                ys = self._edited(e, args)
             elif inner is not None:
                 ys = self._eval(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args)
             else:
@@ -192,14 +149,6 @@ class HeldProgram:
                     self.eps = max(self.eps, float(jnp.finfo(y.dtype).eps))
             env.update(zip(e.outvars, ys, strict=True))
         return [read(v) for v in jaxpr.outvars]
-
-    def _edited(self, e: Any, args: list[Any]) -> list[Any]:
-        self.edited = True
-        if self.edits:
-            return self._bound(e, args)
-        if e.params["name"] == "straight_through":
-            return [args[1] + self._stopped(args[0] - args[1])]
-        return args[: len(e.outvars)]
 
     def _bound(self, e: Any, args: list[Any]) -> list[Any]:
         def fn(*xs: Any) -> list[Any]:

@@ -99,6 +99,72 @@ def set_here(**values: Any) -> Iterator[None]:
         vars(here).update(before)
 
 
+class CheckedProgram:
+    """f, which runs again at other points; a half adds `held`, `pullback` and `hold`.
+
+    Attributes:
+        edits: Whether gradtools' edits are made, and `edited` whether f holds any.
+        unseen: How many operations hold stops that are not seen.
+        notes: For the report; `left` and `suspects` are for an error's text.
+        values: The values that f stops, and `recorded` those of the first run.
+        operations: The calls of operations, while these are recorded.
+    """
+
+    half: Any
+
+    def __init__(self, fun: Any, leaves: Sequence[Any], edits: bool = True) -> None:
+        self.fun, self.leaves, self.edits, self.edited, self.unseen = (
+            fun,
+            [*leaves],
+            edits,
+            False,
+            0,
+        )
+        self.notes, self.left, self.suspects = list[str](), list[str](), list[str]()
+        self.values, self.at = list[Any](), 0
+        self.recorded: list[Any] | None = None
+        self.operations: list[Any] | None = None
+
+    def __call__(self, points: Sequence[Any]) -> list[Any]:
+        """f's outputs as NumPy arrays."""
+        return self.half.numbers(self.held(*self.arrays(points)))
+
+    def held(self, *xs: Any) -> list[Any]:
+        """f's outputs at xs."""
+        raise NotImplementedError
+
+    def hold(self, x: Any) -> Any:
+        """A value that f stops: x, or that of the first run."""
+        raise NotImplementedError
+
+    def numbers(self, xs: Sequence[Any]) -> list[Any]:
+        """Arrays as NumPy arrays."""
+        return self.half.numbers(xs)
+
+    def arrays(self, points: Sequence[Any]) -> list[Any]:
+        """NumPy arrays as f's arguments."""
+        return self.half.like(points, self.leaves)
+
+    def edit(self, name: str, xs: Sequence[Any], run: Callable[[], Any]) -> list[Any]:
+        """The outputs of an edit, which may be left out."""
+        self.edited = True
+        if self.edits:
+            return run()
+        if name == "straight_through":
+            return [xs[1] + self.hold(xs[0] - xs[1])]
+        return list(xs if name == "clip_gradient" else xs[:1])
+
+    def calls(self) -> list[Any]:
+        """f's operations: name, line, function and arguments of each."""
+        self.operations = []
+        self.held(*self.leaves)
+        found, self.operations = self.operations, None
+        return found
+
+    def called(self, name: str, fn: Callable[..., Any], leaves: Sequence[Any]) -> None:
+        """A custom rule is called."""
+
+
 # --- one comparison -----------------------------------------------------------------------------
 
 _ORDERS = (
@@ -328,17 +394,25 @@ class _CheckedMembers:
         """Compares `run(*args, **kwargs)`, which the framework itself may differentiate."""
         if here.program is not None or here.report is None or here.taking or here.own:
             return
+        at, xs = self.flat(run, args, kwargs)
+
+        def fun(*leaves: Any) -> tuple[list[Any], list[Any]]:
+            left = iter(leaves)
+            outs = at(*[next(left) if m else x for x, m in zip(values, moving, strict=True)])
+            return [y for y in outs if self.backend.is_array(y) and self.backend.is_inexact(y)], []
+
+        fun.caller, fun.f = caller, getattr(f, "f", f)  # type: ignore[attr-defined]
         state = self.half.state()
-        with self.half.native(*self.flat(run, args, kwargs)) as found, set_here(taking=False):
-            program = found and self.program(*found, captures=True)
-            if program:
-                fun = partial(run)
-                fun.caller, fun.f = caller, getattr(f, "f", f)  # type: ignore[attr-defined]
+        with self.half.native(xs) as (values, moving), set_here(taking=False):
+            leaves = [x for x, m in zip(values, moving, strict=True) if m]
+            if program := values and self.program(fun, leaves, captures=True):
                 vs = [normal(here.rng, y) for y in program.base]
-                at, derivative = self.half.numbers(program.leaves), partial(self.numbers_of, "vjp")
-                compare_derivative(
-                    caller, fun, self, Question(program, at, derivative, vs, here.rng)
+                at_leaves, derivative = (
+                    self.half.numbers(program.leaves),
+                    partial(self.numbers_of, "vjp"),
                 )
+                q = Question(program, at_leaves, derivative, vs, here.rng)
+                compare_derivative(caller, fun, self, q)
         self.half.restore(state)
 
     def _run_chunks(self, run: Any, chunks: Any, *rest: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from gradtools.code_origin import definition_of, innermost, lines_above
 from gradtools.rules import captured_objects
-from gradtools.testing.checked_mode import Streams, here, set_here
+from gradtools.testing.checked_mode import CheckedProgram, Streams, here, set_here
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.module_arguments import Opened
 
@@ -71,19 +71,12 @@ class Half(Streams):
         return inside or any(isinstance(x, Tensor) and upstream.is_wrapped(x) for x in xs)
 
     @contextmanager
-    def native(self, at: Callable[..., list[Any]], xs: Sequence[Any]) -> Iterator[Any]:
-        """`(fun, leaves)` if PyTorch may differentiate `at(*xs)`."""
+    def native(self, xs: Sequence[Any]) -> Iterator[Any]:
+        """The values of xs, and which of them PyTorch may differentiate at; empty if none."""
         moving = [isinstance(x, Tensor) and x.requires_grad for x in xs]
-        values = [x.detach() if m else x for x, m in zip(xs, moving, strict=True)]
-
-        def fun(*leaves: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-            left = iter(leaves)
-            outs = at(*[next(left) if m else x for x, m in zip(values, moving, strict=True)])
-            return [y for y in _tensors(outs) if y.dtype.is_floating_point], []
-
         on = torch.is_grad_enabled() and not self.traced(xs)
-        leaves = [x for x, m in zip(values, moving, strict=True) if m]
-        yield (fun, leaves) if on else None
+        values = [x.detach() if m else x for x, m in zip(xs, moving, strict=True)]
+        yield (values, moving) if on else ([], [])
 
     def program(self, fun: Any, leaves: Sequence[Tensor], captures: bool = False) -> Any:
         program = HeldProgram(fun, leaves, captures)
@@ -96,7 +89,7 @@ class Half(Streams):
 half = Half()
 
 
-class HeldProgram(TorchFunctionMode):
+class HeldProgram(CheckedProgram, TorchFunctionMode):
     """f, which runs again at other points.
 
     Args:
@@ -107,6 +100,8 @@ class HeldProgram(TorchFunctionMode):
         edits: Whether gradtools' edits are made.
     """
 
+    half = half
+
     def __init__(
         self,
         fun: Any,
@@ -115,20 +110,15 @@ class HeldProgram(TorchFunctionMode):
         watched: bool = True,
         edits: bool = True,
     ) -> None:
-        super().__init__()
-        self.how = fun, leaves, captures, watched
-        self.fun, self.leaves, self.watched, self.edits = fun, list(leaves), watched, edits
-        self.start, self.edited, self.unseen = half.state(), False, 0
-        self.notes, self.left, self.suspects = list[str](), list[str](), list[str]()
+        TorchFunctionMode.__init__(self)
+        CheckedProgram.__init__(self, fun, leaves, edits)
+        self.how, self.watched, self.start = (fun, leaves, captures, watched), watched, half.state()
         self.written: list[tuple[Tensor, Tensor]] = []  # what f writes in place, and its old value
-        self.values: list[Any] = []  # those that f stops
-        self.recorded: list[Any] | None = None
-        self.operations: list[Any] | None = None
         self.stopped = dict[int, Any]()  # stopped tensors by their ids
         self.captured: list[Tensor] = []
         self.eps = max([torch.finfo(x.dtype).eps for x in leaves], default=0.0)
         self.modules, self.opened = _within(fun)
-        self.buffers = [dict(m.named_buffers(recurse=False)) for m in self.modules]
+        self.buffers = self._buffers_now()
         outs = self._run(leaves)
         if captures:
             self.captured = _ends(outs)
@@ -139,19 +129,8 @@ class HeldProgram(TorchFunctionMode):
 
     # --- what `checked` calls
 
-    numbers = staticmethod(half.numbers)
-
-    def __call__(self, points: Sequence[Any]) -> list[Any]:
-        return half.numbers(self._run(self.arrays(points)))
-
     def held(self, *xs: Tensor) -> list[Tensor]:
         return self._run(xs)
-
-    def arrays(self, points: Sequence[Any]) -> list[Tensor]:
-        return half.like(points, self.leaves)
-
-    def pulled(self, points: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
-        return half.numbers(self.pullback(vs)(*self.arrays(points)))
 
     def pullback(self, vs: Sequence[Any]) -> Callable[..., list[Tensor]]:
         """The pullback at fixed cotangents, as a function that can be differentiated."""
@@ -167,29 +146,13 @@ class HeldProgram(TorchFunctionMode):
 
         return lambda *xs: self._run(xs, pulled)
 
-    def pushforward(self, us: Sequence[Any]) -> Callable[..., list[Tensor]]:
-        """The pushforward along fixed tangents, as a function that can be differentiated."""
-        along = tuple(half.like(us, self.leaves))
-        return lambda *xs: list(torch.func.jvp(lambda *a: tuple(self.fun(*a)[0]), xs, along)[1])
-
     def without_edits(self) -> HeldProgram:
         return HeldProgram(*self.how, edits=False)
 
-    def edit(self, name: str, xs: Sequence[Any], run: Callable[[], Any]) -> list[Any]:
-        self.edited = True
-        if self.edits:
-            return run()
-        if name == "straight_through":
-            with set_here(own=1):
-                difference = xs[0].detach() - xs[1].detach()
-            return [xs[1] + self._held(difference)]
-        return list(xs if name == "clip_gradient" else xs[:1])
-
-    def calls(self) -> list[Any]:
-        self.operations = []
-        self._run(self.leaves)
-        found, self.operations = self.operations, None
-        return found
+    def hold(self, x: Tensor) -> Any:
+        with set_here(own=1):
+            x = x.detach()
+        return self._held(x)
 
     def called(self, name: str, fn: Callable[..., Any], leaves: Sequence[Any]) -> None:
         moving = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
@@ -204,6 +167,9 @@ class HeldProgram(TorchFunctionMode):
             for x, value in values:
                 x.data.copy_(value)
 
+    def _buffers_now(self) -> list[dict[str, Any]]:
+        return [dict(m.named_buffers(recurse=False)) for m in self.modules]
+
     def _bind(self, buffers: Sequence[dict[str, Any]]) -> None:
         for module, own in zip(self.modules, buffers, strict=True):
             for name, x in own.items():
@@ -213,7 +179,7 @@ class HeldProgram(TorchFunctionMode):
         """f at xs: its outputs, or what `then(outs, leaves)` returns."""
         with set_here(own=1):
             before = [(x, x.detach().clone()) for x in [*self.captured, *dict(self.written)]]
-        buffers = [dict(m.named_buffers(recurse=False)) for m in self.modules]
+        buffers = self._buffers_now()
         self._bind(self.buffers)
         self._put(self.written)
         half.restore(self.start)

@@ -1,0 +1,1 @@
+"""Programs that measure; a package, as others install one of this name."""

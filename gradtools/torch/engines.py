@@ -27,10 +27,11 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd.function import BackwardCFunction
 
 from gradtools.backend import CannotPush, Evaluation, Fun
+from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import SPENT, depends_on_others, leaves_of, nodes_of, pulled
-from gradtools.torch.compiling import is_compiling, only_inlined, uncompiled
+from gradtools.torch.compiling import NO_DOUBLE_BACKWARD, is_compiling, only_inlined, uncompiled
 from gradtools.torch.function_modes import PlainKernels, kernels_of, run_in_trace
 from gradtools.torch.functorch_wrappers import is_inexact, unshared
 from gradtools.torch.gradient_tensors import (
@@ -155,6 +156,8 @@ def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
         except RuntimeError as error:
             explain(caller_of(fun), error)
             raise
+        if nested and any(g is None for g in grads):
+            _refuse_compiled(caller_of(fun), outs)
         return in_memory(grads, aliases) if nested else grads
 
     def transposed() -> Push | None:
@@ -168,6 +171,12 @@ def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
         extras = freed(extras) if extras else extras
         shown = freed(outs) if getattr(fun, "returns_output", True) else outs
     return Evaluation(shown, extras, pullback, nested=nested, transposed=transposed)
+
+
+def _refuse_compiled(caller: str, outs: Sequence[Tensor]) -> None:
+    """Raises for a derivative of compiled code, from which no path leads to f's arguments."""
+    if any(type(node).__name__ == "CompiledFunctionBackwardBackward" for node in nodes_of(outs)):
+        raise GradtoolsError(f"{caller}: {NO_DOUBLE_BACKWARD}")
 
 
 def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True) -> _Evaluated:

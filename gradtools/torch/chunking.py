@@ -27,8 +27,8 @@ from gradtools.torch.accumulate import is_distributed
 from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
+from gradtools.torch.operation_marks import is_plain, marked
 from gradtools.torch.recomputation import Program, first_in_functorch, recomputed
-from gradtools.torch.replaying.recomputing import is_plain, marked
 from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor

@@ -30,6 +30,7 @@ from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, like
 from gradtools.torch.known_errors import lacks_derivative
 from gradtools.torch.modes import Modes, NoForwardMode, batchings, by_new_vmap
 from gradtools.torch.nondifferentiable import gated
+from gradtools.torch.operation_marks import is_plain, marked
 from gradtools.torch.recomputed_tangents import pullback_tangents, tangents
 from gradtools.torch.replaying.nodes import (
     Backward,
@@ -43,8 +44,6 @@ from gradtools.torch.replaying.recomputing import (
     Entries,
     Rows,
     flattened,
-    is_plain,
-    marked,
     primal_of,
 )
 from gradtools.torch.replaying.replay import Forward

@@ -26,7 +26,7 @@ from gradtools.torch.autograd_graph import is_spent, nodes_of
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.replaying.recomputing import is_recorded
+from gradtools.torch.operation_marks import is_recorded
 from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor

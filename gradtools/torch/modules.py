@@ -30,13 +30,12 @@ from torch import Tensor, nn
 from gradtools.arguments.in_axes import check_names
 from gradtools.arguments.wording import type_in_words
 from gradtools.errors import GradtoolsError, warn
-from gradtools.function_variables import parts_of, with_parts
+from gradtools.function_variables import cells_of, parts_of, with_parts
 from gradtools.integrations import keras
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.arrays import seed_of, split_key
 from gradtools.torch.compiling import skipped_by_dynamo
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.snapshots import contents_of
 
 Tensors = Mapping[str, Tensor]
 Shapes = Mapping[str, torch.Size]
@@ -335,7 +334,7 @@ def _closes_over(value: Any, places: dict, depth: int = DEPTH) -> bool:
     """Whether a function, or one among the parts of a value, closes over the tree."""
     held = parts_of(value)
     if type(value) is types.FunctionType:
-        held = [*map(contents_of, value.__closure__ or ()), *(value.__defaults__ or ())]
+        held = [*cells_of(value).values(), *(value.__defaults__ or ())]
         if any(_refers(x, places, 1) for x in held):
             return True
     return depth > 0 and any(_closes_over(x, places, depth - 1) for x in held)

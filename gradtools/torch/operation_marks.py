@@ -1,4 +1,4 @@
-"""Context marks by which recordings know operations that gradtools made itself.
+"""Marks of a thread by which recordings know operations that gradtools made itself.
 
 A recording of a user's program sees gradtools' own operations as well. The functions here mark a
 `detach` as gradtools' own, with a reason. A Function's class attribute `recorded_as` says what the
@@ -8,6 +8,8 @@ Function is recorded as.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,3 +72,48 @@ def data_of(x: Tensor, reason: str) -> Tensor:
 def reason_of_detach() -> str:
     """The reason of gradtools' own detach in this thread; empty for the user's."""
     return _here.reason
+
+
+# --- what runs in this thread --------------------------------------------------------------------
+
+
+class _Running(threading.local):
+    """Thread-local flags, with class attributes as defaults, which are read fastest."""
+
+    recorded = False  # whether a recorder writes down each operation
+    plain = False  # whether chunks run as a plain loop, without recomputation
+    mark = ""  # the operator whose own machinery is running
+
+
+_running = _Running()
+is_recorded: Callable[[], bool] = partial(getattr, _running, "recorded")
+is_plain: Callable[[], bool] = partial(getattr, _running, "plain")
+mark: Callable[[], str] = partial(getattr, _running, "mark")
+
+
+class _Flagged:
+    """Context in which a flag of this thread has another value."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._name, self._value = name, value
+
+    def __enter__(self) -> None:
+        self._before = getattr(_running, self._name)
+        setattr(_running, self._name, self._value)
+
+    def __exit__(self, *error: Any) -> None:
+        setattr(_running, self._name, self._before)
+
+
+recorded = partial(_Flagged, "recorded", True)
+"""Context in which a recorder writes down each operation, so that no extra runs happen."""
+plainly = partial(_Flagged, "plain", True)
+"""Context in which graphs are kept instead of recomputed, so that f's operations are recorded."""
+
+
+def marked(caller: str) -> _Flagged:
+    """Marks operations inside as machinery of `caller`, unless an outer operator's mark is set.
+
+    An empty `caller` marks them as the user's.
+    """
+    return _Flagged("mark", caller and (_running.mark or caller))

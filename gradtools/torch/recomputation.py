@@ -41,8 +41,7 @@ from gradtools.torch.captured_tensors import (
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.modes import batchings, by_new_vmap, unpacked, without_cached_weights
-from gradtools.torch.operation_marks import CHUNK, detached
-from gradtools.torch.replaying.recomputing import marked
+from gradtools.torch.operation_marks import CHUNK, detached, marked
 from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor

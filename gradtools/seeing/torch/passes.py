@@ -55,9 +55,8 @@ from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
 from gradtools.torch.known_errors import NO_DERIVATIVE, kernel_without
-from gradtools.torch.operation_marks import DERIVATIVE, reason_of_detach
-from gradtools.torch.replaying.recomputing import mark as mark_of_running
-from gradtools.torch.replaying.recomputing import marked
+from gradtools.torch.operation_marks import DERIVATIVE, marked, reason_of_detach
+from gradtools.torch.operation_marks import mark as mark_of_running
 from gradtools.torch.rerunning import Undo, copied
 
 Tensor = torch.Tensor

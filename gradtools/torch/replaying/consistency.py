@@ -30,11 +30,10 @@ from gradtools.torch.autograd_graph import is_spent, nodes_of
 from gradtools.torch.coefficients import HERE, closed_over, coefficients_noted
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_wrapped, unwrapped
-from gradtools.torch.operation_marks import OWN_HOOKS
+from gradtools.torch.operation_marks import OWN_HOOKS, is_recorded
 from gradtools.torch.patches import hooks_set
 from gradtools.torch.replaying.recomputing import (
     Entries,
-    is_recorded,
     primal_of,
     tensors_of,
     was_queried,

@@ -26,6 +26,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import alive, is_dual
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING, batchings, by_new_vmap
+from gradtools.torch.operation_marks import marked
 from gradtools.torch.replaying.recomputing import (
     Entries,
     Rows,
@@ -34,7 +35,6 @@ from gradtools.torch.replaying.recomputing import (
     differentiating,
     first_pass_state,
     flattened,
-    marked,
     primal_of,
     steps,
     tensors_of,

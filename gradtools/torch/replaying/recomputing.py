@@ -48,51 +48,11 @@ class _ThreadState(threading.local):
 
     replaying = False  # whether the thread recomputes a chunk
     was_queried = False  # whether user code called `is_recomputing` in this recomputation
-    recorded = False  # whether a recorder writes down each operation
-    plain = False  # whether chunks run as a plain loop, without recomputation
-    mark = ""  # the operator whose own machinery is running
 
 
 thread_state = _ThreadState()
 is_recomputing: Callable[[], bool] = partial(getattr, thread_state, "replaying")
 was_queried: Callable[[], bool] = partial(getattr, thread_state, "was_queried")
-is_recorded: Callable[[], bool] = partial(getattr, thread_state, "recorded")
-is_plain: Callable[[], bool] = partial(getattr, thread_state, "plain")
-mark: Callable[[], str] = partial(getattr, thread_state, "mark")
-
-
-def user_is_recomputing() -> bool:
-    """The public `is_recomputing`: user code that calls it may act otherwise in recomputations."""
-    thread_state.was_queried = True
-    return is_recomputing()
-
-
-class _Flagged:
-    """Context in which a flag of this thread has another value."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        self._name, self._value = name, value
-
-    def __enter__(self) -> None:
-        self._before = getattr(thread_state, self._name)
-        setattr(thread_state, self._name, self._value)
-
-    def __exit__(self, *error: Any) -> None:
-        setattr(thread_state, self._name, self._before)
-
-
-recorded = partial(_Flagged, "recorded", True)
-"""Context in which a recorder writes down each operation, so that no extra runs happen."""
-plainly = partial(_Flagged, "plain", True)
-"""Context in which graphs are kept instead of recomputed, so that f's operations are recorded."""
-
-
-def marked(caller: str) -> _Flagged:
-    """Marks operations inside as machinery of `caller`, unless an outer operator's mark is set.
-
-    An empty `caller` marks them as the user's.
-    """
-    return _Flagged("mark", caller and (thread_state.mark or caller))
 
 
 def steps(count: int, progress: bool) -> Iterator[int]:

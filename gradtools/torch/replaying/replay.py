@@ -27,7 +27,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.known_errors import LEAF_CHANGED, VIEW_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
-from gradtools.torch.operation_marks import hooks_of_users
+from gradtools.torch.operation_marks import hooks_of_users, is_recorded
 from gradtools.torch.patches import Substituted
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import Verification, graph_of
@@ -46,7 +46,6 @@ from gradtools.torch.replaying.recomputing import (
     check_modules,
     edge_error,
     is_observed,
-    is_recorded,
     parameters_of,
     pieces_of,
     primal_of,

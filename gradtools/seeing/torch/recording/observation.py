@@ -21,7 +21,7 @@ from gradtools.seeing.torch.recording.autograd_functions import look_up_applies
 from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.replaying.recomputing import recorded
+from gradtools.torch.operation_marks import recorded
 from gradtools.torch.rerunning import Undo, copied, put_back
 
 Tensor = torch.Tensor

@@ -29,8 +29,8 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.operation_marks import plainly
 from gradtools.torch.patches import control_flow_called, functions_applied
-from gradtools.torch.replaying.recomputing import plainly
 from gradtools.torch.rerunning import copied, memory_of, put_back
 
 Tensor = torch.Tensor

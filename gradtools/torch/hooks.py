@@ -10,7 +10,6 @@ import torch
 
 from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.coefficients import HERE, note_edit
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.rules.functions import RuleApplication, attach, edit_application
 from gradtools.torch.rules.installing import apply_rule
@@ -34,8 +33,6 @@ def scaled(x: Any, factor: float) -> Tensor | None:
         and not upstream.is_wrapped(x)
         and upstream.tracing_state() is None
     ):
-        if HERE.note is not None:
-            note_edit(HERE.note, _scaling(factor.hex()).rule, (x,))
         if not x.requires_grad:
             return x
         if torch.is_grad_enabled() and x.layout is torch.strided and not x.is_nested:

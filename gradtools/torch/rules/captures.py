@@ -21,7 +21,6 @@ from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import is_spent, nodes_behind
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
-from gradtools.torch.snapshots import contents_of
 
 Tensor = torch.Tensor
 
@@ -111,7 +110,7 @@ class Closures:
 
     def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
         """Whether a tensor with `wanted(x)` is captured."""
-        if any(contents_of(cell) is not content for cell, content in self.cells):
+        if any(_contents(cell) is not content for cell, content in self.cells):
             self._search()
         if self._may_change:
             return captures_tensor(self._functions, wanted, attributes=False)
@@ -123,7 +122,17 @@ class Closures:
         is_kept = lambda x: isinstance(x, kinds)
         objects = [*captured_objects(self._functions, is_kept, leaves, attributes=False)]
         self._tensors = [x for x in objects if isinstance(x, Tensor)]
-        self.cells = [(x, contents_of(x)) for x in objects if isinstance(x, CellType)]
+        self.cells = [(x, _contents(x)) for x in objects if isinstance(x, CellType)]
         self.unsure = any(isinstance(x, Tensor | dict | list | set) for x in objects)
         # The contents of a container, or of another rule, may change without a new object.
         self._may_change = any(isinstance(x, dict | list | set | CustomRule) for x in objects)
+
+
+_EMPTY = object()
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY

@@ -21,7 +21,6 @@ import torch
 from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import JvpRule, Rule, by_key, reverse_only_text
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.coefficients import HERE, note_edit
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 from gradtools.torch.functorch_wrappers import (
     filled,
@@ -31,7 +30,6 @@ from gradtools.torch.functorch_wrappers import (
     like,
     unwrapped,
 )
-from gradtools.torch.patches import are_watched
 from gradtools.torch.rules.captures import (
     closed_over_error,
     closes_over_tracked,
@@ -107,15 +105,12 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    if rule.reaches == "identity":
-        if HERE.note is not None:
-            note_edit(HERE.note, rule, xs)
-        if not rule.user_functions and _is_plain_eager(xs):
-            xs = apart(xs)
-            application = rule.__dict__.get(_APPLICATION)
-            if application is None:
-                application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
-            return attach(application, tuple(rule.primal(*xs)), *xs)
+    if rule.reaches == "identity" and not rule.user_functions and _is_plain_eager(xs):
+        xs = apart(xs)
+        application = rule.__dict__.get(_APPLICATION)
+        if application is None:
+            application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
+        return attach(application, tuple(rule.primal(*xs)), *xs)
     for x in xs:
         if x.is_nested and x.layout is torch.strided:
             raise GradtoolsError(
@@ -146,7 +141,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
             raise closed_over_error(rule)
     dual = upstream.forward_level() >= 0 and in_eager() and not rule.reverse_only
     if dual and not (torch.is_grad_enabled() and any(x.requires_grad for x in xs)):
-        duals = None if are_watched() else pushed(rule, xs)
+        duals = None if upstream.count_of_function_modes() else pushed(rule, xs)
         if duals is not None:
             return duals
     point = _point(rule, xs)
@@ -159,7 +154,7 @@ _APPLICATION = "_application"  # the attribute of an edit's rule that caches its
 
 def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
     """Whether autograd alone is active: no transform, mode, recording or dual numbers."""
-    if not in_eager() or upstream.forward_level() >= 0 or are_watched():
+    if not in_eager() or upstream.forward_level() >= 0:
         return False
     if upstream.count_of_function_modes() or upstream.count_of_dispatch_modes():
         return False

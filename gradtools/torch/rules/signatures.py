@@ -23,7 +23,6 @@ from gradtools.rules import ARRAY
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped
 from gradtools.torch.modes import unpacked
-from gradtools.torch.patches import WATCHING
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import functions
 from gradtools.torch.rules.captures import closed_over_error, closures_of, other_leaves
@@ -43,12 +42,12 @@ from gradtools.torch.trees import flatten
 Tensor = torch.Tensor
 _detach, _version = Tensor.detach, upstream.version_of
 _is_compiling, _levels = torch.compiler.is_dynamo_compiling, upstream.peek_interpreter_stack
+_modes = upstream.count_of_function_modes
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
 _hooks = upstream.saved_tensors_hooks_on
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _LEAF = flatten(torch.empty(0))[1]
-_modes = upstream.count_of_function_modes
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, type(ARRAY))
 
 
@@ -235,7 +234,7 @@ class Calls:
             return NotImplemented
         if plain and _forward_level() < 0 and not (tracked and _graphs()):
             return self._value(signature, args, tracked)
-        unknown = not plain or bool(ONGOING.running) or WATCHING.count > 0
+        unknown = not plain or bool(ONGOING.running) or _modes() > 0  # a recorder's
         closed = signature.closed
         try:
             for cell, content in closed.cells:
@@ -245,7 +244,7 @@ class Calls:
         unknown = unknown or (closed.unsure and closed.captures(_is_differentiated))
         if not unknown and _forward_level() >= 0:
             duals, unknown = None, True
-            if signature.pushes and not (tracked and _graphs()) and not _modes():
+            if signature.pushes and not (tracked and _graphs()):
                 duals = pushed(signature.rule, args, signature)
             if duals is not None:
                 return signature.outputs(duals)

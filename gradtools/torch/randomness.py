@@ -135,13 +135,31 @@ def _numpy() -> Any:
     return np.random.get_state.__self__  # type: ignore[attr-defined]
 
 
+# NumPy's state when it was read last: reading all of it takes longer than a small layer.
+_latest_of_numpy: list[tuple[Any, Any]] = [({}, ())]
+
+
+def _numpy_stands(known: tuple[Any, Any]) -> bool:
+    """Whether NumPy's stream is known to have this state, by the generator's words alone."""
+    state, key = known
+    if state.get("bit_generator") != "MT19937" or state["has_gauss"]:
+        return False
+    return type(_numpy_bits()) is np.random.MT19937 and bool(_words_of_numpy() == key[-1])
+
+
 def _state(stream: Stream) -> tuple[Any, Any]:
     """A generator's state, and a hashable value that is equal for equal states."""
-    if isinstance(stream, str):
-        state: Any = random.getstate() if stream == PYTHON else _numpy().get_state(legacy=False)
+    if stream == PYTHON:
+        state: Any = random.getstate()
+        return state, state
+    if stream == NUMPY:
+        if _numpy_stands(_latest_of_numpy[0]):
+            return _latest_of_numpy[0]
+        state = _numpy().get_state(legacy=False)
         bits = _bits_of(state)
-        is_twister = stream == NUMPY and state["bit_generator"] == "MT19937"
-        return state, (*bits, _words_of_numpy()) if is_twister else bits
+        is_twister = state["bit_generator"] == "MT19937"
+        _latest_of_numpy[0] = known = state, (*bits, _words_of_numpy()) if is_twister else bits
+        return known
     if isinstance(stream, torch.Generator):
         state = stream.get_state()
         return state, bytes(state.numpy())
@@ -154,10 +172,8 @@ def _state(stream: Stream) -> tuple[Any, Any]:
 
 def _stands(stream: Stream, state: tuple[Any, Any]) -> bool:
     """Whether a generator still has this state."""
-    if stream == NUMPY:  # reading all of it takes longer than a small layer
-        words, key, has_gauss = state[0], state[1], state[0].get("has_gauss", 1)
-        if words.get("bit_generator") == "MT19937" and not has_gauss:
-            return bool(_words_of_numpy() == key[-1])
+    if stream == NUMPY and _numpy_stands(state):
+        return True
     if stream == PYTHON:  # a draw moves the position, or makes other words; two draws may share one
         _, words, gauss = random.getstate()
         _, known, before = state[0]

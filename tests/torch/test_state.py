@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from gradtools.code_origin import LIBRARY, PACKAGE, USER, whose
-from gradtools.torch import randomness
 from gradtools.torch import snapshots as state
-from gradtools.torch.randomness import Randomness
 from gradtools.torch.snapshots import Snapshot
 
 seed_numpy, draw_numpy, get_numpy_state = np.random.seed, np.random.randn, np.random.get_state
@@ -141,60 +139,12 @@ def test_what_did_not_change_is_shared():
     assert later is not first and later.reached is first.reached
 
 
-def test_streams_that_were_drawn_from_are_kept():
-    streams = randomness.PYTHON, randomness.NUMPY, torch.device("cpu")
-    for stream, draw in zip(
-        streams, (random.random, draw_numpy, lambda: torch.rand(1)), strict=True
-    ):
-        before = Snapshot.of([], [])
-        first = draw()
-        settled = before.without_unused_streams().streams
-        assert [*settled.states] == [stream]
-        settled.restore()
-        assert draw() == first
-
-
-@pytest.mark.parametrize("stream", [randomness.PYTHON, randomness.NUMPY])
-def test_a_number_that_a_stream_kept_back_counts_as_drawn(stream):
-    draw = {randomness.PYTHON: lambda: random.gauss(0, 1), randomness.NUMPY: draw_numpy}[stream]
-    draw()
-    before = Randomness.everywhere([])
-    draw()  # the number that was left over, which takes nothing more from the stream
-    assert [*before.advanced().states] == [stream]
-    assert before.current() is not before
-
-
-def test_streams_are_read_again_once_something_is_drawn():
-    first = Randomness.everywhere([])
-    assert first.current() is first and not first.advanced()
-    for draw in (random.random, lambda: random.seed(1), lambda: random.gauss(0, 1), random.random):
-        before = Randomness.everywhere([])
-        draw()
-        later = before.current()
-        assert later is not before
-        assert later.states[randomness.PYTHON][0] == random.getstate()
-        before.restore()
-        assert random.getstate() == before.states[randomness.PYTHON][0]
-
-
 def test_a_container_that_was_empty_is_walked_once_it_is_not(model):
     first = Snapshot.of([model], [])
     state = nn.Parameter(torch.zeros(1))
     model.inner.register_forward_hook(lambda *_: state.add_(0))
     later = Snapshot.of([model], [], first)
     assert any(x is state for x, _ in later.reached.watched)
-
-
-def test_another_numpy_generator_is_read_as_well():
-    before = np.random.get_bit_generator()
-    try:
-        np.random.set_bit_generator(np.random.PCG64(0))
-        known = Randomness.everywhere(())
-        assert randomness.NUMPY not in known.advanced().states
-        draw_numpy()
-        assert randomness.NUMPY in known.advanced().states
-    finally:
-        np.random.set_bit_generator(before)
 
 
 @pytest.mark.parametrize("transform", ["frozen", "checkpoint", "chunked", "grad", "custom_rule"])

@@ -264,8 +264,15 @@ def _transposed(of: _Evaluated) -> Push:
         for dummy in dummies:
             setattr(dummy, SPENT, of.spent)
         grads = _pulled(of, tracked, of.aliases, dummies, True)
+        # The pullback is linear in the dummies: a gradient that has no graph to them is zero.
+        lost = any(g is not None and not g.requires_grad and bool(g.any()) for g in grads)
 
     def push(tangents: Tensors) -> Tensors:
+        if lost:
+            raise RuntimeError(
+                "f's backward pass records no graph (as that of torch.cond), so the pushforward, "
+                "which is its derivative, is unknown; the pullback of gt.vjp is right"
+            )
         pairs = [(g, t) for g, t in zip(grads, tangents, strict=True) if g is not None]
         pushed = _pulled(of, [g for g, _ in pairs], dummies, [t for _, t in pairs], True)
         full = spread(pushed, [y.requires_grad for y in of.outs])

@@ -152,7 +152,7 @@ def _state(stream: Stream) -> tuple[Any, Any]:
     if stream == PYTHON:
         state: Any = random.getstate()
         return state, state
-    if stream == NUMPY:
+    if isinstance(stream, str):
         if _numpy_stands(_latest_of_numpy[0]):
             return _latest_of_numpy[0]
         state = _numpy().get_state(legacy=False)

@@ -726,3 +726,30 @@ def test_compiled_gradients_of_a_mixed_partial_reach_z_and_u():
     found = gt.compile(gt.grad(total, (0, 1)), backend="eager")(POINT["z"], POINT["u"])
     assert all(g.abs().sum() > 1e-3 for g in wanted)
     torch.testing.assert_close(found, wanted)
+
+
+class _Detached(torch.autograd.Function):
+    """x^2, whose backward pass records no graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx, ct):
+        return 2 * ctx.saved_tensors[0].detach() * ct.detach()
+
+
+def test_a_pullback_without_a_graph_is_not_transposed():
+    """Its transpose, the pushforward, would be zero in silence."""
+    x = torch.tensor([1.0, 2.0])
+    for f in (
+        lambda x: torch.cond(x.sum() > 0, lambda x: x**3, lambda x: x**2, (x,)),
+        _Detached.apply,
+    ):
+        push = gt.linearize(f, x)[1]
+        with pytest.raises(RuntimeError, match="records no graph"):
+            push(torch.ones(2))
+    zero = gt.linearize(lambda x: x.clamp(max=0.0) * 3, x)[1](torch.ones(2))
+    assert zero.tolist() == [0.0, 0.0]

@@ -10,8 +10,7 @@ version counters verify that they write nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -41,11 +40,7 @@ from gradtools.rules import captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.modes import without_casts
-from gradtools.torch.modules import SEEDING
-from gradtools.torch.randomness import Randomness
-from gradtools.torch.replaying.consistency import differences_of, figures
-from gradtools.torch.rerunning import Undo
-from gradtools.torch.snapshots import Snapshot
+from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
 _ARRAY = type(jax.device_put(np.zeros(())))
@@ -144,18 +139,17 @@ class TorchGuest:
     def _faked(self, of: Foreign, specs: Sequence[ArraySpec]) -> Iterator[list[Tensor]]:
         """A context of fake tensors with these shapes, in which operations compute shapes only.
 
-        State that the function changes meanwhile, such as caches and counters, is restored. Random
-        generators do not advance.
+        What the function writes meanwhile, such as caches of modules, is undone.
         """
-        start = replace(Snapshot.of([of.fun], ()), streams=Randomness({}))
+        from gradtools.seeing.torch.undo import undone
+
         with (
-            ExitStack() as after,
+            undone(of.fun, ()),
             upstream.outermost(),
             torch.inference_mode(False),
             upstream.fake_tensors(allow_non_fake_inputs=True),
             torch.enable_grad(),
         ):
-            after.callback(start.restore)
             yield [torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs]
 
     # --- calls
@@ -230,32 +224,23 @@ class TorchGuest:
     # --- the first call
 
     def _first(self, base: ForeignSignature, ts: Sequence[Tensor]) -> None:
-        """Looks at the function; what it wrote is put back where it is refused."""
-        undo = Undo(Snapshot.of([base.of.fun], ts))
+        """Looks at the function; streams and buffers are put back where it is refused."""
+        before = RunState.now(Held([base.of.fun]))
         try:
-            with undo:
-                self._look(base, ts)
+            self._look(base, ts)
         except BaseException:
-            undo.put_back()
-            undo.start.restore()
+            before.restore()
             raise
-        finally:
-            del undo  # releases the backups
 
     def _look(self, base: ForeignSignature, ts: Sequence[Tensor]) -> None:
         """Evaluates the function on copies, and notes what JAX would not know of."""
         name = base.of.name
-        copies, more = ([t.clone() for t in ts] for _ in range(2))
-        held, draws = _captured(base.of.fun), False
+        copies, held = [t.clone() for t in ts], _captured(base.of.fun)
         versions = [upstream.version_of(t) for t in held.values()]
         stream = torch.get_rng_state()
-        ys = base.of.run(*copies)
-        drawn = not torch.equal(stream, torch.get_rng_state())
-        with SEEDING if drawn else nullcontext():  # another thread may have drawn in the meantime
-            again = torch.get_rng_state()
-            others = base.of.run(*more)
-            draws = drawn and not torch.equal(again, torch.get_rng_state())
-        if draws:
+        with _Draws() as draws:
+            ys = base.of.run(*copies)
+        if draws.seen and not torch.equal(stream, torch.get_rng_state()):
             raise GradtoolsError(
                 f"to_jax: {name} draws random numbers from PyTorch's global stream, so each "
                 "evaluation would draw others: that of the derivative too. Call eval() on the "
@@ -264,25 +249,26 @@ class TorchGuest:
             )
         base.held = held
         _refuse_written(base, versions)
-        if any(map(bool, differences_of([*map(figures, ys)], [*map(figures, others)]))):
-            raise GradtoolsError(
-                f"to_jax: {name} gives other numbers when it is evaluated again at the same "
-                "arguments, as each derivative does: it draws from a random stream (NumPy's, "
-                "Python's, a torch.Generator), or keeps something from call to call. Make it a "
-                "function of its arguments."
-            )
         leaf = next(leaves_of([y for y in ys if y.requires_grad]), None)
         if leaf is not None:
             names = [key for key, t in held.items() if t is leaf]
             what = names[0] if names else f"a tensor of shape {tuple(leaf.shape)}"
             base.captured = _REQUIRES.format(name=name, what=what)
-        del ys, others
-        base.written = tuple(
-            [i for i, t in enumerate(ts) if any(_is_touched(t, xs, i) for xs in (copies, more))]
-        )
+        del ys
+        base.written = tuple([i for i, t in enumerate(ts) if _is_touched(t, copies, i)])
         base.of.copies.update(base.written)
         base.held = {key: t for key, t in held.items() if not isinstance(t, torch.nn.Parameter)}
         base.seen = True
+
+
+class _Draws(upstream.TorchDispatchMode):
+    """Notes whether an operation draws random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in getattr(fun, "tags", ())
+        return fun(*args, **(kwargs or {}))
 
 
 def _refuse_written(base: ForeignSignature, versions: Sequence[int]) -> None:

@@ -79,47 +79,16 @@ class _Patch:
 _FUNCTIONS = [_Patch(kind, "apply", classmethod) for kind in upstream.Functions]
 
 
-class _Watching(threading.local):
-    """How many blocks watch rules in this thread. A class attribute is read fastest."""
-
-    count = 0
-
-
-WATCHING = _Watching()
-
-
 @contextmanager
-def functions_applied(around: Around, of_rules: bool = True) -> Iterator[None]:
+def functions_applied(around: Around) -> Iterator[None]:
     """Patches `Function.apply`; the owner is the Function's class.
 
     Up to PyTorch 2.13 a bound `apply` is seen as well, since the patch is in a base class.
-
-    of_rules: Whether Functions of gradtools' rules must be seen, which disables their fast path.
     """
-    WATCHING.count += of_rules
-    try:
-        with ExitStack() as patches:
-            for patch in _FUNCTIONS:
-                patches.enter_context(patch.by(around))
-            yield
-    finally:
-        WATCHING.count -= of_rules
-
-
-def are_watched() -> bool:
-    """Whether a block in this thread watches rules."""
-    return WATCHING.count > 0
-
-
-parameters_made = _Patch(type(torch.nn.Parameter), "__call__").by
-"""Patches the construction of Parameters and Buffers; the owner is that class.
-
-The patch is in their metaclass. PyTorch's functions are not replaced, since dynamo, which may be
-imported meanwhile, identifies them by identity.
-"""
-
-control_flow_called = _Patch(upstream.HigherOrderOperator, "__call__").by
-"""Patches calls of higher-order operators such as cond; the owner is the operator."""
+    with ExitStack() as patches:
+        for patch in _FUNCTIONS:
+            patches.enter_context(patch.by(around))
+        yield
 
 
 hooks_set = _Patch(torch.Tensor, "register_hook").by
@@ -141,7 +110,7 @@ class Substituted(TorchFunctionMode):
     def __enter__(self) -> Substituted:
         # A bound `apply` bypasses the patch; then the graph reaches the captured tensor: an error.
         applied = lambda kind, beneath, args, kwargs: beneath(*self.within(args), **kwargs)
-        self._functions = functions_applied(applied, of_rules=False)
+        self._functions = functions_applied(applied)
         self._functions.__enter__()
         super().__enter__()
         return self

@@ -55,7 +55,7 @@ class _Busy(nn.Module):
         self.norm = nn.BatchNorm1d(3).double()
         self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
         self.other = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        self.history, self.calls, self.raises = [], 0, raises
+        self.calls, self.raises = 0, raises
         self.large = torch.zeros(1 << 18, dtype=torch.float64)
 
     def forward(self, x):
@@ -66,7 +66,7 @@ class _Busy(nn.Module):
             self.other.mul_(2.0)
             self.other.data.add_(1.0)
             self.large.add_(random.random() + np.random.default_rng().random())
-        self.history.append(y.sum().item())
+        self.last = y
         self.other.requires_grad_(False)
         if self.raises:
             raise ValueError("of its own")
@@ -81,7 +81,7 @@ def _state(net):
         random.getstate(),
         torch.get_rng_state().tolist(),
         net.calls,
-        list(net.history),
+        hasattr(net, "last"),
     ]
     return tensors, numbers, net.weight.grad if net.weight.grad is None else net.weight.grad.clone()
 

@@ -33,6 +33,7 @@ class LeafProgram:
     Attributes:
         framework: The backend's implementation of seeing.
         leaves: Every array among the arguments; NumPy arrays are converted.
+        statics: What the arguments hold besides arrays, such as modules, with names.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
         out_names: The name of each leaf of f's result in the latest run.
     """
@@ -60,6 +61,7 @@ class LeafProgram:
             self._called, args = opened, opened.args
         self.out_names: list[str] = []
         self.leaves: list[Any] = []
+        self.statics: list[tuple[Any, str]] = []
         self.names: list[str] = []
         self._owners: list[int] = []  # the argument of each leaf; keyword arguments come last
         self._places: list[int] = []  # of the leaves, among all that the arguments hold
@@ -76,7 +78,9 @@ class LeafProgram:
             elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
                 leaf = backend.asarray(leaf)
             self._held[k] = leaf
-            if backend.is_array(leaf):
+            if not backend.is_array(leaf):
+                self.statics.append((leaf, name))
+            else:
                 self._places.append(k)
                 self.leaves.append(leaf)
                 self.names.append(name)

@@ -8,12 +8,10 @@ is the finding.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from operator import is_
-from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.code_origin import USER, whose
-from gradtools.function_variables import cells_of, globals_of
 from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import module_kinds
 from gradtools.jax.recomputing import stateful
 from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.reachable import named_objects
 from gradtools.seeing.graphs.recording import Recording, Refusal, Run
 from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers
 from gradtools.seeing.jax.graphs import graph_of
@@ -176,9 +174,6 @@ def _what_left(error: Exception) -> Refusal | None:
 
 # --- captured arrays ---------------------------------------------------------------------
 
-_PLAIN = (str, bytes, int, float, complex, type, ModuleType, CodeType, type(None))
-_MOST = 20_000
-
 
 def captured_arrays(run: Run) -> dict[int, str]:
     """The names of the arrays that a function can reach without its arguments, by id."""
@@ -201,48 +196,8 @@ def _rules(reached: Iterable[tuple[Any, str]]) -> list[Any]:
 
 
 def _reached(run: Run) -> Iterator[tuple[Any, str]]:
-    """All objects that a function can reach without its arguments, with their names.
-
-    The search follows closures, the globals that the code names, defaults, bound methods, and
-    containers and attributes of all these.
-    """
+    """All objects that a function can reach without its arguments, with their names."""
     owner = getattr(run, "__self__", None)
     start = getattr(owner, "f", run)  # the user's function, without the arguments of this call
-    seen: set[int] = set()
-    todo = deque([(start, ""), (type(start).__call__, "")])
-    while todo and len(seen) < _MOST:
-        x, name = todo.popleft()
-        if isinstance(x, jax.Array | np.ndarray):
-            yield x, name
-        elif id(x) not in seen and not isinstance(x, _PLAIN):
-            seen.add(id(x))
-            yield x, name
-            todo += _held(x, name)
-
-
-def _held(x: Any, name: str) -> Iterable[tuple[Any, str]]:
-    """What an object holds, with names."""
-    if isinstance(x, FunctionType):  # what it and its inner functions read from outside
-        read = [*cells_of(x).items(), *globals_of(x).items()]
-        wrapped = getattr(x, "__wrapped__", None)
-        defaults = [(x.__defaults__, "default"), (x.__kwdefaults__, "default"), (wrapped, "")]
-        return [*((v, k) for k, v in read), *(pair for pair in defaults if pair[0] is not None)]
-    if isinstance(x, partial):
-        return [(x.func, name), *_items(x.args, name), *((v, k) for k, v in x.keywords.items())]
-    if isinstance(x, MethodType):
-        return [(x.__func__, name), (x.__self__, "self")]
-    if isinstance(x, dict):
-        return [(value, f"{name}[{key!r}]") for key, value in list(x.items())]
-    if isinstance(x, list | tuple):
-        return _items(x, name)
-    before = f"{name or 'self'}."
-    attributes = [(value, before + key) for key, value in list(getattr(x, "__dict__", {}).items())]
-    try:
-        wrapped = getattr(x, "__wrapped__", None)
-    except Exception:  # a lazily imported module that is not installed
-        wrapped = None
-    return [*attributes, (wrapped, name)]
-
-
-def _items(xs: Sequence[Any], name: str) -> list[tuple[Any, str]]:
-    return [(x, f"{name}[{i}]") for i, x in enumerate(xs)]
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
+    return named_objects([(start, ""), (type(start).__call__, "")], is_array)

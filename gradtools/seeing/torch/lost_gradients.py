@@ -26,10 +26,10 @@ from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.seeing.torch.recording.observation import observed
 from gradtools.seeing.torch.recording.recorded_calls import RecordedCall
+from gradtools.seeing.torch.undo import Undo
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import nodes_of
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
-from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
 Cotangents = Sequence[Tensor | None]

@@ -17,9 +17,9 @@ import torch
 from gradtools.seeing.graphs.attributes import numbers_text
 from gradtools.seeing.graphs.operation_names import RELATIONS
 from gradtools.seeing.torch.recording import operations
+from gradtools.seeing.torch.undo import name_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in
-from gradtools.torch.rerunning import name_of
 
 Tensor = torch.Tensor
 Attributes = dict[str, Any]

@@ -50,6 +50,7 @@ from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.seeing.torch.recording.recorder import Origin, Recorder
 from gradtools.seeing.torch.recording.values import Write, numbers_in
+from gradtools.seeing.torch.undo import Undo, copied
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.function_modes import PlainKernels
@@ -57,7 +58,6 @@ from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
 from gradtools.torch.known_errors import NO_DERIVATIVE, kernel_without
 from gradtools.torch.operation_marks import DERIVATIVE, marked, reason_of_detach
 from gradtools.torch.operation_marks import mark as mark_of_running
-from gradtools.torch.rerunning import Undo, copied
 
 Tensor = torch.Tensor
 _CUT, _ZERO = Dependence.CUT, Dependence.ZERO_DERIVATIVE

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
@@ -20,22 +19,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gradtools.backend import Fun
 from gradtools.seeing.graphs.derivative_flow import backward, forward
-from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run
 from gradtools.seeing.torch.recording.autograd_functions import looked_up
 from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.seeing.torch.recording.observation import ObservedRun, observed, watchable
+from gradtools.seeing.torch.undo import rerun
 from gradtools.torch.autograd_graph import leaves_of
-from gradtools.torch.rerunning import Rerunnable, rerun
 
 Tensor = torch.Tensor
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
 _NUMBERS = (np.ndarray, np.generic, bool, int, float, complex)
 _MOST = 8  # lines that are tried, with up to three runs each
-__all__ = ["is_model", "record", "repeatable", "rerun", "watchable", "where_lost"]
+__all__ = ["is_model", "record", "repeatable", "rerun", "watchable"]
 
 
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
@@ -59,10 +56,8 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
             reads.setdefault(id(leaf), []).append(number)
 
     own = {id(x) for x in leaves}
-    # f[0]['argument 1'][0].weight, which the arguments hold, is argument 1.weight
-    of_argument = re.compile(r"^f(\[\d+\])?\['(argument [^']*)'\](\[0\])?")
     parameters = [
-        CapturedParameter(of_argument.sub(r"\2", recorder.names[key]), reads.get(key, ()), x)
+        CapturedParameter(recorder.names[key], reads.get(key, ()), x)
         for key, x in recorder.reachable.items()
         if x.requires_grad and x.is_leaf and key not in own
     ]
@@ -83,26 +78,6 @@ def _is_same_memory(a: Tensor, b: Tensor) -> bool:
     if a.layout is not torch.strided or b.layout is not torch.strided or a.numel() == 0:
         return False
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.device == b.device
-
-
-def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
-    """The places at which the path from a leaf to the outputs is cut, for error messages.
-
-    Runs f again, when an error is raised in any case. Returns nothing if f cannot be recorded.
-    """
-    if not watchable():
-        return []
-    run: Any = Rerunnable(lambda xs: fun(*xs)[0], [None, getattr(fun, "f", fun)])
-    try:
-        result = record(run, leaves, ())
-    except Exception:  # f does not run twice: the error is raised without places
-        return []
-    lost = [loss.node for loss in losses(result.graph, result.graph.inputs[index])]
-    places = [f"{node.native} at {node.source}" if node.source else node.native for node in lost]
-    stand_in = result.stand_ins[index] if result.stand_ins else ""
-    if not places and stand_in:
-        places.append(f"reading {stand_in} in its place, which is the same tensor")
-    return list(dict.fromkeys(places))
 
 
 def repeatable(caller: str, f: Any) -> Any:

@@ -14,7 +14,6 @@ from gradtools.seeing.torch.recording.recorded_calls import RecordedCall
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
 from gradtools.torch.operation_marks import RULE, function_of_ours
-from gradtools.torch.snapshots import Reached
 
 Tensor = torch.Tensor
 
@@ -34,17 +33,6 @@ def looked_up(f: Any) -> Any:
 
 def _apply(kind: Any, /, *args: Any, **kwargs: Any) -> Any:
     return kind.apply(*args, **kwargs)
-
-
-def look_up_applies(reached: Reached) -> None:
-    """Makes the variables that f can reach look up `apply`; their snapshot puts them back."""
-    for holder, items in reached.maps:
-        for key, x in items.items():
-            if (new := looked_up(x)) is not x:
-                holder[key] = new
-    for _, put, held in reached.places:
-        if (new := looked_up(held)) is not held:
-            put(new)
 
 
 class ParametersRead(TorchFunctionMode):

@@ -36,12 +36,12 @@ from gradtools.seeing.torch.recording.recorded_calls import (
 )
 from gradtools.seeing.torch.recording.recorder import Recorder
 from gradtools.seeing.torch.recording.values import KnownTensor, Write
+from gradtools.seeing.torch.undo import Undo, name_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import known_errors
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
 from gradtools.torch.operation_marks import CHUNK, function_of_ours, reason_of_detach
-from gradtools.torch.rerunning import Undo, name_of
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
@@ -95,7 +95,7 @@ class CallRecorder(Recorder[int]):
         self.nodes: list[Node] = []
         self.outside: list[tuple[int, int]] = []
         self.made: dict[Any, int] = {}
-        self.reachable = {id(x): x for x, _ in undo.start.reached.watched}
+        self.reachable = undo.reachable
         self.leavings: list[Node] = []
         self.entries: dict[int, list[Any]] = {}
         self.refusal: tuple[BaseException, Refusal] | None = None

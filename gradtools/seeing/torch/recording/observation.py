@@ -17,12 +17,11 @@ import torch
 from gradtools.code_origin import innermost, lines_of
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.seeing.graphs.recording import Refusal, Run
-from gradtools.seeing.torch.recording.autograd_functions import look_up_applies
 from gradtools.seeing.torch.recording.calls import CallRecorder
+from gradtools.seeing.torch.undo import Undo, copied, undone
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.operation_marks import recorded
-from gradtools.torch.rerunning import Undo, copied, put_back
 
 Tensor = torch.Tensor
 _here = threading.local()
@@ -99,8 +98,7 @@ def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
             f"{what} can be recorded in plain eager code only, not inside a transform of "
             "torch.func, in compiled code, or while another run is recorded."
         )
-    with put_back(run, leaves) as undo:
-        look_up_applies(undo.start.reached)
+    with undone(run, leaves) as undo:
         _here.recording = True
         try:
             with recorded(), torch.inference_mode(False), torch.enable_grad():

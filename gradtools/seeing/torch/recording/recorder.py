@@ -35,10 +35,10 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import Node, Value
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording.values import KnownTensor, TensorTable, Write, like
+from gradtools.seeing.torch.thread_patches import functions_applied, parameters_made
+from gradtools.seeing.torch.undo import Undo
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.operation_marks import is_users_function
-from gradtools.torch.patches import functions_applied, parameters_made
-from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
 V = TypeVar("V")
@@ -80,7 +80,7 @@ class Recorder(Generic[V]):
     def __init__(self, undo: Undo) -> None:
         self.values: dict[int, Value] = {}
         self.captured: dict[int, Any] = {}
-        self.undo, self.names = undo, undo.names()
+        self.undo, self.names = undo, undo.names
         self.scope: tuple[str, ...] = ()
         self.rules: list[tuple[str, str]] = []
         self.table = TensorTable[V]()

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from gradtools.seeing.graphs.attributes import numbers_text
+from gradtools.seeing.torch.undo import memory_of, owner_of
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.rerunning import memory_of, owner_of
 
 Tensor = torch.Tensor
 V = TypeVar("V")

@@ -22,16 +22,15 @@ from gradtools.seeing.formulas.expressions import order
 from gradtools.seeing.formulas.operations.arrays import constant
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.torch.recording.autograd_functions import look_up_applies
 from gradtools.seeing.torch.recording.observation import recording_run
+from gradtools.seeing.torch.thread_patches import control_flow_called, functions_applied
 from gradtools.seeing.torch.translating.recorder import FormulaRecorder
+from gradtools.seeing.torch.undo import copied, memory_of, undone
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import plainly
-from gradtools.torch.patches import control_flow_called, functions_applied
-from gradtools.torch.rerunning import copied, memory_of, put_back
 
 Tensor = torch.Tensor
 
@@ -70,9 +69,8 @@ def _run_with(
 @contextmanager
 def trying(program: LeafProgram, wide: bool) -> Iterator[None]:
     """A context in which f may run; its effects are undone. wide: captures are read in float64."""
-    undoing = put_back(program.run, program.leaves)
-    with undoing as undo, followed(), reading({}, wide), torch.enable_grad():
-        look_up_applies(undo.start.reached)
+    undoing = undone(program.run, program.leaves)
+    with undoing, followed(), reading({}, wide), torch.enable_grad():
         yield
 
 

@@ -35,10 +35,10 @@ from gradtools.seeing.torch.recording.operations import NO_DATA
 from gradtools.seeing.torch.recording.recorder import Operations, Recorder
 from gradtools.seeing.torch.recording.values import Write, like, offsets, view_of
 from gradtools.seeing.torch.translating.translations import READINGS
+from gradtools.seeing.torch.undo import Undo
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
-from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
 _DRAWS = """

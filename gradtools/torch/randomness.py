@@ -89,9 +89,12 @@ class Randomness:
         return {name(stream): hash(_state(stream)[1]) for stream in self.states}
 
     def restore(self) -> None:
-        for stream, (state, _) in self.states.items():
-            if isinstance(stream, str):
-                (random.setstate if stream == PYTHON else _numpy().set_state)(state)
+        for stream, (state, key) in self.states.items():
+            if stream == PYTHON:
+                random.setstate(state)
+            elif isinstance(stream, str):
+                _numpy().set_state(state)
+                _latest_of_numpy[0] = state, key
             elif isinstance(stream, torch.Generator):
                 stream.set_state(state)
             elif stream.type == "cpu":

@@ -74,6 +74,16 @@ def test_a_state_that_is_read_twice_is_the_current_one():
         np.random.set_bit_generator(generator)
 
 
+def test_a_number_that_was_kept_back_is_put_back():
+    draw_numpy()
+    before = Randomness.everywhere([])
+    second = draw_numpy()  # moves no words
+    Randomness.everywhere([])
+    before.restore()
+    Randomness.everywhere([]).restore()
+    assert draw_numpy() == second
+
+
 def test_another_numpy_generator_is_read_as_well():
     before = np.random.get_bit_generator()
     try:

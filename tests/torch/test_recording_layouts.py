@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError
 
 D = torch.float64
 X = torch.tensor([1.0, 2.0, 3.0], dtype=D)
@@ -108,6 +107,6 @@ def test_chunked_puts_back_a_module_whose_buffers_are_expanded_or_of_inference_m
     assert module.count.item() == 2 and module.wide.tolist() == [2, 2, 2]
 
 
-def test_writing_to_a_differentiated_argument_is_refused_by_name():
-    with pytest.raises(GradtoolsError, match="grad: f changes an argument in place"):
+def test_writing_to_a_differentiated_argument_is_refused_by_pytorch():
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         gt.grad(lambda x: x.mul_(2).sum())(X)

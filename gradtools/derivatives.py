@@ -96,8 +96,8 @@ class Derivatives(Operators):
     ) -> Callable[..., Any]:
         """A function that computes the gradient of a real scalar f.
 
-        f is evaluated once, and no `.grad` is changed. In JAX f is traced and the trace is run; if
-        f branches on values, its Python code runs a second time without tracing.
+        f is evaluated once, and no `.grad` is changed. In JAX f's Python code runs a second time,
+        as a trace, where the gradient of an argument may be zero because it does not reach f.
 
         Args:
             f: Takes and returns pytrees of arrays; its output is one real array of shape ().

@@ -179,6 +179,15 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
     return vars(jax.lax)["pvary"](x, tuple(axes))
 
 
+def linear_program(pullback: Any) -> Any:
+    """The jaxpr from tangents to tangents of what `jax.vjp` returns, whose constants are residuals.
+
+    Gone, and before JAX 0.9: None; in a trace f is then traced once more to see what it reads.
+    """
+    jaxpr = getattr(pullback, "jaxpr", None)
+    return jaxpr if isinstance(jaxpr, Jaxpr) else None
+
+
 def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> None:
     """Registers the parameters that a printed jaxpr shows for equations of a primitive.
 

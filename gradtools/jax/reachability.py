@@ -73,6 +73,16 @@ def reached_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
     ]
 
 
+def plainly_reached(linear: Jaxpr) -> list[bool]:
+    """For each input of a linear program: does it reach an output without passing a rule?
+
+    True proves that the leaf is connected. False proves nothing: the derivative of round is zero,
+    and the program of a rule does not show which inputs its function reads.
+    """
+    reached = _any(Flow(raw=False, rules=False).of_jaxpr(linear))
+    return [bool(reached >> i & 1) for i in range(len(linear.invars))]
+
+
 def raw_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
     """For each output and each input of a jaxpr: does any data flow from one to the other?"""
     jaxpr = open_jaxpr(closed_jaxpr)
@@ -112,6 +122,7 @@ def is_complex_sign(eqn: Eqn) -> bool:
     return complex_sign_is_a_step()
 
 
+_RULE_MAPS = ("custom_lin", "gradtools_tangent", "gradtools_cotangent", "gradtools_value")
 _STOPS = ("stop_gradient", "pure_callback", "io_callback")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ONE_TO_ONE = (
@@ -123,9 +134,7 @@ ONE_TO_ONE = (
 def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
     """For each output the mask of the inputs that flow to it; None if all flow to all."""
     name, count, outs = eqn.primitive.name, len(eqn.invars), len(eqn.outvars)
-    if not raw and hasattr(eqn.primitive, "gradtools_connects"):
-        return [_mask(row) for row in eqn.primitive.gradtools_connects(eqn)]
-    if not raw and (name in _STOPS or is_complex_sign(eqn)):
+    if not raw and name in _STOPS:
         return [0] * outs
     if not raw and name in ("gradtools_primal", "gradtools_value"):
         from gradtools.host_kernels import ArraySpec
@@ -163,10 +172,11 @@ class Flow:
     Args:
         raw: Without cuts, and with control dependence: the operands of a condition flow to all
             results of the branches or of the loop.
+        rules: Whether anything flows through the tangent and cotangent maps of rules.
     """
 
-    def __init__(self, raw: bool):
-        self.raw = raw
+    def __init__(self, raw: bool, rules: bool = True):
+        self.raw, self.rules = raw, rules
         self.uncut = self if raw else Flow(raw=True)
         self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # keeps the jaxprs: ids are reused
 
@@ -205,6 +215,8 @@ class Flow:
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
         """The bits of an equation's targets, given those of its operands."""
+        if not self.rules and eqn.primitive.name in _RULE_MAPS:
+            return [0] * len(targets(eqn))
         inner, written = bodies(eqn), inexact(targets(eqn))
         if inner:
             return [_union(mask, bits) for mask in self._edges(eqn, inner)]

@@ -358,3 +358,41 @@ def test_either_branch_of_a_cond_connects():
 
 
 # --- libraries' pytrees ------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def first_alone(x, y):
+    return x**2
+
+
+first_alone.defvjp(lambda x, y: (x**2, x), lambda x, ct: (2 * x * ct, jnp.zeros(2)))
+DERIVATIVE = jax.jit(gt.grad(lambda x: x.sum()))
+ITSELF = jax.jit(jax.vmap(gt.grad(lambda x: x)))
+STOPPED_CARRY = lambda c, _: (2 * jax.lax.stop_gradient(c), None)
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("f", "reaches"),
+    [
+        (lambda x: first_alone(x, x).sum(), True),
+        (lambda x: first_alone(ONES, x).sum(), False),  # the rule's function does not read it
+        (lambda x: jnp.round(x).sum(), True),  # a derivative that is zero
+        (lambda x: jax.lax.scan(STOPPED_CARRY, x, None, 3)[0].sum(), False),
+        (lambda x: gt.stop_gradient(x).sum(), False),
+        (lambda x: gt.scale_gradient(x, 0.0).sum(), True),
+    ],
+)
+def test_what_reaches_the_output_is_the_same_in_a_trace(f, reaches, way):
+    if not reaches:
+        with pytest.raises(DisconnectedInputError):
+            way(gt.grad(f))(X)
+        return
+    np.testing.assert_array_equal(way(gt.grad(f))(X), jax.grad(f)(X))
+
+
+@pytest.mark.parametrize("inner", [DERIVATIVE, ITSELF])
+def test_a_constant_derivative_in_a_jit_that_was_traced_before_warns(inner):
+    inner(X)
+    with pytest.warns(GradtoolsWarning, match="f takes a derivative itself"):
+        assert not gt.grad(lambda x: inner(x).sum())(X).any()

@@ -159,12 +159,17 @@ def sloped_too(x):
 sloped_too.defvjp(lambda x: (x, None), lambda _, c: (slope[0] * c,))
 
 
+by_module = jax.custom_vjp(lambda x: x * 1.0)
+by_module.defvjp(lambda x: (x, None), lambda _, c: (config.factor * c,))
+RULES = {"custom_rule": sloped, "custom_vjp": sloped_too, "reads a module": by_module}
+
+
 @pytest.mark.parametrize("operator", ["chunked", "checkpoint"])
-@pytest.mark.parametrize("rule", [sloped, sloped_too], ids=["custom_rule", "custom_vjp"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_what_a_rule_reads_may_change(rule, operator):
     f = OPERATORS[operator](rule)
     for value in (1.0, 3.0, 5.0, 3.0):
-        slope[0] = value
+        slope[0] = config.factor = value
         assert jax.grad(lambda x: f(x).sum())(X)[0, 0] == value
 
 

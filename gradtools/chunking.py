@@ -66,16 +66,13 @@ class Chunking(Operators):
         does not: it normalizes each chunk by that chunk's own statistics, which a warning says
         once.
 
-        PyTorch: f is a module, or a function that uses modules; parameters need not be passed. A
-        captured tensor that is neither a leaf nor an argument is refused. Before a chunk is
-        computed again, everything that its result depends on (random generators, buffers,
-        attributes of modules, containers that f captures) is restored to what it was in the first
-        pass, and afterwards set to what the plain loop leaves; autocast, default dtype and
-        deterministic flags are those of the first pass. Gradients reach each parameter once, as one
-        sum. If f raises in the forward or backward pass, `.grad` of its parameters, buffers,
-        attributes and random generators are restored; leaves that autograd reached earlier, such as
-        a temperature in the loss, already have their gradient. Hooks of modules run in both
-        computations: see `is_recomputing`. Backward passes that compute again run one at a time.
+        PyTorch: f is a module, or a function that uses modules; parameters need not be passed.
+        Before a chunk is computed again, random generators and the buffers of the modules that f is
+        or closes over are put back to their state in the first pass, and afterwards to their state
+        after it; grad mode and autocast are those of the first pass. Other effects of f happen
+        twice, as in `torch.utils.checkpoint`: hooks and counters may ask `is_recomputing`. Draws
+        from the global generators, or updates of one module's buffers, in two threads at once are
+        unsupported, as there.
 
         JAX: a scan over the chunks whose body is computed again in the backward pass, the same
         program over the same arrays, so `verify` has no effect. Results of `pure_callback` are kept
@@ -85,10 +82,8 @@ class Chunking(Operators):
         Call it under jit: otherwise each call is traced.
 
         Args:
-            f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's
-                examples along its axis in `out_axes`. If all chunks are equally large, f is tried
-                with another number of examples to check this: in JAX by shapes alone, in PyTorch by
-                a run at the first call where shapes are ambiguous (not with `verify=False`).
+            f: Takes chunks of the arguments and returns a pytree of arrays, each with one entry
+                for each of the chunk's examples along its axis in `out_axes`.
             chunk_size: How many examples at once; the last chunk may hold fewer.
             in_axes: The batch axis, as in `vmap`: an integer or one entry for each positional
                 argument, or a dict from f's parameters to axes, however they are passed; None
@@ -103,11 +98,9 @@ class Chunking(Operators):
                 carries for several. Carries are not differentiated.
             interleaved: Whether chunk i of n holds the rows i::n instead of a block of rows; the
                 order of outputs is restored. Use it for a batch that is sharded over devices.
-            verify: PyTorch: whether a recomputed chunk is compared with its first computation: the
-                outputs, the leaves and operations of its graph, and the factors of gradient edits;
-                a difference raises. "first": in the first backward pass of each f and of each new
-                shape, dtype, training mode and autocast setting; outputs bit for bit on the CPU,
-                up to rounding elsewhere. True: in each backward pass, bit for bit. False: never.
+            verify: PyTorch: whether the outputs of a chunk that is computed again are compared with
+                those of the first pass; a difference raises. "first": in the function's first
+                backward pass; True: in each one; False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
                 program that is lowered for another platform has none.
 

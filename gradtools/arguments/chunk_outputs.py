@@ -1,36 +1,27 @@
-"""The outputs of chunks: their structure and constants, joining them, and whether that is valid.
+"""The outputs of chunks: their structure and constants, and joining them.
 
-Only rows of examples can be joined, so an output's length must be proportional to its chunk's. If
-chunks differ in size, their outputs show it; if not, f is evaluated at another number of examples.
+Only rows of examples can be joined, so an output has one entry for each example of its chunk.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import compress
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from gradtools.arguments.batches import may_be_of_shapes
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
 if TYPE_CHECKING:
-    from gradtools.arguments.chunks import Chunks, Partition
+    from gradtools.arguments.chunks import Partition
 
 SUMMED = object()  # out_axes of outputs that are summed instead of joined
 _BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
 _UNKNOWN = object()  # the structure before the first output
 _STEP = re.compile(r"\[[^\[\]]*\]|\.\w+")  # an index, key or attribute in a leaf path
-
-
-class OutputShapes(NamedTuple):
-    """The shapes of a chunk's output arrays, and for how many examples."""
-
-    size: int
-    shapes: Sequence[Sequence[int]]
 
 
 class Outputs:
@@ -46,6 +37,7 @@ class Outputs:
         self._out_axes, self._of_lists = out_axes, of_lists
         self._treedef: Any = _UNKNOWN  # None if the output is one array
         self._constants: dict[int, Any] = {}  # leaves that are no arrays
+        self._rests: list[list[int]] = []  # the first chunk's shapes without the joined axes
         self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's parts of a list
 
     def same_as(self, number: int, others: range) -> None:
@@ -84,27 +76,40 @@ class Outputs:
         if self.axes is None:
             self.axes = self._axes_of(leaves, kinds, out)
         arrays: list[Array] = []
-        size = self.cut.sizes[number] if self.cut.interleaved else None
+        size = self.cut.sizes[number]
         for k, leaf in enumerate(leaves):
             if kinds[k] is None:
                 self._note_constant(leaf, out, k, number)
                 continue
-            axis, shape = self.axes[len(arrays)], tuple(leaf.shape)
-            if not -len(shape) <= axis < len(shape):
+            axis, shape = self.axes[len(arrays)], list(leaf.shape)
+            there = -len(shape) <= axis < len(shape)
+            if not there or (shape.pop(axis) != size and self.cut.count != 1):
+                raise self._no_rows(out, k, axis, size)
+            if len(arrays) == len(self._rests):
+                self._rests.append(shape)
+            elif shape != self._rests[len(arrays)]:
                 raise GradtoolsError(
-                    f"chunked: f's output{backend.leaf_paths(out)[k]} has shape {shape}, which has "
-                    f"no axis {axis} to join chunks on. f must return one entry for each example; "
-                    "for a loss that is a mean or a sum over examples use "
-                    f"microbatched_value_and_grad.{self._without(out, self.cut.sizes[number])}"
-                )
-            if size not in (None, shape[axis]):
-                raise GradtoolsError(
-                    f"chunked: f's output{backend.leaf_paths(out)[k]} has {shape[axis]} entries on "
-                    f"axis {axis} for {size} examples; with interleaved=True f must return one for "
-                    "each, so that their order can be restored."
+                    f"chunked: f's output{backend.leaf_paths(out)[k]} has shape "
+                    f"{tuple(leaf.shape)} for {size} examples, and {self._rests[len(arrays)]} on "
+                    f"its other axes in the chunks before; they cannot be joined on axis {axis}. "
+                    "Only that axis may depend on the size of a chunk; return no other outputs."
                 )
             arrays.append(leaf)
         return arrays
+
+    def _no_rows(self, out: Any, k: int, axis: int, size: int) -> GradtoolsError:
+        """The error of an output without one entry for each example."""
+        path = self.backend.leaf_paths(out)[k]
+        shape = tuple(self.backend.flatten(out)[0][k].shape)
+        there = -len(shape) <= axis < len(shape)
+        has = f"length {shape[axis]} on axis {axis}" if there else f"shape {shape}, no axis {axis},"
+        return GradtoolsError(
+            f"chunked: f's output{path} has {has} for {size} examples; only rows of examples can "
+            "be joined, one for each. For a mean or a sum over examples use "
+            "microbatched_value_and_grad. State that goes from chunk to chunk, such as batch "
+            "statistics, belongs in an argument that carry_argnums names."
+            f"{self._without(out, size)}"
+        )
 
     def _axes_of(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
         if leaves and kinds.count(None) == len(kinds):
@@ -144,106 +149,6 @@ class Outputs:
                 f"example.{self._without(out, size)}"
             )
 
-    # --- whether they are rows of examples
-
-    def check_rows(
-        self,
-        call: Chunks,
-        shapes: Sequence[tuple[int, Sequence[Sequence[int]]]],
-        again: Callable[[Chunks], Sequence[Sequence[int]] | None] | None = None,
-        sizes: Sequence[int] = (),
-        by_data: bool = False,
-    ) -> None:
-        """Raises unless the outputs of all chunks are rows of examples, once for each shape.
-
-        Args:
-            call: The call.
-            shapes: The size of each chunk, or kind of chunk, and the shapes of its arrays.
-            again: Returns the shapes of the first chunk's arrays of a recut call, at other examples
-                in each call, or None. Called if all chunks have equal shapes, and before an error.
-            sizes: The numbers of examples for which f may be called again.
-            by_data: Whether lengths may depend on values, as that of `x[mask]`.
-        """
-        if self.axes is None or self.cut.count == 1:
-            return
-        seen = call.options.latest.setdefault("rows", set())
-        key = self.cut, *[(size, *map(tuple, of_size)) for size, of_size in shapes]
-        if key in seen:
-            return
-        axes, chunks = self.axes, [OutputShapes(*of_chunk) for of_chunk in shapes]
-        known = chunks[0]
-
-        def elsewhere() -> OutputShapes | None:
-            if again is None:
-                return None
-            for size in sizes:
-                try:
-                    other = call.recut(self.cut.with_chunks_of(size))
-                    others = again(other)
-                    return None if others is None else OutputShapes(other.cut.sizes[0], others)
-                except Exception as error:
-                    if not (may_be_of_shapes(error) or isinstance(error, GradtoolsError)):
-                        raise
-            return None
-
-        def check_rest(chunk: OutputShapes, differs: Callable[..., bool]) -> None:
-            """Raises if an output's other axes differ from the first chunk's."""
-            for axis, shape, first in zip(axes, chunk.shapes, known.shapes, strict=True):
-                if differs(_rest(shape, axis), chunk.size, _rest(first, axis), known.size):
-                    raise GradtoolsError(
-                        f"chunked: an output of f has shape {tuple(shape)} for {chunk.size} "
-                        f"examples and {tuple(first)} for {known.size}; they cannot be joined on "
-                        f"axis {axis}. Only that axis may depend on the size of a chunk; "
-                        "return no other outputs."
-                    )
-
-        for chunk in chunks:
-            if chunk.shapes != known.shapes:
-                check_rest(chunk, lambda rest, _, first, of_first: rest != first)
-        other = elsewhere() if all(chunk == known for chunk in chunks) else None
-        if other is not None and len(other.shapes) == len(axes):
-            check_rest(other, _grows)
-            chunks.append(other)
-        is_told = len({chunk.size for chunk in chunks}) > 1
-        tries = 0 if not by_data else 1 if len(chunks) >= 3 else 2  # each at other examples
-        while True:
-            lengths = [[(c.size, c.shapes[k][axis]) for c in chunks] for k, axis in enumerate(axes)]
-            follows = [_follows(of_array, by_data) for of_array in lengths]
-            if again is None and not is_told:  # lengths are the only sign
-                follows = [all(n == size for size, n in of_array) for of_array in lengths]
-                is_told = not all(follows)
-            if all(follows) or not is_told:
-                seen.add(key)
-                return
-            other = elsewhere() if tries else None
-            if other is None:
-                break
-            chunks, tries = [*chunks, other], tries - 1
-        k, tree = follows.index(False), self._tree()
-        other = next((c for c in chunks if c.size != known.size), known)
-        arrays = [i for i in range(len(follows) + len(self._constants)) if i not in self._constants]
-        good = {arrays[i] for i, f in enumerate(follows) if f}
-        paths = self.backend.leaf_paths(tree)
-        means = (
-            "" if good else " For a mean or a sum over examples use microbatched_value_and_grad."
-        )
-        known_length, length = (c.shapes[k][axes[k]] for c in (known, other))
-        also = "" if other is known else f" and {length} for {other.size}"
-        raise GradtoolsError(
-            f"chunked: f's output{paths[arrays[k]]} has length {known_length} on axis {axes[k]} "
-            f"for {known.size} examples{also}; only rows of examples can "
-            "be joined. State that goes from chunk to chunk, such as batch statistics, belongs in "
-            f"an argument that carry_argnums names.{_without(paths, tree, good)}{means}"
-        )
-
-    def _tree(self) -> Any:
-        """A tree like f's output, with scalars for arrays."""
-        count, number = len(self.axes or []) + len(self._constants), self.backend.asarray(0.0)
-        if self._treedef is None:
-            return number
-        leaves = [self._constants.get(k, number) for k in range(count)]
-        return self.backend.unflatten(self._treedef, leaves)
-
     def _without(self, out: Any, size: int) -> str:
         """Advice for messages: a `select` that leaves out what cannot be joined."""
         leaves, axis = self.backend.flatten(out)[0], self._out_axes
@@ -251,7 +156,7 @@ class Outputs:
         axis = axis if type(axis) is int else 0
         lengths = {k: s[axis] for k, s in shapes.items() if -len(s) <= axis < len(s)}
         good = {k for k, length in lengths.items() if length == size}
-        return _without(self.backend.leaf_paths(out), out, good or set(lengths))
+        return _without(self.backend.leaf_paths(out), out, good)
 
     # --- the whole output
 
@@ -269,28 +174,6 @@ class Outputs:
         count = len(outs) + len(constants)
         leaves = [constants[k] if k in constants else next(left) for k in range(count)]
         return self.backend.unflatten(self._treedef, leaves)
-
-
-def _rest(shape: Sequence[int], axis: int) -> list[int]:
-    """A shape without the joined axis."""
-    rest = list(shape)
-    if -len(rest) <= axis < len(rest):
-        del rest[axis]
-    return rest
-
-
-def _grows(rest: list[int], size: int, first: list[int], of_first: int) -> bool:
-    """Whether another axis than the joined one grows with the number of examples."""
-    pairs = zip(rest, first, strict=False)
-    return len(rest) != len(first) or any(a != b and a * of_first == b * size for a, b in pairs)
-
-
-def _follows(lengths: list[tuple[int, int]], by_data: bool) -> bool:
-    """Whether lengths are proportional to numbers of examples, given as pairs (number, length)."""
-    size, length = lengths[0]
-    if all(n * size == length * m for m, n in lengths):
-        return True
-    return by_data and len({n for _, n in lengths}) > 1  # a constant length is not by data
 
 
 def _without(paths: list[str], out: Any, good: set[int]) -> str:

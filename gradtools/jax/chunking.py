@@ -114,16 +114,6 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
     if axes is None:
         return [x[i] for run, outs in parts for i in range(run.count) for x in outs], carry
 
-    def shapes_again(other: Chunks) -> list[tuple[int, ...]]:
-        """The shapes of f's outputs at the first chunk of the recut call `other`."""
-        again = _Steps(other)
-        outs, _ = jax.eval_shape(lambda: again.of(0)(*again.inputs(0), carry))
-        return [y.shape for y in outs]
-
-    shapes = [(chunks.cut.sizes[run.first], [x.shape[1:] for x in outs]) for run, outs in parts]
-    size = chunks.cut.sizes[0]
-    sizes = 2 * size, size // 2 or 2, size + 1
-    chunks.outputs.check_rows(chunks, shapes, shapes_again, sizes)
     columns = [[outs[k] for _, outs in parts] for k in range(len(axes))]
     entry = next((s.entry for s in steps.splits if s.entry is not None), None)
     pairs = zip(axes, columns, strict=True)

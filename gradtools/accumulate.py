@@ -27,6 +27,7 @@ from gradtools.backend import Operators
 from gradtools.boundary import user_facing_methods
 from gradtools.errors import GradtoolsError
 
+_WIDE = {"float16": "float32", "bfloat16": "float32", "complex32": "complex64"}
 PRECISIONS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -45,8 +46,9 @@ class Accumulation(Operators):
         `gradtools.accumulate.GradientAccumulator`.
 
         Args:
-            dtype: The precision to add in, such as "float32" for bfloat16 gradients; complex
-                leaves use the complex dtype of that precision. None: the gradients' own.
+            dtype: The precision of the sums and of the results, such as "float64"; complex leaves
+                use the complex dtype of that precision. None: the gradients' own, of which 16-bit
+                ones are added in float32 and rounded when the sum or mean is read.
             compensated: Whether to keep the rounding errors of the additions in one more buffer
                 (Kahan summation). The result is about as accurate as in twice the precision, for
                 nine more additions per entry.
@@ -154,6 +156,7 @@ class State:
     # The weighted sums, which a backend may add to in place; of a term its detached leaves.
     totals: tuple[Any, ...]
     errors: tuple[Any, ...]  # the rounding errors of the sums, when compensated
+    dtypes: tuple[str, ...]  # the names of the dtypes in which the sums are read
     weight: Any  # the sum of the weights
     # For each leaf the mesh axes of JAX over which all its terms were typed as varying.
     varies: tuple[frozenset[Any], ...]
@@ -227,7 +230,7 @@ class GradientAccumulator:
             GradtoolsError: Nothing has been added.
         """
         state, sums = self._read("sum", lambda state: [*map(self._arrays.copied, state.totals)])
-        return self._backend.unflatten(state.treedef, sums)
+        return self._result(state.treedef, sums, state.dtypes)
 
     def mean(self, group: Any = None, axis_name: Any = None) -> Any:
         """The sum over the sum of the weights, of this rank or of all.
@@ -255,7 +258,7 @@ class GradientAccumulator:
             uncompiled = self._backend.compiler.uncompiled
             return uncompiled(self._mean_of_ranks, group, axis_name)
         state, means = self._read("mean", lambda state: self._over(state.totals, state.weight))
-        return self._backend.unflatten(state.treedef, means)
+        return self._result(state.treedef, means, state.dtypes)
 
     def _mean_of_ranks(self, group: Any, axis_name: Any) -> Any:
         self._check_trace("mean")
@@ -263,10 +266,15 @@ class GradientAccumulator:
             own = self._state
             if own is not None:
                 own = replace(own, totals=tuple(map(self._arrays.copied, own.totals)))
-        treedef, sums, weight = self._arrays.sums_over_ranks(own, group, axis_name)
+        treedef, sums, weight, dtypes = self._arrays.sums_over_ranks(own, group, axis_name)
         self._check_total(weight)
-        means = self._over(sums, weight)
-        return self._backend.unflatten(treedef, means)
+        return self._result(treedef, self._over(sums, weight), dtypes)
+
+    def _result(self, treedef: Any, values: Sequence[Any], dtypes: Sequence[str]) -> Any:
+        """The tree of these values, in the dtypes in which they are read."""
+        pairs = zip(values, dtypes, strict=True)
+        cast = [x if self._name(x) == name else self._backend.cast(x, name) for x, name in pairs]
+        return self._backend.unflatten(treedef, cast)
 
     def reset(self) -> None:
         """Forgets everything; the next `add` may bring another structure."""
@@ -297,7 +305,7 @@ class GradientAccumulator:
                     "Use compensated=False, or give a dense gradient."
                 )
         varies = tuple(map(self._arrays.varies, arrays))
-        return State(treedef, (), specs, tuple(arrays), (), weight, varies)
+        return State(treedef, (), specs, tuple(arrays), (), (), weight, varies)
 
     def _first(self, term: State) -> State:
         """The state after a first `add`."""
@@ -306,7 +314,9 @@ class GradientAccumulator:
         pairs = zip(term.totals, weighted, strict=True)
         totals = tuple([copied(y) if y is x else y for x, y in pairs])
         errors = tuple(map(self._backend.zeros_like, totals)) if self._compensated else ()
-        return replace(term, paths=paths, totals=totals, errors=errors)
+        read = term.totals if self._precision is None else totals
+        dtypes = tuple(map(self._name, read))
+        return replace(term, paths=paths, totals=totals, errors=errors, dtypes=dtypes)
 
     def _paths(self, term: State) -> tuple[str, ...]:
         whole = self._backend.unflatten(term.treedef, term.totals)
@@ -316,7 +326,7 @@ class GradientAccumulator:
         """The weight times the arrays, in the accumulator's dtype."""
         cast, zeros_like = list[Any](), self._backend.zeros_like
         for path, x in zip(paths, term.totals, strict=True):
-            name = self._precision
+            name = self._precision or _WIDE.get(self._name(x))
             if name is not None:
                 if self._name(x).startswith("complex"):
                     name = "complex128" if name == "float64" else "complex64"
@@ -396,6 +406,7 @@ class GradientAccumulator:
             )
 
     def _weight(self, weight: Any) -> Any:
+        self._backend.check_array(weight, "weight")
         number = self._backend.as_number(weight)
         real = isinstance(number, numbers.Real) or (
             number is not None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
+from gradtools.foreign_arrays import foreign_class, refuse_foreign
 
 Array = Any
 
@@ -67,6 +68,17 @@ class Arrays(ABC):
     def is_traced(self, x: Any) -> bool:
         """Whether x is an array of a transform that is still running."""
         return False
+
+    def check_arrays(self, *trees: Any) -> None:
+        """Raises if one of these arguments, which are not flattened, holds a foreign array."""
+        if foreign_class(self.name):
+            for tree in trees:
+                if type(tree) is not self.array_type:
+                    self.flatten(tree)
+
+    def check_array(self, x: Any, name: str) -> None:
+        """Raises if x is an array of the other framework."""
+        refuse_foreign(self.name, x, name)
 
     # Arrays.
     array_type: type | None = None

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from gradtools.arguments.checks import as_array, check_function
+import numpy as np
+
+from gradtools.arguments.checks import as_array, as_float, check_function
 from gradtools.arguments.wording import describe, in_words, is_numeric, name_of
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.boundary import user_facing
@@ -85,15 +87,15 @@ class Edits(Operators):
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
-            scale: A real number, or a real array that broadcasts to every leaf's shape; it may
-                be traced or scheduled. It is not differentiated.
+            scale: A real number that is not negative, or a real array that broadcasts to every
+                leaf's shape; it may be traced or scheduled. It is not differentiated.
 
         Returns:
-            x, unchanged.
+            x, unchanged, in memory of its own.
 
         Raises:
-            GradtoolsError: scale is complex or does not broadcast; x is an object in which no array
-                is found, such as a function.
+            GradtoolsError: scale is complex or a negative number, or does not broadcast; x is an
+                object in which no array is found, such as a function.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -128,13 +130,21 @@ class Edits(Operators):
 
     def _scaled(self, name: str, x: Any, scale: Any, sign: int) -> Any:
         backend = self._backend
+        if sign < 0 and isinstance(scale, float | int | np.number) and scale < 0:
+            raise GradtoolsError(
+                f"{name}: scale is {scale}, and a negative one would not reverse; it must not be "
+                "negative. For a factor of either sign use scale_gradient."
+            )
+        if isinstance(scale, int):
+            scale = as_float(name, "scale", scale)
         if type(scale) is float and (scaled := backend.scaled(x, sign * scale)) is not None:
             return scaled
 
         def one(leaf: Array, i: int) -> Array:
-            if isinstance(scale, float | int):  # negated in Python, without an operation
+            if isinstance(scale, float):  # negated in Python, without an operation
                 factor = backend.real_scalar(sign * scale if sign < 0 else scale, leaf)
                 return backend.apply_rule(SCALE, leaf, factor)[0]
+            backend.check_array(scale, "scale")
             if isinstance(scale, complex) or "complex" in str(getattr(scale, "dtype", "")):
                 raise GradtoolsError(
                     f"{name}: scale is complex; it must be real. For a complex factor use "
@@ -472,8 +482,9 @@ class _StraightThrough:
     def _leaf(self, i: int, value: Any, through: Array, hint: str) -> Array:
         backend, f = self._backend, name_of(self._f)
         if not backend.is_array(through):
-            who = f"straight_through: the surrogate {self._through}"
-            _check_array(backend, who, i, through)
+            _check_array(backend, f"straight_through: the surrogate {self._through}", i, through)
+            name = f"leaf {i} of the surrogate {self._through}"
+            through = as_array(backend, "straight_through", through, name)
         if not backend.is_array(value):
             if not is_numeric(backend, value):
                 _check_array(backend, f"straight_through: {f}", i, value)

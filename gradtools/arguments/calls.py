@@ -57,6 +57,7 @@ class Call:
         kinds = self._flatten()
         alone = self._is_leaf and kinds[0] is not None and len(self.args) == 1 and not kwargs
         if not alone:  # a single array is no module
+            self._check_others()
             self.opened = backend.opened(caller, f, args, kwargs, argnums)
         if self.opened is not None:
             self.f, self.args = self.opened, tuple(self.opened.args)
@@ -82,6 +83,15 @@ class Call:
         # The common case of one array, where no tree has to be rebuilt.
         self._is_leaf = self.counts == [1] and leaves[0] is self.args[i]
         return kinds
+
+    def _check_others(self) -> None:
+        """Raises if an argument that is not differentiated holds an array of the other framework.
+
+        In compiled code dynamo refuses such an array itself.
+        """
+        others = len(self.args) > len(self.argnums) or self.kwargs
+        if others and not self.backend.compiler.is_tracing():
+            self.backend.check_arrays(*self.args, *self.kwargs.values())
 
     def at_parameters_of(self, opened: Any) -> None:
         """Differentiates at the parameters themselves that `opened` found in modules."""

@@ -67,6 +67,17 @@ def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> 
     return None if value is None else whole_number(caller, name, value, least, unit)
 
 
+def as_float(caller: str, name: str, value: Any) -> float:
+    """A Python number as a float, or an error for an integer that no float64 holds."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise GradtoolsError(
+            f"{caller}: {name} is an integer of {value.bit_length()} bits, which is too large "
+            "for a floating number."
+        ) from None
+
+
 def order_among(caller: str, order: Any, known: Sequence[int], expected: str) -> int:
     """The argument `order` as an integer, or an error."""
     whole = hasattr(order, "__index__") and not isinstance(order, bool | np.bool_)
@@ -137,6 +148,7 @@ def as_array(
     """x as an array of the framework, on the device of `device_of`, or an error that names it."""
     if backend.is_array(x):
         return x
+    backend.check_array(x, name)
     try:
         return backend.asarray(x, device_of)
     except GradtoolsError as error:
@@ -176,6 +188,7 @@ def differentiable_leaf(
 
 
 def _as_inexact(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
+    backend.check_array(leaf, name)
     try:
         return backend.asarray(leaf)
     except GradtoolsError as error:

@@ -5,6 +5,9 @@ not registered as pytrees, so a framework treats their instances as single leave
 `flatten` opens such leaves: the arrays in them become leaves of the tree, and the structure records
 how to rebuild the container. A container without arrays, such as a configuration, stays a leaf, and
 so does a callable one.
+
+All operators flatten their arguments here, so here an array of the other framework is refused. A
+framework passes it through as a constant, which would silently undo an edit or a derivative.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from gradtools.errors import GradtoolsError
+from gradtools.foreign_arrays import foreign_class, is_foreign, refuse_foreign
 
 T = TypeVar("T")
 
@@ -101,6 +105,7 @@ class Containers:
     """A framework's pytree functions, extended to containers.
 
     Attributes:
+        framework: "torch" or "jax".
         flatten: The framework's own function.
         unflatten: The framework's own function.
         leaf_paths: The framework's own function.
@@ -108,6 +113,7 @@ class Containers:
         is_whole: Whether a leaf is never opened, whatever it contains.
     """
 
+    framework: str
     flatten: Callable[[Any], tuple[list[Any], Any]]
     unflatten: Callable[[Any, Sequence[Any]], Any]
     leaf_paths: Callable[[Any], list[str]]
@@ -115,7 +121,21 @@ class Containers:
     is_whole: Callable[[Any], bool] = lambda x: False
 
     def opened(self, leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
-        """Opens the containers among the leaves of a tree that the framework flattened."""
+        """Opens the containers among the leaves of a tree that the framework flattened.
+
+        Raises:
+            GradtoolsError: A leaf is an array of the other framework.
+        """
+        leaves, treedef = self._opened(leaves, treedef)
+        foreign = foreign_class(self.framework)
+        for i, x in enumerate(leaves) if foreign else ():
+            if isinstance(x, foreign) and is_foreign(self.framework, x):
+                unflatten = self.closed if type(treedef) is OpenedTree else self.unflatten
+                path = self.paths(unflatten(treedef, leaves))[i]
+                refuse_foreign(self.framework, x, path and f"the leaf {path} of an argument")
+        return leaves, treedef
+
+    def _opened(self, leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
         if not any(map(_KINDS.__getitem__, map(type, leaves))):
             return leaves, treedef
         result: list[Any] = []
@@ -123,7 +143,7 @@ class Containers:
         for place, x in enumerate(leaves):
             parts = None if self.is_whole(x) else _parts(x)
             inner, inside = ([x], None) if parts is None else self._of_parts(parts)
-            if parts is not None and any(map(self.is_array, inner)):
+            if parts is not None and any(map(self._is_any_array, inner)):
                 nodes.append((place, OpenedContainer(type(x), tuple(parts), inside, _pattern(x))))
                 result += inner
             else:
@@ -150,7 +170,7 @@ class Containers:
         result = []
         for path, x in zip(self.leaf_paths(tree), leaves, strict=True):
             parts = None if self.is_whole(x) else _parts(x)
-            if parts is None or not any(map(self.is_array, self._of_parts(parts)[0])):
+            if parts is None or not any(map(self._is_any_array, self._of_parts(parts)[0])):
                 result.append(path)
                 continue
             for key, part in parts.items():
@@ -159,7 +179,10 @@ class Containers:
         return result
 
     def _of_parts(self, parts: dict[Any, Any]) -> tuple[list[Any], Any]:
-        return self.opened(*self.flatten(list(parts.values())))
+        return self._opened(*self.flatten(list(parts.values())))
+
+    def _is_any_array(self, x: Any) -> bool:
+        return self.is_array(x) or is_foreign(self.framework, x)
 
 
 class _Kinds(dict[type, bool]):

@@ -96,8 +96,8 @@ def added(totals: Any, xs: Any, weight: Any) -> bool:
     return False
 
 
-def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> tuple[Any, list[Any], Any]:
-    """`(treedef, sums, weight)` of all devices along an axis."""
+def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
+    """`(treedef, sums, weight, dtypes)` of all devices along an axis."""
     caller = "GradientAccumulator.mean"
     if own is None:  # all devices run one program, so nothing was added on any
         raise GradtoolsError(
@@ -114,7 +114,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> tuple[Any,
                 'jax.lax.pcast(params, axis_name, to="varying").'
             )
     weight, *sums = sum_over_ranks(caller, [own.weight, *own.totals], axis_name, group)
-    return own.treedef, sums, weight
+    return own.treedef, sums, weight, own.dtypes
 
 
 def _array(x: Any) -> jax.Array | None:

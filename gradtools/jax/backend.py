@@ -202,4 +202,5 @@ class JaxBackend(FrameworkBackend):
 
 
 def _checkpointed(backend: JaxBackend, f: Any, /, *args: Any, **kwargs: Any) -> Any:
+    backend.check_arrays(args, kwargs)
     return backend.run_checkpointed(f, *args, **kwargs)

@@ -83,6 +83,7 @@ def _flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
     """The leaves and the structure, where a module is a leaf."""
     is_module = lambda x: isinstance(x, kinds)
     containers = Containers(
+        "jax",
         partial(jax.tree.flatten, is_leaf=is_module),
         jax.tree.unflatten,
         trees.leaf_paths,

@@ -9,6 +9,7 @@ program has imported already are considered, since no other's module can exist.
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax
 from gradtools.arguments.wording import type_in_words
 from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration, keras
+from gradtools.jax import trees
 from gradtools.jax.arrays import check_key
 
 Apply = Callable[..., tuple[Any, Any]]
@@ -45,16 +47,22 @@ def make_functional(
     for library, kinds in _KINDS.items():
         loaded = sys.modules.get(library)
         if loaded is not None and isinstance(module, tuple([getattr(loaded, k) for k in kinds])):
-            made: tuple[Apply, Any, Any] = integration(library).make_functional(
+            apply, params, state = integration(library).make_functional(
                 module, variables, train, rng_names
             )
-            return made
+            return partial(_applied, apply), params, state
     if keras.is_keras(module):
-        return keras.make_functional(module, variables, train, _KERAS)
+        apply, params, state = keras.make_functional(module, variables, train, _KERAS)
+        return partial(_applied, apply), params, state
     raise GradtoolsError(
         f"make_functional: got {type_in_words(module)}; the JAX backend accepts a flax.linen, "
         "flax.nnx or equinox Module, or a Keras model."
     )
+
+
+def _applied(apply: Apply, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    trees.flatten((args, kwargs))  # refuses PyTorch's tensors, which a library would convert
+    return apply(*args, **kwargs)
 
 
 def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:

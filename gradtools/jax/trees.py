@@ -55,6 +55,7 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 
 _CONTAINERS = Containers(
+    "jax",
     jax.tree.flatten,
     jax.tree.unflatten,
     lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)],

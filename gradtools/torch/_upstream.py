@@ -666,3 +666,10 @@ def is_once_differentiable(kind: Any) -> bool:
 
 
 _ONCE = function.once_differentiable(lambda ctx: None).__code__
+
+
+def collective_device(group: Any) -> torch.device:
+    """The device of the tensors that the group's collectives send."""
+    from torch.distributed.distributed_c10d import _get_object_coll_device  # importing it is slow
+
+    return torch.device(_get_object_coll_device(group))

@@ -8,7 +8,6 @@ write. `gradtools.accumulate` documents the public names.
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -145,10 +144,8 @@ def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: An
     return True
 
 
-def sums_over_ranks(
-    own: State | None, group: Any, axis_name: Any
-) -> tuple[Any, list[torch.Tensor], Any]:
-    """`(treedef, sums, weight)` over all processes, which first compare structures."""
+def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
+    """`(treedef, sums, weight, dtypes)` over all processes, which first compare structures."""
     # Imported here, since importing torch.distributed is slow and few programs use it.
     from gradtools.torch.gathering import add_over_ranks_, check_group, values_of_ranks
 
@@ -162,29 +159,29 @@ def sums_over_ranks(
     if own is not None:
         kinds = ["DTensor" if is_distributed(x) else _short(x.layout) for x in own.totals]
         pairs = zip(kinds, own.totals, strict=True)
-        leaves = [(kind, x.dtype, tuple(x.shape)) for kind, x in pairs]
-        try:
-            tree = pickle.dumps(trees.unflatten(own.treedef, [*range(len(leaves))]))
-        except (pickle.PicklingError, AttributeError, TypeError):
-            tree = b""  # needed only by a process without sums
+        leaves = [(kind, _short(x.dtype), tuple(x.shape)) for kind, x in pairs]
+        tree = _described(trees.unflatten(own.treedef, [*range(len(leaves))]))
         device = own.totals[0].device.type if own.totals else "cpu"
-        layout = _Layout(own.paths, leaves, tree, device)
-    ranks = values_of_ranks((layout, 0 if own is None else own.weight), group)
+        layout = _Layout(own.paths, leaves, own.dtypes, tree, device)
+    weight = 0 if own is None else own.weight
+    sent = values_of_ranks((layout, float(weight) if isinstance(weight, float) else weight), group)
+    ranks = [(layout and _Layout.received(*layout), weight) for layout, weight in sent]
     _check_ranks(ranks)
     weights = [weight for _, weight in ranks]
-    first = next(h for h, _ in ranks if h is not None)
+    first = next(layout for layout, _ in ranks if layout is not None)
     if own is None:
-        device, treedef = first.device, trees.flatten(pickle.loads(first.tree))[1]
+        treedef, dtypes = trees.flatten(_tree_of(first.tree))[1], first.dtypes
         totals = [
-            torch.zeros(shape, dtype=dtype, device=device) for _, dtype, shape in first.leaves
+            torch.zeros(shape, dtype=getattr(torch, dtype), device=first.device)
+            for _, dtype, shape in first.leaves
         ]
     else:
-        treedef, totals = own.treedef, list(own.totals)
+        treedef, totals, dtypes = own.treedef, list(own.totals), own.dtypes
     add_over_ranks_([x for x in totals if not is_distributed(x)], group)
     for x in totals:  # a DTensor is the same on all ranks, so its sum is a multiple
         if is_distributed(x):
             x *= len(weights)
-    return treedef, totals, sum(weights)
+    return treedef, totals, sum(weights), dtypes
 
 
 _MEAN = "GradientAccumulator.mean"
@@ -193,10 +190,38 @@ _MEAN = "GradientAccumulator.mean"
 class _Layout(NamedTuple):
     """The structure of a process's sums."""
 
-    paths: tuple[str, ...]
-    leaves: list[tuple[str, torch.dtype, tuple[int, ...]]]  # the kind, dtype and shape of each
-    tree: bytes  # the pickled tree with indices as leaves; empty if it cannot be pickled
+    paths: Sequence[str]
+    leaves: Sequence[tuple[str, str, tuple[int, ...]]]  # the kind, dtype and shape of each
+    dtypes: Sequence[str]  # in which the sums are read
+    tree: Any  # as `_described` returns it, for a process without sums
     device: str  # the device's type
+
+    @classmethod
+    def received(cls, paths: Any, leaves: Any, *others: Any) -> _Layout:
+        """The layout that another process sent as JSON, which has lists for tuples."""
+        return cls(paths, [(kind, dtype, tuple(shape)) for kind, dtype, shape in leaves], *others)
+
+
+def _described(tree: Any) -> Any:
+    """A tree of dicts with text as keys, lists and tuples in terms of JSON; None for others."""
+    if type(tree) in (int, type(None)):
+        return [tree]
+    if type(tree) is dict and all(isinstance(key, str) for key in tree):
+        parts: Any = {key: _described(part) for key, part in tree.items()}
+        return None if None in parts.values() else parts
+    if type(tree) in (list, tuple):
+        parts = [_described(part) for part in tree]
+        return None if None in parts else [type(tree).__name__, parts]
+    return None
+
+
+def _tree_of(described: Any) -> Any:
+    if isinstance(described, dict):
+        return {key: _tree_of(part) for key, part in described.items()}
+    if len(described) == 1:
+        return described[0]
+    parts = [*map(_tree_of, described[1])]
+    return parts if described[0] == "list" else tuple(parts)
 
 
 def _check_ranks(ranks: Sequence[tuple[_Layout | None, Any]]) -> None:
@@ -238,7 +263,7 @@ def _in_words(leaf: Any) -> str:
     if leaf is None:
         return "nothing"
     path, (kind, dtype, shape) = leaf
-    return f"grads{path}, {kind} {_short(dtype)} of shape {shape}"
+    return f"grads{path}, {kind} {dtype} of shape {shape}"
 
 
 def is_distributed(x: Any) -> bool:

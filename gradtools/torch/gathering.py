@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -42,7 +43,7 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
 
 
 def values_of_ranks(value: Any, group: Any) -> list[Any]:
-    """The values (picklable objects) of all processes of a group or DeviceMesh."""
+    """The values (in terms of JSON) of all processes of a group or DeviceMesh."""
     values = [value]
     for each in _groups_of(group):
         values = [x for row in _of_all(values, each) for x in row]
@@ -71,21 +72,32 @@ def _gathered(x: Any, group: Any) -> Tensor:
             "all_gather: a sparse or nested tensor has no rows that lie one after the other. Give "
             "its dense form."
         )
-    shapes = _of_all((tuple(x.shape), str(x.dtype)), group)
-    if len(set(shapes)) > 1:
+    shapes = _of_all(f"{tuple(x.shape)} of {x.dtype}", group)
+    if any(shape != shapes[0] for shape in shapes):
         raise GradtoolsError(
-            f"all_gather: the processes hold different shapes or dtypes: {shapes}. Pad the rows to "
-            "one length, and leave the padding out of the loss."
+            f"all_gather: the processes hold different shapes or dtypes: {', '.join(shapes)}. Pad "
+            "the rows to one length, and leave the padding out of the loss."
         )
     return _all_rows_of(x, group)
 
 
 def _of_all(value: Any, group: Any) -> list[Any]:
-    """All processes' values, sent outside of any transform."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    with upstream.temporarily_clear_interpreter_stack():
-        dist.all_gather_object(values, value, group)
-    return values
+    """All processes' values, sent as JSON (a pickle would run code), outside of any transform."""
+    size = dist.get_world_size(group)
+    if size < 1:  # this process does not belong to the group
+        return []
+    device = upstream.collective_device(group)
+    with upstream.temporarily_clear_interpreter_stack(), torch.no_grad():
+        text = torch.tensor([*json.dumps(value).encode()], dtype=torch.uint8, device=device)
+        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+        dist.all_gather(lengths, torch.tensor([len(text)], device=device), group)
+        longest = max(int(n) for n in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        padded[: len(text)] = text
+        texts = [torch.zeros_like(padded) for _ in range(size)]
+        dist.all_gather(texts, padded, group)
+        pairs = zip(texts, lengths, strict=True)
+        return [json.loads(bytes(row[: int(n)].tolist())) for row, n in pairs]
 
 
 # --- linear maps and their adjoints --------------------------------------------------------------

@@ -33,9 +33,9 @@ def scaled(x: Any, factor: float) -> Tensor | None:
         and not upstream.is_wrapped(x)
         and upstream.tracing_state() is None
     ):
-        if not x.requires_grad:
-            return x
-        if torch.is_grad_enabled() and x.layout is torch.strided and not x.is_nested:
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x.detach().clone() if is_inexact(x) else x
+        if x.layout is torch.strided and not x.is_nested:
             application = _scaling(factor.hex())
             return attach(application, (x,), x)[0]
     return apply_rule(_scaling(factor.hex()).rule, x)[0] if is_inexact(x) else None

@@ -33,6 +33,7 @@ from gradtools.errors import GradtoolsError, warn
 from gradtools.function_variables import cells_of, parts_of, with_parts
 from gradtools.integrations import keras
 from gradtools.torch import _upstream as upstream
+from gradtools.torch import trees
 from gradtools.torch.arrays import seed_of, split_key
 from gradtools.torch.compiling import skipped_by_dynamo
 from gradtools.torch.randomness import Randomness
@@ -150,6 +151,8 @@ def _apply(
 ) -> Applied:
     _check_tensors("params", params, shapes[0])
     _check_tensors("state", state, shapes[1])
+    if not torch.compiler.is_compiling():
+        trees.flatten((args, kwargs))  # refuses JAX's arrays, which a module may pass through
     frozen = {name: state[name] for name in shapes[2]}
     buffers = {name: x for name, x in state.items() if name not in frozen} if frozen else state
     given = {**params, **frozen} if frozen else params

@@ -201,9 +201,13 @@ def _paths_in(container: Any) -> list[str]:
     return [f"[{k!r}]{below}" for k, x in zip(keys, parts, strict=True) for below in _leaf_paths(x)]
 
 
-_CONTAINERS = Containers(_flattened, unflatten, _leaf_paths, lambda x: isinstance(x, _ARRAYS))
+_CONTAINERS = Containers(
+    "torch", _flattened, unflatten, _leaf_paths, lambda x: isinstance(x, _ARRAYS)
+)
 # Trees in which a module is a leaf like an array.
-WITH_MODULES = Containers(_flattened, unflatten, _leaf_paths, lambda x: isinstance(x, _LEAVES))
+WITH_MODULES = Containers(
+    "torch", _flattened, unflatten, _leaf_paths, lambda x: isinstance(x, _LEAVES)
+)
 
 
 def flatten_static(tree: Any) -> tuple[list[Any], Any]:

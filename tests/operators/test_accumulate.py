@@ -259,14 +259,23 @@ def test_a_compensated_complex_sum_equals_fsum_in_each_part(gt):
 
 
 @pytest.mark.sweep_at("jax")
-def test_bfloat16_gradients_are_added_in_float32_when_asked(gt):
-    one = array(gt, [1.0], "bfloat16")
-    plain, wide = gt.GradientAccumulator(), gt.GradientAccumulator(dtype="float32")
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("compensated", [False, True])
+def test_16_bit_gradients_are_added_in_float32_and_read_in_their_own_dtype(gt, name, compensated):
+    one, tenth = array(gt, [1.0], name), array(gt, [0.1], name)
+    plain = gt.GradientAccumulator(compensated=compensated)
+    wide, narrow = gt.GradientAccumulator(dtype="float32"), gt.GradientAccumulator(dtype=name)
+    means = gt.GradientAccumulator(compensated=compensated)
     for _ in range(600):
         plain.add(one)
         wide.add(one)
-    assert float(plain.sum()[0]) == 256.0
+        narrow.add(one, weight=2)
+        means.add(tenth, weight=0.5)
+    assert float(plain.sum()[0]) == 600.0
     assert float(wide.sum()[0]) == 600.0
+    assert float(narrow.sum()[0]) < 1200.0 or name == "float16"
+    assert float(means.mean()[0]) == float(tenth[0])
+    assert plain.sum().dtype == plain.mean().dtype == one.dtype
     assert gt.to_numpy(wide.mean()).dtype == np.float32
 
 

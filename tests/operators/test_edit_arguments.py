@@ -11,7 +11,7 @@ import functools
 import numpy as np
 import pytest
 
-from gradtools.errors import DisconnectedInputError
+from gradtools.errors import DisconnectedInputError, GradtoolsError
 
 CUT = {
     "reverse_gradient": lambda gt, x, s: gt.reverse_gradient(x, s),
@@ -125,3 +125,53 @@ def test_a_tangent_of_what_else_an_edit_is_given_moves_nothing(gt, edit):
     for dx in (2 * x, 0 * x):
         _, dy = gt.jvp(functools.partial(CUT[edit], gt), (x, s), (dx, s))
         np.testing.assert_array_equal(gt.to_numpy(dy), factor * gt.to_numpy(dx))
+
+
+@pytest.mark.parametrize("scale", [-1, -0.5, np.float32(-1), np.int64(-2), float("-inf")])
+def test_a_negative_number_is_no_scale_of_a_reversal(gt, scale):
+    with pytest.raises(GradtoolsError, match=r"scale is -.*must not be negative.*scale_gradient"):
+        gt.reverse_gradient(at(gt)[0], scale)
+    gt.scale_gradient(at(gt)[0], scale)
+
+
+def test_a_zero_and_an_array_of_any_sign_are(gt):
+    x, s = at(gt)
+    for scale, factor in ((0, 0.0), (-0.0, 0.0), (-s, 0.5), (2**70, -(2.0**70))):
+        found = gt.grad(lambda x, scale=scale: gt.reverse_gradient(x, scale).sum())(x)
+        assert gt.to_numpy(found).tolist() == [factor] * 2
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda gt, x, n: gt.reverse_gradient(x, n),
+        lambda gt, x, n: gt.scale_gradient(x, -n),
+        lambda gt, x, n: gt.clip_gradient(x, max_norm=n),
+        lambda gt, x, n: gt.clip_gradient(x, max_value=n),
+    ],
+)
+def test_an_integer_that_no_float_holds_is_refused_in_a_sentence(gt, edit):
+    with pytest.raises(GradtoolsError, match=r"is an integer of 3322 bits, .* too large"):
+        edit(gt, at(gt)[0], 10**1000)
+
+
+LEAVES = (np.zeros((0, 3)), np.arange(3), np.array([True]), 3, 2.5, "a", None, [], {})
+
+
+@pytest.mark.parametrize("edit", [*CUT][:6])
+def test_leaves_without_a_gradient_pass(gt, edit):
+    x, s = at(gt)
+    as_leaf = lambda leaf: gt.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+    for leaf in map(as_leaf, LEAVES):
+        tree = {"x": x, "other": leaf}
+        apply = {
+            "replace_gradient": lambda t: gt.replace_gradient(t, {**t, "x": s * t["x"]}),
+            "transform_gradient": lambda t: gt.transform_gradient(
+                t, lambda c: {**c, "x": 2 * c["x"]}
+            ),
+        }.get(edit, lambda t: CUT[edit](gt, t, s))
+        same = apply(tree)["other"]
+        assert type(same) is type(leaf)
+        assert np.shape(same) == np.shape(leaf)
+        value, pull = gt.vjp(lambda x, leaf=leaf: apply({"x": x, "other": leaf})["x"], x)
+        assert gt.to_numpy(pull(value)[0]).shape == (2,)

@@ -60,7 +60,7 @@ def test_a_reversal_does_what_a_hand_written_function_does_and_keeps_less():
     x, s = torch.randn(1000, requires_grad=True), torch.tensor(-0.5)
     ours = lambda: torch.autograd.grad(gt.reverse_gradient(x, 0.5).sum(), x)
     other = lambda: torch.autograd.grad(Reversal.apply(x, s).sum(), x)
-    assert operations(ours) == operations(other)
+    assert operations(ours) == ["aten.clone.default", *operations(other)]
     assert (saved(ours), saved(other)) == (0, s.nbytes)
 
 

@@ -1,8 +1,8 @@
 """A rule or edit that returns its input, and what is then written in place.
 
-Autograd follows a write into a view only if it knows the view. So each program gives the number of
-the same program with `x.clone()` or `x.view_as(x)` in the place of the identity, or it raises, as
-one with a plain `torch.autograd.Function` does; the oracle is PyTorch's own reverse mode.
+The output has memory of its own, so each program gives the number of the same program with
+`x.clone()` in place of the identity; the oracle is PyTorch's own reverse mode. Only a rule that
+saved its input may refuse, as any operation does whose input was changed before its backward pass.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ same = lambda x: x
 IDENTITIES = {
     "transform_gradient": lambda x: gt.transform_gradient(x, same),
     "scale_gradient": lambda x: gt.scale_gradient(x, 1.0),
-    "reverse_gradient": lambda x: gt.reverse_gradient(x, -1.0),
+    "scale_gradient, array": lambda x: gt.scale_gradient(x, torch.ones((), dtype=D)),
     "clip_gradient": lambda x: gt.clip_gradient({"x": x}, max_norm=1e9)["x"],
     "straight_through": gt.straight_through(same),
     "straight_through, surrogate": gt.straight_through(same, surrogate=torch.clone),
@@ -135,6 +135,8 @@ ROUTES = {
     "functorch jvp": lambda f: torch.func.jvp(lambda x: f(x * 1), (X,), (T,)),
 }
 RAISED = (RuntimeError, NotImplementedError, GradtoolsError)
+EDITS = [*IDENTITIES][:6]
+MAY_VIEW = ("chunked", "checkpoint")  # which run f itself in forward mode
 
 
 @pytest.mark.sampled(40, 80)
@@ -144,24 +146,18 @@ RAISED = (RuntimeError, NotImplementedError, GradtoolsError)
 def test_what_is_written_in_place_after_an_identity_is_right_or_refused(name, route):
     wrong = []
     for program in PROGRAMS:
-        right = [
-            reverse(lambda x, i=i: program(i, x)) for i in (torch.clone, lambda x: x.view_as(x))
-        ]
+        right = [reverse(lambda x: program(torch.clone, x))]
+        if name in MAY_VIEW:
+            right.append(reverse(lambda x: program(lambda x: x.view_as(x), x)))
         try:
             found = ROUTES[route](lambda x, program=program: program(IDENTITIES[name], x))
-        except RAISED:
+        except RAISED as error:
+            if name in EDITS and "forward" not in str(error):
+                wrong.append((program.__name__, error))
             continue
         if not any(torch.allclose(torch.stack(found), torch.stack(r)) for r in right):
             wrong.append((program.__name__, found, right))
     assert not wrong
-
-
-def test_most_of_these_programs_are_refused_in_reverse_mode_in_the_words_of_pytorch():
-    """They are, with a plain Function, so the test above is not passed by numbers alone."""
-    for name in ("transform_gradient", "scale_gradient", "vjp", "both", "vjp of a detached view"):
-        for program in PROGRAMS:
-            with pytest.raises(RuntimeError, match="is a view and"):
-                reverse(lambda x, program=program, name=name: program(IDENTITIES[name], x))
 
 
 # --- outputs that share memory ---------------------------------------------------------------
@@ -194,11 +190,23 @@ def test_outputs_that_share_memory_have_each_their_own_cotangent(pair, route):
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_output_that_shares_memory_with_another_is_not_written_in_place(pair, which):
-    def f(x):
-        ys = weighed(PAIRS[pair])(x)
-        ys[which].mul_(2)
-        return (ys[0] ** 2).sum() + (ys[1] ** 3).sum()
+def test_an_output_that_shared_memory_with_another_is_written_alone(pair, which):
+    def f(run):
+        def value(x):
+            ys = run(x)
+            ys[which].mul_(2)
+            return (ys[0] ** 2).sum() + (ys[1] ** 3).sum() + (x**4).sum()
 
-    with pytest.raises(RuntimeError, match=r"is a view and|returns multiple views"):
-        reverse(f)
+        return value
+
+    class Weighed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return tuple([y.clone() for y in PAIRS[pair](x)])
+
+        @staticmethod
+        def backward(ctx, a, b):
+            return a + 2 * b
+
+    found, expected = reverse(f(weighed(PAIRS[pair]))), reverse(f(Weighed.apply))
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
@@ -152,15 +151,12 @@ class RuleFunction(torch.autograd.Function):
     @staticmethod
     def forward(point: RuleApplication, evaluated: Any, *xs: Tensor) -> tuple[Tensor, ...]:
         if evaluated is not None:  # outputs and extras, which the caller computed
-            if len(evaluated) == 1:  # most are a new tensor; see `as_views`
+            if len(evaluated) == 1:  # most are a new tensor; see `in_own_memory`
                 for x in xs:
-                    if x is evaluated[0]:
-                        return evaluated
                     if upstream.is_alias_of(x, evaluated[0]):
-                        break
-                else:
-                    return evaluated
-            return (*as_views(evaluated[: point.count], xs), *evaluated[point.count :])
+                        return (evaluated[0].clone(),)
+                return evaluated
+            return (*in_own_memory(evaluated[: point.count], xs), *evaluated[point.count :])
         out = evaluate(point, xs)
         assert point.linearized is not None
         if point.own or upstream.forward_level() >= 0:
@@ -171,7 +167,7 @@ class RuleFunction(torch.autograd.Function):
                     # Cloning a tensor subclass gives a view.
                     out[i] = upstream.make_subclass(type(y), y) if upstream.is_view(y) else y
         else:
-            out[: point.count] = as_views(out[: point.count], xs)
+            out[: point.count] = in_own_memory(out[: point.count], xs)
         # torch.func may unwrap two inputs to one tensor; see `apart`.
         saved = {id(xs[i]) for i in point.linearized.saves if i < len(xs)}
         return tuple([y.view_as(y) if id(y) in saved else y for y in out])
@@ -362,24 +358,18 @@ def refuse_written(rule: Rule, xs: Sequence[Tensor], versions: Sequence[int]) ->
 # --- outputs that share memory -----------------------------------------------------------
 
 
-def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs, as views where they share memory with an input or each other.
+def in_own_memory(ys: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, copied where they share memory with an input or each other.
 
-    Autograd cannot track in-place writes to such outputs; it refuses them if they are marked as
-    views of a custom Function.
+    Autograd would not know of an in-place write to one of them that changes another.
     """
-    known = {id(x): upstream.storage_key(x) for x in xs}
-    first = {known[id(x)]: x for x in reversed(xs)}
-    keys = [known.get(id(y)) or upstream.storage_key(y) for y in ys]
-    times = Counter(keys)
+    known = {*map(upstream.storage_key, xs)}
     result = list(ys)
-    for i, (y, key) in enumerate(zip(ys, keys, strict=True)):
-        x = first.get(key)
-        if x is not None and y is not x and not upstream.is_view(y):
-            same = x.dtype == y.dtype  # a view of another dtype is copied
-            result[i] = x.as_strided(y.shape, y.stride(), y.storage_offset()) if same else y.clone()
-        elif times[key] > 1:
-            result[i] = y.view_as(y)
+    for i, y in enumerate(ys):
+        key = upstream.storage_key(y)
+        if key in known:
+            result[i] = y.clone()
+        known.add(key)
     return result
 
 

@@ -131,9 +131,11 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
                 "torch.export.export that the values are enough."
             )
         return [y.detach() if y.requires_grad else y for y in ys]
-    plain = rule.reaches is None and not isinstance(rule, BatchedRule)
-    if plain and not differentiated(xs):
-        return undifferentiated(rule, xs)
+    if not isinstance(rule, BatchedRule) and not differentiated(xs):
+        if rule.reaches is None:
+            return undifferentiated(rule, xs)
+        if rule.reaches == "identity" and not upstream.count_of_function_modes():
+            return [y.detach().clone() for y in rule.primal(*xs)]
     if rule.user_functions:
         if in_own_transpose(rule, xs):
             return rule.primal(*xs)

@@ -1,0 +1,39 @@
+"""Refuses arrays of the other framework, which a framework passes through as constants.
+
+A reversal of such an array would silently do nothing. Operators find them where they flatten an
+argument (`integrations/containers.py`). The other framework is looked up, and never imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+
+_OTHER = {"torch": "jax", "jax": "torch"}
+_ARRAYS = {"torch": "Tensor", "jax": "Array"}
+
+
+def foreign_class(framework: str) -> Any:
+    """The other framework's class of arrays; () if that framework is not imported."""
+    other = _OTHER.get(framework, "")
+    return getattr(sys.modules.get(other), _ARRAYS.get(other, ""), ())
+
+
+def is_foreign(framework: str, x: Any) -> bool:
+    """Whether x is an array of the other framework."""
+    # A literal of a jaxpr is a number that is registered as a jax.Array.
+    return isinstance(x, foreign_class(framework)) and not isinstance(x, int | float | complex)
+
+
+def refuse_foreign(framework: str, x: Any, path: str = "") -> None:
+    """Raises if x, the leaf at `path` of an argument, is an array of the other framework."""
+    if is_foreign(framework, x):
+        other = _OTHER[framework]
+        raise GradtoolsError(
+            f"gradtools.{framework} was given a {other}.{_ARRAYS[other]} of shape "
+            f"{tuple(x.shape)} and dtype {x.dtype}{path and f', {path}'}. Import gradtools.{other} "
+            f"in its place, or convert the array: gradtools.{framework}.asarray("
+            f"gradtools.{other}.to_numpy(x))."
+        )

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 
+from gradtools.arguments.marks import Tape, here
 from gradtools.backend_arrays import Array as Array
 from gradtools.backend_arrays import Arrays
 from gradtools.boundary import called, user_facing_methods
@@ -34,6 +35,8 @@ from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions, Chunks
+    from gradtools.arguments.marks import Mark
+    from gradtools.intermediate_gradients import MarkedCall
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -241,6 +244,27 @@ class Differentiation(Arrays):
     ) -> Callable[..., Any]:
         """The `attach(results, select)` of `Call.attaching` for a call that `opened` returned."""
         return lambda results, select=None: results
+
+    traces_marks = False
+    """Whether a mark is an operation of traces, also outside of `retained_gradients`."""
+
+    def marked(self, xs: list[Array], mark: Mark) -> list[Array]:
+        """The leaves of a value that `retain_gradient` marks, plus the arrays of the tape."""
+        make = lambda: [-self.zeros_like(x) for x in xs]
+        arrays = here.tape.arrays_of(mark, make)  # type: ignore[union-attr]
+        return [x + d for x, d in zip(xs, arrays, strict=True)]
+
+    def retaining(self, call: MarkedCall) -> tuple[Evaluation, list[Mark], list[Array]]:
+        """An evaluation of the call at its leaves and at one array for each marked leaf.
+
+        Also the marks, and arrays like these. By default the shapes are found by an evaluation.
+        """
+        if not hasattr(call, "tape"):
+            call.tape = Tape()
+        call(*call.leaves)
+        arrays = call.tape.arrays
+        evaluation = self.vjp(call, [*call.leaves, *arrays], groups=None, once=True)
+        return evaluation, call.tape.marks, arrays
 
     def part_of(self, tree: Any) -> Any:
         """The tree with each module replaced by its differentiated part."""

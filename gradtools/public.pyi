@@ -12,6 +12,7 @@ from gradtools.edits import Edits as _Edits
 from gradtools.freezing import Freezing as _Freezing
 from gradtools.gathering import Gathering as _Gathering
 from gradtools.host_functions import HostFunctions as _HostFunctions
+from gradtools.intermediate_gradients import RetainedGradients as _RetainedGradients
 from gradtools.jacobians import Jacobians as _Jacobians
 from gradtools.mixed_partials import MixedPartials as _MixedPartials
 from gradtools.models import Models as _Models
@@ -24,6 +25,7 @@ _derivatives: _Derivatives
 _jacobians: _Jacobians
 _mixed_partials: _MixedPartials
 _edits: _Edits
+_retained: _RetainedGradients
 _custom_rules: _CustomRules
 _host_functions: _HostFunctions
 _freezing: _Freezing
@@ -66,6 +68,8 @@ microbatched_value_and_grad = _chunking.microbatched_value_and_grad
 minimax_value_and_grad = _derivatives.minimax_value_and_grad
 mixed_partial = _mixed_partials.mixed_partial
 per_example_grad = _derivatives.per_example_grad
+retain_gradient = _retained.retain_gradient
+retained_gradients = _retained.retained_gradients
 reverse_gradient = _edits.reverse_gradient
 scale_gradient = _edits.scale_gradient
 split_key = _arrays.split_key

@@ -13,6 +13,7 @@ import numpy as np
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import check_function, whole_number
 from gradtools.arguments.chunk_outputs import SUMMED, Outputs, other_structure
+from gradtools.arguments.marks import ChunkedCall
 from gradtools.arguments.wording import describe
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, warn_once
@@ -167,7 +168,7 @@ class Chunks:
         outputs = Outputs(backend, batch.caller, out_axes, cut, any(flat.is_list for flat in every))
         call = ChunkFunction(
             backend, f, batch.keywords, plans, keys, containers, carry_def if trees else None,
-            outputs,
+            outputs, ChunkedCall(batch.caller, cut),
         )  # fmt: skip
         names = [f"{carry.name}{p}" for carry in carries for p in backend.leaf_paths(carry.value)]
         return cls(
@@ -207,6 +208,7 @@ class ChunkFunction:
     containers: list[int]  # the arguments that are containers shared by all chunks
     carry_def: Any  # the structure of the carry; None if there is none
     outputs: Outputs
+    place: ChunkedCall  # among the marks of `retain_gradient`
 
     def __call__(
         self, number: int, index: Any, pieces: list[Any], shared: list[Any], carry: list[Any]
@@ -229,11 +231,10 @@ class ChunkFunction:
                 fold_in = backend.submodule("arrays", "key_argnums").fold_in
                 values[i] = fold_in(values[i], index)
         containers = [(values[i], *backend.flatten(values[i])) for i in self.containers]
-        if self.keywords:
-            count = len(values) - len(self.keywords)
-            out = self.f(*values[:count], **dict(zip(self.keywords, values[count:], strict=True)))
-        else:
-            out = self.f(*values)
+        count = len(values) - len(self.keywords)
+        keywords = dict(zip(self.keywords, values[count:], strict=True))
+        with self.place.at(number):
+            out = self.f(*values[:count], **keywords)
         new_carry: list[Any] = []
         if self.carry_def is not None:
             if not isinstance(out, tuple) or len(out) != 2:

@@ -178,6 +178,9 @@ class JaxBackend(FrameworkBackend):
     opened = staticmethod(module_arguments.opened)
     part_of = staticmethod(module_arguments.part_of)
 
+    traces_marks = True
+    marked, retaining = LazyMember("marks"), LazyMember("marks")
+
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)
 

@@ -117,6 +117,10 @@ maybe_get_level: Callable[[Tensor], int] = _functorch.maybe_get_level
 maybe_get_bdim: Callable[[Tensor], int] = _functorch.maybe_get_bdim
 """The axis that vmap hides, -1 if none: a trial takes the numbers of one example of the batch."""
 
+add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
+"""A tensor whose axis a level of vmap hides: an array that is added at a mark inside of vmap. Gone:
+refuse `retain_gradient` inside of vmap."""
+
 is_batchedtensor: Callable[[Tensor], bool] = _functorch.is_batchedtensor
 is_gradtrackingtensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
 """Which transform wrapped a tensor. Gone: the kinds of the open levels, which say less."""

@@ -16,6 +16,7 @@ from gradtools.torch import (
     arrays,
     engines,
     function_modes,
+    marks,
     module_arguments,
     transformed_modules,
     trees,
@@ -234,6 +235,8 @@ class TorchBackend(FrameworkBackend):
 
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         return partial(_checkpointed, self, options, f)
+
+    marked, retaining = marks.marked, marks.retaining
 
     like_module = staticmethod(transformed_modules.like_module)
 

@@ -210,6 +210,9 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
             outs, extras = fun(*aliases)
     finally:
         _here.depth -= 1
+    for d in fun.tape.arrays if hasattr(fun, "tape") else ():  # of marked values
+        setattr(d, SPENT, spent)
+        aliases.append(d)
     spent[0] = True
     deferred = bool(own) and fun.is_deferred()  # type: ignore[attr-defined]
     attached = keep and not deferred and depends_on_others(outs)

@@ -83,6 +83,9 @@ def _derivatives(gt):
         "mixed_partial": lambda x: gt.mixed_partial(
             lambda y, g: (y**3 * g).sum(), lambda z: z**2, x, x, x
         ),
+        "retained_gradients": lambda x: gt.retained_gradients(
+            lambda x: (gt.retain_gradient(gt.retain_gradient(x**2, "a") * x, "a") ** 2).sum()
+        )(x),
         "complex": lambda x: gt.grad(lambda z: (gt.xp.abs(z * z) ** 2).sum())(gt.asarray(Z)),
         "complex: pullback": lambda x: gt.vjp(lambda z: z * z * 1j, gt.asarray(Z))[1](
             gt.asarray(Z)

@@ -145,6 +145,13 @@ PRINTED = {
         r"the outer loss goes from \S+ to \S+",
         r"of the 8 lightest examples \d have the wrong sign",
     ],
+    "u19_retained_gradients": [
+        r"the gradient vanishes with the distance",
+        r"they differ from those of added arrays by \S+",
+        r"the gradient of the weights is the plain one",
+        r"20 steps on the penalty: \S+ to \S+",
+        r"in chunks of the batch they differ by \S+",
+    ],
     "u17_sparse_jacobian": [
         r"2998 entries of 1000000, which differ by \S+",
         r"after four Newton steps the residual is \S+",

@@ -23,6 +23,7 @@ NAMES = {
     "derivatives": [
         *("grad", "value_and_grad", "vjp", "jvp", "linearize", "jacobian", "hvp", "hessian"),
         *("per_example_grad", "mixed_partial", "minimax_value_and_grad"),
+        *("retain_gradient", "retained_gradients"),
         *("vmap", "checkpoint", "compile"),
     ],
     "edits": [

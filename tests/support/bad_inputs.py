@@ -162,6 +162,11 @@ BAD: dict[str, Call] = {
     "per_example_grad of a vector": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(
         a(V), a(V)
     ),
+    "a mark without a name": lambda gt, a: gt.retain_gradient(a(V), 3),
+    "retained_gradients of a vector": lambda gt, a: gt.retained_gradients(lambda x: x)(a(V)),
+    "a mark of a number": lambda gt, a: gt.retained_gradients(
+        lambda x: gt.retain_gradient(3, "n") * x
+    )(a(S)),
     "mixed_partial of a vector": lambda gt, a: gt.mixed_partial(
         lambda y, g: y * g, lambda z: z, a(V), a(V), a(V)
     ),

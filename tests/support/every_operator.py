@@ -230,6 +230,14 @@ def _per_example(w: World) -> Any:
     return lambda x: gradient(w.one, x)
 
 
+def _marked(w: World) -> Any:
+    return lambda x: w.part(w.gt.retain_gradient(w.part(x), "first"))
+
+
+def _retained(w: World) -> Any:
+    return w.gt.retained_gradients(lambda x: w.gt.xp.sum(_marked(w)(x)))
+
+
 def _straight(w: World) -> Any:
     through = w.gt.straight_through(w.twice)
     return _gradient(w, lambda x: through(x) * x)
@@ -274,6 +282,8 @@ USES = (
     ),
     Use("mixed_partial", lambda w: _mixed(w, "f"), rows=True),
     Use("mixed_partial: G", lambda w: _mixed(w, "G"), rows=True),
+    Use("retained_gradients", _retained),
+    Use("retain_gradient", lambda w: _gradient(w, _marked(w)), rows=True),
     Use("vmap", _of_f("vmap"), rows=True),
     Use("vmap: of grad", lambda w: w.gt.vmap(w.gt.grad(w.loss)), rows=True),
     Use("grad: of vmap", lambda w: _gradient(w, w.gt.vmap(w.twice)), rows=True),

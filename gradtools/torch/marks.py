@@ -1,0 +1,70 @@
+"""`retained_gradients` in PyTorch: eager code is evaluated once.
+
+A mark makes its array, a leaf, when it is first evaluated, and autograd differentiates at the
+arguments and at these leaves. Inside of torch.func's transforms inputs must exist beforehand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradtools.arguments.marks import Mark, Tape, here
+from gradtools.backend import Backend, Evaluation
+from gradtools.torch import _upstream as upstream
+
+Tensor = torch.Tensor
+
+
+class _TorchTape(Tape):
+    """level: The level of torch.func at which f is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = _level()
+
+
+def retaining(backend: Any, call: Any) -> tuple[Evaluation, list[Mark], list[Tensor]]:
+    call.tape = tape = _TorchTape()
+    if tape.level:
+        return Backend.retaining(backend, call)
+    evaluation = backend.vjp(call, call.leaves, groups=None, once=True)
+    return evaluation, tape.marks, tape.arrays
+
+
+def marked(backend: Any, xs: list[Tensor], mark: Mark) -> list[Tensor]:
+    tape: Any = here.tape
+    arrays = tape.arrays_of(mark, lambda: [_zeros(x, tape.level) for x in xs])
+    return [x + _batched(d, x, tape.level) for x, d in zip(xs, arrays, strict=True)]
+
+
+def _zeros(x: Tensor, level: int) -> Tensor:
+    """Negative zeros like x, with the axes of all vmaps further in than `level` in front."""
+    shape = [upstream.batch_size_of(v) for v in _vmaps(x, level)] + [*x.shape]
+    if level:
+        return -torch.zeros(shape, dtype=x.dtype, device=x.device)
+    with upstream.temporarily_clear_interpreter_stack(), torch.no_grad():
+        return (-torch.zeros(shape, dtype=x.dtype, device=x.device)).requires_grad_()
+
+
+def _batched(d: Tensor, x: Tensor, level: int) -> Tensor:
+    for v in _vmaps(x, level):
+        d = upstream.add_vmap_axis(d, 0, v.level())
+    return d
+
+
+def _vmaps(x: Tensor, level: int) -> list[Any]:
+    """The vmaps further in than `level` that batch x, outermost first."""
+    own = set()
+    while upstream.is_wrapped(x):
+        if upstream.is_batchedtensor(x):
+            own.add(upstream.maybe_get_level(x))
+        x = upstream.get_unwrapped(x)
+    stack = upstream.get_interpreter_stack() or ()
+    return [v for v in stack if v.level() > level and v.level() in own]
+
+
+def _level() -> int:
+    top = upstream.peek_interpreter_stack()
+    return 0 if top is None else top.level()

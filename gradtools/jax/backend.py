@@ -15,11 +15,10 @@ from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.jax import arrays, engines, module_arguments, shardings, trees
 from gradtools.jax._upstream import backward_shapes_are_checked
 from gradtools.jax.known_errors import flax_explained
-from gradtools.jax.rules.checking import can_be_tried, computed
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.primitives import READS_A_VALUE
 from gradtools.jax.rules.transposing import pull, transpose, value_and_push
-from gradtools.jax.trees import LinearMap, all_known
+from gradtools.jax.trees import LinearMap
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions
@@ -106,29 +105,6 @@ class JaxBackend(FrameworkBackend):
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         with suppress(*READS_A_VALUE):  # only concrete arguments show what fun returns
             jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
-
-    def value_pairs(
-        self, fun: Any, xs: Sequence[Array], ys: Sequence[Array], twin: Any = None
-    ) -> list[tuple[Any, Any]] | None:
-        known = all_known((*xs, *ys))
-        if (not known and twin is None) or (known and not all(y.is_fully_addressable for y in ys)):
-            return []
-        outs = [list(ys)]
-        for f in [fun] if known else [fun, twin]:
-            try:
-                closed = jax.make_jaxpr(lambda *a, f=f: list(f(*a)))(*map(jax.typeof, xs))
-            except READS_A_VALUE:
-                if not known:
-                    return []
-                return [(np.asarray(a), np.asarray(y)) for a, y in zip(f(*xs), ys, strict=True)]
-            if known and not can_be_tried(closed, known):
-                return None
-            own = computed(closed, xs) if known or can_be_tried(closed, known) else None
-            if own is None:
-                return []
-            outs.append(own)
-        own, came = outs[1], outs[0 if known else 2]
-        return [(a, np.asarray(y)) for a, y in zip(own, came, strict=True)]
 
     def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
         aval = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)

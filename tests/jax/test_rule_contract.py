@@ -75,29 +75,32 @@ WAYS = {
 }
 
 
+OWN = {"the tangent": SLOPE, "a constant added": SLOPE + 1, "a sum for a product": SLOPE + 1}
+
+
 @pytest.mark.slow_at(("the tangent", "grad"), ("in one branch", "vmap of jax.grad"))
-@pytest.mark.sweep_at(("the tangent", "jvp"))
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", [w for w in WAYS if w != "jvp"])
 @pytest.mark.parametrize("rule", FORGOTTEN.values(), ids=FORGOTTEN)
-def test_a_forward_rule_that_is_not_zero_at_zero_is_refused_in_every_mode(rule, way):
+def test_a_forward_rule_that_is_not_zero_at_zero_is_not_transposed(rule, way):
     g = by_jvp(rule)
-    for _ in range(2):  # and again: an error answers no question
+    for _ in range(2):
         with pytest.raises(GradtoolsError, match="forget to multiply by the tangent"):
-            way(g)
+            WAYS[way](g)
 
 
-def test_a_gradient_that_is_not_zero_at_zero_is_numbered_past_those_that_are_none():
-    product = gt.custom_rule(lambda x, y: x * y)
-    product.defvjp(lambda x, y: (x * y, x), lambda x, ct: (None, x))
-    with pytest.raises(GradtoolsError, match=r"not zero where every cotangent is zero \(.* 1\)"):
-        gt.grad(lambda y: jnp.sum(product(X, y)))(X)
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("bwd", FORGOTTEN_BWD.values(), ids=FORGOTTEN_BWD)
-def test_a_bwd_that_is_not_zero_at_zero_is_refused_in_every_mode(bwd, way):
-    with pytest.raises(GradtoolsError, match="forget to multiply by the cotangent"):
-        way(by_vjp(bwd))
+def test_a_bwd_that_is_not_zero_at_zero_is_not_transposed(bwd):
+    for run in (WAYS["jvp"], jax.jit(lambda x: jax.jvp(by_vjp(bwd), (x,), (x,)))):
+        with pytest.raises(GradtoolsError, match="forget to multiply by the cotangent"):
+            run(by_vjp(bwd) if run is WAYS["jvp"] else X)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_map_stays_as_its_author_wrote_it_in_its_own_mode(name):
+    pushed = lambda x: jax.jvp(by_jvp(FORGOTTEN[name]), (x,), (jnp.ones(3),))[1]
+    pulled = jax.grad(total(by_vjp(FORGOTTEN_BWD[name.replace("the tangent", "the cotangent")])))
+    for run in (pushed, jax.jit(pushed), pulled, jax.jit(pulled)):
+        same(run(X), OWN[name])
 
 
 LINEAR = {
@@ -123,31 +126,11 @@ def test_a_rule_that_is_zero_at_zero_passes_however_it_is_written(rule, way):
     same(WAYS[way](by_jvp(rule)), SLOPE)
 
 
-def test_an_unchecked_map_stays_as_its_author_wrote_it_in_its_own_mode():
-    g = by_jvp(FORGOTTEN["the tangent"], check="never")
-    for run in (lambda x: jax.jvp(g, (x,), (x,)), jax.jit(lambda x: jax.jvp(g, (x,), (x,)))):
-        same(run(X)[1], SLOPE)
-    same(jax.grad(total(by_vjp(FORGOTTEN_BWD["the cotangent"], check="never")))(X), SLOPE)
-
-
 def test_a_tangent_that_passes_through_an_integer_is_not_transposed():
     g = by_jvp(lambda p, t: (p[0] * 2, t[0].astype(int).astype(t[0].dtype)), lambda x: x * 2)
     same(jax.jvp(g, (X,), (jnp.ones(3),))[1], np.ones(3))
-    with pytest.raises(GradtoolsError, match="twice does not give it back"):
+    with pytest.raises(GradtoolsError, match="loses tangent 0, which passes through"):
         jax.grad(total(g))(X)
-
-
-def test_a_rule_is_looked_at_once_for_a_signature_and_always_if_asked():
-    calls = []
-
-    def run(check):
-        calls.clear()
-        g = by_vjp(lambda x, ct: (calls.append(1), (jnp.cos(x) * ct,))[1], check=check)
-        for _ in range(3):
-            jax.grad(total(g))(X)
-        return len(calls)
-
-    assert (run("never"), run("first"), run("always")) == (3, 4, 6)
 
 
 # --- what the forward pass returns -------------------------------------------------------
@@ -286,23 +269,6 @@ def test_derivatives_of_several_levels_each_get_what_they_ask_for():
     same(jax.jvp(lambda y: jax.jvp(lambda x: g(x, y), (X,), (X,))[1], (X,), (X,))[1], X * X)
     same(jax.jacfwd(lambda y: jax.jacrev(lambda x: g(x, y).sum())(X))(X), np.eye(3))
     same(jax.hessian(g, (0, 1))(2.0, 3.0), ((0.0, 1.0), (1.0, 0.0)))
-
-
-@pytest.mark.parametrize("mode", ["reverse", "forward"])
-def test_a_rule_is_checked_for_each_choice_of_what_is_differentiated(mode):
-    def fwd(x, y):
-        return x.value * y.value, (x.value, y.value, y.perturbed)
-
-    def bwd(kept, ct):
-        x, y, both = kept
-        return ct * y + 1 if both else ct * y, ct * x
-
-    g = by_vjp(bwd, fwd, lambda x, y: x * y, symbolic=True)
-    jacobian = jax.jacrev if mode == "reverse" else jax.jacfwd
-    same(jacobian(lambda x: total(g)(x, 2 * X))(X), 2 * X)
-    for run in (jacobian(total(g), (0, 1)), jax.jit(jacobian(total(g), (0, 1)))):
-        with pytest.raises(GradtoolsError, match="not zero"):
-            run(X, 2 * X)
 
 
 def test_bwd_gets_none_for_a_cotangent_that_is_zero_and_the_rule_for_a_tangent():
@@ -493,14 +459,6 @@ def test_a_python_if_in_a_rule_that_is_traced_is_told_in_our_words(part, how):
         TRACED[how](f)
 
 
-@pytest.mark.parametrize("way", ["jax.grad", "jit of jax.grad"])
-def test_the_refusal_counts_cotangents_that_are_none(way):
-    g = gt.custom_rule(lambda x, y: x * y)
-    g.defvjp(lambda x, y: (x * y, x), lambda x, ct: (None, x * ct + 1))
-    with pytest.raises(GradtoolsError, match=r"cotangent is zero \(its cotangent of array 1\)"):
-        WAYS[way](lambda x: g(x, x))
-
-
 # --- iterative solvers, and zeros of whole subtrees ------------------------------------------
 
 MATRIX = jnp.array([[4.0, 1.0], [1.0, 3.0]])
@@ -560,7 +518,7 @@ def test_none_is_the_cotangent_of_a_whole_subtree():
 
 
 @pytest.mark.parametrize("given", ["jvp", "vjp", "vjp without f"])
-def test_a_rule_whose_functions_branch_on_values_is_checked_where_these_are_known(given):
+def test_a_rule_whose_functions_branch_on_values_runs_where_these_are_known(given):
     f = gt.custom_rule(lambda x: jnp.sin(x) if x > 0 else jnp.cos(x))
     if given == "jvp":
         f.defjvp(lambda p, t: (f(p[0]), 2 * t[0] if p[0] > 0 else 3 * t[0]))
@@ -569,7 +527,3 @@ def test_a_rule_whose_functions_branch_on_values_is_checked_where_these_are_know
         f.defvjp(lambda x: (value(x), x), lambda x, c: (2 * c if x > 0 else 3 * c,))
     for grad in (jax.grad, gt.grad):
         assert (float(grad(f)(2.0)), float(grad(f)(-2.0))) == (2.0, 3.0)
-    wrong = gt.custom_rule(lambda x: jnp.sin(x) if x > 0 else jnp.cos(x))
-    wrong.defvjp(lambda x: (jnp.cos(x), x), lambda x, c: (c,))
-    with pytest.raises(GradtoolsError, match=r"fwd returned .* but the function returns"):
-        jax.grad(wrong)(2.0)

@@ -391,7 +391,8 @@ def test_each_kernel_runs_once_in_a_gradient(gt, x):
     calls = []
     f = cube(gt, calls)
     same(gradients(gt, f, x)[0], 3 * X**2)
-    assert calls == ["cube", "cube_backward", "cube_backward"]  # the first time at zero as well
+    assert calls[:2] == ["cube", "cube_backward"]
+    assert calls[2:] in ([], ["cube_backward"])  # PyTorch runs it at zero as well
     calls.clear()
     same(gradients(gt, f, x)[0], 3 * X**2)
     assert calls == ["cube", "cube_backward"]

@@ -19,13 +19,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import reachability
 from gradtools.jax._upstream import backward_shapes_are_checked, constants_of
 from gradtools.jax.jaxprs import without_consts
-from gradtools.jax.rules.checking import (
-    avals_of,
-    check_forward_rule,
-    check_transposed,
-    differentiated_inputs,
-    loses_tangents,
-)
+from gradtools.jax.rules.checking import loss_of, refuse_loss
 from gradtools.jax.rules.kept_alive import memoized
 from gradtools.jax.rules.primitives import (
     READS_A_VALUE,
@@ -130,10 +124,8 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
         return rule
     perturbed = perturbed if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, perturbed)
-    with pushed_on(local_list("linearizing"), rule.origin):
-        check_forward_rule(rule, xs, perturbed)
-        with naming_rule(rule):
-            closed = jax.make_jaxpr(forward)(*map(jax.typeof, xs))
+    with pushed_on(local_list("linearizing"), rule.origin), naming_rule(rule):
+        closed = jax.make_jaxpr(forward)(*map(jax.typeof, xs))
     run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
     return LinearizedRule.made_of(rule, made[0], run, perturbed)
 
@@ -155,7 +147,6 @@ def _evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any
             raise AssertionError("concrete inputs have no tangents")
 
     with pushed_on(local_list("linearizing"), rule.origin):
-        check_forward_rule(rule, xs, perturbed)
         out = list(run(*xs))
     repeat = lambda *xs: _forward_of(rule, perturbed)[0](*xs)  # references no maps of this run
     return out, LinearizedRule.made_of(rule, made[0], repeat, perturbed)
@@ -184,7 +175,7 @@ def _native(
 ) -> Linearized:
     """The maps in JAX's convention; a missing one is the other's transpose."""
     given_tangent, given_cotangent = linearized.tangent, linearized.cotangent
-    like_xs, like_ys, avals = likes_of(xs), likes_of(linearized.ys), avals_of(xs)
+    like_xs, like_ys, signature = likes_of(xs), likes_of(linearized.ys), _signature(xs, perturbed)
     inexact = [like is not None for like in like_ys]
     moving = differentiated_inputs(rule, like_xs, perturbed)
 
@@ -200,8 +191,8 @@ def _native(
             return [None if dx is None else ct for ct, dx in pairs]
 
         examples = without_none(like_ys)
-        check_transposed(rule, (avals, perturbed), pull, examples)
         present = lambda *cts: without_none(pull(*cts))
+        refuse_loss(rule, loss_of(rule, "cotangent", signature, present, examples))
         return transpose_map(rule, "cotangent", present, examples, without_none(dxs))
 
     def cotangent(saved: Entries, cts: Entries) -> list[Any]:
@@ -214,13 +205,12 @@ def _native(
                 None if like is None else conj(_checked(rule, "cotangent", ct, like))
                 for ct, like in pairs
             ]
-        if rule.contract is not None and avals in rule.contract.lost_tangents:
-            raise rule.contract.not_transposable("tangent", rule.contract.lost_tangents[avals])
 
         def push(*dxs: Any) -> list[Any]:
             return tangent(saved, spread(dxs, moving))
 
         examples = [like for like, m in zip(like_xs, moving, strict=True) if m]
+        refuse_loss(rule, loss_of(rule, "tangent", signature, push, examples))
         full = filled(cts, without_none(like_ys))
         return spread(transpose_map(rule, "tangent", push, examples, full), moving)
 
@@ -250,7 +240,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
 
     if any(varies(x) for x in xs):
         return None
-    if loses_tangents(rule, xs, push, like_xs):
+    if loss_of(rule, "tangent", _signature(xs, perturbed), push, like_xs):
         return None
     try:
         pull = jax.linear_transpose(push, *map(struct_of, like_xs))
@@ -282,6 +272,18 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
     own = list({id(c): c for c in extras if id(c) not in places}.values())
     places |= {id(c): len(xs) + len(ys) + k for k, c in enumerate(own)}
     return Linearized(list(ys), own, tuple([places[id(c)] for c in extras]), tangent, cotangent)
+
+
+def _signature(xs: Sequence[Any], perturbed: Mask | None) -> Any:
+    return tuple([(a.shape, str(a.dtype)) for a in map(jax.typeof, xs)]), perturbed
+
+
+def differentiated_inputs(rule: Rule, likes: Sequence[Any], perturbed: Mask | None) -> list[bool]:
+    """Which inputs are differentiated."""
+    return [
+        like is not None and i not in rule.nondifferentiable and (perturbed is None or perturbed[i])
+        for i, like in enumerate(likes)
+    ]
 
 
 def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,11 @@ def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
 
 def _run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
     rows, carry = [], [_bare(x) for x in chunks.carry]
-    held = _held(chunks)
+    held = held_by(chunks) if recomputes() else None
     state = held and RunState.now(held)
     casts = held and Casts(held.kinds)
     for i, pieces in _counted(chunks):
-        chunk = _Chunk(chunks, i, pieces, carry)
+        chunk = Chunk(chunks, i, pieces, carry)
         if held is None:
             outs = chunk.run(chunk.xs)
         else:
@@ -60,8 +61,8 @@ def _run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
     return _joined(chunks, rows), carry
 
 
-def _held(chunks: Chunks) -> Held | None:
-    """What f holds; None if its graphs are kept. Refuses wrappers, warns of batch norm."""
+def held_by(chunks: Chunks) -> Held | None:
+    """What f holds; None while exporting. Refuses wrappers, warns of batch norm."""
     if upstream.is_exporting() or is_plain():
         return None
     given = [*chunks.shared, *[x for x, _ in chunks.splits]]
@@ -81,10 +82,10 @@ def _held(chunks: Chunks) -> Held | None:
         if chunks.cut.count > 1 and module.training and isinstance(module, upstream.BatchNorm):
             name = getattr(chunks.call.f, "__name__", type(chunks.call.f).__name__)
             warn_of_batch_norm(("torch", name), f"chunked: {type(module).__name__} is")
-    return held if _recomputes() else None
+    return held
 
 
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 def _wrapper(module: torch.nn.Module) -> str | None:
@@ -92,14 +93,19 @@ def _wrapper(module: torch.nn.Module) -> str | None:
 
     FSDP2's is none inside of its own forward, where the parameters are gathered.
     """
-    names = [k.__name__ for k in type(module).__mro__ if k.__module__.startswith("torch.")]
-    kind = next((name for name in names if name in _WRAPPERS), None)
-    if kind is None and "FSDPModule" in names and any(map(is_distributed, module.parameters())):
-        return "FSDPModule"
+    kind = _kind_of_wrapper(type(module))  # type: ignore[arg-type]
+    if kind == "FSDPModule" and not any(map(is_distributed, module.parameters())):
+        return None
     return kind
 
 
-def _recomputes() -> bool:
+@cache
+def _kind_of_wrapper(kind: type) -> str | None:
+    names = [k.__name__ for k in kind.__mro__ if k.__module__.startswith("torch.")]
+    return next((name for name in names if name in _WRAPPERS), None)
+
+
+def recomputes() -> bool:
     """Whether chunks are recomputed: where a graph is recorded, but for torch.func's jvp."""
     if upstream.is_exporting() or is_plain() or not torch.is_grad_enabled():
         return False
@@ -108,7 +114,7 @@ def _recomputes() -> bool:
     return not pushed and all(level.key() != _JVP for level in levels)
 
 
-class _Chunk:
+class Chunk:
     """f at one chunk, as a function of the tensors among its arguments."""
 
     def __init__(self, chunks: Chunks, i: int, pieces: list[Any], carry: list[Any]) -> None:
@@ -230,7 +236,7 @@ def checkpointed(
     backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: ChunkOptions
 ) -> Any:
     """f as one chunk."""
-    if not _recomputes():
+    if not recomputes():
         return f(*args, **kwargs)
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
     whole = Chunks.of(f, batch, Partition(1, 1), options)

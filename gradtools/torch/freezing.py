@@ -1,18 +1,22 @@
-"""Frozen functions in PyTorch: a program of one chunk with its own second derivative.
+"""Frozen functions in PyTorch: programs of `recomputation.py` with their own second derivative.
 
-A use is a `Forward` of one chunk whose arguments are shared, so that it is recomputed as in
-`chunked`. The graph of its first pass is kept until the pullback has used it, or the next use
-begins. The pullback's pullback is the pushforward, in forward mode. Its part with respect to the
-arguments is computed by a separate node, `_PullbackInputs`, which the engine runs only if that
-derivative is needed.
+    value       y = G(z)                 one pass, whose graph stands until its pullback or the
+                                         next use
+    pullback    g = J(z)^H c             linear in c
+    second      <u, g> along c: J(z) u   one pass in forward mode, which keeps nothing
+                <u, g> along z           one double backward, computed again; its graph of G serves
+                                         the pullback of y, which comes next
+
+Whether the part along z is needed is known only while autograd's engine runs, so it is asked then.
+Third derivatives, and all inside of torch.func, are those of `recomputation.py`: double backward
+of G, computed again. G's parameters are constants: they lead to a node that raises.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from copy import copy
-from functools import partial
+from contextlib import nullcontext
 from itertools import compress
 from typing import Any
 
@@ -20,356 +24,318 @@ import torch
 
 from gradtools.arguments.chunks import Chunks
 from gradtools.boundary import user_facing
-from gradtools.errors import GradtoolsError, warn_once
+from gradtools.errors import GradtoolsError
 from gradtools.freezing import name_of_function
-from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import is_spent
+from gradtools.torch.captured_tensors import Replaced, as_read_now
+from gradtools.torch.chunking import Chunk, held_by, recomputes
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, like
-from gradtools.torch.known_errors import lacks_derivative
-from gradtools.torch.modes import Modes, NoForwardMode, batchings, by_new_vmap
-from gradtools.torch.nondifferentiable import gated
-from gradtools.torch.operation_marks import is_plain, marked
-from gradtools.torch.recomputed_tangents import pullback_tangents, tangents
-from gradtools.torch.replaying.nodes import (
-    Backward,
-    Pushed,
-    Widths,
-    applied,
-    node_of,
-    outputs_of,
+from gradtools.torch.function_modes import OneTangent, PlainAttention, PlainKernels
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact, unshared
+from gradtools.torch.modes import NoForwardMode, dual_level, dual_of
+from gradtools.torch.operation_marks import CHUNK, detached, hooks_of_users, marked
+from gradtools.torch.recomputation import (
+    Program,
+    Pull,
+    first_in_functorch,
+    recomputed,
+    with_cotangents,
 )
-from gradtools.torch.replaying.recomputing import (
-    Entries,
-    Rows,
-    flattened,
-    primal_of,
-)
-from gradtools.torch.replaying.replay import Forward
-from gradtools.torch.replaying.summing import Sums
-from gradtools.torch.snapshots import Snapshot
+from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
+Tensors = list[Tensor]
 left_to_python(__name__)
+_NOTHING = nullcontext()
 
 
 class Uses:
-    """The state that all uses of one frozen function share."""
+    """What all uses of one frozen function share."""
 
     never_changes = True  # searches for mutable state that a function captures skip it
 
     def __init__(self) -> None:
-        self.is_complex = False  # whether G's derivatives hold complex numbers
-        self.state: Snapshot | None = None  # the state behind G in the latest use
-        self.skipped: set[str] = set()  # quantities without forward mode, see `by_any_mode`
+        self.state: RunState | None = None  # after the latest use
+        self.has_forward_mode = True
         self._latest: Callable[[], _Use | None] = lambda: None
 
     def __reduce__(self) -> Any:
         return Uses, ()
 
-    def begin(self, use: _Use) -> None:
-        """Registers a new use, and drops the graph of the one before."""
+    def keep(self, use: _Use, inner: Tensors, ys: Tensors) -> None:
+        """Keeps the graph of one use, the latest."""
         before = self._latest()
         if before is not None:
             before.retained.clear()
+        use.retained.append((inner, ys))
         self._latest = weakref.ref(use)
 
 
 def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
     """The outputs of one use."""
-    in_functorch = upstream.peek_interpreter_stack() is not None
     with marked("frozen"):
-        if is_plain():
-            return whole.call(0, 0, [], whole.shared, [])[0]
-        use = _Use(whole, in_functorch, uses)
-        known = None if in_functorch else use.evaluate(use.xs, use.shared)
-        rows, _ = node_of(use, use.xs, use.shared, known)
-        return use.guarded(rows[0])
+        chunk, held = Chunk(whole, 0, whole.lists[0], []), held_by(whole)
+        if held is None or not torch.is_grad_enabled():
+            return chunk.merged(chunk.run(chunk.xs))
+        if not recomputes() or upstream.forward_level() >= 0:  # tangents go through G's operations
+            with _constant(whole.caller, held):
+                return chunk.merged(chunk.run(chunk.xs))
+        xs, options = as_read_now(chunk.xs), whole.options
+        before = uses.state
+        if before and before.held.is_like(held):
+            held = before.held  # which uses share
+        else:
+            before = None
+        state, casts = RunState.now(held, before), Casts(held.kinds)
+        use = _Use(uses, whole.caller, chunk.run, held, state, casts)
+        verify = options.verify is not False and not options.latest.get("verified")
+        if options.verify is None:
+            use.verified = lambda: options.latest.update(verified=True)
+        if upstream.peek_interpreter_stack() is not None:
+            return chunk.merged(first_in_functorch(use, xs, verify))
+        gate, ys, tracked, uses.state = use.first_run(xs, verify)
+        if tracked is not None and any(tracked):
+            ys = recomputed(use, [*gate, *xs], ys, tracked)
+        return chunk.merged(ys)
 
 
-class _Use(Forward):
-    """One evaluation of a frozen function."""
+class _Use(Program):
+    """One evaluation of a frozen function.
 
-    fun = property(lambda self: name_of_function(self.caller))
-    mark = "frozen"
-    differentiates_leaves = saves_parameters = False  # they are constants
-    compares_leaves = compares_bits = False  # a recomputation may use other kernels
-    may_reach_sharded = False
+    Attributes:
+        retained: Its arguments as leaves, and its outputs with their graph, at most once.
+        kernels: A context of the next passes.
+        changes: How often the parameters have been changed in place; None if G changes them.
+    """
 
-    def __init__(self, whole: Chunks, in_functorch: bool, uses: Uses) -> None:
-        self.uses, self.keeps = uses, False
-        super().__init__(whole, in_functorch, None if in_functorch else uses.state)
-        if not in_functorch:
-            uses.state = self.start if self.start.reached.lasts else None
+    def __init__(self, uses: Uses, *args: Any) -> None:
+        super().__init__(*args)
+        self.uses, self.outside = uses, upstream.nodes_made()
+        self.changes: int | None = self.held.versions()
+        self.retained: list[tuple[Tensors, Tensors]] = []
 
-    # --- the first pass
+    hooked = False  # whether G sets hooks on gradients, which forward mode does not see
+    gates = 0  # how many arguments come before those of G
+    kernels: Any = _NOTHING
 
-    def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
-        self.uses.begin(self)
-        packed = upstream.saved_tensors_hooks_on(False) is not None
-        self.keeps = not packed and not self.in_functorch and self.modes.grad
-        return super()._first_pass(rows, shared)
+    def first_run(self, xs: Sequence[Tensor], verify: bool) -> Any:
+        """`begin`, and before its results a number that leads to the constants, if there are."""
+        run, hooks, first = self.run, hooks_of_users(), list[Any]()
 
-    def _kept(self) -> int:
-        return int(self.keeps)
+        def kept(inner: Sequence[Tensor]) -> Tensors:
+            first[:] = [list(inner), run(inner)]
+            return list(first[1])
 
-    def guarded(self, outs: Sequence[Any]) -> list[Any]:
-        """The outputs, with a gate that raises if a parameter of G is differentiated."""
-        constants = [x for x in self.reached_leaves if x.requires_grad]
-        if not constants or not self.modes.grad:  # G's own outputs require grad likewise
-            return list(outs)
-        which = [isinstance(y, Tensor) and is_inexact(y) for y in outs]
-        text = (
-            f"{self.caller}: a derivative is needed with respect to a parameter that {self.fun} "
-            "reads and does not take as an argument; such parameters are constants here. Pass "
-            "them as arguments (make_functional), switch them off (module.requires_grad_(False)), "
-            "ask for chosen inputs (torch.autograd.grad, or backward(inputs=...)), or "
-            f"{_instead(self.caller)}."
-        )
-        left = iter(gated([*compress(outs, which)], constants, text) if any(which) else ())
-        return [next(left) if w else y for y, w in zip(outs, which, strict=True)]
+        self.run = kept
+        try:
+            outs, tracked, later = self.begin(xs, verify, [])
+        finally:
+            self.run = run
+        self.hooked = hooks_of_users() != hooks
+        if self.held.versions() != self.changes:
+            self.changes = None  # G changes them itself
+        constants, self.sources, self.versions = self.sources, [], []
+        gate = self._gate(constants)
+        if tracked and any(tracked) and upstream.saved_tensors_hooks_on(False) is None:
+            self.uses.keep(self, [*gate, *first[0]], first[1])
+        return gate, outs, tracked, later
+
+    def _gate(self, constants: Tensors) -> Tensors:
+        gate = [*_Constants.apply(self.caller, True, *constants)] if constants else []
+        self.gates = len(gate)
+        return gate
+
+    def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:
+        with upstream.temporarily_clear_interpreter_stack():
+            fixed = [not upstream.is_wrapped(x) for x in captured]
+            gate = self._gate([*compress(captured, fixed)])
+            every = [x.detach() if f else x for x, f in zip(captured, fixed, strict=True)]
+        return [*gate, *xs, *every]
+
+    def again(self, xs: Sequence[Tensor]) -> Tensors:
+        if self.changes not in (None, self.held.versions()):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {self.caller} computes {name_of_function(self.caller)} again, "
+                "and one of its parameters was changed after the forward pass."
+            )
+        return super().again(xs)
+
+    def _call(self, xs: Sequence[Tensor]) -> Tensors:
+        with self.kernels:
+            return super()._call(xs if self.call else xs[self.gates :])
+
+    def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
+        super()._compare([*map(_primal, ys)], exact and self.kernels is _NOTHING)
+
+    def by(self, kernels: Any) -> _Use:
+        """The same, computed again by these kernels."""
+        return self._copy(kernels=kernels)  # type: ignore[return-value]
 
     # --- its derivatives
 
-    def pull(self, layout: Widths, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
-        if _are_spent(shared[: layout.shared]):
-            return [None] * layout.shared
-        back = _FrozenBackward(self, layout)
-        if upstream.peek_interpreter_stack() is not None:
-            return self.guarded(outputs_of(back, rows, shared))
-        known = back.evaluate(rows, shared)
-        cts, zs = rows[0], list(shared)
-        if not (torch.is_grad_enabled() or any(map(is_dual, (*cts, *zs)))):
-            return [*flattened(known[0]), *known[1]]
-        moving = [ct for ct in cts if ct is not None]
-        back.arguments = zs
-        back.constant = not any(
-            ct.requires_grad or upstream.is_wrapped(ct) or is_dual(ct) for ct in moving
-        )
-        gated_inputs = applied(_PullbackInputs, back, tuple(cts), *zs)
-        _, grads = node_of(back, rows, gated_inputs, known)
-        return self.guarded(grads)
+    def wanted(self, ctx: Any, wants: Sequence[bool]) -> Sequence[bool]:
+        every = zip(wants, ctx.saved_tensors, strict=True)
+        return [w and not is_spent(x) and i >= self.gates for i, (w, x) in enumerate(every)]
 
-    def push(self, layout: Widths, rows: Rows, shared: Entries) -> list[Any]:
-        width = layout.shared
-        zs, dzs = list(shared[:width]), spread(shared[width:], layout.present[-1])
-        fast = lambda use: tangents(use, zs, dzs)
-        slow = lambda use: outputs_of(Pushed(use, layout), rows, shared)
-        node = lambda dys: node_of(_Pushforward(self, layout), rows, shared, ([dys], []))[0][0]
-        return self.as_outputs("values", fast, slow, node)
+    def pullback(
+        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
+    ) -> tuple[Pull, Tensors]:
+        pull: Pull = _Pullback(self, len(xs), [ct is not None for ct in cts], wants)
+        if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
+            return pull, with_cotangents(xs, cts)
+        pull.leaves = [*xs]  # type: ignore[attr-defined]
+        # Views, since the engine cannot be asked whether a leaf is needed.
+        return pull, [x.view_as(x) if x.requires_grad else x for x in with_cotangents(xs, cts)]
 
-    def shows_numbers(self) -> bool:
-        """Whether concrete values are available: no transform and no tracing."""
-        batched = batchings() > 0  # of is_grads_batched
-        in_functorch = upstream.peek_interpreter_stack() is not None
-        return not (in_functorch or batched or self.batches or upstream.is_traced_by_make_fx())
+    def pushed(self, zs: Sequence[Tensor], us: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """J(z) u, in forward mode."""
+        with dual_level():
+            duals = [_dual(z, u) for z, u in zip(zs, us, strict=True)]
+            with torch.enable_grad():
+                ys = self.by(OneTangent()).again(duals)
+            tangents = [upstream.unpack_dual(y, level=0)[1] if is_inexact(y) else None for y in ys]
+            return [t if t is None else detached(t, CHUNK) for t in tangents]
 
-    def as_outputs(self, quantity: str, fast: Any, slow: Any, node: Any) -> list[Any]:
-        """The quantity by forward mode without a graph, then as outputs of a node.
 
-        Where there are no numbers to compute with, double backward makes it differentiable.
-        """
-        if upstream.forward_level() >= 0 or not self.shows_numbers():
-            return self.guarded(self.by_any_mode(quantity, None, slow))
-        with torch.no_grad():
-            values = self.by_any_mode(quantity, fast, slow)
-        return self.guarded(node(values)) if torch.is_grad_enabled() else values
+class _Pullback(Pull):
+    """The pullback of a use, linear in the cotangents."""
 
-    def by_any_mode(self, quantity: str, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
-        """Computes the quantity by forward mode, or else by double backward.
+    leaves: Sequence[Tensor] = ()  # the arguments of the use
 
-        The next use starts with the method that worked for this one.
+    def pulled(self, xs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+        kept: Any = None
+        if not (torch.is_grad_enabled() or self.rows or self.more):
+            retained = self.of.retained  # type: ignore[attr-defined]
+            kept = retained.pop() if retained else None
+        if kept is None:
+            return super().pulled(xs)
+        inner, ys = kept
+        ends = [*compress(inner, self.wants)]
+        grads = _engine([*compress(ys, self.given)], ends, xs[self.size :], False, False)
+        return [*zip(ends, grads, strict=True)]
 
-        quantity: The name of the computed quantity, under which that method is stored.
-        fast: Computes it by forward mode; None if that is impossible.
-        slow: Computes it by double backward.
-        """
-        self.refuse_edit()
-        if fast is not None and not (self.hooked or quantity in self.uses.skipped):
+    def wanted(self, ctx: Any, wants: Sequence[bool]) -> Sequence[bool]:
+        if not self.leaves or upstream.current_graph_task() < 0:
+            return wants
+        nodes = [node for node, _ in ctx.next_functions]
+        runs = [w and upstream.will_run(node) for w, node in zip(wants, nodes, strict=True)]
+        for i, x in enumerate(self.leaves):
+            runs[i] = runs[i] and not is_spent(x)
+        return runs
+
+    def pullback(
+        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
+    ) -> tuple[Pull, Tensors]:
+        given = [ct is not None for ct in cts]
+        return _Second(self, len(xs), given, wants), with_cotangents(xs, cts)
+
+
+class _Second(Pull):
+    """The pullback of a pullback."""
+
+    def pulled(self, xs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+        pullback: Any = self.of
+        use: _Use = pullback.of
+        if torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None or self.rows:
+            plain = Pull(use.by(PlainKernels()), pullback.size, pullback.given, pullback.wants)
+            return Pull(plain, self.size, self.given, self.wants).pulled(xs)
+        size = pullback.size
+        zs, cs = xs[:size], xs[size : self.size]
+        left = iter(xs[self.size :])
+        of_wanted = iter([next(left) if g else None for g in self.given])
+        us = [next(of_wanted) if w else None for w in pullback.wants]
+        if not any(self.wants[:size]) and use.uses.has_forward_mode and not use.hooked:
             try:
-                return fast(self)
-            except NoForwardMode:
-                pass
-            except (RuntimeError, NotImplementedError) as error:
-                kernel = lacks_derivative(error)
-                if kernel is None:
-                    raise
-                _warn_of_fallback(self.caller, kernel)
-                self.uses.skipped.add(quantity)
-        self.refuse_once("give it a jvp, or ")
-        return slow(self)
+                ys = use.pushed(zs, us)
+            except (NoForwardMode, RuntimeError, GradtoolsError) as error:
+                # Its level is taken, or an operation has no forward mode. Other errors come again.
+                use.uses.has_forward_mode = isinstance(error, NoForwardMode)
+            else:
+                pairs = zip(cs, compress(ys, pullback.given), self.wants[size:], strict=True)
+                return [(c, y) for c, y, w in pairs if w]
+        return self._double(use, zs, cs, us)
 
-    def refuse_edit(self) -> None:
-        """Raises if G holds a reverse-only rule, since its pullback is differentiated forward."""
-        if self.edit is not None:
-            raise GradtoolsError(
-                f"{self.caller}: {self.fun} holds {self.edit}, which has a reverse rule only, and "
-                "its pullback is differentiated by forward mode. Edit gradients outside of "
-                f"{self.fun}, or {_instead(self.caller)}."
-            )
-
-    def refuse_once(self, fix: str = "") -> None:
-        """Raises for @once_differentiable in G, where PyTorch would silently drop a term."""
-        if self.once is not None:
-            raise GradtoolsError(
-                f"{self.caller}: {self.fun} holds the autograd.Function {self.once}, whose "
-                "backward is marked with "
-                "@once_differentiable, and its derivative is needed. To have one, "
-                f"{fix}write a backward of PyTorch's operations, without that mark."
-            )
-
-    def with_modes(self, modes: Modes) -> _Use:
-        """A copy of the use that is recomputed in other modes."""
-        use = copy(self)
-        use.modes, use.retained = modes, {}
-        return use
+    def _double(
+        self, use: _Use, zs: Sequence[Tensor], cs: Sequence[Tensor], us: Sequence[Tensor | None]
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Double backward of G, whose graph is kept for its next pullback."""
+        pullback: Any = self.of
+        with torch.enable_grad():
+            inner = [z.detach().requires_grad_() if is_inexact(z) else z for z in zs]
+            needs = zip(cs, self.wants[len(zs) :], strict=True)
+            cts = [c.detach().requires_grad_(c.requires_grad or w) for c, w in needs]
+            ys = use.by(PlainAttention()).again(inner)
+            gs = _engine([*compress(ys, pullback.given)], inner, cts, True, True)
+            pairs = [(g, u) for g, u in zip(gs, us, strict=True) if g is not None and u is not None]
+            ends = [*compress([*inner, *cts], self.wants)]
+            found = _engine([g for g, _ in pairs], ends, [u for _, u in pairs], False, True)
+        use.uses.keep(use, inner, ys)
+        return [*zip(ends, found, strict=True)]
 
 
-class _Pushforward(Pushed):
-    """The node of a use's pushforward, whose values forward mode computed without a graph."""
-
-    def pull(self, layout: Widths, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
-        use: Any = self.of
-
-        def slow(use: _Use) -> list[Any]:
-            back = Backward(Pushed(use, self.layout), layout, joint)
-            return outputs_of(back, rows, shared)
-
-        return use.by_any_mode("pushforward", None, slow)
+def _dual(z: Tensor, u: Tensor | None) -> Tensor:
+    z = detached(z, CHUNK)
+    return z if u is None else dual_of(unshared(z), detached(u, CHUNK))
 
 
-class _FrozenBackward(Backward):
-    """The pullback of a use, linear in the cotangents: its pullback is the pushforward."""
-
-    # In eager mode the arguments themselves. As inputs of the node they pass through
-    # `_PullbackInputs`, which gets the cotangents of the arguments and differentiates.
-    arguments: list[Any] | None = None
-    constant = False  # whether no cotangent has a derivative, such as the 1 of a gradient
-
-    def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
-        result, wanted = super().batched(size, on, randomness, whole)
-        result.constant = False
-        return result, wanted
-
-    def from_retained(self, rows: Rows, shared: Entries, results: Rows, sums: Sums) -> set[int]:
-        use: Any = self.of
-        if not isinstance(use, _Use) or 0 not in use.retained:
-            return set()
-        _, own, outs = use.retained.pop(0)
-        cts = self.split(0, rows[0], shared)[2]
-        sums.add(self.pulled(outs, own, cts, len(own), False, False))
-        return {0}
-
-    def pull(self, layout: Widths, rows: Rows, shared: Entries, joint: Any = None) -> list[Any]:
-        if any(self.vectors_only):
-            # A batch of vectors at the same arguments, whose gradients are summed.
-            one, zs, n = copy(self), shared[: layout.shared], len(rows[0])
-            one.vectors_only = tuple([alone for alone in self.vectors_only if not alone])
-            pull = lambda *vs: one.pull(layout, [list(vs[:n])], [*zs, *vs[n:]])
-            return self.by_vmap(pull, n, [*rows[0], *shared[layout.shared :]], summed=True)
-        count = self.layout.shared
-        zs = list(shared[:count]) if self.arguments is None else self.arguments
-        us = spread(shared[layout.shared :], layout.present[-1])
-        cts = rows[0]
-        use: Any = self.of
-        along: list[Any] = [None] * len(cts)
-        if not self.constant:
-            along_us = Widths([0], count, [[], [u is not None for u in us]])
-            pushed = use.push(along_us, [[]], [*zs, *(u for u in us if u is not None)])
-            along = [*compress(pushed, self.layout.present[0])]
-        if self.arguments is not None:
-            return [*along, *us]  # `_PullbackInputs` differentiates along us
-        return [*along, *_along_arguments(self, zs, us, cts)]
-
-    def push(self, layout: Widths, rows: Rows, shared: Entries) -> list[Any]:
-        if self.arguments is not None:
-            # Bypasses `_PullbackInputs`, which would take these for the pullback's cotangents.
-            shared = [*map(primal_of, self.arguments), *shared[layout.shared :]]
-        return super().push(layout, rows, shared)
+def _primal(y: Tensor) -> Tensor:
+    return upstream.unpack_dual(y, level=0)[0] if is_dual(y) else y
 
 
-def _are_spent(zs: Entries) -> bool:
-    """Whether all are aliases of a finished `gt.grad`, whose gradients are not used.
-
-    A later plain backward() reaches them as well.
-    """
-    tracked = [z for z in zs if z.requires_grad and not upstream.is_wrapped(z)]
-    return len(tracked) == len(zs) > 0 and all(z.is_leaf and is_spent(z) for z in tracked)
-
-
-def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entries) -> list[Any]:
-    """The pullback's pullback with respect to the arguments: the pullback's tangent along us."""
-    use: Any = back.of
-    if all(u is None for u in us):
-        return [None] * len(zs)
-    use.refuse_once()
-    use.refuse_edit()
-    full = spread(cts, back.layout.present[0])
-    given = [*zs, *(u for u in us if u is not None)]
-    present = [[False] * len(cts), [u is not None for u in us]]
-
-    def pushed(use: _Use) -> Pushed:
-        pullback = _FrozenBackward(use, back.layout)
-        return Pushed(pullback, Widths([len(cts)], len(zs), present))
-
-    fast = lambda use: pullback_tangents(use, zs, us, full)
-    slow = lambda use: outputs_of(pushed(use), [list(cts)], given)
-    node = lambda grads: node_of(pushed(use), [list(cts)], given, ([[]], grads))[1]
-    return use.as_outputs("along", fast, slow, node)
+def _engine(
+    ys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    cts: Sequence[Tensor],
+    create: bool,
+    retain: bool,
+) -> list[Tensor | None]:
+    """The gradients at xs; None for those that are not reached."""
+    pairs = [(y, c) for y, c in zip(ys, cts, strict=True) if y.requires_grad]
+    ends = tuple([x for x in xs if x.requires_grad])
+    if not pairs or not ends:
+        return [None] * len(xs)
+    outs, seeds = zip(*pairs, strict=True)
+    grads = iter(
+        upstream.engine(
+            outs, seeds, retain, create, ends, allow_unreachable=True, accumulate_grad=False
+        )
+    )
+    return [next(grads) if x.requires_grad else None for x in xs]
 
 
-# --- nodes ------------------------------------------------------------------------------------
+def _constant(caller: str, held: Held) -> Replaced:
+    """A context in which differentiating with respect to a parameter raises."""
+    with upstream.temporarily_clear_interpreter_stack():
+        xs = [x for x in held.parameters() if x.requires_grad and not is_dual(x)]
+        others = _Constants.apply(caller, False, *xs) if xs else ()
+    return Replaced([], [], {id(x): (x, y) for x, y in zip(xs, others, strict=True)})
 
 
-class _PullbackInputs(torch.autograd.Function):
-    """Identity on a pullback's arguments, whose backward is the derivative along them.
+class _Constants(torch.autograd.Function):
+    """Constants of G, or one number that leads to all; differentiating with respect to them raises.
 
-    So that derivative is computed only if it is needed. The cotangents are no tensor inputs:
-    otherwise the engine would run this for a derivative with respect to the cotangents alone. The
-    pullback's own node saves them and checks their versions.
+    Args:
+        one: Whether it returns the number.
     """
 
     recorded_as = "frozen"
 
     @staticmethod
-    def forward(ctx: Any, back: Any, cts: tuple[Tensor, ...], *zs: Tensor) -> Any:
-        ctx.back, ctx.cts = back, cts
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*zs)
-        ctx.likes = [like(z) for z in zs] if upstream.forward_level() >= 0 else []
-        result = [x.view_as(x) for x in zs]
-        ctx.mark_non_differentiable(
-            *[x for x in result if not x.is_floating_point() and not x.is_complex()]
-        )
-        return tuple(result)
+    def forward(ctx: Any, caller: str, one: bool, *constants: Tensor) -> Any:
+        ctx.caller = caller
+        return (torch.zeros(()),) if one else tuple([x.detach() for x in constants])
 
     @staticmethod
     @user_facing
-    def backward(ctx: Any, *us: Tensor | None) -> Any:
-        zs = ctx.saved_tensors
-        if _are_spent(zs):
-            return (None,) * (2 + len(zs))
-        run = partial(_along_arguments, ctx.back, zs)
-        with marked("frozen"):
-            if torch.is_grad_enabled() and batchings():
-                return None, None, *by_new_vmap(lambda *us: run(us, ctx.cts), us)
-            return None, None, *run(us, ctx.cts)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, cts: None, *tangents: Tensor | None) -> Any:
-        # PyTorch requires a tangent for each view if another output has one.
-        return tuple([None if t is None else t.view_as(t) for t in filled(tangents, ctx.likes)])
-
-
-def _instead(caller: str) -> str:
-    return "use G itself" if caller == "frozen" else "leave out the mode"
-
-
-def _warn_of_fallback(caller: str, kernel: str) -> None:
-    """Warns once for each kernel."""
-    warn_once(
-        ("frozen", kernel),
-        f"{caller}: {kernel} lacks the derivative that forward over reverse needs; that pass takes "
-        f"double backward, and keeps a graph of {name_of_function(caller)} while it runs.",
-    )
+    def backward(ctx: Any, *_: Any) -> Any:
+        fun = name_of_function(ctx.caller)
+        instead = "use G itself" if ctx.caller == "frozen" else "leave out the mode"
+        raise GradtoolsError(
+            f"{ctx.caller}: a derivative is needed with respect to a parameter that {fun} "
+            "reads and does not take as an argument; such parameters are constants here. Pass "
+            "them as arguments (make_functional), switch them off (module.requires_grad_(False)), "
+            "ask for chosen inputs (torch.autograd.grad, or backward(inputs=...)), or "
+            f"{instead}."
+        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -102,6 +103,14 @@ class PlainKernels(OwnMode):
         return program(*args, **kwargs) if kwargs else program(*args)
 
 
+class PlainAttention(OwnMode):
+    """Attention alone, for passes in which PyTorch's own norms are right."""
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        program = _ATTENTION.get(fun, fun)
+        return program(*args, **kwargs) if kwargs else program(*args)
+
+
 def plain_kernels_are_on() -> bool:
     """Whether `PlainKernels` is active in this thread."""
     if not upstream.count_of_function_modes():
@@ -120,16 +129,23 @@ class MappedNorms(OwnMode):
         return program(*args, **kwargs)
 
 
-class GradModeStopsTangents(PlainKernels):
-    """A pass of dual numbers in which `no_grad` stops tangents; PyTorch's does not (torch#128600).
+_set_graphs = upstream.set_grad_enabled
+_redispatch = getattr(torch.overrides, "redispatch_function", None)  # from PyTorch 2.13 on
+
+
+class OneTangent(PlainAttention):
+    """A pass of dual numbers without a graph, whose tangents `no_grad` stops (torch#128600).
 
     It is for the functions that gradtools chose to push: those of `frozen` and `mixed_partial`.
+    PyTorch's forward rules of linear operations multiply with zero tangents, and take longer than
+    the operation of the tangent alone.
     """
 
     _stopped = 0  # if tangents are stopped, one more than the levels of torch.func there
+    _inside: Any = None  # the Python function that is being entered, whose check comes here again
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if fun is upstream.set_grad_enabled:
+        if fun is _set_graphs:
             # Inside of a Function autograd has disabled graphs itself, or tangents.
             levels = 1 + len(upstream.get_interpreter_stack() or ())
             if args[0] and self._stopped >= levels:  # not by torch.func.grad within
@@ -138,30 +154,70 @@ class GradModeStopsTangents(PlainKernels):
             elif torch.is_grad_enabled() > args[0] and upstream.is_forward_mode_enabled():
                 upstream.set_forward_mode_enabled(False)
                 self._stopped = levels
-        elif fun is torch.autograd.grad:  # PyTorch's dual numbers leave its results a tangent
+            return fun(*args)
+        if fun is torch.autograd.grad:  # which needs the graph that is not recorded
             raise NoForwardMode
-        return super().__torch_function__(fun, types, args, kwargs)
-
-
-_AUTOGRAD = upstream.DispatchKey.AutogradFunctionality
-
-
-class OnlyTangents(GradModeStopsTangents):
-    """The same, without recording a graph of what has a tangent."""
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        below = upstream.is_dispatch_key_excluded(_AUTOGRAD)  # where no tensor has a tangent
-        if below or fun is upstream.set_grad_enabled or not torch.is_grad_enabled():
+        if _redispatch and type(fun) is FunctionType and fun not in (self._inside, *_ATTENTION):
+            before, self._inside = self._inside, fun
+            try:
+                with self:
+                    return _redispatch(fun, types, args, kwargs or {})
+            finally:
+                self._inside = before
+        # What is dual and requires grad belongs to a derivative inside of the function.
+        if not torch.is_grad_enabled() or any(
+            x.requires_grad and is_dual(x) for x in tensors_in(args) if type(x) is Tensor
+        ):
             return super().__torch_function__(fun, types, args, kwargs)
-        moving = [x for x in tensors_in((args, kwargs or {})) if is_dual(x)]
-        # What requires grad belongs to a derivative inside of the function.
-        if not moving or any(x.requires_grad for x in moving):
-            return super().__torch_function__(fun, types, args, kwargs)
-        upstream.set_grad_enabled(False)
+        _set_graphs(False)
         try:
-            return super().__torch_function__(fun, types, args, kwargs)
+            rule = None if kwargs or upstream.peek_interpreter_stack() else _RULES.get(fun)
+            y = None if rule is None else rule(fun, *args)
+            return super().__torch_function__(fun, types, args, kwargs) if y is None else y
         finally:
-            upstream.set_grad_enabled(True)
+            _set_graphs(True)
+
+
+# --- tangents of linear operations, of which one operand has a tangent; else None ----------------
+
+
+def _parts(x: Any) -> tuple[Any, Any]:
+    constant = not isinstance(x, Tensor) or type(x) is torch.nn.Parameter
+    return (x, None) if constant else upstream.unpack_dual(x, level=0)
+
+
+def _linear(fun: Any, x: Any, w: Any, b: Any = None, *how: Any) -> Any:
+    x, dx = _parts(x)
+    if dx is None or _parts(w)[1] is not None or _parts(b)[1] is not None:
+        return None
+    return upstream.make_dual(fun(x, w, b, *how), fun(dx, w, None, *how), level=0)
+
+
+def _bilinear(fun: Any, a: Any, b: Any, *more: Any) -> Any:
+    (a, da), (b, db) = _parts(a), _parts(b)
+    if more or (da is None) == (db is None) or (da is None and fun in _DIVISIONS):
+        return None
+    return upstream.make_dual(fun(a, b), fun(a, db) if da is None else fun(da, b), level=0)
+
+
+def _sum(fun: Any, a: Any, b: Any, *more: Any) -> Any:
+    (a, da), (b, db) = _parts(a), _parts(b)
+    if more or (da is None) == (db is None):
+        return None
+    y, dx = fun(a, b), da if db is None else db.neg() if fun in _DIFFERENCES else db
+    return upstream.make_dual(y, dx.expand(y.shape).to(y.dtype, copy=True), level=0)
+
+
+_DIVISIONS = {torch.div, Tensor.div, Tensor.__truediv__}
+_DIFFERENCES = {torch.sub, Tensor.sub, Tensor.__sub__}  # b - a, `__rsub__`, is left to PyTorch
+_CONVOLUTIONS = [getattr(functional, f"conv{t}{n}d") for t in ("", "_transpose") for n in (1, 2, 3)]
+_RULES: dict[Any, Any] = {
+    **dict.fromkeys((functional.linear, *_CONVOLUTIONS), _linear),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, *_DIFFERENCES), _sum),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _bilinear),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm), _bilinear),
+    **dict.fromkeys(_DIVISIONS, _bilinear),
+}
 
 
 # --- which of them a derivative takes ------------------------------------------------------------

@@ -19,7 +19,7 @@ from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.deferred_graphs import ANOTHER_VALUE, Recomputed, agree, started
 from gradtools.torch.engines import caller_of, jvp
-from gradtools.torch.function_modes import OnlyTangents
+from gradtools.torch.function_modes import OneTangent
 from gradtools.torch.patches import Reads
 from gradtools.torch.snapshots import Snapshot
 
@@ -91,7 +91,7 @@ def _stopping_at_no_grad(fun: Fun, leaves: Tensors, tangents: Tensors) -> Any:
     def run(*xs: Tensor) -> Any:
         if upstream.forward_level() < 0:
             return fun(*xs)
-        with torch.enable_grad(), OnlyTangents():
+        with torch.enable_grad(), OneTangent():
             return fun(*xs)
 
     run.caller = caller_of(fun)  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from itertools import compress
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ from gradtools.torch.captured_tensors import (
     replaced_now,
 )
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
+from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact, is_wrapped
 from gradtools.torch.modes import batchings, by_new_vmap, unpacked, without_cached_weights
 from gradtools.torch.operation_marks import CHUNK, detached, marked
 from gradtools.torch.state import Casts, Held, RunState
@@ -83,6 +84,18 @@ class Again(Protocol):
     def again(self, xs: Sequence[Tensor]) -> Tensors:
         """The outputs at xs, with a graph if grad mode is enabled."""
 
+    def pullback(
+        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
+    ) -> tuple[Pull, Tensors]:
+        """The pullback of cotangents (or None) at xs, and its arguments. wants: As in `Pull`."""
+
+    def wanted(self, ctx: Any, wants: Sequence[bool]) -> Sequence[bool]:
+        """Of which arguments and sources the running backward pass needs the gradient.
+
+        ctx: The context of the program's node.
+        wants: Of which it may need them.
+        """
+
     def inlined(self) -> Again:
         """The same with `sources` as further arguments, the last ones."""
 
@@ -93,7 +106,23 @@ class Again(Protocol):
         """Whether `batched` needs arguments that all have the batch axis 0."""
 
 
-class Program:
+class Differentiated:
+    """The usual answers of a program to its node."""
+
+    def pullback(
+        self: Any, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
+    ) -> tuple[Pull, Tensors]:
+        return Pull(self, len(xs), [ct is not None for ct in cts], wants), with_cotangents(xs, cts)
+
+    def wanted(self, ctx: Any, wants: Sequence[bool]) -> Sequence[bool]:
+        return wants
+
+    def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:
+        """The arguments of the node of a first pass inside of torch.func."""
+        return [*xs, *captured]
+
+
+class Program(Differentiated):
     """One chunk of f: a function of tensors that runs again from the state of its first run.
 
     Attributes:
@@ -108,8 +137,8 @@ class Program:
         self.sources: Tensors = []
         self.captured: list[tuple[Tensor, Callable[[], Any]]] = []
         self.versions: list[int] = []  # of the sources
+        self.outside = held.began  # how many nodes there were before the first chunk
         self.inline = 0  # how many of the captured tensors were sources
-        self.kinds: list[Any] = []  # of the nodes of the first run's graph, to compare with
         self.first: list[tuple[Tensor | None, int]] = []
         self.verified: Callable[[], None] = lambda: None
         self.replaced = replaced_now()  # by an outer recomputation, in which this is the first run
@@ -147,7 +176,7 @@ class Program:
             )
         if [*map(upstream.version_of, read)] != versions:
             return self._kept("changes an argument in place", ys, later)
-        sources = self._sources(ys, inner, began, verify)
+        sources = self._sources(ys, inner, began)
         if sources is None:
             return self._kept("reads a tensor that was computed outside of f", ys, later)
         tracked = [y.requires_grad for y in ys]
@@ -164,7 +193,9 @@ class Program:
         self.sources = [x for x in (one() for one in alive) if x is not None]
         self.versions = [*map(upstream.version_of, self.sources)]
         if verify and any(tracked):
-            kept = [y if t else None for y, t in zip(outs, tracked, strict=True)]
+            # Aliases, since the outputs themselves lead to the node, which holds the program.
+            pairs = zip(outs, tracked, strict=True)
+            kept = [detached(y, CHUNK) if t else None for y, t in pairs]
             self.first = [(y, 0 if y is None else upstream.version_of(y)) for y in kept]
         return outs, tracked, later
 
@@ -185,14 +216,13 @@ class Program:
         nodes = nodes_behind(roots, {*ends, *given})
         return [node for node in nodes if node not in given], ends
 
-    def _sources(self, ys: Tensors, inner: Tensors, began: int, verify: bool) -> Tensors | None:
+    def _sources(self, ys: Tensors, inner: Tensors, began: int) -> Tensors | None:
         """The leaves and captured tensors that the outputs depend on, besides `inner`.
 
         None if they depend on a tensor with a graph that is neither.
         """
         accumulates, sequence_of = upstream.AccumulateGrad, upstream.sequence_of
         graph, ends = self._graph(ys, inner)
-        self.kinds = [*map(_kind_of, graph)] if verify else []
         found: dict[int, Tensor] = {}
         for node in graph:
             if type(node) is accumulates:
@@ -200,7 +230,7 @@ class Program:
             elif node in ends:
                 x = ends[node]
             elif sequence_of(node) < began:
-                if sequence_of(node) < self.held.began:
+                if sequence_of(node) < self.outside:
                     return None
                 raise GradtoolsError(
                     f"{self.caller}: f keeps something from one chunk to the next that requires "
@@ -238,7 +268,7 @@ class Program:
             if now is not None:
                 now.restore()
         if self.first:
-            self._compare(xs, ys)
+            self._compare(ys, self.maps == 0)
         return ys
 
     @contextmanager
@@ -265,17 +295,14 @@ class Program:
         mode.check(self.caller)
         return ys
 
-    def _compare(self, xs: Sequence[Tensor], ys: Tensors) -> None:
-        ordinary = self.kinds and not self.captured and all(map(_is_ordinary, xs))
-        same = not ordinary or any(map(_is_scripted, ys))
-        same = same or [*map(_kind_of, self._graph(ys, xs)[0])] == self.kinds
+    def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
         for y, (first, version) in zip(ys, self.first, strict=True):
             if first is None or y.shape != first.shape or is_wrapped(y):
                 continue  # a batch is computed again for a first run of one example
             if not _is_ordinary(first) or first.device.type == "meta":
                 continue  # fake: without numbers
             written = upstream.version_of(first) != version
-            if not (written or _equal(y.detach(), first, self.maps == 0)) or not same:
+            if not (written or _equal(y.detach(), first, exact)):
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "
                     "backward pass, so its gradient would be wrong. It depends on something "
@@ -283,7 +310,7 @@ class Program:
                     "iterator, a counter, a cache, a file, or draws in another thread. Pass that "
                     "as an argument, or make it a buffer."
                 )
-        self.first = []
+        self.first.clear()  # which copies for other passes share
         self.verified()
 
     def check_reached(self, ys: Tensors, lost: Tensors) -> None:
@@ -298,8 +325,8 @@ class Program:
             )
 
     def _copy(self, **changes: Any) -> Program:
-        other = object.__new__(Program)
-        other.__dict__.update(self.__dict__, **changes)
+        other = copy(self)
+        other.__dict__.update(changes)
         return other
 
     def inlined(self) -> Program:
@@ -320,17 +347,6 @@ def _is_ordinary(x: Tensor) -> bool:
     return type(x) is Tensor or type(x) is torch.nn.Parameter
 
 
-def _kind_of(node: Any) -> tuple[Any, int]:
-    """The class of a node, and how many of its inputs are differentiated."""
-    return type(node), sum(parent is not None for parent, _ in node.next_functions)
-
-
-def _is_scripted(y: Tensor) -> bool:
-    """Whether code that is compiled again, and so may have another graph, made y."""
-    names = [node.name() for node in nodes_of([y])]
-    return any(name.startswith(("torch::jit", "CompiledFunction")) for name in names)
-
-
 def _equal(y: Tensor, first: Tensor, exact: bool) -> bool:
     """Whether two results are the same, up to rounding where kernels may sum in other orders."""
     if exact and y.device.type == "cpu":
@@ -339,7 +355,7 @@ def _equal(y: Tensor, first: Tensor, exact: bool) -> bool:
     return torch.allclose(y, first, *near, equal_nan=True)
 
 
-class Pull:
+class Pull(Differentiated):
     """The pullback of a program, as a program of its arguments and of cotangents.
 
     size: How many arguments the program has.
@@ -441,6 +457,11 @@ class Pull:
         return any(axis is not None for axis in (*axes[: self.size], *axes[end:]))
 
 
+def with_cotangents(xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> Tensors:
+    """The arguments of a pullback: those of the program, and the cotangents that there are."""
+    return [*xs, *[ct for ct in cts if ct is not None]]
+
+
 def _node_behind(x: Tensor) -> Any:
     return x.grad_fn or get_gradient_edge(x).node
 
@@ -472,6 +493,11 @@ def recomputed(
     if upstream.peek_interpreter_stack() is None:
         apply = super(torch.autograd.Function, _Node).apply  # looked up here: recordings patch it
         return list(apply(program, known, tracked, *inputs))
+    top = upstream.peek_interpreter_stack()
+    if top.key() == upstream.TransformType.Grad:  # which forgets graphs of tensors outside of it
+        inside, enter = top.level(), upstream.wrap_for_grad
+        level = upstream.maybe_get_level
+        inputs = [x if level(x) >= inside else enter(x, inside) for x in inputs]
     return list(_Node.apply(program, known, tracked, *inputs))
 
 
@@ -508,7 +534,8 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
-        xs = ctx.saved_tensors
+        xs = [*map(alive, ctx.saved_tensors)]
+        cts = tuple([ct if ct is None else alive(ct) for ct in cts])
         with marked(ctx.program.caller):
             return None, None, None, *_Node.pulled(ctx, xs, cts)
 
@@ -547,14 +574,13 @@ _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[a
 
 
 def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:
-    program, wants = ctx.program, ctx.needs_input_grad[3:]
-    given = [ct is not None for ct in cts]
-    if not any(given) or not any(wants):
+    program = ctx.program
+    wants = program.wanted(ctx, ctx.needs_input_grad[3:])
+    if not any(wants) or all(ct is None for ct in cts):
         return [None] * len(wants)
     if any(map(upstream.tensor_hooks, program.sources)):  # which must run once, on the sum
         program, xs = program.inlined(), [*xs, *program.sources]
-    pull = Pull(program, len(xs), given, wants)
-    inputs = [*xs, *[ct for ct in cts if ct is not None]]
+    pull, inputs = program.pullback(xs, cts, wants)
     if torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
         grads: Any = iter(recomputed(pull, inputs))
     else:
@@ -584,7 +610,7 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
     program.captured = [(x, program.held.place_of(x)) for x in captured]
     if not any(map(is_inexact, (*xs, *captured))):
         return list(ys)
-    inputs = batched_as([*xs, *captured], ys)
+    inputs = batched_as(program.inputs(xs, captured), ys)
     known = physical(ys, inputs)
     if verify:
         program.first = [(y, upstream.version_of(y)) for y in known]

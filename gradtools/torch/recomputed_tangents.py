@@ -21,7 +21,8 @@ import torch
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.function_modes import GradModeStopsTangents, OnlyTangents
+from gradtools.torch.function_modes import OneTangent as GradModeStopsTangents
+from gradtools.torch.function_modes import OneTangent as OnlyTangents
 from gradtools.torch.functorch_wrappers import is_inexact, unshared
 from gradtools.torch.modes import NOTHING, dual_level, dual_of, unpacked
 from gradtools.torch.operation_marks import CHUNK, detached

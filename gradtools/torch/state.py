@@ -47,7 +47,8 @@ class Held:
                 continue
             seen.add(id(x))
             if isinstance(x, nn.Module):
-                modules |= {id(m): m for m in x.modules()}
+                modules[id(x)] = x
+                todo += x._modules.values()
             elif isinstance(x, Tensor):
                 tensors[id(x)] = x
             elif isinstance(x, torch.Generator):
@@ -62,10 +63,13 @@ class Held:
         self.buffers = [(own, m) for (_, own), m in pairs if own]
         self._parameters = [own for own, _ in self._slots if own]
         self._first = [dict(own) for own in self._parameters]
-        parameters = chain.from_iterable(own.values() for own in self._first)
-        devices = {x.device.type for x in parameters if x is not None}
+        every = chain.from_iterable(own.values() for own in self._first)
+        self._versioned = [x for x in every if x is not None and _has_version(x)]
+        devices = {x.device.type for x in self._versioned}
         self.began = upstream.nodes_made()  # how many nodes this thread had made
         self.kinds = {"cpu", *kinds, *devices} - {"meta"}
+        every = chain(self.modules, self.tensors, self._generators, *map(dict.values, self._first))
+        self._all = [*map(id, every), *sorted(self.kinds)]
 
     def streams(self) -> Randomness:
         """The current states of the random streams that f may draw from."""
@@ -78,6 +82,17 @@ class Held:
                 if other is x:
                     return partial(own.get, name)
         return lambda: x
+
+    def is_like(self, other: Held) -> bool:
+        """Whether the other holds the same objects."""
+        return self._all == other._all
+
+    def parameters(self) -> list[Tensor]:
+        return [x for own in self._parameters for x in own.values() if x is not None]
+
+    def versions(self) -> int:
+        """How often the parameters were changed in place, all together."""
+        return sum(map(upstream.version_of, self._versioned))
 
     def moved(self) -> dict[int, tuple[Tensor, Tensor]]:
         """The parameters that are in other parameters' places now, by id, with the first ones.
@@ -172,6 +187,10 @@ class RunState:
 
 
 _LARGE = 1 << 16
+
+
+def _has_version(x: Tensor) -> bool:
+    return not (nn.parameter.is_lazy(x) or x.is_inference())
 
 
 def _version(buffer: Tensor) -> int:

@@ -125,19 +125,6 @@ def test_another_number_of_one_example_is_found(dtype, rows, change):
         gt.checkpoint(f)(x).sum().backward()
 
 
-def test_another_number_of_one_example_shows_in_the_figures_where_bits_are_not_compared():
-    from gradtools.torch.replaying.consistency import differ, figures
-
-    x = torch.ones(4096, 16, dtype=torch.float32)
-    other = x.clone()
-    other[17] *= 1.1
-    assert not differ(figures(x), figures(x * (1 + 1e-7)))
-    assert differ(figures(x), figures(other))
-    assert differ(figures(x), figures(x.flip(1) * torch.arange(16.0)))
-    for odd in (torch.tensor(3.0), torch.ones(0, 3), torch.ones(5) * 1j, torch.arange(4)):
-        assert not differ(figures(odd), figures(odd.clone()))
-
-
 @pytest.mark.parametrize("operator", ["chunked", "checkpoint"])
 def test_outputs_that_add_up_beyond_the_largest_float_are_no_reason_to_refuse(operator):
     def f(x):
@@ -147,14 +134,6 @@ def test_outputs_that_add_up_beyond_the_largest_float_are_no_reason_to_refuse(op
     x = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
     wrapped(x)[:, 0].mul(1e-308).sum().backward()
     assert x.grad[0].tolist() == [1e308 * 1e-308, 0, 0]
-
-
-def test_figures_of_the_largest_floats_are_finite_and_seen_to_differ():
-    from gradtools.torch.replaying.consistency import differ, figures
-
-    x = torch.full((4, 3), 1e308, dtype=torch.float64)
-    assert np.isfinite(figures(x)[2]).all()
-    assert not differ(figures(x), figures(x)) and differ(figures(x), figures(x * 0.9))
 
 
 # --- rules and edits inside, in a process in which nothing was called before

@@ -1,4 +1,4 @@
-"""Programs of the table whose state `chunked` and `checkpoint` do not put back.
+"""Programs of the table whose state `chunked`, `checkpoint` and `frozen` do not put back.
 
 What a recomputation puts back is named in `gradtools/torch/state.py`: random streams, autocast and
 buffers. These programs keep state elsewhere. `tests/torch/test_replay_programs.py` reads the sets.
@@ -74,6 +74,7 @@ AS_CHECKPOINT = frozenset(
         "f raises KeyboardInterrupt at call 3",
         "f raises KeyboardInterrupt at call 5",
         "the backward pass runs in another thread",
+        "a chunk computed again has the same values and a part of the graph less",
         "state out of reach counts only in training, after a step in evaluation",
         "state out of reach counts only for batches of another shape",
         "the code of a function is replaced between two steps, as a reload does",

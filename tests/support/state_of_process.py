@@ -98,7 +98,7 @@ def _levels_of_torch() -> dict[str, Any]:
 def _rest_of_torch() -> dict[str, Any]:
     import torch
 
-    from gradtools.torch.replaying import recomputing
+    from gradtools.torch import recomputation
 
     backends, cuda = torch.backends, torch.backends.cuda
     return {
@@ -130,7 +130,7 @@ def _rest_of_torch() -> dict[str, Any]:
         "autograd's threads": torch.autograd.is_multithreading_enabled(),
         "views in forward mode": torch._C._is_fwd_grad_enabled(),
         "hooks on all modules": _module_hooks(torch),
-        "gradtools: replaying": recomputing.is_recomputing(),
+        "gradtools: recomputing": recomputation.user_is_recomputing(),
     }
 
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import gradtools.torch as gt
 
@@ -123,3 +124,19 @@ def test_a_pushforward_inside_of_a_gradient_sets_no_hook_of_the_users():
         value = gt.grad(lambda x, along=along: along(x).square().sum())(x)
         results.append(torch.autograd.grad(value.sum(), x))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 2)])
+def test_a_pullback_of_torch_func_depends_on_the_parameters_after_its_transform(wrap):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    z = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    found, expected = (
+        torch.autograd.grad(
+            torch.func.vjp(f, z)[1](torch.ones_like(z))[0].square().sum(),
+            [z, *model.parameters()],
+            allow_unused=True,
+        )
+        for f in (wrap(model), model)
+    )
+    torch.testing.assert_close(found, expected)

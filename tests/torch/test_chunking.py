@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
 from gradtools.torch.arrays import fold_in
-from gradtools.torch.replaying.summing import Sums
 from tests.torch.test_chunking_traps import (
     CHUNK,
     X,
@@ -982,14 +981,6 @@ def test_a_microbatched_loss_has_the_dtype_of_its_chunks(dtype):
     value, grad = gt.microbatched_value_and_grad(lambda w, x: (w * x).mean(), 2)(w, x)
     assert value.dtype == grad.dtype == dtype
     assert value == 1
-
-
-def test_narrow_terms_are_summed_in_float32_and_rounded_once():
-    sums, small = Sums(), torch.tensor(2.0**-8, dtype=torch.bfloat16)
-    for term in (torch.ones((), dtype=torch.bfloat16), small, small):
-        sums.add([term, None])
-    total, nothing = sums.total()
-    assert (total.dtype, total.item(), nothing) == (torch.bfloat16, 1 + 2.0**-7, None)
 
 
 def test_microbatches_are_added_in_place_with_their_weight():

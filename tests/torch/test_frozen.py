@@ -20,7 +20,6 @@ from gradtools import GradtoolsError, GradtoolsWarning
 from gradtools.errors import WARNED
 from gradtools.torch.freezing import _Use
 from gradtools.torch.modes import Modes
-from gradtools.torch.recomputed_tangents import NoProductsOfZero
 
 D = torch.float64
 CPU = {"cpu"}
@@ -184,16 +183,10 @@ class Once(WithoutJvp):
 
 
 @pytest.mark.parametrize("along", [False, True])
-def test_a_function_without_jvp_takes_double_backward_and_says_so(along):
+def test_a_function_without_jvp_takes_double_backward(along):
     zs, y = inputs(2, 4)
-    with pytest.warns(GradtoolsWarning, match=r"a torch\.autograd\.Function lacks .* double back"):
-        found = second(gt.frozen(lambda z: WithoutJvp.apply(z.sin())), zs, y, along=along)
+    found = second(gt.frozen(lambda z: WithoutJvp.apply(z.sin())), zs, y, along=along)
     same(found, second(lambda z: z.sin() ** 3, zs, y, along=along))
-
-
-REFUSED_ONCE = (
-    r"frozen: G holds the autograd\.Function Once\w*, whose backward is marked with @once"
-)
 
 
 class OnceWithJvp(Once):
@@ -207,21 +200,17 @@ class OnceWithJvp(Once):
         return 3 * ctx.x**2 * dx
 
 
-@pytest.mark.parametrize("along", [False, True])
-@pytest.mark.filterwarnings("ignore:frozen. a torch.autograd.Function lacks")
-def test_a_backward_without_a_derivative_is_refused(along):
-    """PyTorch itself says nothing of it where the cotangent has no graph, and loses a part."""
+def test_a_backward_without_a_derivative_is_differentiated_as_by_pytorch():
     zs, y = inputs(2, 4)
-    with pytest.raises(GradtoolsError, match=REFUSED_ONCE):
-        second(gt.frozen(lambda z: Once.apply(z.sin())), zs, y, along=along)
+    for G in (Once.apply, gt.frozen(Once.apply)):
+        with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+            second(G, zs, y)
 
 
 def test_a_forward_rule_is_enough_for_what_forward_mode_gives():
     zs, y = inputs(2, 4)
     G = gt.frozen(lambda z: OnceWithJvp.apply(z.sin()))
     same(second(G, zs, y), second(lambda z: z.sin() ** 3, zs, y))
-    with pytest.raises(GradtoolsError, match=REFUSED_ONCE):
-        second(G, zs, y, along=True)
 
 
 # --- what stops or changes gradients in reverse mode ------------------------------------------
@@ -599,16 +588,6 @@ def test_a_third_operand_of_a_product_is_left_to_pytorch(rule):
     assert "_product" not in str(caught.value)
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    seen = 0
-
-    def __torch_dispatch__(self, fun, types, args=(), kwargs=None):
-        self.seen += fun.overloadpacket.__name__ in ("mm", "addmm", "mv", "addmv")
-        return fun(*args, **(kwargs or {}))
-
-
 def test_compiled_directions_of_mixed_partial_see_one_mask():
     """Compiled code breaks its graph around several: it could not go back in a random stream."""
     G = lambda z: nn.functional.dropout(torch.tanh(z), 0.5, True)
@@ -691,20 +670,20 @@ def test_of_each_derivative_that_of_a_parameter_raises_and_that_of_an_argument_i
         torch.autograd.grad(found, model[0].weight)
 
 
-def test_a_captured_tensor_that_is_computed_from_others_is_refused():
+def test_a_captured_tensor_that_is_computed_from_others_is_a_constant():
     (z,), y = inputs(2, 4, count=1)
     scaled = 2 * y.sum()
-    with pytest.raises(GradtoolsError, match=r"captured 'scaled' that is computed"):
-        gt.frozen(lambda z: z * scaled)(z)
+    value = gt.frozen(lambda z: z * scaled)(z).sum()
+    (g,) = torch.autograd.grad(value, z, retain_graph=True)
+    torch.testing.assert_close(g, scaled.detach().expand(2, 4))
+    with pytest.raises(GradtoolsError, match=REFUSED):
+        torch.autograd.grad(value, y)
 
 
-@pytest.mark.parametrize("operator", [gt.frozen])
-def test_a_lazy_module_is_refused_until_it_has_run(operator):
+def test_a_lazy_module_may_run_first_in_a_use():
     model, (zs, y) = nn.LazyLinear(3, dtype=D), inputs(2, 4)
-    with pytest.raises(GradtoolsError, match=r"f\.bias has no shape yet \(a lazy module\)"):
-        operator(model)(zs[0])
-    model(zs[0])
-    same(second(operator(model), zs, y), second(model, zs, y))
+    found = second(gt.frozen(model), zs, y)
+    same(found, second(model, zs, y))
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
@@ -713,7 +692,7 @@ def test_a_module_that_reduces_gradients_is_refused(tmp_path):
     try:
         ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
         for G in (gt.frozen(ddp), gt.frozen(lambda z: ddp(z).sin())):
-            with pytest.raises(GradtoolsError, match=r"is a DistributedData.*such as ddp\.module"):
+            with pytest.raises(GradtoolsError, match=r"is a DistributedData.* the plain module"):
                 G(torch.ones(2, 4, requires_grad=True))
         assert gt.frozen(ddp.module)(torch.ones(2, 4)).shape == (2, 3)
     finally:
@@ -791,24 +770,6 @@ def test_an_argument_changed_in_place_is_refused():
         torch.autograd.grad(g.pow(2).sum(), y)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_a_product_with_a_symbolic_zero_has_the_shape_of_the_product(transposed):
-    x, w = torch.ones(2, 4, 9, 7), torch.ones((4, 6, 3, 2) if transposed else (6, 2, 3, 2))
-    how = ([2, 1], [1, 0], [1, 2], transposed, [1, 0] if transposed else [0, 0], 2)
-    zero = lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype)
-    flat, a, b = torch.ones(4, 3), torch.ones(2, 4), torch.ones(5, 2, 4)
-    expected = [torch.convolution(x, w, None, *how), a @ flat, b @ flat.expand(5, 4, 3)]
-    with Products() as count, NoProductsOfZero():
-        found = [
-            torch.convolution(x, zero(w), None, *how),
-            torch.mm(a, zero(flat)),
-            torch.bmm(b, zero(flat.expand(5, 4, 3))),
-        ]
-    assert count.seen == 0
-    for own, plain in zip(found, expected, strict=True):
-        assert own.shape == plain.shape and own.dtype == plain.dtype and not own.any()
-
-
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_a_parameter_of_G_that_is_changed_before_the_second_derivative_is_told(requires_grad):
     module = torch.nn.Linear(3, 3).requires_grad_(requires_grad)
@@ -816,7 +777,7 @@ def test_a_parameter_of_G_that_is_changed_before_the_second_derivative_is_told(r
     slope = gt.grad(lambda z: (y * gt.frozen(module)(z).tanh()).sum())(z)
     with torch.no_grad():
         module.weight.add_(1)
-    with pytest.raises(GradtoolsError, match=r"frozen: f\.weight was changed in place after"):
+    with pytest.raises(RuntimeError, match="inplace operation: frozen computes G again"):
         slope.square().sum().backward(inputs=[y])
 
 
@@ -826,7 +787,7 @@ def test_an_argument_of_G_that_is_changed_before_the_second_derivative_is_told()
     slope = gt.grad(lambda z: (y * gt.frozen(module)(z).tanh()).sum())(z)
     with torch.no_grad():
         z.add_(1)
-    with pytest.raises(GradtoolsError, match="frozen: an argument or a parameter was changed"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         slope.square().sum().backward(inputs=[y])
 
 
@@ -866,7 +827,7 @@ def test_a_plain_backward_computes_no_derivative_along_aliases_of_a_finished_gra
     result = total(gt.frozen(G))
     before = next(calls)
     result.backward()
-    assert next(calls) - before - 1 == (3 if tracked else 1)  # forward mode; along z two more
+    assert next(calls) - before - 1 == 1  # forward mode, or double backward
     assert torch.allclose(y.grad, expected[0])
     assert z.grad is None or torch.allclose(z.grad, expected[1])
     assert (z.grad is not None) == tracked

@@ -53,14 +53,14 @@ def test_a_detach_of_our_own_says_for_whose_sake_and_ends_with_it():
 
 
 def test_functions_of_ours_are_told_from_the_users_by_their_class():
-    from gradtools.torch.freezing import _PullbackInputs
-    from gradtools.torch.replaying.nodes import _ProgramNode
+    from gradtools.torch.freezing import _Constants
+    from gradtools.torch.recomputation import _Node
     from gradtools.torch.rules.functions import RuleFunction
 
     class Mine(torch.autograd.Function):
         pass
 
-    assert operation_marks.function_of_ours(_PullbackInputs) == "frozen"
-    assert operation_marks.function_of_ours(_ProgramNode) == "chunked"
+    assert operation_marks.function_of_ours(_Constants) == "frozen"
+    assert operation_marks.function_of_ours(_Node) == "chunked"
     assert operation_marks.function_of_ours(RuleFunction) == operation_marks.RULE
     assert operation_marks.function_of_ours(Mine) is None

@@ -253,9 +253,7 @@ def cases() -> Iterator[Any]:
     One more is run by `make test-all`, the rest are a sweep.
     """
     for number, program in enumerate(PROGRAMS):
-        ways = [w for w in program.ways() if w.kind == FROZEN or program.name not in AS_CHECKPOINT]
-        if program.name == "gt.chunked inside of f, with state":  # which chunked itself refuses
-            ways = [way for way in ways if way.kind != FROZEN]
+        ways = [] if program.name in AS_CHECKPOINT else program.ways()
         if program.name in FROZEN_UNGUARDED:
             ways = [way for way in ways if way.kind != FROZEN]
         chunked = [way for way in ways if way.kind == CHUNKED]
@@ -268,7 +266,7 @@ def cases() -> Iterator[Any]:
 def unexpected(program: Program, way: Way) -> str:
     """What is otherwise than the table says, if anything is."""
     verdict, expected = judge(program, way), program.expected(way)
-    if program.name in COMPARED and way.kind != FROZEN:
+    if program.name in COMPARED:
         return verdict.text if verdict.kind == "wrong" else ""
     if verdict.kind not in ((RIGHT, REFUSED) if expected == EITHER else (expected,)):
         return verdict.text or verdict.kind

@@ -20,7 +20,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import pulled
 from gradtools.torch.patches import functions_applied
-from gradtools.torch.replaying.nodes import applied
 
 Tensor = torch.Tensor
 
@@ -355,30 +354,6 @@ def test_where_a_mode_looks_on_the_engine_is_called_as_by_autograd_grad(monkeypa
     with Watch():
         (found,) = pulled([x.sin()], [x], [torch.ones(2)], False, False)
     assert seen == [1] and torch.equal(found, x.detach().cos())
-
-
-def test_a_function_is_applied_as_by_its_own_apply():
-    wrapped = []
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, by):
-            ctx.by = by
-            wrapped.append(upstream.is_wrapped(x))
-            return x * by
-
-        @staticmethod
-        def backward(ctx, ct):
-            return ct * ctx.by, None
-
-    x, ended = _x(), []
-    y = applied(Double, x, 2.0)
-    assert y.tolist() == [2.0, 4.0] and type(y.grad_fn) is Double._backward_cls
-    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2.0, 2.0]
-    torch.func.grad(lambda x: ended.append(x) or x.sum())(torch.ones(2))
-    assert upstream.is_wrapped(ended[0])
-    assert applied(Double, ended[0], 2.0).tolist() == [2.0, 2.0]
-    assert wrapped == [False, False]  # what a transform that has ended wrapped came as it is
 
 
 def test_a_graph_ends_in_nodes_of_one_class():

@@ -10,7 +10,7 @@ et al., Scaling deep contrastive learning batch size under memory limited setup,
 contrastive losses). With F the work of a forward pass, and 2F that of a backward pass, it costs 4F.
 
 This module reads the arguments, and `arguments/chunks.py` cuts them into chunks. The backends'
-`chunking.py` run and recompute the chunks; PyTorch's uses `replaying/`.
+`chunking.py` run and recompute the chunks; PyTorch's uses `recomputation.py`.
 """
 
 from __future__ import annotations

@@ -44,23 +44,20 @@ class Freezing(Operators):
         """A drop-in for G whose second derivatives store no graph of G.
 
         For gradients with respect to many z_i through a large pretrained G that feed a further
-        loss. A use keeps its arguments and nothing that grows with the depth of G. With F the work
-        of a forward pass, it costs F forward, F for the pullback, and 2F for the second derivative:
-        4F, where double backward takes 3F and keeps graphs of G for every use. In PyTorch, take
-        each first derivative before the next use of G: otherwise the cost is 5F. G's parameters are
-        constants.
+        loss. A use keeps its arguments, its outputs and nothing that grows with the depth of G.
+        With F the work of a forward pass, it costs F forward, F for the pullback, and 2F for the
+        second derivative: 4F, where double backward takes 3F and keeps graphs of G for every use.
+        In PyTorch, take each first derivative before the next use of G: otherwise the cost is 5F.
+        G's parameters are constants.
 
         Derivatives along the arguments themselves, where they depend on something that is
         differentiated, are exact and computed only if they are needed. Third derivatives are exact;
-        in PyTorch they keep the graph of one use at a time, in JAX that of each use. Those of layer
-        norm, and of batch norm in training mode, are refused, because PyTorch computes them wrongly
-        (torch#175754).
+        in PyTorch they keep the graph of one use at a time, in JAX that of each use.
 
-        PyTorch: G is a module or a function; random generators, buffers and attributes are restored
-        as in `chunked`. A kernel without forward mode (fused attention, recurrent layers on the
-        CPU) is pushed along by transposing its backward pass. Where that has no derivative
-        PyTorch's own alternatives to the kernel run, with a warning, or that pass takes double
-        backward, as it does if G sets gradient hooks or calls `torch.autograd.grad`. JAX: G is a
+        PyTorch: G is a module or a function; random generators and buffers are restored as in
+        `chunked`. Attention runs by plain operations in second derivatives. Where G has no forward
+        mode (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
+        `torch.autograd.grad`, a second derivative takes one double backward of G. JAX: G is a
         function, or a module of equinox or flax.nnx. Where it has no forward mode (a
         `jax.custom_vjp`) that pass takes reverse mode twice, with a warning; a rule that is
         nonlinear in its cotangent is refused.
@@ -76,8 +73,8 @@ class Freezing(Operators):
 
         Raises:
             GradtoolsError: (on differentiating) PyTorch: a derivative
-                with respect to a parameter of G is needed; G captured a tensor that is computed
-                from others.
+                with respect to a parameter of G, or a tensor that it captures, is needed (in
+                reverse mode); G returns other values when it is computed again.
 
         Example:
             >>> G = gt.frozen(lambda z: gt.xp.exp(z).sum())

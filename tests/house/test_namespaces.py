@@ -179,7 +179,6 @@ def test_a_namespace_binds_no_other_name_without_an_underscore(file):
 ALONE = dict(
     line.split(": ", 1)
     for line in """
-torch/replaying/: f run again, chunk by chunk; JAX differentiates a scan
 seeing/torch/recording/: a run is recorded as it happens; JAX traces a jaxpr
 seeing/torch/translating/: aten's operations
 jax/rules/primitives.py: what a rule is in a jaxpr; in PyTorch it is one Function
@@ -202,7 +201,6 @@ torch/modes.py: flags that choose kernels; JAX has none
 torch/coefficients.py: coefficients of edits, for recomputations; functions of JAX are pure
 torch/operation_marks.py: operations of gradtools' own; in JAX a jaxpr's name tells them
 torch/hooks.py: hooks on gradients; JAX has none
-torch/nondifferentiable.py: results that refuse a derivative along some tensors
 torch/randomness.py: generators with a state; JAX has keys
 torch/rerunning.py: f runs again and all that it changed is put back; JAX's functions are pure
 torch/state.py: random streams and buffers that change; JAX's functions are pure
@@ -213,20 +211,19 @@ torch/gradient_tensors.py: detached results and zeros; arrays of JAX have no gra
 torch/function_modes.py: kernels by modes of a thread; JAX has no fused kernels to replace
 torch/normalization.py: norms that can be mapped; JAX has no fused ones
 torch/many_tangents.py: one pass for each tangent; JAX maps
-torch/recomputed_tangents.py: forward mode of frozen functions; JAX has one forward mode
 torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
 torch/deferred_graphs.py: graphs of derivatives at modules; JAX differentiates programs
 torch/transformed_modules.py: modules that operators return; JAX's are in `module_arguments`
 torch/lazy_graphs.py: graphs of derivatives at modules; JAX differentiates programs
 jax/compiled_once.py: eager programs that JAX would compile at each call; PyTorch compiles none
 jax/shardings.py: meshes of devices; PyTorch's are its processes'
-jax/recomputing.py: programs that are computed again; PyTorch runs f again, in `replaying`
+jax/recomputing.py: programs that are computed again; in PyTorch `recomputation.py`
 jax/nnx.py: where users find the reversal layer of flax.nnx
 jax/equinox.py: where users find the reversal layer of equinox
 seeing/jax/graphs.py: a jaxpr as a graph; PyTorch's is recorded as it runs
 seeing/jax/source_lines.py: the user's line behind an equation; in PyTorch a part of recording
 jax/rules/kept_alive.py: what JAX's caches would keep; PyTorch has no such caches
-jax/slicing.py: parts of arrays that may be sharded; PyTorch's are in `replaying`
+jax/slicing.py: parts of arrays that may be sharded; PyTorch's are in `chunking`
 seeing/jax/concrete_tracing.py: traces of programs that decide on values; PyTorch runs them
 seeing/jax/tape.py: a run, equation by equation, to walk back over; autograd keeps its own
 jax/reachability.py: connectedness is read from the jaxpr; PyTorch's autograd tells it

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning

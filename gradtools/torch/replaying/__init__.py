@@ -1,1 +1,0 @@
-"""Programs that run again chunk by chunk: what `chunked`, `checkpoint` and `frozen` are made of."""

@@ -1,14 +1,15 @@
 """JAX's half of `gradtools.testing.checked`: f is traced, and its jaxpr is evaluated with holds.
 
 An interpreter records what each `stop_gradient` of f returns in the first run, and puts it back in
-the others. gradtools' own stops carry a name scope.
+the others. Edits are identities. gradtools' own stops carry a name scope.
 """
 
 from __future__ import annotations
 
-import threading
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
@@ -18,114 +19,117 @@ from jax.extend.core import Literal
 
 from gradtools.code_origin import USER, Source, kind_of
 from gradtools.jax import reachability
+from gradtools.jax._upstream import stack_of
 from gradtools.jax.trees import is_inexact
-from gradtools.testing.checked_mode import CheckedProgram, Streams, set_here
+from gradtools.testing.checked_mode import CheckedProgram, here, set_here
 
 _OWN, _USER = "gradtools_own", "gradtools_user"
-_INLINED = {
-    "pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-    "remat": "jaxpr", "checkpoint": "jaxpr",
-}  # fmt: skip
+_INLINED = dict.fromkeys(("pjit", "jit", "remat", "checkpoint"), "jaxpr")
+_INLINED |= dict.fromkeys(("closed_call", "core_call"), "call_jaxpr")
+REHEARSES = True  # f runs before at values, so that derivatives inside of it are compared
 
 
-class Half(Streams, threading.local):
-    """What `checked` needs of JAX."""
+# --- what `checked` calls ------------------------------------------------------------------------
 
-    rehearses = True  # f runs before at values, so that derivatives inside of it are compared
-    is_native = False  # whether a derivative of JAX's own, at known values, is compared
 
-    def scope(self, own: bool) -> AbstractContextManager[Any]:
-        return jax.named_scope(_OWN if own else _USER)
+def scope(own: bool) -> AbstractContextManager[Any]:
+    return jax.named_scope(_OWN if own else _USER)
 
-    def numbers(self, xs: Sequence[Any]) -> list[Any]:
-        wide = lambda x: np.complex128 if jnp.iscomplexobj(x) else np.float64
-        return [None if x is None else np.asarray(x).astype(wide(x)) for x in xs]
 
-    def like(self, values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-        pairs = zip(values, likes, strict=True)
-        return [None if v is None else jnp.asarray(np.asarray(v).astype(x.dtype)) for v, x in pairs]
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """The random streams of Python and NumPy are put back."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the stream that f may use
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002 - as above
 
-    def traced(self, xs: Sequence[Any]) -> bool:
-        inside = reachability.within_a_trace() and not self.is_native
-        return inside or any(isinstance(x, jax.core.Tracer) for x in xs)
 
-    @contextmanager
-    def native(self, xs: Sequence[Any]) -> Iterator[Any]:
-        """The values of xs, and which of them JAX differentiates at; empty if they are traced."""
-        values = list(xs)
-        for i, x in enumerate(xs):
-            while isinstance(values[i], jax.core.Tracer) and hasattr(values[i], "primal"):
-                values[i] = values[i].primal
-            values[i] = x if values[i] is x else jnp.asarray(values[i])
-        moving = [v is not x and is_inexact(v) for v, x in zip(values, xs, strict=True)]
-        if not any(moving) or any(isinstance(x, jax.core.Tracer) for x in values):
-            yield [], []
-            return
-        self.is_native = True
-        try:
-            with jax.ensure_compile_time_eval():
-                yield values, moving
-        finally:
-            self.is_native = False
+def numbers(xs: Sequence[Any]) -> list[Any]:
+    """Arrays as wide NumPy arrays."""
+    wide = lambda x: np.complex128 if jnp.iscomplexobj(x) else np.float64
+    return [None if x is None else np.asarray(x).astype(wide(x)) for x in xs]
 
-    def program(self, fun: Any, leaves: Sequence[Any], captures: bool = False) -> HeldProgram:
+
+def like(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
+    """NumPy arrays as arrays like others."""
+    made = lambda v, x: None if v is None else jnp.asarray(np.asarray(v).astype(x.dtype))
+    return [made(v, x) for v, x in zip(values, likes, strict=True)]
+
+
+def traced(xs: Sequence[Any]) -> bool:
+    inside = reachability.within_a_trace() and not here.native
+    return inside or any(isinstance(x, jax.core.Tracer) for x in xs)
+
+
+@contextmanager
+def native(xs: Sequence[Any]) -> Iterator[Any]:
+    """The values of xs, and which of them JAX differentiates at; empty if they are traced."""
+    values = list(xs)
+    for i, x in enumerate(xs):
+        while isinstance(values[i], jax.core.Tracer) and hasattr(values[i], "primal"):
+            values[i] = values[i].primal
+        values[i] = x if values[i] is x else jnp.asarray(values[i])
+    moving = [v is not x and is_inexact(v) for v, x in zip(values, xs, strict=True)]
+    if not any(moving) or any(isinstance(x, jax.core.Tracer) for x in values):
+        yield [], []
+        return
+    with set_here(native=True), jax.ensure_compile_time_eval():
+        yield values, moving
+
+
+def program_of(backend: Any, fun: Any, leaves: Sequence[Any], captures: bool) -> HeldProgram:
+    with unchanged():
         fun(*leaves)  # derivatives inside of f are compared at values
-        return HeldProgram(fun, leaves)
-
-    def plain(self, fn: Callable[..., Any], xs: Sequence[Any]) -> HeldProgram:
-        return HeldProgram(lambda *a: (list(fn(*a)), []), xs)
+    return HeldProgram(backend, fun, leaves)
 
 
-half = Half()
+def plain(backend: Any, fn: Callable[..., Any], xs: Sequence[Any]) -> HeldProgram:
+    return HeldProgram(backend, lambda *a: (list(fn(*a)), []), xs)
 
 
 class HeldProgram(CheckedProgram):
     """f, which runs again at other points."""
 
-    half = half
-    hold = staticmethod(jax.lax.stop_gradient)  # which the interpreter holds
+    half = sys.modules[__name__]
 
-    def __init__(self, fun: Any, leaves: Sequence[Any], edits: bool = True) -> None:
-        super().__init__(fun, leaves, edits)
-        self.eps = max([float(jnp.finfo(x.dtype).eps) for x in leaves])
+    def __init__(self, backend: Any, fun: Any, leaves: Sequence[Any]) -> None:
+        super().__init__(backend, fun, leaves)
+        self.eps = max(float(jnp.finfo(x.dtype).eps) for x in leaves)
         self.closed: Any = None
         try:
-            with self._running():
+            with set_here(program=self, own=0), unchanged():
                 self.closed = jax.make_jaxpr(lambda *xs: list(fun(*xs)[0]))(*leaves)
         except jax.errors.JAXTypeError:  # f reads values: its stops are not seen
             self.unseen = 1
-        self.base = half.numbers(self.held(*leaves))
+        self.base = numbers(self.held(*leaves))
         self.recorded = self.values
-
-    def _running(self) -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        stack.enter_context(set_here(program=self, own=0))
-        # What is compiled without edits must not be kept for the next call.
-        stack.enter_context(jax.disable_jit(not self.edits))
-        return stack
-
-    # --- what `checked` calls
 
     def held(self, *xs: Any) -> list[Any]:
         self.at = 0
         if self.closed is not None:
             return self._eval(self.closed.jaxpr, self.closed.consts, xs)
-        with self._running():
+        with set_here(program=self, own=0), unchanged():
             return list(self.fun(*xs)[0])
 
-    def pullback(self, vs: Sequence[Any]) -> Callable[..., list[Any]]:
-        """The pullback at fixed cotangents, as a function that can be differentiated."""
-
+    def pullback(self, given: Sequence[Any]) -> Callable[..., list[Any]]:
         def pulled(*xs: Any) -> list[Any]:
             ys, pull = jax.vjp(self.held, *xs)
-            pairs = zip(half.like(vs, ys), ys, strict=True)
+            pairs = zip(like(given, ys), ys, strict=True)
             cts = [jnp.zeros_like(y) if v is None else v for v, y in pairs]
             return [jnp.conj(g) for g in pull([jnp.conj(ct) for ct in cts])]
 
         return pulled
 
-    def without_edits(self) -> HeldProgram:
-        return HeldProgram(self.fun, self.leaves, edits=False)
+    def hold(self, x: Any) -> Any:
+        """A value that f stops: recorded in the first run, put back in the others."""
+        if self.recorded is None:
+            self.values.append(x)
+            return jax.lax.stop_gradient(x)
+        self.at += 1
+        return jax.lax.stop_gradient(self.recorded[self.at - 1])
 
     # --- the interpreter
 
@@ -137,17 +141,19 @@ class HeldProgram(CheckedProgram):
         for e in jaxpr.eqns:
             args, name = [read(v) for v in e.invars], e.primitive.name
             inner = e.params.get(_INLINED.get(name, ""))
-            self.edited |= _is_edit(e)  # also one that was compiled before
             if name == "stop_gradient" and not _is_own(e):
-                ys = [self._stopped(args[0])]
+                ys = [self.hold(args[0])]
+            elif _is_edit(e):
+                self.edited, straight = True, _name(e) == "straight_through"
+                ys = [args[1] + self.hold(args[0] - args[1])] if straight else args
             elif inner is not None:
                 ys = self._eval(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args)
             else:
                 ys = self._bound(e, args)
-            for y in ys:
-                if self.recorded is None and jnp.issubdtype(y.dtype, jnp.inexact):
+            for y in ys if self.recorded is None else ():
+                if jnp.issubdtype(y.dtype, jnp.inexact):
                     self.eps = max(self.eps, float(jnp.finfo(y.dtype).eps))
-            env.update(zip(e.outvars, ys, strict=True))
+            env.update(zip(e.outvars, ys, strict=False))  # an edit may have further arguments
         return [read(v) for v in jaxpr.outvars]
 
     def _bound(self, e: Any, args: list[Any]) -> list[Any]:
@@ -161,13 +167,6 @@ class HeldProgram(CheckedProgram):
         if self.operations is not None and all(inexact) and args:
             self.operations.append((_name(e), _line(e), fn, args))
         return fn(*args)
-
-    def _stopped(self, x: Any) -> Any:
-        if self.recorded is None:
-            self.values.append(x)
-            return jax.lax.stop_gradient(x)
-        self.at += 1
-        return jax.lax.stop_gradient(self.recorded[self.at - 1])
 
 
 def _is_own(e: Any) -> bool:
@@ -191,8 +190,7 @@ def _name(e: Any) -> str:
 
 
 def _line(e: Any) -> Source | None:
-    traceback = e.source_info.traceback
-    for frame in traceback.frames if traceback else ():
+    for frame in stack_of(e):
         if kind_of(frame.file_name) == USER:
             return Source(frame.file_name, frame.line_num)
     return None

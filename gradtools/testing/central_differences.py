@@ -1,83 +1,131 @@
-"""Compares a derivative with central differences of a function's values, along one direction.
+"""Compares a derivative with central differences of a function's values, along random directions.
 
     Re<J^H v, u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>  =  Re<v, J u>
 
-Each entry moves on the scale of its own size. The derivative agrees if it does at one of two steps
-h. It differs if the two steps agree with each other ten times better than with it, and if so at a
-nearby point, too: a kink or a tie is at one point only.
+Each entry moves on the scale of its own size. A derivative agrees if it does at one of two steps h.
+By the mean value theorem the difference is a mean of the derivative along the segment, so kinks,
+ties and coarse steps are told by the derivative at its ends: it differs if the difference is far
+from the mean of these, compared with how far their mean is from the derivative at x.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 
 @dataclass
-class Question:
-    """A derivative at xs, and the program whose differences it is compared with.
+class Comparison:
+    """A derivative at xs, compared with differences of a program's values.
 
     Attributes:
-        program: `program(xs)` returns f's outputs as NumPy arrays.
-        xs: The point, as NumPy arrays.
-        derivative: `derivative(program, xs, given)` are the cotangents of xs, or if `forward` the
-            tangents of the outputs.
-        given: The cotangents of the outputs (None: zero), or if `forward` the tangents of xs.
-        rng: Draws the directions.
-        forward: Whether it is a pushforward.
-        known: The derivative at xs, if it was computed before.
+        program: `program(xs)` returns f's outputs, and `program.derivative_at(member, xs, given)`
+            a derivative, as lists of NumPy arrays.
+        member: "vjp" if `given` holds cotangents of the outputs (None: zero), "jvp" or "linearize"
+            if it holds tangents of xs.
+        known: The derivative, if it was computed before.
+        slope: The derivative along a direction; `difference` is that of the values at `step`.
     """
 
     program: Any
+    member: str
     xs: list[Any]
-    derivative: Callable[..., list[Any]]
     given: list[Any]
     rng: Any
-    forward: bool = False
     known: list[Any] | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a comparison found: "agrees", "differs" or "noisy", and the numbers."""
-
-    verdict: str
     slope: float = 0.0
     difference: float = 0.0
     step: float = 0.0
 
+    def verdict(self) -> str:
+        """Whether it "agrees", "differs" (in two of three comparisons), or is too "noisy" to tell.
 
-def judge(q: Question) -> tuple[Question, Answer]:
-    """Compares a derivative without edits; what does not agree is compared nearby, too.
+        After the first comparison the point moves a little, since a kink or tie is at one point.
+        """
+        found = [self.ask()]
+        while len(found) < 3 and found[-1] != "agrees":
+            if self._is_own():
+                away, moves = min(30 * self.program.eps ** (1 / 3), 0.5), self._moves()
+                xs = [x + away * u for x, u in zip(self.xs, moves, strict=True)]
+                self.xs, self.known = self.program.rounded(xs), None
+                del self.again
+            found.append(self.ask())
+        both = found.count("differs") > 1
+        return "agrees" if found[-1] == "agrees" else "differs" if both else "noisy"
 
-    Returns the question at the point where it was decided, and the answer.
-    """
-    if q.program.edited:
-        q = replace(q, program=q.program.without_edits(), known=None)
-    answer = _decided(q)
-    if answer.verdict == "agrees":
-        return q, answer
-    if not _same(_known(q), q.derivative(q.program, q.xs, q.given)):  # NaN, or another formula
-        return q, answer
-    away = min(30 * q.program.eps ** (1 / 3), 0.5)
-    xs = [x + away * u for x, u in zip(q.xs, _moves(q), strict=True)]
-    near = replace(q, xs=q.program.numbers(q.program.arrays(xs)), known=None)
-    found = _decided(near)
-    return near, answer if found.verdict == "differs" else found
+    @cached_property
+    def again(self) -> list[Any]:
+        """The program's own derivative, without gradtools' edits."""
+        return self.program.derivative_at(self.member, self.xs, self.given)
 
+    def _is_own(self) -> bool:
+        """Whether the derivative is the program's own, and no NaN."""
+        known = self.again if self.known is None or self.program.edited else self.known
+        zero = lambda x: 0 if x is None else x
+        pairs = [(zero(x), zero(y)) for x, y in zip(known, self.again, strict=True)]
+        return all(np.allclose(x, y, 0.01, 0.01 * np.max(np.abs(y), initial=0)) for x, y in pairs)
 
-def _same(xs: Any, ys: Any) -> bool:
-    pairs = [(0 if x is None else x, 0 if y is None else y) for x, y in zip(xs, ys, strict=True)]
-    return all(np.allclose(x, y, 0.01, 0.01 * np.max(np.abs(y), initial=0)) for x, y in pairs)
+    def ask(self, only: int | None = None) -> str:
+        """Compares along one direction, in which the array `only` moves alone; None: all move."""
+        program, eps, forward = self.program, self.program.eps, self.member != "vjp"
+        base, us, vs = program(self.xs), self._moves(only), self.given
+        known = self.again if self.known is None or program.edited else self.known
+        scale = 1.0
+        if forward:
+            us = [u if only in (None, i) else 0 * u for i, u in enumerate(self.given)]
+            known = known if only is None else program.derivative_at(self.member, self.xs, us)
+            pairs = zip(us, self._sizes(), strict=True)
+            scale = max([float((np.abs(u) / size).max(initial=0)) for u, size in pairs]) or 1.0
+            vs = [normal(self.rng, y) for y in base]
 
+        def slope_at(ds: list[Any], moved: list[Any], size: bool = False) -> float:
+            return _dot(vs, ds, size) / scale if forward else _dot(ds, moved, size)
 
-def _decided(q: Question) -> Answer:
-    """The first answer along three directions that is not noisy."""
-    answers = (ask(q) for _ in range(3))
-    return next((a for a in answers if a.verdict != "noisy"), Answer("noisy"))
+        found: list[float] = []
+        with np.errstate(all="ignore"):
+            for self.step in (4 * eps ** (1 / 3), eps ** (1 / 3)):
+                h = self.step / scale
+                ends = [[x + s * h * u for x, u in zip(self.xs, us, strict=True)] for s in (1, -1)]
+                ends = [program.rounded(end) for end in ends]
+                moved = [(a - b) / (2 * self.step) for a, b in zip(*ends, strict=True)]
+                moved = [np.where(np.isfinite(m), m, 0) for m in moved]
+                up, down = (_dot(vs, program(end)) for end in ends)
+                self.slope, self.difference = slope_at(known, moved), (up - down) / (2 * self.step)
+                gap, sizes = abs(self.slope - self.difference), (self.slope, self.difference)
+                near = min(max(4 * eps**0.5, 2e-4), 0.3) * max(map(abs, sizes))
+                if gap <= near + min(30 * eps, 0.03) * slope_at(known, moved, size=True):
+                    return "agrees"
+                found.append(self.difference)
+            weight = _dot(vs, [np.abs(y) + 1 for y in base], size=True)  # rounding of values of 1
+            noise = 20 * eps * weight / self.step + 10 * abs(found[0] - found[1])
+            if not np.isfinite(self.slope):
+                return (
+                    "differs" if noise < abs(found[1]) + 40 * eps * weight / self.step else "noisy"
+                )
+            if self._is_own():
+                given = us if forward else self.given
+                at_ends = [program.derivative_at(self.member, end, given) for end in ends]
+                mean = sum(slope_at(ds, moved) for ds in at_ends) / 2
+                gap, noise = min(gap, abs(mean - found[1])), noise + 2 * abs(mean - self.slope)
+        return "differs" if noise < gap else "noisy"
+
+    def _sizes(self) -> list[Any]:
+        """The scale on which each entry moves: its size up to hundreds, the median's for 0."""
+        made, fine = [], 100 * self.program.eps ** (2 / 3)  # of which the moves are many roundings
+        for x in self.xs:
+            sizes = np.abs(np.where(np.isfinite(x), x, 0))
+            typical = np.median(sizes[sizes > 0]) if (sizes > 0).any() else 1.0
+            capped = np.minimum(sizes, np.maximum(100, fine * sizes))
+            made.append(np.maximum(capped, min(typical, 1.0)))
+        return made
+
+    def _moves(self, only: int | None = None) -> list[Any]:
+        pairs = enumerate(zip(self.xs, self._sizes(), strict=True))
+        return [normal(self.rng, x) * size * (only in (None, i)) for i, (x, size) in pairs]
 
 
 def normal(rng: Any, like: Any) -> Any:
@@ -96,71 +144,3 @@ def normal(rng: Any, like: Any) -> Any:
 def _dot(xs: Sequence[Any], ys: Sequence[Any], size: bool = False) -> float:
     terms = [np.conj(x) * y for x, y in zip(xs, ys, strict=True) if x is not None and y is not None]
     return float(sum(np.abs(t).sum() if size else t.real.sum() for t in terms))
-
-
-def _sizes(q: Question) -> list[Any]:
-    """The scale on which each entry moves: its size up to hundreds, that of the others for 0."""
-    made, fine = [], 100 * q.program.eps ** (2 / 3)  # of which the moves are many roundings
-    for x in q.xs:
-        sizes = np.abs(np.where(np.isfinite(x), x, 0))
-        typical = np.median(sizes[sizes > 0]) if (sizes > 0).any() else 1.0
-        capped = np.minimum(sizes, np.maximum(100, fine * sizes))
-        made.append(np.maximum(capped, min(typical, 1.0)))
-    return made
-
-
-def _moves(q: Question, only: int | None = None) -> list[Any]:
-    """A random direction, or that of the one array `only`."""
-    pairs = enumerate(zip(q.xs, _sizes(q), strict=True))
-    return [normal(q.rng, x) * size * (only in (None, i)) for i, (x, size) in pairs]
-
-
-def ask(q: Question, only: int | None = None) -> Answer:
-    """Compares a derivative with differences along one direction.
-
-    only: The one of xs that moves; None: all.
-    """
-    eps, base = q.program.eps, q.program(q.xs)
-    if q.forward:
-        given = [u if only in (None, i) else 0 * u for i, u in enumerate(q.given)]
-        pairs = zip(given, _sizes(q), strict=True)
-        scale = max(float((np.abs(u) / size).max(initial=0)) for u, size in pairs)
-        if scale == 0:
-            return Answer("agrees")
-        us, vs = [u / scale for u in given], [normal(q.rng, y) for y in base]
-        known = q.derivative(q.program, q.xs, given) if only is not None else _known(q)
-        slope, size = _dot(vs, known) / scale, _dot(vs, known, size=True) / scale
-        at_risk = size * max(float(np.abs(x).max(initial=0)) for x in q.xs)
-    else:
-        us, vs, known = _moves(q, only), q.given, _known(q)
-        size = _dot(known, us, size=True)
-        at_risk = _dot(known, [np.abs(x) * (u != 0) for x, u in zip(q.xs, us, strict=True)], True)
-    tolerance = min(max(4 * eps**0.5, 2e-4), 0.3)
-    weight = _dot(vs, [np.abs(y) + 1 for y in base], size=True)  # rounding of values of 1
-    found: list[Answer] = []
-    with np.errstate(all="ignore"):
-        for h in (eps ** (1 / 3), 4 * eps ** (1 / 3)):
-            ends = [[x + s * h * u for x, u in zip(q.xs, us, strict=True)] for s in (1, -1)]
-            ends = [q.program.numbers(q.program.arrays(end)) for end in ends]
-            up, down = (_dot(vs, q.program(end)) for end in ends)
-            if not q.forward:  # the direction that was taken, after rounding
-                moved = [(a - b) / (2 * h) for a, b in zip(*ends, strict=True)]
-                slope = _dot(known, [np.where(np.isfinite(m), m, 0) for m in moved])
-            difference = (up - down) / (2 * h)
-            near = tolerance * max(abs(slope), abs(difference)) + min(30 * eps, 0.03) * size
-            agrees = abs(slope - difference) <= near
-            found.append(Answer("agrees" if agrees else "noisy", slope, difference, h))
-            if agrees:
-                return found[-1]
-        close, far = found
-        gap = min(abs(a.slope - a.difference) for a in found)
-        gap = gap if np.isfinite(gap) else abs(close.difference)
-        noise = 20 * eps * weight / close.step + 10 * abs(far.difference - close.difference)
-        at_risk = eps * at_risk > 0.1 * weight  # a rounding of x changes the value by as much
-    return replace(close, verdict="differs" if noise < gap and not at_risk else "noisy")
-
-
-def _known(q: Question) -> list[Any]:
-    if q.known is None:
-        q.known = q.derivative(q.program, q.xs, q.given)
-    return q.known

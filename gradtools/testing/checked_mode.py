@@ -1,45 +1,41 @@
 """`checked`: compares every derivative that gradtools takes in a block with differences of values.
 
-For a pullback at cotangents v, and a pushforward along a tangent u, along one random direction
-
     Re<J^H v, u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>  =  Re<v, J u>
 
-at two step sizes h, and where these disagree at a nearby point. What is meant to differ is left
-out: edits are identities on both sides, and a stop that f itself executes (`stop_gradient`,
-`detach`, a `no_grad` block) keeps the value of the first run in all others. Stops of gradtools'
-own, and those inside of custom functions and rules, do not. `gradtools.torch.checked_mode` and
-`gradtools.jax.checked_mode` run f.
+What is meant to differ is left out: edits are identities on both sides, and a stop that f itself
+executes (`stop_gradient`, `detach`, a `no_grad` block) keeps the value of the first run in all
+others. Stops of gradtools' own, and those inside of custom functions and rules, do not.
 
-The members of a backend that differentiate are replaced on the instance while a context is open,
-so an operator outside of one runs the same code as ever.
+`central_differences` compares. The modules `checked_mode` of `gradtools.torch` and `gradtools.jax`
+run f at other points. While a context is open, the members of a backend that differentiate are
+replaced on the instance, so an operator outside of one runs the same code as ever. Batches and sums
+over chunks are loops then, so that the derivatives inside of them have values.
 """
 
 from __future__ import annotations
 
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from gradtools.arguments.calls import Call
 from gradtools.arguments.chunks import ChunkFunction
-from gradtools.backend import FrameworkBackend, Recomputation
+from gradtools.backend import Differentiation, FrameworkBackend, Recomputation
 from gradtools.code_origin import definition_of, innermost, lines_above
 from gradtools.custom_rules import CustomRule
 from gradtools.errors import DerivativeError
 from gradtools.rules import by_key
-from gradtools.testing.central_differences import Answer, Question, ask, judge, normal
+from gradtools.testing.central_differences import Comparison, normal
 
 TRACED = "traced values (jit, vmap, compile)"
 UNSEEN = "stops inside of compiled code or loops, or f reads values"
 NOISY = "too noisy to tell"
-_MOST_ROWS = 16
 
 
 @dataclass
@@ -70,22 +66,10 @@ class _CheckedThread(threading.local):
     program: Any = None  # the one that runs at other points; nothing is compared inside of it
     own = 0  # how many calls of gradtools the running code is in, since the user's function began
     taking = False  # whether a derivative of gradtools is being taken
+    native = False  # whether a derivative of the framework's own, at known values, is compared
 
 
 here = _CheckedThread()
-
-
-class Streams:
-    """The random streams of Python and NumPy; each half adds those of its framework."""
-
-    def state(self) -> Any:
-        """Where they are."""
-        return np.random.get_state(), random.getstate()  # noqa: NPY002 - the stream that f may use
-
-    def restore(self, state: Any) -> None:
-        """Puts them back."""
-        np.random.set_state(state[0])  # noqa: NPY002 - as above
-        random.setstate(state[1])
 
 
 @contextmanager
@@ -99,11 +83,23 @@ def set_here(**values: Any) -> Iterator[None]:
         vars(here).update(before)
 
 
+def functions_within(fun: Any) -> list[Any]:
+    """The function that a backend differentiates, and those that it wraps, the user's last."""
+    found = [getattr(fun, "call", fun)]
+    while (inner := getattr(found[-1], "f", None) or getattr(found[-1], "fun", None)) is not None:
+        found.append(inner)
+    return found
+
+
 class CheckedProgram:
-    """f, which runs again at other points; a half adds `held`, `pullback` and `hold`.
+    """f, which runs again at other points and leaves no trace; a framework's class adds how.
 
     Attributes:
-        edits: Whether gradtools' edits are made, and `edited` whether f holds any.
+        half: The module that runs it.
+        held: f's outputs at arrays, without edits.
+        pullback: The pullback at fixed cotangents.
+        base: The outputs of the first run.
+        edited: Whether f contains edits.
         unseen: How many operations hold stops that are not seen.
         notes: For the report; `left` and `suspects` are for an error's text.
         values: The values that f stops, and `recorded` those of the first run.
@@ -111,134 +107,89 @@ class CheckedProgram:
     """
 
     half: Any
+    held: Callable[..., list[Any]]
+    pullback: Callable[[Sequence[Any]], Callable[..., list[Any]]]
+    base: list[Any]
 
-    def __init__(self, fun: Any, leaves: Sequence[Any], edits: bool = True) -> None:
-        self.fun, self.leaves, self.edits, self.edited, self.unseen = (
-            fun,
-            [*leaves],
-            edits,
-            False,
-            0,
-        )
+    def __init__(self, backend: Any, fun: Any, leaves: Sequence[Any]) -> None:
+        self.backend, self.fun, self.leaves = backend, fun, [*leaves]
+        self.edited, self.unseen, self.at = False, 0, 0
         self.notes, self.left, self.suspects = list[str](), list[str](), list[str]()
-        self.values, self.at = list[Any](), 0
+        self.values = list[Any]()
         self.recorded: list[Any] | None = None
         self.operations: list[Any] | None = None
 
     def __call__(self, points: Sequence[Any]) -> list[Any]:
         """f's outputs as NumPy arrays."""
-        return self.half.numbers(self.held(*self.arrays(points)))
+        return self.half.numbers(self.held(*self.half.like(points, self.leaves)))
 
-    def held(self, *xs: Any) -> list[Any]:
-        """f's outputs at xs."""
-        raise NotImplementedError
+    def rounded(self, points: Sequence[Any]) -> list[Any]:
+        """The points in the precision of f's arguments."""
+        return self.half.numbers(self.half.like(points, self.leaves))
 
-    def hold(self, x: Any) -> Any:
-        """A value that f stops: x, or that of the first run."""
-        raise NotImplementedError
+    def derivative(self, member: str, given: Sequence[Any]) -> Callable[..., list[Any]]:
+        """The pullback ("vjp") or pushforward at fixed vectors, which is differentiable."""
+        if member == "vjp":
+            return self.pullback(given)
+        run: Any = lambda *xs: (self.held(*xs), [])
+        along = partial(self.half.like, given)
+        if member == "linearize":
+            return lambda *xs: self.backend.linearize(run, list(xs))[2](along(xs))
+        return lambda *xs: self.backend.jvp(run, list(xs), along(xs))[2]
 
-    def numbers(self, xs: Sequence[Any]) -> list[Any]:
-        """Arrays as NumPy arrays."""
-        return self.half.numbers(xs)
-
-    def arrays(self, points: Sequence[Any]) -> list[Any]:
-        """NumPy arrays as f's arguments."""
-        return self.half.like(points, self.leaves)
-
-    def edit(self, name: str, xs: Sequence[Any], run: Callable[[], Any]) -> list[Any]:
-        """The outputs of an edit, which may be left out."""
-        self.edited = True
-        if self.edits:
-            return run()
-        if name == "straight_through":
-            return [xs[1] + self.hold(xs[0] - xs[1])]
-        return list(xs if name == "clip_gradient" else xs[:1])
-
-    def calls(self) -> list[Any]:
-        """f's operations: name, line, function and arguments of each."""
-        self.operations = []
-        self.held(*self.leaves)
-        found, self.operations = self.operations, None
-        return found
+    def derivative_at(self, member: str, points: Any, given: Sequence[Any]) -> list[Any]:
+        """A derivative as NumPy arrays."""
+        xs = self.half.like(points, self.leaves)
+        return self.half.numbers(self.derivative(member, given)(*xs))
 
     def called(self, name: str, fn: Callable[..., Any], leaves: Sequence[Any]) -> None:
         """A custom rule is called."""
 
+    def wrong_operation(self, rng: Any) -> str:
+        """The first operation of f whose own derivative is wrong, in words; else what may be."""
+        calls = self.operations = list[Any]()
+        self.held(*self.leaves)
+        self.operations = None
+        for word, inner, outer in _ORDERS:
+            for name, line, fn, xs in calls:
+                try:
+                    for member in filter(None, (inner, outer)):
+                        program, at = self.half.plain(self.backend, fn, xs), self.half.numbers(xs)
+                        given = [normal(rng, y) for y in (program.base if member == "vjp" else at)]
+                        fn = program.derivative(member, given)
+                    if Comparison(program, member, at, given, rng).verdict() == "differs":
+                        return f"The {word}derivative of {name} is wrong by itself ({line})."
+                except Exception:  # an operation that cannot be tried alone is not named
+                    continue
+        return f"f holds {', '.join(self.suspects)}." if self.suspects else ""
 
-# --- one comparison -----------------------------------------------------------------------------
 
 _ORDERS = (
-    ("", "vjp", ""),
+    ("", "", "vjp"),
     ("second ", "vjp", "vjp"),
-    ("forward-mode ", "jvp", ""),
-    ("reverse-over-forward ", "vjp", "jvp"),
+    ("forward-mode ", "", "jvp"),
+    ("reverse-over-forward ", "jvp", "vjp"),
 )
 
 
-def _wrong_operation(q: Question, members: Any) -> str:
-    """The first operation of f whose own derivative is wrong, in words; else what may be."""
-    calls, half, draw = q.program.calls(), members.half, lambda xs: [normal(q.rng, x) for x in xs]
-    for word, outer, inner in _ORDERS:
-        for name, line, fn, xs in calls:
-            try:
-                for member in filter(None, (inner, outer)):
-                    program, at = half.plain(fn, xs), half.numbers(xs)
-                    given = draw(at if member == "jvp" else program.base)
-                    fn = members.derivative(program, given, member)
-                derivative = partial(members.numbers_of, member)
-                question = Question(program, at, derivative, given, q.rng, member == "jvp")
-                if judge(question)[1].verdict == "differs":
-                    return f"The {word}derivative of {name} is wrong by itself ({line})."
-            except Exception:  # an operation that cannot be tried alone is not named
-                continue
-    return f"f holds {', '.join(q.program.suspects)}." if q.program.suspects else ""
-
-
-def compare_derivative(caller: str, fun: Any, members: Any, q: Question) -> None:
-    """Compares one derivative, and raises a `DerivativeError` if it differs."""
-    report, half, state = here.report, members.half, members.half.state()
-    assert report is not None
-    with set_here(program=q.program, own=0):
-        try:
-            q, answer = judge(q)
-            if answer.verdict == "differs" and not q.program.unseen:
-                raise DerivativeError(_text(caller, fun, members, q, answer))
-        finally:
-            half.restore(state)
-    if answer.verdict == "agrees":
-        report.compared += 1
-    else:
-        report.skipped[UNSEEN if q.program.unseen else NOISY] += 1
-    report.notes += [note for note in q.program.notes if note not in report.notes]
-
-
-def _text(caller: str, fun: Any, members: Any, q: Question, answer: Answer) -> str:
-    call, first = getattr(fun, "call", fun), getattr(fun, "first", 0)
-    paths = getattr(call, "paths", [f"leaf {i}" for i in range(len(q.xs))])[first:]
-    pairs = enumerate(paths[: len(q.xs)])
-    wrong = [path for i, path in pairs if ask(q, i).verdict == "differs"]
-    f = getattr(call, "f", None)
-    while (inner := getattr(f, "f", None) or getattr(f, "fun", None)) is not None:
-        f = inner
-    name, place = getattr(f, "__qualname__", type(f).__name__), definition_of(f)
+def _text(caller: str, fun: Any, c: Comparison) -> str:
+    first, within = getattr(fun, "first", 0), functions_within(fun)
+    paths = getattr(within[0], "paths", [f"leaf {i}" for i in range(len(c.xs))])[first:]
+    words = f"{c.slope:.6g}, and central differences (step {c.step:.1g}) give {c.difference:.6g}"
+    wrong = [path for i, path in enumerate(paths[: len(c.xs)]) if c.ask(i) == "differs"]
+    name = getattr(within[-1], "__qualname__", type(within[-1]).__name__)
     return " ".join(
         [
             f"{caller}: the derivative with respect to {', '.join(wrong[:3]) or 'its arguments'}",
-            f"is not that of f's values: along a random direction it is {answer.slope:.6g}, and",
-            f"central differences (step {answer.step:.1g}) give {answer.difference:.6g}.",
-            f"f is {name} ({place}), differentiated at {innermost(lines_above(1))}.",
-            *q.program.left,
-            _wrong_operation(q, members),
+            f"is not that of f's values: along a random direction it is {words}. f is {name}",
+            f"({definition_of(within[-1])}), differentiated at {innermost(lines_above(1))}.",
+            *c.program.left,
+            c.program.wrong_operation(c.rng),
         ]
     ).rstrip()
 
 
 # --- the members of a backend that are replaced --------------------------------------------------
-
-_MEMBERS = (
-    "vjp", "jvp", "jvps", "linearize", "map_batches", "apply_rule", "apply_rule_by_key", "scaled",
-    "run_chunks", "sum_chunks", "run_frozen", "run_checkpointed",
-)  # fmt: skip
 
 
 class _CheckedMembers:
@@ -246,91 +197,73 @@ class _CheckedMembers:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
-        self.before = {n: backend.__dict__[n] for n in _MEMBERS if n in backend.__dict__}
-        self.original = {n: getattr(backend, n) for n in _MEMBERS if hasattr(backend, n)}
-        pushing = {n: partial(self._pushing, n) for n in ("jvp", "jvps", "linearize")}
-        others = {"run_frozen": self._run_chunks, **pushing}
-        for name, member in self.original.items():
-            replaced = others.get(name) or getattr(self, f"_{name}")
-            setattr(backend, name, partial(self._called, replaced, member))
+        _replace(backend, "checked", self)
+        for name in _MEMBERS:
+            if member := getattr(backend, name, None):
+                checked = getattr(self, f"_{name}", None) or partial(self._pushing, name)
+                _replace(backend, name, partial(self._called, checked, member))
 
-    def remove(self) -> None:
-        for name in self.original:
-            del self.backend.__dict__[name]
-        self.backend.__dict__.update(self.before)
-
-    @property
+    @cached_property
     def half(self) -> Any:
-        return self.backend.submodule("checked_mode", "checked").half
+        return self.backend.submodule("checked_mode", "checked")
 
-    def _called(self, replaced: Any, member: Any, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, checked: Any, member: Any, *args: Any, **kwargs: Any) -> Any:
         if here.report is None:
             return member(*args, **kwargs)
-        return replaced(partial(self.own, member), *args, **kwargs)
+        return checked(partial(self.own, member), *args, **kwargs)
 
     def own(self, member: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a member as code of gradtools, whose stops are not the user's."""
         with set_here(own=here.own + 1), self.half.scope(True):
             return member(*args, **kwargs)
 
-    def program(self, fun: Any, leaves: Sequence[Any], **how: Any) -> Any:
+    def program(self, fun: Any, leaves: Sequence[Any], captures: bool = False) -> Any:
         """f as a program that runs again, recorded at the leaves; None if it is not compared."""
         report = here.report
-        if here.program is not None or report is None or (here.taking and self.half.rehearses):
+        if here.program is not None or report is None or (here.taking and self.half.REHEARSES):
             return None
-        if (leaves or not how) and (not leaves or self.half.traced(leaves)):
+        if self.half.traced(leaves) or not (leaves or captures):
             report.skipped[TRACED] += 1
             return None
-        state = self.half.state()
         try:
-            return self.half.program(fun, leaves, **how)
+            return self.half.program_of(self.backend, fun, leaves, captures)
         except DerivativeError:
             raise
         except Exception as error:  # the operator's own run raises it, if it is not of a second run
             report.notes.append(f"f could not run again: {type(error).__name__}: {error}")
             return None
-        finally:
-            self.half.restore(state)
 
-    def derivative(self, program: Any, given: Sequence[Any], member: str) -> Callable[..., Any]:
-        """The pullback or pushforward of a program at fixed vectors, which is differentiable."""
-        if member == "vjp":
-            return program.pullback(given)
-        run: Any = lambda *a: (program.held(*a), [])
+    def compare(self, caller: str, program: Any, fun: Any, given: Any, known: Any, to: str) -> None:
+        """Compares one derivative, and raises a `DerivativeError` if it differs.
 
-        def pushed(*xs: Any) -> list[Any]:
-            along = self.half.like(given, xs)
-            with set_here(own=0):
-                if member == "jvp":
-                    return self.original["jvp"](run, list(xs), along)[2]
-                return self.original["linearize"](run, list(xs))[2](along)
-
-        return pushed
-
-    def numbers_of(self, member: str, program: Any, xs: Any, given: Any) -> list[Any]:
-        """A derivative of a program as NumPy arrays."""
-        return self.half.numbers(self.derivative(program, given, member)(*program.arrays(xs)))
-
-    def compare(
-        self, program: Any, fun: Any, leaves: Any, given: Any, known: Any, member: str
-    ) -> None:
-        """Compares a derivative that an operator took; traced ones are counted."""
-        if program is None or here.program is not None or here.report is None:
+        known: The derivative that was taken at the vectors `given`; None: the program's own.
+        """
+        report, half = here.report, self.half
+        if program is None or report is None or here.program is not None:
             return
-        if self.half.traced([*given, *known]):
-            here.report.skipped[TRACED] += 1
-            return
-        at, given, known = map(self.half.numbers, (leaves, given, known))
-        derivative = partial(self.numbers_of, member)
-        q = Question(program, at, derivative, given, here.rng, member != "vjp", known)
-        compare_derivative(getattr(fun, "caller", member), fun, self, q)
+        if known is not None:
+            if half.traced([*given, *known]):
+                report.skipped[TRACED] += 1
+                return
+            given, known = half.numbers(given), half.numbers(known)
+        with set_here(program=program, own=0):
+            xs = half.numbers(program.leaves)
+            found = Comparison(program, to, xs, given, here.rng, known)
+            verdict = found.verdict()
+            if verdict == "differs" and not program.unseen:
+                raise DerivativeError(_text(caller, fun, found))
+        if verdict == "agrees":
+            report.compared += 1
+        else:
+            report.skipped[UNSEEN if program.unseen else NOISY] += 1
+        report.notes += [note for note in program.notes if note not in report.notes]
 
-    def _comparing(self, program: Any, fun: Any, leaves: Any, linear: Any, member: str) -> Any:
+    def _comparing(self, program: Any, fun: Any, linear: Any, member: str) -> Any:
         """A linear map whose results are compared."""
 
         def run(native: Any, given: Any) -> Any:
-            result = self.own(native, given)
-            self.compare(program, fun, leaves, given, result, member)
+            result, caller = self.own(native, given), getattr(fun, "caller", member)
+            self.compare(caller, program, fun, given, result, member)
             return result
 
         return self.backend.linear_map(run, linear)
@@ -339,7 +272,7 @@ class _CheckedMembers:
         program = self.program(fun, leaves)
         with set_here(taking=True):
             result = run(fun, leaves, **how)
-        transposed, compared = result.transposed, partial(self._comparing, program, fun, leaves)
+        transposed, compared = result.transposed, partial(self._comparing, program, fun)
         result.pullback = compared(result.pullback, "vjp")
         result.transposed = lambda: (push := transposed()) and compared(push, "linearize")
         return result
@@ -349,44 +282,44 @@ class _CheckedMembers:
         with set_here(taking=True):
             outs, extras, result = run(fun, leaves, *given)
         if member == "linearize":
-            return outs, extras, self._comparing(program, fun, leaves, result, member)
+            return outs, extras, self._comparing(program, fun, result, member)
         pairs = zip(*given, result, strict=True) if member == "jvps" else [(*given, result)]
         for tangents, pushed in pairs:
-            self.compare(program, fun, leaves, tangents, pushed, "jvp")
+            self.compare(getattr(fun, "caller", "jvp"), program, fun, tangents, pushed, "jvp")
         return outs, extras, result
 
     def _map_batches(self, run: Any, f: Any, batch: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """Compares the rows one by one, and the first with that of the batch."""
-        report = here.report
-        if report is None or here.program is not None or self.half.traced(batch):
+        """Compares the first rows one by one, and with those of the batch."""
+        if here.program is not None or self.half.traced(batch) or not len(batch[0]):
             return run(f, batch, *args, **kwargs)
-        before, skipped = report.compared, report.skipped.copy()
-        result = run(f, batch, *args, **kwargs)
-        if report.compared == before and batch and len(batch[0]):
-            report.skipped, state, count = skipped, self.half.state(), len(batch[0])
-            for i in range(0, count, -(-count // _MOST_ROWS)):
-                f(*[x[i] for x in batch])
+        first = [x[:_MOST_ROWS] for x in batch]
+        alone = lambda: self.half.numbers(Differentiation.map_batches(self.backend, f, first, None))
+        with self.half.unchanged():
+            rows = alone()
             with set_here(report=None):
-                alone, twice = (self.half.numbers(f(*[x[0] for x in batch])) for _ in range(2))
-            drawn = any((x != y).any() for x, y in zip(alone, twice, strict=True))
-            for x, rows in zip(alone, self.half.numbers(result), strict=True):
-                if not drawn and not np.allclose(x, rows[0], 0.01, 0.01 * np.abs(x).max(initial=0)):
-                    raise DerivativeError("vmap: a row of a batch differs from the row alone.")
-            self.half.restore(state)
+                drawn = any((x != y).any() for x, y in zip(rows, alone(), strict=True))
+        with set_here(report=None):
+            result = run(f, batch, *args, **kwargs)
+        for x, y in zip(rows, self.half.numbers(result), strict=True):
+            if not drawn and not np.allclose(x, y[: len(x)], 0.01, 0.01 * np.abs(x).max(initial=0)):
+                raise DerivativeError("vmap: a row of a batch differs from the row alone.")
         return result
 
+    def _sum_chunks(self, run: Any, chunks: Any, *weigh: Any) -> Any:
+        arrays = [*(x for x, _ in chunks.splits), *filter(self.backend.is_array, chunks.shared)]
+        if self.half.REHEARSES and not self.half.traced(arrays):
+            return Recomputation.sum_chunks(self.backend, chunks)
+        return run(chunks, *weigh)
+
     def _apply_rule(self, run: Any, rule: Any, *xs: Any) -> Any:
-        if here.program is None or rule.reaches != "identity":
-            return run(rule, *xs)
-        return here.program.edit(rule.name, xs, partial(run, rule, *xs))
+        edit = getattr(here.program, "edit", None) if rule.reaches == "identity" else None
+        return edit(rule, xs) if edit else run(rule, *xs)
 
     def _apply_rule_by_key(self, run: Any, key: str, *xs: Any) -> Any:
         return self._apply_rule(lambda rule, *xs: run(key, *xs), by_key(key), *xs)
 
     def _scaled(self, run: Any, x: Any, factor: float) -> Any:
-        if here.program is None:
-            return run(x, factor)
-        return here.program.edit("scale_gradient", [x], lambda: [run(x, factor)])[0]
+        return run(x, factor) if here.program is None else None  # then it is a rule
 
     # --- parts through which a backward pass of the framework's own goes
 
@@ -394,49 +327,19 @@ class _CheckedMembers:
         """Compares `run(*args, **kwargs)`, which the framework itself may differentiate."""
         if here.program is not None or here.report is None or here.taking or here.own:
             return
-        at, xs = self.flat(run, args, kwargs)
+        at, leaves = self.flat(run, args, kwargs)
+        with self.half.native(leaves) as (values, moving):
 
-        def fun(*leaves: Any) -> tuple[list[Any], list[Any]]:
-            left = iter(leaves)
-            outs = at(*[next(left) if m else x for x, m in zip(values, moving, strict=True)])
-            return [y for y in outs if self.backend.is_array(y) and self.backend.is_inexact(y)], []
+            def fun(*xs: Any) -> tuple[list[Any], list[Any]]:
+                given, is_inexact = iter(xs), self.backend.is_inexact
+                outs = at(*[next(given) if m else x for x, m in zip(values, moving, strict=True)])
+                return [y for y in outs if self.backend.is_array(y) and is_inexact(y)], []
 
-        fun.caller, fun.f = caller, getattr(f, "f", f)  # type: ignore[attr-defined]
-        state = self.half.state()
-        with self.half.native(xs) as (values, moving), set_here(taking=False):
-            leaves = [x for x, m in zip(values, moving, strict=True) if m]
-            if program := values and self.program(fun, leaves, captures=True):
-                vs = [normal(here.rng, y) for y in program.base]
-                at_leaves, derivative = (
-                    self.half.numbers(program.leaves),
-                    partial(self.numbers_of, "vjp"),
-                )
-                q = Question(program, at_leaves, derivative, vs, here.rng)
-                compare_derivative(caller, fun, self, q)
-        self.half.restore(state)
-
-    def _run_chunks(self, run: Any, chunks: Any, *rest: Any) -> Any:
-        def part(splits: Any, lists: Any, shared: Any) -> Any:
-            axes = [axis for _, axis in chunks.splits]
-            splits = list(zip(splits, axes, strict=True))
-            outs = run(replace(chunks, splits=splits, lists=lists, shared=shared), *rest)
-            return outs[0] if isinstance(outs, tuple) else outs  # without carries
-
-        arrays = [x for x, _ in chunks.splits], chunks.lists, chunks.shared
-        self.native(chunks.caller, chunks.call, part, arrays, {})
-        return run(chunks, *rest)
-
-    def _sum_chunks(self, run: Any, chunks: Any, *args: Any) -> Any:
-        arrays = [*(x for x, _ in chunks.splits), *filter(self.backend.is_array, chunks.shared)]
-        if self.half.rehearses and here.program is None and not self.half.traced(arrays):
-            Recomputation.sum_chunks(self.backend, chunks)  # derivatives inside of it, at values
-            with set_here(taking=True):
-                return run(chunks, *args)
-        return run(chunks, *args)
-
-    def _run_checkpointed(self, run: Any, f: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.native("checkpoint", f, partial(run, f), args, kwargs)
-        return run(f, *args, **kwargs)
+            fun.f = getattr(f, "f", f)  # type: ignore[attr-defined]
+            differentiated = [x for x, m in zip(values, moving, strict=True) if m]
+            if program := values and self.program(fun, differentiated, captures=True):
+                given = [normal(here.rng, y) for y in program.base]
+                self.compare(caller, program, fun, given, None, "vjp")
 
     def flat(self, run: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         """`run(*args, **kwargs)` as a function of leaves that returns leaves, and its leaves."""
@@ -448,54 +351,71 @@ class _CheckedMembers:
 
         return at, leaves
 
+    def _run_chunks(self, run: Any, chunks: Any, *rest: Any) -> Any:
+        def part(splits: Any, lists: Any, shared: Any) -> Any:
+            splits = [(x, axis) for x, (_, axis) in zip(splits, chunks.splits, strict=True)]
+            outs = run(replace(chunks, splits=splits, lists=lists, shared=shared), *rest)
+            return outs[0] if isinstance(outs, tuple) else outs  # without carries
+
+        arrays = [x for x, _ in chunks.splits], chunks.lists, chunks.shared
+        self.native(chunks.caller, chunks.call, part, arrays, {})
+        return run(chunks, *rest)
+
+    _run_frozen = _run_chunks
+
+    def _run_checkpointed(self, run: Any, f: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.native("checkpoint", f, partial(run, f), args, kwargs)
+        return run(f, *args, **kwargs)
+
+
+_MEMBERS = (
+    *("vjp", "jvp", "jvps", "linearize", "map_batches", "apply_rule", "apply_rule_by_key"),
+    *("scaled", "run_chunks", "run_frozen", "run_checkpointed", "sum_chunks"),
+)
+_MOST_ROWS = 16
+
 
 # --- the context ---------------------------------------------------------------------------------
 
-_lock, _hooks, _classes = threading.Lock(), list[_CheckedMembers](), list[tuple[type, Any]]()
-_open = [0]
+_lock, _open, _undo = threading.Lock(), [0], ExitStack()
 
 
-def _hooks_of(backend: Any) -> _CheckedMembers:
-    return next(h for h in _hooks if h.backend is backend)
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute until the last context is closed."""
+    before = [vars(owner)[name]] if name in vars(owner) else []
+    setattr(owner, name, value)
+    _undo.callback(lambda: setattr(owner, name, *before) if before else delattr(owner, name))
 
 
-def _as_users(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _users_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A call that runs the user's function."""
     if here.report is None:
         return run(self, *args, **kwargs)
-    with set_here(own=0), _hooks_of(self.backend).half.scope(False):
+    with set_here(own=0), self.backend.checked.half.scope(False):
         return run(self, *args, **kwargs)
 
 
-def _as_rule(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _rule_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A call of a custom rule."""
     if here.report is None or here.own:
         return run(self, *args, **kwargs)
-    hooks = _hooks_of(self._backend)
-    called = partial(hooks.own, run, self)
+    members = self._backend.checked
+    called = partial(members.own, run, self)
     if here.program is not None:
-        here.program.called(f"the rule {self.__name__}", *hooks.flat(called, args, kwargs))
-    hooks.native(self.__name__, self.fun, called, args, kwargs)
+        here.program.called(f"the rule {self.__name__}", *members.flat(called, args, kwargs))
+    members.native(self.__name__, self.fun, called, args, kwargs)
     return called(*args, **kwargs)
 
 
 def _replace_members() -> None:
-    for cls, call in ((Call, _as_users), (ChunkFunction, _as_users), (CustomRule, _as_rule)):
-        run = cls.__call__
-        _classes.append((cls, run))
-        put: Any = lambda self, *a, call=call, run=run, **kw: call(run, self, *a, **kw)
-        cls.__call__ = put  # type: ignore[method-assign]
-    _hooks.extend(map(_CheckedMembers, FrameworkBackend.instances))
-    FrameworkBackend.on_creation.append(lambda backend: _hooks.append(_CheckedMembers(backend)))
-
-
-def _put_back_members() -> None:
-    FrameworkBackend.on_creation.clear()
-    while _hooks:
-        _hooks.pop().remove()
-    while _classes:
-        cls, run = _classes.pop()
-        cls.__call__ = run  # type: ignore[assignment]
+    for cls, call in ((Call, _users_call), (ChunkFunction, _users_call), (CustomRule, _rule_call)):
+        bound: Any = partial(call, cls.__call__)
+        put: Any = lambda self, *args, bound=bound, **kwargs: bound(self, *args, **kwargs)
+        _replace(cls, "__call__", put)
+    for backend in FrameworkBackend.instances:
+        _CheckedMembers(backend)
+    FrameworkBackend.on_creation.append(_CheckedMembers)  # type: ignore[arg-type]
+    _undo.callback(FrameworkBackend.on_creation.clear)
 
 
 @contextmanager
@@ -549,4 +469,4 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
         with _lock:
             _open[0] -= 1
             if not _open[0]:
-                _put_back_members()
+                _undo.close()

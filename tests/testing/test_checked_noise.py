@@ -110,3 +110,11 @@ def test_a_gross_fault_is_named_in_coarse_dtypes(dtype):
     x = POINTS["normal"].to(DTYPES[dtype])
     with pytest.raises(DerivativeError), checked():
         gt.grad(lambda x: reversal(x).sum())(x)
+
+
+def test_a_derivative_of_nan_is_named_where_differences_are_finite():
+    from gradtools.testing import DerivativeError
+
+    x = POINTS["exact zeros"].double()
+    with pytest.raises(DerivativeError, match="it is nan, and central differences"), checked():
+        gt.grad(lambda x: torch.where(x > 0, x.sqrt() * x, 0 * x).sum())(x)

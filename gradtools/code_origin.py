@@ -141,6 +141,14 @@ def module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
+def calls_below_the_user(lines: Lines) -> Iterator[tuple[str, str, Any]]:
+    """The module, name and `self` of each call that the user's innermost line leads to."""
+    for frame, _ in lines:
+        if whose_frame(frame) == USER:
+            return
+        yield module_of(frame), frame.f_code.co_name, frame.f_locals.get("self")
+
+
 def is_our_frame(frame: FrameType) -> bool:
     """Whether gradtools' code runs in a frame. JAX's synthetic frames have no module."""
     return module_of(frame).partition(".")[0] == __package__ or is_ours(frame.f_code.co_filename)

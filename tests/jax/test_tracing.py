@@ -14,7 +14,7 @@ from jax.experimental import io_callback  # noqa: E402
 from gradtools.jax.jaxprs import equations  # noqa: E402
 from gradtools.jax.reachability import reached, reached_matrix  # noqa: E402
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix  # noqa: E402
-from gradtools.seeing.graphs.lost_terms import losses  # noqa: E402
+from gradtools.seeing.graphs.gradient_losses import losses  # noqa: E402
 from gradtools.seeing.graphs.nodes import Dependence  # noqa: E402
 from gradtools.seeing.jax.graphs import graph_of  # noqa: E402
 

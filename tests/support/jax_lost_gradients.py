@@ -101,20 +101,11 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "all_of_it_is_set": lambda x: (x * 2).at[:].set(1.0).sum(),
         "set_at_every_index": lambda x: (x * 2).at[jnp.arange(3)].set(1.0).sum(),
     },
-    "detached, partly": {
-        "a_term_that_is_stopped": lambda x: (x**2).sum() + (stop(x) ** 3).sum(),
-    },
     "discrete, partly": {
         "a_volume_fraction": lambda x: (x**2).sum() + (jnp.mean(x > 0.5) - 0.4) ** 2,
     },
     "left_framework, partly": {
         "a_term_through_a_callback": lambda x: x.sum() + jax.pure_callback(np.sin, SHAPE, x).sum(),
-    },
-    "zero_derivative, partly": {
-        "a_term_that_is_rounded": lambda x: (x**2 + jnp.sin(jnp.round(x * 3))).sum(),
-    },
-    "integer_cast, partly": {
-        "a_part_that_is_set": lambda x: jnp.sin(x).at[0].set(x.astype(jnp.int32)[0] * 1.0).sum(),
     },
 }
 CASES.in_one_line(ONE_LINE)
@@ -518,25 +509,25 @@ def set_in_every_round(x):
 # --- one term of several -----------------------------------------------------------------
 
 
-@cause()
+@healthy()
 def a_part_that_is_concatenated(x):
-    counts = (x > 0).astype(jnp.float32)  # <- discrete, partly
+    counts = (x > 0).astype(jnp.float32)
     return jnp.concatenate([x * 2, counts]).sum()
 
 
-@cause()
+@healthy()
 def a_term_in_jit(x):
     @jax.jit
     def loss(y):
-        return (y**2).sum() + stop(y).sum()  # <- detached, partly
+        return (y**2).sum() + stop(y).sum()
 
     return loss(x)
 
 
-@cause()
+@healthy()
 def a_term_in_a_scan(x):
     def body(c, a):
-        return c + a + stop(jnp.sin(a)), None  # <- detached, partly
+        return c + a + stop(jnp.sin(a)), None
 
     return lax.scan(body, 0.0, x)[0]
 
@@ -615,6 +606,9 @@ cause(name="a block of equinox", scope=("EquinoxBlock",), written=EquinoxBlock._
 
 
 ONE_LINERS = {
+    "a_term_that_is_stopped": lambda x: (x**2).sum() + (stop(x) ** 3).sum(),
+    "a_term_that_is_rounded": lambda x: (x**2 + jnp.sin(jnp.round(x * 3))).sum(),
+    "a_part_that_is_set": lambda x: jnp.sin(x).at[0].set(x.astype(jnp.int32)[0] * 1.0).sum(),
     "set_where_the_greatest_is": lambda x: (x**2).at[jnp.argmax(x)].set(0.0).sum(),
     "added_where_it_is_positive": lambda x: (x**2).at[x > 1.5].add(1.0).sum(),
     "a_sum_of_squares": lambda x: (x**2).sum(),

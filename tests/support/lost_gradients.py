@@ -61,15 +61,15 @@ def losses(cause: Scenario) -> list[Loss]:
     """Where a cause loses a gradient, by its comments."""
     f = cause.get("written") or cause.program
     if mark := cause.get("mark"):
-        return [_loss(mark, f.__code__.co_firstlineno)]
+        return _losses(mark, f.__code__.co_firstlineno)
     lines, first = inspect.getsourcelines(f)
     marks = [(line.partition("# <- ")[2].strip(), first + i) for i, line in enumerate(lines)]
-    return [_loss(mark, line) for mark, line in marks if mark]
+    return [loss for mark, line in marks if mark for loss in _losses(mark, line)]
 
 
-def _loss(mark: str, line: int) -> Loss:
-    kind, _, partly = mark.partition(", ")
-    return Loss(kind, line, not partly)
+def _losses(mark: str, line: int) -> list[Loss]:
+    kinds, _, partly = mark.partition(", ")
+    return [Loss(kind, line, not partly) for kind in kinds.split(" and ")]
 
 
 # --- in training -------------------------------------------------------------------------

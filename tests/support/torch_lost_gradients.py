@@ -37,12 +37,10 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "detached_inside_vmap": lambda x: torch.vmap(lambda row: row.detach() * 2)(x).sum(),
         "refused_copy": lambda x: copy.deepcopy(x * 2).sum(),
     },
-    "detached, partly": {
-        "one_term_detached": lambda x: (x**3).sum() + 0.1 * (x.detach() ** 2).sum(),
-        "one_part_of_a_concatenation": lambda x: torch.cat([x.cos(), x.detach() * 3]).sum(),
+    "detached and left_framework": {
+        "as_array": lambda x: torch.as_tensor(np.sin(np.asarray(x.detach()))).sum(),
     },
     "left_framework": {
-        "as_array": lambda x: torch.as_tensor(np.sin(np.asarray(x.detach()))).sum(),
         "numpy_by_force": lambda x: torch.tensor(x.numpy(force=True) * 2).sum(),
         "float_of_it": lambda x: torch.ones(3).sum() * float(x.abs().sum()),
         "through_math": lambda x: torch.tensor(math.sqrt(x[0])),
@@ -171,9 +169,9 @@ def detached_inside_chunked(x):
     return gt.chunked(chunk, 2)(x).sum()
 
 
-@cause()
+@healthy()
 def one_of_three_terms_in_a_sum_of_a_list(x):
-    terms = [x.sin(), x.detach().exp(), x**2]  # <- detached, partly
+    terms = [x.sin(), x.detach().exp(), x**2]
     return sum(t.sum() for t in terms)
 
 
@@ -200,7 +198,7 @@ cause(scope=("_Net", "blocks", "1"), written=_Frozen)(_Net())
 
 @cause()
 def volume_fraction_through_numpy(x):
-    image = x.detach().numpy()  # <- left_framework
+    image = x.detach().numpy()  # <- detached and left_framework
     binary = (image > 0.4).astype(np.float64)
     return (torch.from_numpy(binary).mean() - 0.5) ** 2
 
@@ -226,7 +224,7 @@ def new_tensor_of_a_tensor(x):
 
 @cause()
 def through_c(x):
-    a = np.ascontiguousarray(x.detach().cpu().numpy())  # <- left_framework
+    a = np.ascontiguousarray(x.detach().cpu().numpy())  # <- detached and left_framework
     out = np.empty_like(a)
     ctypes.memmove(out.ctypes.data, a.ctypes.data, a.nbytes)
     return torch.from_numpy(out).sum()
@@ -234,13 +232,14 @@ def through_c(x):
 
 @cause()
 def scale_by_a_mean_of_numpy(x):
-    mean = np.mean(x.detach().numpy())  # <- left_framework
+    mean = np.mean(x.detach().numpy())  # <- detached and left_framework
     return torch.ones(2) @ torch.full((2,), mean, dtype=torch.float32)
 
 
 @cause()
 def one_term_through_numpy(x):
-    roughness = np.abs(np.diff(x.detach().numpy())).sum()  # <- left_framework, partly
+    array = x.detach().numpy()  # <- detached and left_framework, partly
+    roughness = np.abs(np.diff(array)).sum()
     return x.exp().sum() + torch.tensor(roughness)
 
 
@@ -608,6 +607,8 @@ def an_old_buffer_is_filled_anew(x):
 
 
 ONE_LINERS = {
+    "one_term_detached": lambda x: (x**3).sum() + 0.1 * (x.detach() ** 2).sum(),
+    "one_part_of_a_concatenation": lambda x: torch.cat([x.cos(), x.detach() * 3]).sum(),
     "target_from_numpy": lambda x: F.mse_loss(x, torch.from_numpy(np.arange(3.0))),
     "square": lambda x: (x**2).sum(),
     "relu_by_a_mask": lambda x: (x * (x > 0)).sum(),
@@ -867,9 +868,9 @@ def a_target_without_gradients(x):
     return (v(W[1]) - target) ** 2
 
 
-@cause()
+@healthy()
 def a_rounded_target(x):
     v = lambda z: torch.tanh(z * x).sum()
     with torch.no_grad():
-        target = torch.round(W[0] * x).sum()  # <- no_grad, partly
+        target = torch.round(W[0] * x).sum()
     return (v(W[1]) - target) ** 2

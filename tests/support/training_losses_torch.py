@@ -349,7 +349,9 @@ PLANTED = {
     "a dead relu": Planted(
         dead_relu, {**of("dead", "body"), "head.weight": "multiplied_by_zero"}, numerical=True
     ),
-    "a gate at zero": Planted(zero_gate, of("multiplied_by_zero", "branch"), numerical=True),
-    "an auxiliary loss detached": Planted(two_losses_one_detached, of("detached", "aux")),
+    "a gate at zero": Planted(zero_gate, {}, notes=("branch.weight", "branch.bias"), oracle=False),
+    "an auxiliary loss detached": Planted(
+        two_losses_one_detached, of("detached", "aux"), notes=("body.weight", "body.bias")
+    ),
     "one optimizer of two": Planted(one_of_two_models, of("not_optimized", "dec.body", "dec.head")),
 }

@@ -263,14 +263,3 @@ def test_what_is_added_at_chosen_rows_of_zeros_is_no_lost_term(places):
 
     w = torch.linspace(-1, 1, X.shape[1] * 3, dtype=X.dtype).reshape(-1, 3)
     assert not gt.why_zero(experts, w)
-
-
-def test_rows_of_a_table_that_are_chosen_and_added_are_a_lost_term():
-    table = torch.randn(3, 2, dtype=X.dtype)
-
-    def f(w):
-        best, which = torch.topk((X @ w).softmax(-1), 2)
-        return ((best + table[which[:, 0]]) ** 2).sum()
-
-    (report,) = gt.why_zero(f, torch.ones(X.shape[1], 3, dtype=X.dtype))
-    assert report.kind == "discrete"

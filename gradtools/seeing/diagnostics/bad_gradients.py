@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradtools.seeing.graphs.losing_operations import joined
+from gradtools.seeing.graphs.gradient_losses import joined
 from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.recording import Vanished
 

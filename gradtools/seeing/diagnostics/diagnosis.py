@@ -1,32 +1,45 @@
 """`why_zero`: where a gradient is lost, and the fix.
 
-A lost gradient raises no error: the term is ignored in training. One recorded run locates the
-operations at which data flows on and the derivative does not (`lost_terms.py`). If the path is
-differentiable and the gradient is still zero, the cause is in the values, and the backend locates
-where a nonzero cotangent became zero.
+A lost gradient raises no error: training ignores it. Reported are
 
+a. leaves that get no gradient, or one that is zero at the given values, with the operations at
+   which all of it is lost;
+b. scalar summands of the loss whose data left the framework or became discrete on every path;
+c. NaN and infinity, with the first line that makes them;
+d. differences between the optimizer and the model (`training.py`);
+e. edits of gradients through which no gradient reaches any leaf.
+
+Nothing inside of a tensor that is otherwise differentiated is reported. One recorded run serves
+(a), (b) and (e), by `graphs/gradient_losses.py`; a backward pass at the values serves the others.
 The kinds of loss, with their reasons and fixes, are in `findings.py`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
-from gradtools.seeing.graphs.derivative_flow import backward, behind, forward
-from gradtools.seeing.graphs.losing_operations import Loss, overwritten
-from gradtools.seeing.graphs.lost_terms import losses
+from gradtools.seeing.graphs.derivative_flow import behind, forward
+from gradtools.seeing.graphs.gradient_losses import (
+    STOPS,
+    Loss,
+    losses,
+    lost_summands,
+    overwritten,
+    useless_edits,
+)
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Refusal, Vanished
 
-# --- the diagnosis -----------------------------------------------------------------------
+_NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
+Note = tuple[str, list[str]]  # a text, and the leaves that it concerns
 
 _ZEROING = frozenset(
     {"multiply", "divide", "matmul", "einsum", "dot_general", "convolution", "power", "square"}
@@ -46,6 +59,7 @@ _FLAT = frozenset(
     {"relu", "clip", "maximum", "minimum", "max", "min", "where", "select", "leaky_relu", "abs"}
     | {"relu6", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink", "max_pool"}
 )
+_DERIVATIVES = ("grad", "backward", "unpack_dual")
 
 
 def recording_of(program: LeafProgram) -> Recording:
@@ -66,7 +80,7 @@ class Examined:
     Attributes:
         name: Its name.
         numbers: The graph's values that carry its gradient; none if f does not read it.
-        vanished: Where its gradient becomes zero at the given values; None if it is nonzero.
+        vanished: Where its gradient becomes zero or NaN at the given values; None if it is sound.
         absent: The kind of the finding if nothing of it flows to the output.
         stand_in: The name of a captured array that f reads in place of it, or empty.
     """
@@ -93,28 +107,79 @@ def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
 
 
 def diagnosed(
-    program: LeafProgram,
-    recording: Recording,
-    examined: Sequence[Examined],
-    values: bool = True,
-) -> list[Finding]:
-    """The findings for each examined array; `values` includes zero gradients at the values."""
+    program: LeafProgram, recording: Recording, examined: Sequence[Examined], values: bool = True
+) -> tuple[list[Finding], list[Note]]:
+    """The findings for each examined array, and notes; `values` includes (c) and zeros of (a)."""
     if recording.refusal is not None:
-        return [refused(program, recording.refusal)]
-    graph, findings = recording.graph, list[Finding]()
+        return [refused(program, recording.refusal)], []
+    graph, findings, notes = recording.graph, list[Finding](), list[Note]()
+    at_values = list[Finding]()
     matters = behind(graph, tuple(graph.outputs))
-    trained = [graph.inputs[k] for k in recording.wanted]
-    trained += [number for p in recording.parameters for number in p.numbers]
-    trained += [number for one in examined for number in one.numbers]
+    best = {
+        one.name: max((matters.get(n, _NONE) for n in one.numbers), default=_NONE)
+        for one in examined
+    }
+    trained = [one for one in examined if best[one.name] == _FULL]
+    vanished = {one.name: one.vanished() if values else None for one in trained}
+    numbers = {n: one.name for one in trained for n in one.numbers}
+    moving = [n for n, name in numbers.items() if vanished[name] is None]
     for one in examined:
-        best = max((matters.get(n, Dependence.NONE) for n in one.numbers), default=Dependence.NONE)
-        for number in one.numbers:
-            findings += from_losses(one.name, graph, losses(graph, number, trained))
-        if best < Dependence.DIFFERENTIABLE:
-            findings += _from_ends(program, recording, one, best)
-        elif values and (vanished := one.vanished()) is not None:
-            findings += _from_values(one.name, vanished)
-    return findings
+        if best[one.name] < _FULL:
+            for number in one.numbers:
+                findings += from_losses(one.name, graph, losses(graph, number))
+            findings += _from_ends(program, recording, one, best[one.name])
+        elif (places := vanished[one.name]) is not None:
+            starting = [p for p in places if _starts_at_zero(graph, p, one, moving)]
+            if places and len(starting) == len(places):
+                notes.append((f"{_at(starting[0].node)} {_STARTS_AT_ZERO}", [one.name]))
+            else:
+                at_values += _from_values(one.name, places)
+
+    every = [*numbers, *(v for v in graph.inputs if graph.values[v].is_inexact)]
+    every += [n for p in recording.parameters for n in p.numbers]
+    for number, loss in useless_edits(graph, numbers, every):
+        findings += from_losses(numbers[number], graph, [loss])
+    known = {(f.argument, f.source) for f in findings}
+    for name, lost in _of_summands(graph, numbers, every):
+        if not _is_stopped(lost):
+            findings += from_losses(name, graph, lost)
+        elif (name, lost[0].node.source) not in known:
+            notes.append((f"{_at(lost[0].node)} {_STOPPED}", [name]))
+    return without_repeats([*findings, *at_values]), gathered_notes(notes)
+
+
+def _of_summands(
+    graph: PlainGraph, numbers: dict[int, str], every: Iterable[int]
+) -> Iterator[tuple[str, list[Loss]]]:
+    """The leaves whose data enters a summand of the loss that no derivative enters."""
+    for summand, role in lost_summands(graph, every):
+        for number, name in numbers.items():
+            lost = summand.losses(number)
+            rounded = all(loss.node.loss == "zero_derivative" for loss in lost)
+            if lost and not (role and _is_stopped(lost)) and not (role == "part" and rounded):
+                yield name, lost
+
+
+def _is_stopped(lost: Sequence[Loss]) -> bool:
+    """Whether a summand is stopped as a whole by detach, stop_gradient or no_grad."""
+    first = all(loss.node.loss in STOPS for loss in lost if not loss.further)
+    later = any(loss.node.loss in STOPS for loss in lost if loss.further)
+    return (first or later) and all(loss.node.loss != "left_framework" for loss in lost)
+
+
+def _starts_at_zero(
+    graph: PlainGraph, place: Vanished, one: Examined, moving: Iterable[int]
+) -> bool:
+    """Whether a factor that is zero is trained and gets a gradient, as in LoRA and ReZero."""
+    if place.kind or _numerical_kind(place) != "multiplied_by_zero":
+        return False
+    others = set(moving).difference(one.numbers)
+    added = place.node.native.startswith(("addmm", "addmv", "baddbmm"))  # its first operand
+    factors = [v for v in place.node.inputs[added : added + 2] if v in graph.values]
+    own = forward(graph, dict.fromkeys(one.numbers, _FULL))
+    return any(
+        behind(graph, (v,)).get(n) == _FULL for v in factors if not own.get(v) for n in others
+    )
 
 
 def refused(program: LeafProgram, refusal: Refusal) -> Finding:
@@ -132,34 +197,13 @@ def from_losses(
     """One finding for each line and kind of one leaf's losses; `kind` overrides the kind."""
     findings = []
     for loss in losses:
-        causes = [loss.node]
-        if not kind and loss.node.loss in ("detached", "no_grad"):
-            # what is detached only to leave the framework is lost where it leaves
-            reached = forward(graph, {loss.value: Dependence.DIFFERENTIABLE})
-            matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
-            leaving = [
-                node
-                for node in graph.nodes
-                if node.loss == "left_framework"
-                and any(reached.get(v) for v in node.inputs)
-                and any(matters.get(v) for v in node.outputs)
-            ]
-            same_line = [node for node in leaving if node.source == loss.node.source]
-            causes = same_line[:1] or [loss.node, *leaving[:1]]
-        for node in causes:
-            own = "piecewise_linear" if _is_slope(graph, node) else node.loss
-            findings.append(
-                Finding(
-                    name,
-                    kind or (own if own in KINDS else None) or "discrete",
-                    _called(node),
-                    node.source or (loss.call.source if loss.call else None),
-                    node.scope or (loss.call.scope if loss.call else ()),
-                    loss.whole,
-                    meant=loss.meant,
-                )
-            )
-    return _without_repeats(findings)
+        node, call = loss.node, loss.call
+        own = "piecewise_linear" if _is_slope(graph, node) else node.loss
+        source = node.source or (call.source if call else None)
+        scope = node.scope or (call.scope if call else ())
+        kind_of_node = kind or (own if own in KINDS else None) or "discrete"
+        findings.append(Finding(name, kind_of_node, _called(node), source, scope, loss.whole))
+    return without_repeats(findings)
 
 
 def _called(node: Node) -> str:
@@ -181,12 +225,12 @@ def _is_slope(graph: PlainGraph, node: Node) -> bool:
     )
 
 
-def _without_repeats(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for each kind and line; unintended losses take precedence."""
+def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding for each leaf, kind and line."""
     kept: dict[Any, Finding] = {}
-    for finding in sorted(findings, key=lambda finding: finding.meant):
+    for finding in findings:
         place = finding.source or (finding.operation, finding.scope)
-        kept.setdefault((finding.kind, place, finding.whole), finding)
+        kept.setdefault((finding.argument, finding.kind, place, finding.whole), finding)
     return list(kept.values())
 
 
@@ -198,7 +242,7 @@ def _from_ends(
     if recording.host_outputs:
         out = program.out_names[recording.host_outputs[0]]
         return [Finding(one.name, "host_number", "return", line, detail=f"{out} is one")]
-    if best > Dependence.NONE:
+    if best > _NONE:
         return []
     if one.stand_in:
         detail = f"it reads {one.stand_in}"
@@ -220,7 +264,7 @@ def _in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
     PyTorch's recording contains the calls that take the derivative. In JAX the forward pass of
     the inner derivative is dead code.
     """
-    reached = forward(graph, {value: Dependence.DIFFERENTIABLE})
+    reached = forward(graph, {value: _FULL})
     steps = [node for node in graph.nodes if any(map(reached.get, node.inputs))]
     taken = [node for node in steps if node.native in _DERIVATIVES]
     is_flat = lambda node: node.operation in _FLAT or node.native in _FLAT
@@ -235,44 +279,22 @@ def _in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
     return [Finding(name, kind, _called(at), at.source, at.scope)]
 
 
-_DERIVATIVES = ("grad", "backward", "unpack_dual")
-
-
 def _from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
-    """One finding for each operation at which a cotangent became zero at the given values."""
+    """One finding for each operation at which a cotangent became zero or NaN at the values."""
     if not vanished:
         return [Finding(name, "cancelled", "add", detail="where is not known")]
-    return _without_repeats(
-        [
-            Finding(
-                name,
-                _numerical_kind(place),
-                _called(place.node),
-                place.node.source,
-                place.node.scope,
-                primitive=place.node.operation,
-            )
-            for place in vanished
-            if place.node.loss != "zero_derivative"  # that is reported already
-        ]
-    )
-
-
-def apart(findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[str, list[str]]]]:
-    """Splits findings into real ones and notes of intentional stops."""
-    noted: dict[str, list[str]] = {}
-    for finding in findings:
-        if finding.meant:
-            text = f"{finding.operation} at {finding.source or 'a line of f'} {_MEANT}"
-            names = noted.setdefault(text, [])
-            names += [] if finding.argument in names else [finding.argument]
-    return [f for f in findings if not f.meant], list(noted.items())
-
-
-_MEANT = (
-    "stops a term in which others are trained, as in a target, an advantage or a probe; it does "
-    "not train this"
-)
+    return [
+        Finding(
+            name,
+            _numerical_kind(place),
+            _called(place.node),
+            place.node.source,
+            place.node.scope,
+            primitive=place.node.operation,
+        )
+        for place in vanished
+        if place.node.loss != "zero_derivative"  # that is reported already
+    ]
 
 
 def _numerical_kind(vanished: Vanished) -> str:
@@ -296,6 +318,31 @@ def _numerical_kind(vanished: Vanished) -> str:
     if node.operation in _SELECTING:
         return "empty"
     return "dead"
+
+
+# --- notes -------------------------------------------------------------------------------
+
+_STOPPED = "stops a summand of the loss as a whole: it is a number in the loss and trains nothing"
+_STARTS_AT_ZERO = (
+    "multiplies by a trained factor that is zero at these values, as in LoRA and ReZero; the "
+    "gradient is zero until the factor has moved"
+)
+
+
+def _at(node: Node) -> str:
+    return f"{_called(node)} at {node.source or 'a line of f'}"
+
+
+def gathered_notes(notes: Iterable[Note]) -> list[Note]:
+    """One note for each text, with all of its leaves."""
+    names: dict[str, list[str]] = {}
+    for text, of in notes:
+        known = names.setdefault(text, [])
+        known += [name for name in of if name not in known]
+    return list(names.items())
+
+
+# --- f and what it holds -----------------------------------------------------------------
 
 
 def source_of(f: Any) -> Source | None:

@@ -249,6 +249,26 @@ _NAN_FIXES: dict[str, str] = {
 }
 _NAN_FIX = {name: text for names, text in _NAN_FIXES.items() for name in names.split()}
 
+# The fixes of single functions of PyTorch, by kind and operation.
+_FIXES = {
+    ("no_grad", "sample"): (
+        "Distribution.sample draws under no_grad: use rsample, which is reparametrized, or the "
+        "score function, log_prob(sample) * reward"
+    ),
+    ("no_grad", "load_state_dict"): (
+        "load_state_dict copies numbers under no_grad: call the module at other parameters by "
+        "make_functional(module) or torch.func.functional_call"
+    ),
+    ("detached", "Parameter"): (
+        "nn.Parameter makes a new leaf of a computed tensor: register what it is computed from as "
+        "the parameter, or pass the tensor itself (make_functional, torch.func.functional_call)"
+    ),
+    ("left_framework", "tensor"): (
+        "torch.tensor copies numbers: join tensors by torch.stack or torch.cat, and use a tensor "
+        "itself rather than a copy"
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -287,10 +307,11 @@ class Finding:
     @property
     def fix(self) -> str:
         """What to write instead."""
+        operation = self.operation.partition(",")[0]
         if self.kind == "nan":
-            names = self.primitive, self.operation.partition(",")[0]
+            names = self.primitive, operation
             return next(filter(None, map(_NAN_FIX.get, names)), KINDS["nan"].fix)
-        return KINDS[self.kind].fix
+        return _FIXES.get((self.kind, operation), KINDS[self.kind].fix)
 
     @property
     def numerical(self) -> bool:

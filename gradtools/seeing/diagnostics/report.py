@@ -98,8 +98,9 @@ def _headline(findings: Sequence[Finding], several: bool) -> str:
         return "are connected, but their gradients are zero at these values:" if several else one
     if any(finding.whole for finding in lost):
         return "get no gradient:" if several else "gets no gradient:"
-    verb, its = ("get gradients", "they give") if several else ("gets a gradient", "it gives")
-    return f"{verb}, but one part of what {its} is lost:"
+    if several:
+        return "get gradients, but one term of the loss contributes nothing to them:"
+    return "gets a gradient, but one term of the loss contributes nothing to it:"
 
 
 def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:

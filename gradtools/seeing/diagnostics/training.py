@@ -16,7 +16,6 @@ from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.diagnostics.diagnosis import (
     Examined,
-    apart,
     diagnosed,
     of_modules_in_use,
     recording_of,
@@ -25,7 +24,7 @@ from gradtools.seeing.diagnostics.diagnosis import (
 from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.derivative_flow import behind, forward
-from gradtools.seeing.graphs.lost_terms import trains_others
+from gradtools.seeing.graphs.gradient_losses import trains_others
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import Vanished
@@ -115,8 +114,6 @@ def trained(loop: Loop, values: bool = True) -> TrainingDiagnosis:
     """The findings on the loop's trained arrays; `values` includes zero gradients at the values."""
     run = _LossRun(loop)
     run.look(values)
-    run.findings, notes = apart(run.findings)
-    run.notes += notes
     run.compare_with_optimizer()
     run.note_targets()
     return run
@@ -214,7 +211,9 @@ class _LossRun(TrainingDiagnosis):
         self.findings += [
             Finding(h.name, h.role, "module") for h in self.held if h.role in _NOT_LISTED
         ]
-        self.findings += diagnosed(self.program, self.recording, examined, values)
+        findings, notes = diagnosed(self.program, self.recording, examined, values)
+        self.findings += findings
+        self.notes += notes
         matters = behind(graph, tuple(graph.outputs))
         reaches = lambda k: any(matters.get(n) == _FULL for n in self._numbers(k))
         for role, text in _NOTES:  # arrays that would get a gradient, and ask for none

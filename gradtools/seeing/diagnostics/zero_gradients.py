@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from inspect import signature
 from typing import Any
 
+from gradtools.arguments.checks import normalized_argnums
+from gradtools.arguments.wording import describe
 from gradtools.backend import Operators
-from gradtools.seeing.diagnostics.diagnosis import apart, diagnosed, of_arguments, recording_of
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.diagnostics.diagnosis import diagnosed, of_arguments, recording_of
 from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.diagnostics.report import GradientReport, by_weight
 from gradtools.seeing.diagnostics.training import Loop, after_backward, trained
@@ -27,14 +32,14 @@ class SeeingOperators(Operators):
     ) -> GradientReport:
         """Finds the lines at which a gradient is lost, becomes zero, or becomes NaN.
 
-        f runs once under observation. Where data flows to the output and the derivative does not,
-        the line, the operation, the kind of loss and the fix are reported; so are single terms of a
-        sum that are lost. If the argument is connected and its gradient is zero, NaN or infinite at
-        these values, the report names the operations at which this happens (multiplied by zero,
-        dead, underflow, ``nan``) and what to write there. What f changes is restored.
-
-        Masks, indices and branches that a comparison chooses do not count as lost gradients;
-        neither does a stopped value that only scales.
+        Findings are: an argument or parameter without a gradient, or with one that is zero, NaN or
+        infinite at these values, with the operations at which this happens; a scalar summand of the
+        loss whose data left the framework or became discrete (``.item()``, a comparison, an
+        argmax); an edit of gradtools through which no gradient reaches any leaf. Each has its line,
+        its kind and a fix. A summand that is stopped as a whole by `detach`, `stop_gradient` or
+        `no_grad` is a note. Stops inside of an array that is otherwise differentiated
+        (straight-through estimators, targets, masks, normalizing constants) are neither. f may run
+        several times; what it changes in random streams, buffers and modules is put back.
 
         In training pass the model as `model` (or as f), or a closure without arguments that
         computes the loss. Then the parameters are examined instead of the arguments: those that the
@@ -52,7 +57,8 @@ class SeeingOperators(Operators):
             model: The model that is trained, or a tuple or dict of models and arrays. In JAX the
                 one that f captures, or a pytree of parameters.
             optimizer: PyTorch: an optimizer or a list of them. JAX: a transformation of optax, its
-                state, the pair of both, or an `nnx.Optimizer`.
+                state, the pair of both, or an `nnx.Optimizer`. Without `model`, the parameters are
+                those of f, or the argument: ``why_zero(loss, params, optimizer=opt)``.
             **kwargs: Keyword arguments of f.
 
         Returns:
@@ -62,8 +68,8 @@ class SeeingOperators(Operators):
 
         Raises:
             GradtoolsError: argnums is out of range or names an integer argument; f raises for
-                reasons of its own, or returns nothing; a model holds no arrays; `optimizer`
-                is not an optimizer.
+                reasons of its own, returns nothing, or takes no arguments and one is passed; a
+                model holds no arrays; `optimizer` is not an optimizer.
 
         Example:
             >>> f = lambda x: (gt.stop_gradient(x) ** 2).sum()
@@ -76,7 +82,18 @@ class SeeingOperators(Operators):
         Source: requested in jax#10867.
         """
         backend = self._backend
-        is_model = Framework(backend, "why_zero").recorded_run.is_model(f)
+        framework = Framework(backend, "why_zero")
+        is_model = framework.recorded_run.is_model(f)
+        if args and callable(f) and _takes_nothing(f):
+            raise GradtoolsError(
+                f"why_zero: f takes no arguments, and {describe(backend, args[0])} was passed. "
+                "Name the model that is trained: why_zero(f, model=...)."
+            )
+        if args and optimizer is not None and model is None and not is_model:
+            several = [args[i] for i in normalized_argnums("why_zero", argnums, len(args))]
+            trained_ones = several[0] if len(several) == 1 else several
+            if framework.training.are_parameters(f, trained_ones):
+                model, f, args, kwargs = trained_ones, partial(f, *args, **kwargs), (), {}
         in_training = model is not None or optimizer is not None or is_model or not args
         looks_at_arguments = not in_training
         if is_model and model is None:
@@ -86,8 +103,7 @@ class SeeingOperators(Operators):
         if looks_at_arguments:
             program = LeafProgram(backend, "why_zero", f, args, kwargs, argnums).with_values()
             recording = recording_of(program)
-            findings = diagnosed(program, recording, of_arguments(program, recording))
-            findings, notes = apart(findings)
+            findings, notes = diagnosed(program, recording, of_arguments(program, recording))
             findings, names = [*by_weight(findings)], [program.names[k] for k in program.wrt]
         if in_training:
             loop = Loop(backend, "why_zero", f, args, kwargs, model, optimizer)
@@ -97,3 +113,11 @@ class SeeingOperators(Operators):
             names, notes = [*names, *more.names], [*notes, *more.notes]
         noted = tuple((text, tuple(of)) for text, of in notes)
         return GradientReport(tuple(findings), tuple(names), noted)
+
+
+def _takes_nothing(f: Any) -> bool:
+    """Whether a function has no parameters."""
+    try:
+        return not signature(f).parameters
+    except (TypeError, ValueError):  # a builtin need not say
+        return False

@@ -12,7 +12,7 @@ paths through its bodies; for loops that is a fixed point over any number of ite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, TypeVar
@@ -63,14 +63,21 @@ def any_of(masks: Iterable[int]) -> int:
     return reduce(or_, masks, 0)
 
 
-def forward(graph: PlainGraph, start: Strengths) -> dict[int, Dependence]:
-    """How strongly each value depends on those in `start`; independent values have no entry."""
-    return _propagated(graph, start, max, through, _as_cut)
+def forward(
+    graph: PlainGraph, start: Strengths, without: Container[int] = ()
+) -> dict[int, Dependence]:
+    """How strongly each value depends on those in `start`; independent values have no entry.
+
+    without: Values through which no path leads.
+    """
+    return _propagated(graph, start, max, through, _as_cut, without=without)
 
 
-def backward(graph: PlainGraph, end: Strengths) -> dict[int, Dependence]:
+def backward(
+    graph: PlainGraph, end: Strengths, without: Container[int] = ()
+) -> dict[int, Dependence]:
     """How strongly the values in `end` depend on each value of the graph."""
-    return _propagated(graph, end, max, through, _as_cut, reverse=True)
+    return _propagated(graph, end, max, through, _as_cut, without=without, reverse=True)
 
 
 def _as_cut(strength: Dependence) -> Dependence:
@@ -84,6 +91,7 @@ def _propagated(
     carried: Callable[[Sequence[Dependence], Sequence[T]], T],
     outside: Callable[[T], T],
     reverse: bool = False,
+    without: Container[int] = (),
 ) -> dict[int, T]:
     """Abstract interpretation of a graph, or of its reverse; values without an entry are zero.
 
@@ -98,6 +106,8 @@ def _propagated(
         partners.setdefault(source, []).append(target)
 
     def raise_to(value: int, more: T) -> None:
+        if value in without:
+            return
         known = result.get(value, zero)
         joined = join(known, more)
         if joined != known:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from gradtools.seeing.diagnostics.findings import KINDS
 from gradtools.seeing.graphs.derivative_flow import links_of
-from gradtools.seeing.graphs.lost_terms import losses
+from gradtools.seeing.graphs.gradient_losses import losses
 from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, memory_of, needed
 
 _NONE, _CUT, _ZERO, _FULL = Dependence

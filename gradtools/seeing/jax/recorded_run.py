@@ -23,7 +23,7 @@ from gradtools.code_origin import USER, whose
 from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import module_kinds
 from gradtools.jax.recomputing import stateful
-from gradtools.seeing.graphs.lost_terms import losses
+from gradtools.seeing.graphs.gradient_losses import losses
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.reachable import named_objects
 from gradtools.seeing.graphs.recording import Recording, Refusal, Run

@@ -67,6 +67,11 @@ def model_of(f: Any) -> Any:
     return result[0] if len(result) == 1 else (result or None)
 
 
+def are_parameters(f: Any, x: Any) -> bool:
+    """Whether an argument of f holds what is trained: f captures no module."""
+    return model_of(f) is None
+
+
 def held(caller: str, model: Any) -> list[HeldArray]:
     """The arrays of a model, or of a tree of models and arrays."""
     result = [HeldArray(name, x) for name, x in _named(part_of(model)) if _is_floating(x)]
@@ -124,7 +129,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     nnx, part = sys.modules.get("flax.nnx"), part_of(model)
     if nnx is not None and _is_an_optimizer(optimizer):
         part = _pure(nnx, nnx.state(model, optimizer.wrt))
-        return _probed(optimizer.tx, _pure(nnx, optimizer.opt_state), part)
+        return _probed(optimizer.tx, _pure(nnx, optimizer.opt_state), part, held)
     if _is_transform(optimizer):
         try:
             state = optimizer.init(part)
@@ -134,9 +139,9 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
                 f"{caller}: the optimizer's init(params) of this model's parameters raised {came}. "
                 "Give the model, or the part of it, that the optimizer is made for."
             ) from error
-        return _probed(optimizer, state, part)
+        return _probed(optimizer, state, part, held)
     if type(optimizer) is tuple and len(optimizer) == 2 and _is_transform(optimizer[0]):
-        return _probed(*optimizer, part)
+        return _probed(*optimizer, part, held)
     return _of_state(optimizer, held)
 
 
@@ -149,13 +154,15 @@ def _is_an_optimizer(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Optimizer)
 
 
-def _probed(tx: Any, state: Any, part: Any) -> Optimised:
+def _probed(tx: Any, state: Any, part: Any, held: Sequence[HeldArray]) -> Optimised:
     """The arrays that a step with gradients of one changes."""
     expected = {name: x.shape for name, x in _named(tx.init(part))}
-    known = ((name, jnp.shape(x)) for name, x in _named(state))
-    strangers = [_stranger(name) for name, shape in known if expected.get(name) != shape]
+    known = {name: jnp.shape(x) for name, x in _named(state)}
+    strangers = [_stranger(name) for name, shape in known.items() if expected.get(name) != shape]
     if strangers:  # the state is that of another model
         return Optimised(lambda one: None, strangers)
+    if known != expected:  # the state is that of a part of the model
+        return _of_state(state, held)
 
     leaves = jax.tree.leaves(part)
     treedef: Any = jax.tree.structure(part)

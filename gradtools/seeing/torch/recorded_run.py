@@ -123,8 +123,10 @@ def _follow(run: Run, seen: ObservedRun, before: list[Any]) -> None:
             return
     anywhere = Moved(range(len(outputs)))  # so that no argument counts as unused
     for which in [*lines.values()][:_MOST] if is_deterministic else [lost]:
-        # if f refuses other numbers, it does look at these
-        moved = (moved_by(frozenset(which)) if is_deterministic else None) or anywhere
+        moved = moved_by(frozenset(which)) if is_deterministic else anywhere
+        if moved is None and all(recorder.leavings[k].operation == "branch" for k in which):
+            continue  # a check that raises, as distributions check their arguments
+        moved = moved or anywhere  # f refuses other numbers, so it does look at these
         back = moved.nodes or moved.captured
         ends = [k for k in moved.outputs if not (back and isinstance(seen.outs[k], Tensor))]
         for leaving in (recorder.leavings[k] for k in which):

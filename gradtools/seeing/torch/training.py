@@ -19,7 +19,9 @@ from gradtools.seeing.diagnostics.training import (
     Optimised,
 )
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.trees import flatten
 
 Tensor = torch.Tensor
 _DEPTH = 4  # how deep plain containers are searched
@@ -32,6 +34,11 @@ def lifted(caller: str, f: Any, args: Any, kwargs: Any, arrays: Any) -> None:
 def model_of(f: Any) -> nn.Module | None:
     """f, if it is a module."""
     return f if isinstance(f, nn.Module) else None
+
+
+def are_parameters(f: Any, x: Any) -> bool:
+    """Whether an argument of f holds what is trained: a tensor that requires grad."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(x)[0])
 
 
 def held(caller: str, model: Any) -> list[HeldArray]:
@@ -53,13 +60,13 @@ def _of(model: Any, name: str) -> Iterator[HeldArray]:
         before = f"{name}." if name else ""
         for own, p in model.named_parameters():
             yield HeldArray(before + own, p, PARAMETER if p.requires_grad else FROZEN)
+        listed = {id(part) for part in (*model.modules(), *model.parameters())}
         for own, b in model.named_buffers():
             owner = model.get_submodule(own.rpartition(".")[0])
-            if b.requires_grad or isinstance(b, nn.Parameter):
+            if isinstance(b, nn.Parameter) or (b.requires_grad and not _is_computed(b, listed)):
                 yield HeldArray(before + own, b, "buffer")
-            elif is_inexact(b) and not type(owner).__module__.startswith("torch.nn."):
+            elif is_inexact(b) and not (b.requires_grad or _is_of_torch(owner)):
                 yield HeldArray(before + own, b, TABLE)
-        listed = {id(part) for part in model.modules()}
         for path, part in model.named_modules():
             for own, value in dict(vars(part)).items():
                 if own not in upstream.SLOTS:
@@ -78,9 +85,9 @@ def _of(model: Any, name: str) -> Iterator[HeldArray]:
 def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[HeldArray]:
     """Tensors in an attribute that `parameters()` does not list."""
     if isinstance(value, Tensor):
-        if value.requires_grad:
+        if value.requires_grad and not _is_computed(value, listed):
             yield HeldArray(name, value, "unregistered" if depth == _DEPTH else "plain_list")
-        elif depth == _DEPTH and is_inexact(value):
+        elif depth == _DEPTH and is_inexact(value) and not value.requires_grad:
             yield HeldArray(name, value, LOOSE)
     elif isinstance(value, nn.Module):
         if id(value) not in listed and depth < _DEPTH:
@@ -91,6 +98,15 @@ def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[Hel
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in pairs:
             yield from _hidden(part, f"{name}[{key!r}]", listed, depth - 1)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def _is_computed(x: Tensor, listed: set[int]) -> bool:
+    """Whether it was computed from a parameter of the model, as weight_norm's weight and states."""
+    return not x.is_leaf and any(id(leaf) in listed for leaf in leaves_of([x]))
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:

@@ -144,7 +144,7 @@ class Side(FlatFunction):
 
     def operations(self, leaves: Arrays) -> set[str]:
         """The names of the operations and named functions on differentiable paths."""
-        from gradtools.seeing.graphs.losing_operations import between
+        from gradtools.seeing.graphs.gradient_losses import between
 
         names: set[str] = set()
 

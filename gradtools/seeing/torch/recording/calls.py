@@ -24,7 +24,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import get_gradient_edge
 
-from gradtools.code_origin import innermost, lines_of
+from gradtools.code_origin import innermost, lines_above, lines_of
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
 from gradtools.seeing.graphs.recording import Refusal
 from gradtools.seeing.torch.recording import autograd_functions, operations
@@ -216,6 +216,8 @@ class CallRecorder(Recorder[int]):
         """Adds a node with the running line as its source; made: The nodes of autograd it made."""
         here = self.origin()
         at = replace(here, mark=mark or here.mark)
+        if loss and (known := operations.library_call(lines_above(1, Recorder.run))):
+            native, loss = known
         more |= {"links": links, "loss": loss}
         self.nodes.append(self.node(operation, native, inputs, outputs, at, **more))
         for fn in made:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from gradtools.code_origin import Lines, calls_below_the_user
 from gradtools.rules import Rule
 from gradtools.seeing.graphs.operation_names import SHARED, by_native
 
@@ -172,6 +173,19 @@ def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
     if not grad_enabled:
         return "no_grad"
     return "left_framework" if name in _COPIES else "detached"
+
+
+def library_call(lines: Lines) -> tuple[str, str] | None:
+    """The function of PyTorch that the user called and that stops gradients, with the kind of loss.
+
+    lines: The frames of the running operation, innermost first.
+    """
+    for module, name, owner in calls_below_the_user(lines):
+        if module.startswith("torch.distributions.") and name == "sample":
+            return ("sample", "no_grad") if getattr(owner, "has_rsample", False) else None
+        if module == "torch.nn.modules.module" and name == "load_state_dict":
+            return name, "no_grad"
+    return None
 
 
 # --- the names of autograd's nodes -------------------------------------------------------

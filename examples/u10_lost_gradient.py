@@ -86,8 +86,8 @@ def show(gt, backend):
     places = {finding.source.function for finding in report if finding.source}
     claim("why_zero names fraction_through_numpy", places == {"fraction_through_numpy"})
     kinds = {finding.kind for finding in report}
-    claim(f"as a lost part, of kind {kinds}", "left_framework" in kinds)
-    claim("as one part of the loss", not any(finding.whole for finding in report))
+    claim(f"of kind {', '.join(sorted(kinds))}", "left_framework" in kinds)
+    claim("as one term of the loss", not any(finding.whole for finding in report))
 
     fixed = trained(gt, backend, loss_with(fraction_fixed), photo)
     reached = float(fraction_fixed(fixed))

@@ -84,8 +84,14 @@ def losses_between(
     for node in graph.nodes if first else ():
         loses = node.loss and id(node) not in places and not node.bodies
         near = node.loss in _LISTED or node.source in lines
-        inputs = [i for i, v in enumerate(node.inputs) if reached.get(v) and loses and near]
-        inputs = [i for i in inputs if graph.values[node.inputs[i]].is_inexact]
+        columns = [*zip(*links_of(graph, node), strict=True)] if loses and near else []
+        inputs = [
+            i
+            for i, column in enumerate(columns)
+            if reached.get(node.inputs[i])
+            and graph.values[node.inputs[i]].is_inexact
+            and _NONE < max(column, default=_NONE) < _FULL
+        ]
         if inputs and not any(map(forward(graph, start, node.outputs).get, ends)):
             further.append(Loss(node, inputs[0], node.outputs[0], call, further=True))
     if not further:

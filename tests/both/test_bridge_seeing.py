@@ -148,11 +148,11 @@ def test_first_divergence_compares_a_model_that_is_bridged_in_part(dtype, narrow
     keys = jax.random.split(jax.random.key(0))
     port = Port(linear(3, 4, key=keys[0]), linear(4, 2, key=keys[1]))
     half, x = HalfPorted(port), np.ones(3, np.float32)
-    assert first_divergence(half, port, None, (x,), dtype=dtype)
+    assert first_divergence(half, port, (x,), dtype=dtype)
     with torch.no_grad():
         half.last.weight.mul_(2)
-    first = first_divergence(half, port, None, (x,), dtype=dtype).first
-    assert (first.path, first.quantity) == ("last", "value") and "weight" in first.cause
+    report = first_divergence(half, port, (x,), dtype=dtype)
+    assert report.kind == "parameter" and "last.weight" in report.relation
 
 
 class Bridged(eqx.Module):
@@ -172,6 +172,6 @@ def test_first_divergence_compares_a_port_that_calls_the_original(narrow):
     half.last = torch.nn.Linear(4, 2)
     apply, params, _ = bridge.to_jax(half.last)
     x = np.ones(3, np.float32)
-    assert first_divergence(half, Bridged(first, params, apply), None, (x,))
+    assert first_divergence(half, Bridged(first, params, apply), (x,))
     wrong = Bridged(first, {**params, "bias": params["bias"] + 1}, apply)
-    assert not first_divergence(half, wrong, None, (x,))
+    assert not first_divergence(half, wrong, (x,))

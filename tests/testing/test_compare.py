@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -19,6 +21,7 @@ import gradtools.jax
 import gradtools.torch
 from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, cross_check, tolerance
+from gradtools.testing.cross_checking.causes import Causes
 from gradtools.testing.diverging.layouts import match_parameters
 from gradtools.testing.relations import factor_name
 from tests.support import what_differs
@@ -700,3 +703,11 @@ def test_any_linear_map_of_parameters_is_part_of_a_triple():
 def test_the_page_of_what_differs_is_what_is_measured():
     page = what_differs.PAGE.read_text(encoding="utf-8")
     assert page == what_differs.written(page)
+
+
+def test_what_is_no_derivative_is_not_compared_with_finite_differences():
+    causes = SimpleNamespace(
+        values_agree=True, names=["torch", "jax"], contradicts=lambda name, k: k == 0
+    )
+    assert Causes.wrong_side(causes, "gradient") == "torch"
+    assert Causes.wrong_side(causes, "value") is Causes.wrong_side(causes, "parameter") is None

@@ -1,379 +1,351 @@
-"""`first_divergence`: finds the first layer at which a port differs from the original network.
+"""`first_divergence`: the first pair of operations at which a port parts from the original.
 
-Both models run once on the same inputs with hooks on every layer, and once backward from the same
-random cotangent c. This gives two arrays at each layer: its output y, and the gradient of
-Re<c, out> at y. Layers are paired by name. The first value that differs in forward order, or else
-the first gradient that differs in backward order, is the divergence.
+Both programs run once on the same arguments, with every intermediate value recorded, and once
+backward from one random cotangent c. Equal values are matched, whatever their layout. If an output
+differs, the first operations whose values have no counterpart are named; if a gradient of
+Re<c, out> differs, the operations behind the last value with unequal cotangents.
+
+The method is differential debugging of two data-flow graphs by their values (Zhang and Gupta,
+"Matching execution histories of program versions", 2005), applied to cotangents as well.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
-from gradtools.testing.cross_checking import tolerances
-from gradtools.testing.cross_checking.sides import in_double_precision, nested
-from gradtools.testing.diverging.layouts import match_parameters
-from gradtools.testing.diverging.parameters import joined, name_key, split_name, without_collection
-from gradtools.testing.diverging.traces import (
-    CALLER,
-    Layer,
-    Name,
-    Trace,
-    check_arguments,
-    jax_trace,
-    torch_trace,
+from gradtools.testing.cross_checking.sides import (
+    as_setting,
+    cast,
+    in_double_precision,
+    library,
+    nested,
 )
+from gradtools.testing.diverging.blame import Blame, Blaming
+from gradtools.testing.diverging.layouts import ParameterMapping, match_parameters
+from gradtools.testing.diverging.parameters import joined, without_collection
+from gradtools.testing.diverging.recorded_steps import CALLER, Arguments, Place, Run, Step
+from gradtools.testing.diverging.value_matching import aligned
 from gradtools.testing.relations import relation
-from gradtools.testing.report import Comparison, Report, compare_arrays
+from gradtools.testing.report import Comparison, Report, compare_arrays, mismatch
 
-_NAMES = ("PyTorch", "JAX")
-_ROUNDING = 256  # gradients below this many epsilons of the largest one are rounding
+_WIDE = ("float64", "complex128", "int64", "uint64")
+
+
+@dataclass
+class Divergence(Report):
+    """The report of `first_divergence`; true if nothing differs.
+
+    `comparisons` holds the outputs, the gradients at the arguments and those at the parameters.
+
+    Attributes:
+        kind: "agrees"; "value" if outputs differ, "gradient" if only gradients do, "parameter" if a
+            parameter of the port does not hold PyTorch's numbers, "not finite" if an output has no
+            finite entry on either side.
+        torch: The operation in PyTorch at which the programs part; None if there is none.
+        jax: The operation in JAX.
+        last_torch: The last common value that both operations are made from, in PyTorch.
+        last_jax: The same value in JAX.
+        relation: How the two values or cotangents are related, in a few words.
+    """
+
+    kind: str = "agrees"
+    torch: Place | None = None
+    jax: Place | None = None
+    last_torch: Place | None = None
+    last_jax: Place | None = None
+    relation: str = ""
+    blamed: Blame | None = field(default=None, repr=False, compare=False)
+
+    def explanation(self) -> str:
+        """The divergence in a few lines; empty if there is none."""
+        if self.kind == "agrees":
+            return ""
+        lines = [f"The programs part in a {self.kind}: {self.relation}"]
+        if self.kind == "not finite":
+            lines = [self.relation]
+        named = [("torch", self.torch), ("jax", self.jax)]
+        lines += [f"  {side + ':':<7}{place}" for side, place in named if place]
+        last = [("torch", self.last_torch), ("jax", self.last_jax)]
+        if self.last_torch:
+            lines.append("Before it they agree:")
+            lines += [f"  {side + ':':<7}{place}" for side, place in last if place]
+        return "\n".join(lines)
+
+    def table(self, colour: bool = False, limit: int | None = None) -> str:
+        """The explanation, then the table of the comparisons."""
+        return "\n".join(filter(None, [self.explanation(), super().table(colour, limit)]))
 
 
 @user_facing
 def first_divergence(
-    torch_model: Any,
-    jax_model: Any,
+    torch: Any,
+    jax: Any,
+    args: Sequence[Any],
     mapping: Any = None,
-    inputs: Sequence[Any] = (),
     *,
-    layers: Mapping[str, str] | None = None,
-    torch_kwargs: Mapping[str, Any] | None = None,
-    jax_kwargs: Mapping[str, Any] | None = None,
-    dtype: str = "float64",
-    tolerance: float | None = None,
+    dtype: str | None = None,
     seed: int = 0,
-) -> Report:
-    """Names the first layer of a ported network whose value or gradient differs.
+) -> Divergence:
+    """Names the first operations at which a PyTorch program and its port to JAX part.
 
-    Compared are, layer by layer: the outputs, in the order in which PyTorch's layers return (a
-    module's parts before it); the gradients at the outputs, in reverse; the parameters'
-    gradients. Channels may be second in one model and last in the other. A layer that only one
-    model has is listed in `left_out`: the models may be divided differently. At the first layer
-    whose values differ, its parameters and inputs are compared too, so that the report says whether
-    the weights, the code before the layer or the layer itself is wrong.
+    Each program runs once forward and once backward. Operations inside of layers, loops and
+    transformed functions are compared too; the report has the user's lines on both sides.
+    Intermediate values may lie in other layouts, and be computed in another order. At a value that
+    is NaN or infinite on both sides nothing is compared, which the report counts.
 
     Args:
-        torch_model: A `torch.nn.Module`, in the mode (train or eval) in which it is to run. It is
-            copied: nothing of it changes.
-        jax_model: The pair (module, variables) of flax.linen, an `nnx.Module`, or an
-            `equinox.Module`, with its own parameters, which should be those of
-            `mapping.to_jax(torch_model)`. An equinox module that takes one example is given as
-            `jax.vmap(module)`: it is then run over axis 0 of all inputs. Layers that it maps itself
-            are not observed.
-        mapping: A `ParameterMapping`, or None to let `match_parameters` find it.
-        inputs: A tuple of NumPy arrays, both models' positional arguments.
-        layers: Names of modules in PyTorch to names in JAX, where they differ.
-        torch_kwargs: Keyword arguments of PyTorch's forward.
-        jax_kwargs: Keyword arguments of the JAX model.
-        dtype: What parameters, buffers and floating inputs are cast to: "float64" or "float32".
-            float64 is on in JAX for the check alone.
-        tolerance: A relative error in place of the table's.
+        torch: A `torch.nn.Module`, in the mode (train or eval) in which it is to run; it is copied.
+            Or a function of tensors, or the triple `(apply, params, state)` of `make_functional`.
+        jax: The pair (module, variables) of flax.linen, an `nnx.Module`, an `equinox.Module`,
+            `jax.vmap` of an equinox module, a triple, or a function of JAX arrays.
+        args: A tuple of both programs' positional arguments: pytrees of NumPy arrays of any shape
+            and dtype. Other leaves are passed on.
+        mapping: How the models' parameters correspond: what `match_parameters` returns, or its
+            overrides; None pairs them by name and shape, and the rest by their numbers.
+        dtype: "float64" or "float32": the precision of the models' parameters and of the arguments.
+            By default float64 if `torch` is a module, and unchanged otherwise.
         seed: Chooses c.
 
     Returns:
-        A `Report`, true if nothing differs. Its `first` is the first divergence: the layer's name
-        is its `path`, its `quantity` is "value", "gradient" or "parameter's gradient", and
-        `cause` and `detail` say what is likely. `require()` raises if there is one.
+        A `Divergence`, true if nothing differs; `str` of it explains the difference.
 
     Raises:
-        GradtoolsError: A model is of another class, the outputs cannot be paired, or a layer is
-            called inside a transform, where it cannot be observed.
+        GradtoolsError: An argument is an array of one framework, or the programs return different
+            numbers of arrays.
 
     Example:
-        >>> import flax.linen as nn, jax, numpy as np, torch
-        >>> from gradtools.testing import first_divergence, match_parameters
-        >>> mine, x = torch.nn.Sequential(torch.nn.Linear(3, 4)), np.ones((2, 3))
-        >>> port = nn.Sequential([nn.Dense(4)])
-        >>> variables = port.init(jax.random.key(0), np.ones((2, 3), np.float32))
-        >>> mapping = match_parameters(mine, variables)
-        >>> bool(first_divergence(mine, (port, mapping.to_jax(mine)), mapping, (x,)))
-        True
-        >>> first_divergence(mine, (port, variables), mapping, (x,)).first.path
-        '0'
+        >>> import jax.numpy as jnp, numpy as np, torch
+        >>> from gradtools.testing import first_divergence
+        >>> report = first_divergence(
+        ...     torch=lambda x: torch.tanh(2 * x).sum(),
+        ...     jax=lambda x: jnp.tanh(3 * x).sum(),
+        ...     args=(np.array([0.5, 0.2]),),
+        ... )
+        >>> report.kind, report.torch.operation, report.jax.operation, report.relation
+        ('value', 'mul', 'mul', 'factor 0.666667')
     """
-    check_arguments(torch_model, jax_model, inputs, mapping)
-    if dtype not in ("float64", "float32"):
-        raise GradtoolsError(f"{CALLER}: dtype is {dtype!r}; expected 'float64' or 'float32'.")
-    cotangents = _Cotangents(seed)
-    with in_double_precision(dtype == "float64"):  # PyTorch's model may hold parts in JAX
-        in_torch = torch_trace(torch_model, inputs, torch_kwargs, dtype, cotangents.draw)
-        in_jax = jax_trace(jax_model, inputs, jax_kwargs, dtype, cotangents.same)
-    if mapping is None:
-        mapping = match_parameters(torch_model, nested(in_jax.parameters), partial=True)
-    names = _pair_names(in_torch, in_jax, mapping.modules, dict(layers or {}))
-    return _TraceComparison(in_torch, in_jax, mapping, names, dtype, tolerance).report()
+    _check(args, mapping, dtype)
+    if dtype is None and library(torch) == "torch.nn":
+        dtype = "float64"
+    given = _arguments(args, dtype)
+    wide = any(given.leaves[k].dtype.name in _WIDE[:2] for k in given.names)
+    rng, drawn = np.random.default_rng(seed), list[Any]()
+
+    def draw(ends: list[Step]) -> list[Any]:
+        for x in (s.value for s in ends):
+            c = rng.normal(size=x.shape) if x.ndim else np.ones(())
+            c = c + 1j * rng.normal(size=x.shape) if x.dtype.kind == "c" else c
+            drawn.append(c if x.dtype.kind in "fc" else None)
+        return drawn
+
+    with in_double_precision(wide or dtype == "float64"):
+        in_torch = import_module(f"{__package__}.torch_steps").torch_run(torch, given, dtype, draw)
+        layouts: list[Any] = []
+
+        def same(ends: list[Step]) -> list[Any]:
+            """The cotangents of PyTorch's outputs, in the layouts of JAX's."""
+            if len(ends) != len(in_torch.outputs):
+                raise GradtoolsError(
+                    f"{CALLER}: the program returns {len(in_torch.outputs)} arrays in PyTorch and "
+                    f"{len(ends)} in JAX. Return the same arrays."
+                )
+            for x, y in zip(in_torch.outputs, ends, strict=True):
+                y.accuracy = y.accuracy or x.accuracy
+                layouts.append(aligned(x.value, y.value, max(x.accuracy, y.accuracy, 1e-9)))
+            both = zip(drawn, layouts, strict=True)
+            return [None if c is None or m is None else m[1](np.asarray(c)) for c, m in both]
+
+        in_jax = import_module(f"{__package__}.jax_steps").jax_run(jax, given, dtype, same)
+        if not isinstance(mapping, ParameterMapping):
+            mapping = _mapping(in_torch, in_jax, mapping or {})
+    return _Diagnosis(in_torch, in_jax, mapping, layouts).report()
 
 
-class _Cotangents:
-    """Random cotangents for PyTorch's outputs, and the same in JAX's layout."""
+class _Diagnosis:
+    """The comparison of two recorded runs."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng, self.used = np.random.default_rng(seed), 0
-        self.drawn: list[np.ndarray] = []
-
-    def draw(self, y: np.ndarray) -> np.ndarray:
-        self.drawn.append(self.rng.normal(size=y.shape).astype(y.dtype))
-        return self.drawn[-1]
-
-    def same(self, y: np.ndarray) -> np.ndarray:
-        if self.used >= len(self.drawn):
-            raise GradtoolsError(f"{CALLER}: the JAX model returns more arrays than PyTorch's.")
-        c = self.drawn[self.used]
-        self.used += 1
-        for moved in _layouts(c, y.shape):
-            return np.ascontiguousarray(moved).astype(y.dtype)
-        raise GradtoolsError(
-            f"{CALLER}: output {self.used - 1} has shape {c.shape} in PyTorch and {y.shape} in JAX."
-        )
-
-
-class _TraceComparison:
-    """The comparison of two traces."""
-
-    def __init__(
-        self,
-        torch: Trace,
-        jax: Trace,
-        mapping: Any,
-        names: dict[Name, Name],
-        dtype: str,
-        tolerance: float | None,
-    ) -> None:
-        self.torch, self.jax, self.mapping, self.names = torch, jax, mapping, names
-        self.dtype, self.tolerance = dtype, tolerance
-        calls = {(layer.name, layer.call): layer for layer in jax.layers}
-        self.pairs: list[tuple[Layer, Layer]] = []  # one call of a layer in both models
-        for layer in torch.layers:
-            if layer.name in names and (names[layer.name], layer.call) in calls:
-                self.pairs.append((layer, calls[names[layer.name], layer.call]))
-
-    def report(self) -> Report:
-        """Compares values forward, gradients backward, then the parameters' gradients."""
-        report = Report(CALLER, left_out=self._unpaired())
-        label = lambda x, k: str(x) + (f" output {k}" if len(x.outputs) > 1 else "")
-        for i, (ours, theirs) in enumerate(self.pairs):
-            for k, (a, b) in enumerate(zip(ours.outputs, theirs.outputs, strict=False)):
-                c, first = self._compared("value", label(ours, k), a, b, 0), bool(report)
-                if not c.agrees:
-                    later = ("after the first divergence", "")
-                    cause = self._cause(i, a, b) if first else later
-                    c = c.because(*cause)
-                report.comparisons.append(c)
-        values_agree = bool(report)
-        biggest = [np.max(np.abs(g), initial=0.0) for g in self.torch.gradients.values()]
-        noise = _ROUNDING * tolerances.epsilon(self.dtype) * float(max(biggest, default=0.0))
-        for ours, theirs in reversed(self.pairs):
-            both = zip(ours.gradients, theirs.gradients, theirs.outputs, strict=False)
-            for k, (g, b, y) in enumerate(both):
-                if b is None or y.dtype.kind not in "fc":
-                    continue
-                a = np.zeros_like(ours.outputs[k]) if g is None else g
-                c = self._compared("gradient", label(ours, k), a, b, 1, noise)
-                if not c.agrees and values_agree:
-                    c = c.because(
-                        relation(_fitting(a, b), b, _NAMES) or "another derivative",
-                        f"All values agree; the gradient at the output of {ours} does not: "
-                        "the difference arises after it, in what uses it.",
-                    )
-                report.comparisons.append(c)
-        for entry in self.mapping.entries:
-            name, b = entry.torch_name, self._jax_array(self.jax.gradients, entry.jax_path)
-            if b is None or name not in self.torch.parameters:
-                continue
-            g = self.torch.gradients.get(name)
-            a = entry.layout.to_jax(np.zeros(entry.torch_shape, b.dtype) if g is None else g)
-            limit = self._limit(1)
-            c = compare_arrays("parameter's gradient", name, a, b, 1, tolerance=limit, noise=noise)
-            if not c.agrees:
-                c = c.because(relation(a, b, _NAMES) or "another derivative")
-            report.comparisons.append(c)
-        return report
-
-    def _unpaired(self) -> list[str]:
-        """What only one model has: layers, calls, outputs, parameters."""
-        paired = [{pair[k].name for pair in self.pairs} for k in (0, 1)]
-        result = []
-        sides = (("PyTorch", "JAX", self.torch), ("JAX", "PyTorch", self.jax))
-        for known, (side, other, trace) in zip(paired, sides, strict=True):
-            alone = dict.fromkeys(x.name for x in trace.layers if x.name not in known)
-            result += [
-                f"layer {_dotted(n)} of {side}: no layer of that name in {other}" for n in alone
-            ]
-        for name, other_name in self.names.items():
-            ours = sum(layer.name == name for layer in self.torch.layers)
-            theirs = sum(layer.name == other_name for layer in self.jax.layers)
-            if ours != theirs and min(ours, theirs):
-                result.append(f"layer {_dotted(name)}: {ours} calls in PyTorch, {theirs} in JAX")
-        for layer, other_layer in self.pairs:
-            ours, theirs = len(layer.outputs), len(other_layer.outputs)
-            if ours != theirs:
-                result.append(f"layer {layer}: {ours} outputs in PyTorch, {theirs} in JAX")
-        return result + [f"parameter {x}" for x in self.mapping.left_out]
-
-    def _compared(
-        self, quantity: str, path: str, a: Any, b: Any, order: int, noise: float = 0.0
-    ) -> Comparison:
-        """The comparison in the layout of PyTorch's array that is nearest to JAX's."""
-        limit = self._limit(order)
-        every = [
-            compare_arrays(quantity, path, moved, b, order, tolerance=limit, noise=noise)
-            for moved in _layouts(a, b.shape, or_itself=True)
+    def __init__(self, torch: Run, jax: Run, mapping: ParameterMapping, layouts: Any) -> None:
+        self.torch, self.jax, self.mapping, self.layouts = torch, jax, mapping, layouts
+        self.result = Divergence(CALLER, left_out=[f"parameter {x}" for x in mapping.left_out])
+        theirs = {s.leaf: s for s in jax.leaves}
+        same = lambda x: x
+        self.named = [
+            (x, theirs[x.leaf], same)
+            for x in torch.leaves
+            if x.leaf.startswith("argument ") and x.leaf in theirs
         ]
-        return min(every, key=lambda c: c.error)
+        self.arguments = len(self.named)
+        for entry in mapping.entries:
+            path = joined(without_collection(entry.jax_path))
+            if entry.torch_name in torch.parameters and path in jax.parameters:
+                pair = torch.parameters[entry.torch_name], jax.parameters[path]
+                self.named.append((*pair, entry.layout.to_jax))
 
-    def _limit(self, order: int) -> float:
-        return tolerances.tolerance(self.dtype, order) if self.tolerance is None else self.tolerance
-
-    # --- the cause of the first value that differs
-
-    def _cause(self, i: int, a: np.ndarray, b: np.ndarray) -> tuple[str, str]:
-        """Why the outputs a and b of the i-th pair differ: its weights, its inputs, or itself."""
-        layer, port = self.pairs[i]
-        wrong = self._wrong_parameter(layer.name)
-        if wrong:
-            return wrong
-        if a.dtype != b.dtype:
-            return (
-                f"its value is {a.dtype} in PyTorch and {b.dtype} in JAX",
-                "It was cast to the coarser one in the layer or before it.",
+    def report(self) -> Divergence:
+        result = self.result
+        for k, (x, y) in enumerate(zip(self.torch.outputs, self.jax.outputs, strict=True)):
+            result.comparisons.append(self._output(f"output {k}", x, y, self.layouts[k]))
+        wrong = [k for k, c in enumerate(result.comparisons) if not c.agrees]
+        empty = [k for k in wrong if result.comparisons[k].cause == "no finite entry"]
+        blaming = Blaming(self.torch, self.jax, [(x, y) for x, y, _ in self.named])
+        if not wrong:
+            self._gradients(blaming)
+        self._count(blaming)
+        differs = [k for k in wrong if k not in empty]
+        if result and not wrong:
+            return result
+        if parameter := self._wrong_parameter():
+            return self._blame("parameter", parameter)
+        if differs:
+            return self._blame("value", blaming.of_values(differs))
+        if empty:
+            result.kind = "not finite"
+            result.relation = (
+                f"{result.comparisons[empty[0]].path} has no finite entry on either side, so "
+                "nothing was compared: gradtools.torch.why_zero(f, *args) finds the operation."
             )
-        depth, names = len(layer.name), [other.name for other, _ in self.pairs]
-        has_parts = any(len(name) > depth and name[:depth] == layer.name for name in names)
-        inputs = zip(layer.inputs, port.inputs, strict=False)
-        differing = [(x, y) for x, y in inputs if not self._close(_fitting(x, y), y)]
-        if differing and not has_parts:
-            last = str(self.pairs[i - 1][0]) if i else "the inputs"
-            return (
-                _value_words(*differing[0]) or "its inputs differ already",
-                f"The inputs of {layer} differ already, and all layers before it agree: the "
-                f"difference arises between {last} and it, in the code of "
-                f"{_dotted(layer.name[:-1])}.",
-            )
-        where = (
-            "Its parts agree, so the difference arises in its own code."
-            if has_parts
-            else "Its inputs and its parameters agree, so the difference arises in it: compare "
-            "its settings (epsilon, an approximation, a mask)."
-        )
-        return _value_words(a, b) or "it computes something else", where
+            return result
+        return self._blame("gradient", blaming.of_gradients(self.noise))
 
-    def _wrong_parameter(self, name: Name) -> tuple[str, str] | None:
-        """The cause, if one of the layer's own parameters differs from PyTorch's."""
-        for entry in self.mapping.entries:
-            if tuple(entry.torch_name.split(".")[:-1]) != name:
+    def _output(self, path: str, x: Step, y: Step, layout: Any) -> Comparison:
+        a, b = x.value, y.value
+        if layout is None and a.shape != b.shape:
+            return mismatch("value", path, 0, (f"shape {a.shape}", f"shape {b.shape}"))
+        limit = max(min(x.accuracy, y.accuracy), 1e-9)
+        moved = a if layout is None else layout[1](a)
+        c = compare_arrays("value", path, moved, b, tolerance=limit)
+        if a.dtype.kind in "fc" and a.size and not (np.isfinite(a).any() or np.isfinite(b).any()):
+            return c.because("no finite entry")
+        return c
+
+    def _gradients(self, blaming: Blaming) -> None:
+        """Compares the gradients at arguments, parameters and captured arrays."""
+        finite = lambda g: np.abs(g[np.isfinite(g)]).max(initial=0.0)
+        leaves = [s for s in self.torch.leaves if s.cotangent is not None]
+        largest = max((finite(s.cotangent) for s in leaves), default=0.0)
+        self.noise = 1e-3 * max((s.accuracy for s in leaves), default=0.0) * float(largest)
+        limit = max(1e-6, 10 * blaming.accuracy)
+
+        def compare(name: str, g: Any, h: Any) -> None:
+            kind = "gradient" if name.startswith("argument ") else "parameter's gradient"
+            c = compare_arrays(kind, name, g, h, 1, tolerance=limit, noise=self.noise)
+            self.result.comparisons.append(c)
+
+        zero = lambda s: np.zeros(s.value.shape, s.value.dtype)
+        for x, y, move in self.named:
+            if x.value.dtype.kind in "fc":
+                g, h = (zero(s) if s.cotangent is None else s.cotangent for s in (x, y))
+                compare(x.leaf, move(g), h)
+        paired = {id(s) for x, y, _ in self.named for s in (x, y)}
+        rest: dict[int, list[Step]] = {}  # captured arrays, by their numbers
+        for s in (*self.torch.leaves, *self.jax.leaves):
+            if id(s) not in paired and s.value.dtype.kind in "fc" and s.leaf != "literal":
+                rest.setdefault(s.group, []).append(s)
+        unknown = len(rest.pop(-1, []))
+        ours = {id(s) for s in self.torch.leaves}
+        for captured in rest.values():  # a side may read one array twice: compare sums
+            sums: list[Any] = [None, None]
+            for s in captured:
+                layout = aligned(s.value, captured[0].value, max(s.accuracy, 1e-9))
+                if s.cotangent is not None and layout is not None:
+                    side, g = int(id(s) not in ours), layout[1](s.cotangent)
+                    sums[side] = g if sums[side] is None else sums[side] + g
+            if sums[0] is None or not any(id(s) not in ours for s in captured):
+                unknown += 1  # PyTorch does not differentiate it, or JAX does not read it
+            else:
+                compare(
+                    captured[0].leaf, sums[0], zero(captured[0]) if sums[1] is None else sums[1]
+                )
+        if unknown:
+            note = "gradients at captured arrays were not compared: no counterpart, or no gradient"
+            self.result.left_out.append(f"{unknown} {note}")
+
+    def _wrong_parameter(self) -> Blame | None:
+        """The first parameter whose numbers in JAX are not PyTorch's."""
+        for x, y, move in self.named[self.arguments :]:
+            wanted = move(x.value)
+            if (
+                wanted.shape == y.value.shape
+                and compare_arrays("", "", wanted, y.value, tolerance=1e-6).agrees
+            ):
                 continue
-            x = entry.layout.to_jax(self.torch.parameters[entry.torch_name])
-            y = self._jax_array(self.jax.parameters, entry.jax_path)
-            if y is None or self._close(x, y, exact=True):
-                continue
-            how = relation(y, x, _NAMES[::-1], 0) or "other numbers"
-            transposed = how == "transposed layout"
-            return (
-                f"its parameter {entry.jax_path[-1]} "
-                + ("is transposed" if transposed else f"differs ({how})"),
-                f"{entry.torch_name} in PyTorch is {'.'.join(map(str, entry.jax_path))} in JAX "
-                f"({entry.layout.name}); they do not hold the same numbers. "
-                "mapping.to_jax(torch_model) gives what JAX should hold.",
-            )
+            how = relation(y.value, wanted, ("JAX", "PyTorch"), 0) or "other numbers"
+            words = f"{y.leaf} in JAX does not hold the numbers of {x.leaf} ({how})"
+            return Blame(x, y, None, f"{words}; mapping.to_jax(torch_model) gives them")
         return None
 
-    def _jax_array(self, arrays: Mapping[Any, np.ndarray], path: Name) -> np.ndarray | None:
-        wanted = joined(without_collection(path))
-        return next((x for p, x in arrays.items() if joined(without_collection(p)) == wanted), None)
+    def _blame(self, kind: str, blame: Blame | None) -> Divergence:
+        result = self.result
+        result.kind, result.blamed = kind, blame
+        if blame is None:
+            result.relation = "at the leaves alone; all common intermediate cotangents agree"
+            return result
+        result.torch, result.jax = blame.torch.place, blame.jax.place
+        if blame.last:
+            result.last_torch, result.last_jax = (s.place for s in blame.last)
+        result.relation = blame.relation
+        return result
 
-    def _close(self, x: np.ndarray, y: np.ndarray, exact: bool = False) -> bool:
-        if x.shape != y.shape:
-            return False
-        if x.dtype.kind not in "fc" or y.dtype.kind not in "fc":
-            return bool(np.array_equal(x, y))
-        limit = self._limit(0) if not exact else 8 * tolerances.epsilon(self.dtype)
-        return bool(compare_arrays("", "", x, y, 0, tolerance=limit).agrees)
-
-
-def _value_words(a: np.ndarray, b: np.ndarray) -> str | None:
-    """How two values differ, in a few words; None if unknown."""
-    a_like_b = _fitting(a, b)
-    if a_like_b.shape != b.shape:
-        return f"another shape: {a.shape} in PyTorch, {b.shape} in JAX"
-    return relation(a_like_b, b, _NAMES, 0)
-
-
-# --- pairing layers
-
-
-def _pair_names(
-    torch: Trace, jax: Trace, modules: Mapping[str, str], layers: dict[str, str]
-) -> dict[Name, Name]:
-    """A map from PyTorch's module names to JAX's.
-
-    First by `modules` and `layers`, then by equal names, then modules whose children are paired,
-    and children of equal name in paired modules.
-    """
-    in_torch = list(dict.fromkeys(layer.name for layer in torch.layers))
-    in_jax = {name_key(layer.name): layer.name for layer in jax.layers}
-    paired: dict[Name, Name] = {(): ()}
-    for one, other in {**modules, **layers}.items():
-        name, target = split_name(one), in_jax.get(name_key(split_name(other)))
-        if target is not None and name in in_torch:
-            paired[name] = target
-        elif one in layers:
-            raise GradtoolsError(
-                f"{CALLER}: layers pairs {one!r} with {other!r}; the layers that ran are "
-                f"{', '.join(map(_dotted, in_torch[:6]))}, and "
-                f"{', '.join(map(_dotted, [*in_jax.values()][:6]))}."
+    def _count(self, blaming: Blaming) -> None:
+        """Notes how much was compared, and how much could not be."""
+        result, steps = self.result, self.torch.steps
+        matched = sum(s.group >= 0 for s in steps)
+        result.notes.append(
+            f"{matched} of {len(steps)} values of PyTorch's run are found in JAX's run of "
+            f"{len(self.jax.steps)} values"
+        )
+        both = [
+            int((~np.isfinite(s.value)).sum())
+            for s in steps
+            if s.group >= 0 and s.value.dtype.kind in "fc"
+        ]
+        if sum(both):
+            result.notes.append(
+                f"{sum(both)} entries of {sum(map(bool, both))} values are NaN or infinite on both "
+                "sides and were not compared"
             )
 
-    def pair(name: Name, candidates: list[Name]) -> None:
-        targets = (in_jax.get(name_key(candidate)) for candidate in candidates)
-        free = [t for t in targets if t is not None and t not in paired.values()]
-        if name not in paired and free:
-            paired[name] = free[0]
 
-    for name in in_torch:
-        pair(name, [name])
-    count = -1
-    while count != len(paired):
-        count = len(paired)
-        owners = [
-            (name[:-1], target[:-1])
-            for name, target in paired.items()
-            if name and target and name_key(name[-1:]) == name_key(target[-1:])
-        ]
-        for name in in_torch:
-            near = [other for owner, other in owners if owner == name]
-            near += [(*other, name[-1]) for owner, other in owners if name and owner == name[:-1]]
-            pair(name, near)
-    return paired
+def _arguments(args: Sequence[Any], dtype: str | None) -> Arguments:
+    """The arguments' leaves in JAX's order."""
+    import jax
+
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tuple(args))
+    leaves: list[Any] = []
+    names: dict[int, str] = {}
+    for k, (path, x) in enumerate(paths):
+        name = f"argument {path[0].idx}" + jax.tree_util.keystr(path[1:])
+        if isinstance(x, np.ndarray | np.generic):
+            x, names[k] = cast(np.array(x), dtype), name
+        leaves.append(as_setting(CALLER, x, name))
+    return Arguments(leaves, names, lambda xs: jax.tree_util.tree_unflatten(treedef, xs))
 
 
-def _dotted(name: Name) -> str:
-    return joined(name) or "the model"
+def _mapping(torch: Run, jax: Run, overrides: Mapping[str, Any]) -> ParameterMapping:
+    if not (torch.parameters and jax.parameters):
+        return ParameterMapping(())
+    mine = {name: s.value for name, s in torch.parameters.items()}
+    theirs = nested({tuple(name.split(".")): s.value for name, s in jax.parameters.items()})
+    return match_parameters(mine, theirs, overrides, partial=True)
 
 
-# --- layouts of activations
-
-
-def _layouts(a: np.ndarray, shape: tuple[int, ...], or_itself: bool = False) -> list[np.ndarray]:
-    """PyTorch's array in all layouts with JAX's shape: unchanged, channels last, reshaped."""
-    result = [a] if a.shape == shape else []
-    if a.ndim >= 3:
-        moved = np.moveaxis(a, 1, -1)
-        result += [moved] if moved.shape == shape else []
-    if not result and a.size == math.prod(shape) and a.ndim != len(shape):
-        result = [a.reshape(shape)]
-    return result or ([a] if or_itself else [])
-
-
-def _fitting(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The layout of a that is nearest to b."""
-    result = _layouts(a, b.shape, or_itself=True)
-    if len(result) == 1 or a.dtype.kind not in "fc":
-        return result[0]
-    return min(result, key=lambda x: float(np.max(np.abs(x - b), initial=0)))
+def _check(args: Any, mapping: Any, dtype: Any) -> None:
+    if not isinstance(args, tuple | list):
+        raise GradtoolsError(
+            f"{CALLER}: args must be a tuple of the programs' positional arguments, got a "
+            f"{type(args).__name__}. For one argument write args=(x,)."
+        )
+    if not isinstance(mapping, ParameterMapping | Mapping | None):
+        raise GradtoolsError(
+            f"{CALLER}: mapping is a {type(mapping).__name__}; expected None, what "
+            "match_parameters returns, or a dictionary from PyTorch's names to JAX's."
+        )
+    if dtype not in (None, "float64", "float32"):
+        raise GradtoolsError(f"{CALLER}: dtype is {dtype!r}; expected 'float64' or 'float32'.")

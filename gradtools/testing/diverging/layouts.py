@@ -28,15 +28,17 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.testing.cross_checking.sides import nested
+from gradtools.testing.cross_checking.sides import library, nested
 from gradtools.testing.diverging.parameters import (
     CALLER,
     Path,
     joined,
     name_key,
+    path_of,
     read_jax,
     read_torch,
     split_name,
+    walk,
     without_collection,
 )
 
@@ -102,12 +104,14 @@ class ParameterMapping:
         modules: A map from names of PyTorch's modules to JAX's, each joined by ".".
         left_out: Parameters and buffers without a counterpart, with reasons.
         notes: Pairs that were made by order rather than by name.
+        source: The PyTorch arrays that the mapping was made from.
     """
 
     entries: tuple[ParameterPair, ...]
     modules: dict[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    source: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     def to_jax(self, torch_params: Any) -> dict[Any, Any]:
         """PyTorch's arrays in JAX's names and layout.
@@ -165,6 +169,40 @@ class ParameterMapping:
             whole = result.setdefault(e.torch_name, np.zeros(e.torch_shape, y.dtype))
             whole[low:high] = e.layout.to_torch(y, (high - low, *e.torch_shape[1:]))
         return result
+
+    def into(self, module: Any, torch_params: Any = None) -> Any:
+        """A JAX model with PyTorch's numbers in place of its own.
+
+        Args:
+            module: An `equinox.Module`, an `nnx.Module`, or flax.linen's variables.
+            torch_params: As in `to_jax`; None for the model that the mapping was made from.
+
+        Returns:
+            A model of the same type, with the arrays in the model's dtypes. It is a new one.
+
+        Example:
+            >>> import equinox as eqx, jax, torch
+            >>> from gradtools.testing import match_parameters
+            >>> mine, port = torch.nn.Linear(3, 2), eqx.nn.Linear(3, 2, key=jax.random.key(0))
+            >>> port = match_parameters(mine, port).into(port)
+            >>> bool((port.bias == mine.bias.detach().numpy()).all())
+            True
+        """
+        import jax
+
+        tree = self.to_jax(self.source if torch_params is None else torch_params)
+        arrays = {joined(without_collection(path)): x for path, x in walk(tree)}
+        if library(module) == "flax.nnx":
+            from flax import nnx
+
+            graph, state = nnx.split(module)
+            return nnx.merge(graph, self.into(state, torch_params))
+
+        def replaced(path: Any, leaf: Any) -> Any:
+            x = arrays.get(joined(without_collection(path_of(path))))
+            return leaf if x is None else jax.numpy.asarray(x, leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(replaced, module)
 
     def _check_names(self, caller: str, given: Mapping[str, Any], known: set[str]) -> None:
         out = {reason.split(" ")[0] for reason in self.left_out}
@@ -260,7 +298,12 @@ class _Matching:
         names: tuple[str, str],
     ) -> None:
         self.caller, self.argument = names
-        self.torch, self.jax, self.transposed = dict(torch), dict(jax), transposed
+        self.torch, self.jax, self.transposed, self.source = (
+            dict(torch),
+            dict(jax),
+            transposed,
+            torch,
+        )
         self.order, self.renamed = list(torch), dict[str, str]()
         self.entries: list[ParameterPair] = []
         self.modules: dict[str, str] = {}
@@ -283,9 +326,8 @@ class _Matching:
                 del self.torch[name]
         self._rest(partial)
         self.entries.sort(key=lambda e: self.order.index(e.torch_name))
-        return ParameterMapping(
-            tuple(self.entries), self.modules, tuple(self.left_out), tuple(self.notes)
-        )
+        rest = tuple(self.left_out), tuple(self.notes), self.source
+        return ParameterMapping(tuple(self.entries), self.modules, *rest)
 
     def _group(self) -> None:
         """Groups the unpaired arrays by module."""

@@ -46,7 +46,7 @@ def read_jax(params: Any) -> dict[Path, np.ndarray]:
         params = nnx.state(params, nnx.Any(nnx.Param, nnx.BatchStat))
     if hasattr(params, "to_pure_dict"):
         params = params.to_pure_dict()
-    return {path: _numpy(x) for path, x in _walk(params)}
+    return {path: _numpy(x) for path, x in walk(params)}
 
 
 def _of_equinox(module: Any) -> dict[Path, np.ndarray]:
@@ -55,21 +55,24 @@ def _of_equinox(module: Any) -> dict[Path, np.ndarray]:
     import jax
 
     paths = jax.tree.leaves_with_path(equinox.filter(module, equinox.is_inexact_array))
-    return {tuple(map(_step, keys)): _numpy(x) for keys, x in paths}
+    return {path_of(keys): _numpy(x) for keys, x in paths}
 
 
-def _step(key: Any) -> Any:
-    """A step of a key path: an attribute's name, an index, or a key."""
-    return next(v for v in (getattr(key, n, None) for n in ("name", "idx", "key")) if v is not None)
+def path_of(keys: Sequence[Any]) -> Path:
+    """JAX's key path as names, indices and keys, without the `value` of an nnx variable."""
+    values = lambda key: (getattr(key, name, None) for name in ("name", "idx", "key"))
+    path = tuple(next(v for v in values(key) if v is not None) for key in keys)
+    return path[:-1] if path[-1:] == ("value",) else path
 
 
-def _walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The leaves of nested dictionaries and sequences, with their paths."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _walk(value, (*path, key))
+            yield from walk(value, (*path, key))
     elif isinstance(tree, list | tuple):
         for i, value in enumerate(tree):
-            yield from _walk(value, (*path, i))
+            yield from walk(value, (*path, i))
     elif tree is not None:
         yield path, getattr(tree, "value", tree)
 

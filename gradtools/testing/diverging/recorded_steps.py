@@ -1,0 +1,128 @@
+"""Recorded runs: a `Step` for each intermediate value, a `Run` for one side of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradtools.code_origin import Source
+
+CALLER = "first_divergence"
+LIMIT = 20_000  # values of one side; longer loops are one operation
+Draw = Callable[[list["Step"]], list[Any]]  # cotangents in NumPy for the outputs
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The leaves of both programs' arguments, and the names of the arrays among them."""
+
+    leaves: list[Any]
+    names: dict[int, str]
+    rebuilt: Callable[[list[Any]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An operation of a program.
+
+    Attributes:
+        operation: The framework's name of the operation; for a leaf the name of the argument or
+            parameter.
+        lines: The user's call chain at the operation, innermost first: each with `file`, `line`,
+            `function` and `text`.
+        layer: The path of the module that ran; empty if it is not known.
+        iteration: The iterations of the enclosing loops, outermost first.
+    """
+
+    operation: str
+    lines: tuple[Source, ...] = ()
+    layer: str = ""
+    iteration: tuple[int, ...] = ()
+
+    @property
+    def line(self) -> Source | None:
+        """The user's innermost line; None if the operation is a library's own."""
+        return self.lines[0] if self.lines else None
+
+    def __str__(self) -> str:
+        text = self.operation
+        if self.layer:
+            text += f" in {self.layer}"
+        if self.iteration:
+            text += f", iteration {', '.join(map(str, self.iteration))}"
+        if self.lines:
+            text += " at " + ", called at ".join(map(str, self.lines))
+            text += f": {self.lines[0].text}"
+        return text
+
+
+@dataclass(eq=False)
+class Step:
+    """A recorded value.
+
+    Attributes:
+        op: The operation that returned the value.
+        lines: The user's call chain at the operation, innermost first.
+        value: The value in NumPy; floating types of 16 bits are widened.
+        parents: The steps of the operation's operands.
+        number: The position in the run; -1 for a literal.
+        accuracy: The relative error that rounding may cause at the coarsest dtype so far.
+        cotangent: The gradient of Re<c, outputs> at the value; None if there is none.
+        inside: Whether the value is a part of a fused operation, which has no cotangent.
+        leaf: The name of an argument or parameter, or "captured".
+        layer: The path of the module that is running.
+        iteration: The iterations of the enclosing loops, outermost first.
+        children: The steps that use the value.
+        group: The number of the class of equal values, on both sides; -1 if there is none.
+    """
+
+    op: str
+    lines: tuple[Source, ...]
+    value: Any
+    parents: list[Step] = field(default_factory=list)
+    number: int = -1
+    accuracy: float = 0.0
+    cotangent: Any = None
+    inside: bool = False
+    leaf: str = ""
+    layer: str = ""
+    iteration: tuple[int, ...] = ()
+    children: list[Step] = field(default_factory=list)
+    group: int = -1
+
+    @property
+    def place(self) -> Place:
+        """The operation, for the report."""
+        return Place(self.leaf or self.op, self.lines, self.layer, self.iteration)
+
+    @property
+    def site(self) -> Any:
+        """Equal for steps of the same line, or of the same layer if no line is the user's."""
+        return (self.lines[0].file, self.lines[0].line) if self.lines else self.layer
+
+
+@dataclass
+class Run:
+    """One side's steps in order, its leaves, its outputs, and the tree of parameters by name."""
+
+    steps: list[Step]
+    outputs: list[Step]
+    parameters: dict[Any, Step]
+
+    def __post_init__(self) -> None:
+        for step in self.steps:
+            own = _ACCURACIES.get(step.value.dtype.name, 0.0)
+            step.accuracy = max([step.accuracy, own, *(p.accuracy for p in step.parents)])
+            for parent in step.parents:
+                parent.children.append(step)
+
+    @property
+    def leaves(self) -> list[Step]:
+        """Arguments, parameters and captured arrays."""
+        return [step for step in self.steps if step.leaf]
+
+
+_ACCURACIES = {"float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4}
+HALF = 3e-2
+"""The accuracy of a value that was widened from 16 bits."""

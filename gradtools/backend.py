@@ -215,8 +215,17 @@ class Differentiation(Arrays):
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
         return Staged(fun)
 
-    def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
-        """A `Call` and its outputs for a pullback to keep, with avals instead of traced arrays."""
+    def no_tangent(self, x: Any) -> Any:
+        """The tangent of an integer: None, or what the framework has for it."""
+        return None
+
+    def outliving(
+        self, call: Any, outs: Sequence[Array], out: Any = None
+    ) -> tuple[Any, Sequence[Any]]:
+        """A `Call` and its outputs for a pullback to keep, with avals instead of traced arrays.
+
+        out: f's output, of which a pullback names the leaves.
+        """
         return call, outs
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:

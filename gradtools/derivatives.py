@@ -247,7 +247,9 @@ class Derivatives(Operators):
 
         Args:
             f: Takes and returns pytrees of arrays.
-            primals: Pytrees of floating or complex arrays.
+            primals: Pytrees of arrays. Integers among the leaves are constants; their tangents and
+                cotangents are None in PyTorch and zeros of dtype float0 in JAX, which also takes
+                None for a tangent.
             has_aux: Whether f returns `(output, aux)`.
 
         Returns:
@@ -268,17 +270,18 @@ class Derivatives(Operators):
 
         Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
-        call = call_of_primals(self._backend, "vjp", f, primals, has_aux)
+        call = call_of_primals(self._backend, "vjp", f, primals, has_aux, keeps_exact=True)
         result = self._backend.vjp(call, call.leaves, groups=None, once=False)
         out, aux = call.output(result.outs, result.extras)
 
-        bare, likes = self._backend.outliving(call, result.outs)
+        bare, likes = self._backend.outliving(call, result.outs, out)
 
         attach = call.attaching(self.vjp, f, *primals, has_aux=has_aux)
 
         def pullback(pull: Any, cotangent: Any) -> tuple[Any, ...]:
             pulled = pull(bare.cotangents(cotangent, likes))
-            trees = bare.to_trees(self._backend.filled(pulled, bare.leaves))
+            grads = self._backend.filled(pulled, bare.leaves)
+            trees = bare.to_trees(grads, bare.exact_tangents)
             return attach(trees, lambda result: result[1](cotangent))
 
         pulling = self._backend.linear_map(pullback, result.pullback)
@@ -317,13 +320,13 @@ class Derivatives(Operators):
 
         Args:
             f: Takes and returns pytrees of arrays.
-            primals: One pytree of floating or complex arrays for each argument.
+            primals: One pytree of arrays for each argument; integers are constants, as in `vjp`.
             tangents: The same structure, shapes and dtypes.
             has_aux: Whether f returns `(output, aux)`.
 
         Returns:
-            `(out, tangent_out)` or `(out, tangent_out, aux)`; tangent_out is None at leaves
-            that are not floating or complex.
+            `(out, tangent_out)` or `(out, tangent_out, aux)`; at leaves that are not floating or
+            complex tangent_out is None in PyTorch and zeros of dtype float0 in JAX.
 
         Raises:
             GradtoolsError: A tangent does not fit its primal; f holds something that forward
@@ -338,11 +341,11 @@ class Derivatives(Operators):
         Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
         primals, tangents = same_length("jvp", primals, tangents)
-        call = call_of_primals(self._backend, "jvp", f, primals, has_aux)
+        call = call_of_primals(self._backend, "jvp", f, primals, has_aux, keeps_exact=True)
         flat_tangents = call.from_trees(tangents, "tangent")
         outs, extras, pushed = self._backend.jvp(call, call.leaves, flat_tangents)
         out, aux = call.output(outs, extras)
-        tangent_out = call.tangent_output(pushed)
+        tangent_out = call.tangent_output(pushed, call.no_tangents)
         result = (out, tangent_out, aux) if has_aux else (out, tangent_out)
         return call.attaching(self.jvp, f, primals, tangents, has_aux)(result)
 
@@ -351,7 +354,9 @@ class Derivatives(Operators):
 
         Args:
             f: Takes and returns pytrees of arrays.
-            primals: Pytrees of floating or complex arrays.
+            primals: Pytrees of arrays. Integers among the leaves are constants; their tangents and
+                cotangents are None in PyTorch and zeros of dtype float0 in JAX, which also takes
+                None for a tangent.
 
         Returns:
             `(out, pushforward)`. The pushforward takes one tangent for each primal and may be
@@ -368,7 +373,7 @@ class Derivatives(Operators):
 
         Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
-        call = call_of_primals(self._backend, "linearize", f, primals)
+        call = call_of_primals(self._backend, "linearize", f, primals, keeps_exact=True)
         outs, extras, push = self._backend.linearize(call, call.leaves)
 
         (bare, _), expected = self._backend.outliving(call, outs), call.argnums
@@ -376,8 +381,9 @@ class Derivatives(Operators):
 
         def pushforward(push: Any, *tangents: Any) -> Any:
             same_length("linearize", expected, tangents)
-            pushed = bare.tangent_output(push(bare.from_trees(tangents, "tangent")))
-            return attach(pushed, lambda result: result[1](*tangents))
+            pushed = push(bare.from_trees(tangents, "tangent"))
+            tangent = bare.tangent_output(pushed, bare.no_tangents)
+            return attach(tangent, lambda result: result[1](*tangents))
 
         out = attach(call.output(outs, extras)[0], _first)
         return out, self._backend.linear_map(pushforward, push)

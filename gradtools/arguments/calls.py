@@ -12,6 +12,8 @@ from copy import copy
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from gradtools.arguments.checks import check_function, differentiable_leaf, matching
 from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
@@ -46,6 +48,7 @@ class Call:
         has_aux: bool | None = None,
         elsewhere: str = NOT_NAMED,
         names: Sequence[str] = (),
+        keeps_exact: bool = False,
     ) -> None:
         self.backend, self.caller = backend, caller
         self.names = names  # the operator's own; without them "argument 0" and so on
@@ -54,6 +57,8 @@ class Call:
         self.f: Any = f
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
         self.opened: Any = None
+        self.leaves: list[Array]
+        self._is_leaf: bool
         kinds = self._flatten()
         alone = self._is_leaf and kinds[0] is not None and len(self.args) == 1 and not kwargs
         if not alone:  # a single array is no module
@@ -63,14 +68,24 @@ class Call:
             self.f, self.args = self.opened, tuple(self.opened.args)
             self.at_parameters_of(self.opened)
             kinds = self._flatten()
+        # The integers among the leaves, by their positions, if the operator keeps them constant.
+        self._exact: dict[int, Any] = {}
         for k, kind in enumerate(kinds):
-            if kind not in _INEXACT:
-                leaf, path = self.leaves[k], self.paths[k]
+            if kind in _INEXACT:
+                continue
+            leaf = self.leaves[k]
+            if keeps_exact and (kind == "exact" or _is_integer(leaf)):
+                self._exact[k] = leaf
+            else:
+                path = self.paths[k]
                 self.leaves[k] = differentiable_leaf(backend, caller, leaf, path, elsewhere)
+        if self._exact:
+            self._is_leaf = False
+            self.leaves = [x for k, x in enumerate(self.leaves) if k not in self._exact]
 
     def _flatten(self) -> list[str | None]:
         """Flattens the differentiated arguments into `leaves`; returns the kind of each leaf."""
-        self.leaves: list[Array] = []
+        self.leaves = []
         self.treedefs: list[Any] = []
         self.counts: list[int] = []
         kinds: list[str | None] = []
@@ -100,6 +115,9 @@ class Call:
     @property
     def paths(self) -> list[str]:
         """The name of each differentiated leaf, computed when a message needs it."""
+        return [x for k, x in enumerate(self._all_paths()) if k not in self._exact]
+
+    def _all_paths(self) -> list[str]:
         return [
             f"{self._name(i)}{path}"
             for i in self.argnums
@@ -109,14 +127,22 @@ class Call:
     def _name(self, i: int) -> str:
         return self.names[i] if self.names else f"argument {i}"
 
-    def without_values(self, aval: Callable[[Array], Any]) -> Call:
-        """A copy for pullbacks, without arrays: names, structures, shapes and dtypes."""
+    def without_values(self, aval: Callable[[Array], Any], out: Any = None) -> Call:
+        """A copy for pullbacks, without arrays: names, structures, shapes and dtypes.
+
+        out: f's output, for its paths.
+        """
         bare = copy(self)
-        bare.leaves = [aval(x) for x in self.leaves]
-        flat = map(self.backend.flatten, self.args)
-        bare.args = tuple([self.backend.unflatten(t, range(len(leaves))) for leaves, t in flat])
-        bare.f, bare.kwargs, bare.opened = None, {}, None
+        bare.leaves, bare._exact = [aval(x) for x in self.leaves], self.exact_tangents
+        paths, out_paths = self._all_paths(), self.backend.leaf_paths(out)
+        vars(bare).update(_all_paths=lambda: paths, _paths_of_output=lambda: out_paths)
+        bare.f, bare.args, bare.kwargs, bare.opened = None, (), {}, None
         return bare
+
+    @property
+    def exact_tangents(self) -> dict[int, Any]:
+        """The tangents of the integers among the leaves."""
+        return {k: self.backend.no_tangent(x) for k, x in self._exact.items()}
 
     # --- the function of flat arrays
 
@@ -146,10 +172,12 @@ class Call:
                     aux_hint = ", and anything else through has_aux=True" if self.takes_aux else ""
                     raise GradtoolsError(
                         f"{self.caller}: f returned {describe(backend, y)} at "
-                        f"{self._out_paths[k]}, expected an array. Return arrays{aux_hint}."
+                        f"output{backend.leaf_paths(out)[k]}, expected an array. Return arrays"
+                        f"{aux_hint}."
                     ) from error
                 self._kinds[k] = backend.flatten_arrays(y)[2][0]
             (outs if self._kinds[k] in _INEXACT else extras).append(y)
+        self.no_tangents = [backend.no_tangent(y) for y in extras]  # of f's integer outputs
         self._aux_static: list[tuple[Any] | None] = []
         if self.has_aux:
             aux_leaves, self._aux_def = backend.flatten(aux)
@@ -157,18 +185,22 @@ class Call:
             extras += [x for x in aux_leaves if backend.is_array(x)]
         return outs, extras if self.opened is None else extras + self.opened.effects()
 
-    @property
-    def _out_paths(self) -> list[str]:
+    def _paths_of_output(self) -> list[str]:
         like = [self.backend.asarray(0.0)] * len(self._kinds)
-        out = self.backend.unflatten(self._out_def, like)
-        return [f"output{path}" for path in self.backend.leaf_paths(out)]
+        return self.backend.leaf_paths(self.backend.unflatten(self._out_def, like))
 
     # --- back into trees
 
-    def to_trees(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """One tree for each differentiated argument, with `leaves` in place of its own."""
+    def to_trees(self, leaves: Sequence[Any], exact: dict[int, Any] | None = None) -> Any:
+        """One tree for each differentiated argument, with `leaves` in place of its own.
+
+        exact: What replaces the integers among them, by their positions; None: they stay.
+        """
         if self._is_leaf:
             return tuple(leaves)
+        if self._exact:
+            kept, left = self._exact if exact is None else exact, iter(leaves)
+            leaves = [kept[k] if k in kept else next(left) for k in range(sum(self.counts))]
         trees, start = [], 0
         for treedef, count in zip(self.treedefs, self.counts, strict=True):
             trees.append(self.backend.unflatten(treedef, leaves[start : start + count]))
@@ -195,11 +227,25 @@ class Call:
                     "for each of its leaves."
                 )
             flat += leaves
+        if self._exact:
+            self._check_exact(flat, what)
+            flat = [x for k, x in enumerate(flat) if k not in self._exact]
         names = lambda k: (self.paths[k].replace(own, what, 1), self.paths[k])
         return [
             matching(self.backend, self.caller, x, like, partial(names, k))
             for k, (x, like) in enumerate(zip(flat, self.leaves, strict=True))
         ]
+
+    def _check_exact(self, tangents: Sequence[Any], what: str) -> None:
+        """Raises unless the tangents of integers are None, or JAX's zeros of dtype float0."""
+        for k, none in self.exact_tangents.items():
+            x = tangents[k]
+            if x is not None and getattr(x, "dtype", x) != getattr(none, "dtype", None):
+                name = self._all_paths()[k].replace("argument", what, 1)
+                raise GradtoolsError(
+                    f"{self.caller}: {name} is {describe(self.backend, x)}, but it belongs to an "
+                    "integer, which has no tangent. Pass None."
+                )
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
         """`(out, aux)` of f from the flat lists. Also writes f's changes to the user's modules."""
@@ -230,10 +276,10 @@ class Call:
         if self.opened is not None:
             self.opened.refuse_changes()
 
-    def tangent_output(self, tangents: Sequence[Array]) -> Any:
-        """The tree of f's output with tangents; None at integer and boolean leaves."""
-        left = iter(tangents)
-        leaves = [next(left) if kind in _INEXACT else None for kind in self._kinds]
+    def tangent_output(self, tangents: Sequence[Array], exact: Sequence[Any] = ()) -> Any:
+        """The tree of f's output with tangents; `exact`, or None, at integer and boolean leaves."""
+        left, none = iter(tangents), iter(exact)
+        leaves = [next(left) if k in _INEXACT else next(none, None) for k in self._kinds]
         return self.backend.unflatten(self._out_def, leaves)
 
     def cotangents(self, tree: Any, outs: Sequence[Array]) -> list[Array]:
@@ -246,8 +292,8 @@ class Call:
                 f"output, {in_words(self._out_def)}. Give one leaf for each of its leaves."
             )
         places = [k for k, kind in enumerate(self._kinds) if kind in _INEXACT]
-        paths = lambda k: self._out_paths[k]
-        names = lambda k: (paths(k).replace("output", "cotangent", 1), paths(k))
+        path = lambda k: self._paths_of_output()[k]
+        names = lambda k: (f"cotangent{path(k)}", f"output{path(k)}")
         return [
             matching(self.backend, self.caller, leaves[k], y, partial(names, k))
             for k, y in zip(places, outs, strict=True)
@@ -281,13 +327,25 @@ def call_of_primals(
     primals: Sequence[Any],
     has_aux: bool | None = None,
     names: Sequence[str] = (),
+    keeps_exact: bool = False,
 ) -> Call:
-    """The call `f(*primals)`, differentiated with respect to all of them."""
+    """The call `f(*primals)`, differentiated with respect to all of them.
+
+    keeps_exact: Whether integers among the leaves are constants; else they are refused.
+    """
     check_function(caller, f, curried=False)
     if not primals:
         raise GradtoolsError(f"{caller}: no primals were given; pass f's arguments after f.")
     argnums = tuple(range(len(primals)))
-    return Call(backend, caller, f, primals, {}, argnums, has_aux, "let f close over it", names)
+    fix = "let f close over it"
+    return Call(backend, caller, f, primals, {}, argnums, has_aux, fix, names, keeps_exact)
+
+
+def _is_integer(x: Any) -> bool:
+    """Whether x is a Python or NumPy integer or bool, or a NumPy array of them."""
+    return isinstance(x, int | np.integer | np.bool_) or (
+        isinstance(x, np.ndarray) and x.dtype.kind in "biu"
+    )
 
 
 def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:

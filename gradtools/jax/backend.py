@@ -106,9 +106,14 @@ class JaxBackend(FrameworkBackend):
         with suppress(*READS_A_VALUE):  # only concrete arguments show what fun returns
             jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
 
-    def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
+    def no_tangent(self, x: Any) -> Any:
+        return np.zeros(jnp.shape(x), jax.dtypes.float0)
+
+    def outliving(
+        self, call: Any, outs: Sequence[Array], out: Any = None
+    ) -> tuple[Any, Sequence[Any]]:
         aval = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return call.without_values(aval), [aval(y) for y in outs]
+        return call.without_values(aval, out), [aval(y) for y in outs]
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
         return LinearMap(run, native)

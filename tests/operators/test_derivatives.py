@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -576,3 +576,54 @@ def test_what_an_operator_returns_may_be_a_method(gt, backend_name, method):
     x = np.array([0.5, -1.0, 2.0])
     found = getattr(_with_methods(gt), method)(lift(backend_name, x))
     close(lower(found), 3 * x**2 if method == "slope" else x**3, EXACT)
+
+
+class Graph(NamedTuple):
+    """Features and counts in one container, as jraph's GraphsTuple."""
+
+    x: Any
+    n: Any
+
+
+CONTAINERS = {
+    "dict": lambda x, n: {"x": x, "n": n},
+    "tuple": lambda x, n: (x, n),
+    "list": lambda x, n: [x, n],
+    "named tuple": Graph,
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
+def test_integers_in_an_argument_are_constants_or_are_refused_by_name(gt, backend_name, container):
+    x, n = (lift(backend_name, a) for a in (np.array([1.0, 2.0]), np.array([3, 4])))
+    tree, tangent = container(x, n), container(x, None)
+    parts = lambda p: (p["x"], p["n"]) if isinstance(p, dict) else p
+    f = lambda p: container(*(lambda x, n: (x * n, 2 * n))(*parts(p)))
+
+    def check(tree, expected):
+        moved, none = parts(tree)
+        close(lower(moved), expected, EXACT)
+        if backend_name == "torch":
+            assert none is None
+        else:
+            assert none.dtype.names == ("float0",) or none.dtype == [("float0", "V")]
+            assert none.shape == (2,)
+
+    product = np.array([3.0, 8.0])
+    check(gt.vjp(f, tree)[1](container(x, None))[0], product)
+    for dx in (tangent, gt.vjp(f, tree)[1](tangent)[0]):
+        moved = product if dx is tangent else np.array([3.0, 4.0]) * product
+        check(gt.jvp(f, (tree,), (dx,))[1], moved)
+        check(gt.linearize(f, tree)[1](dx), moved)
+    with pytest.raises(GradtoolsError, match=r"jvp: tangent 0.* belongs to an integer.*Pass None"):
+        gt.jvp(f, (tree,), (tree,))
+    for operator in (gt.grad, gt.value_and_grad, gt.hessian, gt.jacobian):
+        with pytest.raises(GradtoolsError, match=r"argument 0.* is an array of dtype int"):
+            operator(lambda p: (lambda x, n: (x * n).sum())(*parts(p)))(tree)
+
+
+def test_an_argument_of_integers_alone_has_no_cotangent_to_move(gt, backend_name):
+    x, n = (lift(backend_name, a) for a in (np.array([1.0, 2.0]), np.array([3, 4])))
+    out, pull = gt.vjp(lambda x, n, k: x * n * k, x, n, 2)
+    close(lower(pull(out)[0]), np.array([36.0, 128.0]), EXACT)
+    close(lower(gt.vjp(lambda n: n * 2.0, n)[0]), np.array([6.0, 8.0]), EXACT)

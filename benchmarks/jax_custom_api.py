@@ -2,9 +2,8 @@
 
     python benchmarks/jax_custom_api.py PATH_OF_A_JAX_CHECKOUT
 
-reads `tests/custom_api_test.py` there, runs its two classes with the contract checked
-(`check="first"`) and without (`check="never"`), each in a process of its own, and prints which
-tests pass, and why the others do not. The stand-ins below are all that lies between the two:
+reads `tests/custom_api_test.py` there, runs its two classes in a process of their own, and prints
+which tests pass, and why the others do not. The stand-ins below are all that lies between the two:
 
 - Arguments among `nondiff_argnums` that hold arrays are passed as arguments, the others as static
   ones. JAX refuses tracers there for a custom_vjp, and so does ours, for they are left static.
@@ -41,7 +40,6 @@ import gradtools.jax as gt
 from gradtools import GradtoolsError
 
 HERE = pathlib.Path(__file__)
-CHECK = os.environ.get("GRADTOOLS_CHECK", "first")
 CLASSES = ("CustomJVPTest", "CustomVJPTest")
 
 AFFINE = "its map has a constant part, as a marker: no derivative, and the other mode would lose it"
@@ -77,7 +75,7 @@ REASONS = {
     "CustomVJPTest.test_jvp_error": "an error for forward mode of a reverse rule, which follows "
     "by transposing",
 }
-"""Why a test does not pass with `check="first"`; some do with `check="never"`."""
+"""Why a test does not pass."""
 
 
 # --- jax.custom_jvp and jax.custom_vjp, on custom_rule ------------------------------------
@@ -134,9 +132,7 @@ class _StandIn:
     def _rule(self, moved: tuple[int, ...]) -> Any:
         if moved not in self._rules:
             static = [i for i in self.apart if i not in moved]
-            rule = gt.custom_rule(
-                self.fun, static_argnames=[self.names[i] for i in static], check=CHECK
-            )
+            rule = gt.custom_rule(self.fun, static_argnames=[self.names[i] for i in static])
             if self.given is not None:
                 self.install(rule, static, moved)
             self._rules[moved] = rule
@@ -400,32 +396,28 @@ def _name(test: Any) -> str:
 # --- the table ----------------------------------------------------------------------------
 
 
-def _run(path: str, check: str) -> dict[str, str]:
+def _run(path: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "outcomes.json"
-        environment = {**os.environ, "GRADTOOLS_CHECK": check}
-        subprocess.run([sys.executable, str(HERE), path, str(out)], env=environment, check=True)
+        subprocess.run([sys.executable, str(HERE), path, str(out)], check=True)
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def table(first: dict[str, str], never: dict[str, str]) -> str:
-    """What passes in each run, and what does not, with the reason."""
-    skipped = [n for n, o in first.items() if o == "skipped"]
-    passed = [n for n, o in first.items() if o == "passed"]
-    more = [n for n, o in never.items() if o == "passed" and first[n] not in ("passed", "skipped")]
-    rest = [n for n in first if n not in {*skipped, *passed, *more}]
+def table(outcomes: dict[str, str]) -> str:
+    """What passes, and what does not, with the reason."""
+    skipped = [n for n, o in outcomes.items() if o == "skipped"]
+    passed = [n for n, o in outcomes.items() if o == "passed"]
+    rest = [n for n in outcomes if n not in {*skipped, *passed}]
     lines = [
         f"# JAX's tests of custom_jvp and custom_vjp, with custom_rule in their place, jax "
         f"{jax.__version__}",
         "",
-        "| tests | all | skipped by JAX | pass, check=first | more, check=never | pass | do not |",
-        "|---|---|---|---|---|---|---|",
-        f"| custom_api_test.py | {len(first)} | {len(skipped)} | {len(passed)} | {len(more)} | "
-        f"{len(passed) + len(more)} | {len(rest)} |",
+        "| tests | all | skipped by JAX | pass | do not |",
+        "|---|---|---|---|---|",
+        f"| custom_api_test.py | {len(outcomes)} | {len(skipped)} | {len(passed)} | {len(rest)} |",
+        *["", "Do not pass:", "", "| test | reason |", "|---|---|"],
     ]
-    for title, names in (("Pass with check=never alone", more), ("Do not pass", rest)):
-        lines += ["", f"{title}:", "", "| test | reason |", "|---|---|"]
-        lines += [f"| {n} | {REASONS.get(n, 'not known: ' + first[n])} |" for n in sorted(names)]
+    lines += [f"| {n} | {REASONS.get(n, 'not known: ' + outcomes[n])} |" for n in sorted(rest)]
     return "\n".join(lines) + "\n"
 
 
@@ -438,7 +430,7 @@ def main() -> None:
         out = pathlib.Path(sys.argv[2])
         out.write_text(json.dumps(_outcomes(str(path))), encoding="utf-8")
         return
-    text = table(_run(str(path), "first"), _run(str(path), "never"))
+    text = table(_run(str(path)))
     print(text)
     (HERE.parent / "results" / "jax_custom_api.md").write_text(text, encoding="utf-8")
 

@@ -380,10 +380,6 @@ class Programs(Rules):
 
     compiler = Compiler()
 
-    def lets_shapes_pass(self) -> bool:
-        """Whether the user switched off the framework's check of a rule's cotangent shapes."""
-        return False
-
     def direct_calls(self, of: Any) -> Callable[[Any, Any], Any] | None:
         """A fast path for calls of a custom rule or host function, or None.
 
@@ -396,17 +392,6 @@ class Programs(Rules):
 
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         """Traces fun at the shapes and dtypes of xs; does nothing if that is unsafe."""
-
-    def value_pairs(
-        self, fun: Any, xs: Sequence[Array], ys: Sequence[Array], twin: Any = None
-    ) -> list[tuple[Any, Any]] | None:
-        """Pairs of `fun(*xs)` and ys as NumPy arrays, to compare f's value with a rule's.
-
-        Empty in a trace, or if fun draws random numbers; None if fun calls a host kernel.
-
-        twin: The function that returned ys; with it both may run at made-up numbers in a trace.
-        """
-        return []
 
     compile, vmap = LazyMember("", operator="compile"), LazyMember("", operator="vmap")
 

@@ -24,7 +24,7 @@ from gradtools.boundary import trimmed, user_facing_methods
 from gradtools.custom_structure import Specialization, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import type_key
-from gradtools.rule_contract import Contract, checked_word
+from gradtools.rule_contract import Contract
 from gradtools.rules import ARRAY, KEYS, JvpRule, Rule, captured_objects, total
 
 _MOST_SPECIALIZATIONS = 256
@@ -34,14 +34,12 @@ class CustomRules(Operators):
     """The operator that gives a function its own rule."""
 
     @overload
-    def custom_rule(
-        self, f: Callable[..., Any], static_argnames: Any = (), check: str = "first"
-    ) -> CustomRule: ...
+    def custom_rule(self, f: Callable[..., Any], static_argnames: Any = ()) -> CustomRule: ...
     @overload
     def custom_rule(
-        self, f: None = None, static_argnames: Any = (), check: str = "first"
+        self, f: None = None, static_argnames: Any = ()
     ) -> Callable[[Callable[..., Any]], CustomRule]: ...
-    def custom_rule(self, f: Any = None, static_argnames: Any = (), check: str = "first") -> Any:
+    def custom_rule(self, f: Any = None, static_argnames: Any = ()) -> Any:
         """A function with the value of `f` and a derivative that you write.
 
         Give a reverse rule, a forward rule, or both; the missing one follows by transposition:
@@ -60,9 +58,6 @@ class CustomRules(Operators):
             static_argnames: A name or names of hashable arguments that are no arrays and select the
                 program. They come first in the arguments of fwd, bwd and rule. An array that a
                 static function captures cannot be differentiated.
-            check: When the rule is checked for structure, shapes, dtypes and linearity: "first"
-                (once for each shape and dtype), "always", or "never". fwd's value is compared
-                with f's once, at the first concrete arguments.
 
         Returns:
             A function with f's arguments. `bwd` returns None for a zero cotangent and for an
@@ -71,10 +66,10 @@ class CustomRules(Operators):
 
         Raises:
             GradtoolsError: (on call) there is no rule; the output of fwd or of the forward rule
-                differs from f's in structure, shape or dtype, or fwd's in value; a cotangent
-                differs from its argument, or a tangent from its output, in structure, shape or
-                dtype; a map is not zero at zero, as if the tangent was forgotten; a rule that must
-                be transposed is not linear; a rule closes over an array that is differentiated.
+                differs from f's in structure, shape or dtype; a cotangent differs from its
+                argument, or a tangent from its output, in structure, shape or dtype; a map that
+                is transposed for the other mode is not linear; a rule closes over an array that is
+                differentiated. `gradtools.testing.check_rule` finds what else may be wrong.
 
         Example:
             >>> @gt.custom_rule
@@ -92,9 +87,9 @@ class CustomRules(Operators):
         only linearize once, 2023.
         """
         if f is None:
-            return partial(self.custom_rule, static_argnames=static_argnames, check=check)
+            return partial(self.custom_rule, static_argnames=static_argnames)
         check_function("custom_rule", f)
-        return CustomRule(self._backend, f, static_argnames, check)
+        return CustomRule(self._backend, f, static_argnames)
 
 
 # --- the function ------------------------------------------------------------------------
@@ -104,7 +99,7 @@ _CACHES = frozenset(
     "_direct _specializations _version_key _by_key _transient _key_of _out_of".split()
 )
 _MAPS = ("fwd", "bwd", "jvp")
-_SETTINGS = {"fun", *_MAPS, "remat", "check", "symbolic_zeros", "static_argnames", "kernel"}
+_SETTINGS = {"fun", *_MAPS, "remat", "symbolic_zeros", "static_argnames", "kernel"}
 
 
 @user_facing_methods
@@ -121,7 +116,6 @@ class CustomRule:
         remat: Whether under `jax.checkpoint` the first pass runs f instead of fwd
             (`optimize_remat`).
         static_argnames: The names of the static arguments.
-        check: When the rule is checked: "first", "always" or "never".
         symbolic_zeros: Which maps have symbolic zeros: any of "tangent" and "cotangent".
     """
 
@@ -133,7 +127,6 @@ class CustomRule:
         backend: Backend,
         fun: Callable[..., Any],
         static_argnames: Any,
-        check: str = "first",
     ) -> None:
         update_wrapper(self, fun)
         self.__name__ = name_of(fun)
@@ -142,7 +135,6 @@ class CustomRule:
         self.bwd: Callable[..., Any] | None = None
         self.jvp: Callable[..., Any] | None = None
         self.remat = False
-        self.check = checked_word("custom_rule", check)
         self.symbolic_zeros: frozenset[str] = frozenset()
         self._backend = backend
         self.static_argnames = _static_names(static_argnames)
@@ -153,6 +145,7 @@ class CustomRule:
         return f"<{self._kind} {self.__name__}, rules: {' and '.join(given) or 'none'}>"
 
     _kind = "custom_rule"
+    _is_checked = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         named: Any = sys.modules.get(self.__module__)
@@ -446,9 +439,9 @@ class CustomRule:
         """The contract of a specialization."""
         return Contract(
             f"{self._kind} {self.__name__}",
-            self.check,
             functions={role: name_of(f) for role, f in self._maps().items()},
             remat=self.remat and "cotangent" not in self.symbolic_zeros,
+            checked=self._is_checked,
         )
 
 

@@ -88,12 +88,9 @@ class Specialization:
         ys = [y if backend.is_array(y) else self._as_array(y, who) for y in leaves]
         if who == "it":
             self.values[avals] = out_def, self._avals_of(ys)
-        elif self.contract.check != "never":
+        else:
             same_avals = lambda: self._check_output(xs, avals, out_def, ys, who)
             self.contract.check_once(who, avals, check=same_avals)
-            self.contract.check_once("value", who, check=lambda: self._check_value(xs, ys, who))
-        elif avals in self.values:  # check="never": f's structure is needed, and known already
-            self._check_output(xs, avals, out_def, ys, who)
         self.outs[avals] = self.newest = out_def
         return ys
 
@@ -116,24 +113,6 @@ class Specialization:
             came, wanted = ranks(came), ranks(wanted)
         self.contract.check_outputs(who, out_def, came, expected, wanted)
         return True
-
-    def _check_value(self, xs: Sequence[Array], ys: Sequence[Array], who: str) -> bool:
-        """Compares a rule's value with f's, at the first concrete arguments; False if undecided."""
-        fwd = self.of.fwd if who == "fwd" else None
-        statics = self.of._binding.statics if fwd else ()
-        lead = ", ".join((*statics, "...")) if statics else ""
-
-        def twin(*xs: Array) -> list[Any]:
-            assert fwd is not None
-            return self.backend.flatten(fwd(*self.statics, *self._fwd_arguments(xs, None))[0])[0]
-
-        # A wrong order of static arguments shows at any numbers, also at made-up ones in a trace.
-        pairs = self.backend.value_pairs(self.primal, xs, ys, twin if statics else None)
-        if pairs is None:
-            return True  # it can never be decided
-        dtypes = [self.backend.dtype_name(y) for y in ys]
-        self.contract.check_values(who, pairs, dtypes, lead)
-        return bool(pairs)
 
     def _as_array(self, y: Any, who: str) -> Array:
         try:
@@ -293,8 +272,7 @@ class Specialization:
         if not (zero or self.backend.is_array(x)):
             x = self._as_array(x, who)
             x = self.backend.cast(x, str(dtype).removeprefix("torch."))
-        unchecked = self.contract.check == "never" and self.backend.lets_shapes_pass()
-        if (tuple(x.shape) != shape and not unchecked) or x.dtype != dtype:
+        if tuple(x.shape) != shape or x.dtype != dtype:
             name = str(dtype).removeprefix("torch.")
             raise self.contract.refusal(
                 f"{who} has shape {tuple(x.shape)} and dtype {self.backend.dtype_name(x)}, "

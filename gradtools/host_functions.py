@@ -5,6 +5,8 @@ derivatives beyond the last rule that the user wrote follow from the symmetry of
 
     bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. Its derivative along dx is a
     product with that function's Hessian, and so equals its own pullback, of dx.
+
+A linear kernel A and its adjoint need no rule: dy = A dx, x' = A^H y', and so on at every order.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, overload
 
+from gradtools.arguments.checks import check_function
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.backend import Array, Backend, Operators
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.host_kernels import ArraySpec, Kernel
-from gradtools.rule_contract import checked_word
-from gradtools.rules import Entries, Linearized, Rule, replaced_where, spread, total
+from gradtools.rules import ARRAY, Entries, Linearized, Rule, replaced_where, spread, total
 
 
 class HostFunctions(Operators):
@@ -35,7 +37,7 @@ class HostFunctions(Operators):
         kernel: Callable[..., Any],
         out: Any = None,
         vectorized: bool = False,
-        check: str = "first",
+        adjoint: Callable[..., Any] | None = None,
     ) -> HostFunction: ...
     @overload
     def host_function(
@@ -43,14 +45,14 @@ class HostFunctions(Operators):
         kernel: None = None,
         out: Any = None,
         vectorized: bool = False,
-        check: str = "first",
+        adjoint: Callable[..., Any] | None = None,
     ) -> Callable[[Callable[..., Any]], HostFunction]: ...
     def host_function(
         self,
         kernel: Any = None,
         out: Any = None,
         vectorized: bool = False,
-        check: str = "first",
+        adjoint: Callable[..., Any] | None = None,
     ) -> Any:
         """A kernel on NumPy arrays (NumPy, SciPy, ctypes, C++) inside the framework's program.
 
@@ -67,8 +69,10 @@ class HostFunctions(Operators):
                 ArraySpecs, to one. Under vmap these are the specs of one example.
             vectorized: False: under vmap one call for each example. True: one call, each array
                 argument with the batch axes in front. Elementwise kernels allow it.
-            check: As in `custom_rule`. The kernel's results are checked against `out` in every
-                call.
+            adjoint: The adjoint of a linear kernel A, a kernel too: Re<y, A x> = Re<adjoint(y), x>
+                for all x and y, so that no rule is needed in either mode, at any order. It takes
+                a cotangent of A's result and returns one like A's argument (of several, a tuple),
+                real where that is real. A then takes floating and complex arrays alone.
 
         Returns:
             A function of arrays. Without a rule, differentiating it raises.
@@ -76,7 +80,8 @@ class HostFunctions(Operators):
         Raises:
             GradtoolsError: (on call) the kernel returns another number, shape or dtype than `out`
                 says, or a framework's array; it calls JAX in a JAX program, which would wait for
-                itself forever. The kernel's own exceptions reach you with their message.
+                itself forever; a kernel with an adjoint is given anything but floating or complex
+                arrays. The kernel's own exceptions reach you with their message.
 
         Example:
             >>> cube = gt.host_function(lambda x: x ** 3)
@@ -89,10 +94,19 @@ class HostFunctions(Operators):
             ...                else np.float32(2.0))
             >>> [float(g(x)) for g in (cube, gt.grad(cube), gt.grad(gt.grad(cube)))]
             [8.0, 12.0, 12.0]
+
+            A linear kernel with its adjoint, such as the methods of a SciPy LinearOperator:
+
+            >>> A = np.float32([[1, 2, 3], [4, 5, 6]])
+            >>> op = gt.host_function(
+            ...     lambda x: A @ x, out=gt.ArraySpec((2,), "float32"), adjoint=lambda y: A.T @ y)
+            >>> x = gt.asarray(np.float32([1, 0, 2]))
+            >>> gt.to_numpy(gt.grad(lambda x: (op(x) ** 2).sum())(x)).tolist()
+            [142.0, 188.0, 234.0]
         """
         if kernel is None:
-            return partial(self.host_function, out=out, vectorized=vectorized, check=check)
-        return HostFunction(self._backend, kernel, out, vectorized, check)
+            return partial(self.host_function, out=out, vectorized=vectorized, adjoint=adjoint)
+        return HostFunction(self._backend, kernel, out, vectorized, adjoint)
 
 
 # --- the function ------------------------------------------------------------------------
@@ -103,16 +117,20 @@ class HostFunction(CustomRule):
 
     Attributes:
         kernel: The kernel, and what it returns.
+        adjoint: The adjoint of a linear kernel, None if not given.
     """
 
     _kind = "host function"
     __gradtools_holds__ = ("kernel", "fwd", "bwd", "jvp")
 
     def __init__(
-        self, backend: Backend, kernel: Any, out: Any, vectorized: bool, check: str = "first"
+        self, backend: Backend, kernel: Any, out: Any, vectorized: bool, adjoint: Any = None
     ) -> None:
         self.kernel = Kernel(kernel, out, vectorized)
-        super().__init__(backend, kernel, (), checked_word("host_function", check))
+        if adjoint is not None:
+            check_function("host_function", adjoint, "adjoint")
+        self.adjoint = adjoint
+        super().__init__(backend, kernel, ())
         self.fun = self._value
         self.opaque = False  # whether bwd is known to have no forward mode
 
@@ -134,6 +152,8 @@ class HostFunction(CustomRule):
         return backend.unflatten(call.results_of(xs).treedef, ys)
 
     def _rule(self, specialized: Specialization) -> Rule:
+        if self.adjoint is not None:
+            return _linear_rule(self, specialized)
         if self.bwd is None and self.jvp is None:
 
             def missing(saved: Entries, moving: Entries) -> Any:
@@ -150,6 +170,72 @@ class HostFunction(CustomRule):
         specialized.refined = partial(_maps_as_rules, self, specialized, {})
         # Its maps are rules of all cotangents, so fwd must treat every input as perturbed.
         return replace(rule, symbolic_zeros=self.symbolic_zeros - {"cotangent"})
+
+
+def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
+    """The rule of a linear kernel A: dy = A dx, x' = A^H y', whose own rule has A as adjoint."""
+    backend, adjoints = host._backend, dict[Any, HostFunction]()
+    args = specialized.arguments([ARRAY] * specialized.others.count(ARRAY))
+    signature = host._binding.signature
+    defaults = [] if signature is None else [p.default for p in signature.parameters.values()]
+    alone = all(
+        a is ARRAY or a is d
+        for a, d in zip(args, [*defaults, *([ARRAY] * len(args))], strict=False)
+    )
+    if not alone or host.bwd is not None or host.jvp is not None:
+        given = "has a rule as well" if alone else "is called with other arguments"
+        raise GradtoolsError(
+            f"host function {host.__name__!r} has an adjoint, so it is linear in its arguments, "
+            f"which are floating or complex arrays, and needs no rule; it {given}. Bind other "
+            "arguments with functools.partial."
+        )
+
+    def linearize(*xs: Array) -> Linearized:
+        ys = specialized.primal(*xs)
+        for v in (*xs, *ys):
+            if not backend.is_inexact(v):
+                raise GradtoolsError(
+                    f"host function {host.__name__!r} has an adjoint, so it maps floating or "
+                    f"complex arrays to such; one is of dtype {backend.dtype_name(v)}."
+                )
+        # The adjoint's `out`: a symbolic length is specialized, since no cotangent tells it.
+        sizes = lambda x: tuple(map(int, x.shape))
+        specs = tuple([ArraySpec(sizes(x), backend.dtype_name(x)) for x in xs])
+        out_def, x_avals, y_avals = (
+            specialized.newest,
+            *([backend.aval(v) for v in vs] for vs in (xs, ys)),
+        )
+        adjoint = adjoints.get(key := (specs, out_def))
+        if adjoint is None:
+            out = specs if len(specs) > 1 else specs[0]
+            # Both take flat arrays, and return one array or a tuple.
+            there = lambda *cts: host.adjoint(backend.unflatten(out_def, cts))
+            back = lambda x: _alone(
+                backend.flatten(host.kernel.fun(*(x if len(specs) > 1 else [x])))[0]
+            )
+            adjoint = HostFunction(backend, there, out, host.kernel.vectorized, back)
+            adjoints[key] = adjoint
+
+        def full(vs: Entries, avals: Sequence[Any]) -> list[Array]:
+            device = next(v for v in vs if v is not None)
+            pairs = zip(vs, avals, strict=True)
+            return [backend.zeros(aval, device) if v is None else v for v, aval in pairs]
+
+        def tangent(_: Entries, dxs: Entries) -> list[Array]:
+            return backend.apply_rule(specialized.rule, *full(dxs, x_avals))
+
+        def cotangent(_: Entries, cts: Entries) -> list[Array]:
+            pulled = adjoint(*full(cts, y_avals))
+            return [pulled] if len(specs) == 1 else list(pulled)
+
+        return Linearized(list(ys), [], (), tangent, cotangent, key=key)
+
+    return Rule(host.__name__, specialized.primal, linearize=linearize)
+
+
+def _alone(values: Sequence[Any]) -> Any:
+    """The only value, or a tuple of several."""
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 _MOST_MAPS = 64

@@ -1,17 +1,12 @@
-"""Checks of user-written rules: output structure, shapes, dtypes, and linearity of their maps.
+"""What gradtools requires of a user-written rule, since it installs the rule and completes it.
 
 For y = f(x) a rule consists of `fwd` or a forward rule, whose output is f's own, and of maps
 
     dy = T(x) dx        x' = C(x) y'
 
-which are linear: T(x) 0 = 0 and C(x) 0 = 0, and transposing a map twice gives the map back.
-A map with a constant part (the author forgot the tangent) is no derivative, and transposing it for
-the other mode would silently drop the constant part.
-
-This module holds the bookkeeping and the error messages for both frameworks. Each framework
-evaluates the maps in its own way: JAX reads the jaxpr, PyTorch computes numbers. With
-`check="first"` each check runs once for a rule and a signature; rules derived from it share the
-result.
+Structure, shapes and dtypes are always checked. A map that is transposed for the other mode must be
+linear: transposing silently drops a constant part. Linearity is checked once for a signature. Rules
+derived from a rule share the results. All else is `gradtools.testing.check_rule`.
 """
 
 from __future__ import annotations
@@ -20,24 +15,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from gradtools.arguments.wording import in_words
 from gradtools.errors import GradtoolsError
 from gradtools.rules import total
 
-CHECKS = ("first", "always", "never")
 _MOST = 1024
-
-
-def checked_word(caller: str, check: Any) -> str:
-    """`check` itself, or an error if it is not one of CHECKS."""
-    if check not in CHECKS:
-        raise GradtoolsError(
-            f"{caller}: check is {check!r}; expected 'first' (once for each signature), 'always' "
-            "or 'never'."
-        )
-    return str(check)
 
 
 @dataclass(frozen=True)
@@ -57,28 +39,25 @@ class Contract:
 
     Attributes:
         name: The rule's name in messages, such as "custom_rule sinh".
-        check: When it is checked: "first", "always" or "never".
         functions: The names of its functions, such as {"bwd": "sin_bwd"}, for printing.
         remat: Whether f computes the value instead of fwd if the residuals are not used, because
             they are recomputed later (`optimize_remat`).
-        passed: The checks that passed, with `check="first"`.
-        lost_tangents: The signatures at which transposing the forward rule would lose a tangent,
-            and the index of that tangent.
+        checked: Whether it is checked; False for a function of the other framework.
+        passed: The checks that passed.
     """
 
     name: str
-    check: str = "first"
     functions: Mapping[str, str] = field(default_factory=dict)
     remat: bool = False
+    checked: bool = True
     passed: set[Hashable] = field(default_factory=set)
-    lost_tangents: dict[Hashable, int] = field(default_factory=dict)
 
     def check_once(self, *key: Hashable, check: Callable[[], Any]) -> bool:
         """Runs a check unless it passed before under this key. Returns False if undecided.
 
         check: Raises if the rule is wrong; returns False if that cannot be decided yet.
         """
-        if self.check == "never" or (self.check == "first" and key in self.passed):
+        if not self.checked or key in self.passed:
             return True
         if len(self.passed) >= _MOST:
             self.passed.clear()
@@ -121,80 +100,10 @@ class Contract:
                     f"{who} returned {aval} for output {i}, but the function returns {want}. {fix}"
                 )
 
-    def check_values(
-        self, who: str, pairs: Sequence[Any], dtypes: Sequence[str], lead: str
-    ) -> None:
-        """Raises if a rule's value differs from f's, by more than rounding or iteration explains.
 
-        who: "fwd" or "the forward rule".
-        pairs: For each output f's value and the rule's, as NumPy arrays.
-        lead: fwd's parameters as text if static arguments come first, else empty.
-        """
-        for i, ((own, came), dtype) in enumerate(zip(pairs, dtypes, strict=False)):
-            known = np.isfinite(own) & np.isfinite(came)
-            pair = [np.where(known, y, 0).astype(np.result_type(y, 1.0)) for y in (own, came)]
-            gaps, largest = np.abs(pair[0] - pair[1]), np.abs(pair).max(initial=0)
-            if gaps.max(initial=0) <= _VALUE_SLACK.get(dtype, 0.3) * largest:
-                continue
-            at = np.unravel_index(gaps.argmax(), gaps.shape)
-            where = f"output {i}" + (f" at {tuple(map(int, at))}" if at else "")
-            order = f" Static arguments lead: fwd is called as fwd({lead})." if lead else ""
-            raise self.refusal(
-                f"{who} returned {came[at]:.6g} for {where}, but the function returns "
-                f"{own[at]:.6g} at the same arguments.{order} If that is meant, "
-                "custom_rule(f, check='never') keeps both."
-            )
-
-    def check_zero(self, which: str, wrong: int | None, places: Sequence[int] = ()) -> None:
-        """Raises if a map does not take zero to zero.
-
-        which: "tangent" or "cotangent", what the map is linear in.
-        wrong: The index of a result that is not zero, None if all are.
-        places: The positions of the checked results among all results, if there are others.
-        """
-        if wrong is None:
-            return
-        i = places[wrong] if places else wrong
-        who, what, form, mode = _OF[which]
-        raise self.refusal(
-            f"{who} is not zero where every {which} is zero ({what} {i}), so it is not linear in "
-            f"the {which}s, and no derivative. Did you forget to multiply by the {which}? {form} "
-            f"If a constant part is meant, custom_rule(f, check='never') keeps it in {mode} mode; "
-            "the other mode would lose it."
-        ) from None
-
-    def not_transposable(self, which: str, i: int) -> GradtoolsError:
-        """The error of a map that loses its i-th input when it is transposed twice.
-
-        which: "tangent" or "cotangent".
-        """
-        who, _, _, mode = _OF[which]
-        return self.refusal(
-            f"transposing {who} twice does not give it back: {which} {i} passes through something "
-            "that no derivative crosses (a stopped gradient, an integer, a comparison), so the "
-            f"other mode would lose it. Give the rule of the other mode too, or make the {mode} "
-            "one linear."
-        )
-
-
-_VALUE_SLACK = dict.fromkeys(("float32", "float64", "complex64", "complex128"), 0.02)
 _LIKELY = {
     "fwd": ": fwd(*args) returns (f(*args), residuals), without a cast or an extra axis",
     "the forward rule": ": the rule returns (f(*primals), tangent)",
-}
-_OF = {
-    "tangent": (
-        "what the forward rule returns as a tangent",
-        "its tangent of output",
-        "For y = sin(x) it is cos(x) * t, and not cos(x).",
-        "forward",
-    ),
-    "cotangent": (
-        "what bwd returns",
-        "its cotangent of array",
-        "For y = sin(x) it is (cos(x) * ct,), and not (cos(x),).",
-        "reverse",
-    ),
 }
 
 

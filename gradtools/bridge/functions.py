@@ -316,11 +316,12 @@ class Bridged(CustomRule):
     """A function of the guest framework as one of the host; see `gradtools.bridge`."""
 
     _kind = "bridged function"
+    _is_checked = False
     __gradtools_holds__ = ("fun", "out")
 
     def __init__(self, guest: Any, f: Callable[..., Any], out: Any) -> None:
         self.guest, self.out = guest, out
-        super().__init__(guest.host, _of_trees, (), "never")
+        super().__init__(guest.host, _of_trees, ())
         self.fun = self.__wrapped__ = f
         self.__name__ = name_of(f)
         self.__doc__, self.__module__ = f.__doc__, f.__module__

@@ -13,7 +13,6 @@ import numpy as np
 
 from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.jax import arrays, engines, module_arguments, shardings, trees
-from gradtools.jax._upstream import backward_shapes_are_checked
 from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.primitives import READS_A_VALUE
@@ -142,9 +141,6 @@ class JaxBackend(FrameworkBackend):
                 args,
                 vmap_method="sequential",
             )
-
-    def lets_shapes_pass(self) -> bool:
-        return not backward_shapes_are_checked()
 
     def direct_calls(self, of: Any) -> Callable[[Any, Any], Any] | None:
         if not hasattr(of, "kernel"):

@@ -164,7 +164,7 @@ class TorchBackend(FrameworkBackend):
 
     linearize = staticmethod(engines.linearize)
 
-    abstract_eval, value_pairs = LazyMember("rules.checking"), LazyMember("rules.checking")
+    abstract_eval = LazyMember("rules.checking")
 
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.rules.signatures import Calls

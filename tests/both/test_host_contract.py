@@ -83,11 +83,6 @@ def test_a_wrapped_kernel_is_found_too(gt, x):
         gt.host_function(np.isnan)(x)
 
 
-def test_a_word_that_says_nothing_of_checks_is_refused(gt):
-    with pytest.raises(GradtoolsError, match=r"host_function: check is 'sometimes'"):
-        gt.host_function(np.sin, check="sometimes")
-
-
 # --- a plain call --------------------------------------------------------------------------
 
 
@@ -182,32 +177,17 @@ AFFINE = {
 @pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("which", AFFINE)
 @pytest.mark.parametrize("mode", ["vjp", "jvp"])
-def test_a_kernel_that_is_not_zero_at_zero_is_refused_in_its_own_mode_and_in_the_other(
-    gt, x, which, mode
-):
+def test_a_kernel_that_is_not_linear_is_refused_in_the_other_mode(gt, x, which, mode):
     sin, kernel = gt.host_function(np.sin), gt.host_function(AFFINE[which])
     if mode == "vjp":
         sin.defvjp(lambda x: (sin(x), x), lambda x, c: (kernel(x, c),))
     else:
         sin.defjvp(lambda p, t: (sin(*p), kernel(p[0], t[0])))
     ways = (lambda: gt.grad(lambda x: sin(x).sum())(x)), (lambda: gt.jvp(sin, (x,), (x,)))
-    for way in ways * 2:  # what was once refused is refused again
-        with pytest.raises(GradtoolsError, match=r"is not zero where every|cotangent map"):
-            way()
-    with pytest.raises(GradtoolsError, match=r"host function sin: .* is not zero where every"):
-        ways[mode == "jvp"]()
-
-
-def test_a_kernel_is_asked_with_numbers_at_hand_and_not_while_a_program_is_traced(backend_name, gt):
-    """What a compiled program was trusted with is refused where there are numbers."""
-    f = host_sin(gt, AFFINE["a constant is added"])
-    if backend_name == "jax":
-        import jax
-
-        slope = jax.jit(jax.grad(lambda x: f(x).sum()))(gt.asarray(X))
-        np.testing.assert_allclose(slope, np.cos(X) + 1, rtol=1e-6)
-    with pytest.raises(GradtoolsError, match="is not zero where every cotangent is zero"):
-        gt.grad(lambda x: f(x).sum())(gt.asarray(X))
+    ways[mode == "jvp"]()
+    for _ in range(2):  # what was once refused is refused again
+        with pytest.raises(GradtoolsError, match="linear"):
+            ways[mode == "vjp"]()
 
 
 @pytest.mark.sweep_at("jax")
@@ -247,14 +227,6 @@ def test_a_backward_kernel_that_clips_serves_reverse_mode(gt, x):
 def test_check_rule_finds_a_kernel_that_is_not_linear(gt, which):
     with pytest.raises(AgreementError, match="not linear in the cotangent"):
         check_rule(host_sin(gt, AFFINE[which]), (np.float64(X),), gt)
-
-
-def test_a_rule_that_is_never_checked_gives_what_its_author_wrote(gt, x):
-    sin = gt.host_function(np.sin, check="never")
-    back = gt.host_function(lambda x, c: np.cos(x), check="never")
-    sin.defvjp(lambda x: (sin(x), x), lambda x, c: (back(x, c),))
-    found = plain(gt.grad(lambda x: 3 * sin(x).sum())(x))
-    np.testing.assert_allclose(found, np.cos(X), rtol=1e-6)
 
 
 def test_the_output_of_fwd_is_held_to_the_kernels(gt, x):

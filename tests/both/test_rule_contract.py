@@ -26,14 +26,6 @@ def same(found, expected):
     np.testing.assert_allclose(plain(found), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("check", ["sometimes", None, True])
-def test_the_word_that_says_when_a_rule_is_checked_is_one_of_three(gt, check):
-    with pytest.raises(GradtoolsError, match="expected 'first'"):
-        gt.custom_rule(lambda x: x, check=check)
-    assert gt.custom_rule(lambda x: x).check == "first"
-    assert gt.custom_rule(check="never")(lambda x: x).check == "never"
-
-
 def test_static_arguments_stand_beside_any_number_of_others(gt, x):
     @gt.custom_rule(static_argnames="power")
     def f(power, x, *more):
@@ -102,7 +94,7 @@ SET = {"fun": 1, "fwd": -1, "bwd": 2, "jvp": 1}
 
 @pytest.mark.parametrize("name", SET)
 def test_a_part_of_a_rule_that_is_set_after_calls_counts(gt, x, name):
-    f = gt.custom_rule(SINE["fun"](gt), check="never" if name == "fun" else "first")
+    f = gt.custom_rule(SINE["fun"](gt))
     f.defvjp(SINE["fwd"](gt), SINE["bwd"](gt))
     for _ in range(3):
         same(gt.grad(lambda x: f(x).sum())(x), np.cos(X))

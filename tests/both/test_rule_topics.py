@@ -314,8 +314,6 @@ TOPICS = {
     "a rule in a rule": Topic(within_another),
     "a rule in its own fwd": Topic(of_itself),
     "a forward rule": Topic(forward_sine),
-    "a checked rule": Topic(lambda gt: sine(gt, check="always")),
-    "an unchecked rule": Topic(lambda gt: sine(gt, check="never")),
     "a partial": Topic(of_a_partial, 6 * COS),
     "a partial by name": Topic(of_a_partial_by_name, 6 * COS),
     "a default": Topic(with_a_default, 24 * COS),

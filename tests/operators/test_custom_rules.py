@@ -134,7 +134,7 @@ def test_numpy_arrays_come_as_arrays(gt, x):
 def test_static_arguments_of_equal_value_and_other_type_are_told_apart(gt, x):
     seen = []
 
-    @gt.custom_rule(static_argnames=("n",), check="never")
+    @gt.custom_rule(static_argnames=("n",))
     def f(x, n):
         return x * n
 
@@ -391,8 +391,7 @@ def test_each_kernel_runs_once_in_a_gradient(gt, x):
     calls = []
     f = cube(gt, calls)
     same(gradients(gt, f, x)[0], 3 * X**2)
-    assert calls[:2] == ["cube", "cube_backward"]
-    assert calls[2:] in ([], ["cube_backward"])  # PyTorch runs it at zero as well
+    assert calls == ["cube", "cube_backward"]
     calls.clear()
     same(gradients(gt, f, x)[0], 3 * X**2)
     assert calls == ["cube", "cube_backward"]

@@ -92,21 +92,13 @@ def test_the_picture_of_a_rule_that_was_called_is_that_of_a_new_one(kind):
     assert "stopped" not in pictures[1]
 
 
-@pytest.mark.parametrize("kind", ["jvp", "both"])
-def test_an_affine_forward_rule_is_refused_in_forward_mode(kind):
-    f = sine(kind, forward=lambda p, t: (p[0].sin(), p[0].cos() * t[0] + 1))
-    for _ in range(3):
-        with pytest.raises(GradtoolsError, match="not zero where every tangent is zero"):
-            pushed(f, numbers(), numbers())
-
-
 def test_a_reverse_rule_that_is_not_linear_is_refused_in_forward_mode_at_each_shape():
     f = gt.custom_rule(lambda x: x.sin())
     f.defvjp(lambda x: (x.sin(), x), lambda x, ct: (x.cos() * ct + (len(x) == 3),))
     x = numbers()
     torch.testing.assert_close(pushed(f, x, x).tangent, x.cos() * x)
     for _ in range(3):
-        with pytest.raises(GradtoolsError, match="not zero where every cotangent is zero"):
+        with pytest.raises(GradtoolsError, match="not linear in its cotangents"):
             pushed(f, x[:3], x[:3])
 
 
@@ -414,7 +406,7 @@ def test_residuals_saved_for_the_first_time_draw_the_same_numbers_at_second_orde
         e = res.get("e", 0.0 * res["x"])
         return (2 * ct * res["x"] + ct * (e - e.detach()),)
 
-    f = gt.custom_rule(lambda x: x * x, check="never")
+    f = gt.custom_rule(lambda x: x * x)
     f.defvjp(fwd, bwd)
     x, other = numbers(True), torch.ones(3, dtype=torch.float64, requires_grad=True)
     for _ in range(2):
@@ -425,25 +417,6 @@ def test_residuals_saved_for_the_first_time_draw_the_same_numbers_at_second_orde
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     second = [torch.autograd.grad(slope.sum(), x, retain_graph=True)[0] for _ in range(2)]
     torch.testing.assert_close(*second)
-
-
-def test_an_affine_reverse_rule_is_refused_after_a_pass_without_a_cotangent():
-    class Cut(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, y):
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx, ct):
-            return None
-
-    f = gt.custom_rule(lambda x: x * 3)
-    f.defvjp(lambda x: (x * 3, x), lambda x, ct: (ct * 3 + 1,))
-    x = numbers(True)
-    for _ in range(2):
-        torch.autograd.grad(Cut.apply(f(x)).sum(), x, allow_unused=True)
-    with pytest.raises(GradtoolsError, match="zero"):
-        f(x).sum().backward()
 
 
 # --- maps without a graph --------------------------------------------------------------------

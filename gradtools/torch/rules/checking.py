@@ -23,10 +23,9 @@ from gradtools.rule_contract import is_linear
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import is_inexact, unwrapped, zeros
+from gradtools.torch.functorch_wrappers import unwrapped
 from gradtools.torch.modes import unpacked
 from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.rules.transposing import in_eager, is_nonzero
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -90,49 +89,7 @@ def _at_numbers(linear_map: CheckedMap) -> Iterator[tuple[Map, list[Tensor], boo
         yield run, at, made_up
 
 
-# --- is it zero at zero? -----------------------------------------------------------------
-
-
-def check_zero(linear_map: CheckedMap) -> None:
-    """Raises if a map is not zero at zero, as if the author forgot the tangent.
-
-    What the map raises in plain eager code is the user's own error, and propagates.
-    """
-    contract, which = linear_map.rule.contract, linear_map.which
-    if contract is None:
-        return
-
-    def is_zero() -> bool:
-        """Runs the check. Returns False if it is undecided: the map fails at made-up values."""
-        wrong = None
-        try:
-            with _at_numbers(linear_map) as (run, at, made_up), _kernels_refused(made_up):
-                ys = run(at, [like and zeros(*_concrete(like)) for like in linear_map.likes])
-                for i, y in enumerate(ys):
-                    if not isinstance(y, Tensor) or not is_nonzero(y):
-                        continue
-                    if is_inexact(y):  # the rounding error of terms that cancel is no constant
-                        sizes = [float(x.abs().max()) for x in at if is_inexact(x) and x.numel()]
-                        most = 8 * torch.finfo(y.dtype).eps * (1 + max(sizes, default=0.0))
-                        if bool((y.abs() <= most).all()):
-                            continue
-                    wrong = i
-                    break
-        except KernelReached:
-            return False
-        except Exception as error:
-            if not in_eager() or any(value_of(x) is None for x in linear_map.at):
-                return False
-            if not isinstance(error, GradtoolsError):
-                error.add_note(
-                    f"{contract.name}: raised while the rule was called with a zero {which}, to "
-                    "check that it is linear. custom_rule(f, check='never') skips the check."
-                )
-            raise
-        contract.check_zero(which, wrong)
-        return True
-
-    contract.check_once("zero", which, linear_map.signature, check=is_zero)
+# --- host kernels, which a check must not run --------------------------------------------
 
 
 class KernelReached(Exception):
@@ -169,12 +126,24 @@ def _kernels_refused(yes: bool = True) -> Iterator[None]:
 def check_linear(linear_map: CheckedMap) -> None:
     """Raises if a map does not preserve sums and multiples.
 
-    Runs once for each rule, with fixed vectors, so that it draws no random numbers.
+    Runs once for a signature, with fixed vectors, so that it draws no random numbers.
     """
     rule, which = linear_map.rule, linear_map.which
-    check_zero(linear_map)
-    if rule.origin in _LINEAR or (rule.contract is not None and rule.contract.check == "never"):
-        return
+    contract = rule.contract
+
+    def check() -> None:
+        _check_linear(linear_map)
+
+    if contract is None:
+        if rule.origin not in _LINEAR:
+            check()
+            _LINEAR.add(rule.origin)
+    else:
+        contract.check_once("linear", which, linear_map.signature, check=check)
+
+
+def _check_linear(linear_map: CheckedMap) -> None:
+    rule, which = linear_map.rule, linear_map.which
     mask, same = [like is not None for like in linear_map.likes], True
     likes = [like for like in linear_map.likes if like]
     with _at_numbers(linear_map) as (linear, at, made_up):
@@ -195,11 +164,6 @@ def check_linear(linear_map: CheckedMap) -> None:
             f"but that map is not linear in its {which}s. Give the missing map as well, or make "
             "this one linear."
         )
-    if rule.contract is None or rule.contract.check == "first":
-        _LINEAR.add(rule.origin)
-
-
-# --- does it record a graph? -------------------------------------------------------------
 
 
 # --- what does it return? ----------------------------------------------------------------
@@ -225,31 +189,6 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
                     fun(*[x.clone() for x in values])
             except KernelReached:  # on the meta device a kernel returns its `out` specs
                 fun(*[torch.empty_like(x, device="meta") for x in values])
-
-
-def value_pairs(
-    fun: Any, xs: Sequence[Tensor], ys: Sequence[Tensor], twin: Any = None
-) -> list[tuple[Any, Any]] | None:
-    """`fun(*xs)` and ys as pairs of NumPy arrays; see `Backend.value_pairs`."""
-    known = [value_of(x) for x in (*xs, *ys)]
-    if any(x is None for x in known):
-        return []
-
-    def number(x: Tensor) -> Any:
-        wide = torch.complex128 if x.is_complex() else torch.float64
-        return x.to("cpu", wide).resolve_conj().resolve_neg().numpy()
-
-    drawn = Randomness.everywhere({x.device.type for x in known})
-    with _undisturbed(), restored(drawn), _kernels_refused():
-        try:
-            own = [value_of(y) for y in fun(*[x.clone() for x in known[: len(xs)]])]
-            if not drawn.is_unchanged() or len(own) != len(ys):
-                return []
-            return [(number(a), number(y)) for a, y in zip(own, known[len(xs) :], strict=True)]
-        except KernelReached:
-            return None
-        except Exception:  # f's own error will surface in the real call
-            return []
 
 
 # --- numbers -----------------------------------------------------------------------------

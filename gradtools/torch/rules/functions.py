@@ -81,7 +81,6 @@ class RuleApplication:
         pulling: The tensors to save for the cotangent map, as positions in `[*xs, *ys, *extras]`.
         pushing: Those for the tangent map; None in an application that all calls share.
         pull: `pull(ctx, cts)`, the backward pass at any order.
-        checked: Whether the backward pass has passed its checks (`signatures.py`).
         form: Of residuals that are one tensor: Tensor; of a tuple of tensors: their number.
     """
 
@@ -97,7 +96,6 @@ class RuleApplication:
     pulling: Sequence[int] = ()
     pushing: Sequence[int] | None = None
     pull: Callable[[Any, Sequence[Any]], Sequence[Any]] = pulled_back
-    checked: bool = False
     form: Any = None
 
     def record(self, linearized: Linearized) -> None:

@@ -27,7 +27,7 @@ from gradtools.torch.functorch_wrappers import (
 from gradtools.torch.modes import NOTHING
 from gradtools.torch.randomness import restored
 from gradtools.torch.rules.captures import closed_over_error, other_leaves
-from gradtools.torch.rules.checking import CheckedMap, check_linear, check_zero
+from gradtools.torch.rules.checking import CheckedMap, check_linear
 from gradtools.torch.rules.transposing import in_eager, refuse_layout, transposed, vjp
 
 Tensor = torch.Tensor
@@ -68,9 +68,6 @@ def tangent_at(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[
     if rule.fills("tangent"):
         dxs = filled(dxs, point.like_xs)
     if result.tangent is not None:
-        if rule.contract is not None:
-            likes = point.like_xs
-            check_zero(CheckedMap(rule, "tangent", result.tangent, saved, likes, point.avals))
         return list(result.tangent(saved, dxs))
     likes = point.like_ys[: point.count]
     present = [i for i, dx in enumerate(dxs) if dx is not None]
@@ -93,9 +90,6 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         likes = point.like_ys[: point.count]
     vectors = filled(cts, likes) if rule.fills("cotangent") else list(cts)
     if result.cotangent is not None:
-        linear_map = CheckedMap(rule, "cotangent", result.cotangent, saved, likes, point.avals)
-        if rule.contract is not None and not point.checked:
-            check_zero(linear_map)
         pulled = list(result.cotangent(saved, vectors))
         watched = rule.user_functions and graphs and in_eager()
         if watched and other_leaves(pulled, (*tensors, *saved, *cts)):

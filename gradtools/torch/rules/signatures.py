@@ -81,7 +81,7 @@ class Signature:
             (tuple(x[0]), x[1], one is not None) for x, one in zip(avals, self.likes, strict=True)
         ]
         self.key = tuple([(tuple(shape), dtype) for shape, dtype, _ in avals])
-        self.ready = self.bwd is None or specialized.contract.check == "never"
+        self.ready = self.bwd is None or not specialized.contract.checked
         self.single, self.repeats = False, True
         opaque = hasattr(specialized.of, "kernel")  # a kernel leaves no graph
         self.pushes, self.pushed = not opaque and None not in self.likes, False
@@ -132,12 +132,9 @@ class Signature:
     def pull(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
         """The backward pass of a shared application: bwd alone, once its checks have passed."""
         point, ct = ctx.point, cts[0]
-        if not point.checked or type(ct) is not Tensor or _graphs():
+        if self.bwd is None or type(ct) is not Tensor or _graphs():
             ctx.layout = other_layout(cts)
-            result = pulled_back(ctx, cts)
-            if self.bwd is not None and None not in self.likes and ct is not None:
-                point.checked = True
-            return result
+            return pulled_back(ctx, cts)
         saved = ctx.saved_tensors
         cotangents = self.bwd(saved[0] if point.form is Tensor else saved[: point.form], ct)
         return self.cotangents(cotangents)
@@ -200,7 +197,7 @@ class Calls:
     @staticmethod
     def fit(of: CustomRule) -> bool:
         """Whether the rule's calls may share anything."""
-        return not of.symbolic_zeros and of.check != "always" and bool(of.bwd or of.jvp)
+        return not of.symbolic_zeros and bool(of.bwd or of.jvp)
 
     def call(self, args: tuple[Any, ...], statics: tuple[Any, ...]) -> Any:
         """The rule's output; NotImplemented for arguments that have no signature."""

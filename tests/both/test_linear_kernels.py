@@ -1,0 +1,172 @@
+"""A linear kernel with its adjoint needs no rule: both modes, any order, vmap, complex numbers.
+
+The oracle is the same map written in the framework.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import scipy.sparse.linalg
+
+from gradtools import GradtoolsError
+from gradtools.testing import check_derivatives
+
+M = np.random.default_rng(0).normal(size=(3, 5))
+C = M + 1j * np.random.default_rng(1).normal(size=(3, 5))
+
+
+def product(gt, matrix, vectorized=False):
+    """A SciPy LinearOperator in the program, and the same product in the framework."""
+    op = scipy.sparse.linalg.aslinearoperator(matrix)
+    dtype = str(matrix.dtype)
+    spec = lambda n: gt.ArraySpec((n,), dtype)
+    host = gt.host_function(op.matvec, out=spec(op.shape[0]), adjoint=op.rmatvec)
+    if vectorized:
+        host = gt.host_function(
+            lambda x: x @ matrix.T, spec(op.shape[0]), True, lambda y: y @ matrix.conj()
+        )
+    return host, lambda x: gt.asarray(matrix) @ x
+
+
+def half_spectrum(gt):
+    """rfft: real to complex. Its adjoint counts the entries that the half spectrum leaves out."""
+
+    def adjoint(y):
+        full = np.zeros(6, complex)
+        full[:4] = y
+        return 6 * np.fft.ifft(full).real
+
+    out = lambda x, *_: gt.ArraySpec((x.shape[0] // 2 + 1,), "complex128")
+    host = gt.host_function(np.fft.rfft, out=out, adjoint=adjoint)
+    return host, gt.xp.fft.rfft
+
+
+def spectrum(gt):
+    host = gt.host_function(np.fft.fft, adjoint=lambda y: len(y) * np.fft.ifft(y))
+    return host, gt.xp.fft.fft
+
+
+def pair(gt):
+    """Two arguments and two results: (x, y) to (M x + M y, x - y)."""
+    out = lambda x, y: {"a": gt.ArraySpec((3,), "float64"), "b": x}
+    host = gt.host_function(
+        lambda x, y: {"a": M @ (x + y), "b": x - y},
+        out=out,
+        adjoint=lambda c: (M.T @ c["a"] + c["b"], M.T @ c["a"] - c["b"]),
+    )
+    both = lambda x: (lambda t: gt.xp.concat([t["a"], t["b"]]))(host(x[:5], x[5:]))
+    m = gt.asarray(M)
+    plain = lambda x: gt.xp.concat([m @ (x[:5] + x[5:]), x[:5] - x[5:]])
+    return both, plain
+
+
+KINDS = {
+    "real": (partial(product, matrix=M), np.float64, 5),
+    "complex": (partial(product, matrix=C), np.complex128, 5),
+    "float32": (partial(product, matrix=M.astype("float32")), np.float32, 5),
+    "vectorized": (partial(product, matrix=C, vectorized=True), np.complex128, 5),
+    "fft": (spectrum, np.complex128, 5),
+    "rfft": (half_spectrum, np.float64, 6),
+    "pair": (pair, np.float64, 10),
+}
+
+
+def numbers(gt, name, *lead, seed=2):
+    _, dtype, n = KINDS[name]
+    draw = np.random.default_rng(seed).normal
+    x = draw(size=(*lead, n)) + (1j * draw(size=(*lead, n)) if dtype == np.complex128 else 0)
+    return gt.asarray(np.asarray(x, dtype))
+
+
+def losses(gt, name):
+    """The same nonlinear loss through the kernel and through the framework's own map."""
+
+    def of(linear):
+        def loss(x):
+            y = gt.xp.abs(linear(gt.xp.sin(x))) ** 2
+            return (y**2).sum() + gt.xp.sin(y).sum()
+
+        return loss
+
+    return [of(linear) for linear in KINDS[name][0](gt)]
+
+
+def close(gt, found, expected):
+    a, b = gt.to_numpy(found), gt.to_numpy(expected)
+    assert a.dtype == b.dtype
+    rtol = 1e-4 if a.dtype in (np.float32, np.complex64) else 1e-10
+    np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_first_and_second_order_in_both_modes_are_those_of_the_framework(gt, name):
+    ours, plain = losses(gt, name)
+    x, u = numbers(gt, name), numbers(gt, name, seed=3)
+    close(gt, gt.grad(ours)(x), gt.grad(plain)(x))
+    close(gt, gt.jvp(ours, (x,), (u,))[1], gt.jvp(plain, (x,), (u,))[1])
+    for mode in ("forward_over_reverse", "reverse_over_reverse"):
+        found, expected = (gt.hvp(f, (x,), (u,), mode=mode) for f in (ours, plain))
+        close(gt, found[1][0], expected[1][0])
+    along = lambda f: lambda x: gt.jvp(f, (x,), (u,))[1]
+    close(gt, gt.grad(along(ours))(x), gt.grad(along(plain))(x))
+    close(gt, gt.jvp(along(ours), (x,), (u,))[1], gt.jvp(along(plain), (x,), (u,))[1])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_under_vmap_and_at_third_order(gt, name):
+    ours, plain = losses(gt, name)
+    x, u = numbers(gt, name, 3), numbers(gt, name, seed=3)
+    close(gt, gt.vmap(gt.grad(ours))(x), gt.vmap(gt.grad(plain))(x))
+    close(gt, gt.grad(lambda x: gt.vmap(ours)(x).sum())(x), gt.vmap(gt.grad(plain))(x))
+    second = lambda f: lambda x: gt.hvp(f, (x,), (u,))[1][0]
+    third = lambda f: gt.grad(lambda x: gt.xp.abs(second(f)(x)).sum())
+    close(gt, third(ours)(x[0]), third(plain)(x[0]))
+
+
+@pytest.mark.parametrize("name", ["real", "complex", "rfft"])
+def test_in_compiled_code(gt, name):
+    ours, plain = losses(gt, name)
+    x = numbers(gt, name)
+    close(gt, gt.compile(ours)(x), plain(x))
+    close(gt, gt.compile(gt.grad(ours))(x), gt.grad(plain)(x))
+
+
+@pytest.mark.parametrize("name", ["real", "complex", "fft", "pair"])
+def test_value_and_adjoint_agree_by_the_dot_product_test(gt, backend_name, name):
+    host, _ = KINDS[name][0](gt)
+    check_derivatives(
+        lambda x: gt.xp.abs(host(x)) ** 2, (numbers(gt, name),), backend_name, order=2
+    )
+
+
+def test_a_wrong_adjoint_is_another_number(gt):
+    host = gt.host_function(lambda x: 2 * x, adjoint=lambda y: 3 * y)
+    x = numbers(gt, "real")
+    close(gt, gt.grad(lambda x: host(x).sum())(x), 3 * gt.xp.ones_like(x))
+    close(gt, gt.jvp(lambda x: host(x).sum(), (x,), (x,))[1], 2 * x.sum())
+
+
+def test_an_adjoint_of_another_shape_or_dtype_is_refused(gt):
+    x = numbers(gt, "real")
+    for adjoint in (lambda y: y[:2], lambda y: y.astype("float32"), lambda y: None):
+        host = gt.host_function(lambda x: x * 2, adjoint=adjoint)
+        with pytest.raises(GradtoolsError, match="host function"):
+            gt.to_numpy(gt.grad(lambda x, host=host: host(x).sum())(x))
+
+
+def test_what_is_not_linear_is_refused_in_words(gt):
+    host = gt.host_function(lambda x, n=2: n * x, adjoint=lambda y: 2 * y)
+    x = numbers(gt, "real")
+    with pytest.raises(GradtoolsError, match=r"called with other arguments.*functools.partial"):
+        gt.grad(lambda x: host(x, 3).sum())(x)
+    rows = gt.host_function(lambda x, i: x + i, adjoint=lambda y: (y, y))
+    with pytest.raises(GradtoolsError, match="one is of dtype int"):
+        gt.grad(lambda x: rows(x, gt.asarray(np.arange(5, dtype="int32"))).sum())(x)
+    host.defvjp(lambda x: (host(x), None), lambda r, c: (c,))
+    with pytest.raises(GradtoolsError, match="has a rule as well"):
+        gt.grad(lambda x: host(x).sum())(x)
+    with pytest.raises(GradtoolsError, match="adjoint must be a function"):
+        gt.host_function(lambda x: x, adjoint=3)

@@ -116,6 +116,10 @@ CALLS = {
     "accumulate_gradients, target": lambda gt, own, x: gt.accumulate_gradients({"w": x}, target(x)),
     "assign_gradients": lambda gt, own, x: gt.assign_gradients(target(own), {"w": x}),
     "make_functional": lambda gt, own, x: applied(own, x),
+    "retain_gradient": lambda gt, own, x: gt.retained_gradients(
+        lambda y: (gt.retain_gradient(x, "x") is x) * y.sum()
+    )(own),
+    "retained_gradients": lambda gt, own, x: gt.retained_gradients(total)(x),
     "why_zero": lambda gt, own, x: gt.why_zero(total, x),
     "gradient_graph": lambda gt, own, x: gt.gradient_graph(total, x),
     "formula": lambda gt, own, x: gt.formula(total, x),

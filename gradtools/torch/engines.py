@@ -296,13 +296,24 @@ def _or_cannot_push(push: Push) -> Push:
     return pushed
 
 
-def _dual_jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+def pushed(
+    fun: Fun, leaves: Tensors, tangents: Tensors, kernels: Any
+) -> tuple[Tensors, Tensors, Tensors]:
+    """`jvp` by dual numbers and these kernels. Raises `NoForwardMode` if their level is in use."""
+    _here.taken += 1
+    engine = partial(_dual_jvp, kernels=kernels)
+    return _outside_of_dynamo(engine, fun, leaves, tangents)
+
+
+def _dual_jvp(
+    fun: Fun, leaves: Tensors, tangents: Tensors, kernels: Any = None
+) -> tuple[Tensors, Tensors, Tensors]:
     keep = torch.is_grad_enabled()
     outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
     with outside, torch.set_grad_enabled(keep), dual_level():
         pairs = zip(leaves, tangents, strict=True)
         duals = [dual_of(unshared(normal(kept(fun, x))), normal(t)) for x, t in pairs]
-        with PlainKernels():
+        with PlainKernels() if kernels is None else kernels:
             outs, extras = fun(*duals)
         pushed = [forward_ad.unpack_dual(y) for y in outs]
         outs, tangents = [y for y, _ in pushed], [filled(t, y) for y, t in pushed]

@@ -10,6 +10,7 @@ in which they entered switch flash attention off for good.) The norms run by
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
@@ -141,6 +142,11 @@ class OneTangent(PlainAttention):
     the operation of the tangent alone.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        # The tensors without tangents that require grad, by id.
+        self.read: dict[int, weakref.ref[Tensor]] = {}
+
     _stopped = 0  # if tangents are stopped, one more than the levels of torch.func there
     _inside: Any = None  # the Python function that is being entered, whose check comes here again
 
@@ -164,10 +170,14 @@ class OneTangent(PlainAttention):
                     return _redispatch(fun, types, args, kwargs or {})
             finally:
                 self._inside = before
-        # What is dual and requires grad belongs to a derivative inside of the function.
-        if not torch.is_grad_enabled() or any(
-            x.requires_grad and is_dual(x) for x in tensors_in(args) if type(x) is Tensor
-        ):
+        within = not torch.is_grad_enabled()
+        for x in tensors_in(args):
+            if x.requires_grad and not within:
+                # What is dual and requires grad belongs to a derivative inside of the function.
+                within = is_dual(x)
+                if not within:
+                    self.read[id(x)] = weakref.ref(x)
+        if within:
             return super().__torch_function__(fun, types, args, kwargs)
         _set_graphs(False)
         try:

@@ -1,27 +1,29 @@
 """Tangents along many directions: forward mode without a graph, for `mixed_partial`.
 
-Under eager reverse mode one node attaches the results to their sources and evaluates the function
-again in its backward pass (see `deferred_graphs`), so no graph is kept.
+In eager code one node attaches the results to their sources. If they are differentiated, the
+function is computed again by double backward, as in `recomputation.py`, so no graph is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
+from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import is_spent
+from gradtools.torch.autograd_graph import is_spent, pulled
+from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.deferred_graphs import ANOTHER_VALUE, Recomputed, agree, started
-from gradtools.torch.engines import caller_of, jvp
-from gradtools.torch.function_modes import OneTangent
-from gradtools.torch.patches import Reads
-from gradtools.torch.snapshots import Snapshot
+from gradtools.torch.engines import caller_of, jvp, pushed
+from gradtools.torch.function_modes import OneTangent, PlainKernels
+from gradtools.torch.gradient_tensors import filled
+from gradtools.torch.modes import NoForwardMode, has_checkpoint, unpacked
+from gradtools.torch.recomputation import Program, recomputed
+from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -36,71 +38,106 @@ def jvps(
     before the first.
     """
     nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
-    if is_compiling() or nested or not torch.is_grad_enabled():
-        return _pushed(fun, leaves, many)
-    points = [leaves, *many]
-    given = [x for xs in points for x in xs]
-    start = started(given)
-    reads = Reads(lambda x: x.requires_grad)
-    with torch.no_grad():
-        outs, extras, pushed = _pushed(fun, leaves, many, reads)
-    own = {id(x) for x in given}
-    # Without aliases of derivatives that the function took itself.
-    others = [x for i, x in reads.seen.items() if i not in own and not is_spent(x)]
-    sources = [x for x in given if x.requires_grad]
-    if not (sources or others):
-        return outs, extras, pushed
-    values = [x.detach() for xs in (outs, *pushed) for x in xs]
-    versions = [*map(upstream.version_of, values)]
-
-    def evaluated(aliases: Sequence[Tensor]) -> list[Tensor]:
-        left = iter(aliases)
-        again = [[next(left) if x.requires_grad else x for x in xs] for xs in points]
-        with torch.enable_grad():
-            outs, _, pushed = _pushed(fun, again[0], again[1:])
-        result = [x for xs in (outs, *pushed) for x in xs]
-        for x, value, version in zip(result, values, versions, strict=True):
-            unchanged = upstream.version_of(value) == version
-            if unchanged and not agree(x.detach(), value, True):
-                raise GradtoolsError(f"{program.caller}: {ANOTHER_VALUE}")
-        return result
-
-    program = Recomputed(caller_of(fun), start, evaluated, (fun, leaves), others)
-    flat = program.attach([*sources, *others], values)
-    rows = [flat[k : k + len(outs)] for k in range(0, len(flat), len(outs))] if outs else []
-    return (rows[0], extras, rows[1:]) if outs else (outs, extras, pushed)
+    if is_compiling() or nested:
+        return _by_engine(fun, leaves, many)
+    held = _held(fun, leaves)
+    state, mode, rows = RunState.now(held), OneTangent(), list[Any]()
+    points = [x.detach() for x in leaves]
+    try:
+        with unpacked() as hooks, torch.enable_grad():  # G sees it enabled and records no graph
+            if has_checkpoint(hooks):  # which would run all of this again
+                raise NoForwardMode
+            for k, tangents in enumerate(many):
+                if k:
+                    state.restore()
+                rows.append(pushed(fun, points, [t.detach() for t in tangents], mode))
+    except NoForwardMode:  # its level is in use, or G takes a derivative by autograd's engine
+        state.restore()
+        return _by_engine(fun, leaves, many)
+    except NotImplementedError as error:
+        raise GradtoolsError(
+            f"{caller_of(fun)}: G has no forward mode in PyTorch, which says: {error} "
+            "Take the derivative by gt.grad through gt.frozen(G), which needs none."
+        ) from error
+    outs, extras, _ = rows[0]
+    every = [outs, *[tangents for _, _, tangents in rows]]
+    if torch.is_grad_enabled():
+        program = _Pushed(caller_of(fun), fun, len(leaves), held, state)
+        every = program.attached(
+            [*leaves, *[t for tangents in many for t in tangents]], every, mode
+        )
+    return every[0], extras, every[1:]
 
 
-def _pushed(fun: Fun, leaves: Tensors, many: Sequence[Tensors], reads: Any = None) -> Any:
-    restart = restarting(fun, leaves, len(many))
-    result: list[Any] = []
+class _Pushed(Program):
+    """The outputs of a function and its tangents, by double backward if it runs again."""
+
+    def __init__(self, caller: str, fun: Fun, count: int, held: Held, state: RunState) -> None:
+        super().__init__(caller, self._by_pulling, held, state, Casts(held.kinds))
+        self._fun, self._size = fun, count
+        self.state = state.until(state.again())
+
+    def attached(self, given: Tensors, every: list[Tensors], mode: OneTangent) -> list[Tensors]:
+        """The results, differentiable with respect to what is given and what was read."""
+        own, xs = set(map(id, given)), as_read_now(given)
+        # Without what the function made itself, such as aliases of a derivative that it took.
+        made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
+        alive = [x for ref in mode.read.values() if (x := ref()) is not None]
+        read = [x for x in alive if not (id(x) in own or is_spent(x) or made(x))]
+        known = [y for ys in every for y in ys]
+        if not (read or any(x.requires_grad for x in xs)):
+            return every
+        self.sources, self.versions = read, [*map(upstream.version_of, read)]
+        self.first = [(y.detach(), upstream.version_of(y)) for y in known]
+        program: Program = self
+        if any(x.grad_fn is not None for x in read):
+            program, xs = self.inlined(), [*xs, *read]
+        ys, size = recomputed(program, xs, known), len(every[0])
+        return [ys[k * size : (k + 1) * size] for k in range(len(every))]
+
+    def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
+        """The transpose of the pullback, which is linear in the cotangents."""
+        zs, given = list(xs[: self._size]), list(xs[self._size :])
+        create = torch.is_grad_enabled()
+        with torch.enable_grad(), PlainKernels():
+            zs = [z if z.requires_grad else z.detach().requires_grad_() for z in zs]
+            outs, _ = self._fun(*zs)
+            tracked = [y for y in outs if y.requires_grad]
+            cts = [torch.ones_like(y, requires_grad=True) for y in tracked]
+            grads = pulled(tracked, zs, cts, True, True) if tracked else [None] * len(zs)
+            rows = [list(outs)]
+            for k in range(0, len(given), self._size):
+                pairs = zip(grads, given[k : k + self._size], strict=True)
+                moving = [(g, t) for g, t in pairs if g is not None and g.requires_grad]
+                gs, ts = ([g for g, _ in moving], [t for _, t in moving])
+                dys = pulled(gs, cts, ts, True, create) if gs else [None] * len(cts)
+                dys = spread(list(dys), [y.requires_grad for y in outs])
+                rows.append([filled(dy, y) for dy, y in zip(dys, outs, strict=True)])
+        return [y for row in rows for y in row]
+
+    def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
+        super()._compare(ys, False)  # other operations compute them
+
+
+def _by_engine(fun: Fun, leaves: Tensors, many: Sequence[Tensors]) -> Any:
+    restart, rows = restarting(fun, leaves, len(many)), []
     for tangents in many:
         restart()
-        with nullcontext() if reads is None else reads:
-            result.append(_stopping_at_no_grad(fun, leaves, tangents))
-    outs, extras, _ = result[0]
-    return outs, extras, [pushed for _, _, pushed in result]
-
-
-def _stopping_at_no_grad(fun: Fun, leaves: Tensors, tangents: Tensors) -> Any:
-    """`jvp`, in which what f computes under `no_grad` is a constant, as in reverse mode."""
-    in_functorch = is_compiling() or upstream.peek_interpreter_stack() is not None
-    if in_functorch or torch.is_grad_enabled():
-        return jvp(fun, leaves, tangents)
-
-    def run(*xs: Tensor) -> Any:
-        if upstream.forward_level() < 0:
-            return fun(*xs)
-        with torch.enable_grad(), OneTangent():
-            return fun(*xs)
-
-    run.caller = caller_of(fun)  # type: ignore[attr-defined]
-    return jvp(run, leaves, tangents)
+        rows.append(jvp(fun, leaves, tangents))
+    outs, extras, _ = rows[0]
+    return outs, extras, [pushed for _, _, pushed in rows]
 
 
 def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:
-    """Returns a function to call before each of `count` evaluations: restores the state of now."""
+    """A function to call before each of `count` evaluations, which puts back the state of now."""
     if count < 2 or is_compiling():
         return lambda: None
-    given = getattr(fun, "args", ()), getattr(fun, "kwargs", {})
-    return Snapshot.of([*given, getattr(fun, "f", fun)], leaves).restore
+    return RunState.now(_held(fun, leaves)).restore
+
+
+def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
+    """What a function holds, and the function of the user that it calls."""
+    f = getattr(fun, "f", fun)
+    given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
+    given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]
+    return Held(given, {x.device.type for x in leaves})

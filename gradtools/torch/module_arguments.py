@@ -153,6 +153,10 @@ class Opened:
         self.args = [with_parts(x, parts) if i in argnums else x for i, x in enumerate(args)]
 
     @property
+    def opened_modules(self) -> list[nn.Module]:
+        return list(self._parameters)
+
+    @property
     def f(self) -> Callable[..., Any]:
         """The user's function."""
         return self._f

@@ -184,7 +184,6 @@ seeing/torch/translating/: aten's operations
 jax/rules/primitives.py: what a rule is in a jaxpr; in PyTorch it is one Function
 jax/rules/linearizing.py: a rule's maps as a program; PyTorch runs them as they are
 jax/jaxprs.py: what a jaxpr's equations run; PyTorch's run is recorded
-torch/patches.py: classes of PyTorch whose calls are seen; JAX's are in the jaxpr
 torch/rules/functions.py: what a rule is in a graph; in JAX it is three primitives
 torch/rules/maps.py: a rule's maps as they run; in JAX they are programs
 torch/rules/captures.py: tensors that a rule closes over are refused; JAX converts closures
@@ -198,13 +197,10 @@ seeing/torch/live_graph.py: the graph that autograd holds of results; JAX's arra
 torch/nn.py: the reversal layer of torch.nn
 jax/linen.py: where users find the reversal layer of flax.linen
 torch/modes.py: flags that choose kernels; JAX has none
-torch/coefficients.py: coefficients of edits, for recomputations; functions of JAX are pure
 torch/operation_marks.py: operations of gradtools' own; in JAX a jaxpr's name tells them
 torch/hooks.py: hooks on gradients; JAX has none
 torch/randomness.py: generators with a state; JAX has keys
-torch/rerunning.py: f runs again and all that it changed is put back; JAX's functions are pure
 torch/state.py: random streams and buffers that change; JAX's functions are pure
-torch/snapshots.py: modules and variables that change; JAX's functions are pure
 torch/captured_tensors.py: tensors that a recomputed function captures; JAX converts closures
 torch/recomputation.py: programs that run again; in JAX `recomputing.py`
 torch/gradient_tensors.py: detached results and zeros; arrays of JAX have no graph
@@ -212,7 +208,6 @@ torch/function_modes.py: kernels by modes of a thread; JAX has no fused kernels 
 torch/normalization.py: norms that can be mapped; JAX has no fused ones
 torch/many_tangents.py: one pass for each tangent; JAX maps
 torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
-torch/deferred_graphs.py: graphs of derivatives at modules; JAX differentiates programs
 torch/transformed_modules.py: modules that operators return; JAX's are in `module_arguments`
 torch/lazy_graphs.py: graphs of derivatives at modules; JAX differentiates programs
 jax/compiled_once.py: eager programs that JAX would compile at each call; PyTorch compiles none

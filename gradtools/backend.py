@@ -151,8 +151,7 @@ class Differentiation(Arrays):
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
         """`jvp` along many tangents, and the outputs of one evaluation. Keeps no graph.
 
-        A kernel without forward mode is replaced by the framework's own alternative, with a warning
-        once.
+        Fused attention runs by plain operations; another operation without forward mode raises.
         """
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, [push(tangents) for tangents in many]

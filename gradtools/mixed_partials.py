@@ -27,13 +27,12 @@ class MixedPartials(Operators):
         respect to z, u and what G captures: in PyTorch that evaluates G once more.
 
         Several directions share one evaluation of f, and in JAX one of G. In PyTorch G runs once
-        for each direction, each time from the same random state, buffers and attributes.
+        for each direction, each time from the same random streams and buffers.
 
         Args:
             f: A real scalar function of y and of what G returns.
-            G: Any function of z that has a forward mode. PyTorch: fused attention and recurrent
-                layers on the CPU, which have none, are replaced by PyTorch's own alternatives,
-                which is reported once.
+            G: Any function of z that has a forward mode; PyTorch's fused attention, which has
+                none, runs by plain operations. For others take the gradient through `frozen(G)`.
             y: A pytree of floating or complex arrays.
             z: The same, for G.
             u: The direction, a pytree like z, or a list of such pytrees.

@@ -607,7 +607,7 @@ def is_compiled(f: Any) -> bool:
 # - Inspecting the instruction that raised an error (`code_origin`): a `raise` statement outside of
 #   the framework is the user's, even with the same text. Benefit: a user's error is never mistaken
 #   for PyTorch's. Cost: reading bytecode once an error was raised.
-# - Patching classes for the time of a call (`patches`). Benefit: calls that no mode sees are
+# - Patching classes for the time of a call (`thread_patches`). Benefit: calls that no mode sees are
 #   intercepted. Cost: a check in each other thread's calls.
 # - An import hook (`compiling`). Dynamo identifies marked functions by identity, and importing it
 #   to mark them takes seconds. Cost: a comparison of names at each import until it is imported.
@@ -615,7 +615,7 @@ def is_compiled(f: Any) -> bool:
 #   in `torch.ops` for the lifetime of the process.
 # - Reading the memory of CPython's generator (`randomness`), since copying its state takes longer
 #   than a small layer. Cost: a test of the layout at import; if it fails, states are copied.
-# - Removing the hooks of leaves during recomputation (`replay`), so that they run once, on the sum.
+# - Removing the hooks of leaves during a second evaluation (`lazy_graphs`), so that they run once.
 #   Cost: another thread's backward pass does not see them meanwhile.
 
 

@@ -212,6 +212,19 @@ def test_a_forward_rule_is_enough_for_what_forward_mode_gives():
     same(second(G, zs, y), second(lambda z: z.sin() ** 3, zs, y))
 
 
+@pytest.mark.parametrize("G", [WithoutJvp.apply, Recurrent().to(D).requires_grad_(False)])
+def test_mixed_partial_names_frozen_where_g_has_no_forward_mode(G):
+    z, u, y = (torch.randn(3, 2, 4, dtype=D) for _ in range(3))
+    f = lambda y, g: (y.sum() * g).sin().sum()
+    with pytest.raises(
+        GradtoolsError, match=r"no forward mode in PyTorch, which says: .*gt\.frozen"
+    ):
+        gt.mixed_partial(f, G, y, z, u)
+    slope = lambda y: (gt.grad(lambda z: f(y, gt.frozen(G)(z)))(z) * u).sum()
+    plain = lambda y: (gt.grad(lambda z: f(y, G(z)))(z) * u).sum()
+    same([gt.grad(slope)(y)], [gt.grad(plain)(y)])
+
+
 # --- what stops or changes gradients in reverse mode ------------------------------------------
 
 

@@ -212,8 +212,8 @@ def test_a_forward_rule_is_enough_for_what_forward_mode_gives():
     same(second(G, zs, y), second(lambda z: z.sin() ** 3, zs, y))
 
 
-@pytest.mark.parametrize("G", [WithoutJvp.apply, Recurrent().to(D).requires_grad_(False)])
-def test_mixed_partial_names_frozen_where_g_has_no_forward_mode(G):
+def test_mixed_partial_names_frozen_where_g_has_no_forward_mode():
+    G = WithoutJvp.apply
     z, u, y = (torch.randn(3, 2, 4, dtype=D) for _ in range(3))
     f = lambda y, g: (y.sum() * g).sin().sum()
     with pytest.raises(

@@ -1,0 +1,663 @@
+"""Healthy training losses of PyTorch modules, in which why_zero finds nothing.
+
+Each function makes a closure that computes the loss, and the model that it trains.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Bernoulli, Categorical, Gamma, MultivariateNormal, Normal
+from torch.distributions import kl_divergence as kl
+from torch.utils.checkpoint import checkpoint
+
+import gradtools.torch as gt
+from tests.support.scenarios import Table
+
+HEALTHY = Table()
+healthy = HEALTHY.add
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([0, 1, 2, 0, 1, 2])
+IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+CLASSES = Y[:4]
+
+
+def mlp(*sizes, act=nn.Tanh):
+    layers = []
+    for a, b in pairwise(sizes):
+        layers += [nn.Linear(a, b), act()]
+    return nn.Sequential(*layers[:-1])
+
+
+def classifier(name, make):
+    @healthy(name=name)
+    def program():
+        model = make()
+        return lambda: F.cross_entropy(model(X), Y), model
+
+
+for _name, _make in {
+    "weight_norm of old": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 3))),
+    "weight_norm by a parametrization": lambda: nn.utils.parametrizations.weight_norm(
+        nn.Linear(4, 3)
+    ),
+    "spectral_norm of old": lambda: nn.utils.spectral_norm(nn.Linear(4, 3)),
+    "spectral_norm by a parametrization": lambda: nn.utils.parametrizations.spectral_norm(
+        nn.Linear(4, 3)
+    ),
+    "orthogonal weights": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 3)),
+    "batch normalization": lambda: nn.Sequential(mlp(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+    "layer normalization": lambda: nn.Sequential(mlp(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)),
+    "dropout": lambda: nn.Sequential(mlp(4, 32), nn.Dropout(0.3), nn.Linear(32, 3)),
+    "an activation with a parameter": lambda: mlp(4, 16, 3, act=nn.PReLU),
+}.items():
+    classifier(_name, _make)
+
+
+class Stateful(nn.Module):
+    """Keeps a state from call to call: in an attribute, a buffer, a list or a dict."""
+
+    def __init__(self, place, detaches):
+        super().__init__()
+        self.cell, self.out = nn.Linear(7, 3), nn.Linear(3, 3)
+        self.place, self.detaches = place, detaches
+        if place == "buffer":
+            self.register_buffer("h", torch.zeros(3))
+        self.kept = {} if place == "dict" else []
+
+    def forward(self, x):
+        before = self.read()
+        h = torch.tanh(self.cell(torch.cat([x, before.expand(len(x), 3)], 1)))
+        after = h.mean(0).detach() if self.detaches else h.mean(0)
+        if self.place in ("attribute", "buffer"):
+            self.h = after
+        else:
+            self.kept = {"h": after} if self.place == "dict" else [after]
+        return self.out(h)
+
+    def read(self):
+        if self.place == "list":
+            return self.kept[0].detach() if self.kept else torch.zeros(3)
+        if self.place == "dict":
+            return self.kept["h"].detach() if self.kept else torch.zeros(3)
+        h = getattr(self, "h", None)
+        return torch.zeros(3) if h is None else h.detach()
+
+
+for _place in ("attribute", "buffer", "list", "dict"):
+    for _detaches in (False, True):
+
+        def _make(place=_place, detaches=_detaches):
+            model = Stateful(place, detaches)
+            model(X)  # a step before
+            return model
+
+        classifier(f"a state in a {_place}{', detached' * _detaches}", _make)
+
+
+@healthy()
+def activations_kept_by_a_hook():
+    model, kept = mlp(4, 8, 3), {}
+    model[0].register_forward_hook(lambda module, args, out: kept.update(first=out))
+    return lambda: F.cross_entropy(model(X), Y) + 0.1 * kept["first"].square().mean(), model
+
+
+class Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v):
+        ctx.save_for_backward(v)
+        return (v > 0).to(v.dtype)
+
+    @staticmethod
+    def backward(ctx, ct):
+        (v,) = ctx.saved_tensors
+        return ct / (1 + (math.pi * v) ** 2)
+
+
+class Leaky(nn.Module):
+    """A leaky integrate-and-fire neuron that keeps its membrane potential."""
+
+    def __init__(self, resets_by):
+        super().__init__()
+        self.beta, self.mem, self.resets_by = nn.Parameter(torch.tensor(0.9)), None, resets_by
+
+    def forward(self, current):
+        mem = torch.zeros_like(current) if self.mem is None else self.mem
+        reset = Spike.apply(mem - 1).detach()
+        if self.resets_by == "subtraction":
+            self.mem = self.beta * mem + current - reset
+        else:
+            self.mem = (self.beta * mem + current) * (1 - reset)
+        return Spike.apply(self.mem - 1)
+
+
+for _resets in ("subtraction", "zero"):
+
+    @healthy(name=f"a spiking network that resets by {_resets}")
+    def spiking(resets=_resets):
+        model = nn.Sequential(nn.Linear(4, 8), Leaky(resets), nn.Linear(8, 3))
+
+        def loss():
+            model[1].mem = None
+            return F.cross_entropy(sum(model(2 * X) for _ in range(4)), Y)
+
+        return loss, model
+
+
+@healthy()
+def dqn_with_a_target_network():
+    online = mlp(4, 8, 2)
+    target = copy.deepcopy(online)
+
+    def loss():
+        with torch.no_grad():
+            goal = 1 + 0.9 * target(X.flip(0)).max(1).values
+        return F.smooth_l1_loss(online(X).gather(1, Y[:, None] % 2)[:, 0], goal)
+
+    return loss, online
+
+
+@healthy()
+def dqn_with_its_own_target():
+    net = mlp(4, 8, 2)
+    goal = lambda: (1 + 0.9 * net(X.flip(0)).max(1).values).detach()
+    return lambda: F.mse_loss(net(X)[:, 0], goal()), net
+
+
+@healthy()
+def soft_actor_critic_actor():
+    actor, critic = mlp(4, 8, 2), mlp(5, 8, 1)
+
+    def loss():
+        mean, log_std = actor(X).chunk(2, 1)
+        draw = Normal(mean, log_std.clamp(-5, 2).exp())
+        action = draw.rsample()
+        return (0.2 * draw.log_prob(action) - critic(torch.cat([X, action], 1))).mean()
+
+    return loss, actor
+
+
+@healthy()
+def soft_actor_critic_critic():
+    actor, critic = mlp(4, 8, 2), mlp(5, 8, 1)
+    target = copy.deepcopy(critic)
+
+    def loss():
+        with torch.no_grad():
+            mean, log_std = actor(X).chunk(2, 1)
+            action = Normal(mean, log_std.exp()).sample()
+            goal = 1 + 0.9 * target(torch.cat([X, action], 1))
+        return F.mse_loss(critic(torch.cat([X, X[:, :1]], 1)), goal)
+
+    return loss, critic
+
+
+@healthy()
+def temperature_of_soft_actor_critic():
+    actor, log_alpha = mlp(4, 8, 2), nn.Parameter(torch.zeros(()))
+    log_p = lambda: -actor(X).square().sum(1)
+    return lambda: -(log_alpha.exp() * (log_p() - 2).detach()).mean(), {"log_alpha": log_alpha}
+
+
+@healthy()
+def proximal_policy():
+    net = mlp(4, 8, 3)
+    old = Categorical(logits=net(X)).log_prob(Y).detach()
+
+    def loss():
+        draw = Categorical(logits=net(X))
+        ratio, gain = (draw.log_prob(Y) - old).exp(), X[:, 0]
+        gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+        clipped = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+        return -clipped.mean() - 0.01 * draw.entropy().mean()
+
+    return loss, net
+
+
+@healthy()
+def reinforce():
+    net = mlp(4, 8, 3)
+
+    def loss():
+        draw = Categorical(logits=net(X))
+        action = draw.sample()
+        reward = (action == Y).float()
+        return -(draw.log_prob(action) * (reward - reward.mean() + 0.1)).mean()
+
+    return loss, net
+
+
+@healthy()
+def generator_of_a_gan():
+    generator, critic = mlp(2, 8, 4), mlp(4, 8, 1)
+    return lambda: F.softplus(-critic(generator(X[:, :2]))).mean(), generator
+
+
+@healthy()
+def critic_of_a_gan():
+    generator, critic = mlp(2, 8, 4), mlp(4, 8, 1)
+
+    def loss():
+        fake = generator(X[:, :2]).detach()
+        return F.softplus(critic(fake)).mean() + F.softplus(-critic(X)).mean()
+
+    return loss, critic
+
+
+@healthy()
+def gradient_penalty():
+    critic = mlp(4, 8, 1)
+
+    def loss():
+        x = X.clone().requires_grad_()
+        (g,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+        return critic(X).mean() + 10 * ((g.norm(dim=1) - 1) ** 2).mean()
+
+    return loss, critic
+
+
+@healthy()
+def dino():
+    student = mlp(4, 8, 3)
+    teacher, center = copy.deepcopy(student), torch.zeros(3)
+
+    def loss():
+        with torch.no_grad():
+            goal = ((teacher(X) - center) / 0.04).softmax(-1)
+        return -(goal * (student(X + 0.1) / 0.1).log_softmax(-1)).sum(-1).mean()
+
+    return loss, student
+
+
+@healthy()
+def byol():
+    online, predictor = mlp(4, 8, 3), mlp(3, 8, 3)
+    target = copy.deepcopy(online)
+
+    def loss():
+        with torch.no_grad():
+            goal = F.normalize(target(X + 0.1), dim=-1)
+        return 2 - 2 * (F.normalize(predictor(online(X)), dim=-1) * goal).sum(-1).mean()
+
+    return loss, {"online": online, "predictor": predictor}
+
+
+for _named in ("online", "target"):
+
+    @healthy(name=f"byol whose model is the closure, called {_named}")
+    def byol_alone(named=_named):
+        online = mlp(4, 8, 3)
+        target = copy.deepcopy(online)
+
+        def loss():
+            with torch.no_grad():
+                goal = F.normalize(target(X + 0.1), dim=-1)
+            return 2 - 2 * (F.normalize(online(X), dim=-1) * goal).sum(-1).mean()
+
+        return loss, None
+
+
+@healthy()
+def ema_of_weights():
+    net = mlp(4, 8, 3)
+    average = copy.deepcopy(net).requires_grad_(False)
+
+    def loss():
+        with torch.no_grad():
+            for a, b in zip(average.parameters(), net.parameters(), strict=True):
+                a.lerp_(b, 0.01)
+        return F.cross_entropy(net(X), Y)
+
+    return loss, net
+
+
+class Quantizer(nn.Module):
+    """A VQ codebook that moves as a moving average, in buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(5, 3, generator=torch.Generator().manual_seed(3)))
+        self.register_buffer("counts", torch.ones(5))
+
+    def forward(self, z):
+        index = torch.cdist(z, self.codes).argmin(1)
+        hot = F.one_hot(index, 5).to(z.dtype)
+        q = hot @ self.codes
+        if self.training:
+            with torch.no_grad():
+                self.counts.mul_(0.9).add_(hot.sum(0), alpha=0.1)
+                self.codes.lerp_(hot.T @ z / self.counts[:, None].clamp(min=1e-3), 0.1)
+        return z + (q - z).detach(), 0.25 * F.mse_loss(z, q.detach())
+
+
+@healthy()
+def vq_vae_with_ema():
+    model = nn.ModuleDict({"enc": mlp(4, 8, 3), "vq": Quantizer(), "dec": mlp(3, 8, 4)})
+
+    def loss():
+        q, commitment = model["vq"](model["enc"](X))
+        return F.mse_loss(model["dec"](q), X) + commitment
+
+    return loss, model
+
+
+@healthy()
+def vae():
+    encoder, decoder = mlp(4, 8, 6), mlp(3, 8, 4)
+
+    def loss():
+        mean, log_var = encoder(X).chunk(2, 1)
+        q = Normal(mean, (0.5 * log_var).exp())
+        return F.mse_loss(decoder(q.rsample()), X) + 0.1 * kl(q, Normal(0.0, 1.0)).sum(1).mean()
+
+    return loss, {"encoder": encoder, "decoder": decoder}
+
+
+@healthy()
+def gumbel_softmax():
+    gate, out = nn.Linear(4, 5), nn.Linear(5, 3)
+    loss = lambda: F.cross_entropy(out(F.gumbel_softmax(gate(X), hard=True)), Y)
+    return loss, {"gate": gate, "out": out}
+
+
+@healthy()
+def one_hot_categorical_straight_through():
+    gate, out = nn.Linear(4, 5), nn.Linear(5, 3)
+    draw = torch.distributions.OneHotCategoricalStraightThrough
+    return lambda: F.cross_entropy(out(draw(logits=gate(X)).rsample()), Y), {"g": gate, "o": out}
+
+
+@healthy()
+def likelihoods_of_distributions():
+    net = mlp(4, 8, 6)
+
+    def loss():
+        a, b, c, d, e, f = net(X).unbind(1)
+        normal = Normal(a, F.softplus(b) + 0.1).log_prob(X[:, 0])
+        gamma = Gamma(F.softplus(c) + 0.5, F.softplus(d) + 0.5).log_prob(X[:, 1].abs() + 0.1)
+        coin = Bernoulli(logits=e).log_prob((X[:, 2] > 0).float())
+        return -(normal + gamma + coin + 0.1 * f).mean()
+
+    return loss, net
+
+
+@healthy()
+def multivariate_normal():
+    mean, root = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.eye(4) + 0.1 * torch.ones(4, 4))
+    draw = lambda: MultivariateNormal(mean, scale_tril=root.tril())
+    return lambda: -draw().log_prob(X).mean(), {"mean": mean, "root": root}
+
+
+@healthy()
+def normalizing_constant():
+    energy = mlp(4, 8, 1)
+
+    def loss():
+        e = energy(X)[:, 0]
+        weights = (-e).detach().softmax(0)
+        return e.mean() - (weights * e).sum()
+
+    return loss, {k: v for k, v in energy.named_parameters() if k != "2.bias"}
+
+
+@healthy()
+def masked_language_model():
+    table, layer = nn.Embedding(7, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    head = nn.Linear(8, 7)
+    ids, labels = torch.arange(12).reshape(2, 6) % 7, torch.arange(12).reshape(2, 6) % 5
+    labels[:, ::2] = -100
+
+    def loss():
+        pad = ids == 6
+        h = head(layer(table(ids), src_key_padding_mask=pad))
+        return F.cross_entropy(h.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    return loss, {"table": table, "layer": layer.linear1, "head": head}
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
+        self.experts = nn.ModuleList([mlp(4, 8, 3), mlp(4, 8, 3)])
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        best, index = weights.topk(1)
+        out = x.new_zeros(len(x), 3)
+        for k, expert in enumerate(self.experts):
+            (rows,) = torch.where(index[:, 0] == k)
+            out[rows] += best[rows] * expert(x[rows])
+        counts = F.one_hot(index[:, 0], 2).float().mean(0)
+        return out, 2 * (counts * weights.mean(0)).sum()
+
+
+@healthy()
+def mixture_of_experts():
+    model = Experts()
+
+    def loss():
+        out, balance = model(torch.cat([X, -X]))
+        return F.cross_entropy(out, Y.repeat(2)) + 0.01 * balance
+
+    return loss, model
+
+
+for _reentrant in (False, True):
+
+    @healthy(name=f"checkpointed, use_reentrant={_reentrant}")
+    def checkpointed(reentrant=_reentrant):
+        first, second, out = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def loss():
+            h = first(X)
+            return F.cross_entropy(out(checkpoint(second, h, use_reentrant=reentrant)), Y)
+
+        return loss, {"first": first, "second": second, "out": out}
+
+
+class LoRA(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 3).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.zeros(2, 3))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a @ self.b
+
+
+classifier("LoRA", LoRA)
+classifier("a head of zeros", lambda: _zeroed(mlp(4, 8, 3)))
+
+
+def _zeroed(model):
+    nn.init.zeros_(model[-1].weight)
+    return model
+
+
+@healthy()
+def mixup():
+    net, order = mlp(4, 8, 3), torch.randperm(6, generator=torch.Generator().manual_seed(0))
+
+    def loss():
+        share = float(torch.distributions.Beta(0.4, 0.4).sample())
+        out = net(share * X + (1 - share) * X[order])
+        return share * F.cross_entropy(out, Y) + (1 - share) * F.cross_entropy(out, Y[order])
+
+    return loss, net
+
+
+@healthy()
+def detection_head():
+    boxes, scores = nn.Linear(4, 4), nn.Linear(4, 1)
+    targets = torch.rand(2, 4, generator=torch.Generator().manual_seed(2))
+
+    def loss():
+        b, s = boxes(X), scores(X)[:, 0]
+        cost = torch.cdist(b, targets, p=1) - s.sigmoid()[:, None]
+        match = cost.argmin(0)
+        positive = torch.zeros_like(s).index_fill_(0, match, 1.0)
+        located = F.l1_loss(b[match], targets, reduction="sum") / max(len(match), 1)
+        return located + F.binary_cross_entropy_with_logits(s, positive)
+
+    return loss, {"boxes": boxes, "scores": scores}
+
+
+@healthy()
+def convolutions_and_pooling():
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    )
+    head = nn.Linear(72, 3)
+    return lambda: F.cross_entropy(head(net(IMAGES)), CLASSES), {"net": net, "head": head}
+
+
+@healthy()
+def recurrent_layers():
+    lstm, head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def loss():
+        state, total = None, 0.0
+        for part in torch.stack([X, X.flip(0)]).split(3, dim=1):
+            out, state = lstm(part, state)
+            state = tuple(s.detach() for s in state)
+            total = total + F.cross_entropy(head(out[:, -1]), Y[:2])
+        return total
+
+    return loss, {"lstm": lstm, "head": head}
+
+
+@healthy()
+def accumulated_and_logged():
+    net, history = mlp(4, 8, 3), []
+
+    def loss():
+        total = sum(F.cross_entropy(net(x), y) for x, y in zip(X.split(2), Y.split(2), strict=True))
+        history.append(float(total.detach()))
+        return total / 3
+
+    return loss, net
+
+
+@healthy()
+def clipped_by_its_own_norm():
+    net = mlp(4, 8, 3)
+
+    def loss():
+        out = net(X)
+        return F.cross_entropy(out / out.detach().norm(dim=-1, keepdim=True).clamp(min=1), Y)
+
+    return loss, net
+
+
+@healthy()
+def scaled_by_a_number_of_the_batch():
+    net = mlp(4, 8, 3)
+    return lambda: F.cross_entropy(net(X / X.abs().max().item()), Y) / len(X), net
+
+
+@healthy()
+def frozen_backbone():
+    backbone, head = mlp(4, 8, 8).requires_grad_(False), nn.Linear(8, 3)
+
+    def loss():
+        with torch.no_grad():
+            h = backbone(X)
+        return F.cross_entropy(head(h), Y)
+
+    return loss, {"backbone": backbone, "head": head}
+
+
+@healthy()
+def domain_adversarial():
+    body, label, domain = mlp(4, 8, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+
+    def loss():
+        h = body(X)
+        other = domain(gt.reverse_gradient(h, scale=0.5))[:, 0]
+        side = (X[:, 0] > 0).float()
+        return F.cross_entropy(label(h), Y) + F.binary_cross_entropy_with_logits(other, side)
+
+    return loss, {"body": body, "label": label, "domain": domain}
+
+
+@healthy()
+def physics_informed():
+    net = mlp(1, 8, 1)
+
+    def loss():
+        t = torch.linspace(0, 1, 5)[:, None].requires_grad_()
+        u = net(t)
+        (du,) = torch.autograd.grad(u.sum(), t, create_graph=True)
+        return ((du + 2 * t * u) ** 2).mean() + ((net(torch.zeros(1, 1)) - 1) ** 2).mean()
+
+    return loss, net
+
+
+@healthy()
+def early_exit_by_confidence():
+    first, second = mlp(4, 8, 3), mlp(4, 8, 3)
+
+    def loss():
+        a = first(X)
+        sure = a.softmax(-1).max(-1).values > 0.4
+        b = torch.where(sure[:, None], a, second(X))
+        return F.cross_entropy(a, Y) + F.cross_entropy(b + 0.1 * second(X), Y)
+
+    return loss, {"first": first, "second": second}
+
+
+@healthy()
+def focal_loss():
+    net = mlp(4, 8, 3)
+
+    def loss():
+        ce = F.cross_entropy(net(X), Y, reduction="none")
+        return ((1 - (-ce).exp().detach()) ** 2 * ce).mean()
+
+    return loss, net
+
+
+@healthy()
+def hard_negatives():
+    net = mlp(4, 8, 3)
+
+    def loss():
+        z = F.normalize(net(X), dim=-1)
+        scores = z @ z.T - 10 * torch.eye(6)
+        return F.relu(scores.max(1).values - z[:, 0] + 2).mean()
+
+    return loss, net
+
+
+@healthy()
+def label_by_the_model_itself():
+    net = mlp(4, 8, 3)
+
+    def loss():
+        with torch.no_grad():
+            p = net(X).softmax(-1)
+            sure, label = p.max(-1)
+        each = F.cross_entropy(net(X + 0.1), label, reduction="none")
+        return (each * (sure > 0.2)).mean()
+
+    return loss, net
+
+
+@healthy()
+def sharpness_aware():
+    net = mlp(4, 8, 3)
+
+    def loss():
+        w = dict(net.named_parameters())
+        plain = torch.func.functional_call(net, w, X)
+        g = torch.autograd.grad(F.cross_entropy(plain, Y), [*w.values()])
+        there = {k: p + 0.05 * d for (k, p), d in zip(w.items(), g, strict=True)}
+        return F.cross_entropy(torch.func.functional_call(net, there, X), Y)
+
+    return loss, net

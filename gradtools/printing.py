@@ -70,7 +70,7 @@ def coloured(text: str) -> str:
     shown = html.escape(text, quote=False)
     shown = re.sub(r"\x1b\[0m", "</span>", shown)
     shown = re.sub(r"\x1b\[(\d+)m", lambda code: f'<span style="{_STYLES[code[1]]}">', shown)
-    return f'<pre style="overflow-x: auto">{shown}</pre>'
+    return f'<pre style="overflow-x: auto; font-family: monospace">{shown}</pre>'
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from gradtools.command_inputs import CommandInputs
+from gradtools.command_inputs import inputs_of
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas import Formula
 from gradtools.seeing.formulas.derivation import FORMS as FORMULA_FORMS
@@ -16,8 +16,8 @@ from gradtools.seeing.graphs.gradient_graphs import FORMS, Graph
 
 def print_why_zero(options: argparse.Namespace) -> int:
     """Prints where gradients are lost; returns the exit status, 1 if any is."""
-    inputs = CommandInputs.of(options)
-    report = inputs.gt.why_zero(inputs.f, *inputs.args, argnums=tuple(options.argnums))
+    f, args, gt = inputs_of(options)
+    report = gt.why_zero(f, *args, argnums=tuple(options.argnums))
     print(report.to_json() if options.json else report.text(colour=in_colour()))
     return 1 if report else 0
 
@@ -42,9 +42,9 @@ def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[
             raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {expected}.")
         if not folder.is_dir():
             raise GradtoolsError(f"-o {out}: there is no folder {folder}. Make it first.")
-    inputs, argnums = CommandInputs.of(options), tuple(options.argnums)
-    drawn: Graph | Formula = getattr(inputs.gt, operator)(
-        inputs.f, *inputs.args, order=options.order, argnums=argnums
+    f, args, gt = inputs_of(options)
+    drawn: Graph | Formula = getattr(gt, operator)(
+        f, *args, order=options.order, argnums=tuple(options.argnums)
     )
     if out is None:
         print(drawn)

@@ -228,7 +228,7 @@ PICTURES = (
         "sinh_lost",
         "Sinh, and its second gradient is lost",
         "Two exponentials are kept on ctx, without a graph to x, so PyTorch gives None for the "
-        "second gradient. They are crossed out, and the gradient is drawn as `missing`.",
+        "second gradient, and the picture has none.",
         lambda x: SinhLost.apply(x),
         (X,),
         2,

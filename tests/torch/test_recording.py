@@ -325,15 +325,11 @@ def test_the_corpus_covers_every_kind():
     covered = {loss.kind for loss in every}
     of_a_line = {name for name, kind in KINDS.items() if kind.has_place}  # others are of a model
     of_numbers = {"nan", "nan_value", "empty"}  # in test_gradients_of_no_use
-    in_jax = {"stopped_in_rule"}
-    in_graphs = {"inside_rule"}  # in test_rule_cuts
     of_models = {"reentrant"}  # in test_lost_in_training
     inner = {"piecewise_linear", "constant_derivative"}  # in test_gradients_of_no_use
     assert of_a_line - covered == {
         "host_number",
         *of_numbers,
-        *in_jax,
-        *in_graphs,
         *of_models,
         *inner,
     }

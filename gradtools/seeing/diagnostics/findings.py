@@ -85,16 +85,6 @@ KINDS: dict[str, FindingKind] = {
         "its own rule carries no derivative to this input",
         "return a cotangent for this input in the rule instead of None",
     ),
-    "inside_rule": FindingKind(
-        "its backward pass reads what no graph connects to this input (a value computed inside of "
-        "forward, or detached), so that the derivative of its gradient is lost",
-        "save it as an output: return it from forward, save_for_backward it there, and add its "
-        "cotangent's term in backward; or save the inputs and compute it again in backward",
-    ),
-    "stopped_in_rule": FindingKind(
-        "the backward pass of this rule stops it, so that the derivative of its gradient is lost",
-        "take the stop_gradient out of the rule, or give its backward a rule of its own",
-    ),
     "unused": FindingKind(
         "nothing of the argument flows to the output",
         "use the argument, or differentiate another one",

@@ -111,9 +111,6 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
     most = _MOST_STEPS // max(1, len(forward.nodes)) if may_lose else 0
     for value in leaves[:most]:
         result |= {(id(loss.node), loss.input) for loss in losses(forward, value)}
-    for node in graph.nodes:
-        if node.phase and node.loss in ("inside_rule", "stopped_in_rule"):
-            result |= {(id(node), i) for i, s in enumerate(_strengths(graph, node)) if s == _CUT}
     makers = {value: node for node in forward.nodes for value in node.outputs}
     for node in forward.nodes:
         if node.loss in _ON_PURPOSE and not node.bodies and not _is_shift(node, makers):
@@ -151,6 +148,4 @@ _SHORT = {
     "no_grad": "gradients switched off",
     "in_place_data": "overwritten in place",
     "rule": "its rule carries none",
-    "stopped_in_rule": "stopped inside the rule's backward",
-    "inside_rule": "computed inside the rule: save it as an output",
 }

@@ -11,7 +11,6 @@ traced once and have no such line: their equations get the line of each call.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, zip_longest
@@ -22,12 +21,10 @@ import jax
 import numpy as np
 
 from gradtools.code_origin import Source
-from gradtools.function_variables import names_in
 from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import Literal, scopes_of
 from gradtools.jax.jaxprs import Eqn, Jaxpr, function_name, is_chunk
 from gradtools.seeing.diagnostics.diagnosis import source_of
-from gradtools.seeing.diagnostics.rule_cuts import STOPPED
 from gradtools.seeing.graphs.attributes import numbers_text
 from gradtools.seeing.graphs.nodes import Body, Dependence, Links, Node, PlainGraph, Value
 from gradtools.seeing.graphs.passes import CUSTOM
@@ -43,7 +40,6 @@ def graph_of(
     names: Sequence[str] = (),
     captured: Mapping[int, str] = MappingProxyType({}),
     in_places: bool = False,
-    rules: Sequence[Any] = (),
 ) -> PlainGraph:
     """The graph of a jaxpr.
 
@@ -53,8 +49,6 @@ def graph_of(
         captured: Names of closed-over constants, by ``id`` of the array.
         in_places: Whether operands are in the framework-neutral order of `operands.py`, rather
             than that of the equations.
-        rules: Candidates for the `jax.custom_vjp` function whose backward an equation belongs to,
-            as a jaxpr keeps neither its name nor its lines.
 
     Returns:
         The graph. Its ``captured`` are the constants: closed-over arrays by name, literals by
@@ -67,7 +61,7 @@ def graph_of(
     """
     consts = [captured.get(id(c)) or _text(c) for c in getattr(closed_jaxpr, "consts", ())]
     jaxpr = jaxprs.open_jaxpr(closed_jaxpr)
-    return _JaxprReader(in_places, rules).graph(jaxpr, _Place(), names, consts)[0]
+    return _JaxprReader(in_places).graph(jaxpr, _Place(), names, consts)[0]
 
 
 @dataclass(frozen=True)
@@ -91,8 +85,8 @@ _Read = tuple[PlainGraph, list[bool]]  # and which outputs derive from a zero de
 class _JaxprReader:
     """Converts jaxprs; memoizes those that are called several times from one place."""
 
-    def __init__(self, in_places: bool, rules: Sequence[Any]) -> None:
-        self._in_places, self._rules = in_places, rules
+    def __init__(self, in_places: bool) -> None:
+        self._in_places = in_places
         self._known: dict[Any, tuple[Jaxpr, _Read]] = {}  # jaxprs are held: ids stay unique
         self._flow = reachability.Flow(raw=False)
 
@@ -135,8 +129,6 @@ class _JaxprReader:
             bodies=tuple(self.body_of(eqn, body, values, here) for body in inner),
             overwrites=inputs[:1] if jaxprs.overwrites(eqn) else (),
         )
-        if node.loss == "detached" and self._rules and source_lines.is_in_rule(eqn):
-            node = _stopped_in_rule(node, self._rules)
         return _in_places(eqn, node, values) if self._in_places else node
 
     def body_of(self, eqn: Eqn, body: Any, values: _JaxprValues, here: _Place) -> Body:
@@ -296,28 +288,6 @@ def _edit(eqn: Eqn) -> str:
         return ""
     inner = (e for jaxpr in jaxprs.sub_jaxprs(eqn.params) for e in jaxpr.eqns)
     return next((e.params["name"] for e in inner if e.primitive.name == _REVERSE_ONLY), "")
-
-
-def _stopped_in_rule(node: Node, rules: Sequence[Any]) -> Node:
-    """A node that stops a gradient in a rule's backward, with that rule's name and line.
-
-    Among several rules those are preferred whose backward mentions the operation, then those that
-    the line of the call mentions.
-    """
-    line = node.source.text if node.source else ""
-    for fits in (
-        lambda rule: node.native in names_in(rule.bwd.__code__),
-        lambda rule: re.search(rf"\b{re.escape(_name(rule))}\b", line),
-    ):
-        rules = [rule for rule in rules if fits(rule)] or rules if len(rules) > 1 else rules
-    name = " or ".join(dict.fromkeys(map(_name, rules)))
-    source = source_of(rules[0].bwd) if len(rules) == 1 else node.source
-    attributes = MappingProxyType({**node.attributes, "name": name})
-    return replace(node, source=source, attributes=attributes, mark=CUSTOM, loss=STOPPED)
-
-
-def _name(f: Any) -> str:
-    return str(getattr(f, "__name__", "custom_vjp"))
 
 
 # --- links -------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal, scopes_of
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import replaced_at
-from gradtools.seeing.diagnostics.rule_cuts import STOPPED, missing, smoothly_between, with_cuts
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
 from gradtools.seeing.graphs.edges import phases_of
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, needed, node_in_phase
@@ -173,7 +172,6 @@ def _in_passes(
     phase_of = dict(zip(whole.inputs, entering, strict=True))
     phases = _phases(whole, phase_of)
     same: dict[int, int] = {}
-    stopped: set[int] = set()
     pairs: list[tuple[Node, int | None]] = []  # each node with the forward equation it is from
     for node, phase, eqn in zip(whole.nodes, phases, closed.jaxpr.eqns, strict=True):
         derived = (name for name, _ in scopes_of(eqn) if name.startswith(_STEP))
@@ -181,7 +179,6 @@ def _in_passes(
         node = _attributed(node, phase, None if step is None else forward.nodes[step])
         node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
         if node.operation == "stop" and (node.phase or node.mark in _RULES):  # not the user's
-            stopped |= set(node.inputs) if node.mark == CUSTOM else set()
             same[node.outputs[0]] = node.inputs[0]
         else:
             pairs.append((node, step))
@@ -193,24 +190,7 @@ def _in_passes(
         if not name.startswith(second_gradient_of("")) or phase_of.get(value, FORWARD) == SECOND
     ]
 
-    # A second gradient that a stop inside of a rule removes is missing: its links are cut there.
-    values, nodes = dict(whole.values), [node for node, _ in pairs]
-    gradients = [v for v, name in leaving if name.startswith(gradient_of(""))]
-    present, expected = {name for _, name in ends}, {name for _, name in leaving}
-    lost: dict[int, object] = {}
-    for leaf in whole.inputs:
-        name = second_gradient_of(values[leaf].name)
-        if name in expected - present:
-            cuts = tuple(sorted(stopped & smoothly_between(nodes, leaf, gradients)))
-            if cuts:
-                number = max(values) + 1
-                values[number] = replace(values[leaf], name="")
-                pairs.append((missing(cuts, number, nodes, STOPPED), None))
-                ends.append((number, name))
-                lost |= dict.fromkeys(cuts)
-    cut = [with_cuts(node, lost, values, STOPPED) for node in nodes]
-    nodes = [*cut, *(node for node, _ in pairs[len(cut) :])]
-
+    nodes = [node for node, _ in pairs]
     outputs = tuple(value for value, _ in ends)
     alive = needed(nodes, outputs)
     nodes, steps = [nodes[i] for i in alive], [pairs[i][1] for i in alive]
@@ -218,7 +198,7 @@ def _in_passes(
     nodes = [replace(node, saved=saved.get(i, ())) for i, node in enumerate(nodes)]
     read = {value for node in nodes for value in node.inputs}.union(outputs)
     captured = tuple(value for value in whole.captured if value in read)
-    whole = replace(whole, nodes=tuple(nodes), values=values, outputs=outputs, captured=captured)
+    whole = replace(whole, nodes=tuple(nodes), outputs=outputs, captured=captured)
     return with_named_outputs(whole, [name for _, name in ends])
 
 

@@ -8,7 +8,7 @@ is the finding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_
@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.code_origin import USER, whose
 from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import module_kinds
 from gradtools.jax.recomputing import stateful
@@ -40,8 +39,7 @@ LEAVING = (
 
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     """Records a function of flat leaves as a graph."""
-    reached = list(_reached(run))
-    result = _arrays(reached)
+    result = captured_arrays(run)
     try:
         traced = trace(run, leaves)
     except LEAVING as error:
@@ -49,7 +47,7 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         if kind is None:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
-    traced.graph = graph_of(traced.closed, names, captured=result, rules=_rules(reached))
+    traced.graph = graph_of(traced.closed, names, captured=result)
     read = set(map(id, traced.closed.consts))
     stand_ins = [result.get(id(leaf), "") if id(leaf) in read else "" for leaf in leaves]
     return Recording(traced.graph, host_outputs=traced.host_outputs, stand_ins=tuple(stand_ins))
@@ -177,22 +175,11 @@ def _what_left(error: Exception) -> Refusal | None:
 
 def captured_arrays(run: Run) -> dict[int, str]:
     """The names of the arrays that a function can reach without its arguments, by id."""
-    return _arrays(_reached(run))
-
-
-def _arrays(reached: Iterable[tuple[Any, str]]) -> dict[int, str]:
     result: dict[int, str] = {}
-    for x, name in reached:
+    for x, name in _reached(run):
         if isinstance(x, jax.Array | np.ndarray):
             result.setdefault(id(x), name)
     return result
-
-
-def _rules(reached: Iterable[tuple[Any, str]]) -> list[Any]:
-    """The user's `jax.custom_vjp` functions."""
-    rules = [x for x, _ in reached if isinstance(x, jax.custom_vjp)]
-    codes = ((x, getattr(x.bwd, "__code__", None)) for x in rules)
-    return [x for x, code in codes if code and whose(code) == USER]
 
 
 def _reached(run: Run) -> Iterator[tuple[Any, str]]:

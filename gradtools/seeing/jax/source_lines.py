@@ -48,19 +48,6 @@ def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...
     return innermost(lines_of(error), PACKAGE), tuple(modules)
 
 
-def is_in_rule(eqn: Any) -> bool:
-    """Whether an equation belongs to the backward of a `jax.custom_vjp` function.
-
-    JAX does not keep the backward's lines: its stack begins at the call of the function.
-    """
-    for frame in stack_of(eqn):
-        if frame.function_name == "custom_vjp.__call__" and is_in(("jax",), frame.file_name):
-            return True
-        if kind_of(frame.file_name) == USER:
-            return False
-    return False
-
-
 def is_own(jaxpr: Any) -> bool | None:
     """Whether a jaxpr's function belongs to a library, not to the user; None if unknown."""
     where = file_of(jaxpr)

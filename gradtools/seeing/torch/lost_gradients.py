@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gradtools.errors import GradtoolsError, LostDerivativeError
+from gradtools.errors import GradtoolsError
 from gradtools.seeing.diagnostics import bad_gradients
 from gradtools.seeing.diagnostics.bad_gradients import Differentiated, PassedCotangents
 from gradtools.seeing.graphs.nodes import Node
@@ -91,8 +91,8 @@ class _Backward(Differentiated):
         self._ends = {id(node.variable): node for node in ends}
 
     def gradients(self, leaves: Sequence[int]) -> dict[int, Tensor]:
-        """As in `Differentiated`; without those that custom code or a checkpoint loses."""
-        grads = _gradients_unless_lost(self.outs, [self.leaves[k] for k in leaves])
+        """As in `Differentiated`; without those that do not reach."""
+        grads = _gradients(self.outs, [self.leaves[k] for k in leaves])
         result = {k: grad for k, grad in zip(leaves, grads, strict=True) if grad is not None}
         if any(grad.is_meta for grad in result.values()):
             raise GradtoolsError(
@@ -188,18 +188,6 @@ def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Ten
     if len(outs) == 1 and outs[0].numel() == 1 and not outs[0].is_complex():
         cts = [torch.ones_like(outs[0])]
     return torch.autograd.grad(outs, leaves, cts, retain_graph=True, allow_unused=True)
-
-
-def _gradients_unless_lost(
-    outs: Sequence[Tensor], leaves: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    """The gradients; None for those of which custom code in f loses a part."""
-    try:
-        return _gradients(outs, leaves)
-    except LostDerivativeError:
-        if len(leaves) == 1:
-            return [None]
-        return [g for leaf in leaves for g in _gradients_unless_lost(outs, [leaf])]
 
 
 def _named(recorder: CallRecorder, node: Any) -> Node:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from gradtools.errors import RuntimeRefusal, is_of, warn
-from gradtools.seeing.diagnostics.rule_cuts import inside_rules, missing, with_cuts
 from gradtools.seeing.graphs.attributes import number_text
 from gradtools.seeing.graphs.nodes import (
     Dependence,
@@ -32,7 +31,6 @@ from gradtools.seeing.graphs.nodes import (
     shared_length,
 )
 from gradtools.seeing.graphs.passes import (
-    BACKWARD,
     CUSTOM,
     FORWARD,
     INNER,
@@ -172,7 +170,6 @@ class _PassRecorder(Recorder[int]):
         self.made: list[_RecordedNode] = []
         self.levels = "rules", *(["saved"] if hooked else []), "operations"
         self._phase = FORWARD
-        self._untracked: set[int] = set()  # values that backward reads and that have no graph
         self._origins: dict[int, Origin] = {}
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
@@ -203,9 +200,6 @@ class _PassRecorder(Recorder[int]):
         if call.raw in SAME and not self._stops(call.raw, given[0]):
             self.hold(outs[0], numbers[0])
         elif outs or isinstance(out, bool | int | float | complex):
-            if self._phase == BACKWARD:
-                pairs = zip(given, numbers, strict=True)
-                self._untracked |= {n for x, n in pairs if not getattr(x, "requires_grad", True)}
             self._write(call, numbers, outs if outs else [out], written)
             for x, number in zip(written, before, strict=True):
                 self._first[self.number_of(x)] = self._first.get(number, number)
@@ -391,24 +385,6 @@ class _PassRecorder(Recorder[int]):
         """The recorded graph, without dead code of the later passes."""
         saved = self._saved(order)
         nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
-        if order == SECOND:
-            # What a rule computes inside of its forward, and its backward reads, has no graph: cut
-            # its links, and add a `missing` node for each second derivative that is lost.
-            wanted = {v: self.values[v].name for v in (*ends.inputs, *self.captured)}
-            wanted = {v: name for v, name in wanted.items() if gradient_of(name) in ends.names}
-            inside = inside_rules(nodes, wanted, self.values)
-            lost = {v: leaves for v, leaves in inside.items() if v in self._untracked}
-            whole = [with_cuts(node, lost, self.values) for node in nodes]
-            for leaf, name in wanted.items():
-                name = second_gradient_of(name)
-                cuts = tuple(v for v, leaves in lost.items() if leaf in leaves)
-                if cuts and name not in ends.names:
-                    made = len(self.values)
-                    self.values[made] = replace(self.values[leaf], name="", base=None)
-                    whole.append(missing(cuts, made, nodes))
-                    ends.outputs.append(made)
-                    ends.names.append(name)
-            nodes = whole
         stays = lambda node: not (node.phase or node.mark)  # keep dead code that f itself runs
         nodes = [nodes[i] for i in needed(nodes, ends.outputs, stays)]
         read = {value for node in nodes for value in node.inputs}.union(ends.outputs)

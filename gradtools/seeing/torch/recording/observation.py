@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from gradtools.code_origin import innermost, lines_of
-from gradtools.errors import GradtoolsError, LostDerivativeError
+from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.recording import Refusal, Run
 from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.seeing.torch.undo import Undo, copied, undone
@@ -74,10 +73,7 @@ def observed(
             causes: list[BaseException] = [error]
             while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
                 causes.append(cause)
-            if isinstance(error, LostDerivativeError):
-                source = innermost(lines_of(error))
-                seen.refusal = Refusal("inside_rule", "derivative", str(error), source)
-            elif recorder.refusal is not None and recorder.refusal[0] in causes:
+            if recorder.refusal is not None and recorder.refusal[0] in causes:
                 seen.refusal = recorder.refusal[1]
             else:
                 raise

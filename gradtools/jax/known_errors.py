@@ -25,6 +25,11 @@ def explained(caller: str) -> Iterator[None]:
         advice = next((a for part, a in _ADVICE.items() if says(error, part)), None)
         if advice is None:
             raise
+        if "diffrax" in sys.modules and advice in (_ADVICE[_LOOP], _ADVICE[_NO_FORWARD]):
+            advice += (
+                " The derivatives of a solution by diffrax, in both modes and of any order, need "
+                "adjoint=diffrax.DirectAdjoint()."
+            )
         message = f"{caller}: {advice} JAX says{place_of(error)}: {error}"
         raise refusal(error, message) from error
 
@@ -68,6 +73,8 @@ _HOST = (
     "f calls a function outside of JAX, whose derivative JAX does not know. Make it a "
     "gt.host_function, or wrap the call in gt.custom_rule, and give it a rule."
 )
+_LOOP = "Reverse-mode differentiation does not work for lax.while_loop"
+_NO_FORWARD = "forward-mode autodiff (jvp) to a custom_vjp"
 _ADVICE = {
     "allbacks do not support": _HOST,  # pure, io and buffer callbacks
     "The FFI call to": _HOST,
@@ -75,12 +82,12 @@ _ADVICE = {
         "f holds an operation that has a forward rule only, as a Pallas kernel has. Wrap it in "
         "gt.custom_rule and give it a reverse rule, or push forward: gt.jvp."
     ),
-    "Reverse-mode differentiation does not work for lax.while_loop": (
+    _LOOP: (
         "f holds a loop whose number of trips is known only when it runs, which has no reverse "
         "mode. Use lax.scan or a fori_loop between Python integers, or push forward: gt.jvp, "
         "gt.jacobian(mode='forward')."
     ),
-    "forward-mode autodiff (jvp) to a custom_vjp": (
+    _NO_FORWARD: (
         "f holds a function that has a reverse rule only (clip_gradient, transform_gradient, "
         f"replace_gradient, or a jax.custom_vjp), so it has no forward mode. {USE_REVERSE_MODE}"
     ),

@@ -154,15 +154,6 @@ def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
     return eqn.primitive.bind(*functions, *xs, **params)
 
 
-def backward_shapes_are_checked() -> bool:
-    """Whether JAX checks that a rule's cotangents have the shapes of its primals.
-
-    `jax_disable_bwd_checks`, documented with `jax.custom_vjp`, is not typed in `jax.config`. JAX
-    before 0.9 does not have it, and always checks.
-    """
-    return not getattr(jax.config, "jax_disable_bwd_checks", False)
-
-
 def varying_axes(aval: Any) -> frozenset[Any]:
     """The mesh axes over which a type varies under shard_map.
 

@@ -3,9 +3,8 @@
     first pass   y_i, s_{i+1} = f(x_i, s_i)        keeps no residuals
     backward     dw += J_i^H c_i                   with J_i recomputed from x_i and s_i
 
-Consecutive chunks of equal shapes form a run, which is one scan; f is
-traced once for each shape of a chunk. The body slices the batch by the chunk's number, so that no
-scan needs a copy of its part of the batch.
+Consecutive chunks of equal shapes form a run, which is one scan; f is traced once for each shape of
+a chunk. The body slices the batch by the chunk's number, so that no scan needs a copy of the batch.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.arguments.chunks import (
-    Chunks,
-    progress_bar,
-    warn_of_batch_norm,
-)
+from gradtools.arguments.chunks import Chunks, progress_bar, warn_of_batch_norm
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, reachability, shardings
@@ -157,19 +152,13 @@ def _refuse_shared_draws(steps: _Steps, carry: list[Array]) -> None:
     drawn = steps.shared_draws(0, carry)
     if not drawn:
         return
-    size = chunks.cut.sizes[0]
-    for other in (size + 1, size // 2 or 2):
-        recut = _Steps(chunks.recut(chunks.cut.with_chunks_of(other)))
-        if recut.chunks.cut.sizes[0] == size:
-            continue
-        if recut.shared_draws(0, carry) != drawn:
-            raise GradtoolsError(
-                f"{chunks.caller}: f draws random numbers by a key that all chunks share, so each "
-                "chunk would get the same numbers (one dropout mask for all). Pass the key as an "
-                "argument by position and name it in key_argnums: chunk i gets the key folded "
-                "with i."
-            )
-        return
+    other = chunks.recut(chunks.cut.with_chunks_of(chunks.cut.sizes[0] + 1))
+    if _Steps(other).shared_draws(0, carry) != drawn:
+        raise GradtoolsError(
+            f"{chunks.caller}: f draws random numbers by a key that all chunks share, so each "
+            "chunk would get the same numbers (one dropout mask for all). Pass the key as an "
+            "argument by position and name it in key_argnums: chunk i gets the key folded with i."
+        )
 
 
 # --- runs

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradtools.arguments.chunks import Chunks
 from gradtools.backend import Array
-from gradtools.errors import GradtoolsError, is_of, warn
+from gradtools.errors import is_of, warn
 from gradtools.freezing import name_of_function
 from gradtools.jax._upstream import ClosedJaxpr, constants_of
 from gradtools.jax.arrays import asarray
@@ -26,7 +26,6 @@ from gradtools.jax.known_errors import explained
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.rules.installing import apply_rule
 from gradtools.jax.rules.primitives import TracedRule
-from gradtools.jax.rules.transposing import transpose
 from gradtools.jax.trees import conj, filled, is_inexact
 from gradtools.rules import Linearized, Rule, replaced_at, replaced_where, spread
 
@@ -195,40 +194,7 @@ class _Use:
         """The pullback, recomputed from the arguments."""
         with explained(self.caller):
             ys, pull, _ = jax.vjp(self.of_moving(xs), *self.chosen(xs), has_aux=True)
-        return self.through(pull, xs, _full(ys, self.inexact, mask, cts))
-
-    def through(self, pull: Any, xs: Entries, cts: list[Any]) -> list[Any]:
-        """The pullback of cotangents; if G has no reverse mode, by the columns of J.
-
-        That is J^H c entry by entry: the real part of <J e, c>, and with i e in place of e.
-        """
-        try:
-            return _through(pull, cts)
-        except ValueError as error:
-            if not (is_of("jax", error) and self.may_hold(xs, "while")):
-                raise
-        warn(
-            f"{self.caller}: a lax.while_loop in {self.name} has a number of trips that is known "
-            "only when it runs, so JAX has no reverse mode for it; the pullback is made in forward "
-            "mode, by one pass for each entry of its arguments. A lax.scan, or a fori_loop between "
-            "Python integers, takes one pass."
-        )
-        run, moved = lambda *new: self.of_moving(xs)(*new)[0], self.chosen(xs)
-
-        def entry(k: int, unit: Array) -> Array:
-            dxs = [unit if i == k else jnp.zeros_like(x) for i, x in enumerate(moved)]
-            pairs = zip(jax.jvp(run, moved, dxs)[1], cts, strict=True)
-            real = jnp.finfo(moved[k].dtype).dtype
-            return sum([jnp.vdot(c, dy).real.astype(real) for dy, c in pairs])
-
-        def column(k: int, x: Array) -> Array:
-            units = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
-            result = jax.lax.map(lambda e: entry(k, e), units)
-            if jnp.issubdtype(x.dtype, jnp.complexfloating):
-                result = result + 1j * jax.lax.map(lambda e: entry(k, 1j * e), units)
-            return result.reshape(x.shape).astype(x.dtype)
-
-        return [column(k, x) for k, x in enumerate(moved)]
+        return _through(pull, _full(ys, self.inexact, mask, cts))
 
 
 @dataclass(frozen=True)
@@ -267,7 +233,7 @@ def _pullback(use: _Use, graph: _KeptPullback, mask: list[bool]) -> Rule:
         moved = use.chosen(fixed[:count])
         likes = jax.eval_shape(use.of_moving(fixed[:count]), *moved)[0]
         cts = _full(likes, use.inexact, mask, fixed[graph.stop :])
-        return use.through(graph.linear(operands), fixed[:count], cts)
+        return _through(graph.linear(operands), cts)
 
     def recomputed(xs: Entries) -> Callable[..., list[Any]]:
         n = sum(use.moving)
@@ -288,9 +254,7 @@ def _pullback(use: _Use, graph: _KeptPullback, mask: list[bool]) -> Rule:
         """The pullback of us, with respect to the arguments and to the cotangents."""
         xs, cts = saved[:count], list(saved[len(saved) - sum(mask) :])
         lacking = use.reverse_only(xs)
-        if lacking is not None:
-            check_linear(xs, cts, us)
-        else:
+        if lacking is None:
             try:
                 second, to_cts = in_forward_mode(saved, xs, cts, us)
             except TypeError as error:
@@ -309,27 +273,13 @@ def _pullback(use: _Use, graph: _KeptPullback, mask: list[bool]) -> Rule:
             second, to_cts = both[: sum(use.moving)], both[sum(use.moving) :]
         return [*spread(second, use.moving), *([None] * extras), *to_cts]
 
-    def check_linear(xs: Entries, cts: list[Any], us: Entries) -> None:
-        """Raises if a bwd is not linear, so that its transpose is not the pushforward."""
-        of_cts = lambda xs, *cts: use.pulled(mask, xs, cts)
-        likes = [jnp.zeros_like(x) for x in use.chosen(xs)]
-        try:
-            transpose(rule, "tangent", of_cts, xs, cts, filled(us, likes))
-        except GradtoolsError as error:
-            raise GradtoolsError(
-                f"{use.caller}: {use.name} holds a function with a reverse rule only that is not "
-                "linear in its cotangent (clip_gradient, transform_gradient, or a jax.custom_vjp), "
-                "and the derivative of its pullback is needed. Edit gradients outside of "
-                f"{use.name}, or leave out {'frozen' if use.name == 'G' else 'the mode'}."
-            ) from error
-
     def in_forward_mode(saved: Entries, xs: Entries, cts: list[Any], us: Entries) -> Any:
         along = spread(us, use.moving)
         forward = use.pushed(xs, along)
         second = _along(lambda *moved: recomputed(xs)(*moved, *cts), use.chosen(xs), us)
         return second, [dy for dy, t in zip(forward, mask, strict=True) if t]
 
-    rule = TracedRule(
+    return TracedRule(
         "frozen's pullback",
         primal,
         tangent,
@@ -339,7 +289,6 @@ def _pullback(use: _Use, graph: _KeptPullback, mask: list[bool]) -> Rule:
         user_functions=use.user_functions,
         flow=lambda *operands: use.pulled(mask, operands[:count], operands[graph.stop :]),
     )
-    return rule
 
 
 def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[Any]:

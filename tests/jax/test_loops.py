@@ -99,26 +99,6 @@ def test_second_derivatives_of_a_while_loop_are_pushed_forward_twice(jitted):
     np.testing.assert_allclose(product, of_power @ v, rtol=1e-6)
 
 
-@jax.custom_vjp
-def _reverse_alone(x):
-    return x**2
-
-
-_reverse_alone.defvjp(lambda x: (x**2, x), lambda x, c: (2 * x * c,))
-
-
-@pytest.mark.filterwarnings("ignore:frozen")
-@pytest.mark.parametrize("take", [gt.jacobian, gt.hessian], ids=["jacobian", "hessian"])
-def test_a_while_loop_in_a_frozen_function_leaves_reverse_mode_to_what_has_no_other(take):
-    double = lambda x: jax.lax.while_loop(
-        lambda c: c[0] < 3, lambda c: (c[0] + 1, 2 * c[1]), (0, x)
-    )
-    f = lambda x: _reverse_alone(gt.frozen(lambda x: double(x)[1])(x))
-    f = f if take is gt.jacobian else lambda x, f=f: f(x).sum()
-    want = np.diag(128 * X) if take is gt.jacobian else np.diag([128.0] * 3)
-    np.testing.assert_allclose(take(f)(jnp.asarray(X)), want, rtol=1e-6)
-
-
 def test_the_hessian_of_a_while_loop_is_of_one_number():
     double = lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: 2 * x, x)
     with pytest.raises(GradtoolsError, match=r"hessian: f must return one real number.*\(3,\)"):

@@ -58,10 +58,6 @@ def test_an_equation_is_bound_again_with_its_parameters():
         np.testing.assert_allclose(jax.tree.leaves(outs)[0], run(jnp.full(2, 2.0)))
 
 
-def test_cotangents_are_checked_unless_jax_is_told_otherwise():
-    assert upstream.backward_shapes_are_checked()
-
-
 @pytest.mark.parametrize("emitted", ["emit_callback"])
 def test_a_kernel_is_lowered_to_a_callback(emitted):
     assert callable(getattr(upstream, emitted))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import reachability
-from gradtools.jax._upstream import backward_shapes_are_checked, constants_of
+from gradtools.jax._upstream import constants_of
 from gradtools.jax.jaxprs import without_consts
 from gradtools.jax.rules.checking import loss_of, refuse_loss
 from gradtools.jax.rules.kept_alive import memoized
@@ -290,7 +290,7 @@ def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
     """A map's result with zeros for None, or an error if its shape is wrong."""
     if value is None:
         return zeros_of(like)
-    if jnp.shape(value) != tuple(like.shape) and backward_shapes_are_checked():
+    if jnp.shape(value) != tuple(like.shape):
         raise GradtoolsError(
             f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
             f"expected {tuple(like.shape)}, that of what it belongs to."

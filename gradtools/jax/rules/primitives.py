@@ -256,6 +256,7 @@ def _flow(*operands: Any, rule: Rule, xs: int | None = None, used: Mask | None =
 
 primal_p = _define("gradtools_primal", eval_primal, flow=_flow)
 value_p = _define("gradtools_value", _value, outs=_value, flow=_flow)
+mlir.register_lowering(value_p, lambda ctx, *operands, life, **params: _value(*operands, **params))
 tangent_p = _define(
     "gradtools_tangent", eval_tangent, outs=lambda *_, ys, **__: list(ys), flow=eval_tangent
 )

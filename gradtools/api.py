@@ -22,6 +22,7 @@ _OPERATORS = {
         "reverse_gradient scale_gradient stop_gradient clip_gradient transform_gradient "
         "replace_gradient straight_through"
     ),
+    "implicit:Implicit": "implicit_solution",
     "intermediate_gradients:RetainedGradients": "retain_gradient retained_gradients",
     "custom_rules:CustomRules": "custom_rule",
     "host_functions:HostFunctions": "host_function ArraySpec",

@@ -332,6 +332,11 @@ class Rules(Differentiation):
 
         return spread(self.pull(pushed, zeros, cts), moving)
 
+    cg = LazyMember("linear_solvers", operator="implicit_solution")
+    gmres = LazyMember("linear_solvers", operator="implicit_solution")
+    dense = LazyMember("linear_solvers", operator="implicit_solution")
+    """Linear solvers: `cg(matvec, b)` is x with `matvec(x) = b`, vectors of real numbers."""
+
     compiles_rules = False
     """Whether a rule's maps are compiled for it, so that changing numbers should be arguments."""
 

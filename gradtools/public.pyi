@@ -12,6 +12,7 @@ from gradtools.edits import Edits as _Edits
 from gradtools.freezing import Freezing as _Freezing
 from gradtools.gathering import Gathering as _Gathering
 from gradtools.host_functions import HostFunctions as _HostFunctions
+from gradtools.implicit import Implicit as _Implicit
 from gradtools.intermediate_gradients import RetainedGradients as _RetainedGradients
 from gradtools.jacobians import Jacobians as _Jacobians
 from gradtools.mixed_partials import MixedPartials as _MixedPartials
@@ -25,6 +26,7 @@ _derivatives: _Derivatives
 _jacobians: _Jacobians
 _mixed_partials: _MixedPartials
 _edits: _Edits
+_implicit: _Implicit
 _retained: _RetainedGradients
 _custom_rules: _CustomRules
 _host_functions: _HostFunctions
@@ -58,6 +60,7 @@ gradient_graph = _graphing.gradient_graph
 hessian = _jacobians.hessian
 host_function = _host_functions.host_function
 hvp = _jacobians.hvp
+implicit_solution = _implicit.implicit_solution
 is_recomputing = _chunking.is_recomputing
 jacobian = _jacobians.jacobian
 jvp = _derivatives.jvp

@@ -83,6 +83,11 @@ def _derivatives(gt):
         "mixed_partial": lambda x: gt.mixed_partial(
             lambda y, g: (y**3 * g).sum(), lambda z: z**2, x, x, x
         ),
+        "implicit_solution": lambda x: gt.grad(
+            lambda x: gt.implicit_solution(
+                lambda z, x: z**3 - x, lambda x: x ** (1 / 3), lambda A, b: b / A(b) * b
+            )(x).sum()
+        )(x * x + 1),
         "retained_gradients": lambda x: gt.retained_gradients(
             lambda x: (gt.retain_gradient(gt.retain_gradient(x**2, "a") * x, "a") ** 2).sum()
         )(x),

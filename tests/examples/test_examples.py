@@ -145,6 +145,14 @@ PRINTED = {
         r"the outer loss goes from \S+ to \S+",
         r"of the 8 lightest examples \d have the wrong sign",
     ],
+    "u20_implicit_solution": [
+        r"equilibrium: the gradients differ from the unrolled ones by \S+",
+        r"equilibrium: the Hessian products differ by \S+",
+        r"equilibrium: 100 steps of training",
+        r"ridge: the hypergradient differs from the closed form's by \S+",
+        r"ridge: the validation loss goes from \S+ to \S+",
+        r"ridge: the useless features get the larger penalties",
+    ],
     "u19_retained_gradients": [
         r"the gradient vanishes with the distance",
         r"they differ from those of added arrays by \S+",

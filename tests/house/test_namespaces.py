@@ -23,7 +23,7 @@ NAMES = {
     "derivatives": [
         *("grad", "value_and_grad", "vjp", "jvp", "linearize", "jacobian", "hvp", "hessian"),
         *("per_example_grad", "mixed_partial", "minimax_value_and_grad"),
-        *("retain_gradient", "retained_gradients"),
+        *("retain_gradient", "retained_gradients", "implicit_solution"),
         *("vmap", "checkpoint", "compile"),
     ],
     "edits": [

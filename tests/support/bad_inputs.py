@@ -160,6 +160,16 @@ BAD: dict[str, Call] = {
     "per_example_grad of a vector": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(
         a(V), a(V)
     ),
+    "implicit_solution of a number": lambda gt, a: gt.implicit_solution(3.0, lambda a: a),
+    "implicit_solution by an unknown solver": lambda gt, a: gt.implicit_solution(
+        lambda z, a: z - a, lambda a: a, "lu"
+    ),
+    "a solution of another shape": lambda gt, a: gt.implicit_solution(
+        lambda z, a: z[0], lambda a: a
+    )(a(V)),
+    "a solution that is none": lambda gt, a: gt.implicit_solution(
+        lambda z, a: z * z - a, lambda a: a
+    )(a(V) + 3),
     "a mark without a name": lambda gt, a: gt.retain_gradient(a(V), 3),
     "retained_gradients of a vector": lambda gt, a: gt.retained_gradients(lambda x: x)(a(V)),
     "a mark of a number": lambda gt, a: gt.retained_gradients(

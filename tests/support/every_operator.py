@@ -234,6 +234,12 @@ def _marked(w: World) -> Any:
     return lambda x: w.part(w.gt.retain_gradient(w.part(x), "first"))
 
 
+def _solution(w: World, planted: str) -> Any:
+    plain = healthy(w.gt)
+    of = {"F": plain, "solve": plain, planted: w.part}
+    return w.gt.implicit_solution(lambda z, x: z - of["F"](x), lambda x: of["solve"](x), "cg")
+
+
 def _retained(w: World) -> Any:
     return w.gt.retained_gradients(lambda x: w.gt.xp.sum(_marked(w)(x)))
 
@@ -282,6 +288,8 @@ USES = (
     ),
     Use("mixed_partial", lambda w: _mixed(w, "f"), rows=True),
     Use("mixed_partial: G", lambda w: _mixed(w, "G"), rows=True),
+    Use("implicit_solution: F", lambda w: _gradient(w, _solution(w, "F"))),
+    Use("implicit_solution: solve", lambda w: _gradient(w, _solution(w, "solve"))),
     Use("retained_gradients", _retained),
     Use("retain_gradient", lambda w: _gradient(w, _marked(w)), rows=True),
     Use("vmap", _of_f("vmap"), rows=True),

@@ -1,0 +1,285 @@
+"""Solutions of equations as differentiable functions: `implicit_solution`.
+
+z solves F(z, p) = 0. With A = dF/dz and B = dF/dp at the solution,
+
+    dz = -A^-1 B dp        p' = -B^H A^-H z'
+
+so each mode takes one linear solve with products of A or A^H, wherever z came from. The linear
+solve x = A^-1 b is itself differentiated by such a rule, dx = A^-1 (db - dA x), at any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import nan, prod
+from typing import Any
+
+from gradtools.arguments.checks import check_function
+from gradtools.arguments.wording import describe, in_words
+from gradtools.backend import Array, Backend, Operators
+from gradtools.boundary import like_function
+from gradtools.custom_rules import CustomRules
+from gradtools.derivatives import Derivatives
+from gradtools.errors import GradtoolsError
+
+LinearSolve = str | Callable[[Callable[[Array], Array], Array], Array]
+_SOLVERS = ("gmres", "cg", "dense")
+
+
+class Implicit(Operators):
+    """`implicit_solution`."""
+
+    def implicit_solution(
+        self,
+        F: Callable[..., Any],
+        solve: Callable[..., Any],
+        linear_solve: LinearSolve = "gmres",
+        has_aux: bool = False,
+    ) -> Callable[..., Any]:
+        """The solution z of F(z, theta, *args) = 0 as a differentiable function of theta and args.
+
+        The derivatives follow from the implicit function theorem: one linear solve for a pullback
+        or a tangent, in both modes and at every order. How `solve` finds z does not matter.
+
+        Args:
+            F: The equation: takes z, theta and args, and returns a pytree like z. A fixed point of
+                g is a solution of `F = lambda z, *a: g(z, *a) - z`, a minimum of h one of
+                `F = gt.grad(h)`. Arrays that are differentiated must be its arguments.
+            solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. It is
+                called once, with arguments that have no gradient, and may be an optimizer, a
+                `while_loop` or, through `to_numpy` or `host_function`, SciPy.
+            linear_solve: How A x = b is solved: "gmres"; "cg" if A = dF/dz is symmetric (Hermitian)
+                and positive or negative definite, as at a minimum; "dense", by A as a matrix; or a
+                function `(matvec, b) -> x`. b and x are real vectors of all entries of z, with real
+                and imaginary parts for complex ones.
+            has_aux: Whether solve returns `(z, aux)`; aux is returned without derivatives.
+
+        Returns:
+            A function of theta, args and keyword arguments that returns z, or `(z, aux)`.
+
+        Raises:
+            GradtoolsError: (on call) F returns another structure or shapes than z; F is not near
+                zero at z: moving z by 1 % changes F by less than its value. (On differentiating)
+                the residual of the linear solve is above 1e-6 of b (1e-3 below float64), as for a
+                singular A. Under jit and vmap NaN is returned instead of these two errors.
+
+        Example:
+            >>> root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a ** 0.5)
+            >>> a = gt.asarray(np.float32(4.0))
+            >>> float(root(a)), float(gt.grad(root)(a))
+            (2.0, 0.25)
+
+        Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 15; Blondel et al.,
+        Efficient and modular implicit differentiation, NeurIPS 2022.
+        """
+        check_function("implicit_solution", F, "F", curried=False)
+        check_function("implicit_solution", solve, "solve", curried=False)
+        if not callable(linear_solve) and linear_solve not in _SOLVERS:
+            raise GradtoolsError(
+                f"implicit_solution: linear_solve is {linear_solve!r}; expected 'gmres', 'cg', "
+                "'dense' or a function (matvec, b) -> x."
+            )
+        solution = _Solution(self._backend, F, solve, linear_solve, has_aux)
+        call = partial(self._backend.compiler.uncompiled, solution.at)
+        return like_function("implicit_solution(", solve, call, ")")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The structure, shapes and dtypes of z, which inside of the rules is one real vector x."""
+
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    @property
+    def dtype(self) -> str:
+        return "float64" if {"float64", "complex128"} & {*self.dtypes} else "float32"
+
+
+class _Solution:
+    """F(z, *args, **kwargs) and its solution; p = (args, kwargs)."""
+
+    def __init__(
+        self, backend: Backend, F: Any, solve: Any, linear_solve: LinearSolve, has_aux: bool
+    ) -> None:
+        self.backend, self.F, self.solve = backend, F, solve
+        self.linear_solve, self.has_aux = linear_solve, has_aux
+        self.derivatives = Derivatives(backend)
+        rule = CustomRules(backend).custom_rule
+        self.root = rule(_root, static_argnames="form")
+        self.root.defvjp(self._root_fwd, self._root_bwd)
+        self.root.defjvp(self._root_jvp)
+        self.inverse = rule(self._inverse, static_argnames=("form", "adjoint"))
+        self.inverse.defvjp(self._inverse_fwd, self._inverse_bwd)
+        self.inverse.defjvp(self._inverse_jvp)
+
+    def at(self, *args: Any, **kwargs: Any) -> Any:
+        """The solution at these arguments."""
+        backend, xp, p = self.backend, self.backend.xp, (args, kwargs)
+        leaves, treedef = backend.flatten(p)
+        leaves = [backend.stop_gradient(x) if backend.is_array(x) else x for x in leaves]
+        stopped = backend.unflatten(treedef, leaves)
+        z, aux = self.solve(*stopped[0], **stopped[1]), None
+        z, aux = z if self.has_aux else (z, None)
+        leaves, treedef = backend.flatten(z)
+        for x, path in zip(leaves, backend.leaf_paths(z), strict=True):
+            if not (backend.is_array(x) and backend.is_inexact(x)):
+                raise GradtoolsError(
+                    f"implicit_solution: solve returned {describe(backend, x)} at z{path}; "
+                    "expected a floating or complex array."
+                )
+        shapes = tuple([tuple(x.shape) for x in leaves])
+        form = _Form(treedef, shapes, tuple([backend.dtype_name(x) for x in leaves]))
+        x, F = backend.stop_gradient(self._vector(form, z)), partial(self._F, form)
+        size, there = xp.abs(x), F(x, stopped)
+        mean = xp.mean(size)
+        moved = F(x + 0.01 * (size + xp.where(mean > 0, mean, xp.ones_like(mean))), stopped)
+        far = self._norm(there) > self._norm(moved - there)
+        x = self._unless(
+            backend.stop_gradient(far), x,
+            "F is not near zero at the z that solve returned: moving z by 1 % changes F by less "
+            "than its value. Let solve converge further, or check that F is its equation.",
+        )  # fmt: skip
+        z = self._tree(form, self.root(form, x, p))
+        return (z, aux) if self.has_aux else z
+
+    # --- x as a function of p
+
+    def _root_fwd(self, form: _Form, x: Array, p: Any) -> Any:
+        x = self.root(form, x, p)
+        return x, (x, p)
+
+    def _root_bwd(self, form: _Form, residuals: Any, c: Array) -> Any:
+        x, p = residuals
+        u = self.inverse(form, True, x, p, c)
+        return None, self._pulled(partial(self._F, form, x), p, -u)
+
+    def _root_jvp(self, form: _Form, primals: Any, tangents: Any) -> Any:
+        x, p = self.root(form, *primals), primals[1]
+        moved = self._pushed(partial(self._F, form, x), p, tangents[1])
+        return x, self.inverse(form, False, x, p, -moved)
+
+    # --- v with A v = b, or A^H v = b for the adjoint, as a function of x, p and b
+
+    def _inverse(self, form: _Form, adjoint: bool, x: Array, p: Any, b: Array) -> Array:
+        F, solver = lambda x: self._F(form, x, p), self.linear_solve
+        if adjoint:
+            pull = self.derivatives.vjp(F, x)[1]
+            product = lambda v: pull(v)[0]
+        else:
+            product = self.derivatives.linearize(F, x)[1]
+        v = (solver if callable(solver) else getattr(self.backend, solver))(product, b)
+        tolerance = 1e-6 if form.dtype == "float64" else 1e-3
+        xp, right = self.backend.xp, self._norm(b)
+        v = xp.where(right == 0, xp.zeros_like(b), v)  # whatever a solver makes of b = 0
+        left = self._norm(product(v) - b)
+        return self._unless(
+            ~(left <= tolerance * right), v,
+            f"the linear solve left a residual of more than {tolerance:.0e} of its right-hand side."
+            " dF/dz may be singular; 'dense' solves small systems, a function (matvec, b) -> x may "
+            "use a preconditioner or more iterations.",
+        )  # fmt: skip
+
+    def _product(self, form: _Form, adjoint: bool, v: Array, at: Any) -> Array:
+        """A v or A^H v at `at = (x, p)`."""
+        F = lambda x: self._F(form, x, at[1])
+        if adjoint:
+            return self.derivatives.vjp(F, at[0])[1](v)[0]
+        return self.derivatives.jvp(F, (at[0],), (v,))[1]
+
+    def _inverse_fwd(self, form: _Form, adjoint: bool, x: Array, p: Any, b: Array) -> Any:
+        v = self.inverse(form, adjoint, x, p, b)
+        return v, (x, p, v)
+
+    def _inverse_bwd(self, form: _Form, adjoint: bool, residuals: Any, c: Array) -> Any:
+        x, p, v = residuals
+        u = self.inverse(form, not adjoint, x, p, c)
+        return *self._pulled(partial(self._product, form, adjoint, v), (x, p), -u), u
+
+    def _inverse_jvp(self, form: _Form, adjoint: bool, primals: Any, tangents: Any) -> Any:
+        v = self.inverse(form, adjoint, *primals)
+        product = partial(self._product, form, adjoint, v)
+        moved = self._pushed(product, primals[:2], tangents[:2])
+        return v, self.inverse(form, adjoint, *primals[:2], tangents[2] - moved)
+
+    # --- trees and vectors
+
+    def _F(self, form: _Form, x: Array, p: Any) -> Array:
+        """F as a function of vectors."""
+        F = self.F(self._tree(form, x), *p[0], **p[1])
+        leaves, treedef = self.backend.flatten(F)
+        if treedef != form.treedef or [tuple(y.shape) for y in leaves] != [*form.shapes]:
+            raise GradtoolsError(
+                f"implicit_solution: F returns {describe(self.backend, F)}; expected the structure "
+                f"and shapes of z, {in_words(form.treedef)} with the shapes {[*form.shapes]}."
+            )
+        return self._vector(form, F)
+
+    def _vector(self, form: _Form, z: Any) -> Array:
+        backend, parts = self.backend, list[Array]()
+        for x in backend.flatten(z)[0]:
+            pair = [backend.xp.real(x), backend.xp.imag(x)] if backend.is_complex(x) else [x]
+            parts += [backend.cast(part.reshape(-1), form.dtype) for part in pair]
+        return backend.xp.concatenate(parts)
+
+    def _tree(self, form: _Form, x: Array) -> Any:
+        leaves, start = [], 0
+        for shape, dtype in zip(form.shapes, form.dtypes, strict=True):
+            parts = []
+            for _ in range(1 + dtype.startswith("complex")):
+                parts.append(x[start : start + prod(shape)].reshape(shape))
+                start += prod(shape)
+            y = parts[0] if len(parts) == 1 else parts[0] + 1j * parts[1]
+            leaves.append(self.backend.cast(y, dtype))
+        return self.backend.unflatten(form.treedef, leaves)
+
+    def _pulled(self, fun: Any, tree: Any, c: Array) -> Any:
+        """The pullback of fun at the floating leaves of a tree; None at the others."""
+        leaves, at, moving = self._moving(fun, tree)
+        pulled = self.derivatives.vjp(at, moving)[1](c)[0] if moving else []
+        left, treedef = iter(pulled), self.backend.flatten(tree)[1]
+        full = [next(left) if self._moves(x) else None for x in leaves]
+        return self.backend.unflatten(treedef, full)
+
+    def _pushed(self, fun: Any, tree: Any, tangents: Any) -> Array:
+        leaves, at, moving = self._moving(fun, tree)
+        dxs = self.backend.flatten(tree)[1].flatten_up_to(tangents)
+        pairs = zip(leaves, dxs, strict=True)
+        tangent = [
+            self.backend.zeros_like(x) if d is None else d for x, d in pairs if self._moves(x)
+        ]
+        if not moving:
+            return self.backend.zeros_like(fun(tree))
+        return self.derivatives.jvp(at, (moving,), (tangent,))[1]
+
+    def _moving(self, fun: Any, tree: Any) -> tuple[list[Any], Callable[[list[Array]], Any], Any]:
+        leaves, treedef = self.backend.flatten(tree)
+
+        def at(moving: list[Array]) -> Any:
+            left = iter(moving)
+            full = [next(left) if self._moves(x) else x for x in leaves]
+            return fun(self.backend.unflatten(treedef, full))
+
+        return leaves, at, [x for x in leaves if self._moves(x)]
+
+    def _moves(self, x: Any) -> bool:
+        return self.backend.is_array(x) and self.backend.is_inexact(x)
+
+    def _norm(self, x: Array) -> Array:
+        return self.backend.xp.sqrt(self.backend.xp.sum(x * x))
+
+    def _unless(self, wrong: Array, x: Array, text: str) -> Array:
+        """x; if wrong an error, or NaN in a trace, which cannot raise."""
+        xp = self.backend.xp
+        if self.backend.is_traced(wrong):
+            return xp.where(wrong, xp.full_like(x, nan), x)
+        if bool(wrong):
+            raise GradtoolsError(f"implicit_solution: {text}")
+        return x
+
+
+def _root(form: _Form, x: Array, p: Any) -> Array:
+    return 1 * x  # a new array, for the rule's residuals tell its output from its argument

@@ -1,0 +1,28 @@
+"""Linear solvers for `implicit_solution`: those of `jax.scipy`, and a dense matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax.scipy.sparse import linalg
+
+from gradtools.backend import Array
+
+
+def cg(matvec: Callable[[Array], Array], b: Array) -> Array:
+    return linalg.cg(matvec, b, tol=_tolerance(b))[0]
+
+
+def gmres(matvec: Callable[[Array], Array], b: Array) -> Array:
+    options = {"tol": _tolerance(b), "restart": min(30, b.size), "maxiter": 30}
+    return linalg.gmres(matvec, b, solve_method="incremental", **options)[0]
+
+
+def dense(matvec: Callable[[Array], Array], b: Array) -> Array:
+    columns = jax.vmap(matvec)(jax.numpy.eye(b.size, dtype=b.dtype))
+    return jax.numpy.linalg.solve(columns.T, b)
+
+
+def _tolerance(b: Array) -> float:
+    return 1e-13 if b.dtype == jax.numpy.float64 else 1e-6

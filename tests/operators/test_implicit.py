@@ -1,0 +1,261 @@
+"""`implicit_solution` against closed forms and differentiated iterations, in each backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+
+SHIFT = 3.0
+
+
+def agree(gt, found, expected, rtol=1e-9):
+    np.testing.assert_allclose(gt.to_numpy(found), gt.to_numpy(expected), rtol, 1e-11)
+
+
+def fast(gt, backend_name, f):
+    """f, compiled in JAX, where eager code compiles each solver again."""
+    return gt.compile(f) if backend_name == "jax" else f
+
+
+def equation(z, w, x):
+    """A monotone system with a Jacobian that is not symmetric."""
+    return z**3 + SHIFT * z + w @ z - x
+
+
+def newton(gt, steps=12):
+    def solve(w, x):
+        z, eye = 0 * x, gt.asarray(np.eye(len(x)))
+        for _ in range(steps):
+            A = w + SHIFT * eye + 3 * z[:, None] ** 2 * eye
+            z = z - gt.xp.linalg.solve(A, equation(z, w, x)[:, None])[:, 0]
+        return z
+
+    return solve
+
+
+@pytest.fixture
+def wx(gt, rng):
+    return gt.asarray(0.3 * rng.normal(size=(3, 3))), gt.asarray(rng.normal(size=3))
+
+
+def solvers(gt):
+    def neumann(matvec, b):  # x = (b - (A - s) x) / s
+        x = b / 6
+        for _ in range(60):
+            x = (b - matvec(x) + 6 * x) / 6
+        return x
+
+    return {"gmres": "gmres", "dense": "dense", "a function": neumann}
+
+
+def derivatives(gt, f, w, x):
+    """All derivatives of a loss on f to third order, in both modes."""
+    loss = lambda w, x: (f(w, x) ** 3).sum()
+    product = lambda mode: gt.hvp(loss, (w, x), (w, x), mode)[1]
+    return {
+        "gradient": gt.grad(loss, (0, 1))(w, x),
+        "tangent": gt.jvp(f, (w, x), (w, x))[1],
+        "reverse over reverse": product("reverse_over_reverse"),
+        "forward over reverse": product("forward_over_reverse"),
+        "reverse over forward": gt.grad(lambda w: gt.jvp(loss, (w, x), (w, x))[1])(w),
+        "forward over forward": gt.jvp(
+            lambda x: gt.jvp(lambda x: f(w, x), (x,), (x,))[1], (x,), (x,)
+        )[1],
+        "jacobian": gt.jacobian(f, 1)(w, x),
+        "third": gt.grad(lambda x: (gt.hvp(lambda x: loss(w, x), (x,), (x,))[1][0] ** 2).sum())(x),
+    }
+
+
+@pytest.mark.parametrize("solver", ["gmres", "dense", "a function"])
+@pytest.mark.slow_at(("jax", "gmres"), ("jax", "a function"), ("jax", "dense"))
+def test_derivatives_of_every_order_are_those_of_the_iteration(gt, backend_name, wx, solver):
+    root = gt.implicit_solution(equation, newton(gt), solvers(gt)[solver])
+    both = [
+        fast(gt, backend_name, lambda w, x, f=f: derivatives(gt, f, w, x))(*wx)
+        for f in (root, newton(gt))
+    ]
+    for name, found in both[0].items():
+        as_tuple = lambda v: v if isinstance(v, tuple) else (v,)
+        for a, b in zip(as_tuple(found), as_tuple(both[1][name]), strict=True):
+            agree(gt, a, b, 1e-8)
+
+
+def test_it_is_mapped_and_transformed(gt, backend_name, wx, rng):
+    w, _ = wx
+    xs = gt.asarray(rng.normal(size=(2, 3)))
+    root = gt.implicit_solution(equation, newton(gt), "dense")
+    of = lambda f: lambda w, x: (f(w, x) ** 2).sum()
+    gradient = gt.grad(of(root), (0, 1))
+    mapped = fast(gt, backend_name, gt.vmap(gradient, in_axes=(None, 0)))(w, xs)
+    summed = fast(gt, backend_name, gt.grad(lambda w: gt.vmap(root, (None, 0))(w, xs).sum()))(w)
+    plain = [gt.grad(of(newton(gt)), (0, 1))(w, x) for x in xs]
+    for k in (0, 1):
+        agree(gt, mapped[k], gt.xp.stack([p[k] for p in plain]))
+    agree(gt, summed, sum(gt.grad(lambda w, x: newton(gt)(w, x).sum())(w, x) for x in xs))
+    if backend_name == "torch":
+        import torch
+
+        agree(gt, torch.func.grad(of(root))(w, xs[0]), plain[0][0])
+        leaf = w.clone().requires_grad_()
+        of(root)(leaf, xs[0]).backward()
+        agree(gt, leaf.grad, plain[0][0])
+        with torch.no_grad():
+            agree(gt, gradient(w, xs[0])[0], plain[0][0])
+
+
+@pytest.mark.parametrize("solver", ["gmres", "cg"])
+@pytest.mark.slow_at(("jax", "gmres"))
+def test_the_solvers_are_mapped(gt, backend_name, rng, solver):
+    """Where no value can be read."""
+    root = gt.implicit_solution(lambda z, a: z**3 + z - a, lambda a: _cubic(gt, a), solver)
+    a = gt.asarray(rng.normal(size=(2, 3)))
+    found = fast(gt, backend_name, gt.vmap(gt.grad(lambda a: root(a).sum())))(a)
+    agree(gt, found, 1 / (3 * _cubic(gt, a) ** 2 + 1))
+
+
+def _cubic(gt, a):
+    z = 0 * a
+    for _ in range(30):
+        z = z - (z**3 + z - a) / (3 * z**2 + 1)
+    return z
+
+
+def test_trees_complex_numbers_and_arguments_without_derivatives(gt, rng):
+    p = {"p": gt.asarray(rng.uniform(1, 2, size=3))}
+    F = lambda z, t, n, scale=1: {"a": z["a"] ** n - t["p"], "b": [z["b"][0] - scale * z["a"]]}
+    solve = lambda t, n, scale=1: ({"a": t["p"] ** 0.5, "b": [scale * t["p"] ** 0.5]}, "steps: 3")
+    root = gt.implicit_solution(F, solve, "dense", has_aux=True)
+    assert root(p, 2)[1] == "steps: 3"
+    for n in (2, gt.asarray(np.int64(2))):
+        found = gt.grad(lambda t, n=n: root(t, n, scale=3)[0]["b"][0].sum())(p)["p"]
+        agree(gt, found, 1.5 * p["p"] ** -0.5)
+
+    c = gt.asarray(np.array([1 + 2j, 2 - 1j]))
+    loss = lambda f: lambda c: (f(c).real ** 2 + 3 * f(c).imag).sum()
+    solutions = {
+        "holomorphic": (lambda z, c: z * z - c, lambda c: gt.xp.sqrt(c)),
+        "real-linear": (
+            lambda z, c: 2 * z + gt.xp.conj(z) - c,
+            lambda c: gt.xp.real(c) / 3 + 1j * gt.xp.imag(c),
+        ),
+    }
+    for F, solve in solutions.values():
+        root = gt.implicit_solution(F, solve, "dense")
+        agree(gt, gt.grad(loss(root))(c), gt.grad(loss(solve))(c))
+
+
+def test_float32_is_solved_to_its_precision(gt):
+    a = gt.asarray(np.float32([4.0, 9.0]))
+    root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a**0.5, "cg")
+    g = gt.grad(lambda a: root(a).sum())(a)
+    assert str(g.dtype).endswith("float32")
+    np.testing.assert_allclose(gt.to_numpy(g), [0.25, 1 / 6], rtol=1e-5)
+
+
+def test_solve_may_be_scipy(gt, backend_name):
+    import scipy.optimize
+
+    def scipy_root(a):
+        return scipy.optimize.root(lambda z: z**3 + z - np.asarray(a), np.ones(2), tol=1e-13).x
+
+    F, a = lambda z, a: z**3 + z - a, gt.asarray(np.array([2.0, 0.7]))
+    ways = [lambda a: gt.asarray(scipy_root(gt.to_numpy(a))), gt.host_function(scipy_root)]
+    expected = gt.grad(lambda a: _cubic(gt, a).sum())(a)
+    for k, solve in enumerate(ways):
+        gradient = gt.grad(lambda a, s=solve: gt.implicit_solution(F, s, "dense")(a).sum())
+        agree(gt, (fast(gt, backend_name, gradient) if k else gradient)(a), expected)
+
+
+def test_solve_may_be_an_optimizer_and_the_minimum_is_differentiated(gt, backend_name, rng):
+    """The gradient of a validation loss with respect to the weight of a ridge penalty."""
+    X, V = (gt.asarray(rng.normal(size=(n, 3))) for n in (20, 9))
+    y, v = X @ gt.asarray(np.ones(3)), gt.asarray(rng.normal(size=9))
+    cost = lambda b, s: ((X @ b - y) ** 2).mean() + gt.xp.exp(s) * (b**2).sum()
+    calls = []
+
+    def minimum(s):
+        calls.append(0)
+        if backend_name == "torch":
+            import torch
+
+            b = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+            optimizer = torch.optim.SGD([b], lr=0.2)
+            for _ in range(400):
+                optimizer.zero_grad()
+                cost(b, s).backward()
+                optimizer.step()
+            return b
+        import jax
+
+        step = lambda _, b: b - 0.2 * jax.grad(cost)(b, s)
+        return jax.lax.fori_loop(0, 400, step, jax.numpy.zeros(3))
+
+    closed = lambda s: gt.xp.linalg.solve(
+        X.T @ X / 20 + gt.xp.exp(s) * gt.asarray(np.eye(3)), (X.T @ y / 20)[:, None]
+    )[:, 0]
+    ridge, s = gt.implicit_solution(gt.grad(cost), minimum, "cg"), gt.asarray(np.float64(-1))
+    loss = lambda f: lambda s: ((V @ f(s) - v) ** 2).mean()
+    if backend_name == "torch":
+        gt.grad(loss(ridge))(s)
+        assert len(calls) == 1
+    of = lambda f: fast(gt, backend_name, lambda s: (gt.grad(loss(f))(s), gt.hessian(loss(f))(s)))
+    for a, b in zip(of(ridge)(s), of(closed)(s), strict=True):
+        agree(gt, a, b, 1e-8)
+
+
+def test_the_numbers_are_those_of_jaxs_custom_root(gt, backend_name, wx):
+    if backend_name != "jax":
+        return
+    import jax
+
+    def theirs(w, x):
+        linear = lambda g, y: jax.numpy.linalg.solve(jax.jacobian(g)(y), y)
+        f = lambda z: equation(z, w, x)
+        return jax.lax.custom_root(f, 0 * x, lambda *_: newton(gt)(w, x), linear)
+
+    ours = gt.implicit_solution(equation, newton(gt), "dense")
+    for f in (ours, theirs):
+        agree(gt, f(*wx), newton(gt)(*wx))
+    gradients = [jax.jit(jax.grad(lambda w, x, f=f: f(w, x).sum()))(*wx) for f in (ours, theirs)]
+    agree(gt, *gradients, 1e-12)
+
+
+def test_what_is_no_solution_is_refused_and_nan_in_a_trace(gt, backend_name):
+    a = gt.asarray(np.array([2.0, 0.7]))
+    F = lambda z, a: z**3 + z - a
+    wrong = gt.implicit_solution(F, lambda a: a)
+    with pytest.raises(GradtoolsError, match=r"^implicit_solution: F is not near zero"):
+        wrong(a)
+    mapped = gt.vmap(wrong)(a[None])
+    assert np.isnan(gt.to_numpy(mapped)).all()
+    near = gt.implicit_solution(F, lambda a: _cubic(gt, a) * (1 + 1e-4), "dense")
+    agree(gt, near(a), _cubic(gt, a), 1e-3)  # 0.01 % away is near
+    singular = gt.implicit_solution(lambda z, a: (z - a) ** 2, lambda a: a, "cg")
+    with pytest.raises(GradtoolsError, match="linear solve left a residual"):
+        gt.grad(lambda a: singular(a).sum())(a)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda gt: gt.implicit_solution(3, lambda a: a), "F must be a function"),
+        (lambda gt: gt.implicit_solution(lambda z, a: z, 3), "solve must be a function"),
+        (
+            lambda gt: gt.implicit_solution(lambda z, a: z, lambda a: a, "lu"),
+            "linear_solve is 'lu'; expected 'gmres'",
+        ),
+        (
+            lambda gt: gt.implicit_solution(lambda z, a: z[0], lambda a: a)(gt.asarray(np.ones(2))),
+            "F returns .*; expected the structure and shapes of z",
+        ),
+        (
+            lambda gt: gt.implicit_solution(lambda z, a: z, lambda a: 3)(gt.asarray(np.ones(2))),
+            "solve returned an int at z; expected a floating or complex array",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(gt, make, text):
+    with pytest.raises(GradtoolsError, match="^implicit_solution: .*" + text):
+        make(gt)

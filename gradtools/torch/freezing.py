@@ -175,8 +175,8 @@ class _Use(Program):
 
     # --- its derivatives
 
-    def wanted(self, ctx: Any, wants: Sequence[bool]) -> Sequence[bool]:
-        every = zip(wants, ctx.saved_tensors, strict=True)
+    def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
+        every = zip(wants, xs, strict=True)
         return [w and not is_spent(x) and i >= self.gates for i, (w, x) in enumerate(every)]
 
     def pullback(
@@ -216,7 +216,7 @@ class _Pullback(Pull):
         grads = _engine([*compress(ys, self.given)], ends, xs[self.size :], False, False)
         return [*zip(ends, grads, strict=True)]
 
-    def wanted(self, ctx: Any, wants: Sequence[bool]) -> Sequence[bool]:
+    def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
         if not self.leaves or upstream.current_graph_task() < 0:
             return wants
         nodes = [node for node, _ in ctx.next_functions]

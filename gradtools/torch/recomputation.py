@@ -89,10 +89,11 @@ class Again(Protocol):
     ) -> tuple[Pull, Tensors]:
         """The pullback of cotangents (or None) at xs, and its arguments. wants: As in `Pull`."""
 
-    def wanted(self, ctx: Any, wants: Sequence[bool]) -> Sequence[bool]:
+    def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
         """Of which arguments and sources the running backward pass needs the gradient.
 
         ctx: The context of the program's node.
+        xs: The arguments.
         wants: Of which it may need them.
         """
 
@@ -114,7 +115,7 @@ class Differentiated:
     ) -> tuple[Pull, Tensors]:
         return Pull(self, len(xs), [ct is not None for ct in cts], wants), with_cotangents(xs, cts)
 
-    def wanted(self, ctx: Any, wants: Sequence[bool]) -> Sequence[bool]:
+    def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
         return wants
 
     def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:
@@ -576,7 +577,7 @@ _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[a
 
 def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:
     program = ctx.program
-    wants = program.wanted(ctx, ctx.needs_input_grad[3:])
+    wants = program.wanted(ctx, xs, ctx.needs_input_grad[3:])
     if not any(wants) or all(ct is None for ct in cts):
         return [None] * len(wants)
     if any(map(upstream.tensor_hooks, program.sources)):  # which must run once, on the sum

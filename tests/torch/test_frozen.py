@@ -772,6 +772,38 @@ def test_offloaded_saved_tensors():
     same(found, second(net, zs, y, along=True))
 
 
+def test_a_checkpoint_of_pytorch_around_a_use():
+    zs, y = inputs(2, 4)
+    around = lambda G: lambda z: torch.utils.checkpoint.checkpoint(G, z, use_reentrant=False)
+    same(second(around(gt.frozen(net)), zs, y, along=True), second(net, zs, y, along=True))
+
+
+@pytest.mark.parametrize("place", ["a global", "an attribute", "a closure"])
+def test_a_tensor_of_torch_func_that_G_captures_is_differentiated(place):
+    class Holder:
+        pass
+
+    def slope(wrap):
+        def of(w):
+            held = Holder()
+            held.w, HELD["w"] = 2 * w, 2 * w
+            captured = held.w
+            G = {
+                "a global": lambda z: z @ HELD["w"],
+                "an attribute": lambda z: z @ held.w,
+                "a closure": lambda z: z @ captured,
+            }[place]
+            return torch.func.grad(lambda z: (wrap(G)(z) ** 3).sum())(zs[0].detach()).square().sum()
+
+        return torch.func.grad(of)(torch.linspace(-1, 1, 16, dtype=D).reshape(4, 4))
+
+    zs, _ = inputs(2, 4)
+    same([slope(gt.frozen)], [slope(lambda G: G)])
+
+
+HELD = {}
+
+
 def test_an_argument_changed_in_place_is_refused():
     z = torch.ones(2, 4, dtype=D)
     (w,), y = inputs(2, 4, count=1)

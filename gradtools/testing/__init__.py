@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gradtools.testing.diverging.divergence import first_divergence as first_divergence
     from gradtools.testing.diverging.layouts import Layout as Layout
     from gradtools.testing.diverging.layouts import ParameterMapping as ParameterMapping
-    from gradtools.testing.diverging.layouts import match_parameters as match_parameters
+    from gradtools.testing.diverging.parameter_matching import match_parameters as match_parameters
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
@@ -35,7 +35,7 @@ _HOMES = {
     "first_divergence": "diverging.divergence",
     "Layout": "diverging.layouts",
     "ParameterMapping": "diverging.layouts",
-    "match_parameters": "diverging.layouts",
+    "match_parameters": "diverging.parameter_matching",
     "AgreementError": "report",
     "Comparison": "report",
     "Report": "report",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import operator
 
 import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from gradtools.testing import Layout, match_parameters
+from gradtools.testing import Layout, cross_check, first_divergence, match_parameters
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
+eqx = pytest.importorskip("equinox")
 
 import flax.linen as nn  # noqa: E402  only where flax is installed
 import jax.numpy as jnp  # noqa: E402
@@ -313,3 +315,125 @@ def test_unknown_names_and_shapes_are_refused_on_the_way():
         match_parameters(mine, 3)
     with pytest.raises(GradtoolsError, match="the PyTorch parameters are a int"):
         match_parameters(3, {})
+
+
+# --- recurrent layers and weight normalization
+
+
+class Recurrent(torch.nn.Module):
+    """Two layers of one kind, whose last outputs are returned."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.rnn = getattr(torch.nn, kind)(3, 4, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+def linen_cells(cell, layers=1):
+    class Port(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(layers):
+                x = nn.RNN(cell(4, param_dtype=jnp.float64), name=f"rnn_{i}")(x)
+            return x
+
+    return Port()
+
+
+def nnx_cells(cell):
+    return nnx.RNN(cell(3, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+
+
+CELLS = {
+    "linen LSTM": ("LSTM", {}, lambda: linen_cells(nn.LSTMCell)),
+    "linen LSTM, two layers": ("LSTM", {"num_layers": 2}, lambda: linen_cells(nn.LSTMCell, 2)),
+    "linen optimized LSTM": ("LSTM", {}, lambda: linen_cells(nn.OptimizedLSTMCell)),
+    "linen GRU": ("GRU", {}, lambda: linen_cells(nn.GRUCell)),
+    "linen simple": ("RNN", {}, lambda: linen_cells(nn.SimpleCell)),
+    "nnx LSTM": ("LSTM", {}, lambda: nnx_cells(nnx.LSTMCell)),
+    "nnx optimized LSTM": ("LSTM", {}, lambda: nnx_cells(nnx.OptimizedLSTMCell)),
+    "nnx GRU": ("GRU", {}, lambda: nnx_cells(nnx.GRUCell)),
+}
+
+
+@pytest.mark.slow_at("linen LSTM", "linen optimized LSTM", "linen simple", "nnx LSTM")
+@pytest.mark.parametrize("name", CELLS)
+def test_a_recurrent_layer_computes_the_same_with_the_mapped_parameters(name, rng):
+    kind, options, make = CELLS[name]
+    module, port = random_module(Recurrent(kind, **options)), make()
+    x = rng.normal(size=(2, 5, 3))
+    if name == "nnx GRU":  # no second bias for the gate n
+        with torch.no_grad():
+            module.rnn.bias_hh_l0[8:] = 0
+    if name.startswith("linen"):
+        blank = port.init(jax.random.key(0), x)
+        mapping = match_parameters(module, blank)
+        port, out = (port, mapping.to_jax(module)), port.apply(mapping.to_jax(module), x)
+    else:
+        mapping = match_parameters(module, port)
+        port = mapping.into(port)
+        out = port(x)
+    agree(module, x, out)
+    theirs = mapping.to_jax(module)
+    again = mapping.to_jax(mapping.to_torch(theirs))
+    jax.tree.map(np.testing.assert_array_equal, theirs, again)
+    assert first_divergence(module, port, (x,), mapping)
+    if name in ("linen LSTM", "linen GRU"):  # directions are summed, gradients are not
+        assert cross_check(torch=module, jax=port, args=(x,), mapping=mapping, order=1)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_cell_of_equinox_gets_its_numbers_in_one_call(kind, rng):
+    module = random_module(getattr(torch.nn, f"{kind}Cell")(3, 4))
+    cell = getattr(eqx.nn, f"{kind}Cell")(3, 4, key=jax.random.key(0))
+    cell = match_parameters(module, cell).into(cell)
+    x, h, c = rng.normal(size=3), rng.normal(size=4), rng.normal(size=4)
+    tensors = [torch.as_tensor(a)[None] for a in (x, h, c)]
+    state = (tensors[1], tensors[2]) if kind == "LSTM" else tensors[1]
+    out = module(tensors[0], state)
+    theirs = cell(x, (h, c) if kind == "LSTM" else h)
+    for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a[0].detach(), b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", ["weight_norm", "parametrizations.weight_norm"])
+@pytest.mark.parametrize("library", ["linen", "equinox"])
+def test_a_normalized_weight_is_paired_with_its_norm_and_direction(wrapper, library, rng):
+    wrap = operator.attrgetter(wrapper)(torch.nn.utils)
+    module, x = TorchOne(random_module(torch.nn.Linear(3, 4))), rng.normal(size=(2, 3))
+    module.layer = wrap(module.layer)
+    with torch.no_grad():
+        next(p for p in module.parameters() if p.shape == (4, 1)).mul_(1.5)
+
+    class Port(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.WeightNorm(nn.Dense(4, name="layer"))(x)
+
+    if library == "linen":
+        port, blank = Port(), Port().init(jax.random.key(0), x)
+        mapping = match_parameters(module, blank)
+        out = module(torch.as_tensor(x)).detach()  # flax adds an epsilon
+        np.testing.assert_allclose(out, port.apply(mapping.to_jax(module), x), rtol=1e-9)
+    else:
+        port = Holder(eqx.nn.WeightNorm(eqx.nn.Linear(3, 4, key=jax.random.key(0))))
+        port = match_parameters(module, port).into(port)
+        out = module(torch.as_tensor(x)).detach().numpy()
+        np.testing.assert_allclose(out, jax.vmap(port.layer)(x), rtol=1e-5)
+
+
+class Holder(eqx.Module):
+    layer: eqx.nn.WeightNorm
+
+
+def test_the_arrays_of_a_model_of_equinox_keep_their_dtypes_and_the_model_is_a_new_one():
+    module = torch.nn.Linear(3, 4).double()
+    port = eqx.nn.Linear(3, 4, key=jax.random.key(0), dtype=jnp.float32)
+    filled = match_parameters(module, port).into(port)
+    assert filled.weight.dtype == jnp.float32 and filled is not port
+    np.testing.assert_allclose(filled.weight, module.weight.detach(), rtol=1e-6)
+    doubled = match_parameters(module, port).into(port, {"weight": 2 * module.weight.detach()})
+    np.testing.assert_allclose(doubled.weight, 2 * module.weight.detach(), rtol=1e-6)
+    np.testing.assert_array_equal(doubled.bias, port.bias)

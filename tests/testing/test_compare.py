@@ -22,7 +22,7 @@ import gradtools.torch
 from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, cross_check, tolerance
 from gradtools.testing.cross_checking.causes import Causes
-from gradtools.testing.diverging.layouts import match_parameters
+from gradtools.testing.diverging.parameter_matching import match_parameters
 from gradtools.testing.relations import factor_name
 from tests.support import what_differs
 

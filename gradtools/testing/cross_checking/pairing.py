@@ -15,12 +15,8 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.sides import Side, nested, tokens
-from gradtools.testing.diverging.layouts import (
-    Layout,
-    ParameterMapping,
-    ParameterPair,
-    paired,
-)
+from gradtools.testing.diverging.layouts import Layout, ParameterMapping, ParameterPair
+from gradtools.testing.diverging.parameter_matching import paired
 from gradtools.testing.diverging.parameters import joined, without_collection
 
 
@@ -30,26 +26,35 @@ class Pairing:
 
     Attributes:
         paths: The names of JAX's parameters, in order; empty if nothing is paired.
-        sources: For each the number of PyTorch's parameter, and its layout in JAX.
+        names: The names of PyTorch's parameters, in order.
+        pairs: For each of JAX's parameters the pair.
         convert: In place of these, a function of one array for each of PyTorch's parameters.
         notes: Notes for the report.
     """
 
     paths: list[str] = field(default_factory=list)
-    sources: list[tuple[int, Layout]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    pairs: list[ParameterPair] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     convert: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None
     likes: Sequence[np.ndarray] = ()
 
-    def in_jax_layout(self, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-        """One array for each of PyTorch's parameters, as those of JAX's; None stays None."""
+    def in_jax_layout(
+        self, arrays: Sequence[np.ndarray | None], gradients: bool = False
+    ) -> list[np.ndarray | None]:
+        """One array for each of PyTorch's parameters, as those of JAX's; None stays None.
+
+        gradients: Whether the arrays are gradients. Two parameters whose sum is one parameter in
+            JAX have the same gradient; their values and directions are added.
+        """
         if self.convert is not None:
             given = list(zip(arrays, self.likes, strict=True))
             found = self.convert([np.zeros_like(like) if x is None else x for x, like in given])
             there = self.convert([np.full_like(like, x is not None) for x, like in given])
             return [x if t.any() else None for x, t in zip(found, there, strict=True)]
-        pairs = ((arrays[i], layout) for i, layout in self.sources)
-        return [None if x is None else layout.to_jax(x) for x, layout in pairs]
+        known = dict(zip(self.names, arrays, strict=True))
+        convert = lambda e: e.layout.to_jax(known[e.torch_name]) if gradients else e.to_jax(known)
+        return [None if known[e.torch_name] is None else convert(e) for e in self.pairs]
 
 
 def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
@@ -90,17 +95,17 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
                 f"{entry.torch_shape} in the mapping. Make the mapping from the same models."
             )
     _check_names(entries, theirs)
-    used = {entry.torch_name for entry in entries.values()}
+    used = {name for entry in entries.values() for name in (entry.torch_name, entry.added)}
     notes = list(mapping.notes)
     for path, name in zip(first.free_params, mine, strict=True):
         if name not in used:
             first.constant.add(path)
             notes.append(f"parameter {name} of the torch model has no counterpart: constant")
     order = [name for name in mine if name in used]
-    sources = [(order.index(e.torch_name), e.layout) for e in (entries[name] for name in theirs)]
-    for (i, layout), (name, y) in zip(sources, theirs.items(), strict=True):
-        _check_shape(name, layout.to_jax(mine[order[i]]).shape, y.shape)
-    return Pairing([f"parameter {name}" for name in theirs], sources, notes)
+    pairs = [entries[name] for name in theirs]
+    for pair, (name, y) in zip(pairs, theirs.items(), strict=True):
+        _check_shape(name, pair.layout.to_jax(mine[pair.torch_name]).shape, y.shape)
+    return Pairing([f"parameter {name}" for name in theirs], order, pairs, notes)
 
 
 def _by_function(first: Side, second: Side, function: Callable[[Any], Any]) -> Pairing:

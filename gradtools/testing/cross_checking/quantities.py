@@ -337,7 +337,8 @@ class CrossCheck:
             for framework in ("torch", "jax"):
                 warnings.filterwarnings("ignore", category=DeprecationWarning, module=framework)
             result = quantity.compute(k, leaves)
-        return self.in_jax_layout(result) if k == 0 and quantity.of_leaves else list(result)
+        own = k == 0 and quantity.of_leaves
+        return self.in_jax_layout(result, gradients=True) if own else list(result)
 
     def evaluated_nearby(
         self, quantity: Quantity, k: int, purpose: Any, size: float | None = None
@@ -368,10 +369,10 @@ class CrossCheck:
 
     # --- directions and points
 
-    def in_jax_layout(self, leaves: Sequence[np.ndarray | None]) -> Leaves:
+    def in_jax_layout(self, leaves: Sequence[np.ndarray | None], gradients: bool = False) -> Leaves:
         """Converts one array for each of PyTorch's leaves to JAX's layout."""
         count = len(self.sides[0].free_params)
-        return [*self.pairing.in_jax_layout(leaves[:count]), *leaves[count:]]
+        return [*self.pairing.in_jax_layout(leaves[:count], gradients), *leaves[count:]]
 
     def directions(self, purpose: Any) -> list[Arrays]:
         """One random direction, in each side's layout."""

@@ -28,7 +28,8 @@ from gradtools.testing.cross_checking.sides import (
     nested,
 )
 from gradtools.testing.diverging.blame import Blame, Blaming
-from gradtools.testing.diverging.layouts import ParameterMapping, match_parameters
+from gradtools.testing.diverging.layouts import ParameterMapping
+from gradtools.testing.diverging.parameter_matching import match_parameters
 from gradtools.testing.diverging.parameters import joined, without_collection
 from gradtools.testing.diverging.recorded_steps import CALLER, Arguments, Place, Run, Step
 from gradtools.testing.diverging.value_matching import aligned
@@ -162,7 +163,14 @@ def first_divergence(
             both = zip(drawn, layouts, strict=True)
             return [None if c is None or m is None else m[1](np.asarray(c)) for c, m in both]
 
-        in_jax = import_module(f"{__package__}.jax_steps").jax_run(jax, given, dtype, same)
+        try:
+            in_jax = import_module(f"{__package__}.jax_steps").jax_run(jax, given, dtype, same)
+        except TypeError as error:  # flax's recurrent cells have a carry of 32 bits
+            if dtype == "float64":
+                error.add_note(
+                    f"{CALLER}: it ran in float64; dtype='float32' runs both in float32."
+                )
+            raise
         if not isinstance(mapping, ParameterMapping):
             mapping = _mapping(in_torch, in_jax, mapping or {})
     return _Diagnosis(in_torch, in_jax, mapping, layouts).report()
@@ -176,17 +184,20 @@ class _Diagnosis:
         self.result = Divergence(CALLER, left_out=[f"parameter {x}" for x in mapping.left_out])
         theirs = {s.leaf: s for s in jax.leaves}
         same = lambda x: x
+        self.wanted: list[tuple[Step, Step, np.ndarray]] = []  # the numbers of JAX's parameters
         self.named = [
             (x, theirs[x.leaf], same)
             for x in torch.leaves
             if x.leaf.startswith("argument ") and x.leaf in theirs
         ]
-        self.arguments = len(self.named)
+        arrays = {name: s.value for name, s in torch.parameters.items()}
         for entry in mapping.entries:
             path = joined(without_collection(entry.jax_path))
             if entry.torch_name in torch.parameters and path in jax.parameters:
                 pair = torch.parameters[entry.torch_name], jax.parameters[path]
                 self.named.append((*pair, entry.layout.to_jax))
+                if not entry.added or entry.added in arrays:
+                    self.wanted.append((*pair, entry.to_jax(arrays)))
 
     def report(self) -> Divergence:
         result = self.result
@@ -269,8 +280,7 @@ class _Diagnosis:
 
     def _wrong_parameter(self) -> Blame | None:
         """The first parameter whose numbers in JAX are not PyTorch's."""
-        for x, y, move in self.named[self.arguments :]:
-            wanted = move(x.value)
+        for x, y, wanted in self.wanted:
             if (
                 wanted.shape == y.value.shape
                 and compare_arrays("", "", wanted, y.value, tolerance=1e-6).agrees

@@ -143,6 +143,7 @@ class HeldProgram(CheckedProgram):
             inner = e.params.get(_INLINED.get(name, ""))
             if name == "stop_gradient" and not _is_own(e):
                 ys = [self.hold(args[0])]
+                self.stops += [_line(e)] if self.recorded is None else []
             elif _is_edit(e):
                 self.edited, straight = True, _name(e) == "straight_through"
                 ys = [args[1] + self.hold(args[0] - args[1])] if straight else args

@@ -27,7 +27,7 @@ import numpy as np
 from gradtools.arguments.calls import Call
 from gradtools.arguments.chunks import ChunkFunction
 from gradtools.backend import Differentiation, FrameworkBackend, Recomputation
-from gradtools.code_origin import definition_of, innermost, lines_above
+from gradtools.code_origin import Source, definition_of, innermost, lines_above
 from gradtools.custom_rules import CustomRule
 from gradtools.errors import DerivativeError
 from gradtools.rules import by_key
@@ -103,6 +103,7 @@ class CheckedProgram:
         unseen: How many operations hold stops that are not seen.
         notes: For the report; `left` and `suspects` are for an error's text.
         values: The values that f stops, and `recorded` those of the first run.
+        stops: The lines at which f stops values.
         operations: The calls of operations, while these are recorded.
     """
 
@@ -115,7 +116,7 @@ class CheckedProgram:
         self.backend, self.fun, self.leaves = backend, fun, [*leaves]
         self.edited, self.unseen, self.at = False, 0, 0
         self.notes, self.left, self.suspects = list[str](), list[str](), list[str]()
-        self.values = list[Any]()
+        self.values, self.stops = list[Any](), list[Source | None]()
         self.recorded: list[Any] | None = None
         self.operations: list[Any] | None = None
 
@@ -470,3 +471,18 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
             _open[0] -= 1
             if not _open[0]:
                 _undo.close()
+
+
+def lines_of_stops(backend: Any, fun: Any, leaves: Sequence[Any]) -> list[Source | None]:
+    """The lines at which fun stops values, if its derivative is right with these held, else none.
+
+    fun: As a backend takes it: a function of leaves that returns `(outs, extras)`.
+    """
+    rng = np.random.default_rng(0)
+    with checked():
+        half = backend.submodule("checked_mode", "checked")
+        program = half.program_of(backend, fun, leaves, False)
+        given = [normal(rng, y) for y in program.base]
+        with set_here(program=program):
+            found = Comparison(program, "vjp", half.numbers(program.leaves), given, rng)
+            return program.stops if found.verdict() == "agrees" else []

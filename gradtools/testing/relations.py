@@ -15,6 +15,7 @@ import numpy as np
 from gradtools.testing.report import entry_errors, largest, widened
 
 Cause = tuple[str, str]  # in a few words, and the evidence or advice
+FACTOR = "constant factor"
 _NEAR = 1e-6  # the relative error at which a factor is a known number
 
 
@@ -91,7 +92,7 @@ def _factor(
     detail = f"{names[0]} is {text} times {names[1]}."
     if named and ("size" in named or "entries" in named):
         detail += " A sum on one side, a mean on the other."
-    return f"constant factor {text}" + (f", {named}" if named else ""), detail
+    return f"{FACTOR} {text}" + (f", {named}" if named else ""), detail
 
 
 def relation(

@@ -21,6 +21,11 @@ from gradtools.testing.cross_checking import tolerances
 Number = bool | int | float | complex
 AGREES, DIFFERS, CONVENTION = "agrees", "differs", "convention"
 _LINES_OF_AN_ERROR = 5
+_NOTHING_FINITE = (
+    "NaN or infinite on both sides",
+    "No entry is finite, so nothing was compared. `why_zero(f, *args)` names the first line that "
+    "makes a NaN or an infinity.",
+)
 _COLOURS = {AGREES: "32", DIFFERS: "31", CONVENTION: "33"}
 
 
@@ -43,6 +48,7 @@ class Comparison:
         status: "agrees", "differs", or "convention" (they differ by a known convention).
         cause: The likely cause in a few words, or None.
         detail: The evidence for the cause, and advice.
+        uncompared: How many entries are NaN, or the same infinity, in both arrays.
     """
 
     quantity: str
@@ -58,6 +64,7 @@ class Comparison:
     status: str = AGREES
     cause: str | None = None
     detail: str = ""
+    uncompared: int = 0
 
     @property
     def ratio(self) -> Number | None:
@@ -113,7 +120,8 @@ def compare_arrays(
             cancel. 0 by default.
 
     Returns:
-        A `Comparison`, with status "agrees" or "differs" and no cause yet.
+        A `Comparison`, with status "agrees" or "differs" and no cause yet. Arrays without an entry
+        that is finite in one of them differ, since nothing was compared.
 
     Example:
         >>> found = compare_arrays("value", "output", np.array([1.0, 2.0]), np.array([1.0, 2.5]))
@@ -136,10 +144,15 @@ def compare_arrays(
         at = np.unravel_index(int(np.argmax(units)), units.shape)
         error, place = float(units[at]), tuple(int(i) for i in at)
         numbers = as_number(first[at]), as_number(second[at])
-    status = AGREES if error <= 1 else DIFFERS
-    return Comparison(
-        *(quantity, path, order, error, allowed, place, *numbers, first.shape, dtype, status)
+    known = np.isfinite(widened(first)) | np.isfinite(widened(second))
+    uncompared = int(known.size - known.sum()) if error <= 1 else 0
+    unknown = 0 < uncompared == known.size
+    status = DIFFERS if error > 1 or unknown else AGREES
+    found = Comparison(
+        *(quantity, path, order, error, allowed, place, *numbers, first.shape, dtype, status),
+        uncompared=uncompared,
     )
+    return found.because(*_NOTHING_FINITE) if unknown else found
 
 
 def mismatch(
@@ -217,6 +230,9 @@ class Report:
     def __len__(self) -> int:
         return len(self.comparisons)
 
+    def __getitem__(self, i: int) -> Comparison:
+        return self.comparisons[i]
+
     @property
     def disagreements(self) -> list[Comparison]:
         """The comparisons that differ, without known conventions."""
@@ -252,7 +268,9 @@ class Report:
         text = f"{self.title}: {len(self)} arrays compared, "
         text += f"{result} disagree" if result else "all agree"
         text += f", {known} by a known convention" if known else ""
-        return f"{text}; largest error of what agrees {show_units(largest)} of the tolerance"
+        text += f"; largest error of what agrees {show_units(largest)} of the tolerance"
+        unknown = sum(c.uncompared for c in self.comparisons)
+        return f"{text}; {unknown} entries are NaN or infinite on both sides" if unknown else text
 
     def table(self, colour: bool = False, limit: int | None = None) -> str:
         """The report as text, one line for each comparison.
@@ -269,8 +287,10 @@ class Report:
         for c in chosen:
             numbers = show(c.first), show(c.second), show(c.ratio)
             place = str(list(c.place)) if c.place else ""
-            whole = show_units(c.error), place, *numbers, c.cause or ""
-            cells.append((c.quantity, c.path, *(whole if c.error else ("0", *[""] * 5))))
+            cause = c.cause or (f"{c.uncompared} entries not compared" if c.uncompared else "")
+            whole = show_units(c.error), place, *numbers
+            whole = whole if c.error or not c.agrees else ("0", *[""] * 4)
+            cells.append((c.quantity, c.path, *whole, cause))
         first, *rows = aligned(cells)
         lines = [self.summary()]
         if self.first is not None:

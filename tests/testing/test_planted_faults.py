@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import gradtools.torch as gt
-from gradtools.testing import AgreementError, cross_check
+from gradtools.testing import AgreementError, check_derivatives, cross_check
 
 X = np.array([0.3, -0.7, 1.2])
 Y = np.array([-1.1, 0.4, 0.9])
@@ -75,6 +75,10 @@ class Fault:
     ) -> None:
         self.name, self.says = name, says
         self.asked = {"torch": torch, "jax": jax, "args": args or (X,), **options}
+
+
+def no_grad(f: Callable) -> Callable:
+    return torch.no_grad()(f)
 
 
 def cube_with_a_slope_that_is_wrong_at_second_order() -> Callable:
@@ -228,23 +232,45 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
     "gradient": {
         "stopped gradient in torch": [
             Fault(
+                "a target that is not stopped in jax",
+                lambda x, y: ((x * y - torch.tanh(y).detach()) ** 2).mean(),
+                lambda x, y: ((x * y - jnp.tanh(y)) ** 2).mean(),
+                X,
+                Y,
+                says="In jax they are not stopped",
+            ),
+            Fault(
+                "a second target under no_grad",
+                lambda x, y: ((x * y.detach() - no_grad(torch.tanh)(y)) ** 2).mean(),
+                lambda x, y: ((x * jax.lax.stop_gradient(y) - jnp.tanh(y)) ** 2).mean(),
+                X,
+                Y,
+                says="torch's derivative is right if",
+            ),
+            Fault(
                 "a detached argument",
                 lambda x, y: (x * y.detach()).sum(),
                 lambda x, y: (x * y).sum(),
                 X,
                 Y,
                 says="argument 1 reaches",
-            )
+            ),
         ],
-        "constant factor 2, a half square, or counted twice": [
+        "stopped gradient in jax": [
             Fault(
                 "a factor on a path",
                 SUM,
                 lambda x: (x * jax.lax.stop_gradient(x)).sum(),
-                says="jax is wrong",
-            )
-        ],
-        "stopped gradient in jax": [
+                says="the values that it stops at test_planted_faults.py:",
+            ),
+            Fault(
+                "a target that is not stopped in torch",
+                lambda x, y: ((x * y - torch.tanh(y)) ** 2).mean(),
+                lambda x, y: ((x * y - jax.lax.stop_gradient(jnp.tanh(y))) ** 2).mean(),
+                X,
+                Y,
+                says="In torch they are not stopped",
+            ),
             Fault(
                 "zeros for one argument",
                 lambda x, y: x * y,
@@ -252,13 +278,13 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 X,
                 Y,
                 says="jax is wrong",
-            )
+            ),
         ],
         "stopped gradient in places in jax": [
             Fault(
                 "some entries stopped",
                 torch.sin,
-                lambda x: jnp.where(x > 0.5, jnp.sin(x), jnp.sin(jax.lax.stop_gradient(x))),
+                jax_rule(jnp.sin, lambda c, x: (c * jnp.cos(x) * (x > 0.5),)),
                 np.linspace(0, 1, 6),
             )
         ],
@@ -424,3 +450,30 @@ def test_a_planted_fault_is_found_and_named(fault, quantity, cause):
 
 def test_the_faults_have_many_causes():
     assert len({cause for causes in FAULTS.values() for cause in causes}) >= 30
+
+
+def test_a_factor_of_the_gradient_explains_the_loss():
+    weights = np.array([1.0, 0.0, 1.0])
+    mean = lambda x: (torch.from_numpy(weights) * torch.sin(x)).mean() * 1.37
+    with pytest.raises(AgreementError) as caught:
+        cross_check(torch=mean, jax=lambda x: (weights * jnp.sin(x)).mean(), args=(X,), order=1)
+    assert {c.cause for c in caught.value.report.disagreements} == {"constant factor 1.37"}
+
+
+@pytest.mark.parametrize("by", [lambda x: x * np.nan, lambda x: x * 0 + np.inf])
+def test_programs_without_a_finite_value_do_not_agree(by):
+    with pytest.raises(AgreementError, match=r"NaN or infinite on both sides.*why_zero"):
+        cross_check(torch=by, jax=lambda x: 3 * by(x), args=(X,))
+
+
+def test_derivatives_without_a_finite_entry_do_not_agree():
+    f = lambda xp, s: lambda x: xp.where(x > 10, s * xp.sqrt(x - 10), 0 * x).sum()
+    with pytest.raises(AgreementError) as caught:
+        cross_check(torch=f(torch, 1), jax=f(jnp, 7), args=(np.zeros(3),), order=1)
+    assert caught.value.report.first.quantity == "gradient"
+    assert caught.value.report.cause == "NaN or infinite on both sides"
+
+
+def test_check_derivatives_fails_where_no_value_is_finite():
+    with pytest.raises(AgreementError, match="NaN or infinite on both sides"):
+        check_derivatives(lambda x: x * float("nan"), (X,), gt)

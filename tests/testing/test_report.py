@@ -58,10 +58,11 @@ def test_the_worst_place_both_values_and_their_ratio_are_kept():
     [
         ([np.nan, 1.0], [np.nan, 1.0], True),
         ([np.nan, 1.0], [1.0, np.nan], False),
-        ([np.inf], [np.inf], True),
+        ([np.inf, 1.0], [np.inf, 1.0], True),
+        ([np.inf], [np.inf], False),
         ([np.inf], [-np.inf], False),
         ([np.inf], [1e308], False),
-        ([complex(np.nan, 1)], [complex(2, np.nan)], True),
+        ([complex(np.nan, 1), 1], [complex(2, np.nan), 1], True),
         ([], [], True),
         ([1, 2], [1, 2], True),
         ([1, 2], [1, 3], False),
@@ -224,3 +225,19 @@ def test_the_examples_in_docstrings_run(name):
         pytest.importorskip("jax")
     found = doctest.testmod(importlib.import_module(f"gradtools.{name}"))
     assert found.attempted > 0 and found.failed == 0
+
+
+def test_entries_that_are_not_finite_on_both_sides_are_counted():
+    found = compared([np.nan, np.inf, 1.0], [np.nan, np.inf, 1.0])
+    assert (found.agrees, found.uncompared) == (True, 2)
+    report = Report("x", comparisons=[found])
+    assert "2 entries are NaN or infinite on both sides" in report.summary()
+    assert "2 entries not compared" in str(report)
+    assert report[0] is found
+
+
+@pytest.mark.parametrize("x", [[np.nan], [np.inf, np.nan], [-np.inf, -np.inf]])
+def test_an_array_without_a_finite_entry_is_a_failure(x):
+    found = compared(x, x)
+    assert (found.agrees, found.cause) == (False, "NaN or infinite on both sides")
+    assert "why_zero" in found.detail

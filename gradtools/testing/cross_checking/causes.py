@@ -8,16 +8,17 @@ ends with the side whose derivative contradicts finite differences of its own va
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from gradtools.testing.checked_mode import lines_of_stops
 from gradtools.testing.checking.kinks import Convention, explaining
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.quantities import CrossCheck, Result
-from gradtools.testing.relations import Cause, array_cause, equal, shape_cause
+from gradtools.testing.relations import FACTOR, Cause, array_cause, equal, shape_cause
 from gradtools.testing.report import (
     CONVENTION,
     DIFFERS,
@@ -30,6 +31,7 @@ from gradtools.testing.report import (
 
 _STEPS = {"float64": 1e-6, "float32": 1e-3}  # the relative distance of points near a kink
 _SHORT = {"float64": 1e-9, "float32": 1e-4}  # far below the spacing of the next coarser dtype
+_UNKNOWN = ("no known pattern", "close, but another formula")
 _FLOAT32 = (1e-10, 1e-5)  # the relative differences attributed to float32 in a float64 run
 
 
@@ -54,6 +56,21 @@ def explain(check: CrossCheck, report: Report, allow: bool) -> None:
             except Exception as error:  # programs may raise at nearby points
                 reason = f"The search for a cause failed: {type(error).__name__}: {error}"
                 report.comparisons[n] = c.because("no known pattern", reason)
+            leaves[id(report.comparisons[n])] = replace(leaves[id(c)], record=report.comparisons[n])
+    _by_factors(report, [leaves[id(c)] for c in report.disagreements if id(c) in leaves])
+
+
+def _by_factors(report: Report, leaves: Sequence[DifferingLeaf]) -> None:
+    """Gives single numbers the factor that explains arrays, such as a loss that of its gradient."""
+    known = [leaf.record for leaf in leaves if (leaf.record.cause or "").startswith(FACTOR)]
+    for leaf in leaves:
+        c, (a, b) = leaf.record, leaf.arrays
+        for other in known if c.cause in _UNKNOWN and c.ratio is not None else ():
+            factor = 1.0 if other.ratio is None else other.ratio
+            if abs(factor - 1) > 1e-3 and equal(a, factor * widened(b), 1e3 * c.tolerance):
+                n = next(n for n, each in enumerate(report.comparisons) if each is c)
+                report.comparisons[n] = c.because(str(other.cause), other.detail)
+                break
 
 
 @dataclass(frozen=True)
@@ -86,17 +103,18 @@ class Causes:
         self.values_agree = values is not None and all(c.agrees for c in values.comparisons)
         self.float32_side: str | None = None  # a side that is known to compute in float32
         self.is_random, self.contradicts = cache(self._is_random), cache(self._contradicts)
-        self.conventions = cache(self._conventions)
+        self.conventions, self.stopped = cache(self._conventions), cache(self._stopped)
 
     def explained(self, leaf: DifferingLeaf, allow: bool) -> Comparison:
         """The comparison of a leaf with its cause."""
         c, (a, b) = leaf.record, leaf.arrays
+        stopped = self.stopped() if c.order and self.values_agree else None
         if a is None or b is None:
             lost, kept = self.names if a is None else self.names[::-1]
+            ways = f"In {lost} it is stopped, detached, cast to an integer, compared, or not used."
             return c.because(
                 f"stopped gradient in {lost}",
-                f"{c.path} reaches the output in {kept} only. In {lost} it is stopped, detached, "
-                "cast to an integer, compared, or not used.",
+                f"{c.path} reaches the output in {kept} only. {stopped[1] if stopped else ways}",
             )
         if a.shape != b.shape:
             return c.because(*shape_cause(a.shape, b.shape))
@@ -107,6 +125,8 @@ class Causes:
                 "Two runs at the same point differ. Turn dropout off (eval mode), or fix the noise "
                 "and pass it as an argument.",
             )
+        if stopped is not None:
+            return c.because(*stopped)
         if c.order and self.values_agree and (kink := self._at_a_kink(leaf, allow)) is not None:
             return kink
         cause, detail = self._related(leaf) or self._precision(leaf) or ("no known pattern", "")
@@ -114,6 +134,27 @@ class Causes:
         if wrong:
             detail = f"{detail} Finite differences say that {wrong} is wrong.".lstrip()
         return c.because(cause, detail)
+
+    def _stopped(self) -> Cause | None:
+        """The side that stops more values, if its derivative is right with these held."""
+        lines: list[list[Any]] = []
+        for side, leaves in zip(self.check.sides, self.check.leaves, strict=True):
+            fun: Any = lambda *xs, side=side: (side.flat(*xs), [])
+            try:
+                lines.append(lines_of_stops(side.waist, fun, side.arrays(leaves)))
+            except Exception:  # a program that does not run again tells nothing
+                return None
+        k = int(len(lines[1]) > len(lines[0]))
+        if len(lines[0]) == len(lines[1]) or not self.contradicts("gradient", k):
+            return None
+        mine, other = self.names[k], self.names[1 - k]
+        places = ", ".join(dict.fromkeys(map(str, lines[k])))
+        return (
+            f"stopped gradient in {mine}",
+            f"The values agree, and {mine}'s derivative is right if the values that it stops at "
+            f"{places} are constants. In {other} they are not stopped: stop them there, or "
+            f"remove the stop in {mine}.",
+        )
 
     # --- further evaluations
 

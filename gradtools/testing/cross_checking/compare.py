@@ -11,6 +11,7 @@ directions by gradtools' operators, so that conventions (above all for complex n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,8 @@ def cross_check(
     Re<c, f> by forward over reverse and by reverse over reverse. c and the directions are random,
     independent draws; for a real scalar f the gradient's c is 1. A leaf that reaches the output in
     one framework only is a disagreement. NaN and infinity agree only with the same at the same
-    place. A disagreement that is only one of the frameworks' known conventions at a kink is
+    place. They are counted as not compared, and an array without a finite entry is a disagreement.
+    A disagreement that is only one of the frameworks' known conventions at a kink is
     reported as such and is no error.
 
     float64 is switched on in JAX if an input or parameter has 64 bits, for the check alone.
@@ -101,6 +103,8 @@ def cross_check(
     1994), applied to two frameworks.
     """
     _validate(args, order, dtype, conventions, tolerance)
+    for backend in ("torch", "jax"):
+        import_module(f"gradtools.{backend}")  # says how to install a missing framework
     inputs = Inputs.read(args, argnums, dtype)
     title = name or f"cross_check of {_name(torch)} and {_name(jax)}"
     first = Side("torch", torch, dtype)

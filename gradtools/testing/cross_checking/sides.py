@@ -182,7 +182,10 @@ class Inputs:
         if argnums is not None:
             none = isinstance(argnums, tuple | list) and not argnums
             positions = () if none else normalized_argnums("cross_check", argnums, len(args))
-        leaves, treedef = trees.flatten(tuple(args))
+        try:
+            leaves, treedef = trees.flatten(tuple(args))
+        except GradtoolsError as error:  # an array of JAX
+            raise GradtoolsError(f"cross_check: {error} {_BOTH}") from None
         names: dict[int, str] = {}
         for i, path in enumerate(map(tokens, trees.leaf_paths(tuple(args)))):
             name = f"argument {path[0]}" + "".join(f"[{token}]" for token in path[1:])
@@ -274,12 +277,15 @@ def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
     return tree
 
 
+_BOTH = "Give NumPy arrays: each side gets them as its own."
+
+
 def as_setting(caller: str, x: Any, path: str) -> Any:
     """A leaf that is passed unchanged; raises for a framework's array."""
     if type(x).__module__.split(".")[0] in ("torch", "jax", "jaxlib") and hasattr(x, "dtype"):
         raise GradtoolsError(
             f"{caller}: {path} is a {type(x).__name__}, which only one of the frameworks takes. "
-            "Give NumPy arrays: each side gets them as its own."
+            f"{_BOTH}"
         )
     return x
 

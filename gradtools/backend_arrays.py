@@ -40,6 +40,10 @@ class Arrays(ABC):
     @abstractmethod
     def leaf_paths(self, tree: Any) -> list[str]: ...
 
+    def entries_of(self, treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
+        """The leaves and the structure of each entry of a tuple, given those of the tuple."""
+        return [self.flatten(x) for x in self.unflatten(treedef, list(leaves))]
+
     def flatten_arrays(self, tree: Any) -> tuple[list[Any], Any, list[str | None]]:
         """The leaves, the structure, and the kind of each leaf.
 

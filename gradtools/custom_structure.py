@@ -48,10 +48,7 @@ class Specialization:
         self.contract = self.of._contract()
         self.values: dict[Any, tuple[Any, list[Aval]]] = {}
         self.is_flat = False
-        self.entries = [
-            self.backend.flatten(tree)
-            for tree in self.arguments([ARRAY] * self.others.count(ARRAY))
-        ]
+        self.entries = self.backend.entries_of(self.treedef, self.others)
         leaf = self.backend.flatten(ARRAY)[1]
         only_arrays = all(o is ARRAY for o in self.others)
         self.is_flat = only_arrays and all(treedef == leaf for _, treedef in self.entries)

@@ -258,8 +258,10 @@ class KernelCall:
 
     def __post_init__(self) -> None:
         _BY_KEY[self.key] = self
-        plain = self.trees.unflatten(self.treedef, list(self.others))
-        object.__setattr__(self, "flat", all(x is ARRAY for x in plain))
+        leaf = self.trees.flatten(ARRAY)[1]
+        entries = self.trees.entries_of(self.treedef, self.others)
+        flat = all(x is ARRAY for x in self.others) and all(t == leaf for _, t in entries)
+        object.__setattr__(self, "flat", flat)
 
     def __repr__(self) -> str:
         return f"<call of {self.kernel!r}>"

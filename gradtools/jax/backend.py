@@ -39,6 +39,7 @@ class JaxBackend(FrameworkBackend):
     flatten_arrays = staticmethod(trees.flatten_arrays)
     unflatten = staticmethod(trees.unflatten)
     leaf_paths = staticmethod(trees.leaf_paths)
+    entries_of = staticmethod(trees.entries_of)
 
     # --- arrays
 

@@ -54,6 +54,14 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def entries_of(treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
+    """See `Backend.entries_of`; builds no entry, for a class may look at its arrays."""
+    if type(treedef) is OpenedTree:
+        return [flatten(x) for x in unflatten(treedef, leaves)]
+    left = iter(leaves)
+    return [([next(left) for _ in range(t.num_leaves)], t) for t in treedef.children()]
+
+
 _CONTAINERS = Containers(
     "jax",
     jax.tree.flatten,

@@ -64,7 +64,18 @@ def gradient(of):
 SQUARE = lambda F: lambda c: F(c.a**2)
 CUBE = lambda F: lambda c: F(c.a**3)
 PRODUCT = lambda c, x: (x.a * c.a).sum()
+
+
+def squaring(F):
+    rule = gt.custom_rule(SQUARE(F))
+    rule.defvjp(lambda c: (F(c.a**2), c), lambda c, ct: (F(2 * c.a * ct.a),))
+    return rule
+
+
 OPERATORS = {
+    "custom_rule": (gradient(lambda F, c: squaring(F)(c)), 2 * X),
+    "jit of custom_rule": (lambda F: jax.jit(lambda c: squaring(F)(c).a)(F(X)), X**2),
+    "jvp of custom_rule": (lambda F: gt.jvp(squaring(F), (F(X),), (F(X),))[1].a, 2 * X * X),
     "grad": (gradient(lambda F, c: SQUARE(F)(c)), 2 * X),
     "jit of grad": (lambda F: jax.jit(gt.grad(lambda c: (c.a**2).sum()))(F(X)).a, 2 * X),
     "vjp": (lambda F: gt.vjp(SQUARE(F), F(X))[1](F(X))[0].a, 2 * X * X),
@@ -128,3 +139,11 @@ def test_an_error_of_a_pullback_or_pushforward_names_the_leaf():
         pull(F(B))
     with pytest.raises(GradtoolsError, match=r"linearize: tangent 0.* has shape \(4, 3\)"):
         push(F(B))
+
+
+@pytest.mark.parametrize("name", [name for name in INITS if name != "computes"])  # by jax.numpy
+def test_a_kernel_gets_the_class_made_of_numpy_arrays(name):
+    F = class_of(INITS[name])
+    kernel = gt.host_function(lambda c: np.asarray(c.a) * 2, out=gt.ArraySpec((3,), "float32"))
+    for run in (kernel, jax.jit(kernel)):
+        np.testing.assert_allclose(run(F(X.astype("float32"))), 2 * X)

@@ -291,6 +291,7 @@ def _maps_as_rules(
         linearized,
         saves=(*linearized.saves, *range(n)),
         tangent_only=0,
+        written=linearized.cotangent,
         tangent=tangent,
         cotangent=cotangent,
     )

@@ -64,6 +64,8 @@ class Linearized:
             second derivative must evaluate the function again.
         tangent_only: How many of the last residuals only the tangent map reads.
         example: The maps of one example, of an evaluation for a batch.
+        written: The cotangent map as its author wrote it, where `cotangent` is a rule itself, which
+            has a forward mode. It reads the first residuals.
         key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
             that is unknown.
     """
@@ -77,11 +79,13 @@ class Linearized:
     tangent_only: int = 0
     example: Linearized | None = None
     key: Any = None
+    written: Map | None = None
 
     def without_arrays(self) -> Linearized:
         """A copy without arrays, which would leak from their trace: the maps and counts."""
         maps = self.saves, self.tangent, self.cotangent, self.opaque_residuals, self.tangent_only
-        return Linearized([], [None] * len(self.extras), *maps, self.example)
+        nothing = [None] * len(self.extras)
+        return Linearized([], nothing, *maps, self.example, written=self.written)
 
     def saved(self, xs: Entries) -> list[Any]:
         """The residuals that are passed to the linear maps."""
@@ -337,7 +341,9 @@ def batched(
         out, out_axes = run(*xs)
         linearized, (count, _) = one[0], counts
         maps = mapped(linearized, saved_from(linearized.saves, x_axes, out_axes))
-        return replace(linearized, ys=out[:count], extras=out[count:], example=linearized, **maps)
+        linearized = replace(linearized, written=None)  # it is of one example
+        outs = {"ys": out[:count], "extras": out[count:]}
+        return replace(linearized, example=linearized, **outs, **maps)
 
     def jvp(xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
         assert isinstance(rule, JvpRule)

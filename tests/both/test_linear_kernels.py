@@ -170,3 +170,25 @@ def test_what_is_not_linear_is_refused_in_words(gt):
         gt.grad(lambda x: host(x).sum())(x)
     with pytest.raises(GradtoolsError, match="adjoint must be a function"):
         gt.host_function(lambda x: x, adjoint=3)
+
+
+def test_a_kernel_that_mixes_entries_is_differentiated_twice_outside_of_vmap(gt):
+    """Its backward rule is one of a batch there, and not the one that its author wrote."""
+    f = gt.host_function(lambda x: np.cumsum(x) ** 2)
+    back = gt.host_function(lambda x, c: np.cumsum((2 * np.cumsum(x) * c)[::-1])[::-1])
+    twice = gt.host_function(
+        lambda x, c, v: (
+            np.cumsum((2 * c * np.cumsum(v))[::-1])[::-1],
+            2 * np.cumsum(x) * np.cumsum(v),
+        ),
+        out=lambda x, c, v: (x, c),
+    )
+    f.defvjp(lambda x: (f(x), x), lambda x, c: (back(x, c),))
+    back.defvjp(lambda x, c: (back(x, c), (x, c)), lambda r, v: twice(*r, v))
+    rows = lambda g: lambda x: (gt.vmap(g)(x) ** 2).sum()
+    plain = lambda x: (gt.asarray(np.tri(5)) @ x) ** 2
+    x, u = numbers(gt, "real", 3), numbers(gt, "real", 3, seed=3)
+    for mode in ("reverse_over_reverse", "forward_over_reverse"):
+        found, expected = (gt.hvp(rows(g), (x,), (u,), mode=mode) for g in (f, plain))
+        close(gt, found[0][0], expected[0][0])
+        close(gt, found[1][0], expected[1][0])

@@ -69,9 +69,15 @@ def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> list[Any]:
     """
     if any(x is not None and is_wrapped(x) for x in (*results, *known)):
         return []  # functorch wrappers hide the graph
-    ends = _nodes_of(known)
-    nodes = {*nodes_behind(_nodes_of(results), ends)} - ends
-    leaves = [node.variable for node in nodes if type(node) is upstream.AccumulateGrad]
+    ends = {x.grad_fn for x in known if x is not None}
+    own = {id(x) for x in known}
+    tracked = [y for y in results if y is not None and y.requires_grad and id(y) not in own]
+    starts = [y.grad_fn or get_gradient_edge(y).node for y in tracked]
+    nodes = [x for x in nodes_behind(starts, ends) if type(x) is upstream.AccumulateGrad]
+    leaves = [x.variable for x in nodes if id(x.variable) not in own]
+    if leaves:  # a tensor that hooks unpacked is another object, with the node of the leaf
+        ends = _nodes_of(known)
+        leaves = [x.variable for x in nodes if x not in ends]
     return [leaf for leaf in leaves if not is_spent(leaf)]
 
 

@@ -89,8 +89,11 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
     else:
         likes = point.like_ys[: point.count]
     vectors = filled(cts, likes) if rule.fills("cotangent") else list(cts)
-    if result.cotangent is not None:
-        pulled = list(result.cotangent(saved, vectors))
+    pull = result.cotangent
+    if result.written is not None and in_eager() and upstream.forward_level() < 0:
+        pull = result.written  # autograd differentiates this code itself
+    if pull is not None:
+        pulled = list(pull(saved, vectors))
         watched = rule.user_functions and graphs and in_eager()
         if watched and other_leaves(pulled, (*tensors, *saved, *cts)):
             raise closed_over_error(rule)

@@ -34,6 +34,7 @@ from gradtools.torch.rules.transposing import (
     EAGER,
     ONGOING,
     Transposing,
+    in_eager,
     other_layout,
     transposed_by_backward,
 )
@@ -132,12 +133,17 @@ class Signature:
     def pull(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
         """The backward pass of a shared application: bwd alone, once its checks have passed."""
         point, ct = ctx.point, cts[0]
-        if self.bwd is None or type(ct) is not Tensor or _graphs():
+        graphs = _graphs()
+        plain = not graphs or (in_eager() and _forward_level() < 0)
+        if self.bwd is None or type(ct) is not Tensor or not plain:
             ctx.layout = other_layout(cts)
             return pulled_back(ctx, cts)
         saved = ctx.saved_tensors
         cotangents = self.bwd(saved[0] if point.form is Tensor else saved[: point.form], ct)
-        return self.cotangents(cotangents)
+        pulled = self.cotangents(cotangents)
+        if graphs and other_leaves(pulled, (*saved, ct)):
+            raise closed_over_error(self.rule)
+        return pulled
 
     def pull_recorded(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
         """The backward pass of a `_recorded` application, whose last input is a tangent."""

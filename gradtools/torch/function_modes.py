@@ -22,7 +22,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.functorch_wrappers import is_dual, levels_differentiating, tensors_in
+from gradtools.torch.functorch_wrappers import (
+    is_dual,
+    is_wrapped,
+    levels_differentiating,
+    tensors_in,
+)
 from gradtools.torch.normalization import PROGRAMS as NORMS
 
 Tensor = torch.Tensor
@@ -144,8 +149,11 @@ class OneTangent(PlainAttention):
 
     def __init__(self) -> None:
         super().__init__()
-        # The tensors without tangents that require grad, by id.
+        # The tensors without tangents that require grad, by id: those that the function reads from
+        # outside, and the leaves that a derivative inside of it has made.
         self.read: dict[int, weakref.ref[Tensor]] = {}
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+        self._began = upstream.nodes_made()
 
     _stopped = 0  # if tangents are stopped, one more than the levels of torch.func there
     _inside: Any = None  # the Python function that is being entered, whose check comes here again
@@ -173,8 +181,7 @@ class OneTangent(PlainAttention):
         within = not torch.is_grad_enabled()
         for x in tensors_in(args):
             if x.requires_grad and not within:
-                # What is dual and requires grad belongs to a derivative inside of the function.
-                within = is_dual(x)
+                within = self._is_inside(x)
                 if not within:
                     self.read[id(x)] = weakref.ref(x)
         if within:
@@ -183,9 +190,23 @@ class OneTangent(PlainAttention):
         try:
             rule = None if kwargs or upstream.peek_interpreter_stack() else _RULES.get(fun)
             y = None if rule is None else rule(fun, *args)
-            return super().__torch_function__(fun, types, args, kwargs) if y is None else y
+            y = super().__torch_function__(fun, types, args, kwargs) if y is None else y
         finally:
             _set_graphs(True)
+        leaf = args[0] if y is None and args else y  # None: of `x.requires_grad = True`
+        made = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is None
+        if made and id(leaf) not in self.read:
+            self._made[id(leaf)] = weakref.ref(leaf)
+        return y
+
+    def _is_inside(self, x: Tensor) -> bool:
+        """Whether a tensor that requires grad belongs to a derivative inside of the function."""
+        if is_dual(x) or is_wrapped(x):
+            return True
+        if x.grad_fn is not None:
+            return upstream.sequence_of(x.grad_fn) >= self._began
+        made = self._made.get(id(x))
+        return made is not None and made() is x
 
 
 # --- tangents of linear operations, of which one operand has a tangent; else None ----------------

@@ -410,3 +410,57 @@ def test_an_argument_reaches_the_output_through_frozen_as_through_g(gt, rng, fre
         gt.grad(f, (0, 1))(a, b)
     zeros = gt.grad(f, (0, 1), disconnected_inputs="zeros")(a, b)[1]
     assert not gt.to_numpy(zeros).any()
+
+
+def _wave(xp):
+    return lambda x: xp.sin(x) * xp.exp(-x * x / 4)
+
+
+def _slope(xp):
+    return lambda x: (xp.cos(x) - xp.sin(x) * x / 2) * xp.exp(-x * x / 4)
+
+
+def _with_derivatives_inside(gt):
+    """Functions that take a derivative themselves, of what is pushed or of a constant."""
+    xp, f = gt.xp, _wave(gt.xp)
+    w = gt.asarray(np.array([0.5, -1.0, 2.0]))
+    total = lambda f: lambda x: xp.sum(f(x))
+
+    def by_defvjp(bwd):
+        rule = gt.custom_rule(lambda x: f(x))
+        rule.defvjp(lambda x: (f(x), x), bwd)
+        return rule
+
+    def by_defjvp(forward):
+        rule = gt.custom_rule(lambda x: f(x))
+        rule.defjvp(forward)
+        return rule
+
+    return {
+        "a gradient": (lambda x: gt.grad(total(f))(x), lambda x: _slope(xp)(x)),
+        "a gradient of a constant": (
+            lambda x: x * gt.grad(total(f))(w), lambda x: x * _slope(xp)(w)
+        ),
+        "a tangent": (
+            lambda x: gt.jvp(f, (x,), (x,))[1], lambda x: _slope(xp)(x) * x
+        ),
+        "a pullback in bwd": (by_defvjp(lambda x, ct: (gt.vjp(f, x)[1](ct)[0],)), f),
+        "operations in bwd": (by_defvjp(lambda x, ct: (_slope(xp)(x) * ct,)), f),
+        "a jvp in the rule": (by_defjvp(lambda xs, ts: gt.jvp(f, xs, ts)), f),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a gradient", "a gradient of a constant", "a tangent",
+    "a pullback in bwd", "operations in bwd", "a jvp in the rule"])  # fmt: skip
+def test_what_is_pushed_may_take_derivatives_itself(gt, name):
+    G, plain = _with_derivatives_inside(gt)[name]
+    x, y, u = (gt.asarray(np.sin(np.arange(3.0) + k)) for k in range(3))
+    xp = gt.xp
+    loss = lambda G: lambda y, z: xp.sum(y * G(z) ** 2)
+    inner = lambda G: lambda y, z: xp.sum(u * gt.grad(loss(G), argnums=1)(y, z))
+    by_y, by_z = (gt.to_numpy(gt.grad(inner(plain), argnums=k)(y, x)) for k in (0, 1))
+    frozen = inner(gt.frozen(G))
+    np.testing.assert_allclose(gt.to_numpy(gt.grad(frozen)(y, x)), by_y, rtol=1e-10)
+    np.testing.assert_allclose(gt.to_numpy(gt.grad(frozen, argnums=1)(y, x)), by_z, rtol=1e-10)
+    mixed = gt.mixed_partial(lambda y, g: xp.sum(y * g**2), G, y, x, u)
+    np.testing.assert_allclose(gt.to_numpy(mixed), by_y, rtol=1e-10)

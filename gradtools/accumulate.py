@@ -184,6 +184,16 @@ class GradientAccumulator:
         self._arrays: Any = self._backend.submodule("accumulate", "GradientAccumulator")
         self._trace, self._lock = self._arrays.current_trace(), Lock()
 
+    def __repr__(self) -> str:
+        with self._lock:
+            state = self._state
+        if state is None:
+            return "<GradientAccumulator, empty>"
+        leaves = ", ".join(
+            [f"{d}{list(x.shape)}" for x, d in zip(state.totals, state.dtypes, strict=True)]
+        )
+        return f"<GradientAccumulator, weight {state.weight}, {leaves}>"
+
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             state = self.__dict__.copy()

@@ -29,7 +29,7 @@ import numpy as np
 from gradtools.arguments.marks import Tape, here
 from gradtools.backend_arrays import Array as Array
 from gradtools.backend_arrays import Arrays
-from gradtools.boundary import called, user_facing_methods
+from gradtools.boundary import Linear, user_facing_methods
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
@@ -229,7 +229,7 @@ class Differentiation(Arrays):
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
         """`run(native, *args)` as a function of args, which in JAX is a pytree."""
-        return partial(called, run, native)
+        return (partial if self.compiler.is_tracing() else Linear)(run, native)
 
     def opened(
         self,

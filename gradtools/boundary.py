@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
+from inspect import signature
 from itertools import takewhile
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar, cast
@@ -52,19 +53,16 @@ def user_facing_methods(cls: C) -> C:
     return cls
 
 
-def called(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`fun(*args, **kwargs)` as by `user_facing`, for functions that operators return."""
-    try:
-        return fun(*args, **kwargs)
-    except Exception as error:
-        trimmed(error)
-        raise
+def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "") -> Any:
+    """`call` with f's name (and a prefix), signature and docstring; picklable if f is.
 
-
-def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
-    """`call` with f's name (and a prefix) and signature; picklable if f is."""
-    name = f"{prefix}{getattr(f, '__name__', type(f).__name__)}{suffix}"
-    known = {"__name__": name, "__qualname__": name, "__wrapped__": f}
+    doc: The first line of its docstring, in which {} is f's name.
+    """
+    own_name = getattr(f, "__name__", type(f).__name__)
+    name, own_doc = f"{prefix}{own_name}{suffix}", getattr(f, "__doc__", None)
+    lines = [doc.format(own_name), own_doc if isinstance(own_doc, str) else ""]
+    text = "\n\n".join(filter(None, lines))
+    known = {"__name__": name, "__qualname__": name, "__wrapped__": f, "__doc__": text}
     try:
         call.__dict__.update(known)
     except AttributeError:  # dynamo's representation of a partial has no attributes
@@ -72,7 +70,7 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
     if type(call) is partial:
         # JAX's errors name the place of the function inside of partials, and of what that wraps.
         def own(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            try:  # as `called`, without its frame
+            try:
                 return fun(*args, **kwargs)
             except Exception as error:
                 trimmed(error)
@@ -87,11 +85,43 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
 class _Method(partial[Any]):
     """A partial that binds as a method in a class, as Python 3.14's do."""
 
+    def __repr__(self) -> str:
+        return f"<{vars(self).get('__name__', 'function')}, called with {signature_of(self)}>"
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else partial(self, instance)
 
     def __reduce__(self) -> Any:
         return _unpickled, (self.args, self.keywords, vars(self))
+
+
+def signature_of(f: Any) -> str:
+    """The signature of f in a text, "(...)" if it is unknown."""
+    try:
+        return str(signature(f))
+    except (TypeError, ValueError):
+        return "(...)"
+
+
+class Linear(partial[Any]):
+    """A pullback or pushforward: `run(native, *args)` as a function of args."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The value of the linear map."""
+        try:
+            return self.func(*self.args, *args, **kwargs)
+        except Exception as error:
+            trimmed(error)
+            raise
+
+    def __repr__(self) -> str:
+        return repr_of_linear(self.func)
+
+
+def repr_of_linear(run: Callable[..., Any]) -> str:
+    """The text of a linear function by its docstring's first line."""
+    doc = (run.__doc__ or "").partition("\n")[0].rstrip(".")
+    return f"<{getattr(run, '__name__', 'linear map')}{doc and ': ' + doc}>"
 
 
 def _unpickled(args: Sequence[Any], keywords: dict[str, Any], known: dict[str, Any]) -> Any:

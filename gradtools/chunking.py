@@ -136,7 +136,8 @@ class Chunking(Operators):
 
     def _chunked_of(self, rest: tuple[Any, ...], f: Callable[..., Any]) -> Any:
         uncompiled = self._backend.compiler.uncompiled
-        return like_function("chunked_", f, partial(uncompiled, self._run_chunked, f, rest))
+        run = partial(uncompiled, self._run_chunked, f, rest)
+        return like_function("chunked_", f, run, "", "{}, applied to a batch in chunks.")
 
     def _run_chunked(self, f: Callable[..., Any], rest: Any, /, *args: Any, **kwargs: Any) -> Any:
         chunk_size, axes, argnums, interleaved, options = rest
@@ -219,7 +220,8 @@ class Chunking(Operators):
             self._backend, chunk_size, argnums, in_axes, reduction, weights, has_aux, key_argnums,
             carry_argnums,
         )  # fmt: skip
-        return like_function("microbatched_", f, partial(options.value_and_grads, f))
+        doc = "Value and gradient of {} over a batch, in chunks."
+        return like_function("microbatched_", f, partial(options.value_and_grads, f), "", doc)
 
     def is_recomputing(self) -> bool:
         """Whether f is being recomputed, for hooks with side effects.

@@ -279,6 +279,7 @@ class Derivatives(Operators):
         attach = call.attaching(self.vjp, f, *primals, has_aux=has_aux)
 
         def pullback(pull: Any, cotangent: Any) -> tuple[Any, ...]:
+            """Maps a cotangent like the output to a tuple with one entry for each primal."""
             pulled = pull(bare.cotangents(cotangent, likes))
             grads = self._backend.filled(pulled, bare.leaves)
             trees = bare.to_trees(grads, bare.exact_tangents)
@@ -380,6 +381,7 @@ class Derivatives(Operators):
         attach = call.attaching(self.linearize, f, *primals)
 
         def pushforward(push: Any, *tangents: Any) -> Any:
+            """Maps one tangent for each primal to the tangent of the output."""
             same_length("linearize", expected, tangents)
             pushed = push(bare.from_trees(tangents, "tangent"))
             tangent = bare.tangent_output(pushed, bare.no_tangents)
@@ -527,7 +529,24 @@ def derivative_function(
         check_function(operator, f)
     if type(argnums) is not int:
         refuse_arguments(operator, argnums)
-    return like_function(f"{operator}(", f, call, ")")
+    return like_function(f"{operator}(", f, call, ")", f"{WHAT[operator]} {_of_arguments(argnums)}")
+
+
+WHAT = {
+    "grad": "Gradient of {}",
+    "value_and_grad": "Value and gradient of {}",
+    "minimax_value_and_grad": "Value of {} and gradients of the players",
+    "per_example_grad": "Gradients of {} for each example",
+    "jacobian": "Jacobian of {}",
+    "hessian": "Hessian of {}",
+    "retained_gradients": "Value of {}, gradient and gradients at the values that it marks",
+}
+
+
+def _of_arguments(argnums: Any) -> str:
+    if isinstance(argnums, tuple | list):
+        return f"with respect to arguments {', '.join(map(str, argnums))}."
+    return f"with respect to argument {argnums}."
 
 
 def _first(pair: tuple[Any, ...]) -> Any:

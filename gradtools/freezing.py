@@ -97,7 +97,7 @@ class Freezing(Operators):
 
     def _frozen_of(self, caller: str, options: ChunkOptions, uses: Any, G: Any) -> Any:
         use = partial(self._backend.compiler.uncompiled, self._use, caller, G, options, uses)
-        return like_function("frozen_", G, use)
+        return like_function("frozen_", G, use, "", "{}, with constant parameters.")
 
     def _use(
         self, caller: str, G: Any, options: ChunkOptions, uses: Any, /, *args: Any, **kwargs: Any

@@ -83,7 +83,8 @@ class Implicit(Operators):
             )
         solution = _Solution(self._backend, F, solve, linear_solve, has_aux)
         call = partial(self._backend.compiler.uncompiled, solution.at)
-        return like_function("implicit_solution(", solve, call, ")")
+        doc = "Solution of an equation, found by {}, as a differentiable function."
+        return like_function("implicit_solution(", solve, call, ")", doc)
 
 
 @dataclass(frozen=True)

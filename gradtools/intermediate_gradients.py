@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.calls import Call
-from gradtools.arguments.checks import check_function, normalized_argnums, refuse_arguments
+from gradtools.arguments.checks import normalized_argnums
 from gradtools.arguments.marks import Mark, Tape, here
 from gradtools.arguments.wording import describe
 from gradtools.backend import Array, Operators, P, T
-from gradtools.boundary import like_function
-from gradtools.derivatives import Argnums
+from gradtools.derivatives import Argnums, derivative_function
 from gradtools.errors import GradtoolsError
 
 
@@ -112,10 +111,8 @@ class RetainedGradients(Operators):
             >>> float(value), float(g), gt.to_numpy(retained["state"]).tolist()
             (12.0, 12.0, [2.0, 1.0])
         """
-        check_function("retained_gradients", f)
-        refuse_arguments("retained_gradients", argnums)
         call = partial(self._backend.compiler.uncompiled, self._retained, f, argnums, has_aux)
-        return like_function("retained_gradients(", f, call, ")")
+        return derivative_function("retained_gradients", f, argnums, call)
 
     def _marked(self, x: Any, name: str) -> Any:
         backend = self._backend

@@ -43,7 +43,9 @@ class Transforms(Operators):
             array([3., 3.], dtype=float32)
         """
         check_function("vmap", f)
-        return like_function("", f, partial(self._mapped, f, in_axes, out_axes))
+        return like_function(
+            "", f, partial(self._mapped, f, in_axes, out_axes), "", "{}, mapped over a batch."
+        )
 
     def _mapped(self, f: Any, in_axes: Any, out_axes: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not kwargs and type(in_axes) is not dict:
@@ -90,7 +92,8 @@ class Transforms(Operators):
         return self._backend.like_module(f, partial(self._checkpoint_of, options))
 
     def _checkpoint_of(self, options: ChunkOptions, f: Callable[..., Any]) -> Callable[..., Any]:
-        return like_function("checkpointed_", f, self._backend.checkpoint(f, options))
+        doc = "{}, computed again in the backward pass."
+        return like_function("checkpointed_", f, self._backend.checkpoint(f, options), "", doc)
 
     def compile(self, f: Callable[P, R], **options: Any) -> Callable[P, R]:
         """The function f, compiled at its first call: ``torch.compile`` or ``jax.jit``.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.boundary import user_facing
+from gradtools.boundary import repr_of_linear, user_facing
 from gradtools.integrations.containers import Containers, OpenedTree
 from gradtools.jax import shardings
 
@@ -103,7 +103,7 @@ class LinearMap:
         return self.run(self.native, *args)
 
     def __repr__(self) -> str:
-        return f"<{getattr(self.run, '__name__', 'linear map')}>"
+        return repr_of_linear(self.run)
 
 
 def likes_of(xs: Sequence[Any]) -> list[Any]:

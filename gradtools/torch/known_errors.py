@@ -149,7 +149,8 @@ _WAYS_ROUND: list[tuple[list[str], str]] = [
         ["must implement the jvp function", "flat_bdims must not be None"],  # the same under vmap
         "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
         "replace_gradient, or a torch.autograd.Function without jvp), so it has no forward mode. "
-        f"{USE_REVERSE_MODE}",
+        f"{USE_REVERSE_MODE} A Function is pushed by linearize(f, *primals)[1], the transposed "
+        "pullback.",
     ),
     (
         [" is not implemented", "output_padding is not supported for non-transposed convolutions"],

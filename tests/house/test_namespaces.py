@@ -7,6 +7,7 @@ import doctest
 import importlib
 import inspect
 import pathlib
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -341,3 +342,49 @@ def test_arrays_of_both_frameworks_have_no_namespace():
     ]
     with pytest.raises(gradtools.GradtoolsError, match="both frameworks"):
         gradtools.namespace(*arrays)
+
+
+def made_of(gt):
+    def loss(w, x):
+        """Squared error."""
+        return ((w * x) ** 2).sum()
+
+    a = gt.asarray(np.ones(2, np.float32))
+    full = gt.GradientAccumulator()
+    full.add({"w": a}, weight=3)
+    of = "with respect to argument 0."
+    return {
+        gt.grad(loss): ("<grad(loss), called with (w, x)>", f"Gradient of loss {of}"),
+        gt.jacobian(loss): ("<jacobian(loss), called with (w, x)>", f"Jacobian of loss {of}"),
+        gt.value_and_grad(loss, (0, 1)): (
+            "<value_and_grad(loss), called with (w, x)>",
+            "Value and gradient of loss with respect to arguments 0, 1.",
+        ),
+        gt.chunked(loss, 2): (
+            "<chunked_loss, called with (w, x)>",
+            "loss, applied to a batch in chunks.",
+        ),
+        gt.checkpoint(loss): ("<checkpointed_loss, called with (w, x)>", "loss, computed again"),
+        gt.frozen(loss): ("<frozen_loss, called with (w, x)>", "loss, with constant parameters."),
+        gt.custom_rule(loss): ("<custom_rule loss, rules: none>", "Squared error."),
+        full: ("<GradientAccumulator, weight 3, float32[2]>", "A running weighted sum"),
+        gt.GradientAccumulator(): ("<GradientAccumulator, empty>", "A running weighted sum"),
+        gt.vjp(lambda x: x**2, a)[1]: ("<pullback: Maps a cotangent like the output", "A pullback"),
+        gt.linearize(lambda x: x, a)[1]: ("<pushforward: Maps one tangent for each", "A pullback"),
+    }
+
+
+def test_what_an_operator_returns_prints_its_name_its_signature_and_what_it_computes(gt):
+    for made, (printed, doc) in made_of(gt).items():
+        assert repr(made).startswith(printed)
+        assert inspect.getdoc(made).startswith(doc)
+    assert inspect.getdoc(gt.grad(made_of)).startswith("Gradient of made_of")
+    assert "Squared error." in inspect.getdoc(next(iter(made_of(gt))))
+
+
+def test_a_refusal_is_shown_as_a_gradtools_error_and_can_be_pickled(gt):
+    with pytest.raises(TypeError) as caught:
+        gt.grad(lambda x: x, argnum=0)
+    assert type(caught.value).__qualname__ == "GradtoolsError"
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is type(caught.value) and str(again) == str(caught.value)

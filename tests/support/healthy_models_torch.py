@@ -1,6 +1,7 @@
-"""Healthy training losses of PyTorch modules, in which why_zero finds nothing.
+"""Healthy training losses of PyTorch modules, in which why_zero finds nothing, and planted terms.
 
-Each function makes a closure that computes the loss, and the model that it trains.
+A healthy function makes a closure that computes the loss, and the model that it trains. A planted
+one is a term of a loss of the logits, with the kinds of its findings and whether all is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import gradtools.torch as gt
 from tests.support.scenarios import Table
 
-HEALTHY = Table()
+HEALTHY, PLANTED = Table(), Table()
 healthy = HEALTHY.add
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
@@ -661,3 +662,47 @@ def sharpness_aware():
         return F.cross_entropy(torch.func.functional_call(net, there, X), Y)
 
     return loss, net
+
+
+# --- planted -----------------------------------------------------------------------------
+
+
+def _through_numpy(out):
+    array = out.detach().cpu().numpy()
+    return (array > 0).mean()
+
+
+def _draw(out):
+    return Normal(out[:, 0], out[:, 1].exp()).sample()
+
+
+def _by_number(out):
+    return torch.tensor([F.mse_loss(row, torch.ones(3)).item() for row in out]).mean()
+
+
+for _name, _kinds, _term in (
+    ("accuracy", "discrete", lambda out: (out.argmax(1) == Y).float().mean()),
+    ("a fraction", "discrete", lambda out: (out > 0).float().mean()),
+    ("a number", "left_framework", lambda out: out.norm().item()),
+    ("numbers", "left_framework", _by_number),
+    ("NumPy", "detached left_framework", _through_numpy),
+    ("rounded", "zero_derivative", lambda out: (torch.round(out).mean() - 0.5) ** 2),
+    ("integers", "integer_cast", lambda out: out.long().float().mean()),
+    ("a histogram", "discrete", lambda out: F.mse_loss(torch.histc(out, 5), torch.ones(5))),
+    ("an overlap", "discrete", lambda out: 1 - (out > 0).float().sum() / (out > -1).sum()),
+    ("an action", "discrete", lambda out: Categorical(logits=out).sample().float().mean()),
+    ("reversed", "detached", lambda out: gt.reverse_gradient(out.detach()).mean()),
+):
+    PLANTED.add(name=f"{_name} as a term", expected=(_kinds, False))(
+        lambda out, term=_term: F.cross_entropy(out, Y) + 0.1 * term(out)
+    )
+for _name, _kinds, _loss in (
+    ("accuracy", "discrete", lambda out: 1 - (out.argmax(1) == Y).float().mean()),
+    ("a number", "left_framework", lambda out: torch.tensor(out.mean().item()) * 1.0),
+    ("losses in a list", "left_framework", lambda out: torch.tensor([x.mean() for x in out]).sum()),
+    ("data", "detached", lambda out: F.mse_loss(out.data, torch.ones(6, 3))),
+    ("a draw", "no_grad", lambda out: _draw(out).pow(2).mean()),
+    ("nan", "nan_value", lambda out: torch.log(out - 100).mean()),
+    ("dead", "dead", lambda out: F.relu(out - 100).mean()),
+):
+    PLANTED.add(name=f"{_name} as the loss", expected=(_kinds, True))(_loss)

@@ -1,4 +1,4 @@
-"""In healthy training losses of modules why_zero finds nothing."""
+"""In healthy training losses of modules why_zero finds nothing; planted terms are found."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from tests.support.healthy_models_torch import HEALTHY
+from tests.support.healthy_models_torch import HEALTHY, PLANTED, X, mlp
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
@@ -19,3 +19,13 @@ def test_a_healthy_training_loss_has_no_finding(healthy):
         report = gt.why_zero(loss, model=model)
         assert not report, str(report)
         loss()
+
+
+@pytest.mark.parametrize("planted", PLANTED.cases())
+def test_a_planted_loss_or_term_is_found(planted):
+    torch.manual_seed(0)
+    model, (kinds, whole) = mlp(4, 8, 3), planted.expected
+    report = gt.why_zero(lambda: planted.program(model(X)), model=model)
+    assert {(f.kind, f.whole) for f in report} == {(kind, whole) for kind in kinds.split()}
+    assert {f.argument for f in report} == {name for name, _ in model.named_parameters()}
+    assert all(f.source.file.endswith("healthy_models_torch.py") for f in report)

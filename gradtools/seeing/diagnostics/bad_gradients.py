@@ -178,7 +178,12 @@ class ValueOrigins:
 
 
 def at_origins(places: Sequence[Vanished] | None, origins: Iterable[Node]) -> list[Vanished] | None:
-    """The places of a NaN gradient; the origins of the output's NaN if these are elsewhere."""
+    """The places of a zero or NaN gradient; the origins of the output's NaN if elsewhere.
+
+    The gradient may be finite where the output is NaN, as that of the logarithm is.
+    """
     lines = {p.node.source for p in places or () if p.kind == "nan"}
     elsewhere = [Vanished(node, kind="nan_value") for node in origins if node.source not in lines]
-    return elsewhere if lines and elsewhere else None if places is None else list(places)
+    if elsewhere and (lines or not places):
+        return elsewhere
+    return None if places is None else list(places)

@@ -273,6 +273,8 @@ def _summands(term: Summand, start: Strengths, seen: set[tuple[int, int]]) -> It
     node = _makers(graph).get(value)
     if node is None or not (_is_scalar(graph, value) and graph.values[value].is_inexact):
         yield term
+    elif node.bodies and all(strengths.get(v) != _FULL for v in node.inputs):
+        yield term  # the derivative is lost before the call
     elif len(node.bodies) == 1 and node.links is None and not node.bodies[0].carries:
         body = node.bodies[0]
 

@@ -143,18 +143,15 @@ def _untraced(recorder: CallRecorder, graph: PlainGraph) -> list[int]:
     held = [number for number, x in recorder.captured.items() if x.requires_grad]
     back = {source for source, _ in graph.outside}
     matters = backward(graph, dict.fromkeys(graph.outputs, _FULL))
-    result: set[int] = set()
-    for value in (*graph.inputs, *(n for n in held if matters.get(n, _NONE) < _FULL)):
-        if not graph.values[value].is_inexact:
-            continue
-        reached = forward(graph, {value: _FULL})
-        ends = any(reached.get(out, _NONE) for out in graph.outputs)
-        for k, leaving in enumerate(recorder.leavings):
-            strength = reached.get(leaving.inputs[0], _NONE)
-            explains = strength > _NONE and not (leaving.operation == "branch" and ends)
-            if leaving.outputs[0] not in back and explains:
-                result.add(k)
-    return sorted(result)
+    leaves = [v for v in (*graph.inputs, *held) if graph.values[v].is_inexact]
+    reached = forward(graph, dict.fromkeys(leaves, _FULL))
+    absent = forward(graph, {v: _FULL for v in leaves if not matters.get(v)})
+    result = []
+    for k, leaving in enumerate(recorder.leavings):
+        of = absent if leaving.operation == "branch" else reached
+        if of.get(leaving.inputs[0]) and leaving.outputs[0] not in back:
+            result.append(k)
+    return result
 
 
 def _perturbed(

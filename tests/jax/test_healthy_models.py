@@ -1,0 +1,28 @@
+"""In healthy training losses of modules why_zero finds nothing; a planted term is found."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("equinox")
+pytest.importorskip("flax")
+pytest.importorskip("optax")
+
+import gradtools.jax as gt
+from tests.support.healthy_models_jax import HEALTHY, PARAMS, PLANTED
+
+pytestmark = [pytest.mark.jax, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("healthy", HEALTHY.cases())
+def test_a_healthy_training_loss_has_no_finding(healthy):
+    report = healthy.program()
+    assert not report, str(report)
+
+
+@pytest.mark.parametrize("planted", PLANTED.cases())
+def test_a_planted_term_of_a_loss_is_found(planted):
+    report = gt.why_zero(planted.program, PARAMS)
+    assert {(f.kind, f.whole) for f in report} == {planted.expected}
+    assert all(f.source.file.endswith("healthy_models_jax.py") for f in report)

@@ -68,7 +68,14 @@ FLOORS = {  # what ours does besides, by how a row begins
     "JAX: trace of a `clip": "a norm that cannot overflow, NaN and zero kept",
     "JAX: trace of a rule": "fwd is traced on its own, then inlined; outputs and cotangents pass "
     "through primitives, whose derivatives are the rule at every order",
-    "eager JAX": "each rule's maps are traced and compiled on their own",
+    "eager JAX: the gradient of a function": "arguments and the output are checked",
+    "eager JAX: the gradient of a lambda": "arguments and the output are checked",
+    "eager JAX: the gradient through": "an edit is a primitive for both modes and every order, or "
+    "applied again at second order",
+    "eager JAX: the gradient of a rule": "as the trace of a rule",
+    "eager JAX: the gradient of 50": "each rule's maps are traced and compiled on their own",
+    "JAX: trace and lowering": "rules and frozen functions are primitives, which are lowered one "
+    "by one",
     "JAX: `chunked`": "the scan, traced by `jax.checkpoint`",
 }
 

@@ -122,6 +122,95 @@ clip_by_hand.defvjp(
 )
 
 
+def _kernel(x: Any) -> Any:
+    return jnp.sum(jnp.tanh(x @ x) ** 2)
+
+
+@jax.custom_vjp
+def reverse_by_hand(x: Any) -> Any:
+    """The identity, whose cotangent is negated."""
+    return x
+
+
+reverse_by_hand.defvjp(lambda x: (x, None), lambda _, ct: (-ct,))
+
+
+@jax.custom_vjp
+def tanh_by_hand(x: Any) -> Any:
+    """The identity, whose cotangent goes through tanh."""
+    return x
+
+
+tanh_by_hand.defvjp(lambda x: (x, None), lambda _, ct: (jnp.tanh(ct),))
+
+
+def eager() -> Iterator[Row]:
+    x = jnp.ones((8, 8)) / 8
+    ours, theirs = gj.grad(_kernel), jax.grad(_kernel)
+    name = "eager JAX: the gradient"
+    yield Row(f"{name} of a function", "`jax.grad`", "1.2", 1.1,
+              lambda: ours(x), lambda: theirs(x), count=101)  # fmt: skip
+    yield Row(f"{name} of a lambda that is new at each call", "`jax.grad`", "2.2", 1.1,
+              lambda: gj.grad(lambda x: _kernel(x))(x),
+              lambda: jax.grad(lambda x: _kernel(x))(x), count=101)  # fmt: skip
+    for edit, by_hand, named in (
+        (gj.reverse_gradient, reverse_by_hand, "reverse_gradient"),
+        (partial(gj.clip_gradient, max_norm=1.0), clip_by_hand, "clip_gradient"),
+        (lambda x: gj.transform_gradient(x, jnp.tanh), tanh_by_hand, "transform_gradient"),
+    ):
+        edited, manual = (jax.grad(lambda x, e=e: (e(x) ** 2).sum()) for e in (edit, by_hand))
+        yield Row(f"{name} through `{named}`", "`jax.custom_vjp`", "1.65 to 2.3", 1.2,
+                  partial(edited, x), partial(manual, x), count=101)  # fmt: skip
+    rule, manual = (by_rule(1, make) for make in (gj.custom_rule, jax.custom_vjp))
+    yield Row(f"{name} of a rule", "`jax.custom_vjp`", "1.4 to 1.8", 1.3,
+              lambda: jax.grad(lambda x: rule(x).sum())(x),
+              lambda: jax.grad(lambda x: manual(x).sum())(x), count=101)  # fmt: skip
+
+
+def _lowered(f: Any, *args: Any) -> Any:
+    return jax.jit(lambda *args: f(*args)).lower(*args)
+
+
+def traces() -> Iterator[Row]:
+    x, ws = jnp.ones(8), [jnp.ones((8, 8)) for _ in range(300)]
+    net = lambda ws, x: jnp.sum(encode(ws, x))
+    name = "JAX: trace and lowering of the gradient of"
+    yield Row(f"{name} 300 layers", "`jax.grad`", "2.6", 1.3,
+              lambda: _lowered(gj.grad(net), ws, x), lambda: _lowered(jax.grad(net), ws, x),
+              count=5)  # fmt: skip
+
+    def of_rules(make: Any) -> Any:
+        fs = [by_rule(k, make) for k in range(300)]
+        return _lowered(jax.grad(lambda x: sum(f(x) for f in fs).sum()), x)  # type: ignore[attr-defined]
+
+    yield Row(f"{name} 300 distinct rules", "`jax.custom_vjp`", "4.8", 1.5,
+              partial(of_rules, gj.custom_rule), partial(of_rules, jax.custom_vjp),
+              count=5)  # fmt: skip
+    for count in (8, 256):
+        batch = jnp.ones((2 * count, 8))
+
+        def chunked(ws: Any, x: Any) -> Any:
+            return jnp.sum(gj.chunked(lambda x: encode(ws, x), 2)(x) ** 2)
+
+        def scanned(ws: Any, x: Any, count: int = count) -> Any:
+            f = jax.checkpoint(lambda x: encode(ws, x))
+            return jnp.sum(jax.lax.map(f, x.reshape(count, 2, 8)) ** 2)
+
+        args = ws[:12], batch
+        yield Row(f"{name} `chunked`, {count} chunks", "a scan with remat", "2.0, 5.2", 1.3,
+                  lambda args=args: _lowered(jax.grad(chunked), *args),
+                  lambda args=args, f=scanned: _lowered(jax.grad(f), *args), count=5)  # fmt: skip
+
+    def second(wrap: Any) -> Any:
+        G = wrap(lambda z: encode(ws[:12], z))
+        slope = lambda y, z: jnp.sum(jax.grad(lambda z: jnp.sum((y * G(z)) ** 2))(z) ** 2)
+        return _lowered(jax.grad(lambda y: sum(slope(y, k * x) for k in range(4))), x)
+
+    yield Row("JAX: trace and lowering of `frozen`, 12 layers, 4 uses", "double backward",
+              "7 to 16", 2, partial(second, gj.frozen), partial(second, lambda G: G),
+              count=5)  # fmt: skip
+
+
 def hosts() -> Iterator[Row]:
     xs = jnp.ones((64, 32))
     like = gj.ArraySpec((32,), "float32")
@@ -161,4 +250,4 @@ def _flops(f: Any, ws: Any) -> float:
     return float(f.lower(ws).compile().cost_analysis()["flops"])
 
 
-PARTS = (chunks, rules, hosts)
+PARTS = (chunks, rules, hosts, eager, traces)

@@ -349,7 +349,8 @@ ad.primitive_transposes[cotangent_p] = mortal(_cotangent_transpose)
 
 def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
     """The edit as a `custom_vjp`; fwd applies the edit itself, so that second order has it, too."""
-    rule, captured = lift_captured(rule, xs) if rule.user_functions else (rule, [])
+    lifts = rule.user_functions and captured_tracers(rule)
+    rule, captured = lift_captured(rule, xs) if lifts else (rule, [])
 
     @jax.custom_vjp
     def edited(*operands: Any) -> list[Any]:

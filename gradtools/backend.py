@@ -229,7 +229,7 @@ class Differentiation(Arrays):
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
         """`run(native, *args)` as a function of args, which in JAX is a pytree."""
-        return (partial if self.compiler.is_tracing() else Linear)(run, native)
+        return Linear(run, native)
 
     def opened(
         self,

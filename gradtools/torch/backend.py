@@ -11,6 +11,7 @@ import torch
 
 from gradtools.arguments.wording import in_words
 from gradtools.backend import Array, FrameworkBackend, LazyMember
+from gradtools.boundary import Linear
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import (
     arrays,
@@ -165,6 +166,9 @@ class TorchBackend(FrameworkBackend):
     linearize = staticmethod(engines.linearize)
 
     abstract_eval = LazyMember("rules.checking")
+
+    def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
+        return (partial if is_compiling() else Linear)(run, native)  # dynamo knows partials only
 
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.rules.signatures import Calls

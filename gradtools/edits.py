@@ -262,11 +262,14 @@ class Edits(Operators):
         backend = self._backend
         leaves, treedef = backend.flatten(x)
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
-        count = len(leaves)
+        count, alone = len(leaves), len(leaves) == 1 and leaves[0] is x
 
         def cotangent(xs: Any, cts: Any) -> list[Any]:  # it outlives x, which may be traced
-            full = replaced_at([None] * count, places, cts)
-            transformed = fn(backend.unflatten(treedef, full))
+            full = [cts[0]] if alone else replaced_at([None] * count, places, cts)
+            ct = backend.unflatten(treedef, full)
+            transformed = fn(ct)
+            if alone and backend.is_array(transformed) and not _mismatch(backend, transformed, ct):
+                return [transformed]
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)
 
         rule = Rule(
@@ -467,9 +470,15 @@ class _StraightThrough:
                 f"{len(kwargs)} keyword arguments; without a surrogate the derivative is that of "
                 "the identity, which has one argument. Give a surrogate."
             )
+        if self._surrogate is None and _edited(backend, through):  # one array, in no tree
+            value = backend.call_on_host(self._f, backend.stop_gradient(through), through)
+            if backend.is_array(value):
+                return self._leaf(0, value, through, hint)
+        else:
+            stopped = [x and _stopped(backend, "straight_through", x) for x in (args, kwargs)]
+            both = lambda stopped: self._f(*stopped[0], **stopped[1])
+            value = backend.call_on_host(both, stopped, through)
         leaves, treedef = backend.flatten(through)
-        stopped = [tree and _stopped(backend, "straight_through", tree) for tree in (args, kwargs)]
-        value = backend.call_on_host(lambda both: self._f(*both[0], **both[1]), stopped, through)
         values, value_def = backend.flatten(value)
         if value_def != treedef:
             raise GradtoolsError(

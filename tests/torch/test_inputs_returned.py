@@ -136,7 +136,7 @@ ROUTES = {
 }
 RAISED = (RuntimeError, NotImplementedError, GradtoolsError)
 EDITS = [*IDENTITIES][:6]
-MAY_VIEW = ("chunked", "checkpoint")  # which run f itself in forward mode
+MAY_VIEW = ("chunked", "checkpoint", "frozen")  # which run f itself in forward mode
 
 
 @pytest.mark.sampled(40, 80)

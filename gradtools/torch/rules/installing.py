@@ -104,7 +104,7 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    if rule.reaches == "identity" and not rule.user_functions and _is_plain_eager(xs):
+    if rule.reaches == "identity" and _is_plain_eager(xs):
         xs = apart(xs)
         application = rule.__dict__.get(_APPLICATION)
         if application is None:

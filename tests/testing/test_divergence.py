@@ -268,8 +268,36 @@ def test_the_iteration_of_a_loop_is_told():
 def test_a_value_that_falls_to_float32_is_named():
     g = lambda x: jnp.tanh((x @ x.T).astype(jnp.float32))
     report = first_divergence(lambda x: (x @ x.T).tanh(), g, (X,))
-    assert report.relation == "float64 in PyTorch and float32 in JAX"
+    assert report.relation.startswith("float64 in PyTorch and float32 in JAX from here on")
     assert report.jax.operation == "convert_element_type"
+
+
+def test_a_layer_that_computes_in_float32_inside_is_named():
+    f = lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    g = lambda q: jnp.swapaxes(jax.nn.dot_product_attention(*[jnp.swapaxes(q, 1, 2)] * 3), 1, 2)
+    q = np.random.default_rng(0).normal(size=(2, 2, 5, 4))
+    assert "float32 in JAX from here on" in first_divergence(f, g, (q,)).relation
+    assert first_divergence(f, g, (q.astype(np.float32),))
+
+
+def test_a_long_loop_is_compared_iteration_by_iteration():
+    def g(xs, broken=-1):
+        def step(carry, x):
+            i, y = carry
+            y = jnp.where(i == broken, 0.9, 1.0) * jnp.sin(y + x)
+            return (i + 1, y), None
+
+        return jax.lax.scan(step, (0, jnp.zeros(3)), xs)[0][1]
+
+    def f(xs):
+        y = torch.zeros(3, dtype=xs.dtype)
+        for x in xs:
+            y = torch.sin(y + x)
+        return y
+
+    xs = np.random.default_rng(0).normal(size=(150, 3))
+    assert first_divergence(f, g, (xs,))
+    assert first_divergence(f, lambda xs: g(xs, 120), (xs,)).jax.iteration == (120,)
 
 
 @pytest.mark.parametrize("side", ["torch", "jax"])

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.diverging.recorded_steps import Run, Step
+from gradtools.testing.diverging.recorded_steps import HALF, Run, Step
 from gradtools.testing.diverging.value_matching import (
     STRONG,
     accuracy_of,
+    aligned,
     match,
     related,
     strength,
@@ -27,6 +28,7 @@ from gradtools.testing.relations import relation
 _STOPS = ("detach", "stop_gradient")
 # Operations that may return equal values for operands that differ.
 _LOSSY = ("abs", "pow", "integer_pow", "square", "cos", "cosh", "relu", "max")
+_PRECISIONS = {1e-9: "float64", 1e-4: "float32", HALF: "16 bits"}
 _SIDES = ("torch", "jax")
 Steps = list[Step]
 
@@ -69,6 +71,9 @@ class Blaming:
             first = min(x.number for *_, x, _ in candidates)
             _, _, a, b = max((c for c in candidates if c[2].number == first), key=lambda c: c[:2])
         how, last = self._relation(a, b, tails), self._last_common(a, b)
+        ends = [(self.torch.outputs[k], self.jax.outputs[k]) for k in outputs]
+        if all(aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends):
+            return self._coarse(a, b, ends[0], last)
         if moved := self._other_order(a, b):
             words = "the same entries in another order: reshaped where the other side transposes"
             return Blame(*moved, last, words)
@@ -80,6 +85,20 @@ class Blaming:
             elif x.site != a.site and y.site == b.site and y.op.startswith("reduce") and x.lines:
                 a, how, last = x, related(x.value, b.value, accuracy_of(x, b)) or how, None
         return Blame(a, b, last, how)
+
+    def _coarse(self, a: Step, b: Step, ends: tuple[Step, Step], last: Any) -> Blame:
+        """The blame where one side only computes in a coarser precision."""
+        k = int(ends[1].accuracy > ends[0].accuracy)
+        chosen = [a, b]
+        for s in sorted(_ancestors([ends[k]]), key=lambda s: s.number):
+            if s.accuracy == ends[k].accuracy and not s.leaf:
+                chosen[k] = s
+                break
+        first, second = (_PRECISIONS.get(end.accuracy, "less") for end in ends)
+        words = f"{first} in PyTorch and {second} in JAX from here on"
+        return Blame(
+            chosen[0], chosen[1], last, f"{words}; the outputs agree to the coarser precision"
+        )
 
     def _tail(self, ends: Steps) -> Steps:
         """The steps that lead to differing outputs and to no value that both runs have."""

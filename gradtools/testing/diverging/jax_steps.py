@@ -2,12 +2,13 @@
 
 Calls, branches and loops are entered, loops iteration by iteration. The recorded run is one program
 of values and cotangents that is compiled without optimizations; a program with a `while` or a
-`cond` runs equation by equation, for its numbers decide which equations run.
+`cond`, or a long loop, runs equation by equation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from gradtools.jax._upstream import Literal, constants_of, scopes_of, stack_of
 from gradtools.testing.cross_checking.sides import cast, library, resolve, tokens
 from gradtools.testing.diverging.recorded_steps import HALF, LIMIT, Arguments, Draw, Run, Step
 
+_COMPILED = 400  # equations of loops; more compile for longer than they run one by one
 _FAST_COMPILATION = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -71,7 +73,8 @@ def jax_run(subject: Any, args: Arguments, dtype: str | None, draw: Draw) -> Run
         recorder.pull(zip(recorder.ends, cotangents, strict=True))
         return [s.value for s in recorder.steps], [s.cotangent for s in recorder.steps]
 
-    if jaxprs.holds(closed, "while", "cond"):
+    long = jaxprs.holds(closed, "scan") and _unrolled(closed) > _COMPILED
+    if long or jaxprs.holds(closed, "while", "cond"):
         run, outs = record, flat(*arrays)
     else:
         run = jax.jit(record, compiler_options=_FAST_COMPILATION)
@@ -170,7 +173,7 @@ class _Recorder:
         for i in sorted(range(params["length"]), reverse=params["reverse"]):
             self.iteration = (*before, i)
             rows = [
-                self.apply("row", lambda x, i=i: [x[i]], [x], lines, taped)[0]
+                self.apply("row", partial(_row, jnp.asarray(i)), [x], lines, taped)[0]
                 for x in xs[n + carried :]
             ]
             outs = self.run(body.jaxpr, held, [*first, *carry, *rows], lines, taped)
@@ -233,6 +236,20 @@ class _Recorder:
         for step in self.steps:
             if id(step) in cotangents:
                 step.cotangent = jnp.conj(cotangents[id(step)])
+
+
+def _row(i: Any, x: Any) -> list[Any]:
+    """One row; the index is an array, so that all rows share one compilation."""
+    return [jax.lax.dynamic_index_in_dim(x, i, keepdims=False)]
+
+
+def _unrolled(jaxpr: Any) -> int:
+    """The number of equations with all scans unrolled."""
+    count = 0
+    for eqn in jaxprs.open_jaxpr(jaxpr).eqns:
+        inner = sum(_unrolled(body.jaxpr) for body in jaxprs.bodies(eqn))
+        count += eqn.params["length"] * inner if eqn.primitive.name == "scan" else max(inner, 1)
+    return count
 
 
 def _widened(x: Any) -> float:

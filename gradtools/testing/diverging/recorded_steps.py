@@ -9,7 +9,7 @@ from typing import Any
 from gradtools.code_origin import Source
 
 CALLER = "first_divergence"
-LIMIT = 20_000  # values of one side; longer loops are one operation
+LIMIT = 5_000  # values of one side; longer loops are one operation
 Draw = Callable[[list["Step"]], list[Any]]  # cotangents in NumPy for the outputs
 
 

@@ -110,8 +110,8 @@ class Chunking(Operators):
             names; of an `equinox` or `flax.nnx` module one that holds f as `module`.
 
         Raises:
-            GradtoolsError: chunk_size is below 1; (on call) the batch is empty, its axes differ
-                in length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap
+            GradtoolsError: chunk_size is below 1; (on call) a list is empty, axes differ in
+                length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap
                 the module that calls chunked instead), f changes what cannot be replayed, or
                 returns what cannot be joined, such as batch statistics or a table of all pairs;
                 the message says how to leave it out. None, and strings, flags and other

@@ -151,7 +151,8 @@ class Batch:
                 f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
                 f"axis has one entry for each example; None shares an argument{how}."
             )
-        if 0 in places:
+        # f of an empty array has no rows, and so has the chunked function.
+        if 0 in places and (self.caller != "chunked" or places[0][0][0].is_list):
             name = self._name_of(*places[0][0])
             raise GradtoolsError(
                 f"{self.caller}: the batch is empty ({name} has size 0). Pass at least one example."

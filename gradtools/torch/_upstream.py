@@ -261,11 +261,6 @@ count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
 """The active modes, and their counts. Gone: assume that there are some, which is slower."""
 
 
-def is_traced_by_make_fx() -> bool:
-    """Whether torch.fx traces by proxies, which have no values. Gone: assume that it does not."""
-    return _c._get_dispatch_mode(_c._TorchDispatchModeKey.PROXY) is not None
-
-
 is_dispatch_key_excluded: Callable[[Any], bool] = _c._dispatch_tls_is_dispatch_key_excluded
 """Whether a dispatch key is excluded, as autograd's in `__torch_dispatch__`, where no tensor has a
 tangent. Gone: ask for the tangent, and catch the error."""
@@ -301,15 +296,6 @@ def _keys_of_a_thread() -> tuple[Any, Any]:
 
 AccumulateGrad: Any = _c._functions.AccumulateGrad
 """The class of the nodes of leaves. Gone: compare the name of the class."""
-
-
-def factors_of(node: Any) -> list[Any]:
-    """The operands that a product's or quotient's node saved, packed if hooks did so.
-
-    Gone: a factor of detached values is not compared.
-    """
-    saved = (getattr(node, f"_raw_saved_{name}", None) for name in ("self", "other"))
-    return [getattr(x, "data", None) for x in saved]
 
 
 def function_of(node: Any) -> Any:
@@ -382,11 +368,6 @@ would run for each chunk; refuse leaves with hooks."""
 
 tracing_state: Callable[[], Any] = _c._get_tracing_state
 """As `torch.jit.is_tracing`, which is not exported: TorchScript does not trace hooks."""
-
-
-def set_tensor_hooks(x: Tensor, hooks: Any) -> None:
-    """Restores a tensor's hooks attribute to None after our hook: only None can be pickled."""
-    x._backward_hooks = hooks
 
 
 def owners_of_memory(x: Tensor) -> int:
@@ -590,11 +571,6 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
     return fun
 
 
-def is_compiled(f: Any) -> bool:
-    """Whether f was returned by torch.compile, which no public function says."""
-    return hasattr(f, "_torchdynamo_orig_callable") or type(f).__name__ == "OptimizedModule"
-
-
 # --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
 # Each of these depends on stack frames, on the identity of a code object, or on a counter of the
@@ -657,19 +633,6 @@ hooks_made: Callable[[], int] = partial(getattr, RemovableHandle, "next_id")
 No mode intercepts `Node.register_hook`, or a bound method kept by a library. Benefit: hooks that f
 sets on gradients run once, although chunks are recomputed. Cost: hooks that another thread sets
 meanwhile count as f's, whose backward pass is then slower, but right."""
-
-
-def is_once_differentiable(kind: Any) -> bool:
-    """Whether the backward of a node's Function is decorated with `once_differentiable`.
-
-    The decorator's wrapper has no name of its own, so its code object is compared. Benefit: an
-    error before a chunk is recomputed in vain. Cost: another wrapper around it hides the decorator.
-    """
-    backward = getattr(forward_class(kind), "backward", None)
-    return getattr(backward, "__code__", None) is _ONCE
-
-
-_ONCE = function.once_differentiable(lambda ctx: None).__code__
 
 
 def collective_device(group: Any) -> torch.device:

@@ -1,16 +1,11 @@
-"""Saves and restores PyTorch's modes and flags that change results, for recomputations.
-
-These are autocast, grad mode, the default device and dtype, and the flags that select kernels.
-Reading all of them is fast; only those that differ are set.
-"""
+"""Levels and modes of a thread: legacy vmap, forward mode, saved-tensors hooks; precision flags."""
 
 from __future__ import annotations
 
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +13,6 @@ import torch
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.function_modes import NoForwardMode as NoForwardMode
-from gradtools.torch.function_modes import PlainKernels, plain_kernels_are_on
 
 Tensor = torch.Tensor
 
@@ -165,78 +159,10 @@ def without_cached_weights() -> Iterator[dict[Any, Any]]:
         upstream.set_cached_weights(outer)
 
 
-@dataclass(eq=False)
-class Modes:
-    """Autocast, grad mode, default device and flags in a function's first run."""
-
-    flags: list[Any]  # in the order of `_FLAGS`
-    autocast: list[tuple[str, bool, torch.dtype]]
-    cached: bool
-    grad: bool
-    device: torch.device
-    plain: bool  # whether `PlainKernels` is active
-
-    @classmethod
-    def now(cls, kinds: Iterable[str]) -> Modes:
-        return cls(
-            _current_flags(),
-            _casts(kinds),
-            torch.is_autocast_cache_enabled(),
-            torch.is_grad_enabled(),
-            default_device(),
-            plain_kernels_are_on(),
-        )
-
-    def are_current(self) -> bool:
-        """Whether they are the current ones, apart from grad mode."""
-        return _current_flags() == self.flags and batchings() == 0 and not self._differing()
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """A block in the recorded modes and flags, outside of levels of ``is_grads_batched``."""
-        depth, flags = batchings(), _current_flags()
-        for _ in range(depth):
-            upstream.leave_vmap()
-        try:
-            with ExitStack() as inside:
-                for context in self._differing():
-                    inside.enter_context(context)
-                inside.enter_context(torch.set_grad_enabled(self.grad))
-                _set(flags, self.flags)
-                yield
-        finally:
-            _set(_current_flags(), flags)
-            for _ in range(depth):
-                upstream.enter_vmap()
-
-    def _differing(self) -> list[AbstractContextManager[Any]]:
-        """Contexts that set inference mode, default device and autocast where they differ."""
-        result: list[AbstractContextManager[Any]] = []
-        if torch.is_inference_mode_enabled():  # backward() may be called in inference mode
-            result.append(torch.inference_mode(False))
-        if default_device() != self.device:
-            result.append(self.device)
-        if self.plain and not plain_kernels_are_on():
-            result.append(PlainKernels())
-        casts_differ = _casts([kind for kind, _, _ in self.autocast]) != self.autocast
-        if casts_differ:
-            result += [
-                torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
-                for kind, on, dtype in self.autocast
-            ]
-        return result
-
-
-def casts_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:
-    """The device types for which autocast is on, and its dtypes."""
-    casts = _casts(kinds) if upstream.is_any_autocast_enabled() else ()
-    return tuple([(kind, dtype) for kind, on, dtype in casts if on])
-
-
 @contextmanager
 def without_casts(kinds: Iterable[str]) -> Iterator[None]:
     with ExitStack() as inside:
-        for kind, _ in casts_now(kinds):
+        for kind in {"cpu", *kinds} - {"meta"} if upstream.is_any_autocast_enabled() else ():
             inside.enter_context(torch.autocast(kind, enabled=False))
         yield
 
@@ -251,13 +177,7 @@ def default_device() -> torch.device:
 _CPU = torch.device("cpu")
 
 
-def _casts(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
-    """The settings of autocast for the CPU and these device types."""
-    kinds = sorted({"cpu", *kinds} - {"meta"})
-    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-
-
-# --- flags that select kernels and precisions --------------------------------------------------
+# --- flags of precision --------------------------------------------------------------------------
 
 Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
 """The getter and the setter of a flag."""
@@ -286,8 +206,7 @@ def _if_readable(get: Callable[[], Any], put: Callable[[Any], Any]) -> Flag:
     return read, lambda value: None if value is None else put(value)
 
 
-_cuda, _cudnn, _mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
-_mha = torch.backends.mha
+_cudnn = torch.backends.cudnn
 
 PRECISIONS: dict[str, Flag] = {
     "float32_matmul_precision": _if_readable(
@@ -304,40 +223,3 @@ _NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.con
 for _name in _NEWER if hasattr(_cudnn, "conv") else ():  # from PyTorch 2.9 on
     _at = operator.attrgetter(_name)(torch.backends), "fp32_precision"
     PRECISIONS[f"{_name}.fp32_precision"] = _attribute(*_at)
-
-_FLAGS: dict[str, Flag] = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    **PRECISIONS,
-    "deterministic": (
-        lambda: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
-    ),
-    "encoder fast path": (_mha.get_fastpath_enabled, _mha.set_fastpath_enabled),
-    "flash attention": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    "lean attention": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    "plain attention": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    "cudnn attention": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    **{
-        f"cudnn.{name}": _attribute(_cudnn, name)
-        for name in ("enabled", "benchmark", "deterministic")
-    },
-    "mkldnn.enabled": _attribute(_mkldnn, "enabled"),
-}
-"""All flags that change results, in the order of setting. Each pass of a frozen function reads
-them."""
-_GETTERS, _SETTERS = zip(*_FLAGS.values(), strict=True)
-
-
-def _current_flags() -> list[Any]:
-    """The flags, in the order of `_FLAGS`."""
-    return [*map(operator.call, _GETTERS)]
-
-
-def _set(now: list[Any], wanted: list[Any]) -> None:
-    if now != wanted:
-        for get, put, value in zip(_GETTERS, _SETTERS, wanted, strict=True):
-            if get() != value:  # read anew, since a legacy flag that was set wrote newer ones
-                put(value)

@@ -355,7 +355,6 @@ BAD: dict[str, Call] = {
     "chunked over no argument": lambda gt, a: gt.chunked(lambda: 1.0, 1)(),
     "chunked over a Python number": lambda gt, a: gt.chunked(lambda x: x, 1)(3.0),
     "chunked over a number": lambda gt, a: gt.chunked(lambda x: x, 1)(a(S)),
-    "chunked over nothing": lambda gt, a: gt.chunked(lambda x: x, 1)(a(np.ones(0))),
     "chunked over batches of different sizes": lambda gt, a: gt.chunked(lambda x, y: x, 1)(
         a(V), a(np.ones(3))
     ),

@@ -86,6 +86,9 @@ def test_empty_and_zero_dimensional_arrays_give_their_own_shape(use, shape, gt, 
 def refused_batches(use: Use, shape: str, gt: Any) -> None:
     """What splits a batch says that there is none; vmap and gather are the framework's own."""
     found = outcome(use, World(gt, healthy(gt), gt.asarray(EMPTY[shape])))
+    if use.public == "chunked" and shape != "()":  # as f of an empty array
+        assert tuple(found.shape) == EMPTY[shape].shape
+        return
     if "vmap" in use.name or use.public == "all_gather":
         known = (ValueError, IndexError, ZeroDivisionError)
         assert isinstance(found, known) or tuple(found.shape) == EMPTY[shape].shape

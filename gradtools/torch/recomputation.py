@@ -107,7 +107,7 @@ class Again(Protocol):
         """Whether `batched` needs arguments that all have the batch axis 0."""
 
 
-class Differentiated:
+class Recomputable:
     """The usual answers of a program to its node."""
 
     def pullback(
@@ -123,7 +123,7 @@ class Differentiated:
         return [*xs, *captured]
 
 
-class Program(Differentiated):
+class Program(Recomputable):
     """One chunk of f: a function of tensors that runs again from the state of its first run.
 
     Attributes:
@@ -357,7 +357,7 @@ def _equal(y: Tensor, first: Tensor, exact: bool) -> bool:
     return torch.allclose(y, first, *near, equal_nan=True)
 
 
-class Pull(Differentiated):
+class Pull(Recomputable):
     """The pullback of a program, as a program of its arguments and of cotangents.
 
     size: How many arguments the program has.

@@ -48,7 +48,7 @@ class Held:
             seen.add(id(x))
             if isinstance(x, nn.Module):
                 modules[id(x)] = x
-                todo += x._modules.values()
+                todo += upstream.slots_of(x)[2].values()
             elif isinstance(x, Tensor):
                 tensors[id(x)] = x
             elif isinstance(x, torch.Generator):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations, combinations_with_replacement, permutations
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from gradtools.testing.report import entry_errors, largest, widened
 
 Cause = tuple[str, str]  # in a few words, and the evidence or advice
 FACTOR = "constant factor"
+LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries, elsewhere
 _NEAR = 1e-6  # the relative error at which a factor is a known number
 
 
@@ -57,11 +58,37 @@ def array_cause(
         for other in (b.T, b.reshape(b.shape[::-1]).T):
             if equal(a, other.reshape(b.shape), near):
                 return "transposed layout", "It was reshaped where it should be transposed."
+    if (moved := _rearranged(a, b, near)) is not None:
+        return moved
     for x, y, name in both_ways:
         absent = (x == 0) & (y != 0)
         if absent.any() and (x != 0).any() and equal(x, np.where(absent, 0, y), near):
             count = f"{int(absent.sum())} of {absent.size} entries"
             return f"{lost} in places in {name}", f"{count} are zero, the others agree."
+    return None
+
+
+def _rearranged(a: np.ndarray, b: np.ndarray, near: float) -> Cause | None:
+    """The axis along which the entries of b are a's in another order."""
+    for axis, n in enumerate(b.shape):
+        x, y = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
+        if n > 2 and equal(x, y[::-1], near):
+            return f"reversed axis {axis}", "A flipped kernel, or a sequence read backwards."
+        for ahead, behind in ((x, y), (y, x)):
+            if n > 3 and np.ptp(np.abs(behind[1:])) > 0 and equal(ahead[:-1], behind[1:], near):
+                return f"shifted by one along axis {axis}", "Padding, a causal mask, or an offset."
+        for count in (2, 3, 4) if n > 2 else ():
+            if n % count == 0:
+                blocks = np.split(y, count)
+                for order in permutations(range(count)):
+                    if equal(x, np.concatenate([blocks[i] for i in order]), near):
+                        detail = f"Block i is block {list(order)}[i]: gates, heads, or channels."
+                        return f"permuted blocks of axis {axis}", detail
+        if n % 2 == 0 and n > 2:
+            pairs = y.reshape(n // 2, 2, *y.shape[1:]).swapaxes(0, 1).reshape(y.shape)
+            halves = y.reshape(2, n // 2, *y.shape[1:]).swapaxes(0, 1).reshape(y.shape)
+            if equal(x, pairs, near) or equal(x, halves, near):
+                return f"interleaved axis {axis}", "Pairs of neighbours against two halves (RoPE)."
     return None
 
 
@@ -157,6 +184,8 @@ def factor_name(ratio: complex, sizes: Mapping[str, int]) -> str | None:
             return name
         if size > 1 and is_(size / (size - 1)):
             return f"n / (n - 1) for n = {size}, {name}: unbiased and biased"
+        if size > 2 and is_(math.sqrt(size / (size - 1))):
+            return f"the root of n / (n - 1) for n = {size}, {name}: unbiased and biased"
         if size > 2 and is_(math.sqrt(size)):
             return f"the root of {name}"
     if is_(2.0):

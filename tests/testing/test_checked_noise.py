@@ -118,3 +118,18 @@ def test_a_derivative_of_nan_is_named_where_differences_are_finite():
     x = POINTS["exact zeros"].double()
     with pytest.raises(DerivativeError, match="it is nan, and central differences"), checked():
         gt.grad(lambda x: torch.where(x > 0, x.sqrt() * x, 0 * x).sum())(x)
+
+
+def test_a_fault_at_a_kink_is_named_nearby():
+    from gradtools.testing import DerivativeError
+
+    kinked = FUNCTIONS["ReLU with slope 1 at 0"]
+    wrong = function(lambda x: x.sin(), lambda x, g: 1.5 * g * x.cos())
+    with pytest.raises(DerivativeError, match="argument 0"), checked():
+        gt.grad(lambda x: (kinked(x) + wrong(x)).sum())(POINTS["zeros"].double())
+
+
+def test_a_derivative_that_differences_do_not_resolve_is_counted_as_not_compared():
+    with checked() as report:
+        gt.grad(lambda x: (1e9 * x).cos().sum())(POINTS["normal"])
+    assert (report.compared, dict(report.skipped)) == (0, {"too noisy to tell": 1})

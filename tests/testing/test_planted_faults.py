@@ -116,6 +116,10 @@ class OnceOnly(torch.autograd.Function):
 
 SQUARE = lambda x: x**2
 SUM = lambda x: (x**2).sum()
+MATRIX = np.random.default_rng(4).standard_normal((3, 12))
+GATES = [*range(3), *range(6, 9), *range(3, 6), *range(9, 12)]
+PAIRS = [*range(0, 12, 2), *range(1, 12, 2)]
+LINE, STD = torch.sin, lambda x: jnp.std(x, 0, ddof=1)
 FAULTS = {  # by the quantity in which they show, and by what is said of it
     "value": {
         "constant factor 3, the batch size, axis 0 of argument 0": [
@@ -128,11 +132,32 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
             Fault("degrees", torch.sin, lambda x: jnp.rad2deg(jnp.sin(x)))
         ],
         "sign": [Fault("the other sign", SUM, lambda x: -(x**2).sum())],
+        "reversed axis 0": [
+            Fault("reversed in time", torch.sin, lambda x: jnp.sin(x)[::-1], np.linspace(0, 1, 5))
+        ],
+        "reversed axis 1": [
+            Fault("a flipped kernel", LINE, lambda x: jnp.sin(x)[:, ::-1], MATRIX),
+        ],
+        "shifted by one along axis 1": [
+            Fault("SAME for a padding of 1", LINE, lambda x: jnp.roll(jnp.sin(x), 1, 1), MATRIX),
+            Fault("a mask that lets one more in", lambda x: x.sin().roll(1, 1), jnp.sin, MATRIX),
+        ],
+        "permuted blocks of axis 1": [
+            Fault("gates in another order", LINE, lambda x: jnp.sin(x[:, GATES]), MATRIX),
+            Fault("gates of the other side", lambda x: x[:, GATES].sin(), jnp.sin, MATRIX),
+        ],
+        "interleaved axis 1": [
+            Fault("halves of RoPE", LINE, lambda x: jnp.sin(x[:, PAIRS]), MATRIX),
+            Fault("pairs of RoPE", lambda x: x[:, PAIRS].sin(), jnp.sin, MATRIX),
+        ],
+        "constant factor 0.816497, the root of n / (n - 1) for n = 3, the batch size, axis 0 of "
+        "argument 0: unbiased and biased": [
+            Fault("a standard deviation", lambda x: x.std(0, correction=0), STD, MATRIX),
+        ],
         "no known pattern": [
             Fault("a modulus", torch.sin, lambda x: jnp.abs(jnp.sin(x))),
             Fault("a bias", SQUARE, lambda x: x**2 + 0.25),
             Fault("real part only", SQUARE, lambda z: jnp.real(z**2) + 0j, Z),
-            Fault("reversed in time", torch.sin, lambda x: jnp.sin(x)[::-1], np.linspace(0, 1, 5)),
             Fault(
                 "weights for each row",
                 lambda m: m**2,

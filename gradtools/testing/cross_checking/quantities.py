@@ -27,7 +27,7 @@ from gradtools.testing.cross_checking.sides import (
     narrowed,
 )
 from gradtools.testing.flat import Arrays
-from gradtools.testing.relations import relation
+from gradtools.testing.relations import LAYOUTS, relation
 from gradtools.testing.report import (
     AGREES,
     DIFFERS,
@@ -139,8 +139,8 @@ class CrossCheck:
         for path, a, b in zip(self.pairing.paths, mine, self.leaves[1], strict=False):
             c = self._compared("parameter", 0, path, a, b)
             if not c.agrees and a is not None:
-                transposed = relation(a, b, ("torch", "jax"), 0) == "transposed layout"
-                c = c.because("transposed layout" if transposed else "other parameters", _COPY)
+                found = relation(a, b, ("torch", "jax"), 0) or ""
+                c = c.because(found if found.startswith(LAYOUTS) else "other parameters", _COPY)
             result.append(c)
         return result
 

@@ -117,7 +117,7 @@ PRINTED = {
     ],
     "u10_lost_gradient": [
         r"through NumPy the volume fraction goes from 0\.16 to 0\.2\d, not to 0\.6",
-        r"argument 0 gets a gradient, but one part of what it gives is lost",
+        r"argument 0 gets a gradient, but one term of the loss contributes nothing to it",
         r"u10_lost_gradient\.py:\d+ in fraction_through_numpy: left_framework",
         r"with straight_through it reaches 0\.6\d\d",
         r"and nothing is lost any more",

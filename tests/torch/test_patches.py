@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import gradtools.torch as gt  # noqa: E402  (only where PyTorch is installed)
 from gradtools import GradtoolsError  # noqa: E402
 from gradtools.seeing.torch import thread_patches as patches  # noqa: E402
+from gradtools.seeing.torch import undo  # noqa: E402
 from gradtools.torch import _upstream as upstream  # noqa: E402
 
 HOLDERS = [
@@ -102,7 +103,7 @@ WAYS = {
 @pytest.mark.parametrize("bound", WAYS)
 def test_a_users_function_is_one_link_for_who_records_it(bound):
     f, x = WAYS[bound], torch.linspace(0, 1, 4)
-    hidden = bound not in ("class", "directly") and upstream.node_creation_hook is not None
+    hidden = bound == "module" and upstream.node_creation_hook is not None
     for way, text in (gt.why_zero, "Nothing is lost"), (gt.formula, "vjp[Through]"):
         if hidden:  # from PyTorch 2.14 on a bound `apply` is a function in C, which no patch sees
             with pytest.raises(GradtoolsError, match=r"bound before.*Through\.apply"):
@@ -122,3 +123,15 @@ def test_attributes_of_modules_are_seen_before_they_change():
         del holder.several
     assert [name for name, _ in seen] == ["own", "several"] and seen[0][1] is before
     assert holder.own == 2 and not hasattr(holder, "several")
+
+
+def test_variables_that_hold_a_bound_apply_look_it_up_while_f_is_recorded(monkeypatch):
+    """As from PyTorch 2.14 on, where a bound `apply` is a function in C."""
+    bound, seen = Through.apply, []
+    f = lambda: seen.append((BOUND, bound))
+    before = BOUND
+    monkeypatch.setattr(undo, "looked_up", lambda x: len if x is before or x is bound else x)
+    with undo.undone(f, ()):
+        f()
+    f()
+    assert seen == [(len, len), (before, bound)]

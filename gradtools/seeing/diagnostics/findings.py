@@ -273,8 +273,6 @@ class Finding:
         scope: The modules it runs in, outermost first.
         whole: Whether the whole gradient is lost, not only one term.
         detail: Additional text: the framework's own message, a name.
-        meant: Whether the stop looks intentional, because its term trains something else; such a
-            finding becomes a note.
         primitive: The elementary operation inside of `operation` that caused it, by its
             framework-neutral name; empty if it is the same.
     """
@@ -286,7 +284,6 @@ class Finding:
     scope: tuple[str, ...] = ()
     whole: bool = True
     detail: str = ""
-    meant: bool = False
     primitive: str = ""
 
     @property

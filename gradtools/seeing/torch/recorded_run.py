@@ -22,10 +22,9 @@ import torch
 from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run
-from gradtools.seeing.torch.recording.autograd_functions import looked_up
 from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.seeing.torch.recording.observation import ObservedRun, observed, watchable
-from gradtools.seeing.torch.undo import rerun
+from gradtools.seeing.torch.undo import looked_up, rerun
 from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor

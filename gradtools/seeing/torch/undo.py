@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import getattr_static
+from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.code_origin import USER, whose
+from gradtools.function_variables import globals_of
 from gradtools.seeing.graphs.reachable import Named, named_objects
 from gradtools.seeing.torch.thread_patches import attributes_written
 from gradtools.torch import _upstream as upstream
@@ -89,7 +91,24 @@ class Undo(TorchFunctionMode):
                 held.append(x)
             elif (stream := _stream(x)) is not None:
                 self._log.append(stream)
+            elif isinstance(x, FunctionType):
+                self._look_up_applies(x)
         self._state = RunState.now(Held(held, kinds))
+
+    def _look_up_applies(self, f: FunctionType) -> None:
+        """Makes the variables of f look up `Function.apply` at each call, until they are put back.
+
+        From PyTorch 2.14 on a bound `apply` is a function in C, which no patch of a class reaches.
+        """
+        for name, value in globals_of(f).items():
+            if (new := looked_up(value)) is not value:
+                self._log.append(partial(f.__globals__.__setitem__, name, value))
+                f.__globals__[name] = new
+        for cell in f.__closure__ or ():
+            held = cell.cell_contents if cell != CellType() else None
+            if (new := looked_up(held)) is not held:
+                self._log.append(partial(setattr, cell, "cell_contents", held))
+                cell.cell_contents = new
 
     def watch(self, x: Tensor) -> None:
         """Adds a tensor that existed before, and its `.grad`."""
@@ -172,6 +191,17 @@ def _refill(storage: torch.UntypedStorage, contents: torch.UntypedStorage) -> No
 def _refill_sparse(x: Tensor, contents: Tensor) -> None:
     with upstream.version_counter_kept(x):
         x.copy_(contents)
+
+
+def looked_up(f: Any) -> Any:
+    """For a bound `Function.apply` one that looks up `apply` at each call; else f itself."""
+    kind = f.__self__ if isinstance(f, BuiltinMethodType) and f.__name__ == "apply" else None
+    is_bound = isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+    return MethodType(_apply, kind) if is_bound else f
+
+
+def _apply(kind: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return kind.apply(*args, **kwargs)
 
 
 # --- what f can reach --------------------------------------------------------------------

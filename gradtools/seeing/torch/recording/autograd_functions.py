@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import is_
-from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import torch
@@ -16,23 +14,6 @@ from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
 from gradtools.torch.operation_marks import RULE, function_of_ours
 
 Tensor = torch.Tensor
-
-
-def looked_up(f: Any) -> Any:
-    """For a bound `Function.apply` one that looks up `apply` at each call; else f itself.
-
-    From PyTorch 2.14 on a bound `apply` is a function in C, which no patch of a class reaches.
-    """
-    if type(f) is tuple:
-        parts = tuple(map(looked_up, f))
-        return f if all(map(is_, parts, f)) else parts
-    kind = f.__self__ if isinstance(f, BuiltinMethodType) and f.__name__ == "apply" else None
-    is_bound = isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
-    return MethodType(_apply, kind) if is_bound else f
-
-
-def _apply(kind: Any, /, *args: Any, **kwargs: Any) -> Any:
-    return kind.apply(*args, **kwargs)
 
 
 class ParametersRead(TorchFunctionMode):

@@ -178,19 +178,20 @@ class OneTangent(PlainAttention):
                     return _redispatch(fun, types, args, kwargs or {})
             finally:
                 self._inside = before
-        within = not torch.is_grad_enabled()
-        for x in tensors_in(args):
-            if x.requires_grad and not within:
-                within = self._is_inside(x)
-                if not within:
-                    self.read[id(x)] = weakref.ref(x)
+        within, given = not torch.is_grad_enabled(), (*args, *kwargs.values()) if kwargs else args
+        if not within and any(map(_requires_grad, given)):
+            tracked = [x for x in tensors_in(given) if x.requires_grad]
+            within = any(map(self._is_inside, tracked))
+            if not within:
+                self.read.update((id(x), weakref.ref(x)) for x in tracked)
         if within:
             return super().__torch_function__(fun, types, args, kwargs)
         _set_graphs(False)
         try:
             rule = None if kwargs or upstream.peek_interpreter_stack() else _RULES.get(fun)
             y = None if rule is None else rule(fun, *args)
-            y = super().__torch_function__(fun, types, args, kwargs) if y is None else y
+            if y is None:
+                y = super().__torch_function__(fun, types, args, kwargs)
         finally:
             _set_graphs(True)
         leaf = args[0] if y is None and args else y  # None: of `x.requires_grad = True`
@@ -207,6 +208,12 @@ class OneTangent(PlainAttention):
             return upstream.sequence_of(x.grad_fn) >= self._began
         made = self._made.get(id(x))
         return made is not None and made() is x
+
+
+def _requires_grad(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.requires_grad
+    return isinstance(x, list | tuple | dict) and any(y.requires_grad for y in tensors_in(x))
 
 
 # --- tangents of linear operations, of which one operand has a tangent; else None ----------------

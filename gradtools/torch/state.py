@@ -190,7 +190,7 @@ _LARGE = 1 << 16
 
 
 def _has_version(x: Tensor) -> bool:
-    return not (nn.parameter.is_lazy(x) or x.is_inference())
+    return (type(x) in _PLAIN or not nn.parameter.is_lazy(x)) and not x.is_inference()
 
 
 def _version(buffer: Tensor) -> int:

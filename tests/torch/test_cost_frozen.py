@@ -217,7 +217,7 @@ def test_what_a_use_costs_besides_its_work_is_held():
         return own_calls(run)
 
     short, long = use(1), use(5)
-    assert short <= 520
-    assert long - short <= 4 * 100  # the modes of the thread see each operation
+    assert short <= 276
+    assert long - short <= 4 * 16  # a mode of the thread sees each operation that is pushed
     x = torch.randn(3)
     assert own_calls(lambda: gt.grad(lambda x: x.square().sum())(x)) <= 40

@@ -204,6 +204,12 @@ def volume_fraction_through_numpy(x):
 
 
 @cause()
+def detached_and_later_through_numpy(x):
+    y = (x * 2).detach()  # <- detached
+    return torch.from_numpy(y.numpy() ** 2).sum()  # <- left_framework
+
+
+@cause()
 def item(x):
     return torch.ones(3).sum() * x.sum().item()  # <- left_framework
 

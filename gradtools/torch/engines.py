@@ -40,6 +40,7 @@ from gradtools.torch.gradient_tensors import (
     in_memory,
     kept,
     normal,
+    with_tangents,
     without_graph,
 )
 from gradtools.torch.known_errors import explain
@@ -197,7 +198,7 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
             continue
         alias = x.view_as(x) if keep and x.requires_grad else None
         if alias is None or alias.grad_fn is None:  # forward mode under no_grad records no graph
-            alias = (x.clone() if x.is_inference() else without_graph(x)).requires_grad_()
+            alias = (x.clone() if x.is_inference() else without_graph(x, not keep)).requires_grad_()
             setattr(alias, SPENT, spent)
         aliases.append(alias)
     plain = plain or _here.depth > 0 or getattr(fun, "plain_kernels", False)
@@ -215,7 +216,7 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
         aliases.append(d)
     spent[0] = True
     deferred = bool(own) and fun.is_deferred()  # type: ignore[attr-defined]
-    attached = keep and not deferred and depends_on_others(outs)
+    attached = keep and not deferred and depends_on_others(with_tangents(outs))
     return _Evaluated(outs, extras, aliases, attached, spent, plain)
 
 
@@ -235,12 +236,12 @@ def _pulled(
     if not create and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return _pulled(of, outs, inputs, cts, retain)
-    ys, seeds, moves = list[Tensor](), list[Tensor](), of.attached
+    ys, seeds = list[Tensor](), list[Tensor]()
     for y, ct in zip(outs, cts, strict=True):
         if ct is not None and y.requires_grad:
             ys.append(y)
             seeds.append(ct.clone() if ct.is_inference() else ct)
-            moves = moves or ct.requires_grad
+    moves = of.attached or any(ct.requires_grad for ct in with_tangents(seeds))
     if not ys:
         return [None] * len(inputs)
     create = create and moves

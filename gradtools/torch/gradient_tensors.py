@@ -9,6 +9,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import DERIVATIVE, detached
 
 Tensor = torch.Tensor
@@ -24,16 +25,27 @@ def kept(fun: Any, x: Tensor) -> Tensor:
     return x.detach() if id(x) in getattr(fun, "own", ()) and fun.is_deferred() else x
 
 
-def without_graph(x: Tensor) -> Tensor:
-    """x detached. A dual number keeps its tangent, which `detach` alone would drop."""
+def without_graph(x: Tensor, of_tangent: bool = True) -> Tensor:
+    """x detached. A dual number keeps its tangent, which `detach` alone would drop.
+
+    of_tangent: Whether the tangent is detached, too.
+    """
     if upstream.forward_level() >= 0:
         primal, tangent = forward_ad.unpack_dual(x)
         if tangent is not None:
-            primal, tangent = detached(primal, DERIVATIVE), detached(tangent, DERIVATIVE)
-            return forward_ad.make_dual(primal, tangent)
+            tangent = detached(tangent, DERIVATIVE) if of_tangent else tangent
+            return forward_ad.make_dual(detached(primal, DERIVATIVE), tangent)
     if upstream.count_of_dispatch_modes() or upstream.count_of_function_modes():
         return detached(x, DERIVATIVE)  # marked for a recorder
     return x.detach()
+
+
+def with_tangents(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors and their tangents, each of which may have a graph of its own."""
+    if upstream.forward_level() < 0 or upstream.peek_interpreter_stack() is not None:
+        return list(xs)  # vmap cannot unpack what it batches, such as the rows of a Jacobian
+    pairs = [forward_ad.unpack_dual(x) for x in xs if is_inexact(x)]
+    return [*xs, *[tangent for _, tangent in pairs if tangent is not None]]
 
 
 def freed(xs: Sequence[Any]) -> list[Any]:

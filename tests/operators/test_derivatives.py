@@ -627,3 +627,23 @@ def test_an_argument_of_integers_alone_has_no_cotangent_to_move(gt, backend_name
     out, pull = gt.vjp(lambda x, n, k: x * n * k, x, n, 2)
     close(lower(pull(out)[0]), np.array([36.0, 128.0]), EXACT)
     close(lower(gt.vjp(lambda n: n * 2.0, n)[0]), np.array([6.0, 8.0]), EXACT)
+
+
+@pytest.mark.parametrize("inner", ["grad", "vjp", "jvp", "jacobian", "hvp"])
+def test_a_pushed_derivative_is_differentiated_by_its_tangent(gt, inner):
+    """The tangent has a graph where the primal has none."""
+    xp = gt.xp
+    f = lambda x: xp.sum(xp.sin(x) * x) * xp.sum(x)
+    x, t = (gt.asarray(np.sin(np.arange(3.0) + k)) for k in (1, 2))
+    ones = gt.asarray(np.ones(3))
+    derivatives = {
+        "grad": lambda x: gt.grad(f)(x),
+        "vjp": lambda x: gt.vjp(f, x)[1](f(x))[0],
+        "jvp": lambda x: gt.jvp(lambda x: x * f(x), (x,), (ones,))[1],
+        "jacobian": lambda x: gt.jacobian(lambda x: x * f(x))(x) @ x,
+        "hvp": lambda x: gt.hvp(f, (x,), (ones,), mode="forward_over_reverse")[1][0],
+    }
+    pushed = lambda t: xp.sum(xp.sin(gt.jvp(derivatives[inner], (x,), (t,))[1]))
+    jacobian = gt.to_numpy(gt.jacobian(derivatives[inner], mode="reverse")(x))
+    expected = np.cos(jacobian @ gt.to_numpy(t)) @ jacobian
+    np.testing.assert_allclose(gt.to_numpy(gt.grad(pushed)(t)), expected, rtol=1e-10)

@@ -152,7 +152,7 @@ def test_a_right_port_is_not_blamed(name, tmp_path):
         report = first_divergence(*name())
     assert report, str(report)
     assert (report.kind, report.torch, report.jax) == ("agrees", None, None)
-    assert len(report) > 1 and "values of PyTorch's run are found" in report.notes[0]
+    assert len(report) > 1 and "values of PyTorch's run are found" in report.notes[-1]
 
 
 # --- mistakes made by a program: the right line must be named, without a look at the program
@@ -350,6 +350,18 @@ def test_a_parameter_without_counterpart_is_told():
     port = (lambda p, s, x: (x @ p["w"].T + np.asarray(mine.bias.detach()), s), {"w": w}, {})
     report = first_divergence(mine, port, (X,), {"weight": "w"})
     assert report and any("bias" in x for x in report.left_out)
+
+
+def test_an_output_in_another_layout_agrees_and_is_noted():
+    report = first_divergence(lambda x: x.sum(0), lambda x: x.sum(0, keepdims=True), (X,))
+    assert report and "output 0 is reshaped: (3,) in PyTorch and (1, 3) in JAX" in report.notes
+
+
+def test_equal_arguments_that_are_exchanged_are_told_by_their_gradients():
+    f, g = lambda a, b: (a * 2 + b).sum(), lambda a, b: (a + b * 2).sum()
+    report = first_divergence(f, g, (X, X.copy()))
+    assert report.kind == "gradient" and report.torch.line and report.jax.line
+    assert "the gradient of argument 0 differs" in report.relation
 
 
 def test_the_model_is_left_as_it_was():

@@ -231,6 +231,9 @@ class _Diagnosis:
             return mismatch("value", path, 0, (f"shape {a.shape}", f"shape {b.shape}"))
         limit = max(min(x.accuracy, y.accuracy), 1e-9)
         moved = a if layout is None else layout[1](a)
+        if layout is not None and layout[0] != "equal":
+            note = f"{path} is {layout[0]}: {a.shape} in PyTorch and {b.shape} in JAX"
+            self.result.notes.append(note)
         c = compare_arrays("value", path, moved, b, tolerance=limit)
         if a.dtype.kind in "fc" and a.size and not (np.isfinite(a).any() or np.isfinite(b).any()):
             return c.because("no finite entry")
@@ -294,9 +297,15 @@ class _Diagnosis:
     def _blame(self, kind: str, blame: Blame | None) -> Divergence:
         result = self.result
         result.kind, result.blamed = kind, blame
-        if blame is None:
-            result.relation = "at the leaves alone; all common intermediate cotangents agree"
-            return result
+        if blame is None:  # a leaf is used otherwise, but all common cotangents agree
+            wrong = {c.path for c in result.disagreements}
+            pair = next(((x, y) for x, y, _ in self.named if x.leaf in wrong), None)
+            if pair is None:
+                result.relation = "at captured arrays alone"
+                return result
+            uses = [next((c for c in s.children if not c.inside), s) for s in pair]
+            words = f"the gradient of {pair[0].leaf} differs where it is first used"
+            blame = result.blamed = Blame(uses[0], uses[1], pair, words)
         result.torch, result.jax = blame.torch.place, blame.jax.place
         if blame.last:
             result.last_torch, result.last_jax = (s.place for s in blame.last)

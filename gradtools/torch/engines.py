@@ -40,7 +40,7 @@ from gradtools.torch.gradient_tensors import (
     in_memory,
     kept,
     normal,
-    with_tangents,
+    tangents_of,
     without_graph,
 )
 from gradtools.torch.known_errors import explain
@@ -143,6 +143,7 @@ class _Evaluated(NamedTuple):
     attached: bool  # whether results are attached to a graph outside
     spent: list[bool]  # the flag of the aliases, see `is_spent`
     plain: bool  # whether the function ran by `PlainKernels`
+    pushes: bool  # whether tangents of the results are attached to a graph outside
 
 
 def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
@@ -167,10 +168,10 @@ def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
         own = any(issubclass(type(node), BackwardCFunction) for node in nodes_of(outs))
         return None if own else _or_cannot_push(_transposed(evaluated))
 
-    shown = outs
+    shown, pushes = outs, evaluated.pushes
     if not attached:
-        extras = freed(extras) if extras else extras
-        shown = freed(outs) if getattr(fun, "returns_output", True) else outs
+        extras = freed(extras, not pushes) if extras else extras
+        shown = freed(outs, not pushes) if getattr(fun, "returns_output", True) else outs
     return Evaluation(shown, extras, pullback, nested=nested, transposed=transposed)
 
 
@@ -216,8 +217,10 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
         aliases.append(d)
     spent[0] = True
     deferred = bool(own) and fun.is_deferred()  # type: ignore[attr-defined]
-    attached = keep and not deferred and depends_on_others(with_tangents(outs))
-    return _Evaluated(outs, extras, aliases, attached, spent, plain)
+    keep = keep and not deferred
+    attached = keep and depends_on_others(outs)
+    pushes = keep and upstream.forward_level() >= 0 and depends_on_others(tangents_of(outs))
+    return _Evaluated(outs, extras, aliases, attached, spent, plain, pushes)
 
 
 _NONE: frozenset[int] = frozenset()
@@ -236,22 +239,23 @@ def _pulled(
     if not create and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return _pulled(of, outs, inputs, cts, retain)
-    ys, seeds = list[Tensor](), list[Tensor]()
+    ys, seeds, moves = list[Tensor](), list[Tensor](), of.attached
     for y, ct in zip(outs, cts, strict=True):
         if ct is not None and y.requires_grad:
             ys.append(y)
             seeds.append(ct.clone() if ct.is_inference() else ct)
-    moves = of.attached or any(ct.requires_grad for ct in with_tangents(seeds))
+            moves = moves or ct.requires_grad
+    pushes = of.pushes or any(t.requires_grad for t in tangents_of(seeds))
     if not ys:
         return [None] * len(inputs)
-    create = create and moves
+    create = create and (moves or pushes)
     again = create or upstream.forward_level() >= 0  # some tangents are wrong without a graph
     of.spent[0] = False  # a checkpoint that computes f again attaches to the aliases as before
     try:
         grads = pulled(ys, inputs, seeds, retain or create, again, of.plain)
     finally:
         of.spent[0] = True
-    return list(grads) if create else freed(grads)
+    return list(grads) if create and moves else freed(grads, not pushes)
 
 
 def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:

@@ -40,19 +40,22 @@ def without_graph(x: Tensor, of_tangent: bool = True) -> Tensor:
     return x.detach()
 
 
-def with_tangents(xs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors and their tangents, each of which may have a graph of its own."""
+def tangents_of(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The tangents of dual numbers, which have a graph of their own."""
     if upstream.forward_level() < 0 or upstream.peek_interpreter_stack() is not None:
-        return list(xs)  # vmap cannot unpack what it batches, such as the rows of a Jacobian
-    pairs = [forward_ad.unpack_dual(x) for x in xs if is_inexact(x)]
-    return [*xs, *[tangent for _, tangent in pairs if tangent is not None]]
+        return []  # vmap cannot unpack what it batches, such as the rows of a Jacobian
+    tangents = [forward_ad.unpack_dual(x).tangent for x in xs if is_inexact(x)]
+    return [t for t in tangents if t is not None]
 
 
-def freed(xs: Sequence[Any]) -> list[Any]:
-    """The tensors, detached if they require grad; None stays None."""
+def freed(xs: Sequence[Any], of_tangent: bool = True) -> list[Any]:
+    """The tensors, detached if they require grad; None stays None.
+
+    of_tangent: Whether the tangents are detached, too.
+    """
     result = []
     for x in xs:  # a loop, since every derivative runs this
-        result.append(without_graph(x) if x is not None and x.requires_grad else x)
+        result.append(without_graph(x, of_tangent) if x is not None and x.requires_grad else x)
     return result
 
 

@@ -19,7 +19,7 @@ from gradtools.custom_rules import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import is_spent, nodes_behind
+from gradtools.torch.autograd_graph import depends_on_others, is_spent, nodes_behind
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 
 Tensor = torch.Tensor
@@ -59,7 +59,11 @@ def is_derived(rule: Rule) -> bool:
 
 
 def is_captured(y: Tensor) -> bool:
-    return y.requires_grad or is_wrapped(y)
+    """Whether a result at detached arguments may be differentiated by what a rule closes over.
+
+    What a derivative inside of the rule was taken at is a constant.
+    """
+    return (y.requires_grad and depends_on_others([y])) or is_wrapped(y)
 
 
 def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> list[Any]:

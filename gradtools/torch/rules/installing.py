@@ -224,6 +224,7 @@ def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tens
         moves = dy is not None and upstream.unpack_dual(y, level)[1] is not None
         if moves or is_captured(y):
             raise closed_over_error(rule)
+    ys = [y.detach() if y.requires_grad else y for y in ys]
     pairs = zip(without_aliases(ys, xs), without_aliases(dys, dxs, xs, ys), strict=True)
     return [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in pairs]
 

@@ -25,7 +25,12 @@ from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped
 from gradtools.torch.modes import unpacked
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import functions
-from gradtools.torch.rules.captures import closed_over_error, closures_of, other_leaves
+from gradtools.torch.rules.captures import (
+    closed_over_error,
+    closures_of,
+    is_captured,
+    other_leaves,
+)
 from gradtools.torch.rules.checking import CheckedMap, check_linear
 from gradtools.torch.rules.functions import RuleApplication, attach
 from gradtools.torch.rules.installing import apply_rule, pushed
@@ -325,9 +330,10 @@ class Calls:
             ys = signature.specialized.outputs(args, out, "it")
             out = signature.outputs(ys)
             signature.single = type(out) is Tensor
-        for y in ys:
-            if y.requires_grad and not tracked:
+        if not tracked and any(y.requires_grad for y in ys):
+            if any(map(is_captured, ys)):
                 raise closed_over_error(signature.rule)
+            out = signature.outputs([y.detach() for y in ys])
         return out
 
 
@@ -379,7 +385,7 @@ def _recorded(signature: Signature, xs: tuple[Tensor, ...]) -> Any:
     y, dy = result
     if not (type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype):
         return None
-    if y.requires_grad:
+    if is_captured(y):
         raise closed_over_error(signature.rule)
     if not dy.requires_grad:
         return None

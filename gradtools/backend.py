@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 
-from gradtools.arguments.marks import Tape, here
+from gradtools.arguments.marks import MarkedValues, here
 from gradtools.backend_arrays import Array as Array
 from gradtools.backend_arrays import Arrays
 from gradtools.boundary import Linear, user_facing_methods
@@ -268,7 +268,7 @@ class Differentiation(Arrays):
         Also the marks, and arrays like these. By default the shapes are found by an evaluation.
         """
         if not hasattr(call, "tape"):
-            call.tape = Tape()
+            call.tape = MarkedValues()
         call(*call.leaves)
         arrays = call.tape.arrays
         evaluation = self.vjp(call, [*call.leaves, *arrays], groups=None, once=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradtools.arguments.calls import Call
 from gradtools.arguments.checks import normalized_argnums
-from gradtools.arguments.marks import Mark, Tape, here
+from gradtools.arguments.marks import Mark, MarkedValues, here
 from gradtools.arguments.wording import describe
 from gradtools.backend import Array, Operators, P, T
 from gradtools.derivatives import Argnums, derivative_function
@@ -27,7 +27,7 @@ from gradtools.errors import GradtoolsError
 class MarkedCall(Call):
     """A call of f that marks values; after its leaves it takes the arrays of the tape."""
 
-    tape: Tape
+    tape: MarkedValues
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
         """f at the leaves, as in `Call`, with the arrays of its marks after them."""
@@ -63,7 +63,7 @@ class RetainedGradients(Operators):
             >>> float(retained["square"])
             48.0
 
-        Source: flax's ``perturb`` and PyTorch's ``Tensor.retain_grad``.
+        Source: perturb of flax.linen and ``Tensor.retain_grad`` of PyTorch.
         """
         backend = self._backend
         if not isinstance(name, str):

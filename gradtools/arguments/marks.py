@@ -1,9 +1,9 @@
 """The marks of `retain_gradient` in a program, and where they are in the chunks of a batch.
 
 While `retained_gradients` evaluates f, a mark computes y = x + d with an array d of negative zeros,
-so that y has x's bits, and the cotangent at y is the gradient with respect to d. A `Tape` makes
-these arrays in a first evaluation, and supplies them in every other: a chunk that is recomputed
-adds the same d again.
+so that y has x's bits, and the cotangent at y is the gradient with respect to d. `MarkedValues`
+makes these arrays in a first evaluation, and supplies them in every other: a chunk that is
+recomputed adds the same d again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Mark:
     loops: tuple[bool, ...] = ()
 
 
-class Tape:
+class MarkedValues:
     """The marks of one evaluation, in order, and their arrays."""
 
     def __init__(self) -> None:
@@ -69,10 +69,10 @@ class Tape:
         return self._arrays[place]
 
 
-class _Here(threading.local):
+class _Marking(threading.local):
     """Where this thread is. Class attributes are read fastest."""
 
-    tape: Tape | None = None  # of the `retained_gradients` that evaluates f
+    tape: MarkedValues | None = None  # of the `retained_gradients` that evaluates f
     chunks: tuple[Chunk, ...] = ()  # the chunks around, outermost first
     count = 0  # the marks and chunked calls before, in the same chunk
 
@@ -81,7 +81,7 @@ class _Here(threading.local):
         return self.count - 1
 
     @contextmanager
-    def moved(self, tape: Tape | None, chunks: tuple[Chunk, ...]) -> Iterator[None]:
+    def moved(self, tape: MarkedValues | None, chunks: tuple[Chunk, ...]) -> Iterator[None]:
         before = self.tape, self.chunks, self.count
         self.tape, self.chunks, self.count = tape, chunks, 0
         try:
@@ -90,7 +90,7 @@ class _Here(threading.local):
             self.tape, self.chunks, self.count = before
 
 
-here = _Here()
+here = _Marking()
 
 
 class ChunkedCall:

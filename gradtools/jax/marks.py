@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from gradtools.arguments.marks import Mark, Tape
+from gradtools.arguments.marks import Mark, MarkedValues
 from gradtools.backend import Array, Evaluation
 from gradtools.errors import GradtoolsError
 from gradtools.jax import engines, jaxprs
@@ -48,7 +48,7 @@ batching.primitive_batchers[mark_p] = _batched
 
 
 def retaining(call: Any) -> tuple[Evaluation, list[Mark], list[Array]]:
-    call.tape = Tape()
+    call.tape = MarkedValues()
     closed, shapes = jax.make_jaxpr(call, return_shape=True)(*call.leaves)
     jaxpr, treedef = jaxprs.open_jaxpr(closed), jax.tree.structure(shapes)
     found = _marks(jaxpr)

@@ -2,5 +2,5 @@
 
 `torch/` and `jax/` record programs as a `Graph` (`graphs/gradient_graphs.py`), the same for both
 frameworks. Analyses read it: how outputs depend on inputs (`graphs/derivative_flow.py`), where a
-gradient is lost (`graphs/lost_terms.py`) and how to fix it (`diagnostics/diagnosis.py`).
+gradient is lost and how to fix it (`diagnostics/diagnosis.py`).
 """

@@ -19,7 +19,7 @@ import numpy as np
 
 
 @dataclass
-class Comparison:
+class DerivativeAtPoint:
     """A derivative at xs, compared with differences of a program's values.
 
     Attributes:

@@ -31,7 +31,7 @@ from gradtools.code_origin import Source, definition_of, innermost, lines_above
 from gradtools.custom_rules import CustomRule
 from gradtools.errors import DerivativeError
 from gradtools.rules import by_key
-from gradtools.testing.central_differences import Comparison, normal
+from gradtools.testing.central_differences import DerivativeAtPoint, normal
 
 TRACED = "traced values (jit, vmap, compile)"
 UNSEEN = "stops inside of compiled code or loops, or f reads values"
@@ -158,7 +158,7 @@ class CheckedProgram:
                         program, at = self.half.plain(self.backend, fn, xs), self.half.numbers(xs)
                         given = [normal(rng, y) for y in (program.base if member == "vjp" else at)]
                         fn = program.derivative(member, given)
-                    if Comparison(program, member, at, given, rng).verdict() == "differs":
+                    if DerivativeAtPoint(program, member, at, given, rng).verdict() == "differs":
                         return f"The {word}derivative of {name} is wrong by itself ({line})."
                 except Exception:  # an operation that cannot be tried alone is not named
                     continue
@@ -173,7 +173,7 @@ _ORDERS = (
 )
 
 
-def _text(caller: str, fun: Any, c: Comparison) -> str:
+def _text(caller: str, fun: Any, c: DerivativeAtPoint) -> str:
     first, within = getattr(fun, "first", 0), functions_within(fun)
     paths = getattr(within[0], "paths", [f"leaf {i}" for i in range(len(c.xs))])[first:]
     words = f"{c.slope:.6g}, and central differences (step {c.step:.1g}) give {c.difference:.6g}"
@@ -249,7 +249,7 @@ class _CheckedMembers:
             given, known = half.numbers(given), half.numbers(known)
         with set_here(program=program, own=0):
             xs = half.numbers(program.leaves)
-            found = Comparison(program, to, xs, given, here.rng, known)
+            found = DerivativeAtPoint(program, to, xs, given, here.rng, known)
             verdict = found.verdict()
             if verdict == "differs" and not program.unseen:
                 raise DerivativeError(_text(caller, fun, found))
@@ -484,5 +484,5 @@ def lines_of_stops(backend: Any, fun: Any, leaves: Sequence[Any]) -> list[Source
         program = half.program_of(backend, fun, leaves, False)
         given = [normal(rng, y) for y in program.base]
         with set_here(program=program):
-            found = Comparison(program, "vjp", half.numbers(program.leaves), given, rng)
+            found = DerivativeAtPoint(program, "vjp", half.numbers(program.leaves), given, rng)
             return program.stops if found.verdict() == "agrees" else []

@@ -28,14 +28,9 @@ from torch._functorch.autograd_function import custom_function_call as custom_fu
 from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack,
 )
-from torch._functorch.pyfunctorch import (
-    temporarily_pop_interpreter_stack as temporarily_pop_interpreter_stack,
-)
 from torch._guards import TracingContext as TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._ops import HigherOrderOperator as HigherOrderOperator
-from torch._ops import OpOverload as OpOverload
-from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.autograd import function
 from torch.nn.utils import parametrize
 from torch.utils import _pytree
@@ -55,12 +50,10 @@ _c: Any = torch._C
 #   mode can intercept it. Gone: refuse Functions inside of torch.func where a derivative is lost.
 # temporarily_clear_interpreter_stack: runs code outside of all torch.func levels: communication
 #   between processes, a trial of a rule. Gone: refuse these within levels.
-# temporarily_pop_interpreter_stack: runs code outside of the innermost level, whose batches hide
-#   the graphs beneath. Gone: what is cut after the rows of a Jacobian counts as constant.
 # TracingContext, detect_fake_mode: whether a compiler traces with fake tensors.
 #   Gone: `torch.compiler.is_compiling`, which covers dynamo only.
-# HigherOrderOperator, OpOverload, OpOverloadPacket: the classes of PyTorch's operators.
-#   Gone: `type(torch.ops.aten.add)` and so on.
+# HigherOrderOperator: the class of operators such as cond.
+#   Gone: `type(torch.ops.higher_order.cond)`.
 # pytree: the registry of containers that torch.func itself uses, so that containers registered
 #   with `torch.utils._pytree.register_pytree_node` are known. Gone: `torch.utils.pytree`
 #   (pytorch#65761, #175082).
@@ -261,6 +254,11 @@ count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
 """The active modes, and their counts. Gone: assume that there are some, which is slower."""
 
 
+def is_traced_by_make_fx() -> bool:
+    """Whether torch.fx traces by proxies, which have no values. Gone: assume that it does not."""
+    return _c._get_dispatch_mode(_c._TorchDispatchModeKey.PROXY) is not None
+
+
 is_dispatch_key_excluded: Callable[[Any], bool] = _c._dispatch_tls_is_dispatch_key_excluded
 """Whether a dispatch key is excluded, as autograd's in `__torch_dispatch__`, where no tensor has a
 tangent. Gone: ask for the tangent, and catch the error."""
@@ -418,8 +416,8 @@ values_of: Callable[[Tensor], Tensor] = methodcaller("_values")
 
 # --- operators ---------------------------------------------------------------------------------
 
-arguments_of: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")
-"""The arguments of an operator, from its schema. Gone: those of its documentation."""
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""An operator's name and arguments. Gone: those of its documentation."""
 
 
 def decompositions() -> Any:
@@ -453,15 +451,10 @@ def forward_hooks_of(module: torch.nn.Module) -> dict[int, Any]:
     return {**module._forward_hooks, **module._forward_pre_hooks}
 
 
-def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module has a hook that may edit gradients."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether a module has a hook of any kind."""
     forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward) or has_backward_hooks(module)
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm

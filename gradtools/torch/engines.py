@@ -245,7 +245,9 @@ def _pulled(
             ys.append(y)
             seeds.append(ct.clone() if ct.is_inference() else ct)
             moves = moves or ct.requires_grad
-    pushes = of.pushes or any(t.requires_grad for t in tangents_of(seeds))
+    pushes = of.pushes
+    if not pushes and upstream.forward_level() >= 0:
+        pushes = any(t.requires_grad for t in tangents_of(seeds))
     if not ys:
         return [None] * len(inputs)
     create = create and (moves or pushes)

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from gradtools.arguments.marks import Mark, Tape, here
+from gradtools.arguments.marks import Mark, MarkedValues, here
 from gradtools.backend import Backend, Evaluation
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 
 
-class _TorchTape(Tape):
+class _TorchTape(MarkedValues):
     """level: The level of torch.func at which f is evaluated."""
 
     def __init__(self) -> None:

@@ -71,6 +71,8 @@ def assert_as_by_hand(found: dict[str, float], program: Callable[[Any], Any]) ->
     x = jax.numpy.asarray(POINT)
     by_hand = grown(lambda: [program(x), program(x)], "jax", CALLS["jax"])
     assert all(n <= by_hand.get(what, 0) for what, n in found.items()), (found, by_hand)
+    if "compiled programs" in by_hand:  # which the compiler's caches keep, up to their size
+        return
     assert set(found) <= {"objects"}
     dead = dead_references()
     jax.clear_caches()
@@ -108,6 +110,15 @@ def _by_a_rule(x: Any) -> Any:
     return jax.grad(lambda x: jax.numpy.sum(run(x)))(x)
 
 
+def _by_conjugate_gradients(x: Any) -> Any:
+    """Linear solves by a product that is written inline, one for each of two operators."""
+    import jax
+    from jax.scipy.sparse.linalg import cg
+
+    solve = lambda b: cg(lambda v: v + jax.numpy.sum(_smooth(x)) * v, b)[0]
+    return jax.grad(lambda b: jax.numpy.sum(solve(b)))(x), jax.linearize(solve, x)[1](x)
+
+
 def _smooth(x: Any) -> Any:
     import jax
 
@@ -115,6 +126,7 @@ def _smooth(x: Any) -> Any:
 
 
 BY_HAND = {
+    "implicit_solution: F": _by_conjugate_gradients,
     "mixed_partial": _in_forward_mode,
     "mixed_partial: G": _in_forward_mode,
     "custom_rule: jvp": _transposed,

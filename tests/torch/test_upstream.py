@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradtools.seeing.torch.thread_patches import functions_applied
 from gradtools.torch import _upstream as upstream
@@ -133,8 +134,6 @@ def test_levels_of_torch_func_are_seen_from_inside():
         seen["level"] = upstream.peek_interpreter_stack().level() == upstream.maybe_get_level(x)
         with upstream.temporarily_clear_interpreter_stack():
             seen["cleared"] = upstream.peek_interpreter_stack()
-        with upstream.temporarily_pop_interpreter_stack():
-            seen["popped"] = upstream.peek_interpreter_stack().key()
         assert kinds.Grad in seen["kinds"]
         return (x**2).sum()
 
@@ -147,7 +146,6 @@ def test_levels_of_torch_func_are_seen_from_inside():
         "batched": (True, 0),
         "level": True,
         "cleared": None,
-        "popped": kinds.Vmap,
     }
     assert upstream.peek_interpreter_stack() is None and upstream.get_interpreter_stack() is None
 
@@ -564,13 +562,38 @@ def test_a_sum_of_gradients_is_autograds_own_and_a_rules_code_is_not():
     assert adds.count(True) == 1 and adds.count(False) == 2
 
 
+def test_the_device_of_collectives_is_that_of_their_backend(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert upstream.collective_device(None) == torch.device("cpu")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_axis_is_hidden_by_a_level_of_vmap():
+    def f(x):
+        level = upstream.peek_interpreter_stack().level()
+        return x + upstream.add_vmap_axis(torch.arange(3.0), 0, level)
+
+    assert torch.vmap(f)(torch.zeros(3)).tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_trace_of_make_fx_is_told():
+    seen = [upstream.is_traced_by_make_fx()]
+
+    def f(x):
+        seen.append(upstream.is_traced_by_make_fx())
+        return x + 1
+
+    make_fx(f)(torch.ones(2))
+    assert seen == [False, True]
+
+
 # --- operators and modules -----------------------------------------------------------------------
 
 
-def test_the_classes_of_operators_are_known():
-    aten = torch.ops.aten
-    assert isinstance(aten.add, upstream.OpOverloadPacket)
-    assert isinstance(aten.add.Tensor, upstream.OpOverload)
+def test_the_class_of_operators_of_functions_is_known():
     assert isinstance(torch.ops.higher_order.cond, upstream.HigherOrderOperator)
 
 
@@ -613,12 +636,12 @@ def test_a_module_shows_its_slots_and_hooks():
     assert all(vars(m)[name] is slot for name, slot in zip(upstream.SLOTS, (
         parameters, buffers, children), strict=True))  # fmt: skip
     assert vars(m)[upstream.NOT_SAVED] == set()
-    assert not upstream.has_hooks(m) and not upstream.has_backward_hooks(m)
+    assert not upstream.has_hooks(m)
     forward = m.register_forward_hook(lambda *a: None)
     assert upstream.has_hooks(m) and [*upstream.forward_hooks_of(m)] == [forward.id]
     forward.remove()
     m.register_full_backward_hook(lambda *a: None)
-    assert upstream.has_backward_hooks(m)
+    assert upstream.has_hooks(m)
 
 
 def test_cached_weights_are_seen_in_their_block_alone():
@@ -778,7 +801,7 @@ def test_whether_dynamo_compiles_here_is_known_to_it_alone():
 
 
 def test_an_operator_tells_its_arguments():
-    names = [argument.name for argument in upstream.arguments_of(torch.ops.aten.add.Tensor)]
+    names = [argument.name for argument in upstream.schema_of(torch.ops.aten.add.Tensor).arguments]
     assert names == ["self", "other", "alpha"]
 
 

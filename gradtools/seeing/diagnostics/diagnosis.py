@@ -36,7 +36,7 @@ from gradtools.seeing.graphs.gradient_losses import (
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Refusal, Vanished
+from gradtools.seeing.graphs.recording import CapturedParameter, Recording, RefusedCall, Vanished
 
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
 Note = tuple[str, list[str]]  # a text, and the leaves that it concerns
@@ -182,7 +182,7 @@ def _starts_at_zero(
     )
 
 
-def refused(program: LeafProgram, refusal: Refusal) -> Finding:
+def refused(program: LeafProgram, refusal: RefusedCall) -> Finding:
     """The finding for an error of the framework that ended the run."""
     names = [program.names[index] for index in program.wrt]
     name = names[0] if len(names) == 1 else ", ".join(f"argument {i}" for i in program.argnums)

@@ -1,7 +1,7 @@
 """The edges of a graph: each value's producer, readers, bytes and derivative.
 
 A value that a later pass reads is a *saved* residual. An edge gets a cut reason if a derivative is
-lost there, as determined by `lost_terms.py`. A comparison that only makes a mask loses nothing, nor
+lost there. A comparison that only makes a mask loses nothing, nor
 does the stopped maximum that softmax subtracts. Other deliberate stops get their reason.
 """
 

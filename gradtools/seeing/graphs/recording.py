@@ -18,7 +18,7 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusedCall:
     """The framework's error when data may not leave it in this way.
 
     Attributes:
@@ -63,7 +63,7 @@ class Recording:
     """
 
     graph: PlainGraph
-    refusal: Refusal | None = None
+    refusal: RefusedCall | None = None
     host_outputs: tuple[int, ...] = ()
     stand_ins: tuple[str, ...] = ()
     wanted: tuple[int, ...] = ()

@@ -25,7 +25,7 @@ from gradtools.jax.recomputing import stateful
 from gradtools.seeing.graphs.gradient_losses import losses
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.reachable import named_objects
-from gradtools.seeing.graphs.recording import Recording, Refusal, Run
+from gradtools.seeing.graphs.recording import Recording, RefusedCall, Run
 from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers
 from gradtools.seeing.jax.graphs import graph_of
 from gradtools.seeing.jax.source_lines import source_of_error
@@ -153,7 +153,7 @@ def _constant(y: Any) -> Any:
 # --- JAX's errors ------------------------------------------------------------------------
 
 
-def _what_left(error: Exception) -> Refusal | None:
+def _what_left(error: Exception) -> RefusedCall | None:
     """How an array left JAX; None if a shape or a branch depended on its values."""
     line, modules = source_of_error(error)
     written = line.text if line is not None else ""
@@ -167,7 +167,7 @@ def _what_left(error: Exception) -> Refusal | None:
         names = (name for name in ("item", "tolist") if f".{name}(" in written)
         operation = refused_number(error) or next(names, "")
     message = str(error).strip().splitlines()[0]
-    return Refusal("left_framework", operation, message, line, modules) if operation else None
+    return RefusedCall("left_framework", operation, message, line, modules) if operation else None
 
 
 # --- captured arrays ---------------------------------------------------------------------

@@ -90,7 +90,7 @@ class _AutogradReader:
         packet = getattr(torch.ops.aten, operations.name_of_node(fn), None)
         names: list[str] = []  # of the aten operation's tensor arguments
         for overload in packet.overloads() if packet is not None else ():
-            arguments = upstream.arguments_of(getattr(packet, overload))
+            arguments = upstream.schema_of(getattr(packet, overload)).arguments
             kinds = "Tensor", "Optional[Tensor]"
             tensors = [a.name for a in arguments if str(a.type) in kinds and not a.alias_info]
             names = max(names, tensors, key=len)  # the one with most tensors: scalars are wrapped

@@ -61,10 +61,10 @@ def jax_run(subject: Any, args: Arguments, dtype: str | None, draw: Draw) -> Run
     arrays = [jnp.asarray(x) for x in (*(args.leaves[k] for k in args.names), *leaves)]
     closed = jax.make_jaxpr(flat)(*arrays)
     constants = [jnp.asarray(c) for c in constants_of(closed)]
-    recorders: list[_Recorder] = []
+    recorders: list[_Equations] = []
 
     def record(arrays: Any, constants: Any, cotangents: Any) -> Any:
-        recorder = _Recorder()
+        recorder = _Equations()
         recorders[:] = [recorder]
         inputs = [recorder.leaf(x, name) for x, name in zip(arrays, names, strict=True)]
         held = recorder.held(constants)
@@ -89,7 +89,7 @@ def jax_run(subject: Any, args: Arguments, dtype: str | None, draw: Draw) -> Run
     return Run(recorder.steps, recorder.ends, {s.leaf: s for s in parameters})
 
 
-class _Recorder:
+class _Equations:
     """An interpreter of jaxprs that records a step for each value, and a tape of the operations."""
 
     def __init__(self) -> None:

@@ -19,7 +19,13 @@ import torch
 from gradtools.code_origin import Source, lines_above, users_lines
 from gradtools.testing.cross_checking.sides import cast, library, resolve
 from gradtools.testing.diverging.recorded_steps import HALF, Arguments, Draw, Run, Step
-from gradtools.torch._upstream import Watching, decompositions, tree_leaves, tree_map_only
+from gradtools.torch._upstream import (
+    Watching,
+    decompositions,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+)
 
 _ATEN = torch.ops.aten
 _FUSED = {
@@ -52,7 +58,7 @@ def torch_run(subject: Any, args: Arguments, dtype: str | None, draw: Draw) -> R
         dtype: The precision of a module's parameters and buffers; None leaves them as they are.
         draw: Returns cotangents for the outputs.
     """
-    recorder = _Recorder()
+    recorder = _Operations()
     given = [torch.tensor(x) if k in args.names else x for k, x in enumerate(args.leaves)]
     if library(subject) == "torch.nn":
         model = copy.deepcopy(subject)
@@ -100,7 +106,7 @@ def torch_run(subject: Any, args: Arguments, dtype: str | None, draw: Draw) -> R
     return Run(recorder.steps, ends, named)
 
 
-class _Recorder(Watching):
+class _Operations(Watching):
     """The dispatch mode. Tensors are recognized by identity, or by the memory they view."""
 
     def __init__(self) -> None:
@@ -183,9 +189,10 @@ class _Recorder(Watching):
         if fused:
             parents += self._decomposed(func, args, kwargs)
         out = func(*args, **kwargs)
-        if func._schema.is_mutable:
+        schema = schema_of(func)
+        if schema.is_mutable:
             self._forget_stale_views(out)
-        name = func._schema.name.rpartition("::")[2]
+        name = schema.name.rpartition("::")[2]
         outs = out if isinstance(out, tuple | list) else [out]
         made = [self.add(name, x, list(parents)) for x in outs if isinstance(x, torch.Tensor)]
         for step in made[1:] if fused else ():  # statistics, through which no cotangent flows

@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gradtools.code_origin import innermost, lines_above, lines_of
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
-from gradtools.seeing.graphs.recording import Refusal
+from gradtools.seeing.graphs.recording import RefusedCall
 from gradtools.seeing.torch.recording import autograd_functions, operations
 from gradtools.seeing.torch.recording.recorded_calls import (
     CallLinks,
@@ -98,7 +98,7 @@ class CallRecorder(Recorder[int]):
         self.reachable = undo.reachable
         self.leavings: list[Node] = []
         self.entries: dict[int, list[Any]] = {}
-        self.refusal: tuple[BaseException, Refusal] | None = None
+        self.refusal: tuple[BaseException, RefusedCall] | None = None
         self._replace = replace
         self._gradients: Numbers = []  # `.grad` after each backward pass
         self._edges: dict[Edge, int] = {}
@@ -196,7 +196,7 @@ class CallRecorder(Recorder[int]):
             if kind is not None:
                 source = self.origin().source or innermost(lines_of(error))
                 message = str(error).strip().partition("\n")[0]
-                self.refusal = error, Refusal(kind, call.name, message, source, self.scope)
+                self.refusal = error, RefusedCall(kind, call.name, message, source, self.scope)
             raise
 
     # --- nodes

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.graphs.recording import Refusal, Run
+from gradtools.seeing.graphs.recording import RefusedCall, Run
 from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.seeing.torch.undo import Undo, copied, undone
 from gradtools.torch import _upstream as upstream
@@ -51,7 +51,7 @@ class ObservedRun:
     inputs: list[int]
     outs: list[Any] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
-    refusal: Refusal | None = None
+    refusal: RefusedCall | None = None
 
 
 @contextmanager

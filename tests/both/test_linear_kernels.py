@@ -12,7 +12,7 @@ import pytest
 import scipy.sparse.linalg
 
 from gradtools import GradtoolsError
-from gradtools.testing import check_derivatives
+from gradtools.testing import AgreementError, check_derivatives, check_rule
 
 M = np.random.default_rng(0).normal(size=(3, 5))
 C = M + 1j * np.random.default_rng(1).normal(size=(3, 5))
@@ -132,6 +132,14 @@ def test_in_compiled_code(gt, name):
     x = numbers(gt, name)
     close(gt, gt.compile(ours)(x), plain(x))
     close(gt, gt.compile(gt.grad(ours))(x), gt.grad(plain)(x))
+
+
+def test_check_rule_tells_a_right_adjoint_from_a_wrong_one(gt):
+    x = gt.to_numpy(numbers(gt, "fft"))
+    assert check_rule(spectrum(gt)[0], (x,), gt)
+    for kernel, adjoint in ((np.fft.fft, np.fft.ifft), (np.conj, lambda y: y), (np.exp, np.exp)):
+        with pytest.raises(AgreementError):
+            check_rule(gt.host_function(kernel, adjoint=adjoint), (x,), gt)
 
 
 @pytest.mark.parametrize("name", ["real", "complex", "fft", "pair"])

@@ -371,6 +371,9 @@ def as_custom_rule(rule: Any, backend: str) -> tuple[CustomRule, Callable[..., A
     if hasattr(rule, "primal") and hasattr(rule, "cotangent"):
         record, rule = rule, _of_record(rule)
         call = lambda *xs: list(waist.apply_rule(record, *xs))
+    if getattr(rule, "adjoint", None) is not None:  # a linear host function is its own jvp
+        moved = lambda xs, dxs: [x if dx is None else dx for x, dx in zip(xs, dxs, strict=True)]
+        rule = SimpleNamespace(fun=call, jvp=lambda xs, dxs: (call(*xs), call(*moved(xs, dxs))))
     fun, fwd, bwd, jvp = (getattr(rule, name, None) for name in ("fun", "fwd", "bwd", "jvp"))
     if not callable(fun) or not callable(call) or (jvp is None and (fwd is None or bwd is None)):
         raise GradtoolsError(

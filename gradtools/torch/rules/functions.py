@@ -250,12 +250,6 @@ upstream.backward_class(RuleFunction).apply = RuleFunction.backward
 attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, RuleFunction).apply
 
 
-def reverse_only_at(node: Any) -> str | None:
-    """The name of the reverse-only rule that recorded this node, if one did."""
-    is_one = type(node) is upstream.backward_class(RuleFunction)
-    return node.point.rule.name if is_one and node.point.rule.reverse_only else None
-
-
 def edit_application(rule: Rule, inputs: int) -> RuleApplication:
     """The application that all calls of an edit share."""
     cotangent = rule.cotangent

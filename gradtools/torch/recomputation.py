@@ -495,11 +495,6 @@ def recomputed(
     if upstream.peek_interpreter_stack() is None:
         apply = super(torch.autograd.Function, _Node).apply  # looked up here: recordings patch it
         return list(apply(program, known, tracked, *inputs))
-    top = upstream.peek_interpreter_stack()
-    if top.key() == upstream.TransformType.Grad:  # which forgets graphs of tensors outside of it
-        inside, enter = top.level(), upstream.wrap_for_grad
-        level = upstream.maybe_get_level
-        inputs = [x if level(x) >= inside else enter(x, inside) for x in inputs]
     return list(_Node.apply(program, known, tracked, *inputs))
 
 

@@ -521,8 +521,6 @@ class Recomputation(Programs):
 class Backend(Recomputation):
     """The whole backend interface."""
 
-    never_changes = True  # searches for mutable state that a function captures skip it
-
     def __reduce__(self) -> Any:
         return backend_of, (self.name,)
 
@@ -553,8 +551,6 @@ class FrameworkBackend(Backend):
 
 class Operators:
     """Public operators, bound to one backend."""
-
-    never_changes = True  # searches for mutable state that a function captures skip it
 
     def __init_subclass__(cls) -> None:
         user_facing_methods(cls)

@@ -26,8 +26,6 @@ _CONTAINERS = (list, dict, tuple)
 class ChunkOptions:
     """The options of `chunked`, `checkpoint` and `frozen`."""
 
-    never_changes = True  # searches for mutable state that a function captures skip it
-
     verify: bool | None = None  # None: the first backward pass of each kind; else each, or none
     progress: bool = False
     # A cache for the next call of the same function.

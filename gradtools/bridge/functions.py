@@ -195,8 +195,6 @@ class ForeignSignature:
         captured: The error if it closes over a tensor that requires grad, else empty.
     """
 
-    never_changes = True  # stops searches through captured objects here
-
     of: Foreign
     ins: tuple[ArraySpec, ...]
     seen: bool = False

@@ -53,8 +53,6 @@ _NOTHING = nullcontext()
 class Uses:
     """What all uses of one frozen function share."""
 
-    never_changes = True  # searches for mutable state that a function captures skip it
-
     def __init__(self) -> None:
         self.state: RunState | None = None  # after the latest use
         self.has_forward_mode = True

@@ -32,44 +32,13 @@ def known(error: BaseException, table: Mapping[str, T]) -> T | None:
     return next((value for part, value in table.items() if part in text), None)
 
 
-def says(error: BaseException, part: str) -> bool:
-    """Whether an error is PyTorch's own and contains this text."""
-    return part in torch_says(error)
-
-
-LEAF_CHANGED = "leaf Variable that requires grad"
-VIEW_CHANGED = "is a view and is being modified inplace"
-NO_SAVED_TENSORS_HOOKS = "yet support saved tensor hooks"
-SAVED_CHANGED = "modified"
-NO_STRIDES = "tensors do not have strides"  # of a sparse matrix and dual numbers
+NO_DERIVATIVE = re.compile(r"derivative for (\S+) is not implemented")
 
 
 def kernel_without(lacking: re.Pattern[str], error: BaseException) -> str | None:
     """The name of the kernel that lacks a derivative, if the error says so."""
     match = lacking.search(torch_says(error))
     return None if match is None else match[1]
-
-
-NO_FORWARD_MODE = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
-NO_DERIVATIVE = re.compile(r"derivative for (\S+) is not implemented")
-
-
-def lacks_derivative(error: BaseException) -> str | None:
-    """The kernel or function in a frozen G that lacks a derivative, if the error says so."""
-    kernel = kernel_without(NO_FORWARD_MODE, error) or kernel_without(NO_DERIVATIVE, error)
-    return kernel or known(error, NO_KERNELS)
-
-
-_FUNCTION, _IN_G = "a torch.autograd.Function", "a derivative or a hook on a gradient"
-NO_KERNELS = {
-    "must implement the jvp function": _FUNCTION,
-    "marked with @once_differentiable": _FUNCTION,
-    "does not require grad": _IN_G,
-    "doesn't require grad": _IN_G,
-    "Could not run 'aten::_efficientzerotensor'": "a sparse matrix",
-    "Nested forward mode AD is not supported": "torch.func.jvp",
-    "view size is not compatible with input tensor's": "a view of a channels_last image",
-}
 
 
 class explained:
@@ -104,7 +73,7 @@ _WAYS_ROUND: list[tuple[list[str], str]] = [
             "querying is_contiguous inside of vmap",
             "vmap: we do not yet support",
             "expand is unsupported for Sparse tensors",
-            NO_STRIDES,
+            "tensors do not have strides",  # of a sparse matrix and dual numbers
             "You are attempting to call Tensor.requires_grad_()",
             "cannot use C++ torch::autograd::Function with functorch transforms",
             "vmap: It looks like you're attempting to use a Tensor in some data-dependent",
@@ -130,7 +99,7 @@ _WAYS_ROUND: list[tuple[list[str], str]] = [
         "chunk_size=1, a plain loop.",
     ),
     (
-        [NO_SAVED_TENSORS_HOOKS, "use_reentrant=True"],
+        ["yet support saved tensor hooks", "use_reentrant=True"],
         "f holds torch.utils.checkpoint, or other saved_tensors_hooks, or is called inside of "
         "them, which torch.func's transforms do not support; a reentrant checkpoint takes no "
         "derivative with respect to chosen inputs either. Use gt.checkpoint in its place.",

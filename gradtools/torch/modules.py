@@ -191,7 +191,6 @@ class _Template:
 
     tree: ModuleTree
     relinked: Relinked
-    never_changes = True  # searches for mutable state that a function captures skip it
 
     @classmethod
     def of(

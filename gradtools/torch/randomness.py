@@ -83,11 +83,6 @@ class Randomness:
         """The states of those generators only that have advanced since."""
         return self.advanced_to(self.current())
 
-    def fingerprints(self) -> dict[str, int]:
-        """The hashes of the current states, by the generators' names."""
-        name = lambda s: s if isinstance(s, str) else f"PyTorch's random stream on {s}"
-        return {name(stream): hash(_state(stream)[1]) for stream in self.states}
-
     def restore(self) -> None:
         for stream, (state, key) in self.states.items():
             if stream == PYTHON:

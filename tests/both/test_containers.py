@@ -229,7 +229,7 @@ REFUSED = {
         lambda x: {"x": x, "loss": x.sum()},
         "To leave it out, wrap f so that it returns out",
     ),
-    "a table of all pairs": (lambda x: x @ x.T, r"an output of f has shape \(1, 1\) for 1 ex"),
+    "a table of all pairs": (lambda x: x @ x.T, r"f\'s output has shape \(1, 1\) for 1 ex"),
 }
 
 

@@ -84,9 +84,9 @@ FIRST = {
 }
 
 
-def _told(path, tmp_path, check):
-    out = tmp_path / f"{check}.json"
-    environment = {**os.environ, "GRADTOOLS_CHECK": check, "PYTHONPATH": str(ROOT)}
+def _told(path, tmp_path):
+    out = tmp_path / "told.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(
         [sys.executable, str(PROGRAM), str(path), str(out)],
         env=environment,
@@ -100,7 +100,7 @@ def _told(path, tmp_path, check):
 def test_what_passes_and_what_does_not(tmp_path):
     path = tmp_path / "custom_api_test.py"
     path.write_text(TESTS)
-    found = _told(path, tmp_path, "first")
+    found = _told(path, tmp_path)
     expected = {
         f"{kind}.test_{name}": outcome
         for kind, outcomes in FIRST.items()
@@ -109,8 +109,6 @@ def test_what_passes_and_what_does_not(tmp_path):
     }
     kept = ("passed", "skipped")
     assert {n: o if o in kept else "failed" for n, o in found.items()} == expected
-    never = _told(path, tmp_path, "never")
-    assert {n for n in found if found[n] != never[n]} == {"CustomJVPTest.test_affine"}
 
 
 def _program():
@@ -122,22 +120,20 @@ def _program():
 
 def test_the_table_says_each_test_that_does_not_pass_with_its_reason():
     first = {"A.x": "passed", "A.y": "ValueError: no", "A.z": "skipped", "A.w": "no"}
-    text = _program().table(first, {**first, "A.w": "passed"})
-    assert "| 4 | 1 | 1 | 1 | 2 | 1 |" in text
+    text = _program().table(first)
+    assert "| 4 | 1 | 1 | 2 |" in text
     assert "| A.y | not known: ValueError: no |" in text
 
 
 def test_the_page_says_what_the_benchmark_printed():
     printed = (ROOT / "benchmarks" / "results" / "jax_custom_api.md").read_text()
     row = re.search(r"^\| custom_api_test.py \|(.*)\|$", printed, re.MULTILINE)[1]
-    every, skipped, first, more, passed, rest = map(int, row.split("|"))
+    every, skipped, passed, rest = map(int, row.split("|"))
     assert "not known" not in printed
-    assert first + more == passed >= 135
-    assert passed + skipped + rest == every
+    assert passed >= 120 and passed + skipped + rest == every
     page = " ".join((ROOT / "docs" / "migrating-rules.md").read_text().split())
     assert f"{every} tests, of which JAX skips {skipped}" in page
-    assert f"{first} of the {every - skipped} pass, and {more} more" in page
-    assert f"{passed} of the {every}, and {rest} do not" in page
+    assert f"{passed} of the {every - skipped} pass, and {rest} do not" in page
 
 
 @pytest.mark.parametrize("name", _program().REASONS)

@@ -8,6 +8,7 @@ from typing import Any
 ELSEWHERE = {
     *("vmap", "compile"),  # the framework's own under one name
     "all_gather",  # needs several processes or devices
+    *("implicit_solution", "retain_gradient", "retained_gradients"),  # nothing by hand is the same
     *(
         "xp",
         "asarray",

@@ -72,12 +72,12 @@ def test_its_linear_map_transposes_its_backward_and_its_forward_mode_is_refused(
     for name in ("right", "detached"):
         push = gt.linearize(lambda x, name=name: getattr(ops, name)(x), X)[1]
         torch.testing.assert_close(push(T), 3 * X**2)
-    refused = r"jvp: .* C\+\+, which has no forward mode.*lineariz"
+    refused = r"jvp: .* has no forward mode in PyTorch\. Use linearize"
     for op in (ops.right, ops.unrecorded, ops.detached, hidden(ops.right)):
         with pytest.raises(GradtoolsError, match=refused):
             gt.jvp(lambda x, op=op: op(x), (X,), (T,))
 
 
 def test_torch_func_over_it_is_refused_in_words(ops):
-    with pytest.raises(GradtoolsError, match=r"grad: .* C\+\+, which torch.func's transforms"):
+    with pytest.raises(GradtoolsError, match=r"grad: .* another transform of torch.func, cannot"):
         torch.func.grad(lambda x: gt.grad(lambda x: ops.right(x).sum())(x).sum())(X)

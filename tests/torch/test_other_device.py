@@ -25,13 +25,11 @@ WAITS = {  # of a call that is not the first
     "host_function: kernel": 3,  # the kernel's operands, and what its pullback is given
     "host_function: bwd": 3,
     "chunked: compared at each pass": 2,  # each of its chunks
-    "frozen": 1,
-    "frozen: second order": 3,
     # These look at the numbers.
-    "why_zero": 5,
-    "gradient_graph": 1,
-    "gradient_graph: twice": 1,
-    "formula": 15,
+    "implicit_solution: F": 4,
+    "implicit_solution: solve": 4,
+    "why_zero": 3,
+    "formula": 9,
 }
 DRAW = {use.name for use in other_device.MORE if use.name.startswith("noise in")}
 pytestmark = [

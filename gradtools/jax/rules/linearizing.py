@@ -230,17 +230,22 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
     ys: list[Any] = []
     staged: list[bool] = []
 
-    def push(*dxs: Any) -> list[Any]:
+    def evaluated(*dxs: Any) -> tuple[list[Any], list[Any]]:
         full = spread(dxs, mask)
-        ys[:], dys = rule.jvp(xs, filled(full, full_like) if rule.fills("tangent") else full)
+        values, dys = rule.jvp(xs, filled(full, full_like) if rule.fills("tangent") else full)
+        pairs = zip(dys, likes_of(values), strict=True)
+        return values, [_checked(rule, "tangent", dy, y) for dy, y in pairs if y is not None]
+
+    def push(*dxs: Any) -> list[Any]:
+        ys[:], dys = evaluated(*dxs)
         kinds = {type(dx) for dx in dxs if isinstance(dx, jax.core.Tracer)}
         staged[:] = [type(y) in kinds for y in ys]  # a value that depends on a tangent
-        pairs = zip(dys, likes_of(ys), strict=True)
-        return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
+        return dys
 
     if any(varies(x) for x in xs):
         return None
-    if loss_of(rule, "tangent", _signature(xs, perturbed), push, like_xs):
+    tangents = lambda *dxs: evaluated(*dxs)[1]
+    if loss_of(rule, "tangent", _signature(xs, perturbed), tangents, like_xs):
         return None
     try:
         pull = jax.linear_transpose(push, *map(struct_of, like_xs))

@@ -330,10 +330,11 @@ class Calls:
             ys = signature.specialized.outputs(args, out, "it")
             out = signature.outputs(ys)
             signature.single = type(out) is Tensor
-        if not tracked and any(y.requires_grad for y in ys):
-            if any(map(is_captured, ys)):
-                raise closed_over_error(signature.rule)
-            out = signature.outputs([y.detach() for y in ys])
+        for y in ys:
+            if y.requires_grad and not tracked:
+                if any(map(is_captured, ys)):
+                    raise closed_over_error(signature.rule)
+                return signature.outputs([y.detach() for y in ys])
         return out
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ def transposed_by_backward(
     graphs = torch.is_grad_enabled()
     with unpacked(), Transposing(rule, EAGER) as own, torch.enable_grad():
         vs = [_leaf(e, [True]) for e in examples]
+        own.vectors = {*map(id, vs)} if graphs else None
         outs = linear(at if graphs else [x.detach() for x in at], vs)
         own.level = None  # traced
         if False in [y is None or y.requires_grad for y in outs]:
@@ -254,13 +256,16 @@ class Transposing:
         rule: The rule.
         level: The torch.func level at which the map is traced, or `EAGER`.
         by_code: Whether the rule met itself, so that its own code is transposed.
+        vectors: The ids of the leaves at which the map is transposed; None if they alone require
+            grad.
     """
 
-    __slots__ = ("by_code", "level", "rule", "stack")
+    __slots__ = ("by_code", "level", "rule", "stack", "vectors")
 
     def __init__(self, rule: Rule, level: int | None = None) -> None:
         self.rule, self.level = rule, level
         self.by_code = False
+        self.vectors: set[int] | None = None
 
     def __enter__(self) -> Transposing:
         self.stack = ONGOING.running
@@ -303,7 +308,14 @@ def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
                 upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in levels
             )
             x = upstream.get_unwrapped(x)
-        if tracked or (EAGER in levels and x.requires_grad):
+        if tracked or (x.requires_grad and any(map(partial(_follows, x), stack[first:]))):
             stack[first].by_code = True
             return True
     return False
+
+
+def _follows(x: Tensor, running: Transposing) -> bool:
+    """Whether x depends on the vectors of a transposition that autograd itself takes."""
+    if running.level != EAGER:
+        return False
+    return running.vectors is None or any(id(leaf) in running.vectors for leaf in leaves_of([x]))
